@@ -1,0 +1,177 @@
+"""What a model runner is given for one step, and what it gives back.
+
+Everything here is NumPy, flat and ragged, and the same for every backend: the
+scheduler never sees a torch or JAX array. A batch holds B requests with T
+tokens in all; a request's tokens in this step may be a whole prompt, a chunk
+of one, or a single token to decode: the runner does not care which.
+
+A step is dispatched before the one ahead of it has come back, so the newest
+token of a request may not be known on the host yet. It is then named by
+where it will be on the device: `token_ids[t] = -1 - slot` stands for "the
+token that was sampled last for the request in `slot`".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+
+FINITE = 0
+NOT_FINITE = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSampling:
+    """How the request in a slot is sampled; sent once, with its first sampled step.
+
+    It is sent again when the request comes back after a preemption, then with
+    the tokens that it has produced so far in `output_token_ids`.
+
+    Attributes:
+        slot: the request's place in the runner's state, in [0, max_num_seqs).
+        temperature: 0 is greedy.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of tokens whose probability reaches it, in (0, 1].
+        min_p: drop tokens less likely than min_p x the most likely one, in [0, 1].
+        repetition_penalty: divides (multiplies) positive (negative) logits of tokens that
+            occur in the prompt or output; 1 does nothing (Keskar et al. 2019, section 4.1).
+        presence_penalty: subtracted from logits of tokens that occur in the output.
+        frequency_penalty: subtracted once per occurrence in the output.
+        seed: 64-bit key of the request's own random stream: the n-th token depends on (seed, n)
+            and the logits alone, never on the rest of the batch.
+        logit_bias: token id -> added to its logit.
+        logprobs: -1 none; 0 the sampled token's; n > 0 also those of the n most likely tokens.
+        min_tokens: `end_token_ids` cannot be sampled before this many output tokens.
+        end_token_ids: tokens that end the request.
+        prompt_token_ids: the prompt, where a penalty needs it; else empty.
+        output_token_ids: tokens produced so far, where a penalty needs them; else empty.
+    """
+
+    slot: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    logprobs: int = -1
+    min_tokens: int = 0
+    end_token_ids: tuple[int, ...] = ()
+    prompt_token_ids: Sequence[int] = ()
+    output_token_ids: Sequence[int] = ()
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether any penalty looks at the tokens so far."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """One step of a ragged batch of B requests and T tokens, S of which are sampled.
+
+    Attributes:
+        step: counts up by one; every rank receives the steps in this order.
+        token_ids: int32[T]; a negative entry is `-1 - slot` (see the module's text).
+        positions: int32[T]; place of each token in its request, from 0.
+        query_start: int32[B + 1]; request b owns tokens query_start[b]:query_start[b + 1].
+        context_len: int32[B]; tokens of the request in the cache once this step is done.
+        block_table: int32[B, n]; the request's cache blocks in order, padded with 0.
+        slot: int32[B]; each request's slot.
+        sample_index: int32[S]; rows of T whose next token is sampled, at most one a request.
+        sample_slot: int32[S]; the slot of each sampled row.
+        output_index: int32[S]; how many tokens the request has sampled before this one.
+        new_slots: sampling settings of requests that are sampled for the first time.
+        prompt_logprob_index: int32[P]; rows of T whose next *prompt* token is scored.
+        prompt_logprob_target: int32[P]; that next prompt token.
+        prompt_logprob_top: how many of the most likely tokens go with each score.
+    """
+
+    step: int
+    token_ids: Int32
+    positions: Int32
+    query_start: Int32
+    context_len: Int32
+    block_table: Int32
+    slot: Int32
+    sample_index: Int32
+    sample_slot: Int32
+    output_index: Int32
+    new_slots: tuple[SlotSampling, ...] = ()
+    prompt_logprob_index: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    prompt_logprob_target: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    prompt_logprob_top: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log probabilities of N tokens, from the model's distribution before any sampling setting.
+
+    Attributes:
+        chosen: float32[N]; of the token itself.
+        rank: int32[N]; 1 for the most likely token.
+        top_ids: int32[N, k]; the k most likely tokens, most likely first.
+        top: float32[N, k]; their log probabilities.
+    """
+
+    chosen: Float32
+    rank: Int32
+    top_ids: Int32
+    top: Float32
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step produced.
+
+    Attributes:
+        step: the `StepInput.step` that this answers.
+        token_ids: int32[S]; the sampled tokens.
+        status: int32[S]; FINITE, or NOT_FINITE when a row's logits held NaN or only
+            infinities: that request has failed, the others have not.
+        logprobs: of the S sampled tokens, when any request of the step asked; k is the largest
+            number asked for.
+        prompt_logprobs: of the P scored prompt tokens, when there are any.
+        seconds: time that the step took on the device.
+    """
+
+    step: int
+    token_ids: Int32
+    status: Int32
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    seconds: float = 0.0
+
+
+class ModelRunner(Protocol):
+    """Runs one model, or one rank's part of it. Not thread-safe: one thread calls `step`."""
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes that one block of the KV cache takes over all layers on this rank."""
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """Make the cache; called once, before the first step."""
+
+    def warm_up(self) -> None:
+        """Run what the first request should not have to wait for."""
+
+    def step(self, batch: StepInput) -> StepOutput:
+        """Run the model over the batch, write its keys and values, sample; blocks till done."""
+
+    def close(self) -> None:
+        """Release the memory."""

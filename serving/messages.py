@@ -1,0 +1,138 @@
+"""What crosses between the API process and the engine process.
+
+Encoded with msgspec as MessagePack over ZeroMQ; nothing is ever unpickled. The
+front (serving/engine.py) works in text, the engine core in token ids: only
+ids cross.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from weft.serving.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    """Front -> core: a new request (one answer; n answers are n requests).
+
+    Attributes:
+        request_id: unique among live requests.
+        prompt_token_ids: at least one, each in [0, vocab_size).
+        params: checked; `max_tokens` and `seed` are filled in, `n` is 1.
+        end_token_ids: tokens that end the output (the model's own unless ignored, and
+            params.stop_token_ids).
+        priority: lower is served first; among equals, first come.
+        arrival: time.monotonic() at the front, for the queueing time.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    end_token_ids: tuple[int, ...]
+    priority: int = 0
+    arrival: float = 0.0
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Front -> core: forget these requests; unknown ones are ignored."""
+
+    request_ids: tuple[str, ...]
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Front -> core: end. With `drain`, finish what is running and waiting first."""
+
+    drain: bool = True
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """A token's log probability, its rank (1 = most likely), and the most likely alternatives."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one request.
+
+    Attributes:
+        token_ids: the tokens since the last output; an end token is included.
+        finish_reason: None while it runs. "stop": an end token; "length": max_tokens or the
+            context; "abort": aborted; "error": this request failed, see `error`.
+        stop_token_id: the end token that ended it, if one did.
+        logprobs: one per token, when asked for.
+        prompt_logprobs: on the first output, when asked for: one per prompt token from the
+            second on (nothing precedes the first).
+        cached_tokens: prompt tokens that came from the prefix cache.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+    cached_tokens: int = 0
+    error: str | None = None
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """A snapshot of the core: what /metrics and the scheduler's tests look at."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """What the front must know of the model that the core has loaded."""
+
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    dtype: str
+    load_seconds: float
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Core -> front: loaded and warm."""
+
+    info: EngineInfo
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True):
+    """Core -> front: what one step produced, and how the core stands.
+
+    Also sent without outputs, as a heartbeat: `stats.steps` advances while work exists.
+    """
+
+    outputs: list[TokenOutput]
+    stats: EngineStats
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """Core -> front: the core ends. `kind` is the name of a class in weft.errors."""
+
+    kind: str
+    message: str
+
+
+ToCore = Add | Abort | Shutdown
+FromCore = Ready | Outputs | Failed

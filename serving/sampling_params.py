@@ -1,0 +1,116 @@
+"""How one request wants its tokens chosen and when to stop.
+
+Checked here, once, for every way in (HTTP, batch file, Python): a value that
+cannot work raises RequestError naming the field. What depends on the model
+(vocabulary, context length) is checked by the engine's front, see engine.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from weft.errors import RequestError
+
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
+MAX_LOGIT_BIAS = 1024
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sampling settings, with OpenAI's names and ranges where it has them.
+
+    Attributes:
+        n: answers to the same prompt, 1 to 128.
+        max_tokens: most output tokens; None means up to the model's context.
+        min_tokens: do not end before this many output tokens.
+        temperature: 0 is greedy; at most 2.
+        top_p, top_k, min_p: cut the distribution; see models/interface.py.
+        repetition_penalty, presence_penalty, frequency_penalty: see models/interface.py.
+        logit_bias: token id -> bias in [-100, 100].
+        seed: same seed, same output, whatever else is served; None draws one.
+        stop: strings that end the output; they are not part of it.
+        stop_token_ids: tokens that end the output, besides the model's own.
+        ignore_eos: do not end at the model's own end tokens.
+        logprobs: None, or how many of the most likely tokens to report with each token.
+        prompt_logprobs: the same for the prompt's tokens.
+    """
+
+    n: int = 1
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _within("n", self.n, 1, MAX_N)
+        if self.max_tokens is not None:
+            _within("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _within("min_tokens", self.min_tokens, 0, self.max_tokens or 2**31 - 1)
+        _within("temperature", self.temperature, 0.0, 2.0)
+        _within("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _within("top_k", self.top_k, 0, 2**31 - 1)
+        _within("min_p", self.min_p, 0.0, 1.0)
+        _within("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _within("seed", self.seed, -(2**63), 2**63 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                _within(name, count, 0, MAX_LOGPROBS)
+        _check_stop(self.stop)
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise RequestError(
+                f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS}",
+                param="logit_bias",
+            )
+        for token, bias in self.logit_bias.items():
+            _within("logit_bias", bias, -100.0, 100.0, where=f"logit_bias[{token}]")
+
+
+def _within(
+    param: str,
+    value: float,
+    low: float,
+    high: float,
+    *,
+    low_open: bool = False,
+    where: str | None = None,
+) -> None:
+    """Raise RequestError unless low <= value <= high (low < value when `low_open`)."""
+    if math.isfinite(value) and (low < value if low_open else low <= value) and value <= high:
+        return
+    bracket = "(" if low_open else "["
+    raise RequestError(
+        f"{where or param} is {value}; it must be in {bracket}{low}, {high}]", param=param
+    )
+
+
+def _check_stop(stop: tuple[str, ...]) -> None:
+    if len(stop) > MAX_STOP_STRINGS:
+        raise RequestError(
+            f"stop has {len(stop)} strings; at most {MAX_STOP_STRINGS}", param="stop"
+        )
+    for i, text in enumerate(stop):
+        if not text:
+            raise RequestError(f"stop[{i}] is empty; it would end every output", param="stop")
+        if len(text) > MAX_STOP_LENGTH:
+            raise RequestError(
+                f"stop[{i}] has {len(text)} characters; at most {MAX_STOP_LENGTH}", param="stop"
+            )

@@ -1,0 +1,25 @@
+"""weft: serve language models that are split over many accelerators.
+
+`import weft` is cheap (well under 0.3 s): the names below load what they need
+when they are first used.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from weft.version import __version__
+
+if TYPE_CHECKING:
+    from weft.serving.llm import LLM
+    from weft.serving.sampling_params import SamplingParams
+
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+_HOMES = {"LLM": "weft.serving.llm", "SamplingParams": "weft.serving.sampling_params"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        from importlib import import_module
+
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'weft' has no attribute {name!r}")

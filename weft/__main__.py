@@ -1,0 +1,5 @@
+"""`python -m weft` is the `weft` command."""
+
+from weft.serving.cli import main
+
+main()
