@@ -1,0 +1,123 @@
+"""Tiny random checkpoints of every family, made by transformers, in a second.
+
+What is written is what the Hugging Face hub holds: config.json,
+generation_config.json, safetensors, and a byte-level BPE tokenizer with a
+ChatML template. Weights are larger than usual, and norms and biases are
+random too, so that a wrong layer shows in the logits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+VOCAB_SIZE = 320
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+FAMILIES = {
+    "llama": "LlamaConfig",
+    "mistral": "MistralConfig",
+    "qwen2": "Qwen2Config",
+    "qwen3": "Qwen3Config",
+    "qwen3_moe": "Qwen3MoeConfig",
+    "mixtral": "MixtralConfig",
+}
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": [2, 0],
+    "pad_token_id": 0,
+}
+_FAMILY_SIZES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "qwen2": {"head_dim": None},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+}
+
+
+def make_checkpoint(
+    path: Path,
+    family: str,
+    *,
+    dtype: str = "float32",
+    seed: int = 0,
+    max_shard_size: str = "5GB",
+    **overrides: Any,
+) -> Path:
+    """Write a tiny random checkpoint into the directory `path` and return it.
+
+    Args:
+        path: made if it does not exist.
+        family: one of `FAMILIES`.
+        dtype: of the weights: "float32", "bfloat16" or "float16".
+        seed: of the weights.
+        max_shard_size: a small one ("20KB") makes a sharded checkpoint with an index.
+        overrides: fields of the family's transformers config.
+    """
+    import torch
+    import transformers
+
+    sizes = {**_SIZES, **_FAMILY_SIZES.get(family, {}), **overrides}
+    sizes = {name: value for name, value in sizes.items() if name != "head_dim" or value}
+    config = getattr(transformers, FAMILIES[family])(**sizes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() == 1:
+                    parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2)
+    model = model.to(getattr(torch, dtype))
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    make_tokenizer(path)
+    return path
+
+
+def make_tokenizer(path: Path) -> None:
+    """Write a byte-level BPE tokenizer of `VOCAB_SIZE` tokens with a ChatML template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[END_OF_TEXT, IM_START, IM_END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([_CORPUS], trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=IM_END,
+        pad_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(path)
+
+
+_CORPUS = (
+    "the user asks the assistant for the weather and the assistant answers with the weather; "
+    "the thread that crosses the warp is the weft, and the weft weaves the cloth together. "
+    "one and two and three and four and five and six are numbers that the system counts. "
+)
