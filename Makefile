@@ -1,2 +1,65 @@
-typetree:
-	@mkdir -p build/types/weft && for d in kernels models serving; do ln -sfn ../../../$$d build/types/weft/$$d; done
+# Everything a developer or CI runs. `make help` lists the targets.
+# A fresh clone needs Python 3.11 or newer and make, nothing else: each target
+# makes the environment in .venv that it needs.
+
+PYTHON ?= python3
+MODEL  ?= weft-demo
+HOST   ?= 127.0.0.1
+PORT   ?= 8000
+
+VENV := .venv
+BIN  := $(VENV)/bin
+PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test test-slow check lint types format wheel clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+serve: $(VENV)/.serve ## serve the bundled model on http://127.0.0.1:8000 (MODEL=, HOST=, PORT=)
+	$(BIN)/weft serve $(MODEL) --host $(HOST) --port $(PORT)
+
+test: $(VENV)/.dev ## run the tests
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(VENV)/.dev ## run the long sweeps
+	$(BIN)/python -m pytest -m slow --timeout 3600
+
+check: ## all that CI runs
+	bash .ci/run
+
+lint: $(VENV)/.dev ## ruff: style and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy reads the folders under the names that they are installed by.
+types: $(VENV)/.dev ## mypy, strict
+	@mkdir -p build/types/weft
+	@ln -sfn $(CURDIR)/weft/*.py $(CURDIR)/weft/py.typed $(CURDIR)/kernels $(CURDIR)/models $(CURDIR)/serving build/types/weft/
+	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p weft
+
+format: $(VENV)/.dev ## ruff: rewrite
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: $(VENV)/.dev ## build the wheel into dist/
+	$(BIN)/python -m build --wheel --outdir dist .
+
+clean: ## remove the environment and everything built
+	rm -rf $(VENV) build dist weft.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "weft needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Set PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.serve: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing weft into $(VENV) (once; a minute or two)"
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing weft and its development tools into $(VENV) (once; a minute or two)"
+	$(PIP) --editable '.[dev]'
+	@touch $@ $(VENV)/.serve
