@@ -8,45 +8,59 @@ and help text are all derived from it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from weft.errors import ConfigError
 
 Dtype = Literal["auto", "bfloat16", "float32"]
 
 
-def setting(default: Any, help: str) -> Any:
-    """A dataclass field with its one-line help text."""
-    return field(default=default, metadata={"help": help})
+@dataclass(frozen=True, slots=True)
+class Help:
+    """What `--help` says of the field it annotates.
+
+    Attributes:
+        text: one line.
+        unit: "bytes" lets a text value be written as 512M or 4GiB.
+    """
+
+    text: str
+    unit: Literal["bytes"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """What the engine process needs. Memory sizes are in bytes, times in seconds."""
 
-    model: str = setting("weft-demo", "a checkpoint's directory, or the name of a bundled model")
-    tokenizer: str | None = setting(None, "the tokenizer's directory, when it is not the model's")
-    dtype: Dtype = setting("auto", "compute type; auto is the checkpoint's")
-    max_model_len: int | None = setting(
-        None, "most tokens of a request, prompt and output; the model's own limit if not set"
+    model: Annotated[str, Help("a checkpoint's directory, or the name of a bundled model")] = (
+        "weft-demo"
     )
-    threads: int | None = setting(None, "CPU threads of the model; all cores if not set")
-    block_size: int = setting(32, "tokens in one block of the KV cache")
-    kv_cache_memory: int | None = setting(
-        None, "bytes for the KV cache (4G, 512M); what is left, if not set"
-    )
-    memory_fraction: float = setting(0.8, "share of the free memory that weft may take")
-    prefix_caching: bool = setting(
-        True, "keep the cache of prompts for later prompts that start alike"
-    )
-    max_num_seqs: int = setting(128, "most requests that run at once")
-    max_num_batched_tokens: int = setting(2048, "most tokens of one step")
-    max_queue: int = setting(1024, "most requests that wait; more get a 429")
-    seed: int = setting(0, "of requests that bring none")
-    stall_timeout: float = setting(
-        60.0, "with work at hand and no step done for so long, the engine counts as stuck"
-    )
+    tokenizer: Annotated[
+        str | None, Help("the tokenizer's directory, when it is not the model's")
+    ] = None
+    dtype: Annotated[Dtype, Help("compute type; auto is the checkpoint's")] = "auto"
+    max_model_len: Annotated[
+        int | None,
+        Help("most tokens of a request, prompt and output; the model's own limit if not set"),
+    ] = None
+    threads: Annotated[int | None, Help("CPU threads of the model; all cores if not set")] = None
+    block_size: Annotated[int, Help("tokens in one block of the KV cache")] = 32
+    kv_cache_memory: Annotated[
+        int | None,
+        Help("bytes for the KV cache (4G, 512M); what is left, if not set", unit="bytes"),
+    ] = None
+    memory_fraction: Annotated[float, Help("share of the free memory that weft may take")] = 0.8
+    prefix_caching: Annotated[
+        bool, Help("keep the cache of prompts for later prompts that start alike")
+    ] = True
+    max_num_seqs: Annotated[int, Help("most requests that run at once")] = 128
+    max_num_batched_tokens: Annotated[int, Help("most tokens of one step")] = 2048
+    max_queue: Annotated[int, Help("most requests that wait; more get a 429")] = 1024
+    seed: Annotated[int, Help("random seed of requests that bring none")] = 0
+    stall_timeout: Annotated[
+        float, Help("with work at hand and no step done for so long, the engine counts as stuck")
+    ] = 60.0
 
     def __post_init__(self) -> None:
         _at_least("max_model_len", self.max_model_len, 1)
@@ -66,17 +80,19 @@ class EngineConfig:
 class ServerConfig:
     """What the API process needs besides the engine."""
 
-    host: str = setting("127.0.0.1", "address to listen on")
-    port: int = setting(8000, "port to listen on; 0 picks a free one")
-    served_model_name: str | None = setting(
-        None, "the model's name in the API; its path's last part if not set"
-    )
-    drain_timeout: float = setting(30.0, "seconds that running requests get to finish at shutdown")
+    host: Annotated[str, Help("address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Help("port to listen on; 0 picks a free one")] = 8000
+    served_model_name: Annotated[
+        str | None, Help("the model's name in the API; its path's last part if not set")
+    ] = None
+    drain_timeout: Annotated[
+        float, Help("seconds that running requests get to finish at shutdown")
+    ] = 30.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port is {self.port}; it must be in [0, 65535]")
-        if self.drain_timeout < 0:
+        if not self.drain_timeout >= 0.0:
             raise ConfigError(f"--drain-timeout is {self.drain_timeout}; it must be at least 0")
 
 
