@@ -1,0 +1,133 @@
+"""The tokenizer against transformers, its templates, and its errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support import tokenizers as kinds
+
+from weft.errors import ModelError, RequestError
+from weft.serving.tokenizer import Tokenizer
+
+MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "world 😀"}]
+
+
+@pytest.fixture
+def byte_level(tmp_path: Path) -> Tokenizer:
+    return Tokenizer.load(kinds.write_byte_level(tmp_path))
+
+
+@pytest.mark.parametrize("write", [kinds.write_byte_level, kinds.write_sentencepiece])
+def test_equals_transformers(tmp_path: Path, write: Callable[..., Path]) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    path = write(tmp_path, chat_template=kinds.CHATML)
+    ours, theirs = Tokenizer.load(path), PreTrainedTokenizerFast.from_pretrained(path)
+    for text in ("hello world", "", " he  llo", "日本 é", "a<|im_end|>b", "</s>"):
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text)
+        assert ours.encode(text, add_special_tokens=False) == theirs.encode(
+            text, add_special_tokens=False
+        )
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+        assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids)
+    assert ours.apply_chat_template(MESSAGES) == list(
+        theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    )
+
+
+def test_end_tokens_come_from_all_three_files(tmp_path: Path) -> None:
+    path = kinds.write_byte_level(tmp_path)
+    (path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+    (path / "config.json").write_text('{"eos_token_id": 6, "text_config": {"eos_token_id": 7}}')
+    tokenizer = Tokenizer.load(path)
+    assert tokenizer.eos_token_ids == (5, 6, 7, tokenizer.backend.token_to_id("<|im_end|>"))
+
+
+def test_token_bytes_join_to_the_text(byte_level: Tokenizer) -> None:
+    text = "hello 日本 😀<|im_end|><tool call>"
+    ids = byte_level.encode(text)
+    assert b"".join(map(byte_level.token_bytes, ids)) == text.encode()
+
+
+def test_token_bytes_of_sentencepiece(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(kinds.write_sentencepiece(tmp_path))
+    ids = tokenizer.encode(" he é 日", add_special_tokens=False)
+    assert b"".join(map(tokenizer.token_bytes, ids)) == "  he é 日".encode()
+    assert tokenizer.token_text(ids[-1]) == "\ufffd"
+
+
+def test_ids_beyond_the_vocabulary_are_no_text(byte_level: Tokenizer) -> None:
+    assert byte_level.token_bytes(byte_level.vocab_size + 5) == b""
+    assert byte_level.decode([byte_level.vocab_size + 5]) == ""
+
+
+def test_a_lone_surrogate_is_the_requests_fault(byte_level: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="half of a surrogate pair"):
+        byte_level.encode("a\ud800b")
+
+
+def test_missing_tokenizer_is_one_line_with_the_files(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"looked for tokenizer\.json, tokenizer\.model") as error:
+        Tokenizer.load(tmp_path)
+    assert "\n" not in str(error.value)
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(ModelError, match=r"tokenizer\.model alone is not enough"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["", "{", "[1]", "\ufeff{}"])
+def test_a_broken_file_is_named(tmp_path: Path, name: str, content: str) -> None:
+    kinds.write_byte_level(tmp_path)
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    with pytest.raises(ModelError, match=name.replace(".", r"\.")):
+        Tokenizer.load(tmp_path)
+
+
+def test_no_template(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(kinds.write_byte_level(tmp_path, chat_template=None))
+    with pytest.raises(RequestError, match="no chat template") as error:
+        tokenizer.apply_chat_template(MESSAGES)
+    assert error.value.status == 400
+
+
+def test_the_templates_file_wins_and_tools_have_their_own(tmp_path: Path) -> None:
+    templates = [{"name": "default", "template": "old"}, {"name": "tool_use", "template": "tools"}]
+    path = kinds.write_byte_level(tmp_path, chat_template=templates)
+    (path / "chat_template.jinja").write_text("new")
+    tokenizer = Tokenizer.load(path)
+    assert tokenizer.render_chat(MESSAGES) == "new"
+    assert tokenizer.render_chat(MESSAGES, tools=[{"type": "function"}]) == "tools"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[7].content }}", "no element 7|undefined"),
+        ("{% for %}", "Expected"),
+        ("{{ messages + 1 }}", "list"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe|undefined"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{% for i in range(1000000000) %}{% endfor %}", "[Rr]ange too big"),
+    ],
+)
+def test_what_a_template_raises_is_a_request_error(
+    tmp_path: Path, template: str, message: str
+) -> None:
+    tokenizer = Tokenizer.load(kinds.write_byte_level(tmp_path, chat_template=template))
+    with pytest.raises(RequestError, match=message) as error:
+        tokenizer.apply_chat_template(MESSAGES)
+    assert error.value.param == "messages"
+
+
+def test_code_of_the_checkpoint_is_never_run(tmp_path: Path) -> None:
+    auto_map = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
+    path = kinds.write_byte_level(tmp_path, auto_map=auto_map, tokenizer_class="Evil")
+    (path / "evil.py").write_text("raise SystemExit('executed')")
+    (path / "config.json").write_text(json.dumps({"auto_map": auto_map}))
+    assert Tokenizer.load(path).encode("hello")
