@@ -1,0 +1,261 @@
+"""Attention over a paged KV cache on the CPU, for ragged batches of prefills and decodes.
+
+A page holds `block_size` consecutive tokens of one request, for every KV head:
+`keys` and `values` are [num_blocks, Hk, block_size, D], so that a gather copies
+runs of block_size x D numbers.
+
+1. `AttentionPlan` is made once per step and shared by all layers. It cuts each
+   request's queries into pieces of at most 64 and batches pieces with equally
+   many queries and similar contexts into tiles: all decodes of similar length
+   are one tile; a long prefill becomes tiles whose keys end where their
+   queries can no longer look, so that half of the score matrix is never
+   computed; with a sliding window they also start where the window does.
+2. `write_kv` scatters the step's keys and values into their pages.
+3. `paged_attention` computes a tile with two batched matmuls around a softmax.
+   The G = H / Hk query heads that share a KV head are folded into query rows,
+   so that keys and values are not repeated. Scores are float32. On CPUs this
+   beats `scaled_dot_product_attention`, whose kernel is slow at few queries.
+
+A tile's masked slots still go through the matmuls, times a weight of zero, so
+they must be finite: `write_kv` clears a page when its first slot is written,
+and tiles are padded with pages of the same request. What another request left
+in a page, NaN included, is never seen.
+
+Temporary memory is bounded by MAX_TILE_NUMBERS per tensor, or by one request's
+keys in float32 where its context alone is longer than that.
+
+Not handled: attention sinks, logit soft-capping, MLA, gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+MAX_TILE_QUERIES = 64
+"""Queries of one request in a tile; more compute more scores that causality then masks."""
+
+MAX_TILE_NUMBERS = 1 << 23
+"""Scores, gathered keys or gathered values in a tile; bounds temporary memory."""
+
+TILE_COST_IN_SCORES = 1 << 16
+"""How many scores are computed in the time that one more tile costs in dispatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Consecutive queries of one request: row, row + 1, ... at positions first, first + 1, ..."""
+
+    request: int
+    row: int
+    first: int
+    queries: int
+    start_page: int
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """N pieces that are computed together, all with Q queries and padded to P pages.
+
+    Attributes:
+        rows: int64 [N * Q]; rows of the batch.
+        pages: int64 [N * Hk * P]; rows of the cache seen as [num_blocks * Hk, block_size * D].
+        mask: float32 [N, 1, Q, 1, P * block_size]; 0 where the query sees the key, else -inf.
+    """
+
+    rows: Tensor
+    pages: Tensor
+    mask: Tensor
+
+
+@dataclass(slots=True)
+class AttentionPlan:
+    """Where the tokens of one step go in the cache, and which attend to what together.
+
+    Attributes:
+        query_start, context_len, block_table: as in models/interface.StepInput.
+        block_size: tokens in a page.
+        pages: int64 [T]; the page that each token is written to.
+        slots: int64 [T]; its slot in that page.
+        fresh_pages: int64 [F]; pages whose first slot is written in this step.
+    """
+
+    query_start: Int32
+    context_len: Int32
+    block_table: Int32
+    block_size: int
+    pages: Tensor
+    slots: Tensor
+    fresh_pages: Tensor
+    _tiles: dict[tuple[int, int, int, int | None], list[_Tile]] = field(default_factory=dict)
+
+    @classmethod
+    def build(
+        cls, query_start: Int32, context_len: Int32, block_table: Int32, *, block_size: int
+    ) -> AttentionPlan:
+        """Lay out one step.
+
+        Args:
+            query_start: int32 [B + 1]; request b owns rows query_start[b]:query_start[b + 1].
+            context_len: int32 [B]; its tokens in the cache once this step's are written.
+            block_table: int32 [B, n]; its pages in order; entries past its context are ignored.
+            block_size: tokens in a page.
+        """
+        queries = np.diff(query_start)
+        request = np.repeat(np.arange(len(queries)), queries)
+        position = np.arange(query_start[-1]) + np.repeat(context_len - query_start[1:], queries)
+        page = block_table[request, position // block_size].astype(np.int64)
+        slot = position % block_size
+        return cls(
+            query_start=query_start,
+            context_len=context_len,
+            block_table=block_table,
+            block_size=block_size,
+            pages=torch.from_numpy(page),
+            slots=torch.from_numpy(slot.astype(np.int64)),
+            fresh_pages=torch.from_numpy(page[slot == 0]),
+        )
+
+    def tiles(
+        self, heads: int, kv_heads: int, head_dim: int, sliding_window: int | None
+    ) -> list[_Tile]:
+        """The tiles for layers of this shape; made for the first such layer of the step."""
+        key = (heads, kv_heads, head_dim, sliding_window)
+        if key not in self._tiles:
+            pieces = self._pieces(heads, sliding_window)
+            # Longest first: what follows in a tile is padded to its first piece.
+            pieces.sort(key=lambda piece: (piece.queries, piece.pages), reverse=True)
+            numbers_per_key = max(heads, kv_heads * head_dim)
+            self._tiles[key] = [
+                self._tile(batch, kv_heads, sliding_window)
+                for batch in _batches(pieces, heads, numbers_per_key, self.block_size)
+            ]
+        return self._tiles[key]
+
+    def _pieces(self, heads: int, sliding_window: int | None) -> list[_Piece]:
+        pieces = []
+        starts, contexts = self.query_start.tolist(), self.context_len.tolist()
+        for request, context in enumerate(contexts):
+            row, end = starts[request], starts[request + 1]
+            most = max(1, min(MAX_TILE_QUERIES, MAX_TILE_NUMBERS // (heads * context)))
+            while row < end:
+                queries = min(most, end - row)
+                first = context - (end - row)
+                seen = 0 if sliding_window is None else max(0, first - sliding_window + 1)
+                start_page = seen // self.block_size
+                end_page = -(-(first + queries) // self.block_size)
+                pieces.append(
+                    _Piece(request, row, first, queries, start_page, end_page - start_page)
+                )
+                row += queries
+        return pieces
+
+    def _tile(self, pieces: list[_Piece], kv_heads: int, sliding_window: int | None) -> _Tile:
+        request = np.array([piece.request for piece in pieces])
+        row = np.array([piece.row for piece in pieces])
+        first = np.array([piece.first for piece in pieces])
+        start_page = np.array([piece.start_page for piece in pieces])
+        pages = np.array([piece.pages for piece in pieces])
+        queries = np.arange(pieces[0].queries)
+
+        # Pad with the piece's own last page: it is finite whenever the request is.
+        nth = start_page[:, None] + np.minimum(np.arange(pages[0]), pages[:, None] - 1)
+        page = self.block_table[request[:, None], nth].astype(np.int64)
+        cache_row = page[:, None, :] * kv_heads + np.arange(kv_heads)[:, None]
+
+        key = start_page[:, None] * self.block_size + np.arange(pages[0] * self.block_size)
+        key, query = key[:, None, :], (first[:, None] + queries)[:, :, None]
+        seen = key <= query
+        if sliding_window is not None:
+            seen &= key > query - sliding_window
+        mask = np.where(seen, np.float32(0), np.float32(-np.inf))
+        return _Tile(
+            rows=torch.from_numpy((row[:, None] + queries).reshape(-1)),
+            pages=torch.from_numpy(cache_row.reshape(-1)),
+            mask=torch.from_numpy(mask)[:, None, :, None, :],
+        )
+
+
+def _batches(
+    pieces: list[_Piece], heads: int, numbers_per_key: int, block_size: int
+) -> list[list[_Piece]]:
+    """Group sorted pieces with equally many queries while padding is cheaper than a new tile."""
+    batches: list[list[_Piece]] = []
+    padding = 0
+    for piece in pieces:
+        if batches and piece.queries == batches[-1][0].queries:
+            batch = batches[-1]
+            padding += (batch[0].pages - piece.pages) * block_size * piece.queries * heads
+            keys = (len(batch) + 1) * batch[0].pages * block_size
+            numbers = keys * max(numbers_per_key, piece.queries * heads)
+            if padding <= TILE_COST_IN_SCORES and numbers <= MAX_TILE_NUMBERS:
+                batch.append(piece)
+                continue
+        batches.append([piece])
+        padding = 0
+    return batches
+
+
+def write_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan) -> None:
+    """Write the step's keys and values into their pages, in place.
+
+    Args:
+        k, v: [T, Hk, D].
+        keys, values: [num_blocks, Hk, block_size, D], the layer's cache.
+        plan: the step's plan.
+    """
+    if plan.fresh_pages.numel():
+        keys.index_fill_(0, plan.fresh_pages, 0)
+        values.index_fill_(0, plan.fresh_pages, 0)
+    keys[plan.pages, :, plan.slots] = k
+    values[plan.pages, :, plan.slots] = v
+
+
+def paged_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """Causal attention of the step's queries over their requests' pages.
+
+    Args:
+        q: [T, H, D]; query head h reads KV head h // (H / Hk).
+        keys, values: contiguous [num_blocks, Hk, block_size, D], the step's tokens included.
+        plan: the step's plan.
+        scale: multiplies the scores.
+        sliding_window: token i sees the tokens j with i - window < j <= i; None sees all.
+
+    Returns:
+        [T, H, D], q's dtype.
+    """
+    num_blocks, kv_heads, block_size, dim = keys.shape
+    heads = q.shape[1]
+    group = heads // kv_heads
+    flat_keys = keys.view(num_blocks * kv_heads, block_size * dim)
+    flat_values = values.view(num_blocks * kv_heads, block_size * dim)
+    out = torch.empty_like(q)
+    for tile in plan.tiles(heads, kv_heads, dim, sliding_window):
+        n, _, queries, _, length = tile.mask.shape
+        folded = (n * kv_heads, queries * group)
+        tile_q = q.index_select(0, tile.rows).view(n, queries, kv_heads, group, dim)
+        tile_q = tile_q.transpose(1, 2).reshape(*folded, dim).float().mul_(scale)
+        tile_k = flat_keys.index_select(0, tile.pages).view(n * kv_heads, length, dim)
+        tile_v = flat_values.index_select(0, tile.pages).view(n * kv_heads, length, dim)
+        scores = torch.bmm(tile_q, tile_k.float().transpose(1, 2))
+        scores.view(n, kv_heads, queries, group, length).add_(tile.mask)
+        tile_out = torch.bmm(scores.softmax(dim=-1).to(tile_v.dtype), tile_v)
+        tile_out = tile_out.view(n, kv_heads, queries, group, dim).transpose(1, 2)
+        out.index_copy_(0, tile.rows, tile_out.reshape(n * queries, heads, dim))
+    return out

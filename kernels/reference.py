@@ -1,0 +1,160 @@
+"""Oracles: every op of weft in plain torch, written to be obviously right.
+
+The kernels are tested against this file, so it prefers loops over one token at
+a time to anything clever, computes in float32 or better, and is never on the
+path of a request. Each function has the shapes of the kernel that it stands
+for; the kernel may return a lower precision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, K] times weight [N, K] transposed, plus bias [N]: float32 [T, N]."""
+    out = x.float() @ weight.float().T
+    return out if bias is None else out + bias.float()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last axis (Zhang and Sennrich 2019): float32, x's shape."""
+    x = x.float()
+    return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps) * weight.float()
+
+
+def rope(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al. 2021), in the half-split layout of Hugging Face.
+
+    Args:
+        x: [T, H, D]; coordinate i turns together with coordinate i + D/2.
+        positions: int [T].
+        inv_freq: float [D/2], radians per position.
+
+    Returns:
+        float32 [T, H, D].
+    """
+    out = torch.empty(x.shape, dtype=torch.float32)
+    half = x.shape[-1] // 2
+    for t, position in enumerate(positions.tolist()):
+        angle = position * inv_freq.float()
+        first, second = x[t, :, :half].float(), x[t, :, half:].float()
+        out[t, :, :half] = first * angle.cos() - second * angle.sin()
+        out[t, :, half:] = second * angle.cos() + first * angle.sin()
+    return out
+
+
+def paged_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_start: Sequence[int],
+    context_len: Sequence[int],
+    block_table: Sequence[Sequence[int]],
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """Causal attention of a ragged batch over a paged KV cache, one token and head at a time.
+
+    Request b owns the query rows query_start[b]:query_start[b + 1], the last of its
+    context_len[b] tokens. Its token j lies in page block_table[b][j // block_size] at slot
+    j % block_size. With a window, token i sees the tokens j with i - window < j <= i.
+
+    Args:
+        q: [T, H, D].
+        keys, values: [num_blocks, Hk, block_size, D]; query head h reads head h // (H / Hk).
+        query_start: [B + 1].
+        context_len: [B].
+        block_table: [B, n].
+
+    Returns:
+        float32 [T, H, D].
+    """
+    block_size = keys.shape[2]
+    group = q.shape[1] // keys.shape[1]
+    out = torch.empty(q.shape, dtype=torch.float32)
+    for b, context in enumerate(context_len):
+        queries = query_start[b + 1] - query_start[b]
+        for n in range(queries):
+            row, last = query_start[b] + n, context - queries + n
+            first = 0 if sliding_window is None else max(0, last - sliding_window + 1)
+            places = [
+                (block_table[b][j // block_size], j % block_size) for j in range(first, last + 1)
+            ]
+            for head in range(q.shape[1]):
+                k = torch.stack([keys[page, head // group, slot] for page, slot in places]).float()
+                v = torch.stack(
+                    [values[page, head // group, slot] for page, slot in places]
+                ).float()
+                out[row, head] = torch.softmax(k @ q[row, head].float() * scale, dim=0) @ v
+    return out
+
+
+def moe(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+) -> Tensor:
+    """Mixture of SwiGLU experts, one token and expert at a time.
+
+    Args:
+        x: [T, K].
+        gate, up: [E, I, K].
+        down: [E, K, I].
+        expert_ids: int [T, k].
+        expert_weights: float [T, k].
+
+    Returns:
+        float32 [T, K].
+    """
+    out = torch.zeros(x.shape, dtype=torch.float32)
+    for t in range(x.shape[0]):
+        for expert, weight in zip(expert_ids[t].tolist(), expert_weights[t], strict=True):
+            g, u = linear(x[t], gate[expert]), linear(x[t], up[expert])
+            out[t] += weight * linear(g * torch.sigmoid(g) * u, down[expert])
+    return out
+
+
+def sampling_distribution(
+    logits: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> Tensor:
+    """Probabilities that one row of logits is sampled with: float64 [V].
+
+    Temperature comes first. Then top-k keeps the k most likely tokens (all where top_k is 0),
+    top-p the smallest set of the most likely ones of those whose probability, renormalised,
+    reaches top_p (Holtzman et al. 2020), and min-p those at least min_p times as likely as the
+    most likely one. Tokens that tie with the last one kept are kept.
+    """
+    if temperature == 0.0:
+        return torch.nn.functional.one_hot(logits.argmax(), logits.numel()).double()
+    probs = torch.softmax(logits.double() / temperature, dim=0)
+    if 0 < top_k < probs.numel():
+        probs = _at_least(probs, probs.topk(top_k).values[-1].item())
+    if top_p < 1.0:
+        mass, threshold = 0.0, 0.0
+        for threshold in probs.sort(descending=True).values.tolist():
+            mass += threshold
+            if mass >= top_p:
+                break
+        probs = _at_least(probs, threshold)
+    return _at_least(probs, min_p * probs.max().item())
+
+
+def _at_least(probs: Tensor, threshold: float) -> Tensor:
+    kept = torch.where(probs >= threshold, probs, 0.0)
+    if not math.isfinite(threshold):
+        raise ValueError(f"the logits gave a threshold of {threshold}; they must be finite")
+    return kept / kept.sum()
