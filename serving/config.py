@@ -1,15 +1,20 @@
-"""Every setting of weft, in frozen and validated dataclasses.
+"""Every setting of weft, in frozen dataclasses that check themselves.
 
 The command line, a configuration file and the environment all end here (see
-cli.py for which wins); nothing below this file reads argv or the environment.
-A setting is written once, as a field: its flag, file key, environment variable
-and help text are all derived from it.
+settings.py for which wins); nothing below reads argv or the environment. A
+setting is written once, as a field: its flag, file key, environment variable,
+help text, type and range are all taken from that line.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+import operator
+import re
+from dataclasses import dataclass, fields
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
 
 from weft.errors import ConfigError
 
@@ -18,62 +23,53 @@ Dtype = Literal["auto", "bfloat16", "float32"]
 
 @dataclass(frozen=True, slots=True)
 class Help:
-    """What `--help` says of the field it annotates.
+    """One line about a field, and the values that it may have.
 
     Attributes:
-        text: one line.
-        unit: "bytes" lets a text value be written as 512M or 4GiB.
+        ge, gt, le: the value is at least, above, at most this.
+        unit: "bytes" lets a value be written as 512M or 4GiB (powers of 1024).
     """
 
     text: str
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
     unit: Literal["bytes"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What the engine process needs. Memory sizes are in bytes, times in seconds."""
+    """What the engine needs. Memory sizes are in bytes, times in seconds."""
 
-    model: Annotated[str, Help("a checkpoint's directory, or the name of a bundled model")] = (
-        "weft-demo"
-    )
-    tokenizer: Annotated[
-        str | None, Help("the tokenizer's directory, when it is not the model's")
-    ] = None
+    model: Annotated[str, Help("a checkpoint's directory, or a bundled model's name")] = "weft-demo"
+    tokenizer: Annotated[str | None, Help("the tokenizer's directory, if not the model's")] = None
     dtype: Annotated[Dtype, Help("compute type; auto is the checkpoint's")] = "auto"
     max_model_len: Annotated[
         int | None,
-        Help("most tokens of a request, prompt and output; the model's own limit if not set"),
+        Help("most tokens of a request, prompt and output; else the model's limit", ge=1),
     ] = None
-    threads: Annotated[int | None, Help("CPU threads of the model; all cores if not set")] = None
-    block_size: Annotated[int, Help("tokens in one block of the KV cache")] = 32
+    threads: Annotated[int | None, Help("CPU threads of the model; else all cores", ge=1)] = None
+    block_size: Annotated[int, Help("tokens in one block of the KV cache", ge=1)] = 32
     kv_cache_memory: Annotated[
-        int | None,
-        Help("bytes for the KV cache (4G, 512M); what is left, if not set", unit="bytes"),
+        int | None, Help("memory for the KV cache; else what is left", ge=1, unit="bytes")
     ] = None
-    memory_fraction: Annotated[float, Help("share of the free memory that weft may take")] = 0.8
+    memory_fraction: Annotated[
+        float, Help("share of the free memory that weft may take", gt=0, le=1)
+    ] = 0.8
     prefix_caching: Annotated[
-        bool, Help("keep the cache of prompts for later prompts that start alike")
+        bool, Help("keep the KV cache of finished requests for prompts that start alike")
     ] = True
-    max_num_seqs: Annotated[int, Help("most requests that run at once")] = 128
-    max_num_batched_tokens: Annotated[int, Help("most tokens of one step")] = 2048
-    max_queue: Annotated[int, Help("most requests that wait; more get a 429")] = 1024
+    max_num_seqs: Annotated[int, Help("most requests that run at once", ge=1)] = 128
+    max_num_batched_tokens: Annotated[int, Help("most tokens of one step", ge=1)] = 2048
+    max_queue: Annotated[int, Help("most requests that wait; more get a 429", ge=1)] = 1024
     seed: Annotated[int, Help("random seed of requests that bring none")] = 0
     stall_timeout: Annotated[
-        float, Help("with work at hand and no step done for so long, the engine counts as stuck")
+        float,
+        Help("seconds without a step, with work at hand, until the engine counts as stuck", gt=0),
     ] = 60.0
 
     def __post_init__(self) -> None:
-        _at_least("max_model_len", self.max_model_len, 1)
-        _at_least("threads", self.threads, 1)
-        _at_least("block_size", self.block_size, 1)
-        _at_least("kv_cache_memory", self.kv_cache_memory, 1)
-        _at_least("max_num_seqs", self.max_num_seqs, 1)
-        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        _at_least("max_queue", self.max_queue, 1)
-        if not 0.0 < self.memory_fraction <= 1.0:
-            raise ConfigError(f"--memory-fraction is {self.memory_fraction}; it must be in (0, 1]")
-        if not self.stall_timeout > 0.0:
-            raise ConfigError(f"--stall-timeout is {self.stall_timeout}; it must be above 0")
+        check(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,22 +77,95 @@ class ServerConfig:
     """What the API process needs besides the engine."""
 
     host: Annotated[str, Help("address to listen on")] = "127.0.0.1"
-    port: Annotated[int, Help("port to listen on; 0 picks a free one")] = 8000
+    port: Annotated[int, Help("port to listen on; 0 picks a free one", ge=0, le=65535)] = 8000
     served_model_name: Annotated[
-        str | None, Help("the model's name in the API; its path's last part if not set")
+        str | None, Help("the model's name in the API; else the last part of its path")
     ] = None
     drain_timeout: Annotated[
-        float, Help("seconds that running requests get to finish at shutdown")
+        float, Help("seconds that running requests get to finish at shutdown", ge=0)
     ] = 30.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port is {self.port}; it must be in [0, 65535]")
-        if not self.drain_timeout >= 0.0:
-            raise ConfigError(f"--drain-timeout is {self.drain_timeout}; it must be at least 0")
+        check(self)
 
 
-def _at_least(name: str, value: int | None, low: int) -> None:
-    if value is not None and value < low:
-        flag = "--" + name.replace("_", "-")
-        raise ConfigError(f"{flag} is {value}; it must be at least {low}")
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One field of a configuration dataclass; `type` is without the annotation."""
+
+    name: str
+    type: Any
+    default: Any
+    help: Help
+
+    @property
+    def flag(self) -> str:
+        """Its name on the command line."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def kind(self) -> str:
+        """What a value looks like, in words."""
+        if self.help.unit == "bytes":
+            return "a number of bytes, such as 512M or 4GiB"
+        if get_origin(self.type) is Literal:
+            return "one of " + ", ".join(get_args(self.type))
+        plain = next(t for t in get_args(self.type) or (self.type,) if t is not NoneType)
+        return {int: "an integer", float: "a number", bool: "true or false", str: "text"}[plain]
+
+    def parse(self, text: str, source: str) -> Any:
+        """The value that a text stands for; ConfigError as in `check`."""
+        try:
+            value = (
+                parse_bytes(text)
+                if self.help.unit == "bytes"
+                else msgspec.convert(text, self.type, strict=False)
+            )
+        except ValueError:
+            raise ConfigError(f"{source} is {text!r}; it must be {self.kind}") from None
+        self.check(value, source)
+        return value
+
+    def check(self, value: Any, source: str) -> None:
+        """Raise ConfigError, naming who set it, when a value has the wrong type or range."""
+        try:
+            msgspec.convert(value, self.type)
+        except msgspec.ValidationError:
+            raise ConfigError(f"{source} is {value!r}; it must be {self.kind}") from None
+        if value is None:
+            return
+        for word, limit, holds in (
+            ("at least", self.help.ge, operator.ge),
+            ("above", self.help.gt, operator.gt),
+            ("at most", self.help.le, operator.le),
+        ):
+            if limit is not None and not holds(value, limit):
+                raise ConfigError(f"{source} is {value}; it must be {word} {limit}")
+
+
+def settings_of(config: type[EngineConfig] | type[ServerConfig]) -> list[Setting]:
+    """The settings of a dataclass, in its fields' order."""
+    hints = get_type_hints(config, include_extras=True)
+    settings = []
+    for field in fields(config):
+        plain, help = get_args(hints[field.name])
+        settings.append(Setting(field.name, plain, field.default, help))
+    return settings
+
+
+def check(config: EngineConfig | ServerConfig) -> None:
+    """Raise ConfigError, naming the flag, for the first value that cannot be."""
+    for setting in settings_of(type(config)):
+        setting.check(getattr(config, setting.name), setting.flag)
+
+
+def parse_bytes(text: str) -> int:
+    """`4G`, `512MiB` or `1073741824` as bytes; K, M, G, T are powers of 1024.
+
+    Raises ValueError when the text is none of these.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:iB)?)?", text.strip())
+    if match is None:
+        raise ValueError(text)
+    number, unit = match.groups()
+    return int(float(number) * 1024 ** (" KMGT".index(unit) if unit else 0))

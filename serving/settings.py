@@ -1,0 +1,115 @@
+"""Where each setting comes from: default < configuration file < environment < flag.
+
+A setting is a field of a dataclass in config.py; its name on every way in is
+the field's: key `max_queue`, variable `WEFT_MAX_QUEUE`, flag `--max-queue`. A
+name that no setting has is an error that suggests the nearest one. argv and
+the environment are handed in by cli.py, which alone reads them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from weft.errors import ConfigError
+from weft.serving.config import EngineConfig, ServerConfig, Setting, settings_of
+
+Config = TypeVar("Config", EngineConfig, ServerConfig)
+
+PREFIX = "WEFT_"
+FILE_VARIABLE = "WEFT_CONFIG"
+SETTINGS: dict[str, Setting] = {
+    setting.name: setting
+    for config in (EngineConfig, ServerConfig)
+    for setting in settings_of(config)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A setting's value in force, and who set it, as the user would write it there."""
+
+    value: Any
+    source: str
+
+
+class Settings(dict[str, Value]):
+    """Every setting's value in force, by the setting's name."""
+
+    def build(self, config: type[Config]) -> Config:
+        """The dataclass that the engine or the server is given."""
+        return config(**{setting.name: self[setting.name].value for setting in settings_of(config)})
+
+
+def resolve(
+    flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None = None
+) -> Settings:
+    """Put the sources together.
+
+    Args:
+        flags: field name -> text or value, for the flags that were given.
+        environment: all of it; only names that begin with WEFT_ are looked at.
+        file: a TOML file; the one that WEFT_CONFIG names if not given.
+
+    Raises:
+        ConfigError: a name is unknown, a value cannot be, or the file cannot be read.
+    """
+    if file is None and FILE_VARIABLE in environment:
+        file = Path(environment[FILE_VARIABLE])
+    settings = Settings({name: Value(s.default, "default") for name, s in SETTINGS.items()})
+    for layer in (_from_file(file), _from_environment(environment), _from_flags(flags)):
+        for name, (raw, source) in layer.items():
+            settings[name] = Value(_parse(SETTINGS[name], raw, source), source)
+    return settings
+
+
+def _parse(setting: Setting, raw: Any, source: str) -> Any:
+    if isinstance(raw, str):
+        return setting.parse(raw, source)
+    setting.check(raw, source)
+    return raw
+
+
+Layer = dict[str, tuple[Any, str]]  # field name -> raw value, source
+
+
+def _from_file(file: Path | None) -> Layer:
+    if file is None:
+        return {}
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {file}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {file} is not TOML: {error}") from None
+    for key in table:
+        if key not in SETTINGS:
+            raise ConfigError(f"{file}: unknown key {key!r}{_nearest(key, SETTINGS)}")
+    return {key: (raw, f"{key} in {file}") for key, raw in table.items()}
+
+
+def _from_environment(environment: Mapping[str, str]) -> Layer:
+    variables = {PREFIX + name.upper(): name for name in SETTINGS}
+    layer: Layer = {}
+    for variable, text in environment.items():
+        if not variable.startswith(PREFIX) or variable == FILE_VARIABLE:
+            continue
+        if variable not in variables:
+            near = _nearest(variable, [*variables, FILE_VARIABLE])
+            raise ConfigError(f"unknown environment variable {variable}{near}")
+        layer[variables[variable]] = (text, variable)
+    return layer
+
+
+def _from_flags(flags: Mapping[str, Any]) -> Layer:
+    return {name: (raw, SETTINGS[name].flag) for name, raw in flags.items()}
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean ...?` when a known name is close."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else "; see `weft config` for all"
