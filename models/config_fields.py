@@ -1,0 +1,89 @@
+"""Typed reading of a config.json's fields, with errors that name file, field and value.
+
+A field that is absent and one that is null are the same, as in Hugging Face
+configs. Reading never runs code that a checkpoint brings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """The fields of a config.json, or of an object inside it.
+
+    Attributes:
+        values: the JSON object.
+        source: the file, for messages.
+        prefix: of the fields' names in messages, for an object inside the file.
+    """
+
+    values: dict[str, Any]
+    source: Path
+    prefix: str = ""
+
+    def error(self, name: str, wanted: str) -> ModelError:
+        """A field has a value that will not do: say which, and what would."""
+        return ModelError(
+            f"{self.source}: {self.prefix}{name} is {self.values.get(name)!r}; "
+            f"supported is {wanted}"
+        )
+
+    def has(self, name: str) -> bool:
+        """Whether the field is there and not null."""
+        return self.values.get(name) is not None
+
+    def integer(self, name: str, default: int | None = None, *, low: int = 1) -> int:
+        """A whole number of at least `low`; required unless there is a default."""
+        value = self._get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise self.error(name, f"a whole number of at least {low}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A number above 0; required unless there is a default."""
+        value = self._get(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise self.error(name, "a number above 0")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false."""
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, "true or false")
+        return value
+
+    def choice(self, name: str, allowed: tuple[str, ...], default: str) -> str:
+        """One of the strings in `allowed`."""
+        value = self._get(name, default)
+        if value not in allowed:
+            raise self.error(name, " or ".join(map(repr, allowed)))
+        return str(value)
+
+    def array(self, name: str) -> list[Any]:
+        """A list; empty if absent."""
+        value = self._get(name, [])
+        if not isinstance(value, list):
+            raise self.error(name, "a list")
+        return value
+
+    def section(self, name: str) -> Fields:
+        """The object in the field; an empty one if absent."""
+        value = self._get(name, {})
+        if not isinstance(value, dict):
+            raise self.error(name, "an object")
+        return Fields(value, self.source, f"{self.prefix}{name}.")
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self.values.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise ModelError(f"{self.source}: {self.prefix}{name} is missing")
+        return value

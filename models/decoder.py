@@ -1,0 +1,156 @@
+"""The parts that every decoder family is put together from, under their usual names.
+
+`Decoder` knows the sizes of one model and makes the specifications of its
+norms, projections, MLPs and experts; `families.py` says which of them a layer
+has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.models.config_fields import Fields
+from weft.models.spec import (
+    AttentionSpec,
+    Axis,
+    LayerSpec,
+    LinearSpec,
+    MlpSpec,
+    MoeSpec,
+    WeightSpec,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """Sizes of one model; methods describe its parts.
+
+    Attributes:
+        fields: the config, for the sizes that only some models have.
+        layers: how many there are.
+        heads, kv_heads: of the queries, and of the keys and values.
+    """
+
+    fields: Fields
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def read(cls, fields: Fields) -> Decoder:
+        """Take the sizes from the config.
+
+        Raises:
+            ModelError: a size is missing or does not fit the others.
+        """
+        hidden = fields.integer("hidden_size")
+        heads = fields.integer("num_attention_heads")
+        kv_heads = fields.integer("num_key_value_heads", heads)
+        head_dim = fields.integer("head_dim", max(1, hidden // heads))
+        if heads % kv_heads:
+            raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
+        if head_dim % 2:
+            raise fields.error("head_dim", f"an even number, not {head_dim}")
+        return cls(
+            fields=fields,
+            vocab=fields.integer("vocab_size"),
+            hidden=hidden,
+            layers=fields.integer("num_hidden_layers"),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+        )
+
+    def table(self, name: str) -> WeightSpec:
+        """The embedding, or the matrix that gives the logits."""
+        return WeightSpec(f"{name}.weight", (self.vocab, self.hidden), ("vocab", "hidden"))
+
+    def norm(self, name: str) -> WeightSpec:
+        """RMSNorm over the residual stream."""
+        return WeightSpec(f"{name}.weight", (self.hidden,), ("hidden",))
+
+    def layer(self, i: int, attention: AttentionSpec, feed_forward: MlpSpec | MoeSpec) -> LayerSpec:
+        """Layer i of these two parts."""
+        return LayerSpec(
+            attention_norm=self.norm(f"model.layers.{i}.input_layernorm"),
+            attention=attention,
+            feed_forward_norm=self.norm(f"model.layers.{i}.post_attention_layernorm"),
+            feed_forward=feed_forward,
+        )
+
+    def attention(
+        self,
+        i: int,
+        *,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+        head_norm: bool = False,
+        window: int | None = None,
+    ) -> AttentionSpec:
+        """Attention of layer i; `head_norm` is RMSNorm on each head of the queries and keys."""
+        name = f"model.layers.{i}.self_attn"
+        hidden: tuple[int, Axis] = (self.hidden, "hidden")
+        queries: tuple[int, Axis] = (self.heads * self.head_dim, "q_heads")
+        keys: tuple[int, Axis] = (self.kv_heads * self.head_dim, "kv_heads")
+        norm_of = {
+            part: WeightSpec(f"{name}.{part}_norm.weight", (self.head_dim,), ("head_dim",))
+            for part in ("q", "k")
+            if head_norm
+        }
+        return AttentionSpec(
+            q=_linear(f"{name}.q_proj", queries, hidden, qkv_bias),
+            k=_linear(f"{name}.k_proj", keys, hidden, qkv_bias),
+            v=_linear(f"{name}.v_proj", keys, hidden, qkv_bias),
+            o=_linear(f"{name}.o_proj", hidden, queries, o_bias),
+            q_norm=norm_of.get("q"),
+            k_norm=norm_of.get("k"),
+            sliding_window=window,
+        )
+
+    def mlp(self, i: int, *, bias: bool = False) -> MlpSpec:
+        """The dense MLP of layer i."""
+        name = f"model.layers.{i}.mlp"
+        hidden: tuple[int, Axis] = (self.hidden, "hidden")
+        inner: tuple[int, Axis] = (self.fields.integer("intermediate_size"), "intermediate")
+        return MlpSpec(
+            gate=_linear(f"{name}.gate_proj", inner, hidden, bias),
+            up=_linear(f"{name}.up_proj", inner, hidden, bias),
+            down=_linear(f"{name}.down_proj", hidden, inner, bias),
+        )
+
+    def experts(
+        self, name: str, matrices: tuple[str, str, str], *, width: int, normalize: bool
+    ) -> MoeSpec:
+        """Routed experts, each an MLP of `width`; `matrices` names its gate, up and down."""
+        count_field = "num_experts" if self.fields.has("num_experts") else "num_local_experts"
+        count = self.fields.integer(count_field)
+        top_k = self.fields.integer("num_experts_per_tok")
+        if top_k > count:
+            raise self.fields.error("num_experts_per_tok", f"at most {count_field}, {count}")
+        gate, up, down = (f"{name}.experts.{{expert}}.{matrix}.weight" for matrix in matrices)
+        return MoeSpec(
+            router=WeightSpec(f"{name}.gate.weight", (count, self.hidden), ("expert", "hidden")),
+            gate=WeightSpec(
+                gate, (count, width, self.hidden), ("expert", "moe_intermediate", "hidden")
+            ),
+            up=WeightSpec(
+                up, (count, width, self.hidden), ("expert", "moe_intermediate", "hidden")
+            ),
+            down=WeightSpec(
+                down, (count, self.hidden, width), ("expert", "hidden", "moe_intermediate")
+            ),
+            top_k=top_k,
+            normalize=normalize,
+        )
+
+
+def _linear(name: str, out: tuple[int, Axis], into: tuple[int, Axis], bias: bool) -> LinearSpec:
+    """A projection; `out` and `into` are its dimensions' sizes and axes."""
+    (rows, row_axis), (columns, column_axis) = out, into
+    return LinearSpec(
+        WeightSpec(f"{name}.weight", (rows, columns), (row_axis, column_axis)),
+        WeightSpec(f"{name}.bias", (rows,), (row_axis,)) if bias else None,
+    )

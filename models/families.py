@@ -1,0 +1,189 @@
+"""Hugging Face config.json -> ModelSpec: for each family one function that describes a layer.
+
+Both generations of config are read: `rope_theta` + `rope_scaling` +
+`torch_dtype`, and transformers 5's `rope_parameters` + `dtype`. Sizes must be
+in the file; other fields default to what `transformers` defaults them to. A
+value that would need code which is not here raises ModelError naming the
+field, the value and what is supported: a model either runs right or not at
+all. To add a family, write its function, list it in `FAMILIES`, and add its
+rows to the parity test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from weft.models.config_fields import Fields
+from weft.models.decoder import Decoder
+from weft.models.spec import DTYPE_BYTES, LayerSpec, ModelSpec, RopeSpec
+
+
+def build_spec(config: dict[str, Any], source: Path) -> ModelSpec:
+    """Describe the model of a config.json.
+
+    Args:
+        config: its content.
+        source: its path, for messages.
+
+    Raises:
+        ModelError: a field is missing, or the architecture or a value is not supported.
+    """
+    fields = Fields(config, source)
+    architecture = next(iter(fields.array("architectures")), None)
+    if architecture not in FAMILIES:
+        raise fields.error("architectures", f"one of {', '.join(FAMILIES)}")
+    if fields.has("quantization_config"):
+        raise fields.error("quantization_config", "none: weights that are not quantised")
+    fields.choice("hidden_act", ("silu",), default="silu")
+    describe_layer = FAMILIES[architecture]
+    decoder = Decoder.read(fields)
+    tied = fields.flag("tie_word_embeddings", False)
+    return ModelSpec(
+        architecture=architecture,
+        dtype=_dtype(fields),
+        vocab_size=decoder.vocab,
+        hidden_size=decoder.hidden,
+        num_heads=decoder.heads,
+        num_kv_heads=decoder.kv_heads,
+        head_dim=decoder.head_dim,
+        max_model_len=fields.integer("max_position_embeddings"),
+        norm_eps=fields.number("rms_norm_eps"),
+        rope=_rope(fields, DEFAULT_THETA.get(architecture, 10_000.0)),
+        embedding=decoder.table("model.embed_tokens"),
+        layers=tuple(describe_layer(fields, decoder, i) for i in range(decoder.layers)),
+        norm=decoder.norm("model.norm"),
+        lm_head=None if tied else decoder.table("lm_head"),
+    )
+
+
+def _llama(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    bias = fields.flag("attention_bias", False)
+    return decoder.layer(
+        i,
+        decoder.attention(i, qkv_bias=bias, o_bias=bias),
+        decoder.mlp(i, bias=fields.flag("mlp_bias", False)),
+    )
+
+
+def _mistral(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    if fields.has("layer_types"):
+        raise fields.error("layer_types", "none: the same attention in all layers")
+    window = _window(fields, default=4096)
+    return decoder.layer(i, decoder.attention(i, window=window), decoder.mlp(i))
+
+
+def _qwen2(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    window = _qwen_window(fields, decoder, i)
+    return decoder.layer(i, decoder.attention(i, qkv_bias=True, window=window), decoder.mlp(i))
+
+
+def _qwen3(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    window = _qwen_window(fields, decoder, i)
+    bias = fields.flag("attention_bias", False)
+    return decoder.layer(
+        i,
+        decoder.attention(i, qkv_bias=bias, o_bias=bias, head_norm=True, window=window),
+        decoder.mlp(i),
+    )
+
+
+def _qwen3_moe(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    sliding = fields.flag("use_sliding_window", False)
+    bias = fields.flag("attention_bias", False)
+    attention = decoder.attention(
+        i,
+        qkv_bias=bias,
+        o_bias=bias,
+        head_norm=True,
+        window=_window(fields, default=4096) if sliding else None,
+    )
+    dense = i in fields.array("mlp_only_layers")
+    if dense or (i + 1) % fields.integer("decoder_sparse_step", 1) != 0:
+        return decoder.layer(i, attention, decoder.mlp(i))
+    experts = decoder.experts(
+        f"model.layers.{i}.mlp",
+        ("gate_proj", "up_proj", "down_proj"),
+        width=fields.integer("moe_intermediate_size"),
+        normalize=fields.flag("norm_topk_prob", False),
+    )
+    return decoder.layer(i, attention, experts)
+
+
+def _mixtral(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    experts = decoder.experts(
+        f"model.layers.{i}.block_sparse_moe",
+        ("w1", "w3", "w2"),
+        width=fields.integer("intermediate_size"),
+        normalize=True,
+    )
+    window = _window(fields, default=None)
+    return decoder.layer(i, decoder.attention(i, window=window), experts)
+
+
+FAMILIES: dict[str, Callable[[Fields, Decoder, int], LayerSpec]] = {
+    "LlamaForCausalLM": _llama,
+    "MistralForCausalLM": _mistral,
+    "MixtralForCausalLM": _mixtral,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen3ForCausalLM": _qwen3,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+}
+DEFAULT_THETA = {"MixtralForCausalLM": 1_000_000.0}
+
+
+def _dtype(fields: Fields) -> str:
+    """The weights' dtype; float32 if the config does not say, as in transformers."""
+    name = "dtype" if fields.has("dtype") else "torch_dtype"
+    return fields.choice(name, tuple(DTYPE_BYTES), default="float32")
+
+
+def _window(fields: Fields, default: int | None) -> int | None:
+    """The sliding window; null means none, whereas an absent field means the default."""
+    if fields.values.get("sliding_window", default) is None:
+        return None
+    return fields.integer("sliding_window", default)
+
+
+def _qwen_window(fields: Fields, decoder: Decoder, i: int) -> int | None:
+    """Layer i's window: `layer_types` decides, or else only layers from max_window_layers on."""
+    if not fields.flag("use_sliding_window", False):
+        return None
+    if not fields.has("layer_types"):
+        first = fields.integer("max_window_layers", 28, low=0)
+        return _window(fields, default=4096) if i >= first else None
+    kinds = fields.array("layer_types")
+    known = {"full_attention", "sliding_attention"}
+    if len(kinds) != decoder.layers or not known.issuperset(kinds):
+        raise fields.error("layer_types", f"one of {sorted(known)} for each layer")
+    return _window(fields, default=4096) if kinds[i] == "sliding_attention" else None
+
+
+def _rope(fields: Fields, default_theta: float) -> RopeSpec:
+    """The rotary embedding, from `rope_parameters` or `rope_theta` and `rope_scaling`."""
+    new = fields.section("rope_parameters")
+    scaling = new if new.values else fields.section("rope_scaling")
+    theta = (new if new.has("rope_theta") else fields).number("rope_theta", default_theta)
+    for where in (fields, scaling):
+        if where.number("partial_rotary_factor", 1.0) != 1.0:
+            raise where.error("partial_rotary_factor", "1: all of each head is rotated")
+    kind_field = "rope_type" if scaling.has("rope_type") else "type"
+    kind = scaling.choice(kind_field, ("default", "linear", "llama3"), default="default")
+    if kind == "default":
+        return RopeSpec(theta)
+    if kind == "linear":
+        return RopeSpec(theta, "linear", factor=scaling.number("factor"))
+    low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+    if low >= high:
+        raise scaling.error("low_freq_factor", f"less than high_freq_factor, {high}")
+    return RopeSpec(
+        theta,
+        "llama3",
+        factor=scaling.number("factor"),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_len=scaling.integer(
+            "original_max_position_embeddings", fields.integer("max_position_embeddings")
+        ),
+    )
