@@ -166,6 +166,6 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:iB)?)?", text.strip())
     if match is None:
-        raise ValueError(text)
+        raise ValueError(f"{text!r} is no number of bytes")
     number, unit = match.groups()
     return int(float(number) * 1024 ** (" KMGT".index(unit) if unit else 0))

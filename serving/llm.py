@@ -17,6 +17,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
@@ -131,14 +132,14 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        progress: bool = False,
+        progress: bool | str = False,
     ) -> list[Completion]:
         """Continue texts.
 
         Args:
             prompts: texts or lists of token ids; a single one is a list of one.
             params: for all, or one for each prompt.
-            progress: show a bar on stderr.
+            progress: show a bar on stderr; a text is its title.
 
         Returns:
             The answers in the order of the prompts. A prompt with `n` above 1 has n answers, one
@@ -147,16 +148,17 @@ class LLM:
         Raises:
             RequestError: a prompt cannot be served; the message says which.
         """
-        single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
-        return self._complete([prompts] if single else prompts, self._encode, params, progress)
+        one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        texts = cast("Sequence[Prompt]", [prompts] if one else prompts)
+        return self._complete([partial(self._encode, text) for text in texts], params, progress)
 
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        tools: Tools | None = None,
-        progress: bool = False,
+        tools: Tools | Sequence[Tools | None] | None = None,
+        progress: bool | str = False,
     ) -> list[Completion]:
         """Answer conversations, through the model's chat template.
 
@@ -164,15 +166,17 @@ class LLM:
             messages: a list of `{"role": ..., "content": ...}`, or a list of such lists.
             params: for all, or one for each conversation.
             tools: functions that the model may call, in OpenAI's form.
-            progress: show a bar on stderr.
+            progress: show a bar on stderr; a text is its title.
 
         Returns and raises as `generate`.
         """
-        single = bool(messages) and isinstance(messages[0], Mapping)
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        chats = cast("Sequence[Conversation]", [messages] if one else messages)
+        shared = not tools or isinstance(tools[0], Mapping)
+        each = cast("Sequence[Tools | None]", [tools] * len(chats) if shared else tools)
         template = self.tokenizer.apply_chat_template
-        return self._complete(
-            [messages] if single else messages, lambda chat: template(chat, tools), params, progress
-        )
+        encoders = [partial(template, *pair) for pair in zip(chats, each, strict=True)]
+        return self._complete(encoders, params, progress)
 
     def stream(
         self,
@@ -214,30 +218,28 @@ class LLM:
 
     def _complete(
         self,
-        prompts: Sequence[Any],
-        encode: Callable[[Any], list[int]],
+        encoders: Sequence[Callable[[], list[int]]],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        progress: bool,
+        progress: bool | str,
     ) -> list[Completion]:
-        engine = self._running
-        each = (
-            params if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
-        )
-        if len(each) != len(prompts):
+        engine, count = self._running, len(encoders)
+        wishes = params if isinstance(params, Sequence) else [params or SamplingParams()] * count
+        if len(wishes) != count:
             raise RequestError(
-                f"params has {len(each)} entries for {len(prompts)} prompts", param="params"
+                f"params has {len(wishes)} entries for {count} prompts", param="params"
             )
         jobs: list[tuple[list[int], SamplingParams]] = []
-        for i, (prompt, wish) in enumerate(zip(prompts, each, strict=True)):
+        for i, (encode, wish) in enumerate(zip(encoders, wishes, strict=True)):
             try:
-                ids = encode(prompt)
+                ids = encode()
                 jobs += [(ids, engine.validate(ids, one)) for one in answers(wish)]
             except RequestError as error:
-                raise RequestError(f"prompts[{i}]: {error}", param=error.param) from error
+                raise RequestError(f"prompt {i}: {error}", param=error.param) from error
+        title = progress if isinstance(progress, str) else "generate"
         results: list[Completion | None] = [None] * len(jobs)
 
         async def work() -> None:
-            with Progress("generate", len(jobs), quiet=not progress) as shown:
+            with Progress(title, len(jobs), quiet=not progress) as shown:
 
                 async def one(job: tuple[int, tuple[list[int], SamplingParams]]) -> None:
                     index, (ids, wish) = job

@@ -95,6 +95,11 @@ def _from_file(file: Path | None) -> Layer:
 def _from_environment(environment: Mapping[str, str]) -> Layer:
     variables = {PREFIX + name.upper(): name for name in SETTINGS}
     layer: Layer = {}
+    if PREFIX + "SERVICE_HOST" in environment:
+        raise ConfigError(
+            "Kubernetes has set variables for a Service named weft (WEFT_SERVICE_HOST, WEFT_PORT), "
+            "which are taken for settings: give the pod enableServiceLinks: false"
+        )
     for variable, text in environment.items():
         if not variable.startswith(PREFIX) or variable == FILE_VARIABLE:
             continue
@@ -111,5 +116,5 @@ def _from_flags(flags: Mapping[str, Any]) -> Layer:
 
 def _nearest(name: str, known: Iterable[str]) -> str:
     """`; did you mean ...?` when a known name is close."""
-    near = difflib.get_close_matches(name, list(known), n=1)
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
     return f"; did you mean {near[0]}?" if near else "; see `weft config` for all"

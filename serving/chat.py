@@ -1,0 +1,88 @@
+"""A conversation in the terminal: lines in, answers streamed out.
+
+Works the same with a person and with a pipe, except that a person sees a
+prompt and help, can stop an answer with Ctrl-C, and is told of a turn that
+cannot be served instead of being thrown out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from weft.errors import EngineError, RequestError
+
+if TYPE_CHECKING:
+    from weft.serving.llm import LLM, Conversation, Prompt
+    from weft.serving.sampling_params import SamplingParams
+
+HELP = "/reset forgets the conversation, /system TEXT sets the instructions, /exit ends"
+
+
+def write_answer(llm: LLM, prompt: Prompt | Conversation, params: SamplingParams) -> str:
+    """Stream one answer to stdout, ended by a newline; returns it.
+
+    Raises EngineError when it fails half-way.
+    """
+    pieces = []
+    for delta in llm.stream(prompt, params):
+        pieces.append(delta.text)
+        sys.stdout.write(delta.text)
+        sys.stdout.flush()
+        if delta.error is not None:
+            raise EngineError(delta.error)
+    print(flush=True)
+    return "".join(pieces)
+
+
+def converse(llm: LLM, params: SamplingParams, system: str | None = None) -> None:
+    """Answer each line of stdin until it ends or says /exit."""
+    interactive = sys.stdin.isatty()
+    messages = _opening(system)
+    if interactive:
+        print(HELP, file=sys.stderr)
+    for line in _lines(interactive):
+        command, _, rest = line.partition(" ")
+        if command == "/exit":
+            return
+        if command == "/system":
+            system, messages = rest.strip() or None, _opening(rest.strip() or None)
+        elif command == "/reset":
+            messages = _opening(system)
+        elif command == "/help":
+            print(HELP, file=sys.stderr)
+        elif line.strip():
+            messages.append({"role": "user", "content": line})
+            try:
+                messages.append(
+                    {"role": "assistant", "content": write_answer(llm, messages, params)}
+                )
+            except RequestError as error:
+                if not interactive:
+                    raise
+                messages.pop()
+                print(f"weft: error: {error}; /reset starts anew", file=sys.stderr)
+            except KeyboardInterrupt:
+                if not interactive:
+                    raise
+                messages.pop()
+                print()
+
+
+def _opening(system: str | None) -> list[dict[str, str]]:
+    return [] if system is None else [{"role": "system", "content": system}]
+
+
+def _lines(interactive: bool) -> Iterator[str]:
+    if not interactive:
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    import readline  # noqa: F401  # gives input() a history and editing
+
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print()
+            return

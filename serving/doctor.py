@@ -1,0 +1,192 @@
+"""`weft doctor`: can this machine serve, and what to do where it cannot.
+
+Each check is one function that looks and returns a Finding; it changes
+nothing and loads no model. "warn" means slower or less, "fail" that serving
+will not work.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+from weft.errors import ModelError
+from weft.models.checkpoint import BUNDLED, locate, read_spec
+from weft.serving.config import EngineConfig, ServerConfig
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check saw; `advice` says what to do unless the status is "ok"."""
+
+    name: str
+    status: Literal["ok", "warn", "fail"]
+    seen: str
+    advice: str = ""
+
+
+def run(engine: EngineConfig, server: ServerConfig, *, as_json: bool = False) -> int:
+    """Print all findings; 1 if one failed."""
+    findings = examine(engine, server)
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        import click
+
+        colors = {"ok": "green", "warn": "yellow", "fail": "red"}
+        for finding in findings:
+            status = click.style(f"{finding.status:<5}", fg=colors[finding.status])
+            click.echo(f"{status} {finding.name:<14} {finding.seen}")
+            if finding.advice:
+                click.echo(f"{'':<21}{finding.advice}")
+    return int(any(finding.status == "fail" for finding in findings))
+
+
+def examine(engine: EngineConfig, server: ServerConfig) -> list[Finding]:
+    """Every finding, in the order to read them."""
+    return [
+        _python(),
+        _libraries(),
+        _processor(),
+        _cores(),
+        _memory(),
+        _shared_memory(),
+        _sockets(),
+        _gpu(),
+        *(_model(name) for name in dict.fromkeys((*BUNDLED, engine.model))),
+        _port(server.host, server.port),
+    ]
+
+
+def _python() -> Finding:
+    seen = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    if sys.platform != "linux":
+        return Finding("Python", "fail", seen, "weft runs on Linux")
+    return Finding("Python", "ok", seen)
+
+
+def _libraries() -> Finding:
+    names = ("torch", "triton", "transformers", "tokenizers", "safetensors")
+    seen = ", ".join(f"{name} {found}" for name in names if (found := _version(name)))
+    if _version("torch") is None:
+        return Finding("libraries", "fail", seen, "pip install torch")
+    return Finding("libraries", "ok", seen)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> Finding:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    facts = {
+        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)
+    }
+    flags = set(facts.get("flags", facts.get("Features", "")).split())
+    fast = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
+    seen = f"{facts.get('model name', platform.machine())}: {', '.join(fast) or 'no AVX'}"
+    if not flags & {"avx512_bf16", "amx_bf16", "bf16"}:
+        advice = "bfloat16 is emulated: --dtype float32 is faster where the model fits"
+        return Finding("processor", "warn", seen, advice)
+    return Finding("processor", "ok", seen)
+
+
+def _cores() -> Finding:
+    usable, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    seen = f"{usable} usable, load {load:.1f}"
+    if load > usable:
+        return Finding("cores", "warn", seen, "other programs take the cores; answers will be slow")
+    return Finding("cores", "ok", seen)
+
+
+def _memory() -> Finding:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    seen = f"{memory.available / GIB:.1f} GiB available of {memory.total / GIB:.1f}"
+    if memory.available < GIB:
+        advice = "a small model needs about 1 GiB; stop other programs"
+        return Finding("memory", "fail", seen, advice)
+    return Finding("memory", "ok", seen)
+
+
+def _shared_memory() -> Finding:
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+    except OSError as error:
+        return Finding("/dev/shm", "fail", f"{error.strerror}", "mount a tmpfs there")
+    seen = f"{free / GIB:.2f} GiB free"
+    if free < GIB / 4:
+        return Finding(
+            "/dev/shm", "warn", seen, "several ranks need more: docker run --shm-size 1g"
+        )
+    return Finding("/dev/shm", "ok", seen)
+
+
+def _sockets() -> Finding:
+    where = tempfile.gettempdir()
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="weft-") as folder,
+            socket.socket(socket.AF_UNIX) as probe,
+        ):
+            probe.bind(os.path.join(folder, "probe"))
+    except OSError as error:
+        advice = "set TMPDIR to a writable local directory with a short path"
+        return Finding("sockets", "fail", f"no unix socket in {where}: {error}", advice)
+    return Finding("sockets", "ok", f"unix sockets work in {where}")
+
+
+def _gpu() -> Finding:
+    import torch
+
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        gpus = ", ".join(f"{gpu.name} ({gpu.total_memory / GIB:.0f} GiB)" for gpu in names)
+        return Finding("GPU", "ok", f"{gpus}; CUDA {torch.version.cuda}")
+    if Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi"):
+        advice = "install a CUDA build of torch that the driver supports; see pytorch.org"
+        return Finding(
+            "GPU", "warn", f"there is a driver, but torch {torch.__version__} sees no GPU", advice
+        )
+    return Finding("GPU", "ok", "none; weft runs on the processor")
+
+
+def _model(name: str) -> Finding:
+    """Files, names and shapes of a checkpoint; the weights themselves are not read."""
+    from weft.models.weights import Weights
+    from weft.serving.tokenizer import Tokenizer
+
+    try:
+        path = locate(name)
+        spec = read_spec(path)
+        Weights(path, spec)
+        Tokenizer.load(path)
+    except ModelError as error:
+        return Finding("model", "fail", f"{name}: {error}", "fetch the checkpoint again")
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors")) / 1024**2
+    return Finding("model", "ok", f"{name}: {spec.architecture}, {size:,.0f} MiB of weights")
+
+
+def _port(host: str, port: int) -> Finding:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        with socket.create_server((host, port), family=family):
+            return Finding("port", "ok", f"{host}:{port} is free")
+    except OSError as error:
+        advice = "choose another --host or --port, or stop what listens there"
+        return Finding("port", "fail", f"{host}:{port}: {error.strerror}", advice)
