@@ -131,17 +131,12 @@ class Decoder:
         if top_k > count:
             raise self.fields.error("num_experts_per_tok", f"at most {count_field}, {count}")
         gate, up, down = (f"{name}.experts.{{expert}}.{matrix}.weight" for matrix in matrices)
+        inner, outer = (count, width, self.hidden), (count, self.hidden, width)
         return MoeSpec(
             router=WeightSpec(f"{name}.gate.weight", (count, self.hidden), ("expert", "hidden")),
-            gate=WeightSpec(
-                gate, (count, width, self.hidden), ("expert", "moe_intermediate", "hidden")
-            ),
-            up=WeightSpec(
-                up, (count, width, self.hidden), ("expert", "moe_intermediate", "hidden")
-            ),
-            down=WeightSpec(
-                down, (count, self.hidden, width), ("expert", "hidden", "moe_intermediate")
-            ),
+            gate=WeightSpec(gate, inner, ("expert", "moe_intermediate", "hidden")),
+            up=WeightSpec(up, inner, ("expert", "moe_intermediate", "hidden")),
+            down=WeightSpec(down, outer, ("expert", "hidden", "moe_intermediate")),
             top_k=top_k,
             normalize=normalize,
         )

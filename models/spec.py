@@ -228,8 +228,8 @@ class ModelSpec:
 
     def kv_bytes_per_token(self, dtype: str = "auto") -> int:
         """Bytes of keys and values that one token takes in the cache, over all layers."""
-        elements = 2 * len(self.layers) * self.num_kv_heads * self.head_dim
-        return elements * DTYPE_BYTES[self.compute_dtype(dtype)]
+        numbers = 2 * len(self.layers) * self.num_kv_heads * self.head_dim
+        return numbers * DTYPE_BYTES[self.compute_dtype(dtype)]
 
 
 def _layer_weights(layer: LayerSpec) -> Iterator[WeightSpec]:

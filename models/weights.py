@@ -69,11 +69,11 @@ class Weights:
         return torch.stack(tensors) if weight.is_per_expert else tensors[0]
 
     def keep_mapped(self, weight: WeightSpec) -> Tensor:
-        """One weight through a mapping of its own, to be used from the file for as long as it lives.
+        """One weight through a mapping of its own, to be used from the file as long as it lives.
 
-        Only what is looked at takes memory, and the system may take it back. A mapping of its own,
-        because the pages that reading has touched count as this process's until their mapping
-        goes.
+        Only what is looked at takes memory, and the system may take it back. The mapping is its
+        own because the pages that reading has touched count as the process's until they are
+        unmapped.
         """
         (name,) = weight.tensor_names
         tensor: Tensor = _open(self._file_of[name]).get_tensor(name)

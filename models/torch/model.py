@@ -1,0 +1,88 @@
+"""A decoder on the CPU, top to bottom: embedding, layers, norm, logits.
+
+The step is one ragged batch; attention reads and writes the paged cache by the
+step's plan. The embedding stays in the checkpoint's file, mapped into memory:
+a step looks at few of its rows, and with tied embeddings the packed copy of it
+gives the logits, so that the table is in memory once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.kernels.cpu.attention import AttentionPlan
+from weft.kernels.cpu.linear import PackedLinear
+from weft.models.spec import LayerSpec, ModelSpec, MoeSpec, WeightSpec
+from weft.models.torch.layers import Attention, KVCache, Load, Mlp, Moe, RMSNorm, Rope
+from weft.models.weights import Weights
+
+
+class Layer:
+    """x += attention(norm(x)); x += feed_forward(norm(x))."""
+
+    def __init__(self, model: ModelSpec, spec: LayerSpec, load: Load) -> None:
+        self._attention_norm = RMSNorm(load(spec.attention_norm), model.norm_eps)
+        self._attention = Attention(model, spec.attention, load)
+        self._feed_forward_norm = RMSNorm(load(spec.feed_forward_norm), model.norm_eps)
+        feed_forward = spec.feed_forward
+        self._feed_forward = (
+            Moe(feed_forward, load)
+            if isinstance(feed_forward, MoeSpec)
+            else Mlp(feed_forward, load)
+        )
+
+    def __call__(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache, plan: AttentionPlan
+    ) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        x = x + self._attention(self._attention_norm(x), rope, cache, plan)
+        return x + self._feed_forward(self._feed_forward_norm(x))
+
+
+class Model:
+    """The model of `spec`, with its weights read and packed.
+
+    Args:
+        spec: what it is.
+        weights: where the tensors come from, one at a time.
+        dtype: to compute in.
+    """
+
+    def __init__(self, spec: ModelSpec, weights: Weights, dtype: torch.dtype) -> None:
+        def load(weight: WeightSpec) -> Tensor:
+            return weights.read(weight).to(dtype)
+
+        self._dtype = dtype
+        self._rope = Rope(spec.rope, spec.head_dim, dtype)
+        self._layers = [Layer(spec, layer, load) for layer in spec.layers]
+        self._norm = RMSNorm(load(spec.norm), spec.norm_eps)
+        self._lm_head = PackedLinear(load(spec.lm_head or spec.embedding))
+        self._embedding = weights.keep_mapped(spec.embedding)
+
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, cache: Sequence[KVCache], plan: AttentionPlan
+    ) -> Tensor:
+        """Run the layers.
+
+        Args:
+            token_ids: int [T], each in [0, vocab_size).
+            positions: int [T]; of each token in its request.
+            cache: of each layer; the tokens' keys and values are written to it.
+            plan: which requests the tokens belong to, and where their cache is.
+
+        Returns:
+            [T, hidden]; what `logits` takes.
+        """
+        x = F.embedding(token_ids, self._embedding).to(self._dtype)
+        rope = self._rope(positions)
+        for layer, layer_cache in zip(self._layers, cache, strict=True):
+            x = layer(x, rope, layer_cache, plan)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, hidden] of the tokens that matter -> [S, vocab_size]."""
+        return self._lm_head(self._norm(hidden))

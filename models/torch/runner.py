@@ -1,0 +1,203 @@
+"""Runs a model on the CPU, one step after another: see models/interface.ModelRunner.
+
+A step is: name the tokens that were sampled on the device, plan attention, run
+the layers, sample, remember the sampled tokens. State between steps is the KV
+cache, the sampler's slots, and each slot's newest token.
+
+Not handled: more than one process.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.kernels.cpu.attention import AttentionPlan
+from weft.models.interface import Int32, Logprobs, SlotSampling, StepInput, StepOutput
+from weft.models.spec import ModelSpec
+from weft.models.torch.layers import KVCache
+from weft.models.torch.model import Model
+from weft.models.torch.sampler import Sampler
+from weft.models.weights import Progress, Weights
+
+PROMPT_LOGPROB_ROWS = 64
+"""Rows of logits in memory at once when a prompt is scored."""
+
+WARM_UP_TOKENS = 32
+"""Tokens of the prompt that `warm_up` runs, at most."""
+
+
+class TorchRunner:
+    """One model on the CPU; made by `load`. A ModelRunner."""
+
+    def __init__(
+        self,
+        model: Model,
+        spec: ModelSpec,
+        *,
+        dtype: str,
+        block_size: int,
+        max_num_seqs: int,
+        max_tokens: int,
+    ) -> None:
+        self._model = model
+        self._spec = spec
+        self._dtype = dtype
+        self._block_size = block_size
+        self._max_tokens = max_tokens
+        self._cache: list[KVCache] = []
+        self._sampler = Sampler(spec.vocab_size, max_num_seqs)
+        self._newest_token = torch.zeros(max_num_seqs, dtype=torch.int64)
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        spec: ModelSpec,
+        *,
+        dtype: str,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> TorchRunner:
+        """Read and pack the weights of the checkpoint in `path`.
+
+        Args:
+            path: the checkpoint's directory.
+            spec: what it holds, from `checkpoint.read_spec`.
+            dtype: to compute in and to cache keys and values in: "auto", "bfloat16", "float32".
+            block_size: tokens in a block of the KV cache.
+            max_num_seqs: slots.
+            max_num_batched_tokens: most tokens of a step.
+            max_model_len: most tokens of a request.
+            threads: of torch, in this whole process; as they are if None.
+            progress: told how far reading has come, in bytes.
+
+        Raises:
+            ModelError: the checkpoint does not hold what `spec` says.
+        """
+        if threads is not None:
+            torch.set_num_threads(threads)
+        dtype = spec.compute_dtype(dtype)
+        with torch.inference_mode():
+            model = Model(spec, Weights(path, spec, progress), getattr(torch, dtype))
+        return cls(
+            model,
+            spec,
+            dtype=dtype,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_tokens=min(max_num_batched_tokens, max_model_len),
+        )
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block of keys and values, over all layers."""
+        return self._block_size * self._spec.kv_bytes_per_token(self._dtype)
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """Make the cache: for each layer [num_blocks, kv_heads, block_size, head_dim], twice."""
+        shape = (num_blocks, self._spec.num_kv_heads, self._block_size, self._spec.head_dim)
+        dtype: torch.dtype = getattr(torch, self._dtype)
+        self._cache = [
+            (torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype))
+            for _ in self._spec.layers
+        ]
+
+    def warm_up(self) -> None:
+        """Run a short prompt and decode it once, in block 0, before any request owns that."""
+        tokens = min(WARM_UP_TOKENS, self._block_size, self._max_tokens)
+        self.step(_single_request(range(tokens), SlotSampling(slot=0)))
+        self.step(_single_request(range(tokens - 1, tokens)))
+
+    @torch.inference_mode()
+    def step(self, batch: StepInput) -> StepOutput:
+        """Run the model over the batch, write its keys and values, sample."""
+        started = time.perf_counter()
+        plan = AttentionPlan.build(
+            batch.query_start, batch.context_len, batch.block_table, block_size=self._block_size
+        )
+        hidden = self._model(
+            self._known_tokens(batch.token_ids),
+            torch.from_numpy(batch.positions),
+            self._cache,
+            plan,
+        )
+        token_ids, status, logprobs = self._sample(hidden, batch)
+        return StepOutput(
+            step=batch.step,
+            token_ids=token_ids,
+            status=status,
+            logprobs=logprobs,
+            prompt_logprobs=self._score_prompts(hidden, batch),
+            seconds=time.perf_counter() - started,
+        )
+
+    def close(self) -> None:
+        """Release the weights and the cache; no step can follow."""
+        self._cache.clear()
+        del self._model
+
+    def _known_tokens(self, token_ids: Int32) -> Tensor:
+        """Put the slots' newest tokens in the place of the negative ids that stand for them."""
+        ids = torch.from_numpy(token_ids).long()
+        if token_ids.min() >= 0:
+            return ids
+        return torch.where(ids < 0, self._newest_token[(-1 - ids).clamp_(min=0)], ids)
+
+    def _sample(self, hidden: Tensor, batch: StepInput) -> tuple[Int32, Int32, Logprobs | None]:
+        """Choose the next token of each sampled row, and keep it as its slot's newest."""
+        self._sampler.set_slots(batch.new_slots)
+        if not len(batch.sample_index):
+            none = np.empty(0, np.int32)
+            return none, none, None
+        slots = torch.from_numpy(batch.sample_slot).long()
+        logits = self._model.logits(hidden[torch.from_numpy(batch.sample_index)])
+        sampled = self._sampler.sample(logits, slots, torch.from_numpy(batch.output_index))
+        self._newest_token[slots] = sampled.token_ids
+        token_ids = sampled.token_ids.numpy().astype(np.int32)
+        return token_ids, sampled.status.numpy(), sampled.logprobs
+
+    def _score_prompts(self, hidden: Tensor, batch: StepInput) -> Logprobs | None:
+        """Log probabilities of prompt tokens, a few rows at a time."""
+        count = len(batch.prompt_logprob_index)
+        if not count:
+            return None
+        parts = []
+        for start in range(0, count, PROMPT_LOGPROB_ROWS):
+            rows = slice(start, start + PROMPT_LOGPROB_ROWS)
+            logits = self._model.logits(hidden[torch.from_numpy(batch.prompt_logprob_index[rows])])
+            targets = torch.from_numpy(batch.prompt_logprob_target[rows]).long()
+            parts.append(self._sampler.prompt_logprobs(logits, targets, batch.prompt_logprob_top))
+        return Logprobs(
+            chosen=np.concatenate([part.chosen for part in parts]),
+            rank=np.concatenate([part.rank for part in parts]),
+            top_ids=np.concatenate([part.top_ids for part in parts]),
+            top=np.concatenate([part.top for part in parts]),
+        )
+
+
+def _single_request(positions: range, *new_slots: SlotSampling) -> StepInput:
+    """A step of one request in slot 0 and block 0 whose tokens are all 0."""
+    tokens = len(positions)
+    zero = np.zeros(1, np.int32)
+    return StepInput(
+        step=0,
+        token_ids=np.zeros(tokens, np.int32),
+        positions=np.array(positions, np.int32),
+        query_start=np.array([0, tokens], np.int32),
+        context_len=np.array([positions.stop], np.int32),
+        block_table=np.zeros((1, 1), np.int32),
+        slot=zero,
+        sample_index=np.array([tokens - 1], np.int32),
+        sample_slot=zero,
+        output_index=zero,
+        new_slots=new_slots,
+    )
