@@ -1,0 +1,355 @@
+"""The sampler against its oracle, transformers' processors, and its own promises."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from weft.kernels.reference import sampling_distribution
+from weft.models.interface import FINITE, NOT_FINITE, SlotSampling
+from weft.models.torch import sampler as module
+from weft.models.torch.sampler import SampledTokens, Sampler, uniform
+
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.6},
+    {"temperature": 1.7, "top_k": 5},
+    {"top_k": 1},
+    {"top_p": 0.7},
+    {"top_p": 1e-6},
+    {"min_p": 0.2},
+    {"temperature": 1.3, "top_k": 20, "top_p": 0.8, "min_p": 0.05},
+    {"top_k": 10**9, "top_p": 0.999999},
+]
+
+
+def run(
+    logits: Tensor, slots: list[SlotSampling], output_index: list[int] | None = None
+) -> SampledTokens:
+    """Sample one row per slot with a fresh sampler."""
+    sampler = Sampler(logits.shape[1], len(slots))
+    slots = [replace(s, slot=i) for i, s in enumerate(slots)]
+    sampler.set_slots(tuple(slots))
+    index = torch.tensor(output_index or [0] * len(slots))
+    return sampler.sample(logits, torch.arange(len(slots)), index)
+
+
+def expected_token(logits: Tensor, slot: SlotSampling, index: int) -> set[int]:
+    """What the oracle's distribution gives for the row's random number, rounding allowed for."""
+    cdf = sampling_distribution(
+        logits,
+        temperature=slot.temperature,
+        top_k=slot.top_k,
+        top_p=slot.top_p,
+        min_p=slot.min_p,
+    ).cumsum(0)
+    u = uniform([slot.seed], [index]).item()
+    ends = torch.tensor([u - 1e-6, u, u + 1e-6], dtype=torch.float64).clamp(0, 1 - 1e-12)
+    return set(torch.searchsorted(cdf, ends, right=True).tolist())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_frequencies_follow_the_oracle(shape: dict[str, Any]) -> None:
+    draws = 20_000
+    row = torch.randn(60, generator=torch.Generator().manual_seed(5)) * 2
+    slots = [SlotSampling(i, seed=i, **{"temperature": 1.0, **shape}) for i in range(draws)]
+    counts = np.bincount(run(row.expand(draws, -1), slots).token_ids, minlength=60)
+    probs = sampling_distribution(row, **shape).numpy()
+    assert counts[probs == 0].sum() == 0
+    # Rare tokens are pooled: the statistic wants five expected draws in each cell.
+    rare = probs * draws < 5
+    seen = np.append(counts[~rare], counts[rare].sum())
+    want = np.append(probs[~rare], probs[rare].sum()) * draws
+    seen, want = seen[want > 0], want[want > 0]
+    statistic = ((seen - want) ** 2 / want).sum()
+    freedom = len(want) - 1
+    # Mean + 5 standard deviations of chi-square.
+    assert statistic <= freedom + 5 * (2 * freedom) ** 0.5
+
+
+slot_settings = st.builds(
+    SlotSampling,
+    slot=st.just(0),
+    temperature=st.sampled_from([0.0, 1e-30, 0.3, 1.0, 2.0]),
+    top_k=st.sampled_from([0, 0, 1, 3, 40, 600, 10_000]),
+    top_p=st.sampled_from([1.0, 1.0, 0.95, 0.5, 1e-9]),
+    min_p=st.sampled_from([0.0, 0.0, 0.1, 1.0]),
+    seed=st.integers(-(2**63), 2**64 - 1),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    slots=st.lists(slot_settings, min_size=1, max_size=6),
+    vocab=st.sampled_from([1, 2, 511, 512, 1500]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    data=st.integers(0, 2**31),
+    first=st.integers(0, 1000),
+)
+def test_each_row_is_the_inverse_cdf_of_the_oracle(
+    slots: list[SlotSampling], vocab: int, dtype: torch.dtype, data: int, first: int
+) -> None:
+    # bfloat16 makes ties, at the k-th token too.
+    generator = torch.Generator().manual_seed(data)
+    logits = (torch.randn(len(slots), vocab, generator=generator) * 3).to(dtype)
+    index = [first + i for i in range(len(slots))]
+    out = run(logits, slots, index)
+    for i, slot in enumerate(slots):
+        assert int(out.token_ids[i]) in expected_token(logits[i].float(), slot, index[i])
+    assert out.status.tolist() == [FINITE] * len(slots)
+    assert out.logprobs is None
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    slots=st.lists(slot_settings, min_size=2, max_size=8),
+    data=st.integers(0, 2**31),
+    order=st.randoms(use_true_random=False),
+)
+def test_a_row_does_not_depend_on_its_batch(
+    slots: list[SlotSampling], data: int, order: Any
+) -> None:
+    generator = torch.Generator().manual_seed(data)
+    logits = (torch.randn(len(slots), 3000, generator=generator) * 2).bfloat16()
+    together = run(logits, slots).token_ids.tolist()
+    shuffled = list(range(len(slots)))
+    order.shuffle(shuffled)
+    moved = run(logits[shuffled], [slots[i] for i in shuffled]).token_ids.tolist()
+    assert moved == [together[i] for i in shuffled]
+    alone = [int(run(logits[i : i + 1], slots[i : i + 1]).token_ids) for i in range(len(slots))]
+    assert alone == together
+
+
+def test_nuclei_wider_than_the_first_guess() -> None:
+    # Almost uniform: top_p = 0.9 keeps about 9000 tokens, found by the last width only.
+    logits = torch.randn(3, 10_000, generator=torch.Generator().manual_seed(1)) * 0.01
+    slots = [SlotSampling(0, temperature=1.0, top_p=p, seed=7) for p in (0.9, 0.2, 0.01)]
+    out = run(logits, slots)
+    for i, slot in enumerate(slots):
+        assert int(out.token_ids[i]) in expected_token(logits[i], slot, 0)
+
+
+def test_ties_at_the_kth_token_beyond_the_cut_are_all_kept() -> None:
+    logits = torch.zeros(1, 5000)
+    tokens = {
+        int(run(logits, [SlotSampling(0, temperature=1.0, top_k=3, seed=s)]).token_ids)
+        for s in range(50)
+    }
+    assert len(tokens) > 40
+
+
+def test_seed_and_index_name_the_number() -> None:
+    # SplitMix64's published first outputs for seed 0: the finaliser of 1, 2, 3 x gamma.
+    gamma = torch.tensor([1, 2, 3]) * module._SPLITMIX_GAMMA
+    assert [hex(z % 2**64) for z in module._mix(gamma).tolist()] == [
+        "0xe220a8397b1dcdaf",
+        "0x6e789e6aa1b965f4",
+        "0x6c45d188009454f",
+    ]
+    assert uniform([3], [5]) == uniform([9, 3], [0, 5])[1]
+    assert uniform([-1], [0]) == uniform([2**64 - 1], [0])
+    numbers = torch.stack([uniform([seed] * 500, range(500)) for seed in range(40)])
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    assert len(numbers.unique()) == numbers.numel()
+    assert abs(numbers.mean() - 0.5) < 0.01
+    # Neither along a stream nor across seeds are numbers correlated.
+    for a, b in ((numbers[:, 1:], numbers[:, :-1]), (numbers[1:], numbers[:-1])):
+        assert abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]) < 0.03
+
+
+PROMPT = [3, 3, 8, 1]
+OUTPUT = [8, 5, 5, 5, 2]
+
+
+def penalised(logits: Tensor, **penalties: Any) -> Tensor:
+    """The logits after the sampler's own processing of a request with PROMPT and OUTPUT."""
+    sampler = Sampler(logits.shape[1], 2)
+    slot = SlotSampling(
+        1, prompt_token_ids=tuple(PROMPT), output_token_ids=tuple(OUTPUT), **penalties
+    )
+    sampler.set_slots((slot,))
+    out = logits.clone()
+    sampler._penalise(out, [slot], [len(OUTPUT)])
+    return out
+
+
+def test_repetition_penalty_is_that_of_transformers() -> None:
+    logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(2))
+    oracle = RepetitionPenaltyLogitsProcessor(penalty=1.4)(
+        torch.tensor([PROMPT + OUTPUT]), logits.clone()
+    )
+    torch.testing.assert_close(penalised(logits, repetition_penalty=1.4), oracle)
+
+
+def test_presence_and_frequency_count_the_output_only() -> None:
+    logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(2))
+    got = penalised(logits, presence_penalty=0.5, frequency_penalty=0.25)
+    for token in range(12):
+        count = OUTPUT.count(token)
+        want = logits[0, token] - 0.5 * (count > 0) - 0.25 * count
+        torch.testing.assert_close(got[0, token], want)
+
+
+def test_repetition_comes_before_the_others() -> None:
+    logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(2))
+    got = penalised(logits, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.25)
+    repeated = penalised(logits, repetition_penalty=1.4)
+    want = repeated - logits + penalised(logits, presence_penalty=0.5, frequency_penalty=0.25)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("width", [0, 300], ids=["short", "longer than the first buffer"])
+def test_history_follows_the_sampled_tokens(width: int) -> None:
+    """A penalised request samples as it does when its history is sent again in full."""
+    generator = torch.Generator().manual_seed(4)
+    slot = SlotSampling(
+        1,
+        temperature=0.8,
+        repetition_penalty=1.2,
+        presence_penalty=0.3,
+        frequency_penalty=0.2,
+        seed=11,
+        prompt_token_ids=tuple(range(width)),
+    )
+    sampler = Sampler(400, 3)
+    sampler.set_slots((SlotSampling(0, temperature=1.0), slot))
+    produced: list[int] = []
+    for step in range(30):
+        logits = torch.randn(2, 400, generator=generator)
+        token = sampler.sample(logits, torch.tensor([0, 1]), torch.tensor([9, step])).token_ids[1]
+        resumed = Sampler(400, 3)
+        resumed.set_slots((replace(slot, slot=2, output_token_ids=tuple(produced)),))
+        again = resumed.sample(logits[1:], torch.tensor([2]), torch.tensor([step])).token_ids[0]
+        assert token == again
+        produced.append(int(token))
+
+
+def test_without_penalties_nothing_is_remembered() -> None:
+    sampler = Sampler(100, 4)
+    sampler.set_slots((SlotSampling(0, temperature=1.0, prompt_token_ids=(1, 2)),))
+    sampler.sample(torch.randn(1, 100), torch.tensor([0]), torch.tensor([0]))
+    assert sampler._history.numel() == 0
+
+
+@pytest.mark.parametrize(
+    ("warper", "shape"),
+    [
+        (TopKLogitsWarper(7), {"top_k": 7}),
+        (TopPLogitsWarper(0.6), {"top_p": 0.6}),
+        (MinPLogitsWarper(0.15), {"min_p": 0.15}),
+    ],
+)
+def test_the_tokens_kept_are_those_of_transformers(warper: Any, shape: dict[str, Any]) -> None:
+    row = torch.randn(1, 40, generator=torch.Generator().manual_seed(3)) * 1.5
+    kept = warper(torch.zeros(1, 0, dtype=torch.long), row.clone()).isfinite()[0]
+    slots = [SlotSampling(i, temperature=1.0, seed=i, **shape) for i in range(5000)]
+    seen = torch.zeros(40, dtype=torch.bool)
+    seen[run(row.expand(5000, -1), slots).token_ids] = True
+    assert seen.tolist() == kept.tolist()
+
+
+def test_end_tokens_wait_for_min_tokens() -> None:
+    logits = torch.randn(1, 20, generator=torch.Generator().manual_seed(3))
+    ends = logits[0].topk(3).indices.tolist()
+    oracle = MinNewTokensLengthLogitsProcessor(0, 4, ends, device="cpu")
+    slot = SlotSampling(0, min_tokens=4, end_token_ids=(*ends, 20, -1))
+    for index in range(6):
+        want = oracle(torch.zeros(1, index, dtype=torch.long), logits).argmax()
+        assert run(logits, [slot], [index]).token_ids == want
+
+
+def test_suppressing_every_token_hurts_nobody() -> None:
+    logits = torch.randn(2, 20)
+    slots = [
+        SlotSampling(0, temperature=1.0, min_tokens=4, end_token_ids=tuple(range(20))),
+        SlotSampling(0),
+    ]
+    out = run(logits, slots)
+    assert 0 <= out.token_ids[0] < 20
+    assert out.token_ids[1] == logits[1].argmax()
+
+
+def test_logit_bias() -> None:
+    logits = torch.randn(3, 20)
+    slots = [SlotSampling(0, logit_bias={4: 100.0, 5: -100.0}), SlotSampling(0), SlotSampling(0)]
+    before = logits.clone()
+    assert run(logits, slots).token_ids.tolist() == [4, *logits[1:].argmax(-1).tolist()]
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_broken_row_fails_alone(dtype: torch.dtype) -> None:
+    logits = torch.randn(6, 700).to(dtype)
+    slots = [SlotSampling(0, temperature=float(i % 2), top_k=3 * (i > 3), seed=i) for i in range(6)]
+    clean = run(logits, slots).token_ids
+    for rows in ([0], [1, 4], [0, 1, 2, 3, 4, 5]):
+        for poison in (float("nan"), float("inf"), None):
+            bad = logits.clone()
+            if poison is None:
+                bad[rows] = -torch.inf
+            else:
+                bad[rows, 13] = poison
+            out = run(bad, slots)
+            assert out.status.tolist() == [NOT_FINITE if i in rows else FINITE for i in range(6)]
+            good = [i for i in range(6) if i not in rows]
+            assert torch.equal(out.token_ids[good], clean[good])
+            assert ((out.token_ids >= 0) & (out.token_ids < 700)).all()
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_logprobs(pieces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if pieces:
+        monkeypatch.setattr(module, "LOGPROB_NUMBERS", 100)
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(6)).bfloat16()
+    slots = [
+        SlotSampling(0, temperature=2.0, top_k=2, logprobs=3),
+        SlotSampling(0),
+        SlotSampling(0, temperature=1.0, logit_bias={7: 50.0}, logprobs=0),
+        SlotSampling(0, logprobs=1),
+    ]
+    out = run(logits, slots)
+    assert out.logprobs is not None
+    oracle = logits.double().log_softmax(-1)
+    for row in (0, 2, 3):
+        token = int(out.token_ids[row])
+        assert out.logprobs.chosen[row] == pytest.approx(oracle[row, token].item(), abs=1e-5)
+        assert out.logprobs.rank[row] == (oracle[row] > oracle[row, token]).sum() + 1
+        np.testing.assert_allclose(out.logprobs.top[row], oracle[row].topk(3).values, atol=1e-5)
+        np.testing.assert_array_equal(
+            logits[row, out.logprobs.top_ids[row]].float(), logits[row].topk(3).values.float()
+        )
+    assert out.logprobs.rank[1] == 0
+    assert out.logprobs.rank[3] == 1
+
+
+def test_prompt_logprobs() -> None:
+    logits = torch.randn(5, 50)
+    targets = torch.tensor([0, 49, 7, 7, 3])
+    sampler = Sampler(50, 1)
+    got = sampler.prompt_logprobs(logits, targets, 0)
+    oracle = logits.log_softmax(-1)
+    np.testing.assert_allclose(got.chosen, oracle[torch.arange(5), targets], atol=1e-5)
+    assert got.top_ids.shape == got.top.shape == (5, 0)
+    assert sampler.prompt_logprobs(logits[:0], targets[:0], 2).top.shape == (0, 2)
+    with pytest.raises(ValueError, match="top is 51"):
+        sampler.prompt_logprobs(logits, targets, 51)
+
+
+def test_wrong_vocabulary_is_refused() -> None:
+    with pytest.raises(ValueError, match="31 columns, not 30"):
+        Sampler(30, 1).sample(torch.zeros(1, 31), torch.tensor([0]), torch.tensor([0]))
