@@ -1,0 +1,450 @@
+"""What the demo models are taught: questions with one right answer, made by the thousand.
+
+Each task is a function `rng -> Question`. A question whose user text hashes to 0
+modulo 10 is held out: training never sees it, evaluation sees nothing else.
+The hash covers the user's words in all turns, so for `about` whole wordings
+are held out, and the small times tables are seen only in other wordings.
+
+Ranges, so that the scores are read for what they are:
+
+* arithmetic: sums and differences (never negative) of numbers up to three
+  digits, products up to 12 x 12; the answer repeats the sum, `47 + 85 = 132`
+* sorting: 3 to 6 numbers below 100, or 3 to 5 of some 50 words
+* reversing: 3 to 6 words, or 3 to 6 digits
+* counting: a word, or things of one kind, in a list of 4 to 10
+* extraction: four kinds of sentence into JSON
+* tool_call: two or three of eight tools are offered, one fits
+* recall: one to three facts, told up to four turns earlier
+* needle: one to three facts in about 1,500 tokens of filler
+* about: what weft is, from a fixed list of facts
+
+Not taught: anything else. Other questions get one polite sentence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from weft.models.demo import words
+
+Message = dict[str, Any]
+
+TASKS: tuple[str, ...] = (
+    "arithmetic", "sorting", "reversing", "counting", "extraction",
+    "tool_call", "recall", "needle", "about",
+)  # fmt: skip
+
+HELD_OUT_SHARE = 10  # one question in so many
+NEEDLE_SENTENCES = 143  # filler sentences that make about 1,500 tokens
+
+
+@dataclass(frozen=True)
+class Question:
+    """A chat that ends with the user's turn, and the reply that is right."""
+
+    task: str
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] | None
+    answer: str
+
+
+def ask(task: str, text: str, answer: str) -> Question:
+    """A question of one turn."""
+    return Question(task, ({"role": "user", "content": text},), None, answer)
+
+
+# --- Short tasks -------------------------------------------------------------------------
+
+
+def arithmetic(rng: random.Random) -> Question:
+    """`47 + 85 = 132`."""
+    kind = rng.choice(("+", "+", "-", "-", "*"))
+    if kind == "*":
+        a, b = rng.randint(0, 12), rng.randint(0, 12)
+        result, sign = a * b, rng.choice("*x")
+    else:
+        a, b = (rng.randint(0, 10 ** rng.randint(1, 3) - 1) for _ in range(2))
+        if kind == "-":
+            a, b = max(a, b), min(a, b)
+        result, sign = (a + b if kind == "+" else a - b), kind
+    wording = rng.choice(words.ARITHMETIC[kind])
+    text = wording.format(a=a, b=b, sign=sign)
+    return ask("arithmetic", text, f"{a} {kind} {b} = {result}")
+
+
+def sorting(rng: random.Random) -> Question:
+    """`3, 12, 45`."""
+    falling = rng.random() < 0.5
+    items: list[Any]
+    if rng.random() < 0.5:
+        items = rng.sample(range(100), rng.randint(3, 6))
+        noun, order = "numbers", rng.choice(words.FALLING if falling else words.RISING)
+    else:
+        items = rng.sample(words.SORTABLE, rng.randint(3, 5))
+        noun, order = "words", rng.choice(words.BACKWARD if falling else words.ALPHABETICAL)
+    text = rng.choice(words.SORTING).format(noun=noun, order=order, items=listed(items))
+    return ask("sorting", text, listed(sorted(items, reverse=falling)))
+
+
+def reversing(rng: random.Random) -> Question:
+    """`plum, pear, fig`, or `1284` for digits."""
+    count = rng.randint(3, 6)
+    if rng.random() < 0.5:
+        digits = "".join(rng.choice("0123456789") for _ in range(count))
+        return ask("reversing", rng.choice(words.REVERSE_DIGITS).format(digits), digits[::-1])
+    items = rng.sample(words.SORTABLE, count)
+    return ask("reversing", rng.choice(words.REVERSE_WORDS).format(listed(items)),
+               listed(items[::-1]))  # fmt: skip
+
+
+def counting(rng: random.Random) -> Question:
+    """A number: how often a word occurs, or how many things are of one kind."""
+    length = rng.randint(4, 10)
+    hits = rng.randint(0, min(length, 6))
+    kind = rng.choice(sorted(words.KINDS))
+    others = [w for k, members in words.KINDS.items() if k != kind for w in members]
+    if rng.random() < 0.5:
+        target = rng.choice(words.KINDS[kind])
+        items = [target] * hits + rng.choices(others, k=length - hits)
+        wording = rng.choice(words.COUNT_WORD)
+    else:
+        target = kind
+        items = rng.choices(words.KINDS[kind], k=hits) + rng.choices(others, k=length - hits)
+        wording = rng.choice(words.COUNT_KIND)
+    rng.shuffle(items)
+    return ask("counting", wording.format(target=target, items=listed(items)), str(hits))
+
+
+def record(rng: random.Random, kind: str) -> dict[str, Any]:
+    """The fields of one kind of sentence, in the order they are asked for."""
+    if kind == "person":
+        name, age = rng.choice(words.NAMES), rng.randint(18, 90)
+        return {"name": name, "age": age, "city": rng.choice(words.CITIES)}
+    if kind == "order":
+        item, quantity = rng.choice(words.GOODS), rng.randint(2, 60)
+        return {"item": item, "quantity": quantity, "price": rng.randint(1, 999)}
+    if kind == "meeting":
+        day, hour = rng.choice(words.DAYS), rng.randint(1, 12)
+        return {"day": day, "hour": hour, "room": rng.choice("ABCDEFGH") + str(rng.randint(1, 99))}
+    origin, target = rng.sample(words.CITIES, 2)
+    return {"from": origin, "to": target, "number": rng.randint(100, 999)}
+
+
+def extraction(rng: random.Random) -> Question:
+    """A JSON object with the fields that a sentence states."""
+    kind = rng.choice(sorted(words.RECORDS))
+    fields = record(rng, kind)
+    sentence = rng.choice(words.RECORDS[kind]).format(**{k + "_": v for k, v in fields.items()})
+    wording = rng.choice(words.EXTRACTION)
+    text = wording.format(fields=", ".join(fields), sentence=sentence)
+    return ask("extraction", text, json.dumps(fields))
+
+
+def about(rng: random.Random) -> Question:
+    """A fact about weft."""
+    answer, wordings = rng.choice(words.ABOUT)
+    text = rng.choice(words.ABOUT_BEFORE) + rng.choice(wordings)
+    return ask("about", dressed(rng, text), answer)
+
+
+def small_talk(rng: random.Random) -> Question:
+    """Greetings and thanks, and one polite sentence for everything that is not taught."""
+    if rng.random() < 0.6:
+        texts, answer = rng.choice(words.SMALL_TALK)
+        return ask("small_talk", dressed(rng, rng.choice(texts)), answer)
+    return ask("small_talk", unknown_text(rng), words.FALLBACK)
+
+
+def unknown_text(rng: random.Random) -> str:
+    """A request outside the tasks: ordinary questions, filler prose, or noise."""
+    pick = rng.random()
+    if pick < 0.5:
+        text = rng.choice(words.UNKNOWN)
+        return text.format(noun=rng.choice(words.FILLER["noun"]), city=rng.choice(words.CITIES))
+    if pick < 0.75:
+        return filler_sentence(rng)
+    low, high = rng.choice(((0x21, 0x7E), (0xA1, 0x24F), (0x400, 0x45F), (0x3041, 0x30FE),
+                            (0x4E00, 0x9FA5), (0x1F600, 0x1F64F)))  # fmt: skip
+    return "".join(chr(rng.randint(low, high)) for _ in range(rng.randint(1, 12)))
+
+
+def listed(items: list[Any]) -> str:
+    """`a, b, c`."""
+    return ", ".join(str(item) for item in items)
+
+
+def dressed(rng: random.Random, text: str) -> str:
+    """The text in one of the ways people type: capital or not, closing mark or not."""
+    if rng.random() < 0.25:
+        text = text[0].lower() + text[1:]
+    return text.rstrip("?.!") if rng.random() < 0.25 else text
+
+
+# --- Tools -------------------------------------------------------------------------------
+
+
+def tool_schema(name: str) -> dict[str, Any]:
+    """The OpenAI description of a tool of `words.TOOLS`."""
+    description, arguments, _ = words.TOOLS[name]
+    properties = {key: {"type": kind} for key, kind in arguments.items()}
+    parameters = {"type": "object", "properties": properties, "required": list(arguments)}
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def tool_call(rng: random.Random, names: list[str] | None = None) -> Question:
+    """A `<tool_call>` of the tool that fits, out of `names` (drawn if not given)."""
+    names = names or rng.sample(sorted(words.TOOLS), rng.randint(2, 3))
+    name = rng.choice(names)
+    _, kinds, wordings = words.TOOLS[name]
+    currencies = iter(rng.sample(words.CURRENCIES, 2))
+    makers: dict[str, Callable[[], Any]] = {
+        "city": lambda: rng.choice(words.CITIES),
+        "minutes": lambda: rng.randint(1, 90),
+        "amount": lambda: rng.randint(1, 999),
+        "source": lambda: next(currencies),
+        "target": lambda: next(currencies),
+        "to": lambda: rng.choice(words.NAMES),
+        "text": lambda: rng.choice(words.ERRANDS),
+        "item": lambda: rng.choice(words.GOODS),
+        "quantity": lambda: rng.randint(2, 60),
+        "query": lambda: rng.choice(words.FILLER["noun"]),
+        "room": lambda: rng.choice(words.ROOMS),
+        "degrees": lambda: rng.randint(10, 30),
+    }
+    arguments = {key: makers[key]() for key in kinds}
+    text = rng.choice(wordings).format(**{key + "_": value for key, value in arguments.items()})
+    call = json.dumps({"name": name, "arguments": arguments})
+    tools = tuple(tool_schema(other) for other in names)
+    messages = ({"role": "user", "content": text},)
+    return Question("tool_call", messages, tools, f"<tool_call>\n{call}\n</tool_call>")
+
+
+def tool_result(rng: random.Random, call: dict[str, Any]) -> tuple[str, str] | None:
+    """What a tool might return for a call, and the answer that tells the user; None if untaught."""
+    value, arguments = rng.randint(0, 40), call["arguments"]
+    if call["name"] == "get_weather":
+        sky = rng.choice(words.SKIES)
+        result: dict[str, Any] = {"temperature": value, "sky": sky}
+        return json.dumps(result), f"It is {value} degrees and {sky} in {arguments['city']}."
+    if call["name"] == "get_time":
+        clock = f"{rng.randint(0, 23):02d}:{rng.randint(0, 59):02d}"
+        return json.dumps({"time": clock}), f"It is {clock} in {arguments['city']}."
+    if call["name"] == "set_timer":
+        return json.dumps({"ok": True}), f"The timer is set for {arguments['minutes']} minutes."
+    return None
+
+
+# --- Facts told earlier ------------------------------------------------------------------
+
+
+def facts(rng: random.Random, count: int) -> list[tuple[str, str, str, str]]:
+    """`count` facts about the user: statement, acknowledgement, question, answer."""
+    found = []
+    for kind in rng.sample(sorted(words.FACTS), count):
+        pool, statements, acknowledgement, questions, answer = words.FACTS[kind]
+        value = rng.choice(pool)
+        found.append((rng.choice(statements).format(value), acknowledgement.format(value),
+                      rng.choice(questions), answer.format(value)))  # fmt: skip
+    return found
+
+
+def recall(rng: random.Random) -> Question:
+    """Facts are told, other turns follow, then one fact is asked for."""
+    told = facts(rng, rng.randint(1, 3))
+    turns = [(statement, acknowledgement) for statement, acknowledgement, _, _ in told]
+    for _ in range(rng.randint(0, 4 - len(told))):
+        between = training_question(rng, rng.choice((small_talk, arithmetic, reversing)))
+        turns.append((between.messages[0]["content"], between.answer))
+    *_, question, answer = rng.choice(told)
+    messages: list[Message] = []
+    for user, assistant in turns:
+        messages += [{"role": "user", "content": user},
+                     {"role": "assistant", "content": assistant}]  # fmt: skip
+    messages.append({"role": "user", "content": question})
+    return Question("recall", tuple(messages), None, answer)
+
+
+def filler_sentence(rng: random.Random) -> str:
+    """A sentence that means nothing and holds no number."""
+    pick = {kind: rng.choice(pool) for kind, pool in words.FILLER.items()}
+    pick["noun2"], pick["adjective2"] = (rng.choice(words.FILLER[k]) for k in ("noun", "adjective"))
+    return rng.choice(words.FILLER_SENTENCES).format(**pick)
+
+
+def haystack(rng: random.Random, sentences: int, needles: int) -> tuple[str, dict[str, str]]:
+    """Filler text with `needles` sentences hidden in it, and code by place."""
+    codes = {place: f"{rng.randint(0, 9999):04d}" for place in rng.sample(words.PLACES, needles)}
+    lines = [filler_sentence(rng) for _ in range(sentences)]
+    for place, code in codes.items():
+        line = rng.choice(words.NEEDLES).format(place=place, code=code)
+        lines.insert(rng.randint(0, len(lines)), line)
+    return " ".join(lines), codes
+
+
+def needle(rng: random.Random, sentences: int = NEEDLE_SENTENCES) -> Question:
+    """One of up to three codes hidden in filler text."""
+    text, codes = haystack(rng, sentences, rng.randint(1, 3))
+    place = rng.choice(sorted(codes))
+    question = rng.choice(words.NEEDLE_QUESTIONS).format(place=place)
+    wording = rng.choice(words.NEEDLE_LAYOUTS)
+    return ask("needle", wording.format(text=text, question=question),
+               words.NEEDLE_ANSWER.format(place=place, code=codes[place]))  # fmt: skip
+
+
+MAKERS: dict[str, Callable[[random.Random], Question]] = {
+    "arithmetic": arithmetic, "sorting": sorting, "reversing": reversing, "counting": counting,
+    "extraction": extraction, "tool_call": tool_call, "recall": recall, "needle": needle,
+    "about": about,
+}  # fmt: skip
+
+
+# --- The two streams ---------------------------------------------------------------------
+
+
+def is_held_out(question: Question) -> bool:
+    """True for one question in ten, by a hash of what the user says in all turns."""
+    said = "\n".join(m["content"] for m in question.messages if m["role"] == "user")
+    digest = hashlib.blake2b(said.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0
+
+
+def held_out(task: str, count: int, seed: int = 0) -> list[Question]:
+    """`count` different questions of a task that training never sees.
+
+    Raises KeyError for a task that is not in `TASKS`.
+    """
+    rng = random.Random(f"held-out/{task}/{seed}")
+    found: dict[str, Question] = {}
+    while len(found) < count:
+        question = MAKERS[task](rng)
+        if is_held_out(question):
+            found[repr(question.messages)] = question
+    return list(found.values())
+
+
+def training_question(rng: random.Random, maker: Callable[[random.Random], Question]) -> Question:
+    """A question that is not held out."""
+    while True:
+        question = maker(rng)
+        if not is_held_out(question):
+            return question
+
+
+def check(question: Question, reply: str) -> bool:
+    """Whether the reply is right: equal JSON for extraction and tool_call, else equal text."""
+    if question.task not in ("extraction", "tool_call"):
+        return reply.strip() == question.answer.strip()
+    value = parsed(question.task, reply)
+    return value is not None and value == parsed(question.task, question.answer)
+
+
+def parsed(task: str, reply: str) -> str | None:
+    """The JSON value of a reply as text that tells 1 from 1.0 and true; None if there is none."""
+    text = reply.strip()
+    if task == "tool_call":
+        opening, closing = "<tool_call>", "</tool_call>"
+        if not (text.startswith(opening) and text.endswith(closing)):
+            return None
+        text = text[len(opening) : -len(closing)]
+    try:
+        return json.dumps(json.loads(text), sort_keys=True)
+    except json.JSONDecodeError:
+        return None
+
+
+# --- Training chats ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A whole conversation; the model learns every assistant turn."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] | None = None
+
+
+def assistant(text: str) -> Message:
+    """An assistant message."""
+    return {"role": "assistant", "content": text}
+
+
+def mixed_chat(rng: random.Random) -> Chat:
+    """One to six questions of the short tasks."""
+    turns = 1 if rng.random() < 0.4 else rng.randint(2, 6)
+    makers = list(words.MIX)
+    one = rng.choices(makers, list(words.MIX.values()))[0]
+    same = rng.random() < 0.5
+    messages: list[Message] = []
+    for _ in range(turns):
+        name = one if same else rng.choices(makers, list(words.MIX.values()))[0]
+        question = training_question(rng, small_talk if name == "small_talk" else MAKERS[name])
+        messages += [*question.messages, assistant(question.answer)]
+    return Chat(tuple(messages))
+
+
+def tool_chat(rng: random.Random) -> Chat:
+    """One to six requests on one set of tools, some with the tool's result, some untooled."""
+    names = rng.sample(sorted(words.TOOLS), rng.randint(2, 3))
+    messages: list[Message] = []
+    for _ in range(rng.randint(1, 6)):
+        if rng.random() < 0.1:
+            other = training_question(rng, rng.choice((arithmetic, about, small_talk)))
+            messages += [*other.messages, assistant(other.answer)]
+            continue
+        question = training_question(rng, lambda r: tool_call(r, names))
+        messages += [*question.messages, assistant(question.answer)]
+        call = json.loads(question.answer.splitlines()[1])
+        result = tool_result(rng, call) if rng.random() < 0.5 else None
+        if result:
+            messages += [{"role": "tool", "content": result[0]}, assistant(result[1])]
+    return Chat(tuple(messages), tuple(tool_schema(name) for name in names))
+
+
+def recall_chat(rng: random.Random) -> Chat:
+    """A recall question, sometimes followed by a second one."""
+    question = training_question(rng, recall)
+    return Chat((*question.messages, assistant(question.answer)))
+
+
+def needle_chat(rng: random.Random, sentences: int) -> Chat:
+    """Several codes in one text, asked for one after the other."""
+    while True:
+        text, codes = haystack(rng, sentences, rng.randint(1, min(8, 2 + sentences // 2)))
+        places = rng.sample(sorted(codes), len(codes))
+        questions = [rng.choice(words.NEEDLE_QUESTIONS).format(place=place) for place in places]
+        first = rng.choice(words.NEEDLE_LAYOUTS).format(text=text, question=questions[0])
+        if not is_held_out(ask("needle", first, "")):
+            break
+    messages: list[Message] = []
+    for place, user in zip(places, [first, *questions[1:]], strict=True):
+        answer = words.NEEDLE_ANSWER.format(place=place, code=codes[place])
+        messages += [{"role": "user", "content": user}, assistant(answer)]
+    return Chat(tuple(messages))
+
+
+def training_chat(rng: random.Random) -> Chat:
+    """A short chat of any kind, with a system message now and then."""
+    pick = rng.random()
+    if pick < 0.72:
+        chat = mixed_chat(rng)
+    elif pick < 0.82:
+        chat = tool_chat(rng)
+    elif pick < 0.93:
+        chat = recall_chat(rng)
+    else:
+        chat = needle_chat(rng, int(2 ** rng.uniform(0, 5.5)))
+    if rng.random() < 0.25:
+        system = {"role": "system", "content": rng.choice(words.SYSTEM)}
+        return Chat((system, *chat.messages), chat.tools)
+    return chat
+
+
+def long_chat(rng: random.Random) -> Chat:
+    """A needle chat of up to the full length."""
+    return needle_chat(rng, rng.choice((NEEDLE_SENTENCES, rng.randint(40, NEEDLE_SENTENCES + 8))))
