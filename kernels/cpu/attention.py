@@ -68,11 +68,17 @@ class _Tile:
     Attributes:
         rows: int64 [N * Q]; rows of the batch.
         pages: int64 [N * Hk * P]; rows of the cache seen as [num_blocks * Hk, block_size * D].
-        mask: float32 [N, 1, Q, 1, P * block_size]; 0 where the query sees the key, else -inf.
+        queries: Q.
+        length: P * block_size keys, of which every query sees the first `masked_from`.
+        mask: float32 [N, 1, Q, 1, length - masked_from]; of the other keys: 0 where the query
+            sees the key, else -inf.
     """
 
     rows: Tensor
     pages: Tensor
+    queries: int
+    length: int
+    masked_from: int
     mask: Tensor
 
 
@@ -171,7 +177,10 @@ class AttentionPlan:
         page = self.block_table[request[:, None], nth].astype(np.int64)
         cache_row = page[:, None, :] * kv_heads + np.arange(kv_heads)[:, None]
 
-        key = start_page[:, None] * self.block_size + np.arange(pages[0] * self.block_size)
+        length = int(pages[0]) * self.block_size
+        # Without a window, causality hides nothing up to the first query's own key.
+        masked_from = 0 if sliding_window is not None else int(first.min()) + 1
+        key = start_page[:, None] * self.block_size + np.arange(masked_from, length)
         key, query = key[:, None, :], (first[:, None] + queries)[:, :, None]
         seen = key <= query
         if sliding_window is not None:
@@ -180,6 +189,9 @@ class AttentionPlan:
         return _Tile(
             rows=torch.from_numpy((row[:, None] + queries).reshape(-1)),
             pages=torch.from_numpy(cache_row.reshape(-1)),
+            queries=len(queries),
+            length=length,
+            masked_from=masked_from,
             mask=torch.from_numpy(mask)[:, None, :, None, :],
         )
 
@@ -245,16 +257,16 @@ def paged_attention(
     group = heads // kv_heads
     flat_keys = keys.view(num_blocks * kv_heads, block_size * dim)
     flat_values = values.view(num_blocks * kv_heads, block_size * dim)
-    out = torch.empty_like(q)
+    out = torch.empty(q.shape, dtype=q.dtype)
     for tile in plan.tiles(heads, kv_heads, dim, sliding_window):
-        n, _, queries, _, length = tile.mask.shape
-        folded = (n * kv_heads, queries * group)
+        n, queries, length = len(tile.mask), tile.queries, tile.length
         tile_q = q.index_select(0, tile.rows).view(n, queries, kv_heads, group, dim)
-        tile_q = tile_q.transpose(1, 2).reshape(*folded, dim).float().mul_(scale)
+        tile_q = tile_q.transpose(1, 2).reshape(n * kv_heads, queries * group, dim)
         tile_k = flat_keys.index_select(0, tile.pages).view(n * kv_heads, length, dim)
         tile_v = flat_values.index_select(0, tile.pages).view(n * kv_heads, length, dim)
-        scores = torch.bmm(tile_q, tile_k.float().transpose(1, 2))
-        scores.view(n, kv_heads, queries, group, length).add_(tile.mask)
+        scores = torch.bmm(tile_q.float().mul_(scale), tile_k.float().transpose(1, 2))
+        unfolded = scores.view(n, kv_heads, queries, group, length)
+        unfolded[..., tile.masked_from :].add_(tile.mask)
         tile_out = torch.bmm(scores.softmax(dim=-1).to(tile_v.dtype), tile_v)
         tile_out = tile_out.view(n, kv_heads, queries, group, dim).transpose(1, 2)
         out.index_copy_(0, tile.rows, tile_out.reshape(n * queries, heads, dim))
