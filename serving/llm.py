@@ -15,7 +15,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -111,8 +120,7 @@ class LLM:
         """Free the model. What still runs is aborted; a second call does nothing."""
         if self._loop.is_closed():
             return
-        if self._engine is not None:
-            self._wait(self._engine.shutdown(drain=False))
+        self._wait(self._finish())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -196,7 +204,7 @@ class LLM:
             if is_chat
             else self._encode(cast("Prompt", prompt))
         )
-        deltas = self._running.generate(ids, params or SamplingParams())
+        deltas = _deltas(self._running, ids, params or SamplingParams())
 
         async def following() -> Delta | None:
             return await anext(deltas, None)
@@ -206,6 +214,15 @@ class LLM:
                 yield delta
         finally:
             self._wait(deltas.aclose())
+
+    async def _finish(self) -> None:
+        """End what runs on the loop."""
+        if self._engine is not None:
+            await self._engine.shutdown(drain=False)
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     @property
     def _running(self) -> AsyncEngine:
@@ -222,34 +239,19 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         progress: bool | str,
     ) -> list[Completion]:
-        engine, count = self._running, len(encoders)
+        count = len(encoders)
         wishes = params if isinstance(params, Sequence) else [params or SamplingParams()] * count
         if len(wishes) != count:
             raise RequestError(
                 f"params has {len(wishes)} entries for {count} prompts", param="params"
             )
-        jobs: list[tuple[list[int], SamplingParams]] = []
-        for i, (encode, wish) in enumerate(zip(encoders, wishes, strict=True)):
-            try:
-                ids = encode()
-                jobs += [(ids, engine.validate(ids, one)) for one in answers(wish)]
-            except RequestError as error:
-                raise RequestError(f"prompt {i}: {error}", param=error.param) from error
+        prompts = []
+        for i, encode in enumerate(encoders):
+            with _naming(i):
+                prompts.append(encode())
         title = progress if isinstance(progress, str) else "generate"
-        results: list[Completion | None] = [None] * len(jobs)
-
-        async def work() -> None:
-            with Progress(title, len(jobs), quiet=not progress) as shown:
-
-                async def one(job: tuple[int, tuple[list[int], SamplingParams]]) -> None:
-                    index, (ids, wish) = job
-                    done = results[index] = await complete(engine, ids, wish)
-                    shown.advance(len(done.token_ids))
-
-                await for_each(enumerate(jobs), one, workers=window(engine))
-
-        self._wait(work())
-        return cast("list[Completion]", results)
+        shown = Progress(title, sum(wish.n for wish in wishes), quiet=not progress)
+        return self._wait(_complete_all(self._running, prompts, wishes, shown))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the engine's loop; an interrupt here cancels it there."""
@@ -261,17 +263,48 @@ class LLM:
             raise
 
 
-def answers(params: SamplingParams) -> list[SamplingParams]:
-    """The requests that `n` answers are: the i-th with its own seed, so that they differ."""
-    if params.n == 1:
-        return [params]
-    seeds = [None if params.seed is None else params.seed + i for i in range(params.n)]
+async def _complete_all(
+    engine: AsyncEngine,
+    prompts: Sequence[list[int]],
+    wishes: Sequence[SamplingParams],
+    progress: Progress,
+) -> list[Completion]:
+    jobs: list[tuple[list[int], SamplingParams]] = []
+    for i, (prompt, wish) in enumerate(zip(prompts, wishes, strict=True)):
+        with _naming(i):
+            jobs += [(prompt, engine.validate(prompt, answer)) for answer in _answers(wish)]
+    results: list[Completion | None] = [None] * len(jobs)
+
+    async def work(place: int) -> None:
+        done = results[place] = await complete(engine, *jobs[place])
+        progress.advance(len(done.token_ids))
+
+    with progress:
+        await for_each(range(len(jobs)), work, workers=window(engine))
+    return cast("list[Completion]", results)
+
+
+@contextmanager
+def _naming(i: int) -> Iterator[None]:
+    """Have a RequestError say which prompt it is about."""
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(f"prompt {i}: {error}", param=error.param, code=error.code) from error
+
+
+def _answers(params: SamplingParams) -> list[SamplingParams]:
+    """`n` answers are n requests; with a seed, each has its own, so that they differ."""
+    if params.seed is None:
+        return [replace(params, n=1)] * params.n
+    seeds = [(params.seed + i + 2**63) % 2**64 - 2**63 for i in range(params.n)]
     return [replace(params, n=1, seed=seed) for seed in seeds]
 
 
 async def complete(engine: AsyncEngine, ids: list[int], params: SamplingParams) -> Completion:
     """Run one request to its end."""
-    deltas = [delta async for delta in engine.generate(ids, params)]
+    async with aclosing(_deltas(engine, ids, params)) as stream:
+        deltas = [delta async for delta in stream]
     last = deltas[-1]
     return Completion(
         prompt_token_ids=ids,
@@ -284,6 +317,12 @@ async def complete(engine: AsyncEngine, ids: list[int], params: SamplingParams) 
         cached_tokens=max(delta.cached_tokens for delta in deltas),
         error=last.error,
     )
+
+
+def _deltas(
+    engine: AsyncEngine, ids: list[int], params: SamplingParams
+) -> AsyncGenerator[Delta, None]:
+    return cast("AsyncGenerator[Delta, None]", engine.generate(ids, params))
 
 
 def window(engine: AsyncEngine) -> int:

@@ -1,0 +1,304 @@
+"""The `weft` command: the only reader of argv and the environment.
+
+Results go to stdout, all else to stderr. The flags of a setting are made from
+its field in config.py. An error raised on purpose is one line; the exit status
+is then 1, or 2 when the command line or a setting is at fault, and 130 after
+an interrupt. Each command imports what it needs when it runs, so that
+`weft --version` stays quick.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
+
+import click
+
+from weft.errors import ConfigError, RequestError, WeftError
+from weft.serving.config import EngineConfig, ServerConfig, Setting, settings_of
+from weft.serving.settings import Settings, resolve
+from weft.version import __version__
+
+if TYPE_CHECKING:
+    from weft.serving.sampling_params import SamplingParams
+
+Command = Callable[..., int]
+
+
+def main() -> NoReturn:
+    """Run the command line, and exit with its status."""
+    status = 1
+    try:
+        status = weft(prog_name="weft", standalone_mode=False)
+        sys.stdout.flush()
+    except (click.ClickException, WeftError) as error:
+        usage = isinstance(error, click.ClickException)
+        text = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        print(f"weft: error: {text}", file=sys.stderr)
+        status = 2 if usage or isinstance(error, ConfigError) else 1
+    except click.Abort:  # click's word for an interrupt
+        status = 130
+    except BrokenPipeError:  # the reader has what it wanted, as in `weft ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(status)
+
+
+def takes(
+    *configs: type[EngineConfig] | type[ServerConfig], model: bool = False
+) -> Callable[[Command], Command]:
+    """Give a command a flag for each setting, and the resolved `Settings` as first argument.
+
+    Args:
+        configs: the dataclasses whose settings the command can use.
+        model: the model is the command's argument, instead of a flag.
+    """
+    taken = [setting for config in configs for setting in settings_of(config)]
+
+    def decorate(function: Command) -> Command:
+        def command(config_file: Path | None, **options: Any) -> int:
+            given = {setting.name: options.pop(setting.name) for setting in taken}
+            flags = {name: raw for name, raw in given.items() if raw is not None}
+            return function(resolve(flags, os.environ, config_file), **options)
+
+        command.__name__, command.__doc__ = function.__name__, function.__doc__
+        command.__click_params__ = getattr(function, "__click_params__", [])  # type: ignore[attr-defined]
+        for setting in reversed(taken):
+            if model and setting.name == "model":
+                click.argument("model", required=False)(command)
+            else:
+                _flag(setting)(command)
+        return click.option(
+            "--config",
+            "config_file",
+            metavar="FILE",
+            type=click.Path(path_type=Path),
+            help="TOML file of settings; WEFT_CONFIG names one too",
+        )(command)
+
+    return decorate
+
+
+def _flag(setting: Setting) -> Any:
+    """The click option of a setting. It has no default, so that what was not given shows."""
+    default = "" if setting.default is None else f"  [default: {setting.default}]"
+    if setting.type is bool:
+        names = f"{setting.flag}/--no-{setting.flag[2:]}"
+        return click.option(names, setting.name, default=None, help=setting.help.text + default)
+    return click.option(
+        setting.flag, setting.name, metavar=_metavar(setting), help=setting.help.text + default
+    )
+
+
+def _metavar(setting: Setting) -> str:
+    if setting.help.unit == "bytes":
+        return "SIZE"
+    if get_origin(setting.type) is Literal:
+        return "|".join(get_args(setting.type))
+    return "TEXT" if str in (setting.type, *get_args(setting.type)) else "N"
+
+
+@click.group(invoke_without_command=True, context_settings={"max_content_width": 100})
+@click.version_option(__version__, message="%(prog)s %(version)s")
+@click.pass_context
+def weft(context: click.Context) -> int:
+    """Serve large language models, and use them from the command line.
+
+    \b
+    weft generate "What is 47 + 85?"     one answer
+    weft serve                           an OpenAI-compatible endpoint
+    weft COMMAND --help                  more of each
+
+    Every setting is a flag (--max-queue), a variable (WEFT_MAX_QUEUE) and a key of the
+    --config file (max_queue); the first of these wins. `weft config` shows what is in force.
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+    return 0
+
+
+def sampling(function: Command) -> Command:
+    """Give a command the flags of SamplingParams that one asks for by hand."""
+    for flag, kind, text in (
+        ("--top-k", int, "sample among the N most likely tokens"),
+        ("--top-p", float, "sample among the likeliest tokens that make up this share"),
+        ("--temperature", float, "0 always takes the likeliest token, 1 samples  [default: 0]"),
+        ("--max-tokens", int, "most tokens of an answer; else the rest of the context"),
+    ):
+        click.option(flag, type=kind, metavar="N", help=text)(function)
+    text = "end the answer at this text; may be given again"
+    return click.option("--stop", multiple=True, metavar="TEXT", help=text)(function)
+
+
+@weft.command()
+@takes(EngineConfig, ServerConfig, model=True)
+def serve(settings: Settings) -> int:
+    """Serve MODEL over HTTP, with OpenAI's API.
+
+    \b
+    weft serve
+    weft serve ./Qwen3-0.6B --port 9000 --max-model-len 4096
+    """
+    from weft.serving.api.server import serve
+
+    return serve(settings.build(EngineConfig), settings.build(ServerConfig))
+
+
+@weft.command()
+@click.argument("prompt")
+@click.option("--raw", is_flag=True, help="continue the text, without the chat template")
+@sampling
+@takes(EngineConfig)
+def generate(settings: Settings, prompt: str, raw: bool, **sampling: Any) -> int:
+    """Answer PROMPT, or stdin if it is -.
+
+    The answer is written as it comes.
+
+    \b
+    weft generate "What is 47 + 85?"
+    weft generate --raw "Once upon a time" --max-tokens 40 --temperature 0.8
+    weft generate --model ./Qwen3-0.6B - < question.txt
+    """
+    from weft.serving.chat import write_answer
+    from weft.serving.llm import LLM
+
+    params = _params(sampling)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    with LLM(**asdict(settings.build(EngineConfig))) as llm:
+        chat = not raw and bool(llm.tokenizer.chat_templates)
+        write_answer(llm, [{"role": "user", "content": text}] if chat else text, params)
+    return 0
+
+
+@weft.command()
+@click.option("--system", metavar="TEXT", help="instructions that precede the conversation")
+@sampling
+@takes(EngineConfig, model=True)
+def chat(settings: Settings, system: str | None, **sampling: Any) -> int:
+    """Talk with MODEL.
+
+    Each line is a turn, from the keyboard or from a pipe.
+
+    \b
+    weft chat
+    weft chat ./Qwen3-0.6B --system "Answer in French." --temperature 0.7
+    """
+    from weft.serving.chat import converse
+    from weft.serving.llm import LLM
+
+    params = _params(sampling)
+    with LLM(**asdict(settings.build(EngineConfig))) as llm:
+        converse(llm, params, system)
+    return 0
+
+
+@weft.command()
+@click.argument("source", metavar="IN.JSONL", type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    metavar="OUT.JSONL",
+    type=click.Path(path_type=Path),
+    help="file for the answers, a line each",
+)
+@click.option("--overwrite", is_flag=True, help="replace the output if there is one")
+@click.option("--resume", is_flag=True, help="do what an interrupted run has left")
+@takes(EngineConfig)
+def batch(settings: Settings, source: Path, output: Path, overwrite: bool, resume: bool) -> int:
+    """Answer every line of a file.
+
+    A line is a request of OpenAI's batch format (custom_id, method, url, body), or simply
+    {"prompt": "..."} or {"messages": [...]} with sampling fields beside it. A line that
+    cannot be answered becomes a line that says why.
+
+    \b
+    weft batch questions.jsonl -o answers.jsonl
+    weft batch questions.jsonl -o answers.jsonl --resume
+    """
+    from weft.serving.batch import run
+
+    engine, server = settings.build(EngineConfig), settings.build(ServerConfig)
+    return run(engine, server, source, output, overwrite=overwrite, resume=resume)
+
+
+@weft.command("eval")
+@click.option(
+    "--task", "tasks", multiple=True, metavar="NAME", help="only this; may be given again"
+)
+@click.option("--count", default=100, metavar="N", help="questions of each task  [default: 100]")
+@click.option("--show-failures", default=0, metavar="N", help="show N wrong answers of each task")
+@click.option(
+    "--fail-under", type=float, metavar="PERCENT", help="exit with 1 if a task scores less"
+)
+@click.option("--json", "as_json", is_flag=True, help="write the scores to stdout as JSON")
+@takes(EngineConfig, model=True)
+def evaluate(settings: Settings, **options: Any) -> int:
+    """Score MODEL on questions with one right answer.
+
+    They are of the kinds that the bundled models are taught, and not seen in training.
+
+    \b
+    weft eval
+    weft eval weft-demo-moe --task sorting --count 20 --show-failures 3
+    """
+    from weft.serving.eval import run
+
+    return run(settings.build(EngineConfig), **options)
+
+
+@weft.command()
+@click.option("--json", "as_json", is_flag=True, help="write JSON")
+@takes(EngineConfig, ServerConfig)
+def config(settings: Settings, as_json: bool) -> int:
+    """Show every setting in force, and where its value comes from.
+
+    \b
+    weft config
+    WEFT_PORT=9000 weft config --config weft.toml --json
+    """
+    settings.build(EngineConfig)
+    settings.build(ServerConfig)
+    if as_json:
+        import json
+
+        print(json.dumps({name: asdict(value) for name, value in settings.items()}, indent=2))
+    else:
+        for name, value in settings.items():
+            print(f"{name:<24} {_shown(value.value):<24} {value.source}")
+    return 0
+
+
+@weft.command()
+@click.option("--json", "as_json", is_flag=True, help="write JSON")
+@takes(EngineConfig, ServerConfig)
+def doctor(settings: Settings, as_json: bool) -> int:
+    """Check that this machine can serve.
+
+    Looks at versions, processor, memory, models, GPUs and the port. Exits with 1 if
+    something would keep weft from serving.
+    """
+    from weft.serving.doctor import run
+
+    return run(settings.build(EngineConfig), settings.build(ServerConfig), as_json=as_json)
+
+
+def _params(given: dict[str, Any]) -> SamplingParams:
+    from weft.serving.sampling_params import SamplingParams
+
+    try:
+        wish = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(**{"temperature": 0.0} | wish)
+    except RequestError as error:
+        raise ConfigError(f"a sampling flag: {error}") from None
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else str(value)
+
+
+if __name__ == "__main__":
+    main()

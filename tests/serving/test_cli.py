@@ -1,0 +1,205 @@
+"""The `weft` command as its users run it: real processes, pipes and exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.checkpoints import make_checkpoint
+
+COMMANDS = ("batch", "chat", "config", "doctor", "eval", "generate", "serve")
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Run `weft ARGUMENTS` to its end, away from the repository."""
+
+    def run(
+        *arguments: object, stdin: str = "", **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "weft", *map(str, arguments)],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+            timeout=120,
+        )
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with random weights, a tokenizer and a chat template."""
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+def one_line_error(done: subprocess.CompletedProcess[str]) -> str:
+    """The error, after checking that it is all there is."""
+    assert done.stdout == ""
+    assert done.stderr.startswith("weft: error: "), done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr.removeprefix("weft: error: ").strip()
+
+
+def test_version_is_quick_and_loads_nothing_heavy(run: Run) -> None:
+    assert run("--version").stdout == "weft 0.1.0\n"
+    code = (
+        "import sys, weft.serving.cli as cli; sys.argv = ['weft', '--version']\n"
+        "try: cli.main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'fastapi', 'pydantic', 'zmq', 'numpy', 'rich'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_help_lists_the_commands_and_each_has_an_example(run: Run) -> None:
+    bare = run()
+    assert bare.returncode == 0
+    assert bare.stdout == run("--help").stdout
+    for command in COMMANDS:
+        assert f"\n  {command} " in bare.stdout
+        text = run(command, "--help").stdout
+        assert "--config FILE" in text
+        assert f"weft {command}" in text
+
+
+def test_flags_of_settings_show_type_and_default(run: Run) -> None:
+    text = " ".join(run("serve", "--help").stdout.split())
+    assert "--max-queue N most requests that wait; more get a 429 [default: 1024]" in text
+    assert "--kv-cache-memory SIZE" in text
+    assert "--dtype auto|bfloat16|float32" in text
+    assert "--prefix-caching / --no-prefix-caching" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "--prot", "3"], "--prot"),
+        (["frobnicate"], "frobnicate"),
+        (["generate"], "PROMPT"),
+        (
+            ["serve", "--dtype", "fp8"],
+            "--dtype is 'fp8'; it must be one of auto, bfloat16, float32",
+        ),
+        (["serve", "--port", "70000"], "--port is 70000; it must be at most 65535"),
+        (["serve", "--max-model-len", "many"], "--max-model-len is 'many'; it must be an integer"),
+        (["config", "--config", "nowhere.toml"], "nowhere.toml: No such file or directory"),
+        (["generate", "x", "--temperature", "9"], "temperature is 9.0; it must be in [0.0, 2.0]"),
+        (["eval", "--task", "chess"], "--task is 'chess'; it must be one of arithmetic"),
+    ],
+)
+def test_usage_errors_are_one_line_and_exit_2(run: Run, arguments: list[str], message: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert message in one_line_error(done)
+
+
+def test_unknown_names_in_file_and_environment_are_refused(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "weft.toml").write_text("max_qeue = 3")
+    done = run("config", "--config", "weft.toml")
+    assert done.returncode == 2
+    assert one_line_error(done) == "weft.toml: unknown key 'max_qeue'; did you mean max_queue?"
+    done = run("config", WEFT_PROT="1")
+    assert done.returncode == 2
+    assert "did you mean WEFT_PORT?" in one_line_error(done)
+
+
+def test_config_says_where_each_value_comes_from(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "weft.toml").write_text('port = 1\nmax_queue = 7\nkv_cache_memory = "1G"\n')
+    arguments = ("config", "--config", "weft.toml", "--port", "3")
+    found = json.loads(run(*arguments, "--json", WEFT_PORT="2", WEFT_MAX_NUM_SEQS="5").stdout)
+    assert found["port"] == {"value": 3, "source": "--port"}
+    assert found["max_num_seqs"] == {"value": 5, "source": "WEFT_MAX_NUM_SEQS"}
+    assert found["max_queue"] == {"value": 7, "source": "max_queue in weft.toml"}
+    assert found["kv_cache_memory"]["value"] == 2**30
+    assert found["threads"] == {"value": None, "source": "default"}
+    table = run(*arguments).stdout.splitlines()
+    assert ["port", "3", "--port"] in [line.split() for line in table]
+
+
+def test_models_that_cannot_be_served(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    for name, text, message in (
+        ("config.json", '{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}', "Mamba"),
+        ("tokenizer.json", None, "no tokenizer in"),
+        ("model.safetensors", "torn", "model.safetensors"),
+    ):
+        broken = tmp_path / name.replace(".", "-")
+        broken.mkdir()
+        for file in checkpoint.iterdir():
+            if file.name != name:
+                (broken / file.name).write_bytes(file.read_bytes())
+        if text is not None:
+            (broken / name).write_text(text)
+        done = run("generate", "--model", broken, "Hello")
+        assert done.returncode == 1
+        assert message in one_line_error(done)
+
+
+def test_settings_that_the_model_cannot_take(run: Run, checkpoint: Path) -> None:
+    done = run("generate", "--model", "nowhere", "Hello")
+    assert done.returncode == 1
+    assert "no checkpoint at nowhere" in one_line_error(done)
+    done = run("generate", "--model", checkpoint, "--max-model-len", 9999, "Hello")
+    assert done.returncode == 2
+    assert "--max-model-len is 9999" in one_line_error(done)
+
+
+def test_generate_writes_only_the_answer(run: Run, checkpoint: Path) -> None:
+    arguments = ("generate", "--model", checkpoint, "--max-tokens", 8)
+    done = run(*arguments, "--raw", "the weather")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("\n")
+    assert done.stdout.strip()
+    assert run(*arguments, "--raw", "-", stdin="the weather").stdout == done.stdout
+    assert run(*arguments, "the weather").stdout != done.stdout
+
+
+def test_a_prompt_that_does_not_fit_is_one_line(run: Run, checkpoint: Path) -> None:
+    done = run("generate", "--model", checkpoint, "--raw", "-", stdin="the weather " * 2000)
+    assert done.returncode == 1
+    assert "512" in one_line_error(done)
+
+
+def test_chat_keeps_the_conversation(run: Run, checkpoint: Path) -> None:
+    arguments = ("chat", checkpoint, "--max-tokens", 6)
+    turns = "one two\none two\n/reset\none two\n/system three\none two\n\n/exit\nnever\n"
+    done = run(*arguments, stdin=turns)
+    assert (done.returncode, done.stderr) == (0, "")
+    alone = run("generate", "--model", checkpoint, "--max-tokens", 6, "one two").stdout
+    assert done.stdout.startswith(alone)
+    assert done.stdout.count(alone) == 2, "the first turn, and the one after /reset"
+
+
+def test_broken_pipe_is_quiet(checkpoint: Path) -> None:
+    command = f"{sys.executable} -m weft generate --model {checkpoint} --raw one --max-tokens 400"
+    done = subprocess.run(
+        ["bash", "-c", f"{command} | head -c 1"], capture_output=True, text=True, timeout=120
+    )
+    assert done.stderr == ""
+
+
+def test_interrupt_exits_130_without_a_word(checkpoint: Path) -> None:
+    command = [sys.executable, "-m", "weft", "chat", str(checkpoint)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write("one two\n")
+        process.stdin.flush()
+        process.stdout.read(1)  # it has loaded, and answers
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (130, "")
