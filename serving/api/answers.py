@@ -1,0 +1,184 @@
+"""The answers to one HTTP request: every prompt `n` times, all at once.
+
+Answer i belongs to prompt i // n. Each is a stream of the engine, with a seed
+of its own; they are merged in the order in which their pieces come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from weft.errors import EngineError, RequestError
+from weft.serving.api.responses import CompletionUsage, FinishReason, PromptTokensDetails
+from weft.serving.api.state import ServerState
+from weft.serving.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from weft.serving.engine import AsyncEngine, Delta
+    from weft.serving.messages import TokenLogprob
+
+MAX_ANSWERS = 1024
+
+
+@dataclass
+class Answer:
+    """One answer, all of it."""
+
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: Sequence[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+
+    @property
+    def text(self) -> str:
+        """What the model wrote."""
+        return "".join(self.pieces)
+
+
+class Answers:
+    """Runs the answers to one request, and counts their tokens.
+
+    Args:
+        state: of the server.
+        engine: ready to take requests.
+        prompts: token ids, at least one prompt.
+        params: sampling settings of each answer; `n` answers are made for each prompt.
+        priority: lower is served first.
+
+    Raises:
+        RequestError: a prompt or a setting does not fit the model, or there are too many answers.
+    """
+
+    def __init__(
+        self,
+        state: ServerState,
+        engine: AsyncEngine,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        priority: int,
+    ) -> None:
+        if len(prompts) * params.n > MAX_ANSWERS:
+            raise RequestError(
+                f"{len(prompts)} prompts with n={params.n} are {len(prompts) * params.n} answers; "
+                f"at most {MAX_ANSWERS} in one request",
+                param="n",
+            )
+        self.prompts = prompts
+        self.n = params.n
+        self._state = state
+        self._engine = engine
+        self._params = [engine.validate(prompt, params) for prompt in prompts]
+        self._priority = priority
+        self._completion_tokens = 0
+        self._cached_tokens = [0] * len(prompts)
+
+    @property
+    def count(self) -> int:
+        """How many answers there are."""
+        return len(self.prompts) * self.n
+
+    async def stream(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        """(answer, its next piece), until all have ended. Closing it aborts the answers.
+
+        Raises:
+            RequestError: the queue is full.
+            EngineError: the engine has died or is ending.
+        """
+        async with aclosing(_merged([self._one(i) for i in range(self.count)])) as pieces:
+            async for i, delta in pieces:
+                self._completion_tokens += len(delta.token_ids)
+                if delta.cached_tokens and i % self.n == 0:
+                    self._cached_tokens[i // self.n] = delta.cached_tokens
+                yield i, delta
+
+    async def collect(self) -> list[Answer]:
+        """Every answer, once all have ended; raises as `stream` and `finish_reason` do."""
+        answers = [Answer() for _ in range(self.count)]
+        async with aclosing(self.stream()) as pieces:
+            async for i, delta in pieces:
+                answer = answers[i]
+                answer.pieces.append(delta.text)
+                answer.logprobs += delta.logprobs or ()
+                if delta.prompt_logprobs is not None:
+                    answer.prompt_logprobs = delta.prompt_logprobs
+                answer.finish_reason = finish_reason(delta)
+        return answers
+
+    def usage(self) -> CompletionUsage:
+        """Token counts so far."""
+        prompt_tokens = sum(map(len, self.prompts))
+        return CompletionUsage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=self._completion_tokens,
+            total_tokens=prompt_tokens + self._completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(sum(self._cached_tokens)),
+        )
+
+    def _one(self, i: int) -> AsyncGenerator[Delta, None]:
+        prompt = self.prompts[i // self.n]
+        params = _with_own_seed(self._params[i // self.n], i % self.n)
+        deltas = self._engine.generate(prompt, params, priority=self._priority)
+        return self._state.metrics.observe(deltas, len(prompt))
+
+
+def _with_own_seed(params: SamplingParams, i: int) -> SamplingParams:
+    """Settings of the i-th answer to a prompt: with a seed, n answers are n known ones."""
+    if params.seed is None or i == 0:
+        return replace(params, n=1)
+    return replace(params, n=1, seed=(params.seed + i + 2**63) % 2**64 - 2**63)
+
+
+def finish_reason(delta: Delta) -> FinishReason | None:
+    """Why an answer has ended, if it has.
+
+    Raises:
+        RequestError: it has failed.
+        EngineError: the engine is ending.
+    """
+    reason = delta.finish_reason
+    if reason == "error":
+        message = delta.error or "the answer failed"
+        raise RequestError(message, code="generation_failed", status=500)
+    if reason == "abort":
+        raise EngineError("the answer was cut off: the server is shutting down")
+    return reason
+
+
+async def _merged(
+    streams: Sequence[AsyncGenerator[Delta, None]],
+) -> AsyncGenerator[tuple[int, Delta], None]:
+    """All streams' items with the stream's index; closes them all when closed or when one fails."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as stream:
+            async for delta in stream:
+                yield 0, delta
+        return
+    queue: asyncio.Queue[tuple[int, Delta] | asyncio.Task[None]] = asyncio.Queue()
+
+    async def pump(i: int, stream: AsyncGenerator[Delta, None]) -> None:
+        async with aclosing(stream):
+            async for delta in stream:
+                queue.put_nowait((i, delta))
+
+    tasks = [asyncio.create_task(pump(i, stream)) for i, stream in enumerate(streams)]
+    for task in tasks:
+        task.add_done_callback(queue.put_nowait)
+    try:
+        running = len(tasks)
+        while running:
+            item = await queue.get()
+            if isinstance(item, asyncio.Task):
+                item.result()
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,28 @@
+"""The HTTP application: which routes there are. See server.py for how it is run."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from weft.serving.api import chat, completions, documentation, errors, health, models
+from weft.serving.api.limits import BodyLimits
+from weft.serving.api.state import ServerState
+from weft.version import __version__
+
+
+def build_app(state: ServerState) -> FastAPI:
+    """The application; `state.engine` may be set later, until then requests get a 503."""
+    app = FastAPI(
+        title="weft",
+        version=__version__,
+        description="Language models, with OpenAI's API.",
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.server = state
+    for routes in (completions, chat, models, health):
+        app.include_router(routes.router)
+    app.add_middleware(BodyLimits)
+    errors.install(app)
+    documentation.install(app)
+    return app

@@ -1,0 +1,162 @@
+"""Every failure as OpenAI writes it: `{"error": {message, type, param, code}}`.
+
+    RequestError             its own status, usually 400
+    EngineError              503, try again later
+    a body that is not the schema's   400, naming the field
+    an unknown path, a wrong method   404, 405
+
+Whatever else is raised is a fault of ours: 500 without details, and the log has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from weft.errors import EngineError, RequestError
+
+CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody is there to read it, but logs are
+
+_RETRY_AFTER_SECONDS = {429: 1, 503: 5}
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_MAX_SHOWN = 80  # characters of a wrong value that a message repeats
+
+
+class Error(msgspec.Struct):
+    """What went wrong; `param` is the field at fault, `code` a short reason for programs."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(msgspec.Struct):
+    """The body of every answer that is not 2xx."""
+
+    error: Error
+
+
+def describe(error: RequestError | EngineError) -> tuple[int, ErrorResponse]:
+    """The HTTP status and the body for an error raised on purpose."""
+    if isinstance(error, RequestError):
+        return error.status, _body(error.status, error.message, error.param, error.code)
+    return 503, _body(503, str(error), None, "engine_unavailable")
+
+
+def error_response(
+    status: int,
+    message: str,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """An error as a response, with Retry-After where trying again makes sense."""
+    return _response(status, _body(status, message, param, code), headers)
+
+
+def install(app: FastAPI) -> None:
+    """Make the app answer every error in this shape."""
+    app.add_exception_handler(RequestError, _on_weft_error)
+    app.add_exception_handler(EngineError, _on_weft_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(ClientDisconnect, _on_client_gone)
+    app.add_exception_handler(Exception, _on_fault)
+
+
+async def _on_weft_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError | EngineError)
+    return _response(*describe(error))
+
+
+async def _on_validation_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return _response(*describe(explain(error.errors())))
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    match error.status_code:
+        case 404:
+            message = f"there is no {request.url.path}"
+        case 405:
+            message = f"{request.url.path} does not take {request.method}"
+        case _:
+            message = str(error.detail)
+    return error_response(error.status_code, message, headers=error.headers)
+
+
+async def _on_client_gone(_: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def _on_fault(_: Request, error: Exception) -> Response:
+    return error_response(500, "internal error; the server's log has the details")
+
+
+def explain(errors: Sequence[Mapping[str, Any]]) -> RequestError:
+    """The first of pydantic's complaints, in words that name the field and its value."""
+    error = errors[0]
+    param = field_name(error["loc"])
+    kind, given = error["type"], error.get("input")
+    match kind:
+        case "json_invalid":
+            reason = error["ctx"]["error"]
+            return RequestError(f"the body is not JSON: {reason}", code="invalid_json")
+        case "missing" if not param:
+            return RequestError("the body is empty; send a JSON object", code="invalid_json")
+        case "missing":
+            return RequestError(f"{param} is missing", param=param, code="missing_parameter")
+        case "extra_forbidden":
+            message = f"{param} is not a field that this server knows"
+            return RequestError(message, param=param, code="unknown_parameter")
+        case "value_error":
+            return RequestError(f"{param}{error['ctx']['error']}", param=param)
+        case "literal_error":
+            expected = error["ctx"]["expected"]
+            message = f"{param} is {_shown(given)}; this server takes {expected}"
+            return RequestError(message, param=param, code="unsupported_value")
+    if not param:
+        return RequestError(f"the body must be a JSON object, not {_shown(given)}")
+    reason = error["msg"].removeprefix("Input ")
+    return RequestError(f"{param} is {_shown(given)}; it {reason}", param=param)
+
+
+def field_name(loc: Sequence[str | int]) -> str:
+    """("body", "messages", 0, "content") -> "messages[0].content"."""
+    name = ""
+    for part in loc[1:]:
+        name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
+    return name
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
+
+
+def _body(status: int, message: str, param: str | None, code: str | None) -> ErrorResponse:
+    kind = _TYPES.get(status) or ("server_error" if status >= 500 else "invalid_request_error")
+    if code is None and status >= 404:
+        code = HTTPStatus(status).phrase.lower().replace(" ", "_")
+    return ErrorResponse(Error(message=message, type=kind, param=param, code=code))
+
+
+def _response(
+    status: int, body: ErrorResponse, headers: Mapping[str, str] | None = None
+) -> Response:
+    all_headers = dict(headers or {})
+    if status in _RETRY_AFTER_SECONDS:
+        all_headers["retry-after"] = str(_RETRY_AFTER_SECONDS[status])
+    return Response(
+        msgspec.json.encode(body), status, headers=all_headers, media_type="application/json"
+    )

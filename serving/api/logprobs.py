@@ -1,0 +1,96 @@
+"""Log probabilities as OpenAI writes them: one form for texts, another for chats."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from weft.serving.api.responses import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    CompletionLogprobs,
+    TopLogprob,
+)
+from weft.serving.messages import TokenLogprob
+
+if TYPE_CHECKING:
+    from weft.serving.tokenizer import Tokenizer
+
+_LOWEST = -9999.0  # JSON has no infinity
+
+
+def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
+    """Tokens with their bytes, and the alternatives at each place."""
+    return ChatLogprobs(
+        content=[
+            ChatTokenLogprob(
+                token=tokenizer.token_text(entry.token_id),
+                logprob=max(entry.logprob, _LOWEST),
+                bytes=list(tokenizer.token_bytes(entry.token_id)),
+                top_logprobs=[
+                    TopLogprob(
+                        token=tokenizer.token_text(token_id),
+                        logprob=max(logprob, _LOWEST),
+                        bytes=list(tokenizer.token_bytes(token_id)),
+                    )
+                    for token_id, logprob in entry.top
+                ],
+            )
+            for entry in logprobs
+        ]
+    )
+
+
+class TextLogprobs:
+    """Builds the parallel lists of one text, piece by piece; offsets go on from piece to piece."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._offset = 0
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def prompt(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
+    ) -> CompletionLogprobs:
+        """Of an echoed prompt, whose first token has no log probability."""
+        first = token_ids[0]
+        lists = CompletionLogprobs([self._name(first)], [None], [None], [self._advance(first)])
+        return joined(lists, self.output(logprobs))
+
+    def output(self, logprobs: Sequence[TokenLogprob]) -> CompletionLogprobs:
+        """Of the next tokens."""
+        lists = CompletionLogprobs([], [], [], [])
+        for entry in logprobs:
+            # The chosen token is always among the alternatives, as OpenAI has it.
+            top = dict(entry.top) | {entry.token_id: entry.logprob}
+            lists.tokens.append(self._name(entry.token_id))
+            lists.token_logprobs.append(max(entry.logprob, _LOWEST))
+            lists.top_logprobs.append(
+                {self._name(token_id): max(logprob, _LOWEST) for token_id, logprob in top.items()}
+            )
+            lists.text_offset.append(self._advance(entry.token_id))
+        return lists
+
+    def _advance(self, token_id: int) -> int:
+        """The token's place in the text, in characters."""
+        offset = self._offset
+        self._offset += len(self._utf8.decode(self._tokenizer.token_bytes(token_id)))
+        return offset
+
+    def _name(self, token_id: int) -> str:
+        data = self._tokenizer.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
+    """Two pieces as one."""
+    return CompletionLogprobs(
+        first.tokens + second.tokens,
+        first.token_logprobs + second.token_logprobs,
+        first.top_logprobs + second.top_logprobs,
+        first.text_offset + second.text_offset,
+    )

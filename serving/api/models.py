@@ -1,0 +1,36 @@
+"""GET /v1/models: the model that this server has."""
+
+from __future__ import annotations
+
+import msgspec
+from fastapi import APIRouter, Response
+
+from weft.serving.api.documentation import returns
+from weft.serving.api.responses import Model, ModelList
+from weft.serving.api.state import ServerState, State, no_such_model
+
+router = APIRouter()
+
+
+@router.get("/v1/models", **returns(ModelList))
+async def list_models(state: State) -> Response:
+    """The models of this server: one. It is listed while it loads, too."""
+    body = msgspec.json.encode(ModelList(data=[_model(state)]))
+    return Response(body, media_type="application/json")
+
+
+# A path, because a model's name may hold slashes.
+@router.get("/v1/models/{model:path}", **returns(Model))
+async def retrieve_model(model: str, state: State) -> Response:
+    """One model by its name."""
+    if model != state.model:
+        raise no_such_model(model, state.model)
+    return Response(msgspec.json.encode(_model(state)), media_type="application/json")
+
+
+def _model(state: ServerState) -> Model:
+    return Model(
+        id=state.model,
+        created=state.created,
+        max_model_len=None if state.engine is None else state.engine.info.max_model_len,
+    )

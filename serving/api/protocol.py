@@ -1,0 +1,79 @@
+"""HTTP/1.1 over httptools, with bounds on what a client may make the server wait for or keep.
+
+uvicorn's protocol bounds neither the size of a request's head nor the time
+that a request takes to arrive: a few clients that send a byte now and then
+would hold all sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from weft.errors import RequestError
+from weft.serving.api.errors import describe
+
+MAX_HEAD = 64 * 1024  # bytes of request line and headers, up to one read of the socket more
+ARRIVAL_TIMEOUT = 60.0  # seconds for a request to arrive whole
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """431 for a head that is too large, 408 for a request that does not arrive."""
+
+    _head_bytes = 0
+    _arrival: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_arrival()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._arrived()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head_bytes > MAX_HEAD and not self.transport.is_closing():
+            self._refuse(431, f"the request's head is too large; at most {MAX_HEAD} bytes")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._await_arrival()
+
+    def on_headers_complete(self) -> None:
+        self._head_bytes = -(2**63)  # the rest is body
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._head_bytes = 0
+        self._arrived()
+        super().on_message_complete()
+
+    def _await_arrival(self) -> None:
+        self._arrived()
+        self._arrival = self.loop.call_later(ARRIVAL_TIMEOUT, self._too_slow)
+
+    def _arrived(self) -> None:
+        if self._arrival is not None:
+            self._arrival.cancel()
+            self._arrival = None
+
+    def _too_slow(self) -> None:
+        if not self.transport.is_closing():
+            self._refuse(408, f"the request did not arrive within {ARRIVAL_TIMEOUT:g} seconds")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer without the application, which may not have seen the request, and hang up."""
+        body = msgspec.json.encode(describe(RequestError(message, status=status))[1])
+        head = (
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
+            "content-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n"
+            "connection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()

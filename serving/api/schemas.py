@@ -1,0 +1,268 @@
+"""What clients may ask: the requests, with OpenAI's names.
+
+A field that is not here is refused by name, and so is a value that would need
+a feature that the server lacks: nothing is ignored silently, except fields that
+only label a request (`user`, `metadata` and such). Types are checked here, the ranges of
+sampling settings in sampling_params.py, once for every way in.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from weft.errors import RequestError
+from weft.serving.sampling_params import SamplingParams
+
+MAX_PROMPTS = 256
+
+
+class Body(BaseModel):
+    """An object whose every field is known and has exactly its type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Stop = Annotated[list[str], BeforeValidator(_listed, json_schema_input_type=str | list[str])]
+
+
+class StreamOptions(Body):
+    """`include_usage` adds a last event with the token counts of the whole request."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class GenerationRequest(Body):
+    """What completions and chat have in common.
+
+    `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`, `stop_token_ids` and
+    `priority` are not OpenAI's; they have the names that vLLM gave them.
+    """
+
+    model: str
+    frequency_penalty: float | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    max_tokens: int | None = None
+    metadata: dict[str, str] | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    n: int | None = None
+    presence_penalty: float | None = None
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: Stop | None = None
+    stop_token_ids: list[int] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    user: str | None = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is only for stream: true", param="stream_options")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether the stream ends with the token counts."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def sampling_params(self, **more: Any) -> SamplingParams:
+        """The sampling settings; RequestError when a value is out of range."""
+        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS} | more
+        params = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(
+            **params,
+            stop=tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            logit_bias=_token_biases(self.logit_bias or {}),
+        )
+
+
+_SAMPLING_FIELDS = (
+    "n",
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "ignore_eos",
+)
+
+
+def _token_biases(biases: dict[str, float]) -> dict[int, float]:
+    by_id = {}
+    for token, bias in biases.items():
+        if not (token.isascii() and token.isdigit()) or len(token) > 10:
+            raise RequestError(
+                f"logit_bias has the key {token[:40]!r}; keys are token ids", param="logit_bias"
+            )
+        by_id[int(token)] = bias
+    return by_id
+
+
+def _prompts(value: Any) -> list[str] | list[list[int]]:
+    """One prompt or many, as text or as token ids, made a list."""
+    if isinstance(value, str) or _is_token_ids(value):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError(" must be a text, a list of token ids, or a non-empty list of those")
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f" has {len(value)} prompts; at most {MAX_PROMPTS}")
+    for i, item in enumerate(value):
+        if isinstance(item, str) is not isinstance(value[0], str):
+            raise ValueError(f"[{i}] is of another kind than [0]; texts and ids cannot be mixed")
+        if item in ("", []):
+            raise ValueError(f"[{i}] is empty")
+        if not (isinstance(item, str) or _is_token_ids(item)):
+            raise ValueError(f"[{i}] must be a text or a list of token ids")
+    return value
+
+
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions: a text is continued as it stands, without a chat template."""
+
+    prompt: Annotated[
+        list[str] | list[list[int]],
+        BeforeValidator(
+            _prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]
+        ),
+    ]
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: Literal[""] | None = None
+
+    @model_validator(mode="after")
+    def _best_of_is_n(self) -> Self:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise RequestError(
+                f"best_of is {self.best_of}; this server takes it only when equal to n",
+                param="best_of",
+                code="unsupported_value",
+            )
+        return self
+
+
+class TextPart(Body):
+    """A part of a message's content. Images and audio are refused by their type."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Body):
+    """A call that the model has made; `arguments` is JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """One of an assistant message's calls."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+def _parts(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+class Message(Body):
+    """A turn of the conversation. The last eight fields are for turns of the assistant.
+
+    What a response's message holds is taken back, so that it can be appended as it is.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: (
+        Annotated[
+            list[TextPart], BeforeValidator(_parts, json_schema_input_type=str | list[TextPart])
+        ]
+        | None
+    ) = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = Field(None, max_length=0)
+    audio: None = None
+    function_call: None = None
+
+
+class Function(Body):
+    """A function that the model may call; `parameters` is its JSON schema."""
+
+    name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool that is offered to the model."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ResponseFormat(Body):
+    """The form of the answer: text."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(GenerationRequest):
+    """POST /v1/chat/completions: the chat template makes one prompt of the messages."""
+
+    messages: list[Message] = Field(min_length=1)
+    logprobs: bool | None = None
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    modalities: list[Literal["text"]] | None = None
+    parallel_tool_calls: bool | None = None
+    prompt_cache_key: str | None = None
+    response_format: ResponseFormat | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    tools: list[Tool] | None = None
+    top_logprobs: int | None = None
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs is only for logprobs: true", param="top_logprobs")
+        if self.max_completion_tokens is not None and self.max_tokens is not None:
+            raise RequestError(
+                "max_tokens and max_completion_tokens are one setting; give one of them",
+                param="max_tokens",
+            )
+        for i, message in enumerate(self.messages):
+            if message.content is None and message.role != "assistant":
+                param = f"messages[{i}].content"
+                raise RequestError(f"{param} is missing", param=param, code="missing_parameter")
+        return self

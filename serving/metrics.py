@@ -1,0 +1,138 @@
+"""What a monitoring system sees, in Prometheus' text format.
+
+Two sources: the engine's last snapshot (queue, KV cache, counters since its start) is read when
+somebody asks; latencies are measured where a user notices them, on the
+stream of each answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import aclosing
+from typing import TYPE_CHECKING, cast
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from weft.serving.messages import EngineStats
+
+if TYPE_CHECKING:
+    from weft.serving.engine import Delta
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_SECONDS_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_TOKENS = tuple(float(2**i) for i in range(21))
+
+
+class Metrics:
+    """The metrics of one server.
+
+    Args:
+        stats: gives the engine's last snapshot, or None while it loads.
+        model: the model's name in the API, a label of every metric here.
+    """
+
+    def __init__(self, stats: Callable[[], EngineStats | None], model: str) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(stats, model))
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            metric = Histogram(
+                f"weft_{name}", text, ["model"], buckets=buckets, registry=self._registry
+            )
+            return metric.labels(model)
+
+        self._first_token = histogram(
+            "time_to_first_token_seconds", "From arrival to the first token", _SECONDS
+        )
+        self._between_tokens = histogram(
+            "inter_token_latency_seconds", "Between one token and the next", _SECONDS_PER_TOKEN
+        )
+        self._end_to_end = histogram(
+            "e2e_request_latency_seconds", "From arrival to the last token", _SECONDS
+        )
+        self._prompt_tokens = histogram("request_prompt_tokens", "Tokens of a prompt", _TOKENS)
+        self._output_tokens = histogram("request_output_tokens", "Tokens of an answer", _TOKENS)
+        self._answers = Counter(
+            "weft_answers",
+            "Answers that have ended, and why: stop, length, abort or error",
+            ["model", "finish_reason"],
+            registry=self._registry,
+        )
+        self._model = model
+
+    def render(self) -> bytes:
+        """All metrics, in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    async def observe(
+        self, deltas: AsyncIterator[Delta], num_prompt_tokens: int
+    ) -> AsyncGenerator[Delta, None]:
+        """Pass one answer's stream through, and measure it."""
+        arrival = last = time.monotonic()
+        tokens = 0
+        reason = "abort"  # unless it gets to its end
+        self._prompt_tokens.observe(num_prompt_tokens)
+        try:
+            # A generator by contract; closing it is what aborts the request.
+            async with aclosing(cast("AsyncGenerator[Delta, None]", deltas)):
+                async for delta in deltas:
+                    now = time.monotonic()
+                    if delta.token_ids:
+                        self._observe_tokens(now - last, len(delta.token_ids), first=tokens == 0)
+                        tokens += len(delta.token_ids)
+                        last = now
+                    if delta.finish_reason is not None:
+                        reason = delta.finish_reason
+                    yield delta
+        finally:
+            self._end_to_end.observe(time.monotonic() - arrival)
+            self._output_tokens.observe(tokens)
+            self._answers.labels(self._model, reason).inc()
+
+    def _observe_tokens(self, seconds: float, count: int, *, first: bool) -> None:
+        """`count` tokens arrived together, `seconds` after what came before."""
+        if first:
+            self._first_token.observe(seconds)
+        else:
+            for _ in range(count):
+                self._between_tokens.observe(seconds / count)
+
+
+class _EngineCollector(Collector):
+    """Reads the engine's snapshot when the metrics are asked for."""
+
+    def __init__(self, stats: Callable[[], EngineStats | None], model: str) -> None:
+        self._stats = stats
+        self._model = model
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        if stats is None:
+            return
+        used, total = stats.kv_blocks_used, stats.kv_blocks_total
+        gauges = {
+            "requests_running": ("Requests in the batch", stats.running),
+            "requests_waiting": ("Requests in the queue", stats.waiting),
+            "kv_cache_usage_ratio": ("KV cache blocks in use", used / total if total else 0.0),
+            "kv_cache_blocks": ("KV cache blocks in all", total),
+        }
+        counters = {
+            "prefix_cache_queries": ("Prompt tokens looked up", stats.prefix_queries),
+            "prefix_cache_hits": ("Prompt tokens found in the cache", stats.prefix_hits),
+            "preemptions": ("Requests that gave their blocks back", stats.preemptions),
+            "engine_steps": ("Steps of the model", stats.steps),
+            "engine_step_seconds": ("Time spent in steps", stats.step_seconds),
+            "prompt_tokens": ("Prompt tokens computed or found", stats.prompt_tokens),
+            "generation_tokens": ("Tokens generated", stats.generation_tokens),
+        }
+        for name, (text, value) in gauges.items():
+            gauge = GaugeMetricFamily(f"weft_{name}", text, labels=["model"])
+            gauge.add_metric([self._model], value)
+            yield gauge
+        for name, (text, value) in counters.items():
+            counter = CounterMetricFamily(f"weft_{name}", text, labels=["model"])
+            counter.add_metric([self._model], value)
+            yield counter
