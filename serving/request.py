@@ -1,0 +1,130 @@
+"""One request as the scheduler sees it: its tokens, and what is still to be said about them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weft.models.interface import Int32, Logprobs, SlotSampling
+from weft.serving.kv_cache import ROOT_KEY, block_key
+from weft.serving.messages import Add, TokenLogprob
+
+
+class Request:
+    """A live request.
+
+    Attributes:
+        rank: (priority, order of arrival); lower is served first, and higher preempted first.
+        prompt: int32[P].
+        output: tokens that have come back, in order.
+        limit: tokens, prompt and output, at which it ends with "length".
+        slot: where it runs; -1 while it waits.
+        computed: tokens whose keys and values are computed by the steps submitted so far.
+        scored: prompt tokens whose log probability is computed by the steps submitted so far.
+        prompt_logprobs: those that have come back; None when not asked for, or already sent.
+        prompt_top: how many of the most likely tokens go with each of them.
+        cached_tokens: prompt tokens found in the prefix cache when it first ran; -1 before.
+        ended: nothing more is told about it; its slot may still be in a step under way.
+    """
+
+    __slots__ = (
+        "_keys",
+        "cached_tokens",
+        "computed",
+        "end_token_ids",
+        "ended",
+        "id",
+        "limit",
+        "output",
+        "params",
+        "prompt",
+        "prompt_logprobs",
+        "prompt_top",
+        "rank",
+        "scored",
+        "slot",
+    )
+
+    def __init__(self, add: Add, order: int, max_model_len: int) -> None:
+        assert add.params.max_tokens is not None, "the front fills max_tokens in"
+        self.id = add.request_id
+        self.rank = (add.priority, order)
+        self.params = add.params
+        self.prompt: Int32 = np.array(add.prompt_token_ids, np.int32)
+        self.output: list[int] = []
+        self.end_token_ids = frozenset(add.end_token_ids)
+        self.limit = min(len(self.prompt) + add.params.max_tokens, max_model_len)
+        self.slot = -1
+        self.computed = 0
+        self.scored = 0
+        self.prompt_logprobs: list[TokenLogprob] | None = None
+        if add.params.prompt_logprobs is not None:
+            self.prompt_logprobs = []
+        self.prompt_top = add.params.prompt_logprobs or 0
+        self.cached_tokens = -1
+        self.ended = False
+        self._keys: list[bytes] = []
+
+    def __len__(self) -> int:
+        """Tokens that the host knows."""
+        return len(self.prompt) + len(self.output)
+
+    def tokens(self, start: int, stop: int) -> Int32:
+        """int32[stop - start]; its known tokens from `start` on."""
+        n = len(self.prompt)
+        if stop <= n:
+            return self.prompt[start:stop]
+        output = np.array(self.output[max(start - n, 0) : stop - n], np.int32)
+        return np.concatenate((self.prompt[start:], output))
+
+    def keys(self, count: int, block_size: int) -> list[bytes]:
+        """Prefix-cache keys of its first `count` blocks, whose tokens must be known."""
+        for index in range(len(self._keys), count):
+            parent = self._keys[-1] if self._keys else ROOT_KEY
+            tokens = self.tokens(index * block_size, (index + 1) * block_size)
+            self._keys.append(block_key(parent, tokens))
+        return self._keys[:count]
+
+    @property
+    def reusable(self) -> int:
+        """Most tokens that may come from the prefix cache.
+
+        The last one is always computed, because its logits are wanted; and so is a prompt
+        token whose successor has no log probability yet.
+        """
+        last = len(self) - 1
+        return last if self.prompt_logprobs is None else min(last, self.scored)
+
+    def sampling(self) -> SlotSampling:
+        """What the runner must know before it samples for this request."""
+        p = self.params
+        assert p.seed is not None, "the front fills the seed in"
+        history = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
+        return SlotSampling(
+            slot=self.slot,
+            temperature=p.temperature,
+            top_k=p.top_k,
+            top_p=p.top_p,
+            min_p=p.min_p,
+            repetition_penalty=p.repetition_penalty,
+            presence_penalty=p.presence_penalty,
+            frequency_penalty=p.frequency_penalty,
+            seed=p.seed,
+            logit_bias=p.logit_bias,
+            logprobs=-1 if p.logprobs is None else p.logprobs,
+            min_tokens=p.min_tokens,
+            end_token_ids=tuple(sorted(self.end_token_ids)),
+            prompt_token_ids=self.prompt.tolist() if history else (),
+            output_token_ids=tuple(self.output) if history else (),
+        )
+
+
+def token_logprob(logprobs: Logprobs, row: int, token_id: int, top: int) -> TokenLogprob:
+    """Row `row` as a message: of `token_id`, with the `top` most likely alternatives."""
+    ids = logprobs.top_ids[row, :top].tolist()
+    values = logprobs.top[row, :top].tolist()
+    return TokenLogprob(
+        token_id=token_id,
+        logprob=float(logprobs.chosen[row]),
+        rank=int(logprobs.rank[row]),
+        top=tuple(zip(ids, values, strict=True)),
+    )

@@ -1,0 +1,500 @@
+"""What the model computes next, and what became of it.
+
+One rule covers prefill, chunked prefill and decode: each running request
+computes the tokens it has and has not computed, as far as the step's token
+budget goes; when it has caught up, its next token is sampled. Requests that
+sample in every step (decodes) come first, so prompts never hold them up;
+prompts under way follow, then new requests, by rank: (priority, arrival).
+
+Steps are dispatched ahead: `schedule` may be called again before `finish` has
+been called for the step before. A sampled token is then counted in a request's
+length although the host does not know it yet, and the next step names it by
+its slot. When a request turns out to have ended, its rows in the steps under
+way are thrown away.
+
+A slot and its blocks are released only when no step under way names the slot:
+nothing that a step could still write is ever handed out. A request that has
+to go (ended or preempted) is `leaving` until then.
+
+Blocks: a request is admitted with the blocks of all its known tokens, and only
+if one more stays free for each running request; after that, it takes one
+whenever it needs one. When there is none, the running request of the highest
+rank is preempted, unless one is already leaving: it waits for admission again
+and then recomputes its tokens (most of which are often still in the prefix
+cache). A request only preempts requests ranked after it, so the first one
+always gets on, and all requests finish.
+
+Per slot, state lives in NumPy arrays: a step of decodes takes no Python per
+request to schedule.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.errors import RequestError
+from weft.models.interface import FINITE, Int32, Logprobs, StepInput, StepOutput
+from weft.serving.kv_cache import KVCache
+from weft.serving.messages import Add, EngineStats, FinishReason, TokenOutput
+from weft.serving.request import Request, token_logprob
+
+Slots = npt.NDArray[np.intp]
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Tokens `start` to `stop` of a request, which the host knows, in one step."""
+
+    request: Request
+    start: int
+    stop: int
+
+    @property
+    def samples(self) -> bool:
+        return self.stop == len(self.request)
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A step that is under way.
+
+    Attributes:
+        batch: as it was submitted.
+        scores: (request, first prompt token scored, one past the last), in the order of
+            `batch.prompt_logprob_index`.
+    """
+
+    batch: StepInput
+    scores: list[tuple[Request, int, int]]
+
+
+class Scheduler:
+    """Requests in, steps out; results of steps in, tokens out. Runs in one thread.
+
+    Args:
+        kv: the blocks; nothing else may change them.
+        max_num_batched_tokens: most tokens of one step.
+        max_model_len: most tokens of one request.
+        prefix_caching: whether blocks are shared between prompts that start alike.
+    """
+
+    def __init__(
+        self,
+        kv: KVCache,
+        *,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        prefix_caching: bool = True,
+    ) -> None:
+        self.kv = kv
+        self._budget = max_num_batched_tokens
+        self._max_model_len = max_model_len
+        self._prefix_caching = prefix_caching
+
+        # A decode takes one token of the budget, so no more slots than that.
+        num_slots = min(kv.max_num_seqs, max_num_batched_tokens)
+        self._free_slots = list(reversed(range(num_slots)))
+        self._running: list[Request | None] = [None] * num_slots  # by slot
+        self._leaving: set[int] = set()  # slots
+        self._prefilling: list[Request] = []  # by rank
+        self._waiting: list[Request] = []  # by rank
+        self._live: dict[str, Request] = {}
+        self._flights: deque[_Flight] = deque()
+
+        # By slot. `length` counts tokens that are under way, `done` only those computed.
+        self._length = np.zeros(num_slots, np.int32)
+        self._prompt = np.zeros(num_slots, np.int32)
+        self._limit = np.zeros(num_slots, np.int32)
+        self._done = np.zeros(num_slots, np.int32)
+        self._registered = np.zeros(num_slots, np.int32)
+        self._steps_under_way = np.zeros(num_slots, np.int32)
+        self._decoding = np.zeros(num_slots, np.bool_)
+
+        self._order = 0
+        self._steps = 0
+        self._finished_steps = 0
+        self._step_seconds = 0.0
+        self._preemptions = 0
+        self._prefix_queries = 0
+        self._prefix_hits = 0
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+
+    # Requests.
+
+    def add(self, add: Add) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: it can never run.
+        """
+        if add.request_id in self._live:
+            raise RequestError(f"request id {add.request_id!r} is in use", param="request_id")
+        request = Request(add, self._order, self._max_model_len)
+        if not 0 < len(request) < request.limit:
+            raise RequestError(
+                f"the prompt has {len(request)} tokens; it must have at least 1, and with the "
+                f"output at most {self._max_model_len}",
+                param="prompt",
+            )
+        # The last token is sampled but never computed.
+        need = self.kv.blocks_for(request.limit - 1)
+        if need > self.kv.total:
+            raise RequestError(
+                f"the request may take {need} blocks of the KV cache, which has {self.kv.total}; "
+                "lower max_tokens or raise --kv-cache-memory",
+                param="max_tokens",
+            )
+        self._order += 1
+        self._live[request.id] = request
+        insort(self._waiting, request, key=_rank)
+
+    def abort(self, request_ids: Iterable[str]) -> list[TokenOutput]:
+        """End these requests; unknown ones are ignored."""
+        requests = [self._live[i] for i in request_ids if i in self._live]
+        outputs = self._end_all(requests, "abort")
+        self._release()
+        return outputs
+
+    def fail_all(self, error: str) -> list[TokenOutput]:
+        """End every request with an error."""
+        outputs = self._end_all(list(self._live.values()), "error", error)
+        self._release()
+        return outputs
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        """Requests that have not ended."""
+        return tuple(self._live)
+
+    def stats(self) -> EngineStats:
+        """How things stand."""
+        running = len(self._running) - len(self._free_slots) - len(self._leaving)
+        return EngineStats(
+            running=running,
+            waiting=len(self._live) - running,
+            kv_blocks_used=self.kv.total - self.kv.available,
+            kv_blocks_total=self.kv.total,
+            prefix_queries=self._prefix_queries,
+            prefix_hits=self._prefix_hits,
+            preemptions=self._preemptions,
+            steps=self._finished_steps,
+            step_seconds=self._step_seconds,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+        )
+
+    # A step: what to compute.
+
+    def schedule(self) -> StepInput | None:
+        """The next step, or None when there is nothing to compute now."""
+        decodes = self._take_decodes()
+        chunks = self._take_chunks(self._budget - len(decodes))
+        if not len(decodes) and not chunks:
+            return None
+        flight = self._build(decodes, chunks)
+        self._flights.append(flight)
+        self._steps += 1
+
+        slots = flight.batch.slot
+        self._steps_under_way[slots] += 1
+        sampled = flight.batch.sample_slot
+        self._length[sampled] += 1
+        self._decoding[sampled] = True
+        return flight.batch
+
+    def _take_decodes(self) -> Slots:
+        """Slots that compute the token they sampled last, each with a block to write it to."""
+        ready = self._decoding & (self._length < self._limit)
+        num_blocks = self.kv.num_blocks[: len(ready)]
+        short = np.flatnonzero(ready & (self._length > num_blocks * self.kv.block_size))
+        for request in sorted(self._at(short.tolist()), key=_rank):
+            # A request earlier in this loop may have preempted this one.
+            here = self._running[request.slot] is request and self._decoding[request.slot]
+            if here and not self._grow(request):
+                ready[request.slot] = False
+        return np.flatnonzero(ready & self._decoding)
+
+    def _grow(self, request: Request) -> bool:
+        """One more block for a request, if need be from one that is ranked after it."""
+        while not self.kv.allocate(request.slot, int(self._length[request.slot])):
+            # What is leaving brings blocks back soon: wait for it before taking more away.
+            if self._leaving:
+                return False
+            staying = set(range(len(self._running))) - self._leaving
+            last = max(self._at(staying), key=_rank)
+            if last is request:
+                return False
+            self._preemptions += 1
+            self._leave(last)
+            self._release()
+        return True
+
+    def _take_chunks(self, budget: int) -> list[_Chunk]:
+        """Known tokens to compute: of prompts under way, then of newly admitted requests."""
+        chunks = []
+        for request in self._prefilling:
+            if budget == 0:
+                break
+            chunks.append(self._advance(request, budget))
+            budget -= chunks[-1].stop - chunks[-1].start
+        while budget and self._waiting and self._free_slots and self._admit(self._waiting[0]):
+            request = self._waiting.pop(0)
+            insort(self._prefilling, request, key=_rank)
+            chunks.append(self._advance(request, budget))
+            budget -= chunks[-1].stop - chunks[-1].start
+        self._prefilling = [r for r in self._prefilling if r.computed < len(r)]
+        return chunks
+
+    def _advance(self, request: Request, budget: int) -> _Chunk:
+        start = request.computed
+        request.computed = min(len(request), start + budget)
+        return _Chunk(request, start, request.computed)
+
+    def _admit(self, request: Request) -> bool:
+        """Give the request a slot and the blocks of all its known tokens, if there are enough."""
+        prefix: list[int] = []
+        if self._prefix_caching:
+            full = request.reusable // self.kv.block_size
+            prefix = self.kv.find_prefix(request.keys(full, self.kv.block_size))
+        slot = self._free_slots[-1]
+        # With a block to spare for each request, all get on before the next preemption.
+        spare = len(self._running) - len(self._free_slots)
+        if not self.kv.allocate(slot, len(request), prefix, spare=spare):
+            return False
+        self._free_slots.pop()
+        self._running[slot] = request
+        request.slot = slot
+        request.computed = len(prefix) * self.kv.block_size
+        if request.cached_tokens < 0:
+            request.cached_tokens = min(request.computed, len(request.prompt))
+            self._prompt_tokens += len(request.prompt)
+        if self._prefix_caching:
+            self._prefix_queries += len(request)
+            self._prefix_hits += request.computed
+        self._length[slot] = len(request)
+        self._prompt[slot] = len(request.prompt)
+        self._limit[slot] = request.limit
+        self._done[slot] = request.computed
+        self._registered[slot] = len(prefix)
+        self._decoding[slot] = False
+        return True
+
+    def _build(self, decodes: Slots, chunks: list[_Chunk]) -> _Flight:
+        """The step's arrays: decodes first, one token each, then the chunks."""
+        n = len(decodes)
+        slots = np.empty(n + len(chunks), np.int32)
+        slots[:n] = decodes
+        slots[n:] = [c.request.slot for c in chunks]
+        counts = np.ones_like(slots)
+        counts[n:] = [c.stop - c.start for c in chunks]
+        context_len = self._length[slots]
+        context_len[n:] = [c.stop for c in chunks]
+        query_start = np.zeros(len(slots) + 1, np.int32)
+        np.cumsum(counts, out=query_start[1:])
+
+        token_ids = np.empty(query_start[-1], np.int32)
+        positions = np.empty_like(token_ids)
+        token_ids[:n] = -1 - decodes
+        positions[:n] = context_len[:n] - 1
+        for chunk, begin, end in zip(
+            chunks, query_start[n:-1].tolist(), query_start[n + 1 :].tolist(), strict=True
+        ):
+            token_ids[begin:end] = chunk.request.tokens(chunk.start, chunk.stop)
+            positions[begin:end] = np.arange(chunk.start, chunk.stop)
+
+        samples = np.ones(len(slots), np.bool_)
+        samples[n:] = [c.samples for c in chunks]
+        sample_slot = slots[samples]
+        scores, score_index = _score(chunks, query_start[n:-1].tolist())
+        batch = StepInput(
+            step=self._steps,
+            token_ids=token_ids,
+            positions=positions,
+            query_start=query_start,
+            context_len=context_len,
+            block_table=self.kv.table[slots, : self.kv.num_blocks[slots].max()],
+            slot=slots,
+            sample_index=query_start[1:][samples] - 1,
+            sample_slot=sample_slot,
+            output_index=self._length[sample_slot] - self._prompt[sample_slot],
+            new_slots=tuple(c.request.sampling() for c in chunks if c.samples),
+            prompt_logprob_index=score_index,
+            prompt_logprob_target=_concatenate([r.prompt[a:b] for r, a, b in scores]),
+            prompt_logprob_top=max(
+                (r.params.prompt_logprobs or 0 for r, _, _ in scores), default=0
+            ),
+        )
+        return _Flight(batch, scores)
+
+    # A step: what came of it.
+
+    def finish(self, result: StepOutput) -> list[TokenOutput]:
+        """Take in the result of the oldest step under way; new tokens and ends of requests."""
+        flight = self._flights.popleft()
+        batch = flight.batch
+        assert result.step == batch.step, f"step {result.step} came back, not {batch.step}"
+        self._finished_steps += 1
+        self._step_seconds += result.seconds
+        self._done[batch.slot] = batch.context_len
+        self._steps_under_way[batch.slot] -= 1
+
+        if result.prompt_logprobs is not None:
+            _take_scores(flight.scores, result.prompt_logprobs)
+        outputs = self._take_tokens(batch.sample_slot, result)
+        if self._prefix_caching:
+            self._register(batch.slot)
+        self._release()
+        return outputs
+
+    def _take_tokens(self, slots: Int32, result: StepOutput) -> list[TokenOutput]:
+        outputs = []
+        tokens, status = result.token_ids.tolist(), result.status.tolist()
+        for row, slot in enumerate(slots.tolist()):
+            request = self._running[slot]
+            assert request is not None, "a slot is not released while a step names it"
+            if request.ended:
+                continue
+            if status[row] == FINITE:
+                request.output.append(tokens[row])
+                self._generation_tokens += 1
+                outputs.append(self._output(request, tokens[row], row, result.logprobs))
+            else:
+                self.kv.forget(slot)
+                self._registered[slot] = self.kv.total  # and never offer them again
+                outputs += self._end_all([request], "error", "the model's output is not finite")
+        return outputs
+
+    def _output(
+        self, request: Request, token: int, row: int, logprobs: Logprobs | None
+    ) -> TokenOutput:
+        """The message that a request has a new token, after which it may have ended."""
+        reason: FinishReason | None = None
+        if token in request.end_token_ids:
+            reason = "stop"
+        elif len(request) == request.limit:
+            reason = "length"
+        if reason is not None:
+            self._end(request)
+        token_logprobs = None
+        if request.params.logprobs is not None:
+            assert logprobs is not None, "the runner returns the logprobs that were asked for"
+            token_logprobs = [token_logprob(logprobs, row, token, request.params.logprobs)]
+        prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+        return TokenOutput(
+            request.id,
+            [token],
+            reason,
+            token if reason == "stop" else None,
+            token_logprobs,
+            prompt_logprobs,
+            request.cached_tokens,
+        )
+
+    def _register(self, slots: Int32) -> None:
+        """Offer blocks that are now full to the prefix cache."""
+        full = self._done[slots] // self.kv.block_size
+        for slot in slots[full > self._registered[slots]].tolist():
+            request = self._running[slot]
+            assert request is not None
+            # Of an aborted request, tokens may be computed that the host never saw.
+            known = min(int(self._done[slot]), len(request)) // self.kv.block_size
+            keys = request.keys(known, self.kv.block_size)
+            for index in range(int(self._registered[slot]), known):
+                self.kv.register(slot, index, keys[index])
+            self._registered[slot] = max(known, self._registered[slot])
+
+    # Coming to an end.
+
+    def _end_all(
+        self, requests: list[Request], reason: FinishReason, error: str | None = None
+    ) -> list[TokenOutput]:
+        for request in requests:
+            self._end(request)
+        return [
+            TokenOutput(
+                r.id, [], finish_reason=reason, cached_tokens=max(r.cached_tokens, 0), error=error
+            )
+            for r in requests
+        ]
+
+    def _end(self, request: Request) -> None:
+        """Nothing more is told about the request; `_release` frees what it holds."""
+        request.ended = True
+        del self._live[request.id]
+        if request.slot < 0:
+            self._waiting.remove(request)
+        else:
+            self._leave(request)
+
+    def _leave(self, request: Request) -> None:
+        """Take no more steps; `_release` takes the slot once the last one is back."""
+        self._leaving.add(request.slot)
+        self._decoding[request.slot] = False
+        if request in self._prefilling:
+            self._prefilling.remove(request)
+
+    def _release(self) -> None:
+        """Free slots and blocks that are being left and that no step under way names."""
+        for slot in [slot for slot in self._leaving if self._steps_under_way[slot] == 0]:
+            request = self._running[slot]
+            assert request is not None
+            self.kv.free(slot)
+            self._leaving.remove(slot)
+            self._running[slot] = None
+            self._free_slots.append(slot)
+            request.slot = -1
+            if not request.ended:  # it was preempted
+                insort(self._waiting, request, key=_rank)
+
+    def _at(self, slots: Iterable[int]) -> list[Request]:
+        """The requests in these slots."""
+        return [request for slot in slots if (request := self._running[slot]) is not None]
+
+
+def _score(chunks: list[_Chunk], begins: list[int]) -> tuple[list[tuple[Request, int, int]], Int32]:
+    """Prompt tokens to score: (request, first, one past the last), and the rows that do it.
+
+    The row of prompt token p scores token p + 1.
+
+    Args:
+        chunks: what the step computes.
+        begins: the first row of each.
+    """
+    scores = []
+    rows = []
+    for chunk, begin in zip(chunks, begins, strict=True):
+        request = chunk.request
+        first = max(chunk.start, request.scored)
+        end = min(chunk.stop, len(request.prompt) - 1)
+        if request.prompt_logprobs is not None and first < end:
+            rows.append(np.arange(first, end, dtype=np.int32) + (begin - chunk.start))
+            scores.append((request, first + 1, end + 1))
+            request.scored = end
+    return scores, _concatenate(rows)
+
+
+def _take_scores(scores: list[tuple[Request, int, int]], logprobs: Logprobs) -> None:
+    """Hand each request the log probabilities of its prompt tokens."""
+    row = 0
+    for request, first, end in scores:
+        if request.prompt_logprobs is not None:
+            request.prompt_logprobs += [
+                token_logprob(logprobs, row + i, token, request.prompt_top)
+                for i, token in enumerate(request.prompt[first:end].tolist())
+            ]
+        row += end - first
+
+
+def _concatenate(arrays: list[Int32]) -> Int32:
+    return np.concatenate(arrays) if arrays else np.empty(0, np.int32)
+
+
+_rank = attrgetter("rank")

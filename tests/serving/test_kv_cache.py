@@ -1,0 +1,126 @@
+"""The KV cache's blocks under random use, against a model that is too simple to be wrong."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from weft.serving.kv_cache import ROOT_KEY, KVCache, block_key
+
+BLOCK = 4
+SLOTS = 4
+BLOCKS = 12
+
+
+def keys_of(tokens: list[int]) -> list[bytes]:
+    """Keys of the full blocks of `tokens`."""
+    keys: list[bytes] = []
+    for end in range(BLOCK, len(tokens) + 1, BLOCK):
+        parent = keys[-1] if keys else ROOT_KEY
+        keys.append(block_key(parent, np.array(tokens[end - BLOCK : end], np.int32)))
+    return keys
+
+
+class KVCacheMachine(RuleBasedStateMachine):
+    """`contents` says what each block holds; a prefix hit must hold just the tokens asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv = KVCache(BLOCKS, BLOCK, SLOTS, max_model_len=10 * BLOCK)
+        self.tokens: dict[int, list[int]] = {}
+        self.contents: dict[int, list[int]] = {}
+
+    @precondition(lambda self: len(self.tokens) < SLOTS)
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=6 * BLOCK),
+        spare=st.integers(0, 3),
+    )
+    def admit(self, tokens: list[int], spare: int) -> None:
+        slot = min(set(range(SLOTS)) - set(self.tokens))
+        prefix = self.kv.find_prefix(keys_of(tokens[:-1]))
+        for i, block in enumerate(prefix):
+            assert self.contents[block] == tokens[: (i + 1) * BLOCK]
+        before = self.kv.available
+        if self.kv.allocate(slot, len(tokens), prefix, spare=spare):
+            assert self.kv.available >= spare
+            self.tokens[slot] = tokens
+            self._fill(slot, len(prefix))
+        else:
+            assert self.kv.available == before
+            assert before < self.kv.blocks_for(len(tokens)) + spare
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), more=st.lists(st.integers(0, 1), min_size=1, max_size=BLOCK))
+    def grow(self, data: st.DataObject, more: list[int]) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.tokens)))
+        tokens = self.tokens[slot] + more
+        if len(tokens) > 10 * BLOCK or not self.kv.allocate(slot, len(tokens)):
+            return
+        first = len(self.tokens[slot]) // BLOCK
+        self.tokens[slot] = tokens
+        self._fill(slot, first)
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), forget=st.booleans())
+    def free(self, data: st.DataObject, forget: bool) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.tokens)))
+        if forget:
+            self.kv.forget(slot)
+            assert not self.kv.find_prefix(keys_of(self.tokens[slot])) or self._shared(slot)
+        self.kv.free(slot)
+        del self.tokens[slot]
+
+    @invariant()
+    def intact(self) -> None:
+        self.kv.check()
+        held: set[int] = set()
+        for slot, tokens in self.tokens.items():
+            assert self.kv.num_blocks[slot] == self.kv.blocks_for(len(tokens))
+            held.update(self.kv.table[slot, : self.kv.num_blocks[slot]].tolist())
+        assert self.kv.available == BLOCKS - len(held)
+
+    def _fill(self, slot: int, first: int) -> None:
+        """Compute the slot's full blocks from `first` on, and register them."""
+        tokens = self.tokens[slot]
+        for i, key in enumerate(keys_of(tokens)[first:], start=first):
+            self.contents[int(self.kv.table[slot, i])] = tokens[: (i + 1) * BLOCK]
+            self.kv.register(slot, i, key)
+
+    def _shared(self, slot: int) -> bool:
+        """Whether a block elsewhere holds the slot's first block's tokens."""
+        first = self.tokens[slot][:BLOCK]
+        own = int(self.kv.table[slot, 0])
+        return any(b != own and text == first for b, text in self.contents.items())
+
+
+TestKVCache = KVCacheMachine.TestCase
+
+
+def test_the_key_depends_on_the_whole_prefix() -> None:
+    assert keys_of([1, 2, 3, 4, 5, 6, 7, 8])[1] != keys_of([0, 2, 3, 4, 5, 6, 7, 8])[1]
+    assert keys_of([1, 2, 3, 4])[0] == keys_of([1, 2, 3, 4, 5])[0]
+
+
+def test_the_block_released_longest_ago_is_reused_first() -> None:
+    kv = KVCache(4, BLOCK, 2, 4 * BLOCK)
+    old, new = keys_of([1] * 8), keys_of([2] * 8)
+    for slot, keys in enumerate((old, new)):
+        assert kv.allocate(slot, 8)
+        for i, key in enumerate(keys):
+            kv.register(slot, i, key)
+    kv.free(0)
+    kv.free(1)
+    assert kv.allocate(0, BLOCK)
+    assert len(kv.find_prefix(old)) == 1, "the end of a prefix goes before its beginning"
+    assert len(kv.find_prefix(new)) == 2
+
+
+def test_check_finds_a_leak() -> None:
+    kv = KVCache(4, BLOCK, 2, 4 * BLOCK)
+    assert kv.allocate(0, 8)
+    kv.num_blocks[0] = 1
+    kv.table[0, 1] = 0
+    with pytest.raises(AssertionError, match="references"):
+        kv.check()

@@ -1,0 +1,381 @@
+"""The scheduler under random use: each request gets the tokens that its own prompt dictates."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.mock_runner import END, NOT_FINITE_TOKEN, MockRunner, expected, logprob
+
+from weft.errors import RequestError
+from weft.models.interface import FINITE, StepInput, StepOutput
+from weft.serving.kv_cache import KVCache
+from weft.serving.messages import Add, TokenOutput
+from weft.serving.sampling_params import SamplingParams
+from weft.serving.scheduler import Scheduler
+
+MAX_MODEL_LEN = 40
+
+
+def make_add(
+    request_id: str, prompt: Sequence[int], max_tokens: int, priority: int = 0, **params: Any
+) -> Add:
+    return Add(
+        request_id=request_id,
+        prompt_token_ids=list(prompt),
+        params=SamplingParams(**({"seed": 0} | params), max_tokens=max_tokens),
+        end_token_ids=(END,),
+        priority=priority,
+    )
+
+
+class Engine:
+    """A scheduler and a mock runner, with up to `depth` steps under way."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 12,
+        block_size: int = 4,
+        max_num_seqs: int = 4,
+        budget: int = 9,
+        depth: int = 2,
+        prefix_caching: bool = True,
+        max_model_len: int = MAX_MODEL_LEN,
+    ) -> None:
+        self.kv = KVCache(num_blocks, block_size, max_num_seqs, max_model_len)
+        self.scheduler = Scheduler(
+            self.kv,
+            max_num_batched_tokens=budget,
+            max_model_len=max_model_len,
+            prefix_caching=prefix_caching,
+        )
+        self.runner = MockRunner(block_size)
+        self.runner.allocate_kv_cache(num_blocks)
+        self.budget = budget
+        self.depth = depth
+        self.under_way: deque[StepInput] = deque()
+        self.adds: dict[str, Add] = {}
+        self.outputs: dict[str, list[TokenOutput]] = {}
+
+    def add(self, add: Add) -> None:
+        self.scheduler.add(add)
+        self.adds[add.request_id] = add
+        self.outputs[add.request_id] = []
+
+    def abort(self, *request_ids: str) -> None:
+        self._take(self.scheduler.abort(request_ids))
+
+    def submit(self) -> bool:
+        if len(self.under_way) == self.depth:
+            return False
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return False
+        assert 0 < len(batch.token_ids) <= self.budget
+        self.under_way.append(batch)
+        return True
+
+    def finish(self) -> None:
+        self._take(self.scheduler.finish(self.runner.step(self.under_way.popleft())))
+
+    def step(self) -> None:
+        while self.submit():
+            pass
+        if self.under_way:
+            self.finish()
+
+    def run(self, max_steps: int = 10_000) -> None:
+        for _ in range(max_steps):
+            if not self.scheduler.live and not self.under_way:
+                return
+            self.step()
+        pytest.fail(f"{self.scheduler.live} did not finish in {max_steps} steps")
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [t for output in self.outputs[request_id] for t in output.token_ids]
+
+    def _take(self, outputs: Iterable[TokenOutput]) -> None:
+        for output in outputs:
+            seen = self.outputs[output.request_id]
+            assert not seen or seen[-1].finish_reason is None, "an output after the last"
+            seen.append(output)
+            if output.finish_reason is not None:
+                self.check_answer(output.request_id)
+
+    def check_answer(self, request_id: str) -> None:
+        add, outputs = self.adds[request_id], self.outputs[request_id]
+        assert add.params.max_tokens is not None
+        prompt, got = add.prompt_token_ids, self.tokens(request_id)
+        room = MAX_MODEL_LEN - len(prompt)
+        want = expected(prompt, min(add.params.max_tokens, room), seed=add.params.seed or 0)
+        last = outputs[-1]
+        if NOT_FINITE_TOKEN in prompt:
+            assert (last.finish_reason, got) in (("error", []), ("abort", []))
+            return
+        if last.finish_reason == "abort":
+            assert got == want[: len(got)]
+            return
+        assert got == want
+        assert last.finish_reason == ("stop" if got[-1] == END else "length")
+        assert last.stop_token_id == (END if got[-1] == END else None)
+        self._check_logprobs(add, outputs, got)
+
+    def _check_logprobs(self, add: Add, outputs: list[TokenOutput], got: list[int]) -> None:
+        text = add.prompt_token_ids + got
+        chosen = [x for output in outputs for x in output.logprobs or []]
+        if add.params.logprobs is None:
+            assert not chosen
+        else:
+            begin = len(add.prompt_token_ids)
+            assert [x.token_id for x in chosen] == got
+            for i, entry in enumerate(chosen, start=begin):
+                assert entry.logprob == pytest.approx(logprob(text[:i], text[i]))
+                assert len(entry.top) == add.params.logprobs
+        if add.params.prompt_logprobs is not None:
+            scored = outputs[0].prompt_logprobs
+            assert scored is not None
+            assert [x.token_id for x in scored] == add.prompt_token_ids[1:]
+            for i, entry in enumerate(scored, start=1):
+                assert entry.logprob == pytest.approx(logprob(text[:i], text[i]))
+                assert len(entry.top) == add.params.prompt_logprobs
+        assert all(output.prompt_logprobs is None for output in outputs[1:])
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        depth=st.integers(1, 3),
+        budget=st.sampled_from([2, 5, 9, 64]),
+        num_blocks=st.sampled_from([10, 12, 20]),
+        prefix_caching=st.booleans(),
+    )
+    def start(self, **settings: Any) -> None:
+        self.engine = Engine(**settings)
+        self.count = 0
+
+    @rule(
+        prompt=st.lists(st.integers(1, 2), min_size=1, max_size=20),
+        shared=st.integers(0, 12),
+        max_tokens=st.integers(1, 30),
+        priority=st.integers(0, 1),
+        logprobs=st.sampled_from([None, None, 0, 2]),
+        prompt_logprobs=st.sampled_from([None, None, 0, 2]),
+        seed=st.integers(0, 1),
+        bad=st.sampled_from([False] * 9 + [True]),
+    )
+    def add(
+        self,
+        prompt: list[int],
+        shared: int,
+        max_tokens: int,
+        priority: int,
+        bad: bool,
+        **params: Any,
+    ) -> None:
+        self.count += 1
+        tokens = [1] * shared + prompt + ([NOT_FINITE_TOKEN] if bad else [])
+        self.engine.add(make_add(f"r{self.count}", tokens, max_tokens, priority, **params))
+
+    @precondition(lambda self: self.engine.scheduler.live)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.engine.abort(data.draw(st.sampled_from(self.engine.scheduler.live)), "unknown")
+
+    @rule()
+    def submit(self) -> None:
+        self.engine.submit()
+
+    @precondition(lambda self: self.engine.under_way)
+    @rule()
+    def finish(self) -> None:
+        self.engine.finish()
+
+    @rule(count=st.integers(1, 6))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.step()
+
+    @invariant()
+    def intact(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        kv = self.engine.kv
+        kv.check()
+        held = {b for row, n in zip(kv.table, kv.num_blocks, strict=True) for b in row[:n].tolist()}
+        for batch in self.engine.under_way:
+            for row, length in zip(batch.block_table, batch.context_len.tolist(), strict=True):
+                assert held.issuperset(row[: kv.blocks_for(length)].tolist()), "freed under way"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        self.engine.run()
+        assert self.engine.kv.available == self.engine.kv.total
+        stats = self.engine.scheduler.stats()
+        assert (stats.running, stats.waiting, stats.kv_blocks_used) == (0, 0, 0)
+        self.engine.kv.check()
+        super().teardown()
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_shared_prefix_is_computed_once() -> None:
+    engine = Engine(num_blocks=40, budget=64)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    engine.add(make_add("a", prompt, 4))
+    engine.run()
+    before = engine.runner.tokens_computed
+    engine.add(make_add("b", prompt, 4))
+    engine.run()
+    assert engine.outputs["b"][0].cached_tokens == 8
+    assert engine.outputs["a"][0].cached_tokens == 0
+    assert engine.runner.tokens_computed - before <= 1 + 4
+    assert engine.tokens("a") == engine.tokens("b")
+    assert engine.scheduler.stats().prefix_hits == 8
+
+
+def test_the_last_prompt_token_is_always_computed() -> None:
+    engine = Engine(num_blocks=40, budget=64)
+    for name in ("a", "b"):
+        engine.add(make_add(name, [1, 2, 3, 4, 5, 6, 7, 8], 1))
+        engine.run()
+    assert engine.outputs["b"][0].cached_tokens == 4
+
+
+def test_prompt_logprobs_skip_the_prefix_cache() -> None:
+    engine = Engine(num_blocks=40, budget=64)
+    engine.add(make_add("a", [1, 2, 3, 4, 5, 6], 1))
+    engine.run()
+    engine.add(make_add("b", [1, 2, 3, 4, 5, 6], 1, prompt_logprobs=1))
+    engine.run()
+    assert engine.outputs["b"][0].cached_tokens == 0
+
+
+def test_what_a_failed_request_wrote_is_not_shared() -> None:
+    engine = Engine(num_blocks=40, budget=64)
+    for name in ("a", "b"):
+        engine.add(make_add(name, [1, 2, 3, 4, NOT_FINITE_TOKEN, 6, 7, 8, 9], 4))
+        engine.run()
+        assert engine.outputs[name][0].error == "the model's output is not finite"
+        assert engine.outputs[name][0].cached_tokens == 0
+
+
+def test_preempted_requests_finish_and_the_first_is_never_preempted() -> None:
+    engine = Engine(num_blocks=10, max_num_seqs=8, budget=32, depth=2)
+    for i in range(8):
+        engine.add(make_add(f"r{i}", [1 + i, 2, 3], 30))
+    order = []
+    while engine.scheduler.live:
+        live = engine.scheduler.live
+        engine.step()
+        order += [name for name in live if name not in engine.scheduler.live]
+    stats = engine.scheduler.stats()
+    assert stats.preemptions > 0
+    assert stats.preemptions <= sum(len(engine.tokens(f"r{i}")) for i in range(8)) / 4
+    full = [name for name in order if len(engine.tokens(name)) == 30]
+    assert full == sorted(full), "first come, first served"
+
+
+def test_lower_priority_numbers_come_first() -> None:
+    engine = Engine(max_num_seqs=1)
+    for name, priority in (("low", 5), ("high", -5), ("middle", 0)):
+        engine.add(make_add(name, [1, 2], 3, priority))
+    first = []
+    while engine.scheduler.live:
+        live = engine.scheduler.live
+        engine.step()
+        first += [name for name in live if name not in engine.scheduler.live]
+    assert first == ["high", "middle", "low"]
+
+
+def test_a_long_prompt_does_not_hold_up_decodes() -> None:
+    engine = Engine(num_blocks=40, budget=4, depth=1)
+    engine.add(make_add("short", [1], 20))
+    engine.step()
+    engine.add(make_add("long", range(1, 31), 1))
+    for _ in range(6):
+        before = len(engine.tokens("short"))
+        engine.step()
+        assert len(engine.tokens("short")) == before + 1
+
+
+def test_no_row_is_wasted_when_the_length_ends_a_request() -> None:
+    engine = Engine(num_blocks=40, budget=64, depth=3)
+    engine.add(make_add("a", [1, 2, 3], 5))
+    engine.run()
+    assert engine.tokens("a") == expected([1, 2, 3], 5)
+    assert engine.runner.tokens_computed == 3 + 4
+
+
+def test_an_aborted_request_frees_its_blocks_once_its_steps_are_back() -> None:
+    engine = Engine(num_blocks=40, budget=64, depth=2)
+    engine.add(make_add("a", range(1, 20), 20))
+    engine.submit()
+    engine.submit()
+    engine.abort("a")
+    assert engine.outputs["a"][-1].finish_reason == "abort"
+    assert engine.kv.available < engine.kv.total
+    engine.finish()
+    engine.finish()
+    assert engine.kv.available == engine.kv.total
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "message"),
+    [
+        ([], 1, "at least 1"),
+        (range(MAX_MODEL_LEN), 1, "at most 40"),
+        ([1], 39, "10 blocks of the KV cache, which has 8"),
+    ],
+)
+def test_what_can_never_run_is_refused(
+    prompt: Sequence[int], max_tokens: int, message: str
+) -> None:
+    engine = Engine(num_blocks=8)
+    with pytest.raises(RequestError, match=message):
+        engine.add(make_add("a", prompt, max_tokens))
+    assert engine.scheduler.live == ()
+
+
+def measure_decode_step(running: int, steps: int = 200) -> tuple[float, float]:
+    """Seconds that scheduling and finishing one step of decodes take, without the model."""
+    kv = KVCache(running * 64, 32, running, 2048)
+    scheduler = Scheduler(kv, max_num_batched_tokens=8192, max_model_len=2048)
+    for i in range(running):
+        scheduler.add(make_add(str(i), range(1, 17), 2000))
+    while scheduler.stats().waiting:
+        batch = scheduler.schedule()
+        assert batch is not None
+        scheduler.finish(_answer(batch))
+    times = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        batch = scheduler.schedule()
+        middle = time.perf_counter()
+        assert batch is not None
+        assert len(batch.slot) == running
+        answer = _answer(batch)
+        before = time.perf_counter()
+        scheduler.finish(answer)
+        times.append((middle - begin, time.perf_counter() - before))
+    schedule, finish = np.median(times, axis=0)
+    return float(schedule), float(finish)
+
+
+def _answer(batch: StepInput) -> StepOutput:
+    count = len(batch.sample_slot)
+    return StepOutput(batch.step, np.ones(count, np.int32), np.full(count, FINITE, np.int32))
+
+
+def test_a_step_of_256_decodes_is_cheap() -> None:
+    schedule, finish = measure_decode_step(256, steps=50)
+    assert schedule + finish < 2e-3, f"{schedule * 1e6:.0f} + {finish * 1e6:.0f} us"
