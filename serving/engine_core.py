@@ -1,0 +1,258 @@
+"""The engine core: token requests in, tokens out, in a process (or thread) of its own.
+
+Each turn of its loop is: receive / submit steps / finish the oldest step and
+send. Up to `DEPTH` steps are under way at once, so that the model never waits
+for the host.
+
+A request that fails ends alone. When the runner itself raises, nothing can be
+said about the cache any more: every request ends with an error, the front is
+told, and the core ends.
+
+As a process (`python -m weft.serving.engine_core`, started by launch.py only)
+its first line on stdin says what to do, as JSON; stdin then stays open for as
+long as the parent lives, and its end is this process's end.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from weft.errors import EngineError, RequestError, WeftError
+from weft.models.interface import ModelRunner, StepOutput
+from weft.serving.channel import CoreChannel
+from weft.serving.config import EngineConfig
+from weft.serving.executor.base import Executor
+from weft.serving.executor.in_process import InProcessExecutor
+from weft.serving.kv_cache import KVCache
+from weft.serving.loading import LoadedModel, show_progress
+from weft.serving.messages import (
+    Abort,
+    Add,
+    EngineInfo,
+    Outputs,
+    Ready,
+    Shutdown,
+    ToCore,
+    TokenOutput,
+)
+from weft.serving.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    import zmq
+
+DEPTH = 2  # steps under way at once
+HEARTBEAT = 1.0  # seconds between messages when nothing happens
+
+LoadModel = Callable[..., LoadedModel]
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """The loop.
+
+    Args:
+        channel: to the front.
+        executor: runs the steps.
+        scheduler: decides them.
+    """
+
+    def __init__(
+        self, channel: CoreChannel, executor: Executor, scheduler: Scheduler, *, depth: int = DEPTH
+    ) -> None:
+        self._channel = channel
+        self._executor = executor
+        self._scheduler = scheduler
+        self._depth = depth
+        self._steps: deque[Future[StepOutput]] = deque()
+        self._outputs: list[TokenOutput] = []
+        self._last_sent = 0.0
+        self._draining = False
+
+    def run(self) -> None:
+        """Serve until told to shut down.
+
+        Raises:
+            EngineError: the runner failed.
+        """
+        while not (self._draining and not self._busy):
+            self._receive()
+            self._submit()
+            self._finish()
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._steps or self._scheduler.live or self._outputs)
+
+    def _receive(self) -> None:
+        for message in self._channel.receive(timeout=0 if self._busy else HEARTBEAT):
+            self._handle(message)
+
+    def _handle(self, message: ToCore) -> None:
+        match message:
+            case Add():
+                try:
+                    self._scheduler.add(message)
+                except RequestError as error:
+                    self._outputs.append(
+                        TokenOutput(message.request_id, [], "error", error=error.message)
+                    )
+            case Abort():
+                self._outputs += self._scheduler.abort(message.request_ids)
+            case Shutdown():
+                self._draining = True
+                if not message.drain:
+                    self._outputs += self._scheduler.abort(self._scheduler.live)
+
+    def _submit(self) -> None:
+        while len(self._steps) < self._depth:
+            batch = self._scheduler.schedule()
+            if batch is None:
+                return
+            self._steps.append(self._executor.submit(batch))
+
+    def _finish(self) -> None:
+        """Take in the oldest step once it is done, and tell the front how things stand."""
+        if self._steps and wait([self._steps[0]], HEARTBEAT).done:
+            step = self._steps.popleft()
+            if (error := step.exception()) is not None:
+                self._fail(error)
+            self._outputs += self._scheduler.finish(step.result())
+            self._send()
+        elif self._outputs or time.monotonic() - self._last_sent >= HEARTBEAT:
+            self._send()
+
+    def _send(self) -> None:
+        self._channel.send(Outputs(self._outputs, self._scheduler.stats()))
+        self._outputs = []
+        self._last_sent = time.monotonic()
+
+    def _fail(self, error: BaseException) -> None:
+        message = f"the model runner failed: {type(error).__name__}: {error}"
+        logger.critical(message, exc_info=error)
+        self._outputs += self._scheduler.fail_all(message)
+        self._send()
+        raise EngineError(message) from error
+
+
+def serve(
+    config: EngineConfig,
+    load_model: LoadModel,
+    context: zmq.Context[zmq.Socket[bytes]],
+    address: str,
+) -> None:
+    """Load a model and serve it until told to shut down.
+
+    Args:
+        config: how to load it and how much to run at once.
+        load_model: `weft.serving.loading.load_model`, or what stands in for it.
+        context: shared with the front when the address is inproc://.
+        address: the front's, see channel.py.
+
+    Raises:
+        WeftError: the model cannot be loaded or run; the front has been told.
+    """
+    with CoreChannel(context, address) as channel:
+        begin = time.monotonic()
+        loaded: list[LoadedModel] = []
+
+        def load() -> ModelRunner:
+            with show_progress("loading") as progress:
+                loaded.append(load_model(config, progress))
+            return loaded[0].runner
+
+        executor = InProcessExecutor(load)
+        try:
+            model = loaded[0]
+            kv = KVCache(
+                model.num_blocks, config.block_size, config.max_num_seqs, model.max_model_len
+            )
+            scheduler = Scheduler(
+                kv,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_model_len=model.max_model_len,
+                prefix_caching=config.prefix_caching,
+            )
+            # What is loaded stays: no garbage collection needs to look at it again.
+            gc.collect()
+            gc.freeze()
+            channel.send(Ready(_info(config, model, time.monotonic() - begin)))
+            EngineCore(channel, executor, scheduler).run()
+        finally:
+            executor.close()
+
+
+def _info(config: EngineConfig, model: LoadedModel, load_seconds: float) -> EngineInfo:
+    return EngineInfo(
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        block_size=config.block_size,
+        num_blocks=model.num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        dtype=model.dtype,
+        load_seconds=load_seconds,
+    )
+
+
+class Orders(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The first line on the core's stdin.
+
+    Attributes:
+        config: of the engine.
+        address: the front's, see channel.py.
+        load_model: "module:function" that loads the model.
+    """
+
+    config: EngineConfig
+    address: str
+    load_model: str
+
+
+def find(path: str) -> Any:
+    """The object that "module:name" names."""
+    module, name = path.split(":")
+    return getattr(import_module(module), name)
+
+
+def main() -> None:
+    """Be the engine process."""
+    import zmq
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the parent decides when this process ends
+    faulthandler.enable()  # on SIGABRT, every thread's stack goes to stderr
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=Orders)
+    threading.Thread(target=_end_with_parent, name="weft-parent", daemon=True).start()
+    try:
+        with zmq.Context() as context:
+            serve(orders.config, find(orders.load_model), context, orders.address)
+    except WeftError:
+        sys.exit(1)  # the front has been told, and says so
+
+
+def _end_with_parent() -> None:
+    # Not through sys.stdin, whose lock a clean exit of the main thread would need.
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

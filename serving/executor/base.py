@@ -1,0 +1,18 @@
+"""What carries steps to the model runner, or to all its ranks."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Protocol
+
+from weft.models.interface import StepInput, StepOutput
+
+
+class Executor(Protocol):
+    """Runs steps in the order in which they are submitted."""
+
+    def submit(self, batch: StepInput) -> Future[StepOutput]:
+        """Queue a step; the future holds its output, or what the runner raised."""
+
+    def close(self) -> None:
+        """Drop steps that have not begun, wait for the one that has, release the model."""

@@ -1,0 +1,37 @@
+"""One runner in this process, in a thread of its own.
+
+The thread loads the model, warms it up and runs every step: what a library
+keeps per thread (its own worker threads above all) is made once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from weft.models.interface import ModelRunner, StepInput, StepOutput
+
+
+class InProcessExecutor:
+    """Owns a runner.
+
+    Args:
+        load: makes the runner, ready for its first step; what it raises is raised here.
+    """
+
+    def __init__(self, load: Callable[[], ModelRunner]) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-runner")
+        try:
+            self._runner = self._thread.submit(load).result()
+        except BaseException:
+            self._thread.shutdown(wait=False)
+            raise
+
+    def submit(self, batch: StepInput) -> Future[StepOutput]:
+        """See `Executor.submit`."""
+        return self._thread.submit(self._runner.step, batch)
+
+    def close(self) -> None:
+        """See `Executor.close`."""
+        self._thread.shutdown(cancel_futures=True)
+        self._runner.close()

@@ -1,0 +1,113 @@
+"""Starting the engine core, as a child process or as a thread, and noticing its end.
+
+A process is told what to do in one line on its stdin. That pipe then stays
+open: its end tells the child that this process is gone, however it went, so
+no orphan is left. A thread is for the `LLM` class and for tests; it cannot be
+killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from weft.errors import WeftError
+from weft.serving.config import EngineConfig
+from weft.serving.engine_core import Orders, find, serve
+
+if TYPE_CHECKING:
+    import zmq
+
+ABORT_GRACE = 2.0  # seconds for the stacks of a stuck core to be written
+
+
+class Core(Protocol):
+    """A running core.
+
+    Attributes:
+        pid: of its process.
+        ended: done once the core is gone; says how, in words that follow "the engine".
+    """
+
+    pid: int | None
+    ended: asyncio.Future[str]
+
+    async def kill(self, *, dump: bool = False) -> None:
+        """End it now; with `dump`, its threads' stacks are written to stderr first."""
+
+
+class CoreProcess:
+    """The core as a child process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.pid: int | None = process.pid
+        self.ended: asyncio.Future[str] = asyncio.ensure_future(self._wait())
+
+    @classmethod
+    async def start(cls, config: EngineConfig, load_model: str, address: str) -> CoreProcess:
+        """Start it; it connects to `address` as soon as it can."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-P", "-m", "weft.serving.engine_core"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=2,  # stdout belongs to the parent's output; stray prints go to stderr
+        )
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(Orders(config, address, load_model)) + b"\n")
+        return cls(process)
+
+    async def _wait(self) -> str:
+        code = await self._process.wait()
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"exited with status {code}"
+
+    async def kill(self, *, dump: bool = False) -> None:
+        if dump and not self.ended.done():
+            self._process.send_signal(signal.SIGABRT)
+            await asyncio.wait((self.ended,), timeout=ABORT_GRACE)
+        if not self.ended.done():
+            self._process.kill()
+            await self.ended
+
+
+class CoreThread:
+    """The core as a thread of this process."""
+
+    pid: int | None = None
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        load_model: str,
+        address: str,
+        context: zmq.Context[zmq.Socket[bytes]],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[str] = loop.create_future()
+
+        def run() -> None:
+            how = "ended"
+            try:
+                serve(config, find(load_model), context, address)
+            except WeftError as error:
+                how = f"failed: {error}"
+            finally:
+                with suppress(RuntimeError):  # the loop is closed: nobody waits
+                    loop.call_soon_threadsafe(self._set_ended, how)
+
+        threading.Thread(target=run, name="weft-core", daemon=True).start()
+
+    def _set_ended(self, how: str) -> None:
+        if not self.ended.done():
+            self.ended.set_result(how)
+
+    async def kill(self, *, dump: bool = False) -> None:
+        """Nothing can end a thread: it is left behind."""

@@ -1,0 +1,79 @@
+"""Whether the model can serve a request at all: checked by the front, before it is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from msgspec.structs import replace
+
+from weft.errors import RequestError
+from weft.serving.messages import EngineInfo
+from weft.serving.sampling_params import SamplingParams
+
+
+def check_request(
+    prompt_token_ids: Sequence[int], params: SamplingParams, info: EngineInfo
+) -> SamplingParams:
+    """Check a request against the model; returns `params` with max_tokens filled in and n = 1.
+
+    Raises:
+        RequestError: it cannot be served.
+    """
+    _check_tokens(prompt_token_ids, info.vocab_size)
+    for param, token_ids in (
+        ("logit_bias", params.logit_bias),
+        ("stop_token_ids", params.stop_token_ids),
+    ):
+        _check_ids(param, token_ids, info.vocab_size)
+    max_tokens = _room(len(prompt_token_ids), params, info)
+    if params.min_tokens > max_tokens:
+        raise RequestError(
+            f"min_tokens is {params.min_tokens}; after this prompt there is room for {max_tokens}",
+            param="min_tokens",
+        )
+    return replace(params, max_tokens=max_tokens, n=1)
+
+
+def _check_tokens(prompt: Sequence[int], vocab_size: int) -> None:
+    if not len(prompt):
+        raise RequestError("the prompt is empty", param="prompt")
+    ids = np.asarray(prompt)
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise RequestError("the prompt must be text or a list of token ids", param="prompt")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise RequestError(
+            f"the prompt has token {wrong}; token ids are in [0, {vocab_size})", param="prompt"
+        )
+
+
+def _check_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token in token_ids:
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"{param} has token {token}; token ids are in [0, {vocab_size})", param=param
+            )
+
+
+def _room(prompt: int, params: SamplingParams, info: EngineInfo) -> int:
+    """Output tokens that the request may have: what it asks for, up to the context."""
+    if prompt >= info.max_model_len:
+        raise RequestError(
+            f"the prompt has {prompt} tokens; the context is {info.max_model_len}, "
+            "and at least one is for the output",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    capacity = info.num_blocks * info.block_size + 1  # the last token is never computed
+    room = min(info.max_model_len, capacity) - prompt
+    if params.max_tokens is None and room > 0:
+        return room
+    wanted = min(params.max_tokens or 1, info.max_model_len - prompt)
+    if wanted > room:
+        raise RequestError(
+            f"the prompt has {prompt} tokens and max_tokens is {wanted}; the KV cache holds "
+            f"{capacity} in all: lower max_tokens, or serve with a larger --kv-cache-memory",
+            param="max_tokens",
+        )
+    return wanted

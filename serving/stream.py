@@ -1,0 +1,129 @@
+"""One answer on its way from the engine to its reader."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from weft.errors import EngineError
+from weft.serving.detokenizer import Detokenizer
+from weft.serving.messages import FinishReason, TokenLogprob, TokenOutput
+from weft.serving.sampling_params import SamplingParams
+from weft.serving.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What is new of an answer.
+
+    Attributes:
+        text: may be empty: a token can be a part of a character, or of a possible stop string.
+        token_ids: at least one, but for the last delta.
+        finish_reason: of the last delta; None before.
+        stop_reason: the stop string or user's stop token that ended it; None for the model's own.
+        logprobs: one per token, when asked for.
+        prompt_logprobs: on the first delta, when asked for.
+        cached_tokens: prompt tokens that came from the prefix cache.
+        error: what went wrong, when finish_reason is "error".
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    cached_tokens: int = 0
+    error: str | None = None
+
+
+class Stream:
+    """Turns tokens into text, and keeps what has not been read, merged into one delta.
+
+    However slow the reader, no more is kept than the answer itself.
+
+    Args:
+        tokenizer: of the model.
+        params: of the request.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._detokenizer = Detokenizer(tokenizer, stop=params.stop)
+        self._stop_token_ids = frozenset(params.stop_token_ids)
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
+        self._prompt_logprobs: list[TokenLogprob] | None = None
+        self._finish_reason: FinishReason | None = None
+        self._stop_reason: str | int | None = None
+        self._cached_tokens = 0
+        self._error: str | None = None
+        self._failure: EngineError | None = None
+        self._news = asyncio.Event()
+
+    def push(self, output: TokenOutput) -> bool:
+        """Take in what the core sent; returns whether the answer is complete.
+
+        It is also complete, unknown to the core, when a stop string has been found.
+        """
+        self._cached_tokens = output.cached_tokens
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs = output.prompt_logprobs
+        text = output.token_ids if output.stop_token_id is None else output.token_ids[:-1]
+        for i, token in enumerate(output.token_ids):
+            self._token_ids.append(token)
+            if self._logprobs is not None and output.logprobs is not None:
+                self._logprobs.append(output.logprobs[i])
+            if i < len(text):
+                self._text.append(self._detokenizer.push((token,)))
+            if self._detokenizer.stopped is not None:
+                break
+        else:
+            if output.finish_reason is not None:
+                self._finish(output)
+        if self._detokenizer.stopped is not None:
+            self._finish_reason = "stop"
+            self._stop_reason = self._detokenizer.stopped
+        self._news.set()
+        return self._finish_reason is not None
+
+    def fail(self, failure: EngineError) -> None:
+        """There will be no more: the reader gets what has come, and then this error."""
+        self._failure = failure
+        self._news.set()
+
+    async def next(self) -> Delta:
+        """Wait for something new, and take all of it.
+
+        Raises:
+            EngineError: the engine has failed, and everything before has been read.
+        """
+        await self._news.wait()
+        self._news.clear()
+        if self._failure is not None and self._finish_reason is None:
+            if self._token_ids:
+                self._news.set()
+            else:
+                raise self._failure
+        delta = Delta(
+            "".join(self._text),
+            tuple(self._token_ids),
+            self._finish_reason,
+            self._stop_reason,
+            None if self._logprobs is None else tuple(self._logprobs),
+            None if self._prompt_logprobs is None else tuple(self._prompt_logprobs),
+            self._cached_tokens,
+            self._error,
+        )
+        self._text = []
+        self._token_ids = []
+        self._logprobs = None if self._logprobs is None else []
+        self._prompt_logprobs = None
+        return delta
+
+    def _finish(self, output: TokenOutput) -> None:
+        self._text.append(self._detokenizer.flush())
+        self._finish_reason = output.finish_reason
+        self._error = output.error
+        if output.stop_token_id in self._stop_token_ids:
+            self._stop_reason = output.stop_token_id

@@ -1,0 +1,385 @@
+"""AsyncEngine on a mock model: the core in a thread, and as a real process that gets killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support.mock_runner import (
+    CRASH_TOKEN,
+    END,
+    HANG_TOKEN,
+    NOT_FINITE_TOKEN,
+    VOCAB_SIZE,
+    expected,
+    logprob,
+)
+from support.tokenizers import write_byte_level
+
+from weft.errors import ConfigError, EngineError, ModelError, RequestError
+from weft.serving.config import EngineConfig
+from weft.serving.engine import AsyncEngine, Delta
+from weft.serving.sampling_params import SamplingParams
+
+TESTS = Path(__file__).parent.parent
+FAST = "support.mock_runner:load"
+SLOW = "support.mock_runner:load_slowly"
+PROMPT = [1, 2, 3, 4, 5]
+
+
+@pytest.fixture(autouse=True)
+def _path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine process imports the mock from the tests."""
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> EngineConfig:
+    write_byte_level(tmp_path)
+    return EngineConfig(
+        model=str(tmp_path), block_size=8, max_num_seqs=8, max_num_batched_tokens=64
+    )
+
+
+@pytest.fixture(params=[True, False], ids=["thread", "process"])
+async def engine(
+    request: pytest.FixtureRequest, config: EngineConfig
+) -> AsyncIterator[AsyncEngine]:
+    engine = await AsyncEngine.start(config, in_process=request.param, runner_factory=SLOW)
+    yield engine
+    await engine.shutdown(drain=False)
+
+
+@pytest.fixture
+async def local(config: EngineConfig) -> AsyncIterator[AsyncEngine]:
+    engine = await AsyncEngine.start(config, in_process=True, runner_factory=FAST)
+    yield engine
+    await engine.shutdown(drain=False)
+
+
+def params(**settings: Any) -> SamplingParams:
+    return SamplingParams(**({"seed": 0, "stop_token_ids": (END,), "max_tokens": 20} | settings))
+
+
+async def collect(
+    engine: AsyncEngine, prompt: list[int] | str, wish: SamplingParams, **options: Any
+) -> list[Delta]:
+    return [delta async for delta in engine.generate(prompt, wish, **options)]
+
+
+def tokens(deltas: list[Delta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def text(deltas: list[Delta]) -> str:
+    return "".join(delta.text for delta in deltas)
+
+
+async def idle(engine: AsyncEngine) -> None:
+    """Wait until the core has nothing left."""
+    async with asyncio.timeout(10):
+        while engine.stats.running or engine.stats.waiting or engine.stats.kv_blocks_used:
+            await asyncio.sleep(0.01)
+
+
+async def test_many_requests_at_once_get_their_own_answers(engine: AsyncEngine) -> None:
+    prompts = [[1 + i % 9] * (1 + i * 3 % 50) for i in range(40)]
+    answers = await asyncio.gather(*(collect(engine, p, params()) for p in prompts))
+    for prompt, deltas in zip(prompts, answers, strict=True):
+        want = expected(prompt, 20)
+        assert tokens(deltas) == want
+        assert deltas[-1].finish_reason == ("stop" if want[-1] == END else "length")
+        assert deltas[-1].stop_reason == (END if want[-1] == END else None)
+        kept = [t for t in want if t != END]
+        assert text(deltas) == engine.tokenizer.decode(kept)
+    await idle(engine)
+
+
+async def test_text_prompts_are_encoded(local: AsyncEngine) -> None:
+    prompt = "ABC" * 2000
+    ids = local.tokenizer.encode(prompt)
+    with pytest.raises(RequestError, match=f"{len(ids)} tokens; the context is 512"):
+        await collect(local, prompt, params())
+    deltas = await collect(local, "ABC", params())
+    assert tokens(deltas) == expected(local.tokenizer.encode("ABC"), 20)
+
+
+async def test_a_stop_string_ends_the_answer(engine: AsyncEngine) -> None:
+    want = expected(PROMPT, 200, ends=())
+    whole = engine.tokenizer.decode(want)
+    stop = whole[50:53]
+    wish = params(stop=(stop,), stop_token_ids=(), max_tokens=200)
+    deltas = await collect(engine, PROMPT, wish)
+    assert text(deltas) == whole[: whole.index(stop)]
+    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", stop)
+    assert tokens(deltas) == want[: whole.index(stop) + 3]
+    await idle(engine)
+    assert engine.stats.generation_tokens < 200
+
+
+async def test_logprobs_come_with_their_tokens(local: AsyncEngine) -> None:
+    deltas = await collect(local, PROMPT, params(logprobs=2, prompt_logprobs=1))
+    answer = tokens(deltas)
+    sequence = PROMPT + answer
+    prompt = [x for d in deltas for x in d.prompt_logprobs or ()]
+    output = [x for d in deltas for x in d.logprobs or ()]
+    assert [x.token_id for x in prompt + output] == sequence[1:]
+    for i, entry in enumerate(prompt + output, start=1):
+        assert entry.logprob == pytest.approx(logprob(sequence[:i], sequence[i]))
+
+
+async def test_a_prefix_hit_does_not_change_the_answer(local: AsyncEngine) -> None:
+    prompt = [1 + i % 7 for i in range(100)]
+    first = await collect(local, prompt, params())
+    second = await collect(local, prompt, params())
+    assert tokens(first) == tokens(second) == expected(prompt, 20)
+    assert (first[-1].cached_tokens, second[-1].cached_tokens) == (0, 96)
+
+
+async def test_closing_the_stream_frees_everything(engine: AsyncEngine) -> None:
+    stream = engine.generate(PROMPT, params(max_tokens=400, stop_token_ids=()))
+    async for _ in stream:
+        break
+    assert engine.stats.kv_blocks_used
+    await stream.aclose()
+    await idle(engine)
+    assert engine.stats.generation_tokens < 100
+
+
+async def test_cancelling_the_reader_frees_everything(engine: AsyncEngine) -> None:
+    wish = params(max_tokens=400, stop_token_ids=())
+    reader = asyncio.create_task(collect(engine, PROMPT, wish))
+    while not engine.stats.generation_tokens:
+        await asyncio.sleep(0.01)
+    reader.cancel()
+    await asyncio.wait((reader,))
+    await idle(engine)
+
+
+async def test_abort_ends_the_stream(engine: AsyncEngine) -> None:
+    wish = params(max_tokens=400, stop_token_ids=())
+    stream = engine.generate(PROMPT, wish, request_id="x")
+    deltas = [await anext(stream)]
+    with pytest.raises(RequestError, match="in use"):
+        await collect(engine, PROMPT, wish, request_id="x")
+    await engine.abort("x")
+    await engine.abort("unknown")
+    deltas += [delta async for delta in stream]
+    assert deltas[-1].finish_reason == "abort"
+    assert tokens(deltas) == expected(PROMPT, 400, ends=())[: len(tokens(deltas))]
+
+
+async def test_a_slow_reader_gets_all_in_one_delta(local: AsyncEngine) -> None:
+    stream = local.generate(PROMPT, params(max_tokens=200, stop_token_ids=()))
+    deltas = [await anext(stream)]
+    await idle(local)
+    deltas += [delta async for delta in stream]
+    assert len(deltas) == 2
+    assert tokens(deltas) == expected(PROMPT, 200, ends=())
+
+
+async def test_one_bad_row_does_not_hurt_the_others(engine: AsyncEngine) -> None:
+    prompts = [PROMPT, [1, NOT_FINITE_TOKEN, 2], [5, 4, 3]]
+    good, bad, other = await asyncio.gather(*(collect(engine, p, params()) for p in prompts))
+    assert (bad[-1].finish_reason, tokens(bad)) == ("error", [])
+    assert bad[-1].error == "the model's output is not finite"
+    assert tokens(good) == expected(prompts[0], 20)
+    assert tokens(other) == expected(prompts[2], 20)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "message"),
+    [
+        ([], {}, "the prompt is empty"),
+        ([1, VOCAB_SIZE], {}, f"token {VOCAB_SIZE}"),
+        ([-1], {}, "token -1"),
+        ([2**70], {}, "token ids"),
+        ([1.5], {}, "token ids"),
+        ([1] * 512, {}, "the prompt has 512 tokens; the context is 512"),
+        (PROMPT, {"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias has token"),
+        (PROMPT, {"stop_token_ids": (-1,)}, "stop_token_ids has token"),
+        (PROMPT, {"min_tokens": 508, "max_tokens": None}, "room for 507"),
+    ],
+)
+async def test_what_cannot_be_served_is_refused(
+    local: AsyncEngine, prompt: list[int], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        local.validate(prompt, params(**settings))
+
+
+async def test_validate_fills_in_what_is_missing(local: AsyncEngine) -> None:
+    wish = local.validate(PROMPT, SamplingParams())
+    assert wish.max_tokens == 512 - len(PROMPT)
+    assert wish.seed is not None
+    assert local.validate(PROMPT, wish) == wish
+    assert local.validate(PROMPT, SamplingParams()).seed != wish.seed
+
+
+async def test_a_request_that_the_kv_cache_cannot_hold_is_refused(config: EngineConfig) -> None:
+    small = replace(config, kv_cache_memory=4 * 1024)  # 4 blocks of 8 tokens
+    engine = await AsyncEngine.start(small, in_process=True, runner_factory=FAST)
+    assert engine.validate(PROMPT, SamplingParams()).max_tokens == 33 - len(PROMPT)
+    with pytest.raises(RequestError, match="KV cache holds 33"):
+        engine.validate(PROMPT, params(max_tokens=29))
+    deltas = await collect(engine, PROMPT, params(max_tokens=28, stop_token_ids=()))
+    assert len(tokens(deltas)) == 28
+    await engine.shutdown()
+
+
+async def test_a_full_queue_is_429(config: EngineConfig) -> None:
+    engine = await AsyncEngine.start(
+        replace(config, max_num_seqs=1, max_queue=2), in_process=True, runner_factory=SLOW
+    )
+    readers = [asyncio.create_task(collect(engine, PROMPT, params())) for _ in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(RequestError) as caught:
+        await collect(engine, PROMPT, params())
+    assert (caught.value.status, caught.value.code) == (429, "queue_full")
+    assert all(tokens(deltas) for deltas in await asyncio.gather(*readers))
+    assert await collect(engine, PROMPT, params())
+    await engine.shutdown()
+
+
+async def test_shutdown_drains(engine: AsyncEngine) -> None:
+    readers = [asyncio.create_task(collect(engine, [1 + i], params())) for i in range(12)]
+    while not engine.stats.running:
+        await asyncio.sleep(0.01)
+    ending = asyncio.create_task(engine.shutdown(timeout=20))
+    await asyncio.sleep(0)
+    assert engine.status == "draining"
+    with pytest.raises(EngineError, match="shutting down"):
+        await collect(engine, PROMPT, params())
+    for i, reader in enumerate(readers):
+        assert tokens(await reader) == expected([1 + i], 20)
+    await ending
+    assert engine.status == "dead"
+
+
+async def test_shutdown_without_drain_aborts(engine: AsyncEngine) -> None:
+    wish = params(max_tokens=400, stop_token_ids=())
+    reader = asyncio.create_task(collect(engine, PROMPT, wish))
+    while not engine.stats.running:
+        await asyncio.sleep(0.01)
+    await engine.shutdown(drain=False)
+    assert (await reader)[-1].finish_reason == "abort"
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+async def test_when_the_runner_raises_all_requests_end(
+    config: EngineConfig, in_process: bool
+) -> None:
+    engine = await AsyncEngine.start(config, in_process=in_process, runner_factory=SLOW)
+    wish = params(max_tokens=400, stop_token_ids=())
+    reader = asyncio.create_task(collect(engine, PROMPT, wish))
+    while not engine.stats.running:
+        await asyncio.sleep(0.01)
+    last = (await collect(engine, [CRASH_TOKEN], wish))[-1]
+    assert last.finish_reason == "error"
+    assert last.error == "the model runner failed: AssertionError: the runner crashed"
+    assert (await reader)[-1].finish_reason == "error"
+    async with asyncio.timeout(10):
+        while engine.status != "dead":
+            await asyncio.sleep(0.01)
+    with pytest.raises(EngineError, match="dead"):
+        await collect(engine, PROMPT, wish)
+    await engine.shutdown()
+
+
+async def test_when_the_core_is_killed_all_streams_end(config: EngineConfig) -> None:
+    engine = await AsyncEngine.start(config, runner_factory=SLOW)
+    wish = params(max_tokens=400, stop_token_ids=())
+    stream = engine.generate(PROMPT, wish)
+    await anext(stream)
+    (core,) = psutil.Process().children()
+    core.kill()
+    async with asyncio.timeout(10):
+        with pytest.raises(EngineError, match="was killed by SIGKILL"):
+            async for _ in stream:
+                pass
+    assert engine.status == "dead"
+    await engine.shutdown()
+
+
+async def test_a_stuck_core_is_noticed_and_ended(
+    config: EngineConfig, capfd: pytest.CaptureFixture[str]
+) -> None:
+    engine = await AsyncEngine.start(replace(config, stall_timeout=0.5), runner_factory=FAST)
+    (core,) = psutil.Process().children()
+    async with asyncio.timeout(20):
+        with pytest.raises(EngineError, match=r"no step in 0\.5 s"):
+            await collect(engine, [HANG_TOKEN], params())
+        assert engine.status == "stalled"
+        await engine.shutdown()
+    assert not core.is_running()
+    assert "mock_runner.py" in capfd.readouterr().err, "the stacks name where it was stuck"
+
+
+async def test_interrupts_are_the_parents_business(config: EngineConfig) -> None:
+    engine = await AsyncEngine.start(config, runner_factory=SLOW)
+    (core,) = psutil.Process().children()
+    core.send_signal(signal.SIGINT)
+    core.send_signal(signal.SIGTERM)
+    assert tokens(await collect(engine, PROMPT, params())) == expected(PROMPT, 20)
+    await engine.shutdown()
+
+
+def test_no_orphan_is_left_when_the_parent_is_killed(config: EngineConfig) -> None:
+    code = f"""
+        import asyncio
+        from weft.serving.config import EngineConfig
+        from weft.serving.engine import AsyncEngine
+
+        async def main():
+            config = EngineConfig(model={config.model!r})
+            engine = await AsyncEngine.start(config, runner_factory={SLOW!r})
+            print("ready", flush=True)
+            await asyncio.sleep(60)
+
+        asyncio.run(main())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"ready\n"
+        (core,) = psutil.Process(parent.pid).children()
+        os.kill(parent.pid, signal.SIGKILL)
+    core.wait(timeout=10)
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+@pytest.mark.parametrize(
+    ("factory", "error", "message"),
+    [
+        ("support.mock_runner:refuse", ConfigError, "--max-model-len is"),
+        ("support.mock_runner:miss", ModelError, "no weights"),
+    ],
+)
+async def test_start_raises_what_loading_raises(
+    config: EngineConfig, in_process: bool, factory: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        await AsyncEngine.start(config, in_process=in_process, runner_factory=factory)
+    assert not psutil.Process().children()
+
+
+async def test_start_says_how_the_core_ended(config: EngineConfig) -> None:
+    with pytest.raises(EngineError, match="exited with status 7 while it was loading"):
+        await AsyncEngine.start(config, runner_factory="support.mock_runner:leave")
+
+
+async def test_a_cancelled_start_leaves_no_process(config: EngineConfig) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await AsyncEngine.start(config, runner_factory=FAST)
+    assert not psutil.Process().children()
