@@ -1,0 +1,268 @@
+"""The memory ledger: what it adds up to, what it refuses, and that its advice works."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.errors import ConfigError
+from weft.models.families import build_spec
+from weft.models.memory import (
+    GIB,
+    MIB,
+    Ledger,
+    activation_bytes,
+    available_memory,
+    human_bytes,
+    plan_memory,
+)
+
+QWEN: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+SPEC = build_spec(QWEN, Path("config.json"))
+KV_BYTES_PER_TOKEN = 2 * 24 * 2 * 64 * 2
+
+
+def plan(**changes: Any) -> Ledger:
+    arguments: dict[str, Any] = {
+        "dtype": "auto",
+        "available": 16 * GIB,
+        "memory_fraction": 0.8,
+        "kv_cache_memory": None,
+        "block_size": 32,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 2048,
+        "max_model_len": None,
+    }
+    return plan_memory(SPEC, **(arguments | changes))
+
+
+def test_everything_is_accounted_for() -> None:
+    ledger = plan()
+    assert ledger.weights == 494_032_768 * 2
+    assert ledger.budget == int(16 * GIB * 0.8)
+    assert ledger.kv_cache == ledger.tokens * KV_BYTES_PER_TOKEN
+    parts = ledger.weights + ledger.activations + ledger.kv_cache + ledger.left
+    assert parts == ledger.budget
+
+
+def test_the_cache_stops_at_what_requests_can_use() -> None:
+    ledger = plan(max_model_len=1000, max_num_seqs=4)
+    assert ledger.num_blocks == 4 * 32
+    assert ledger.left > 8 * GIB
+    assert plan(max_model_len=1000, max_num_seqs=4, kv_cache_memory=8 * GIB).num_blocks == 4 * 32
+
+
+def test_the_cache_takes_what_is_left() -> None:
+    ledger = plan(max_num_seqs=1000)
+    assert 0 <= ledger.left < 32 * KV_BYTES_PER_TOKEN
+
+
+def test_a_given_size_is_kept() -> None:
+    ledger = plan(kv_cache_memory=GIB)
+    assert ledger.num_blocks == GIB // (32 * KV_BYTES_PER_TOKEN)
+
+
+def test_float32_takes_twice_as_much() -> None:
+    assert plan(dtype="float32").weights == 2 * plan().weights
+
+
+def test_the_table_is_aligned() -> None:
+    lines = plan(max_num_seqs=200).render().splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["weights", "activations", "KV cache", "left"]
+    assert all(re.fullmatch(r"[ \d.]{6} [KMG]iB", line[12:22]) for line in lines)
+    assert "a step of 2048 tokens, 200 requests" in lines[1]
+    assert re.search(r"blocks of 32 tokens: [\d,]+ tokens$", lines[2])
+
+
+REFUSED: list[dict[str, Any]] = [
+    {"available": 3 * GIB // 2},
+    {"available": 5 * GIB // 4, "max_num_seqs": 1000},
+    {"available": 3 * GIB, "dtype": "float32"},
+    {"memory_fraction": 0.07},
+    {"available": 4 * GIB, "max_num_seqs": 1000},
+    {"available": 4 * GIB, "max_num_batched_tokens": 65536, "max_num_seqs": 64},
+    {"kv_cache_memory": 100 * MIB},
+    {"kv_cache_memory": 1},
+    {"kv_cache_memory": 20 * GIB, "max_num_seqs": 1000},
+]
+
+
+@pytest.mark.parametrize("changes", REFUSED, ids=str)
+def test_every_advice_works(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        plan(**changes)
+    advice = str(refusal.value).rpartition("; set ")[2].split(", or ")
+    assert advice
+    for change in advice:
+        better = dict(changes)
+        flags = re.findall(r"--([a-z-]+) ([\d.]+)(M?)", change)
+        assert flags, change
+        for flag, number, unit in flags:
+            value = float(number) if "." in number else int(number)
+            better[flag.replace("-", "_")] = value * MIB if unit else value
+        assert plan(**better).left >= 0
+
+
+def test_the_refusal_has_the_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"weights 942\.3 MiB, activations") as refusal:
+        plan(available=3 * GIB // 2)
+    assert "384.0 MiB for one request of 32,768 tokens" in str(refusal.value)
+    assert "1.20 GiB that weft may take (0.8 of the 1.50 GiB that are free)" in str(refusal.value)
+    with pytest.raises(ConfigError, match=r"--kv-cache-memory is 100\.0 MiB, too little for one"):
+        plan(kv_cache_memory=100 * MIB)
+
+
+def test_no_setting_helps_a_model_that_is_too_large() -> None:
+    with pytest.raises(ConfigError, match="free some memory or choose a smaller model"):
+        plan(available=GIB // 2)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    available=st.integers(0, 32 * GIB),
+    memory_fraction=st.floats(0.01, 1.0),
+    kv_cache_memory=st.none() | st.integers(1, 32 * GIB),
+    block_size=st.sampled_from([1, 16, 32, 100]),
+    max_num_seqs=st.integers(1, 1000),
+    max_num_batched_tokens=st.integers(1, 10_000),
+    max_model_len=st.none() | st.integers(1, 200_000),
+)
+def test_a_plan_fits_or_is_refused(**changes: Any) -> None:
+    length = changes["max_model_len"] or SPEC.max_model_len
+    try:
+        ledger = plan(**changes)
+    except ConfigError:
+        return
+    assert ledger.left >= 0
+    assert length <= ledger.tokens
+    blocks_per_request = -(-length // changes["block_size"])
+    assert ledger.num_blocks <= changes["max_num_seqs"] * blocks_per_request
+    if changes["kv_cache_memory"]:
+        assert ledger.kv_cache <= changes["kv_cache_memory"]
+
+
+def test_activations_grow_with_every_dimension() -> None:
+    shape = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128}
+    base = activation_bytes(SPEC, dtype="bfloat16", **shape)
+    assert activation_bytes(SPEC, dtype="float32", **shape) > base
+    for name in shape:
+        more = shape | {name: shape[name] * 100}
+        assert activation_bytes(SPEC, dtype="bfloat16", **more) > base
+
+
+def test_mixture_of_experts_counts_the_experts_of_a_token() -> None:
+    moe = QWEN | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "head_dim": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 256,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "vocab_size": 1000,
+    }
+    shape = {"max_num_seqs": 8, "max_num_batched_tokens": 4096, "max_model_len": 128}
+    few = build_spec(moe, Path("config.json"))
+    many = build_spec(moe | {"num_experts_per_tok": 8}, Path("config.json"))
+    assert activation_bytes(many, dtype="auto", **shape) > activation_bytes(
+        few, dtype="auto", **shape
+    )
+
+
+def make_tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_free_memory_of_this_machine() -> None:
+    assert 0 < available_memory() < 2**50
+
+
+def test_without_cgroups_the_machine_is_the_limit(tmp_path: Path) -> None:
+    assert available_memory(tmp_path) > MIB
+
+
+def test_version_2_group_and_its_parents(tmp_path: Path) -> None:
+    root = make_tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/pod/container\n",
+            "sys/fs/cgroup/pod/memory.max": f"{20 * MIB}\n",
+            "sys/fs/cgroup/pod/memory.current": f"{15 * MIB}\n",
+            "sys/fs/cgroup/pod/memory.stat": f"anon 1\nactive_file 7\ninactive_file {2 * MIB}\n",
+            "sys/fs/cgroup/pod/container/memory.max": "max\n",
+            "sys/fs/cgroup/pod/container/memory.current": f"{14 * MIB}\n",
+        },
+    )
+    assert available_memory(root) == 7 * MIB
+
+
+def test_version_2_path_of_the_host(tmp_path: Path) -> None:
+    root = make_tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/kubepods/pod1/abc\n",
+            "sys/fs/cgroup/memory.max": f"{9 * MIB}\n",
+            "sys/fs/cgroup/memory.current": f"{4 * MIB}\n",
+        },
+    )
+    assert available_memory(root) == 5 * MIB
+
+
+def test_version_1(tmp_path: Path) -> None:
+    root = make_tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "3:cpuset:/\n2:cpu,memory:/docker/abc\n0::/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2**63 - 4096}\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{4 * MIB}\n",
+            "sys/fs/cgroup/memory/docker/abc/memory.limit_in_bytes": f"{9 * MIB}\n",
+            "sys/fs/cgroup/memory/docker/abc/memory.usage_in_bytes": f"{4 * MIB}\n",
+            "sys/fs/cgroup/memory/docker/abc/memory.stat": f"total_inactive_file {MIB}\n",
+        },
+    )
+    assert available_memory(root) == 6 * MIB
+
+
+def test_a_group_over_its_limit_has_nothing_left(tmp_path: Path) -> None:
+    root = make_tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/\n",
+            "sys/fs/cgroup/memory.max": "100\n",
+            "sys/fs/cgroup/memory.current": "200\n",
+        },
+    )
+    assert available_memory(root) == 0
+
+
+def test_human_bytes() -> None:
+    sizes = [0, MIB - 1, 3 * MIB // 2, GIB, 10 * GIB]
+    readable = ["0.0 KiB", "1024.0 KiB", "1.5 MiB", "1.00 GiB", "10.00 GiB"]
+    assert [human_bytes(size) for size in sizes] == readable
