@@ -69,7 +69,8 @@ def can_pack(dtype: torch.dtype) -> bool:
     Float32 needs a torch built with oneDNN; bfloat16 also needs a CPU with vector instructions
     that oneDNN has kernels for (AVX-512, or Arm with bf16).
     """
-    if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
+    mkldnn = torch.backends.mkldnn
+    if not mkldnn.is_available() or not mkldnn.enabled:  # type: ignore[no-untyped-call]
         return False
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -334,7 +334,7 @@ def _inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     in float64 would take longer than everything else here.
     """
     padding = -probs.shape[1] % CDF_BLOCK
-    blocks = pad(probs, (0, padding)).unflatten(1, (-1, CDF_BLOCK))
+    blocks = pad(probs, (0, padding)).view(len(probs), -1, CDF_BLOCK)
     ends = blocks.sum(-1).double().cumsum(-1)
     target = u[:, None] * ends[:, -1:]
     # The clamps matter for NaN only: a row without any token left must not index out of bounds.
