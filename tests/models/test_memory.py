@@ -138,7 +138,7 @@ def test_no_setting_helps_a_model_that_is_too_large() -> None:
         plan(available=GIB // 2)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     available=st.integers(0, 32 * GIB),
     memory_fraction=st.floats(0.01, 1.0),

@@ -1,0 +1,226 @@
+"""Paged attention against its oracle, over ragged batches, chunks and poisoned pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from weft.kernels import reference
+from weft.kernels.cpu import attention as module
+from weft.kernels.cpu.attention import AttentionPlan, paged_attention, write_kv
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+@dataclass
+class Shape:
+    kv_heads: int
+    group: int
+    dim: int
+    block_size: int
+    window: int | None
+    dtype: torch.dtype
+
+
+class Cache:
+    """One layer's pages, all NaN at first, and requests whose pages are drawn at random."""
+
+    def __init__(self, shape: Shape, num_blocks: int, seed: int = 0) -> None:
+        self.shape = shape
+        size = (num_blocks, shape.kv_heads, shape.block_size, shape.dim)
+        self.keys = torch.full(size, torch.nan, dtype=shape.dtype)
+        self.values = self.keys.clone()
+        # Page 0 is never given out: tables are padded with 0.
+        self.free = (np.random.default_rng(seed).permutation(num_blocks - 1) + 1).tolist()
+
+    def take(self, tokens: int) -> list[int]:
+        return [self.free.pop() for _ in range(-(-tokens // self.shape.block_size))]
+
+    def step(
+        self, requests: list[tuple[list[int], int, int]], poison: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Run one step of (pages, computed tokens, new tokens): (ours, the oracle's).
+
+        The keys and values of request `poison` are NaN.
+        """
+        shape = self.shape
+        query_start = np.cumsum([0] + [new for _, _, new in requests], dtype=np.int32)
+        context_len = np.array([old + new for _, old, new in requests], np.int32)
+        table = np.zeros((len(requests), max(len(r[0]) for r in requests) + 1), np.int32)
+        for row, (pages, _, _) in zip(table, requests, strict=True):
+            row[: len(pages)] = pages
+        heads = (shape.kv_heads * shape.group, shape.kv_heads, shape.kv_heads)
+        q, k, v = (torch.randn(query_start[-1], h, shape.dim).to(shape.dtype) for h in heads)
+        if poison is not None:
+            rows = slice(query_start[poison], query_start[poison + 1])
+            k[rows], v[rows] = torch.nan, torch.nan
+        plan = AttentionPlan.build(query_start, context_len, table, block_size=shape.block_size)
+        write_kv(k, v, self.keys, self.values, plan)
+        settings = {"scale": 0.4, "sliding_window": shape.window}
+        ours = paged_attention(q, self.keys, self.values, plan, **settings)  # type: ignore[arg-type]
+        oracle = reference.paged_attention(
+            q,
+            self.keys,
+            self.values,
+            query_start.tolist(),
+            context_len.tolist(),
+            table.tolist(),
+            **settings,  # type: ignore[arg-type]
+        )
+        assert ours.dtype == shape.dtype
+        return ours.float(), oracle
+
+
+shapes = st.builds(
+    Shape,
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 4),
+    dim=st.sampled_from([8, 16]),
+    block_size=st.sampled_from([1, 4, 16]),
+    window=st.sampled_from([None, None, 1, 5, 16]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    shape=shapes,
+    chunks=st.lists(
+        st.lists(st.sampled_from([1, 1, 2, 7, 20]), min_size=1, max_size=4), min_size=1, max_size=5
+    ),
+    limits=st.sampled_from([(64, 1 << 23, 1 << 16), (3, 1 << 23, 0), (64, 500, 1 << 16)]),
+    seed=st.integers(0, 2**31),
+)
+def test_equals_the_reference(
+    shape: Shape, chunks: list[list[int]], limits: tuple[int, int, int], seed: int
+) -> None:
+    """Requests are computed chunk by chunk, together; those with fewer chunks drop out."""
+    torch.manual_seed(seed)
+    cache = Cache(shape, num_blocks=450, seed=seed)
+    pages = [cache.take(sum(sizes)) for sizes in chunks]
+    with pytest.MonkeyPatch.context() as patch:
+        names = ("MAX_TILE_QUERIES", "MAX_TILE_NUMBERS", "TILE_COST_IN_SCORES")
+        for name, limit in zip(names, limits, strict=True):
+            patch.setattr(module, name, limit)
+        for nth in range(max(map(len, chunks))):
+            batch = [
+                (pages[i], sum(sizes[:nth]), sizes[nth])
+                for i, sizes in enumerate(chunks)
+                if nth < len(sizes)
+            ]
+            ours, oracle = cache.step(batch)
+            tolerance = TOLERANCE[shape.dtype]
+            torch.testing.assert_close(ours, oracle, atol=tolerance, rtol=tolerance)
+
+
+def test_requests_share_the_pages_of_a_common_prefix() -> None:
+    shape = Shape(2, 2, 8, 4, None, torch.float32)
+    cache = Cache(shape, 30)
+    first = cache.take(10)
+    torch.testing.assert_close(*cache.step([(first, 0, 10)]))
+    second = first[:2] + cache.take(6)
+    third = first[:1] + cache.take(3)
+    batch = [(second, 8, 6), (first, 10, 1), (third, 4, 3)]
+    torch.testing.assert_close(*cache.step(batch), atol=2e-5, rtol=2e-5)
+
+
+def test_what_a_page_held_before_is_not_seen() -> None:
+    shape = Shape(2, 2, 8, 4, None, torch.float32)
+    cache = Cache(shape, 30)
+    pages, others = cache.take(7), cache.take(30)
+    ours, _ = cache.step([(pages, 0, 7), (others, 0, 5)], poison=0)
+    assert ours[:7].isnan().all()
+    assert ours[7:].isfinite().all()
+    # The failed request's pages go to another one, and that decodes with a longer neighbour.
+    torch.testing.assert_close(*cache.step([(pages, 0, 2), (others, 5, 24)]))
+    torch.testing.assert_close(*cache.step([(pages, 2, 1), (others, 29, 1)]))
+
+
+def test_a_request_that_is_not_finite_stays_alone() -> None:
+    shape = Shape(2, 2, 8, 4, None, torch.bfloat16)
+    cache = Cache(shape, 60)
+    pages = [cache.take(n) for n in (9, 20, 20)]
+    cache.step([(own, 0, 8) for own in pages])
+    ours, oracle = cache.step([(own, 8, 1) for own in pages], poison=1)
+    assert ours[1].isnan().all()
+    torch.testing.assert_close(ours[[0, 2]], oracle[[0, 2]], atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_long_prefill_in_two_chunks(window: int | None) -> None:
+    """Long enough for several tiles, against dense attention."""
+    heads, kv_heads, dim, tokens, cut, block_size = 4, 2, 16, 700, 300, 32
+    q, k, v = (torch.randn(tokens, h, dim) for h in (heads, kv_heads, kv_heads))
+    keys = torch.full((40, kv_heads, block_size, dim), torch.nan)
+    values = keys.clone()
+    table = np.arange(39, 39 - 22, -1, dtype=np.int32)[None]
+    parts = []
+    for start, end in ((0, cut), (cut, tokens)):
+        plan = AttentionPlan.build(
+            np.array([0, end - start], np.int32),
+            np.array([end], np.int32),
+            table,
+            block_size=block_size,
+        )
+        write_kv(k[start:end], v[start:end], keys, values, plan)
+        parts.append(
+            paged_attention(
+                q[start:end], keys, values, plan, scale=dim**-0.5, sliding_window=window
+            )
+        )
+    i, j = torch.arange(tokens)[:, None], torch.arange(tokens)
+    seen = (j <= i) & (j > i - (window or tokens))
+    expected = scaled_dot_product_attention(
+        *(x.transpose(0, 1) for x in (q, k, v)), attn_mask=seen, enable_gqa=True
+    )
+    torch.testing.assert_close(torch.cat(parts), expected.transpose(0, 1), atol=1e-5, rtol=1e-5)
+
+
+def plan_of(contexts: list[int], chunks: list[int], block_size: int = 16) -> AttentionPlan:
+    table = np.arange(len(contexts) * 2048, dtype=np.int32).reshape(len(contexts), 2048)
+    return AttentionPlan.build(
+        np.cumsum([0, *chunks], dtype=np.int32),
+        np.array(contexts, np.int32),
+        table,
+        block_size=block_size,
+    )
+
+
+def test_similar_decodes_are_one_tile() -> None:
+    (tile,) = plan_of([250, 256, 200, 130] * 4, [1] * 16).tiles(14, 2, 64, None)
+    assert sorted(tile.rows.tolist()) == list(range(16))
+    assert tile.length == 256
+
+
+def test_a_long_request_does_not_pad_the_others() -> None:
+    tiles = plan_of([100, 16000, 120, 90], [1] * 4).tiles(14, 2, 64, None)
+    assert [(len(tile.rows), tile.length) for tile in tiles] == [(1, 16000), (3, 128)]
+
+
+def test_tiles_of_a_long_prefill_end_at_the_diagonal_and_stay_small() -> None:
+    tiles = plan_of([16384], [2048]).tiles(14, 2, 64, None)
+    rows = torch.cat([tile.rows for tile in tiles])
+    assert sorted(rows.tolist()) == list(range(2048))
+    for tile in tiles:
+        assert tile.length >= 16384 - 2048
+        assert len(tile.rows) * 14 * tile.length <= module.MAX_TILE_NUMBERS
+        assert tile.mask.numel() <= len(tile.rows) * 2 * module.MAX_TILE_QUERIES
+    assert min(tile.length for tile in tiles) <= 16384 - 2048 + module.MAX_TILE_QUERIES
+
+
+def test_a_window_reads_its_own_pages_only() -> None:
+    (tile,) = plan_of([16000], [1]).tiles(14, 2, 64, 128)
+    assert tile.length <= 128 + 16
+
+
+def test_layers_share_the_tiles() -> None:
+    plan = plan_of([100], [1])
+    assert plan.tiles(14, 2, 64, None) is plan.tiles(14, 2, 64, None)
+    assert plan.tiles(14, 2, 64, 5) is not plan.tiles(14, 2, 64, None)
