@@ -23,7 +23,7 @@ from weft.serving.api.app import build_app
 from weft.serving.api.protocol import BoundedProtocol
 from weft.serving.api.state import ServerState
 from weft.serving.config import EngineConfig, ServerConfig
-from weft.serving.engine import AsyncEngine
+from weft.serving.engine import LOAD_MODEL, AsyncEngine
 
 _KEEP_ALIVE = 75  # seconds; longer than load balancers keep idle connections, so that they close
 _BACKLOG = 2048
@@ -31,8 +31,15 @@ _LAST_RESPONSES = 5  # seconds that readers get for answers that are complete
 _HEALTH_PERIOD = 0.2
 
 
-def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
+def serve(
+    engine_config: EngineConfig, server_config: ServerConfig, *, runner_factory: str = LOAD_MODEL
+) -> int:
     """Serve until a signal comes; returns the exit status.
+
+    Args:
+        engine_config: of the engine.
+        server_config: of the HTTP server.
+        runner_factory: see `AsyncEngine.start`.
 
     Raises:
         ConfigError: the address is not to be had.
@@ -41,7 +48,8 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """
     listener = _bind(server_config)
     with contextlib.closing(listener):
-        return uvloop.run(_Server(engine_config, server_config, listener).run())
+        server = _Server(engine_config, server_config, runner_factory, listener)
+        return uvloop.run(server.run())
 
 
 def _bind(config: ServerConfig) -> socket.socket:
@@ -71,9 +79,14 @@ class _Server:
     """One run of the server; see the module's text."""
 
     def __init__(
-        self, engine_config: EngineConfig, server_config: ServerConfig, listener: socket.socket
+        self,
+        engine_config: EngineConfig,
+        server_config: ServerConfig,
+        runner_factory: str,
+        listener: socket.socket,
     ) -> None:
         self._engine_config = engine_config
+        self._runner_factory = runner_factory
         self._server_config = server_config
         self._listener = listener
         self._state = ServerState.of(engine_config, server_config)
@@ -120,7 +133,9 @@ class _Server:
 
     async def _load(self) -> None:
         """Start the engine, unless a signal comes first."""
-        loading = asyncio.create_task(AsyncEngine.start(self._engine_config))
+        loading = asyncio.create_task(
+            AsyncEngine.start(self._engine_config, runner_factory=self._runner_factory)
+        )
         if await _first(loading, self._stop):
             self._state.engine = loading.result()
         else:

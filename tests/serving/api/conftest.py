@@ -1,0 +1,38 @@
+"""Two servers that the tests here share: a tiny real model, and a mock with slow steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from support.checkpoints import make_checkpoint
+from support.server import Server, start_server
+from support.tokenizers import write_byte_level
+
+SLOW_MOCK = "support.mock_runner:load_slowly"
+
+
+@pytest.fixture(scope="package")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """`weft serve` of a tiny random model: its text is noise, with half characters."""
+    path = tmp_path_factory.mktemp("server")
+    with start_server(make_checkpoint(path / "tiny", "llama"), path) as server:
+        yield server
+
+
+@pytest.fixture(scope="package")
+def mock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A mock model with steps of 5 ms, 64 token ids, and 512 tokens of context."""
+    path = tmp_path_factory.mktemp("mock")
+    model = write_byte_level(path / "mock")
+    settings = {"max_num_seqs": 8, "max_queue": 4}
+    with start_server(model, path, loader=SLOW_MOCK, **settings) as server:
+        yield server
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[httpx.Client]:
+    """A client of the tiny model's server."""
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client

@@ -1,0 +1,162 @@
+"""POST /v1/chat/completions, through a real socket, to a real (tiny) model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+MESSAGES = [{"role": "user", "content": "who weaves the weft?"}]
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def chat(http: httpx.Client, **fields: Any) -> dict[str, Any]:
+    body = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": 8} | fields
+    response = http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def stream(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
+    """The events of a stream, without [DONE]."""
+    body = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": 8} | fields
+    response = http.post("/v1/chat/completions", json=body | {"stream": True})
+    assert response.status_code == 200, response.text
+    *events, done, end = response.text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def content(answer: dict[str, Any]) -> str:
+    text: str = answer["choices"][0]["message"]["content"]
+    return text
+
+
+def prompt_tokens(http: httpx.Client, **fields: Any) -> int:
+    count: int = chat(http, max_tokens=1, **fields)["usage"]["prompt_tokens"]
+    return count
+
+
+def test_shape(http: httpx.Client) -> None:
+    answer = chat(http)
+    assert answer["object"] == "chat.completion"
+    assert answer["id"].startswith("chatcmpl-")
+    (choice,) = answer["choices"]
+    assert choice["message"].keys() == {"role", "content", "refusal"}
+    assert choice["message"]["role"] == "assistant"
+    assert choice["message"]["refusal"] is None
+    assert choice["logprobs"] is None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_streamed_equals_unstreamed(http: httpx.Client, seed: int) -> None:
+    fields = {"temperature": 1.0, "seed": seed, "n": 2, "max_tokens": 60, "ignore_eos": True}
+    if seed % 2:
+        fields["stop"] = ["e", "\ufffd\ufffd"]
+    whole = chat(http, **fields)
+    events = stream(http, **fields)
+    pieces, reasons = ["", ""], ["", ""]
+    for event in events:
+        assert event["object"] == "chat.completion.chunk"
+        for choice in event["choices"]:
+            assert not reasons[choice["index"]], "an event after the answer's end"
+            pieces[choice["index"]] += choice["delta"].get("content", "")
+            reasons[choice["index"]] = choice["finish_reason"] or ""
+    assert pieces == [choice["message"]["content"] for choice in whole["choices"]]
+    assert reasons == [choice["finish_reason"] for choice in whole["choices"]]
+    first = [event["choices"][0]["delta"] for event in events if "role" in str(event)]
+    assert first == [{"role": "assistant", "content": "", "refusal": None}] * 2
+
+
+def test_streamed_usage(http: httpx.Client) -> None:
+    events = stream(http, stream_options={"include_usage": True}, ignore_eos=True)
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"]["completion_tokens"] == 8
+    assert all(event["usage"] is None for event in events[:-1])
+
+
+def test_max_completion_tokens(http: httpx.Client) -> None:
+    answer = chat(http, max_tokens=None, max_completion_tokens=3, ignore_eos=True)
+    assert answer["usage"]["completion_tokens"] == 3
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_without_max_tokens_the_context_is_the_limit(http: httpx.Client) -> None:
+    usage = chat(http, max_tokens=None, ignore_eos=True)["usage"]
+    assert usage["total_tokens"] == 512
+
+
+def test_logprobs(http: httpx.Client) -> None:
+    answer = chat(http, logprobs=True, top_logprobs=2, ignore_eos=True)
+    entries = answer["choices"][0]["logprobs"]["content"]
+    assert len(entries) == 8
+    for entry in entries:
+        assert len(entry["top_logprobs"]) == 2
+        assert entry["top_logprobs"][0]["token"] == entry["token"]
+        assert entry["logprob"] <= 0
+    text = b"".join(bytes(entry["bytes"]) for entry in entries).decode(errors="replace")
+    assert text == content(answer)
+    events = stream(http, logprobs=True, ignore_eos=True)
+    streamed = [
+        entry
+        for event in events
+        for choice in event["choices"]
+        if choice["logprobs"]
+        for entry in choice["logprobs"]["content"]
+    ]
+    assert [entry["bytes"] for entry in streamed] == [entry["bytes"] for entry in entries]
+    assert streamed[0]["top_logprobs"] == []
+
+
+def test_text_parts_are_joined_by_lines(http: httpx.Client) -> None:
+    parts = [{"type": "text", "text": "who weaves"}, {"type": "text", "text": "the weft?"}]
+    whole = chat(http, messages=[{"role": "user", "content": "who weaves\nthe weft?"}])
+    assert content(chat(http, messages=[{"role": "user", "content": parts}])) == content(whole)
+
+
+def test_developer_is_system_to_a_template_that_does_not_know_it(http: httpx.Client) -> None:
+    def with_role(role: str) -> str:
+        return content(chat(http, messages=[{"role": role, "content": "be brief"}, *MESSAGES]))
+
+    assert with_role("developer") == with_role("system")
+
+
+def test_an_answer_can_be_sent_back(http: httpx.Client) -> None:
+    message = chat(http)["choices"][0]["message"]
+    extras = {"annotations": [], "audio": None, "function_call": None, "tool_calls": None}
+    again = {"role": "user", "content": "and who crosses it?"}
+    chat(http, messages=[*MESSAGES, message | extras, again])
+
+
+def test_a_conversation_with_calls(http: httpx.Client) -> None:
+    function = {"name": "weather", "arguments": '{"city": "Turin"}'}
+    call = {"id": "call_1", "type": "function", "function": function}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    ]
+    chat(http, messages=messages, tools=[WEATHER], tool_choice="auto", parallel_tool_calls=True)
+    chat(http, messages=messages, tools=[WEATHER], tool_choice="none")
+
+
+def test_settings_that_change_nothing_are_taken(http: httpx.Client) -> None:
+    neutral = {
+        "frequency_penalty": None,
+        "logit_bias": None,
+        "metadata": {"a": "b"},
+        "modalities": ["text"],
+        "prompt_cache_key": "k",
+        "response_format": {"type": "text"},
+        "safety_identifier": "s",
+        "service_tier": "auto",
+        "store": False,
+        "user": "u",
+    }
+    assert content(chat(http, **neutral)) == content(chat(http))

@@ -1,0 +1,260 @@
+"""The server's life: loading, clients that leave, full queue, signals, an engine that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from support.mock_runner import CRASH_TOKEN, HANG_TOKEN, NOT_FINITE_TOKEN, expected
+from support.server import Server, start_server
+from support.tokenizers import write_byte_level
+
+SLOW_MOCK = "support.mock_runner:load_slowly"
+PROMPT = [1, 2, 3]
+LONG = {"model": "mock", "prompt": PROMPT, "max_tokens": 500, "stream": True}
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Server]:
+    """A server of the test's own, to be ended by it."""
+    with start_server(write_byte_level(tmp_path / "mock"), tmp_path, loader=SLOW_MOCK) as server:
+        yield server
+
+
+def connect(server: Server, body: dict[str, Any]) -> socket.socket:
+    """A socket on which a completion has been asked for."""
+    content = json.dumps(body).encode()
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    connection.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n" % len(content) + content
+    )
+    return connection
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+async def events(client: httpx.AsyncClient, body: dict[str, Any]) -> list[str]:
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        return [line async for line in response.aiter_lines() if line]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_client_that_leaves_aborts_its_request(mock: Server, stream: bool, n: int) -> None:
+    before = mock.metric("generation_tokens_total")
+    connection = connect(mock, LONG | {"stream": stream, "n": n})
+    mock.wait_until("requests_running", n)
+    if stream:
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    connection.close()
+    mock.wait_until("requests_running", 0)
+    assert mock.metric("kv_cache_usage_ratio") == 0
+    assert mock.metric("generation_tokens_total") - before < 400 * n
+
+
+def test_a_client_that_leaves_the_queue(mock: Server) -> None:
+    """Twelve requests on eight places; the waiting ones leave before they have begun."""
+    running = [connect(mock, LONG) for _ in range(8)]
+    mock.wait_until("requests_running", 8)
+    waiting = [connect(mock, LONG | {"stream": i % 2 == 0}) for i in range(4)]
+    mock.wait_until("requests_waiting", 4)
+    for connection in waiting:
+        connection.close()
+    mock.wait_until("requests_waiting", 0)
+    assert mock.metric("requests_running") == 8
+    for connection in running:
+        connection.close()
+    mock.wait_until("requests_running", 0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_full_queue_is_429_with_retry_after(mock: Server, stream: bool) -> None:
+    connections = [connect(mock, LONG) for _ in range(12)]
+    mock.wait_until("requests_waiting", 4)
+    response = httpx.post(f"{mock.url}/v1/completions", json=LONG | {"stream": stream})
+    assert response.status_code == 429
+    assert response.json()["error"]["type"] == "rate_limit_error"
+    assert int(response.headers["retry-after"]) >= 1
+    for connection in connections:
+        connection.close()
+    mock.wait_until("requests_running", 0)
+
+
+def test_a_request_that_fails_hurts_no_other(mock: Server) -> None:
+    async def run() -> tuple[httpx.Response, list[str], list[str]]:
+        async with httpx.AsyncClient(base_url=mock.url, timeout=30) as client:
+            bad = {"model": "mock", "prompt": [5, NOT_FINITE_TOKEN], "max_tokens": 50}
+            good = LONG | {"max_tokens": 100}
+            return await asyncio.gather(
+                client.post("/v1/completions", json=bad),
+                events(client, bad | {"stream": True}),
+                events(client, good),
+            )
+
+    whole, streamed, good = asyncio.run(run())
+    assert whole.status_code == 500
+    assert whole.json()["error"]["code"] == "generation_failed"
+    assert "generation_failed" in streamed[0]
+    assert len(good) > 50
+    assert good[-1] == "data: [DONE]"
+
+
+def test_many_at_once_get_their_own_answers(mock: Server) -> None:
+    prompts = [[i, i + 1] for i in range(12)]
+
+    async def run() -> list[list[str]]:
+        async with httpx.AsyncClient(base_url=mock.url, timeout=30) as client:
+            bodies = [LONG | {"prompt": p, "seed": 0, "max_tokens": 40} for p in prompts]
+            return await asyncio.gather(*(events(client, body) for body in bodies))
+
+    for prompt, lines in zip(prompts, asyncio.run(run()), strict=True):
+        pieces = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+        text = "".join(piece["choices"][0]["text"] for piece in pieces)
+        tokens = expected(prompt, 40, ends=())
+        assert text == "".join(chr(33 + token) for token in tokens)
+
+
+def test_while_loading_it_is_alive_but_not_ready(tmp_path: Path) -> None:
+    settings = {"loader": "support.server:load_when_told", "port": free_port()}
+    model = write_byte_level(tmp_path / "mock")
+    with (
+        start_server(model, tmp_path, ready=False, **settings) as server,
+        httpx.Client(base_url=server.url) as client,
+    ):
+        assert client.get("/ready").status_code == 503
+        assert client.get("/ready").json() == {"status": "loading"}
+        assert client.get("/health").status_code == 200
+        assert client.get("/metrics").status_code == 200
+        assert client.get("/v1/models").json()["data"][0]["id"] == "mock"
+        response = client.post("/v1/completions", json=LONG)
+        assert response.status_code == 503
+        assert "loading" in response.json()["error"]["message"]
+        (model / "go").touch()
+        deadline = time.monotonic() + 30
+        while client.get("/ready").status_code != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def test_a_signal_while_loading_ends_it(tmp_path: Path) -> None:
+    settings = {"loader": "support.server:load_when_told", "port": free_port()}
+    model = write_byte_level(tmp_path / "mock")
+    with start_server(model, tmp_path, ready=False, **settings) as server:
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=20) == 0
+
+
+def test_sigterm_drains(own: Server) -> None:
+    """Not ready and nothing new, but what runs gets to its end; then exit 0."""
+
+    async def run() -> list[str]:
+        async with httpx.AsyncClient(base_url=own.url, timeout=30) as client:
+            running = asyncio.create_task(events(client, LONG | {"max_tokens": 200}))
+            while own.metric("requests_running") != 1:
+                await asyncio.sleep(0.01)
+            own.process.send_signal(signal.SIGTERM)
+            while (await client.get("/ready")).status_code == 200:
+                await asyncio.sleep(0.01)
+            assert (await client.get("/ready")).json() == {"status": "draining"}
+            assert (await client.get("/health")).status_code == 200
+            refused = await client.post("/v1/completions", json=LONG)
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"]
+            return await running
+
+    lines = asyncio.run(run())
+    assert lines[-1] == "data: [DONE]"
+    assert '"finish_reason":"length"' in lines[-2]
+    assert own.process.wait(timeout=20) == 0
+    assert own.log.read_text().count("\n") == 1, own.log.read_text()
+
+
+def test_the_drain_has_an_end(tmp_path: Path) -> None:
+    model = write_byte_level(tmp_path / "mock")
+    with start_server(model, tmp_path, loader=SLOW_MOCK, drain_timeout=0.2) as server:
+        connection = connect(server, LONG)
+        server.wait_until("requests_running", 1)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=10) == 0
+        text = read_all(connection)
+    assert b'"error"' in text
+    assert b"[DONE]" in text
+
+
+def test_a_second_signal_does_not_wait(own: Server) -> None:
+    connection = connect(own, LONG)
+    own.wait_until("requests_running", 1)
+    own.process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + 10
+    while httpx.get(f"{own.url}/ready").status_code != 503:
+        assert time.monotonic() < deadline
+    own.process.send_signal(signal.SIGTERM)
+    started = time.monotonic()
+    assert own.process.wait(timeout=10) == 1
+    assert time.monotonic() - started < 2.0
+    assert b'"error"' in read_all(connection)
+
+
+@pytest.mark.parametrize("token", [CRASH_TOKEN, HANG_TOKEN])
+def test_an_engine_that_fails_ends_the_server(tmp_path: Path, token: int) -> None:
+    model = write_byte_level(tmp_path / "mock")
+    with start_server(model, tmp_path, loader=SLOW_MOCK, stall_timeout=1.0) as server:
+        body = {"model": "mock", "prompt": [1, token], "max_tokens": 5}
+        response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=20)
+        assert response.status_code in (500, 503)
+        assert response.json()["error"]["message"]
+        assert server.process.wait(timeout=10) == 1
+        last = server.log.read_text().splitlines()[-1]
+        assert last.startswith("weft: error: the engine is ")
+
+
+def test_a_killed_engine_ends_the_server(own: Server) -> None:
+    connection = connect(own, LONG)
+    own.wait_until("requests_running", 1)
+    (engine,) = psutil.Process(own.process.pid).children()
+    engine.kill()
+    text = read_all(connection)
+    assert b"SIGKILL" in text
+    assert own.process.wait(timeout=10) == 1
+
+
+def test_a_port_that_is_taken_is_one_line(own: Server, tmp_path: Path) -> None:
+    with (
+        pytest.raises(AssertionError, match=r"weft: error: .*--port \d+: Address already in use"),
+        start_server(tmp_path / "mock", tmp_path, loader=SLOW_MOCK, port=own.port),
+    ):
+        pass
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
+    with (
+        pytest.raises(AssertionError) as caught,
+        start_server(tmp_path, tmp_path, loader="support.mock_runner:miss"),
+    ):
+        pass
+    assert "weft: error: " in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What is left on a socket."""
+    data = b""
+    with connection, contextlib.suppress(ConnectionResetError):
+        while chunk := connection.recv(65536):
+            data += chunk
+    return data

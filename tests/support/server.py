@@ -1,0 +1,155 @@
+"""A real server: `weft serve` in a process of its own, on a free port."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from support import mock_runner
+from weft.serving.config import EngineConfig
+from weft.serving.loading import LoadedModel, Progress
+
+TESTS = Path(__file__).parent.parent
+START_TIMEOUT = 60.0  # seconds; loaded machines take long to import torch
+
+# `weft serve` with another way to load the model: argv is the settings and the loader's name.
+_WITH_LOADER = """
+import msgspec, sys
+from weft.errors import WeftError
+from weft.serving.api.server import serve
+from weft.serving.config import EngineConfig, ServerConfig
+
+engine = msgspec.json.decode(sys.argv[1], type=EngineConfig)
+server = msgspec.json.decode(sys.argv[2], type=ServerConfig)
+try:
+    sys.exit(serve(engine, server, runner_factory=sys.argv[3]))
+except WeftError as error:
+    sys.exit(f"weft: error: {error}")
+"""
+
+
+def load_when_told(config: EngineConfig, progress: Progress) -> LoadedModel:
+    """A loader: the mock model, once there is a file "go" in the model's directory."""
+    while not (Path(config.model) / "go").exists():
+        time.sleep(0.01)
+    return mock_runner.load(config, progress)
+
+
+@dataclass
+class Server:
+    """A running server.
+
+    Attributes:
+        url: "http://127.0.0.1:PORT".
+        model: its name in the API.
+        process: of the HTTP server; the engine is a child of it.
+        log: the file that its stderr goes to.
+    """
+
+    url: str
+    model: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def port(self) -> int:
+        """The port it listens on."""
+        return int(self.url.rpartition(":")[2])
+
+    def metric(self, name: str) -> float:
+        """The value of a metric without labels but the model's, such as "requests_running"."""
+        text = httpx.get(f"{self.url}/metrics").text
+        found = re.search(rf"^weft_{name}\{{[^}}]*\}} (\S+)$", text, re.MULTILINE)
+        assert found is not None, text
+        return float(found[1])
+
+    def wait_until(self, name: str, value: float, *, timeout: float = 10.0) -> None:
+        """Wait for a metric to have a value."""
+        deadline = time.monotonic() + timeout
+        while (seen := self.metric(name)) != value:
+            assert time.monotonic() < deadline, f"{name} is {seen} and not {value}"
+            time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def start_server(
+    model: Path, log: Path, *, loader: str | None = None, ready: bool = True, **settings: Any
+) -> Iterator[Server]:
+    """Start a server, and end it with SIGTERM if it still runs.
+
+    Args:
+        model: a checkpoint's directory.
+        log: a directory for the server's stderr.
+        loader: "module:function" that stands in for loading a model; may be in tests/.
+        ready: wait until requests are served; else only until /health answers, for which `port`
+            must be set.
+        settings: as `weft serve` has them, with underscores; `port` is a free one by default.
+    """
+    settings = {"port": 0, "threads": 1} | settings
+    url = f"http://127.0.0.1:{settings['port']}"
+    file = log / f"server-{time.monotonic_ns()}.log"
+    with file.open("wb") as stderr:
+        process = subprocess.Popen(
+            _command(model, loader, settings),
+            stderr=stderr,
+            stdout=stderr,
+            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
+        )
+    try:
+        if ready:
+            url = _wait_ready(process, file)
+        else:
+            _wait_healthy(process, file, url)
+        yield Server(url, model.name, process, file)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                raise
+
+
+def _command(model: Path, loader: str | None, settings: dict[str, Any]) -> list[str]:
+    if loader is None:
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+        return [sys.executable, "-m", "weft", "serve", str(model), *flags]
+    of_server = {"port", "drain_timeout"} & settings.keys()
+    server = {name: settings[name] for name in of_server}
+    engine = {name: settings[name] for name in settings.keys() - of_server} | {"model": str(model)}
+    configs = [msgspec.json.encode(config).decode() for config in (engine, server)]
+    return [sys.executable, "-c", _WITH_LOADER, *configs, loader]
+
+
+def _wait_ready(process: subprocess.Popen[bytes], log: Path) -> str:
+    """The address that the server prints when it is ready."""
+    deadline = time.monotonic() + START_TIMEOUT
+    while (found := re.search(r" at (http://\S+)", log.read_text())) is None:
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
+    return found[1]
+
+
+def _wait_healthy(process: subprocess.Popen[bytes], log: Path, url: str) -> None:
+    deadline = time.monotonic() + START_TIMEOUT
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/health").status_code == 200:
+                return
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
