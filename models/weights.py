@@ -18,6 +18,7 @@ process (SIGBUS); replacing it by renaming is safe.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ Progress = Callable[[int, int], None]
 
 
 class Weights:
-    """The tensors of a checkpoint, open for reading until the object goes away.
+    """The tensors of a checkpoint.
 
     Args:
         path: the checkpoint's directory.
@@ -50,41 +51,36 @@ class Weights:
     """
 
     def __init__(self, path: Path, spec: ModelSpec, progress: Progress | None = None) -> None:
-        self._handles = {file: _open(file) for file in find_files(path)}
-        self._file_of = _find_tensors(path, spec, self._handles)
+        self._entries = _check_files(path, spec)
+        self._unread = {
+            weight: weight.size * self._entries[weight.tensor_names[0]].itemsize
+            for weight in spec.weights
+        }
+        self._total = sum(self._unread.values())
         self._progress = progress
-        self._done = 0
-        self._total = sum(self._bytes(weight) for weight in spec.weights)
 
     def read(self, weight: WeightSpec) -> Tensor:
         """One weight, in the checkpoint's type, shape `weight.shape`.
 
         It is a view of the mapped file and must not be written to; only the experts of a layer,
-        which are many tensors, are put together in new memory.
+        which are many tensors, are put together in new memory. The file is mapped anew each time:
+        the pages that one weight has touched then leave the process with that weight.
         """
-        tensors = [self._handle(name).get_tensor(name) for name in weight.tensor_names]
-        self._done += self._bytes(weight)
+        names = weight.tensor_names
+        handles = {file: _open(file) for file in {self._entries[name].file for name in names}}
+        tensors = [handles[self._entries[name].file].get_tensor(name) for name in names]
+        self._unread.pop(weight, None)
         if self._progress is not None:
-            self._progress(self._done, self._total)
+            self._progress(self._total - sum(self._unread.values()), self._total)
         return torch.stack(tensors) if weight.is_per_expert else tensors[0]
 
-    def keep_mapped(self, weight: WeightSpec) -> Tensor:
-        """One weight through a mapping of its own, to be used from the file as long as it lives.
 
-        Only what is looked at takes memory, and the system may take it back. The mapping is its
-        own because the pages that reading has touched count as the process's until they are
-        unmapped.
-        """
-        (name,) = weight.tensor_names
-        tensor: Tensor = _open(self._file_of[name]).get_tensor(name)
-        return tensor
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Where a tensor is, and the bytes of one of its elements."""
 
-    def _handle(self, name: str) -> Any:
-        return self._handles[self._file_of[name]]
-
-    def _bytes(self, weight: WeightSpec) -> int:
-        name = weight.tensor_names[0]
-        return weight.size * DTYPE_BYTES[self._handle(name).get_slice(name).get_dtype()]
+    file: Path
+    itemsize: int
 
 
 def find_files(path: Path) -> list[Path]:
@@ -120,43 +116,43 @@ def _open(file: Path) -> Any:
         raise ModelError(f"cannot read {file}: {error}") from error
 
 
-def _find_tensors(path: Path, spec: ModelSpec, handles: dict[Path, Any]) -> dict[str, Path]:
-    """Which file each of the model's tensors is in, after checking all of them."""
+def _check_files(path: Path, spec: ModelSpec) -> dict[str, _Entry]:
+    """Compare all headers with the model's description; say where each tensor is."""
     wanted = {name: weight for weight in spec.weights for name in weight.tensor_names}
-    file_of: dict[str, Path] = {}
-    for file, handle in handles.items():
-        names = handle.keys()
-        unexpected = [name for name in names if name not in wanted and not _is_harmless(name, spec)]
-        if unexpected:
+    entries: dict[str, _Entry] = {}
+    for file in find_files(path):
+        handle = _open(file)
+        held: list[str] = handle.keys()
+        names = [name for name in held if not _is_harmless(name, spec)]
+        if unexpected := [name for name in names if name not in wanted]:
             raise ModelError(f"{file} has {_some(unexpected)}, which {spec.architecture} has not")
         for name in names:
-            if name in wanted:
-                _check(file, name, handle.get_slice(name), wanted[name])
-                if name in file_of:
-                    raise ModelError(f"{file} and {file_of[name]} both have {name}")
-                file_of[name] = file
-    if missing := [name for name in wanted if name not in file_of]:
+            if name in entries:
+                raise ModelError(f"{entries[name].file} and {file} both have {name}")
+            itemsize = _check_tensor(file, name, handle.get_slice(name), wanted[name])
+            entries[name] = _Entry(file, itemsize)
+    if missing := [name for name in wanted if name not in entries]:
         raise ModelError(f"{path} lacks {_some(missing)}, in any of its safetensors files")
-    return file_of
+    return entries
 
 
-def _check(file: Path, name: str, entry: Any, weight: WeightSpec) -> None:
-    shape = tuple(entry.get_shape())
+def _check_tensor(file: Path, name: str, found: Any, weight: WeightSpec) -> int:
+    """Compare one tensor's header with its description; the bytes of one of its elements."""
+    shape, dtype = tuple(found.get_shape()), found.get_dtype()
     if shape != weight.tensor_shape:
         raise ModelError(
             f"{file}: {name} has shape {shape}; by config.json it is {weight.tensor_shape}"
         )
-    if entry.get_dtype() not in DTYPE_BYTES:
-        raise ModelError(
-            f"{file}: {name} is {entry.get_dtype()}; supported is one of {', '.join(DTYPE_BYTES)}"
-        )
+    if dtype not in DTYPE_BYTES:
+        raise ModelError(f"{file}: {name} is {dtype}; supported is {', '.join(DTYPE_BYTES)}")
+    return DTYPE_BYTES[dtype]
 
 
 def _is_harmless(name: str, spec: ModelSpec) -> bool:
     """Tensors that older exports hold though they follow from the rest of the model."""
-    return name.endswith(".rotary_emb.inv_freq") or (
-        name == "lm_head.weight" and spec.lm_head is None
-    )
+    if name == "lm_head.weight":
+        return spec.lm_head is None
+    return name.endswith(".rotary_emb.inv_freq")
 
 
 def _some(names: Sequence[str]) -> str:

@@ -61,7 +61,7 @@ class Model:
         self._layers = [Layer(spec, layer, load) for layer in spec.layers]
         self._norm = RMSNorm(load(spec.norm), spec.norm_eps)
         self._lm_head = PackedLinear(load(spec.lm_head or spec.embedding))
-        self._embedding = weights.keep_mapped(spec.embedding)
+        self._embedding = weights.read(spec.embedding)
 
     def __call__(
         self, token_ids: Tensor, positions: Tensor, cache: Sequence[KVCache], plan: AttentionPlan

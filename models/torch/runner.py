@@ -126,7 +126,7 @@ class TorchRunner:
         )
         hidden = self._model(
             self._known_tokens(batch.token_ids),
-            torch.from_numpy(batch.positions),
+            torch.tensor(batch.positions),
             self._cache,
             plan,
         )
@@ -147,7 +147,7 @@ class TorchRunner:
 
     def _known_tokens(self, token_ids: Int32) -> Tensor:
         """Put the slots' newest tokens in the place of the negative ids that stand for them."""
-        ids = torch.from_numpy(token_ids).long()
+        ids = torch.tensor(token_ids, dtype=torch.int64)
         if token_ids.min() >= 0:
             return ids
         return torch.where(ids < 0, self._newest_token[(-1 - ids).clamp_(min=0)], ids)
@@ -158,9 +158,9 @@ class TorchRunner:
         if not len(batch.sample_index):
             none = np.empty(0, np.int32)
             return none, none, None
-        slots = torch.from_numpy(batch.sample_slot).long()
-        logits = self._model.logits(hidden[torch.from_numpy(batch.sample_index)])
-        sampled = self._sampler.sample(logits, slots, torch.from_numpy(batch.output_index))
+        slots = torch.tensor(batch.sample_slot, dtype=torch.int64)
+        logits = self._model.logits(hidden[torch.tensor(batch.sample_index)])
+        sampled = self._sampler.sample(logits, slots, torch.tensor(batch.output_index))
         self._newest_token[slots] = sampled.token_ids
         token_ids = sampled.token_ids.numpy().astype(np.int32)
         return token_ids, sampled.status.numpy(), sampled.logprobs
@@ -173,8 +173,8 @@ class TorchRunner:
         parts = []
         for start in range(0, count, PROMPT_LOGPROB_ROWS):
             rows = slice(start, start + PROMPT_LOGPROB_ROWS)
-            logits = self._model.logits(hidden[torch.from_numpy(batch.prompt_logprob_index[rows])])
-            targets = torch.from_numpy(batch.prompt_logprob_target[rows]).long()
+            logits = self._model.logits(hidden[torch.tensor(batch.prompt_logprob_index[rows])])
+            targets = torch.tensor(batch.prompt_logprob_target[rows], dtype=torch.int64)
             parts.append(self._sampler.prompt_logprobs(logits, targets, batch.prompt_logprob_top))
         return Logprobs(
             chosen=np.concatenate([part.chosen for part in parts]),
