@@ -67,7 +67,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(408, f"the request did not arrive within {ARRIVAL_TIMEOUT:g} seconds")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer without the application, which may not have seen the request, and hang up."""
+        """Hang up, with an answer unless the application has begun one."""
+        if self._head_bytes < 0 and self.cycle.response_started:
+            self.transport.close()
+            return
         body = msgspec.json.encode(describe(RequestError(message, status=status))[1])
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"

@@ -121,17 +121,19 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
     """One prompt or many, as text or as token ids, made a list."""
     if isinstance(value, str) or _is_token_ids(value):
         value = [value]
-    if not isinstance(value, list) or not value:
-        raise ValueError(" must be a text, a list of token ids, or a non-empty list of those")
+    if value in ([], [""]):
+        raise ValueError(" is empty")
+    if not isinstance(value, list):
+        raise ValueError(" must be a text, a list of token ids, or a list of those")
     if len(value) > MAX_PROMPTS:
         raise ValueError(f" has {len(value)} prompts; at most {MAX_PROMPTS}")
     for i, item in enumerate(value):
-        if isinstance(item, str) is not isinstance(value[0], str):
-            raise ValueError(f"[{i}] is of another kind than [0]; texts and ids cannot be mixed")
         if item in ("", []):
             raise ValueError(f"[{i}] is empty")
         if not (isinstance(item, str) or _is_token_ids(item)):
             raise ValueError(f"[{i}] must be a text or a list of token ids")
+        if type(item) is not type(value[0]):
+            raise ValueError(f"[{i}] is of another kind than [0]; texts and ids cannot be mixed")
     return value
 
 
@@ -191,9 +193,10 @@ def _parts(value: Any) -> Any:
 
 
 class Message(Body):
-    """A turn of the conversation. The last eight fields are for turns of the assistant.
+    """A turn of the conversation.
 
-    What a response's message holds is taken back, so that it can be appended as it is.
+    An assistant's turn is taken back with all that a response's message holds, so that it can
+    be appended as it is; what this server never writes must be empty.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
