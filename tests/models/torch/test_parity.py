@@ -1,0 +1,151 @@
+"""Every family and option gives the logits that `transformers` gives, however a step is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from support.checkpoints import VOCAB_SIZE, make_checkpoint
+from support.ragged import Step, run_ragged
+
+from weft.models.checkpoint import read_spec
+from weft.models.spec import ModelSpec
+from weft.models.torch.model import Model
+from weft.models.weights import Weights
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, wide heads": ("llama", {"head_dim": 32}),
+    "llama, one KV head": ("llama", {"num_key_value_heads": 1}),
+    "llama, no groups": ("llama", {"num_key_value_heads": 4}),
+    "llama, linear rope": ("llama", {"rope_parameters": LINEAR}),
+    "llama, llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
+    "llama, norm eps": ("llama", {"rms_norm_eps": 0.1}),
+    "mistral": ("mistral", {}),
+    "mistral, window": ("mistral", {"sliding_window": 6}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2, window on the second layer": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen2, layer types": (
+        "qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "qwen3": ("qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
+    "qwen3, biases": ("qwen3", {"attention_bias": True}),
+    "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3_moe, weights as they are": ("qwen3_moe", {"num_experts_per_tok": 3}),
+    "qwen3_moe, first layer dense": ("qwen3_moe", {"mlp_only_layers": [0]}),
+    "qwen3_moe, every second layer": ("qwen3_moe", {"decoder_sparse_step": 2}),
+    "qwen3_moe, window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 7}),
+    "mixtral": ("mixtral", {}),
+    "mixtral, window": ("mixtral", {"sliding_window": 9}),
+}
+
+LENGTHS = (37, 5, 21)
+WHOLE: list[Step] = [[(0, 37)], [(1, 5)], [(2, 21)]]
+CHUNKS: list[Step] = [[(0, 7)], [(0, 1)], [(0, 24)], [(0, 5)], [(1, 5)], [(2, 20)], [(2, 1)]]
+MIXED: list[Step] = [
+    [(0, 9), (1, 5)],
+    [(2, 13), (0, 1)],
+    [(0, 26), (2, 7)],
+    [(2, 1), (0, 1)],
+]
+TOKEN_BY_TOKEN: list[Step] = [
+    [(request, 1) for request, length in enumerate(LENGTHS) if i < length]
+    for i in range(max(LENGTHS))
+]
+SCHEDULES = {"whole": WHOLE, "chunks": CHUNKS, "mixed": MIXED, "token by token": TOKEN_BY_TOKEN}
+
+
+class Case(NamedTuple):
+    """A loaded checkpoint, requests, and the logits that transformers gives for them."""
+
+    model: Model
+    spec: ModelSpec
+    requests: list[list[int]]
+    expected: list[torch.Tensor]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=MODELS.values(), ids=MODELS.keys())
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """Each of `MODELS`."""
+    family, overrides = request.param
+    path = make_checkpoint(tmp_path_factory.mktemp("model"), family, **overrides)
+    spec = read_spec(path)
+    requests = _requests()
+    return Case(
+        model=Model(spec, Weights(path, spec), torch.float32),
+        spec=spec,
+        requests=requests,
+        expected=_transformers_logits(path, requests, torch.float32),
+    )
+
+
+@pytest.mark.parametrize("steps", SCHEDULES.values(), ids=SCHEDULES.keys())
+def test_logits_equal_those_of_transformers(case: Case, steps: list[Step]) -> None:
+    logits = run_ragged(case.model, case.spec, case.requests, steps)
+    for actual, expected in zip(logits, case.expected, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mixtral"])
+def test_bfloat16_is_as_exact_as_transformers(family: str, tmp_path: Any) -> None:
+    """Against float32 on the same weights; and it picks the same tokens where there is no tie."""
+    path = make_checkpoint(tmp_path, family, dtype="bfloat16")
+    spec = read_spec(path)
+    requests = _requests()
+    exact = torch.cat(_transformers_logits(path, requests, torch.float32))
+    theirs = torch.cat(_transformers_logits(path, requests, torch.bfloat16))
+    model = Model(spec, Weights(path, spec), torch.bfloat16)
+    ours = torch.cat(run_ragged(model, spec, requests, MIXED, dtype=torch.bfloat16))
+
+    noise = (theirs - exact).abs().mean()
+    assert (ours - exact).abs().mean() < 1.25 * noise
+    best, second = exact.topk(2).values.unbind(-1)
+    clear = best - second > 10 * noise
+    assert clear.sum() > 10
+    assert torch.equal(ours.argmax(-1)[clear], exact.argmax(-1)[clear])
+
+
+def _requests() -> list[list[int]]:
+    random = np.random.default_rng(1)
+    return [random.integers(0, VOCAB_SIZE, length).tolist() for length in LENGTHS]
+
+
+def _transformers_logits(
+    path: Any, requests: list[list[int]], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    with torch.no_grad():
+        return [model(torch.tensor([tokens])).logits[0].float() for tokens in requests]
