@@ -56,15 +56,17 @@ def run(
     if output.exists() and output.samefile(source):
         raise ConfigError(f"--output {output} is the input")
     total = _count(source)
+    errors = 0
     with closing(Output(output, overwrite=overwrite, resume=resume)) as written:
         before = len(written.done)
         progress = Progress("batch", total - before, unit="rows")
-        work = _answer_all(engine_config, server_config, source, written, progress)
-        errors = asyncio.run(work)
+        if before < total:
+            work = _answer_all(engine_config, server_config, source, written, progress)
+            errors = asyncio.run(work)
     print(
-        f"batch: {progress.done} rows in {progress.seconds:.1f} s"
-        + (f" and {before} before" if before else "")
-        + f", {errors} with errors, {progress.tokens} tokens, {progress.rate:.0f} tokens/s",
+        f"batch: {progress.done} rows, {errors} of them errors, {progress.tokens} tokens in "
+        f"{progress.seconds:.1f} s ({progress.rate:.0f} tokens/s)"
+        + (f"; {before} rows were done before" if before else ""),
         file=sys.stderr,
     )
     return 0

@@ -154,7 +154,8 @@ class Output:
     def close(self) -> None:
         """Have it on the disk."""
         with self._file:
-            os.fsync(self._file.fileno())
+            if self.path.is_file():  # what is no file, such as a pipe, has no disk
+                os.fsync(self._file.fileno())
 
     def _recover(self) -> set[int]:
         """The rows that are done; a torn last line is cut off."""

@@ -223,6 +223,7 @@ class LLM:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._loop.shutdown_default_executor()
 
     @property
     def _running(self) -> AsyncEngine:

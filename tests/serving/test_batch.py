@@ -1,0 +1,187 @@
+"""Batch files: every line has an answer or an error, and an interrupted run can go on."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.checkpoints import make_checkpoint
+
+from weft.errors import ConfigError, EngineError, WeftError
+from weft.serving.api.app import build_app
+from weft.serving.api.state import ServerState
+from weft.serving.batch import LocalApi, run
+from weft.serving.batch_file import Output
+from weft.serving.config import EngineConfig, ServerConfig
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "one two"}]
+
+
+def request(custom_id: str, url: str = TEXT, **body: Any) -> dict[str, Any]:
+    """A line in OpenAI's envelope."""
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+# A line, and the text that its error holds (None: it is answered).
+LINES: list[tuple[dict[str, Any] | str, str | None]] = [
+    (request("a", CHAT, messages=HELLO, max_tokens=4, temperature=0), None),
+    (request("b", prompt="one two", max_tokens=4, model="tiny"), None),
+    ({"prompt": "one two", "max_tokens": 4, "id": "mine"}, None),
+    ({"messages": HELLO, "max_tokens": 4, "temperature": 0}, None),
+    ({"prompt": "one", "max_tokens": 2, "n": 2}, None),
+    ("not json", "line 6 is not JSON"),
+    ("[" * 100_000, "line 7 is not JSON"),
+    ("[1]", "line 8 is not a JSON object"),
+    (request("a", prompt="one"), "line 9: custom_id 'a' is that of line 1"),
+    (request("c", "/v1/embeddings", input="one"), "line 10: url is '/v1/embeddings'"),
+    ({"custom_id": "d", "url": TEXT}, "line 11: body is missing"),
+    ({"url": TEXT, "body": {"prompt": "one"}}, "line 12: custom_id is missing"),
+    ({**request("e", prompt="one"), "method": "GET"}, "line 13: method is 'GET'"),
+    (request("f", prompt="one", stream=True), "line 14: stream is for HTTP"),
+    (request("g", prompt="one", model="other"), "there is no model 'other'"),
+    (request("h", prompt="one", temperature=7), "temperature is 7.0; it must be in [0.0, 2.0]"),
+    ({"prompt": "one", "frobnicate": 1}, "frobnicate is not a field"),
+    ({"prompt": "the weather " * 1000}, "the context is 512"),
+    ({"prompt": "\ud800"}, "line 19 is not JSON"),
+]
+
+
+@pytest.fixture(scope="module")
+def engine_config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    path = make_checkpoint(tmp_path_factory.mktemp("models") / "tiny", "qwen3")
+    return EngineConfig(model=str(path), threads=1, max_num_seqs=2, max_queue=1)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("batch") / "in.jsonl"
+    texts = [line if isinstance(line, str) else json.dumps(line) for line, _ in LINES]
+    file.write_text("\n".join(texts) + "\n\n")
+    return file
+
+
+def place(line: dict[str, Any]) -> int:
+    """Index of the row that a line of the output answers."""
+    return int(line["index"] if "index" in line else line["id"].removeprefix("batch_req_"))
+
+
+def error_of(line: dict[str, Any]) -> str | None:
+    """The message of the error that a line of the output holds."""
+    error = line.get("error")
+    if error is None and "response" in line and line["response"]["status_code"] != 200:
+        error = line["response"]["body"]["error"]
+    return None if error is None else str(error["message"])
+
+
+def read(output: Path) -> dict[int, dict[str, Any]]:
+    """The lines of an output by their row, after checking that each is there once."""
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    by_place = {place(line): line for line in lines}
+    assert len(by_place) == len(lines)
+    return dict(sorted(by_place.items()))
+
+
+def test_mixed_file_and_resumption(
+    engine_config: EngineConfig,
+    source: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output = tmp_path / "out.jsonl"
+    assert run(engine_config, ServerConfig(), source, output) == 0
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"batch: {len(LINES)} rows, {len(LINES) - 5} of them errors, ")
+    lines = read(output)
+    assert list(lines) == list(range(len(LINES)))
+    for (_, message), line in zip(LINES, lines.values(), strict=True):
+        if message is None:
+            assert error_of(line) is None
+        else:
+            assert message in str(error_of(line))
+    check_shapes(lines)
+
+    # Killed after nine lines and a half.
+    whole = output.read_bytes()
+    kept = b"".join(whole.splitlines(keepends=True)[:9])
+    output.write_bytes(whole[: len(kept) + 20])
+    assert run(engine_config, ServerConfig(), source, output, resume=True) == 0
+    assert output.read_bytes().startswith(kept)
+    assert "; 9 rows were done before" in capsys.readouterr().err
+    resumed = read(output)
+    assert [error_of(line) for line in resumed.values()] == [error_of(x) for x in lines.values()]
+    assert resumed[3] | {"usage": None} == lines[3] | {"usage": None}
+
+    # Nothing is left to do: not even the model is loaded.
+    before = output.read_bytes()
+    nowhere = EngineConfig(model="nowhere")
+    assert run(nowhere, ServerConfig(), source, output, resume=True) == 0
+    assert output.read_bytes() == before
+
+
+def check_shapes(lines: dict[int, dict[str, Any]]) -> None:
+    """OpenAI's envelope for OpenAI's, and a simple line for a simple one."""
+    chat = lines[0]["response"]
+    assert (lines[0]["custom_id"], lines[0]["error"], chat["status_code"]) == ("a", None, 200)
+    assert chat["body"]["object"] == "chat.completion"
+    assert chat["body"]["model"] == "tiny"
+    assert lines[1]["response"]["body"]["object"] == "text_completion"
+    assert lines[2].keys() == {"index", "id", "text", "finish_reason", "usage"}
+    assert lines[2]["id"] == "mine"
+    assert lines[3]["text"] == chat["body"]["choices"][0]["message"]["content"]
+    assert len(lines[4]["choices"]) == 2
+    assert lines[5]["response"] is None
+    assert lines[14]["response"]["status_code"] == 404
+    assert lines[16].keys() == {"index", "error"}
+
+
+def test_an_output_is_not_overwritten_by_accident(source: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    output.write_text("precious\n")
+    config = EngineConfig(model="nowhere")
+    for options, message in (
+        ({}, "exists; --resume goes on with it, --overwrite replaces it"),
+        ({"resume": True}, "--resume: line 1 of .* is not of a batch's output"),
+        ({"resume": True, "overwrite": True}, "contradict"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run(config, ServerConfig(), source, output, **options)
+    with pytest.raises(ConfigError, match="is the input"):
+        run(config, ServerConfig(), output, output, overwrite=True)
+    assert output.read_text() == "precious\n"
+
+
+def test_files_that_cannot_be_used(source: Path, tmp_path: Path) -> None:
+    config = EngineConfig(model="nowhere")
+    with pytest.raises(ConfigError, match="No such file or directory"):
+        run(config, ServerConfig(), tmp_path / "nowhere", tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"--output .*Is a directory"):
+        run(config, ServerConfig(), source, tmp_path, overwrite=True)
+
+
+def test_overwrite_starts_anew(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text("old\n")
+    output = Output(path, overwrite=True)
+    output.write({"index": 0})
+    output.close()
+    assert path.read_text() == '{"index":0}\n'
+
+
+def test_a_full_disk_says_how_to_go_on() -> None:
+    output = Output(Path("/dev/full"), overwrite=True)
+    with (
+        closing(output),
+        pytest.raises(WeftError, match="No space left on device; run again with --resume"),
+    ):
+        output.write({"index": 0})
+
+
+async def test_an_engine_that_is_gone_ends_the_run() -> None:
+    api = LocalApi(build_app(ServerState(model="tiny")))
+    with pytest.raises(EngineError, match="not ready"):
+        await api.post(TEXT, b'{"model": "tiny", "prompt": "one"}')

@@ -1,0 +1,67 @@
+"""`weft doctor` finds what is wrong, and says what to do."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from support.checkpoints import make_checkpoint
+
+from weft.serving.config import EngineConfig, ServerConfig
+from weft.serving.doctor import Finding, examine, run
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+def found(engine: EngineConfig, server: ServerConfig) -> dict[str, Finding]:
+    """Findings by name; of the models, the last."""
+    return {finding.name: finding for finding in examine(engine, server)}
+
+
+def test_a_good_model_and_a_free_port_are_ok(checkpoint: Path) -> None:
+    findings = found(EngineConfig(model=str(checkpoint)), ServerConfig(port=0))
+    for name in ("Python", "libraries", "sockets", "model", "port"):
+        assert findings[name].status == "ok", findings[name]
+    assert "Qwen3ForCausalLM" in findings["model"].seen
+
+
+def test_a_torn_checkpoint_fails_and_names_the_file(checkpoint: Path, tmp_path: Path) -> None:
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    finding = found(EngineConfig(model=str(tmp_path)), ServerConfig(port=0))["model"]
+    assert finding.status == "fail"
+    assert "model.safetensors" in finding.seen
+    assert finding.advice
+
+
+def test_a_port_in_use_fails(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        config = EngineConfig(model=str(checkpoint))
+        assert run(config, ServerConfig(port=port), as_json=True) == 1
+    findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert findings["port"]["status"] == "fail"
+    assert str(port) in findings["port"]["seen"]
+    assert "--port" in findings["port"]["advice"]
+
+
+def test_every_problem_comes_with_advice(checkpoint: Path) -> None:
+    for finding in examine(EngineConfig(model=str(checkpoint)), ServerConfig(port=0)):
+        assert finding.status == "ok" or finding.advice
+
+
+def test_the_table_has_a_line_for_each_check(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(EngineConfig(model=str(checkpoint)), ServerConfig(port=0))
+    table = capsys.readouterr().out
+    for name in ("processor", "cores", "memory", "/dev/shm", "GPU", "model", "port"):
+        assert f" {name} " in table
+    assert "\x1b" not in table, "no colors when it is no terminal"

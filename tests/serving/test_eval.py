@@ -1,0 +1,73 @@
+"""`weft eval`: questions reach the model with their tools, and the scores add up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.checkpoints import make_checkpoint
+
+from weft.errors import ConfigError
+from weft.models.demo.tasks import TASKS, held_out
+from weft.serving.config import EngineConfig
+from weft.serving.eval import Score, ask, run, total
+from weft.serving.llm import LLM
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    return make_checkpoint(path, "qwen3", max_position_embeddings=8192)
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path) -> Iterator[LLM]:
+    with LLM(checkpoint, threads=1) as llm:
+        yield llm
+
+
+def test_a_random_model_knows_nothing_and_all_of_it_is_told(llm: LLM) -> None:
+    questions = held_out("sorting", 3)
+    score, failures = ask(llm, questions)
+    assert (score.task, score.right, score.count, score.percent) == ("sorting", 0, 3, 0.0)
+    assert [failure.question for failure in failures] == questions
+    assert score.tokens > 0
+
+
+def test_scores_add_up() -> None:
+    scores = [Score("a", 3, 4, 10, 2.0), Score("b", 0, 4, 30, 3.0)]
+    overall = total(scores)
+    assert overall == Score("overall", 3, 8, 40, 5.0)
+    assert overall.percent == 37.5
+    assert overall.row.split() == ["overall", "3/8", "37.5", "%", "8", "tokens/s"]
+
+
+def test_json_failures_and_the_bar(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = EngineConfig(model=str(checkpoint), threads=1)
+    status = run(
+        config, tasks=("counting",), count=2, show_failures=1, fail_under=50.0, as_json=True
+    )
+    assert status == 1
+    captured = capsys.readouterr()
+    counting, overall = json.loads(captured.out)
+    assert (counting["task"], counting["count"], counting["percent"]) == ("counting", 2, 0.0)
+    assert overall["task"] == "overall"
+    assert captured.err.count("expected") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tasks": ("chess",)}, "--task is 'chess'; it must be one of arithmetic"),
+        ({"count": 0}, "--count is 0; it must be at least 1"),
+    ],
+)
+def test_bad_options(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(EngineConfig(), **options)  # type: ignore[arg-type]
+
+
+def test_tasks_are_those_of_the_demo_models() -> None:
+    assert "needle" in TASKS

@@ -1,0 +1,193 @@
+"""The LLM class on a real (tiny, random) model: order, equality of the ways in, and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.checkpoints import make_checkpoint
+
+from weft import LLM, SamplingParams
+from weft.errors import ConfigError, EngineError, ModelError, RequestError
+from weft.serving.llm import for_each
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+PROMPTS = [f"the weather is {word}" for word in ("one", "two", "three", "four", "five", "six")]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path) -> Iterator[LLM]:
+    with LLM(checkpoint, max_num_seqs=2, max_queue=1, threads=1) as llm:
+        yield llm
+
+
+def test_answers_come_in_the_order_of_many_more_prompts_than_fit(llm: LLM) -> None:
+    together = llm.generate(PROMPTS, GREEDY)
+    alone = [llm.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
+    assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
+    assert [answer.prompt_token_ids for answer in together] == list(
+        map(llm.tokenizer.encode, PROMPTS)
+    )
+    assert len({answer.text for answer in together}) > 1
+
+
+def test_text_and_token_ids_are_the_same_prompt(llm: LLM) -> None:
+    ids = llm.tokenizer.encode(PROMPTS[0])
+    (from_text,), (from_ids,) = llm.generate(PROMPTS[0], GREEDY), llm.generate(ids, GREEDY)
+    assert from_text.text == from_ids.text
+    assert llm.tokenizer.decode(from_text.token_ids) == from_text.text
+    assert from_text.finish_reason in ("stop", "length")
+    assert llm.generate([]) == []
+
+
+def test_each_prompt_can_have_its_own_params(llm: LLM) -> None:
+    lengths = (1, 5, 3)
+    each = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in lengths]
+    answers = llm.generate(PROMPTS[:3], each)
+    assert tuple(len(answer.token_ids) for answer in answers) == lengths
+    with pytest.raises(RequestError, match="params has 3 entries for 2 prompts"):
+        llm.generate(PROMPTS[:2], each)
+
+
+def test_n_answers_follow_one_another_and_depend_on_the_seed(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=2**63 - 2, max_tokens=8)
+    first = llm.generate(PROMPTS[:2], params)
+    assert len(first) == 6
+    assert [a.prompt_token_ids for a in first[::3]] == list(map(llm.tokenizer.encode, PROMPTS[:2]))
+    assert len({answer.text for answer in first[:3]}) == 3
+    again = llm.generate(PROMPTS[:2], params)
+    assert [answer.text for answer in first] == [answer.text for answer in again]
+
+
+def test_chat_goes_through_the_template(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "one two"}]
+    ids = llm.tokenizer.apply_chat_template(conversation)
+    (one,) = llm.chat(conversation, GREEDY)
+    two, three = llm.chat([conversation, conversation], GREEDY, tools=[None, None])
+    assert one.prompt_token_ids == ids
+    assert one.text == two.text == three.text == llm.generate(ids, GREEDY)[0].text
+
+
+def test_streamed_equals_unstreamed(llm: LLM) -> None:
+    deltas = list(llm.stream(PROMPTS[0], GREEDY))
+    (whole,) = llm.generate(PROMPTS[0], GREEDY)
+    assert "".join(delta.text for delta in deltas) == whole.text
+    assert deltas[-1].finish_reason == whole.finish_reason
+    conversation = [{"role": "user", "content": "one two"}]
+    streamed = "".join(delta.text for delta in llm.stream(conversation, GREEDY))
+    assert streamed == llm.chat(conversation, GREEDY)[0].text
+
+
+def test_a_stream_that_is_left_is_aborted(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    for _ in range(4):  # more than fit: had they gone on, the last would be refused
+        stream = llm.stream(PROMPTS[0], params)
+        next(stream)
+        stream.close()
+
+
+def test_stop_logprobs_and_cache_are_reported(llm: LLM) -> None:
+    prompt = "the system counts the numbers " * 12
+    plain, _ = llm.generate([prompt, prompt], GREEDY)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=8, stop=(plain.text[2:4],), logprobs=2, prompt_logprobs=0
+    )
+    (stopped,) = llm.generate(prompt, params)
+    assert stopped.text == plain.text.partition(plain.text[2:4])[0]
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", plain.text[2:4])
+    assert stopped.logprobs is not None
+    assert [entry.token_id for entry in stopped.logprobs] == stopped.token_ids
+    assert stopped.prompt_logprobs is not None
+    assert len(stopped.prompt_logprobs) == len(stopped.prompt_token_ids) - 1
+    (again,) = llm.generate(prompt, GREEDY)
+    assert again.cached_tokens >= llm.info.block_size
+
+
+def test_a_prompt_that_cannot_be_served_is_named(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"prompt 1: the prompt has \d+ tokens; .* 512"):
+        llm.generate(["one", "the weather " * 1000], GREEDY)
+    with pytest.raises(RequestError, match=r"prompt 0: .*template refuses"):
+        llm.chat([{"role": "user"}], GREEDY)
+
+
+def test_progress_is_on_stderr(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(PROMPTS, GREEDY, progress="weather")
+    assert capsys.readouterr().out == ""
+
+
+def test_close_is_final_and_may_be_repeated(checkpoint: Path) -> None:
+    before = threading.active_count()
+    llm = LLM(str(checkpoint), threads=1)
+    llm.close()
+    llm.close()
+    assert threading.active_count() <= before
+    with pytest.raises(EngineError, match="closed"):
+        llm.generate("one")
+
+
+def test_what_cannot_be_loaded_raises_and_leaves_no_thread(tmp_path: Path) -> None:
+    before = threading.active_count()
+    with pytest.raises(ModelError, match="no checkpoint at"):
+        LLM(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="--dtype is 'int3'"):
+        LLM(dtype="int3")
+    assert threading.active_count() <= before
+
+
+def test_a_script_may_end_without_closing(checkpoint: Path) -> None:
+    script = (
+        "from weft import LLM, SamplingParams; "
+        f"print(len(LLM({str(checkpoint)!r}).generate('one', SamplingParams(max_tokens=2))))"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+    assert "Error" not in done.stderr
+
+
+async def test_for_each_draws_items_as_they_are_needed() -> None:
+    drawn = done = furthest = 0
+
+    def items() -> Iterator[int]:
+        nonlocal drawn
+        for i in range(100):
+            drawn += 1
+            yield i
+
+    async def work(item: int) -> None:
+        nonlocal done, furthest
+        furthest = max(furthest, drawn - done)
+        await asyncio.sleep(0)
+        done += 1
+
+    await for_each(items(), work, workers=7)
+    assert done == 100
+    assert furthest == 7
+
+
+async def test_for_each_ends_with_the_first_error_and_cancels_the_rest() -> None:
+    cancelled = 0
+
+    async def work(item: int) -> None:
+        nonlocal cancelled
+        if item == 3:
+            raise EngineError("gone")
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            cancelled += 1
+            raise
+
+    with pytest.raises(EngineError, match="gone"):
+        await for_each(range(10), work, workers=4)
+    assert cancelled == 3
