@@ -51,6 +51,7 @@ Status = Literal["ready", "stalled", "draining", "dead"]
 
 LOAD_MODEL = "weft.serving.loading:load_model"
 LONG_PROMPT = 4096  # characters from which on a prompt is encoded in a thread
+ABORT_GRACE = 2.0  # seconds for a core to abort all requests and end
 LAST_WORDS = 0.2  # seconds that messages of a core that has ended may take to arrive
 
 __all__ = ["AsyncEngine", "Delta", "Status"]
@@ -212,13 +213,14 @@ class AsyncEngine:
 
         Args:
             drain: let requests finish; else they end with "abort".
-            timeout: seconds until the core is ended by force.
+            timeout: seconds until requests are aborted, and soon after the core is ended by force.
         """
         if self.status == "ready":
             self.status = "draining"
-        if self._core is not None and not self._core.ended.done():
-            self._send(Shutdown(drain))
-            await asyncio.wait((self._core.ended,), timeout=timeout)
+        for patience, message in ((timeout, Shutdown(drain)), (ABORT_GRACE, Shutdown(False))):
+            if self._core is not None and not self._core.ended.done():
+                self._send(message)
+                await asyncio.wait((self._core.ended,), timeout=patience)
         await self._close()
 
     def _end_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
@@ -272,31 +274,38 @@ class AsyncEngine:
         return message.info
 
     async def _listen(self, core: Core) -> None:
-        """Hand on what the core sends, until it ends."""
+        """Hand on what the core sends, until it ends or is stuck; then end every stream."""
+        failure = EngineError("the engine's messages could not be handled; see the log")
+        try:
+            failure = await self._relay(core)
+        finally:
+            if self.status != "stalled":
+                self.status = "dead"
+            self._end_streams(failure)
+
+    async def _relay(self, core: Core) -> EngineError:
+        """Hand on what the core sends, until it ends or is stuck; returns how that was."""
         tick = min(1.0, self.config.stall_timeout / 4)
-        error = EngineError("the engine ended")
         receive = self._receive()
         while True:
-            waiting = (receive,) if core.ended.done() else (receive, core.ended)
-            timeout = LAST_WORDS if core.ended.done() else tick
-            await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if core.ended.done():
+                await asyncio.wait((receive,), timeout=LAST_WORDS)
+            else:
+                await asyncio.wait(
+                    (receive, core.ended), timeout=tick, return_when=asyncio.FIRST_COMPLETED
+                )
             if receive.done():
                 message = self._decoder.decode(receive.result())
+                if isinstance(message, Failed):
+                    return EngineError(message.message)
+                assert isinstance(message, Outputs)
+                self._take(message)
                 receive = self._receive()
-                if isinstance(message, Outputs):
-                    self._take(message)
-                elif isinstance(message, Failed):
-                    error = EngineError(message.message)
-                    self._fail("dead", error)
             elif core.ended.done():
-                if self.status != "draining":
-                    error = EngineError(f"the engine {core.ended.result()}")
-                break
+                return EngineError(f"the engine {core.ended.result()}")
+            # What has come and is not handled yet may well be progress.
             if not receive.done() and self._is_stalled():
-                await self._give_up(core)
-                return
-        receive.cancel()
-        self._fail("dead", error)
+                return await self._give_up(core)
 
     def _receive(self) -> asyncio.Future[bytes]:
         return asyncio.ensure_future(self._inbox.recv())
@@ -315,22 +324,24 @@ class AsyncEngine:
     def _is_stalled(self) -> bool:
         return time.monotonic() - self._last_progress > self.config.stall_timeout
 
-    async def _give_up(self, core: Core) -> None:
+    async def _give_up(self, core: Core) -> EngineError:
         """The core is stuck: tell everyone, and end it, with its stacks on stderr."""
-        timeout = self.config.stall_timeout
-        self._fail("stalled", EngineError(f"the engine is stuck: no step in {timeout:g} s"))
+        error = EngineError(f"the engine is stuck: no step in {self.config.stall_timeout:g} s")
+        self.status = "stalled"
+        self._end_streams(error)
         await core.kill(dump=True)
+        return error
 
-    def _fail(self, status: Status, error: EngineError) -> None:
-        self.status = status
+    def _end_streams(self, error: EngineError) -> None:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.fail(error)
 
     def _send(self, message: ToCore) -> None:
         """Send without waiting; to a core that is gone, nothing (the listener notices)."""
-        with suppress(zmq.Again):
-            self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)
+        if not self._outbox.closed:
+            with suppress(zmq.Again):
+                self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     async def _close(self) -> None:
         """End the core by force if it still runs, and release everything."""
@@ -341,7 +352,7 @@ class AsyncEngine:
             await self._listener
         self._inbox.close(linger=0)
         self._outbox.close(linger=0)
-        if self._core is None or self._core.ended.done():  # else a thread has sockets of its own
+        if self._core is None or self._core.ended.done():  # else a thread has sockets open
             self._context.term()
 
 

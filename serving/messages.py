@@ -83,7 +83,18 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """A snapshot of the core: what /metrics and the scheduler's tests look at."""
+    """A snapshot of the core: what /metrics and the scheduler's tests look at.
+
+    Attributes:
+        running, waiting: requests.
+        kv_blocks_used: held by requests; what only the prefix cache keeps is not counted.
+        prefix_queries: tokens of admitted requests that were looked up in the prefix cache.
+        prefix_hits: of these, tokens that were found.
+        preemptions: times that a request gave its blocks back to one ranked before it.
+        steps: steps that have come back.
+        step_seconds: time they took on the device.
+        prompt_tokens, generation_tokens: of admitted requests, and sampled.
+    """
 
     running: int = 0
     waiting: int = 0

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,16 +56,23 @@ def config(tmp_path: Path) -> EngineConfig:
 async def engine(
     request: pytest.FixtureRequest, config: EngineConfig
 ) -> AsyncIterator[AsyncEngine]:
-    engine = await AsyncEngine.start(config, in_process=request.param, runner_factory=SLOW)
-    yield engine
-    await engine.shutdown(drain=False)
+    async with started(config, in_process=request.param, runner_factory=SLOW) as engine:
+        yield engine
 
 
 @pytest.fixture
 async def local(config: EngineConfig) -> AsyncIterator[AsyncEngine]:
-    engine = await AsyncEngine.start(config, in_process=True, runner_factory=FAST)
-    yield engine
-    await engine.shutdown(drain=False)
+    async with started(config, in_process=True, runner_factory=FAST) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def started(config: EngineConfig, **options: Any) -> AsyncIterator[AsyncEngine]:
+    engine = await AsyncEngine.start(config, **options)
+    try:
+        yield engine
+    finally:
+        await engine.shutdown(drain=False)
 
 
 def params(**settings: Any) -> SamplingParams:
@@ -228,27 +236,24 @@ async def test_validate_fills_in_what_is_missing(local: AsyncEngine) -> None:
 
 async def test_a_request_that_the_kv_cache_cannot_hold_is_refused(config: EngineConfig) -> None:
     small = replace(config, kv_cache_memory=4 * 1024)  # 4 blocks of 8 tokens
-    engine = await AsyncEngine.start(small, in_process=True, runner_factory=FAST)
-    assert engine.validate(PROMPT, SamplingParams()).max_tokens == 33 - len(PROMPT)
-    with pytest.raises(RequestError, match="KV cache holds 33"):
-        engine.validate(PROMPT, params(max_tokens=29))
-    deltas = await collect(engine, PROMPT, params(max_tokens=28, stop_token_ids=()))
-    assert len(tokens(deltas)) == 28
-    await engine.shutdown()
+    async with started(small, in_process=True, runner_factory=FAST) as engine:
+        assert engine.validate(PROMPT, SamplingParams()).max_tokens == 33 - len(PROMPT)
+        with pytest.raises(RequestError, match="KV cache holds 33"):
+            engine.validate(PROMPT, params(max_tokens=29))
+        deltas = await collect(engine, PROMPT, params(max_tokens=28, stop_token_ids=()))
+        assert len(tokens(deltas)) == 28
 
 
 async def test_a_full_queue_is_429(config: EngineConfig) -> None:
-    engine = await AsyncEngine.start(
-        replace(config, max_num_seqs=1, max_queue=2), in_process=True, runner_factory=SLOW
-    )
-    readers = [asyncio.create_task(collect(engine, PROMPT, params())) for _ in range(3)]
-    await asyncio.sleep(0)
-    with pytest.raises(RequestError) as caught:
-        await collect(engine, PROMPT, params())
-    assert (caught.value.status, caught.value.code) == (429, "queue_full")
-    assert all(tokens(deltas) for deltas in await asyncio.gather(*readers))
-    assert await collect(engine, PROMPT, params())
-    await engine.shutdown()
+    small = replace(config, max_num_seqs=1, max_queue=2)
+    async with started(small, in_process=True, runner_factory=SLOW) as engine:
+        readers = [asyncio.create_task(collect(engine, PROMPT, params())) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError) as caught:
+            await collect(engine, PROMPT, params())
+        assert (caught.value.status, caught.value.code) == (429, "queue_full")
+        assert all(tokens(deltas) for deltas in await asyncio.gather(*readers))
+        assert await collect(engine, PROMPT, params())
 
 
 async def test_shutdown_drains(engine: AsyncEngine) -> None:
@@ -279,59 +284,56 @@ async def test_shutdown_without_drain_aborts(engine: AsyncEngine) -> None:
 async def test_when_the_runner_raises_all_requests_end(
     config: EngineConfig, in_process: bool
 ) -> None:
-    engine = await AsyncEngine.start(config, in_process=in_process, runner_factory=SLOW)
-    wish = params(max_tokens=400, stop_token_ids=())
-    reader = asyncio.create_task(collect(engine, PROMPT, wish))
-    while not engine.stats.running:
-        await asyncio.sleep(0.01)
-    last = (await collect(engine, [CRASH_TOKEN], wish))[-1]
-    assert last.finish_reason == "error"
-    assert last.error == "the model runner failed: AssertionError: the runner crashed"
-    assert (await reader)[-1].finish_reason == "error"
-    async with asyncio.timeout(10):
-        while engine.status != "dead":
+    async with started(config, in_process=in_process, runner_factory=SLOW) as engine:
+        wish = params(max_tokens=400, stop_token_ids=())
+        reader = asyncio.create_task(collect(engine, PROMPT, wish))
+        while not engine.stats.running:
             await asyncio.sleep(0.01)
-    with pytest.raises(EngineError, match="dead"):
-        await collect(engine, PROMPT, wish)
-    await engine.shutdown()
+        last = (await collect(engine, [CRASH_TOKEN], wish))[-1]
+        assert last.finish_reason == "error"
+        assert last.error == "the model runner failed: AssertionError: the runner crashed"
+        assert (await reader)[-1].finish_reason == "error"
+        async with asyncio.timeout(10):
+            while engine.status != "dead":
+                await asyncio.sleep(0.01)
+        with pytest.raises(EngineError, match="dead"):
+            await collect(engine, PROMPT, wish)
 
 
 async def test_when_the_core_is_killed_all_streams_end(config: EngineConfig) -> None:
-    engine = await AsyncEngine.start(config, runner_factory=SLOW)
-    wish = params(max_tokens=400, stop_token_ids=())
-    stream = engine.generate(PROMPT, wish)
-    await anext(stream)
-    (core,) = psutil.Process().children()
-    core.kill()
-    async with asyncio.timeout(10):
-        with pytest.raises(EngineError, match="was killed by SIGKILL"):
-            async for _ in stream:
-                pass
-    assert engine.status == "dead"
-    await engine.shutdown()
+    async with started(config, runner_factory=SLOW) as engine:
+        wish = params(max_tokens=400, stop_token_ids=())
+        stream = engine.generate(PROMPT, wish)
+        await anext(stream)
+        (core,) = psutil.Process().children()
+        core.kill()
+        async with asyncio.timeout(10):
+            with pytest.raises(EngineError, match="was killed by SIGKILL"):
+                async for _ in stream:
+                    pass
+        assert engine.status == "dead"
 
 
 async def test_a_stuck_core_is_noticed_and_ended(
     config: EngineConfig, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    engine = await AsyncEngine.start(replace(config, stall_timeout=0.5), runner_factory=FAST)
-    (core,) = psutil.Process().children()
-    async with asyncio.timeout(20):
-        with pytest.raises(EngineError, match=r"no step in 0\.5 s"):
-            await collect(engine, [HANG_TOKEN], params())
-        assert engine.status == "stalled"
-        await engine.shutdown()
-    assert not core.is_running()
-    assert "mock_runner.py" in capfd.readouterr().err, "the stacks name where it was stuck"
+    async with started(replace(config, stall_timeout=0.5), runner_factory=FAST) as engine:
+        (core,) = psutil.Process().children()
+        async with asyncio.timeout(20):
+            with pytest.raises(EngineError, match=r"no step in 0\.5 s"):
+                await collect(engine, [HANG_TOKEN], params())
+            assert engine.status == "stalled"
+            await engine.shutdown()
+        assert not core.is_running()
+        assert "mock_runner.py" in capfd.readouterr().err, "the stacks name where it was stuck"
 
 
 async def test_interrupts_are_the_parents_business(config: EngineConfig) -> None:
-    engine = await AsyncEngine.start(config, runner_factory=SLOW)
-    (core,) = psutil.Process().children()
-    core.send_signal(signal.SIGINT)
-    core.send_signal(signal.SIGTERM)
-    assert tokens(await collect(engine, PROMPT, params())) == expected(PROMPT, 20)
-    await engine.shutdown()
+    async with started(config, runner_factory=SLOW) as engine:
+        (core,) = psutil.Process().children()
+        core.send_signal(signal.SIGINT)
+        core.send_signal(signal.SIGTERM)
+        assert tokens(await collect(engine, PROMPT, params())) == expected(PROMPT, 20)
 
 
 def test_no_orphan_is_left_when_the_parent_is_killed(config: EngineConfig) -> None:
@@ -354,7 +356,7 @@ def test_no_orphan_is_left_when_the_parent_is_killed(config: EngineConfig) -> No
         assert parent.stdout.readline() == b"ready\n"
         (core,) = psutil.Process(parent.pid).children()
         os.kill(parent.pid, signal.SIGKILL)
-    core.wait(timeout=10)
+        core.wait(timeout=10)
 
 
 @pytest.mark.parametrize("in_process", [True, False])
@@ -380,6 +382,6 @@ async def test_start_says_how_the_core_ended(config: EngineConfig) -> None:
 
 async def test_a_cancelled_start_leaves_no_process(config: EngineConfig) -> None:
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.3):
-            await AsyncEngine.start(config, runner_factory=FAST)
+        async with asyncio.timeout(0.5):
+            await AsyncEngine.start(config, runner_factory="support.mock_runner:hang")
     assert not psutil.Process().children()

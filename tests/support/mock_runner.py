@@ -206,3 +206,9 @@ def miss(config: EngineConfig, progress: Progress) -> LoadedModel:
 def leave(config: EngineConfig, progress: Progress) -> LoadedModel:
     """The process ends without a word."""
     os._exit(7)
+
+
+def hang(config: EngineConfig, progress: Progress) -> LoadedModel:
+    """Loading takes an hour."""
+    time.sleep(3600)
+    return load(config, progress)
