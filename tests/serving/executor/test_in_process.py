@@ -1,0 +1,99 @@
+"""The in-process executor: one thread, in order, and what goes wrong in it."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import CancelledError, Future
+
+import numpy as np
+import pytest
+
+from weft.models.interface import StepInput, StepOutput
+from weft.serving.executor.in_process import InProcessExecutor
+
+EMPTY = np.empty(0, np.int32)
+
+
+class Runner:
+    """Notes what it is asked; each step waits for `go`."""
+
+    bytes_per_block = 1
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.began = threading.Event()
+        self.loaded_in = threading.current_thread()
+        self.calls: list[tuple[int, threading.Thread]] = []
+        self.closed = False
+
+    def allocate_kv_cache(self, num_blocks: int) -> None: ...
+
+    def warm_up(self) -> None: ...
+
+    def step(self, batch: StepInput) -> StepOutput:
+        self.began.set()
+        self.go.wait(10)
+        self.calls.append((batch.step, threading.current_thread()))
+        if batch.step == 3:
+            raise ValueError("step 3")
+        return StepOutput(batch.step, EMPTY, EMPTY)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def batch(step: int) -> StepInput:
+    fields = dict.fromkeys(
+        ["token_ids", "positions", "query_start", "context_len", "block_table", "slot"], EMPTY
+    )
+    return StepInput(step, **fields, sample_index=EMPTY, sample_slot=EMPTY, output_index=EMPTY)
+
+
+def start() -> tuple[InProcessExecutor, Runner]:
+    runners: list[Runner] = []
+
+    def load() -> Runner:
+        runners.append(Runner())
+        return runners[0]
+
+    return InProcessExecutor(load), runners[0]
+
+
+def test_steps_run_in_order_in_the_thread_that_loaded_the_model() -> None:
+    executor, runner = start()
+    steps = [executor.submit(batch(i)) for i in range(3)]
+    assert not any(step.done() for step in steps), "submit does not wait"
+    runner.go.set()
+    assert [step.result(10).step for step in steps] == [0, 1, 2]
+    assert runner.calls == [(i, runner.loaded_in) for i in range(3)]
+    assert runner.loaded_in is not threading.current_thread()
+    executor.close()
+    assert runner.closed
+
+
+def test_what_the_runner_raises_is_in_the_future() -> None:
+    executor, runner = start()
+    runner.go.set()
+    with pytest.raises(ValueError, match="step 3"):
+        executor.submit(batch(3)).result(10)
+    assert executor.submit(batch(4)).result(10).step == 4
+    executor.close()
+
+
+def test_close_drops_what_has_not_begun() -> None:
+    executor, runner = start()
+    steps: list[Future[StepOutput]] = [executor.submit(batch(i)) for i in range(2)]
+    assert runner.began.wait(10)
+    threading.Timer(0.05, runner.go.set).start()
+    executor.close()
+    assert steps[0].result(0).step == 0
+    with pytest.raises(CancelledError):
+        steps[1].result(0)
+
+
+def test_what_loading_raises_is_raised() -> None:
+    def load() -> Runner:
+        raise ValueError("no weights")
+
+    with pytest.raises(ValueError, match="no weights"):
+        InProcessExecutor(load)

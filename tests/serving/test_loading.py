@@ -1,0 +1,93 @@
+"""A real (tiny, random) model from disk to answers, under settings that must not change them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.checkpoints import make_checkpoint, make_tokenizer
+
+from weft.errors import ConfigError, ModelError
+from weft.serving.config import EngineConfig
+from weft.serving.engine import AsyncEngine
+from weft.serving.loading import load_model, show_progress
+from weft.serving.messages import EngineStats
+from weft.serving.sampling_params import SamplingParams
+
+PROMPTS = [[3 + i % 5, 7, 11, 13] * (1 + i % 4) for i in range(8)]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    path = make_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+    make_tokenizer(path)
+    return EngineConfig(model=str(path), max_model_len=64, block_size=8, threads=1)
+
+
+async def answers(config: EngineConfig) -> tuple[list[list[int]], EngineStats]:
+    """Each prompt's answer, when all are asked at once, twice; every other one is greedy."""
+    engine = await AsyncEngine.start(config, in_process=True)
+
+    async def answer(i: int) -> list[int]:
+        wish = SamplingParams(max_tokens=24, ignore_eos=True, seed=i, temperature=i % 2)
+        return [t async for delta in engine.generate(PROMPTS[i], wish) for t in delta.token_ids]
+
+    found = await asyncio.gather(*map(answer, range(len(PROMPTS))))
+    again = await asyncio.gather(*map(answer, range(len(PROMPTS))))
+    assert again == found
+    stats = engine.stats
+    await engine.shutdown()
+    return found, stats
+
+
+async def test_answers_do_not_depend_on_batching_caching_or_preemption(
+    config: EngineConfig,
+) -> None:
+    want, stats = await answers(config)
+    assert stats.prefix_hits > 0
+    alone = replace(config, prefix_caching=False, max_num_seqs=1)
+    in_pieces = replace(config, max_num_batched_tokens=9, block_size=4)
+    for other in (alone, in_pieces):
+        assert (await answers(other))[0] == want
+    blocks = 12
+    tight = replace(config, kv_cache_memory=blocks * 8 * 2 * 2 * 2 * 16 * 4)
+    found, stats = await answers(tight)
+    assert stats.kv_blocks_total == blocks
+    assert stats.preemptions > 0
+    assert found == want
+
+
+def test_the_ledger_and_the_progress_are_shown(
+    config: EngineConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[tuple[int, int]] = []
+    model = load_model(config, lambda done, total: seen.append((done, total)))
+    assert seen[-1][0] == seen[-1][1] > 0
+    assert (model.max_model_len, model.vocab_size, model.dtype) == (64, 320, "float32")
+    ledger = capsys.readouterr().err
+    assert f"{model.num_blocks:,} blocks of 8 tokens" in ledger
+    model.runner.close()
+
+
+def test_a_context_above_the_models_is_refused(config: EngineConfig) -> None:
+    with pytest.raises(ConfigError, match=r"--max-model-len is 513; .* has a context of 512"):
+        load_model(replace(config, max_model_len=513), lambda done, total: None)
+
+
+def test_a_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no checkpoint at"):
+        load_model(EngineConfig(model=str(tmp_path / "none")), lambda done, total: None)
+
+
+async def test_the_process_says_what_is_wrong(config: EngineConfig) -> None:
+    with pytest.raises(ConfigError, match="--kv-cache-memory"):
+        await AsyncEngine.start(replace(config, kv_cache_memory=1))
+
+
+def test_quick_progress_leaves_no_line_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
+    with show_progress("loading") as progress:
+        progress(1, 2)
+        progress(2, 2)
+    assert capsys.readouterr().err == ""
