@@ -7,6 +7,7 @@ which names Python files of the checkpoint, is ignored.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ def locate(model: str) -> Path:
     Raises:
         ModelError: there is no such directory.
     """
-    bundled = model in BUNDLED
-    path = Path(__file__).parent / "demo" / model if bundled else Path(model).expanduser()
+    bundled = Path(__file__).parent / "demo" / model
+    path = bundled if model in BUNDLED else Path(os.path.expanduser(model))
     if not path.is_dir():
         raise ModelError(
             f"no checkpoint at {path}: give a directory with config.json and safetensors files, "

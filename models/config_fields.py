@@ -7,6 +7,7 @@ configs. Reading never runs code that a checkpoint brings.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,9 @@ class Fields:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A number above 0; required unless there is a default."""
+        """A finite number above 0; required unless there is a default."""
         value = self._get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < inf:
             raise self.error(name, "a number above 0")
         return float(value)
 

@@ -32,7 +32,7 @@ def build_spec(config: dict[str, Any], source: Path) -> ModelSpec:
     """
     fields = Fields(config, source)
     architecture = next(iter(fields.array("architectures")), None)
-    if architecture not in FAMILIES:
+    if not isinstance(architecture, str) or architecture not in FAMILIES:
         raise fields.error("architectures", f"one of {', '.join(FAMILIES)}")
     if fields.has("quantization_config"):
         raise fields.error("quantization_config", "none: weights that are not quantised")
@@ -154,9 +154,9 @@ def _qwen_window(fields: Fields, decoder: Decoder, i: int) -> int | None:
         first = fields.integer("max_window_layers", 28, low=0)
         return _window(fields, default=4096) if i >= first else None
     kinds = fields.array("layer_types")
-    known = {"full_attention", "sliding_attention"}
-    if len(kinds) != decoder.layers or not known.issuperset(kinds):
-        raise fields.error("layer_types", f"one of {sorted(known)} for each layer")
+    known = ("full_attention", "sliding_attention")
+    if len(kinds) != decoder.layers or any(kind not in known for kind in kinds):
+        raise fields.error("layer_types", f"one of {', '.join(known)} for each layer")
     return _window(fields, default=4096) if kinds[i] == "sliding_attention" else None
 
 
@@ -168,6 +168,9 @@ def _rope(fields: Fields, default_theta: float) -> RopeSpec:
     for where in (fields, scaling):
         if where.number("partial_rotary_factor", 1.0) != 1.0:
             raise where.error("partial_rotary_factor", "1: all of each head is rotated")
+    for name, value in scaling.values.items():
+        if isinstance(value, dict):
+            raise scaling.error(name, "the same rotary embedding in all layers")
     kind_field = "rope_type" if scaling.has("rope_type") else "type"
     kind = scaling.choice(kind_field, ("default", "linear", "llama3"), default="default")
     if kind == "default":

@@ -1,0 +1,252 @@
+"""config.json -> ModelSpec: both generations of config, and every refusal."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.errors import ModelError
+from weft.models.families import FAMILIES, build_spec
+from weft.models.spec import MlpSpec, MoeSpec, RopeSpec
+
+SOURCE = Path("config.json")
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+}
+QWEN3_MOE = LLAMA | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
+
+
+def test_sizes_come_from_the_config() -> None:
+    spec = build_spec(LLAMA, SOURCE)
+    assert (spec.head_dim, spec.num_heads, spec.num_kv_heads) == (16, 4, 2)
+    assert spec.max_model_len == 512
+    assert spec.kv_bytes_per_token() == 2 * 2 * 2 * 16 * 2
+    per_layer = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 96 + 2 * 64
+    assert spec.parameters == 2 * 320 * 64 + 2 * per_layer + 64
+    assert spec.weight_bytes() == 2 * spec.parameters
+    assert spec.weight_bytes("float32") == 4 * spec.parameters
+
+
+def test_a_tied_embedding_counts_once() -> None:
+    untied = build_spec(LLAMA, SOURCE)
+    tied = build_spec(LLAMA | {"tie_word_embeddings": True}, SOURCE)
+    assert tied.lm_head is None
+    assert untied.parameters - tied.parameters == 320 * 64
+
+
+def test_kv_heads_default_to_the_query_heads() -> None:
+    config = LLAMA | {"num_key_value_heads": None}
+    assert build_spec(config, SOURCE).num_kv_heads == 4
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"rope_theta": 5e5}, {"rope_type": "default", "rope_theta": 5e5}),
+        (
+            {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+        ),
+        (
+            {
+                "rope_theta": 5e5,
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 128,
+                },
+            },
+            {
+                "rope_type": "llama3",
+                "rope_theta": 5e5,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 128,
+            },
+        ),
+    ],
+)
+def test_both_generations_of_config_mean_the_same(old: dict[str, Any], new: dict[str, Any]) -> None:
+    of_new = {key: value for key, value in LLAMA.items() if key != "torch_dtype"}
+    of_new |= {"dtype": "bfloat16", "rope_parameters": new}
+    assert build_spec(LLAMA | old, SOURCE) == build_spec(of_new, SOURCE)
+
+
+def test_theta_defaults_to_that_of_the_family() -> None:
+    assert build_spec(LLAMA, SOURCE).rope == RopeSpec(10_000.0)
+    mixtral = LLAMA | {
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    assert build_spec(mixtral, SOURCE).rope == RopeSpec(1_000_000.0)
+
+
+def test_mistral_has_a_window_unless_the_config_says_null() -> None:
+    mistral = LLAMA | {"architectures": ["MistralForCausalLM"]}
+    windows = [
+        build_spec(config, SOURCE).layers[0].attention.sliding_window
+        for config in (mistral, mistral | {"sliding_window": None}, mistral | {"sliding_window": 7})
+    ]
+    assert windows == [4096, None, 7]
+
+
+def test_qwen_windows_need_the_flag() -> None:
+    qwen2 = LLAMA | {
+        "architectures": ["Qwen2ForCausalLM"],
+        "sliding_window": 7,
+        "max_window_layers": 1,
+    }
+    off, on = (
+        [layer.attention.sliding_window for layer in build_spec(config, SOURCE).layers]
+        for config in (qwen2, qwen2 | {"use_sliding_window": True})
+    )
+    assert off == [None, None]
+    assert on == [None, 7]
+
+
+def test_experts_are_placed_by_step_and_list() -> None:
+    def kinds(**fields: Any) -> list[type]:
+        config = QWEN3_MOE | {"num_hidden_layers": 4} | fields
+        return [type(layer.feed_forward) for layer in build_spec(config, SOURCE).layers]
+
+    assert kinds() == [MoeSpec] * 4
+    assert kinds(mlp_only_layers=[2]) == [MoeSpec, MoeSpec, MlpSpec, MoeSpec]
+    assert kinds(decoder_sparse_step=2) == [MlpSpec, MoeSpec] * 2
+
+
+def test_the_experts_of_a_weight_are_tensors_of_their_own() -> None:
+    moe = build_spec(QWEN3_MOE, SOURCE).layers[1].feed_forward
+    assert isinstance(moe, MoeSpec)
+    assert moe.down.shape == (8, 64, 48)
+    assert moe.down.axes == ("expert", "hidden", "moe_intermediate")
+    assert moe.down.tensor_shape == (64, 48)
+    assert moe.down.tensor_names[7] == "model.layers.1.mlp.experts.7.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architectures is ['GPT2LMHeadModel']"),
+        ({"architectures": []}, "architectures is []"),
+        ({"architectures": None}, "architectures is None"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "architectures is [['LlamaForCausalLM']]"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is 'silu'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "64"}, "hidden_size is '64'; supported is a whole number"),
+        ({"hidden_size": True}, "hidden_size is True"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"vocab_size": -1}, "vocab_size is -1"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3; supported is a divisor of"),
+        ({"head_dim": 15}, "head_dim is 15; supported is an even number"),
+        ({"rms_norm_eps": "tiny"}, "rms_norm_eps is 'tiny'"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype is 'float8_e4m3fn'"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; supported is true or"),
+        ({"rope_theta": 0}, "rope_theta is 0"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; supported is an object"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_scaling.rope_type is 'yarn'; supported is 'default' or 'linear' or 'llama3'",
+        ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.type is 'dynamic'"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
+        (
+            {"rope_parameters": {"rope_type": "longrope"}},
+            "rope_parameters.rope_type is 'longrope'",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+            "rope_parameters.full_attention",
+        ),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 4.0,
+                    "high_freq_factor": 4.0,
+                }
+            },
+            "rope_scaling.low_freq_factor is 4.0; supported is less than high_freq_factor",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=f"^config.json: {re.escape(message)}"):
+        build_spec(LLAMA | fields, SOURCE)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_experts": None}, "num_local_experts is missing"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9; supported is at most num_experts"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers is 3; supported is a list"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+    ],
+)
+def test_experts_are_checked(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=re.escape(message)):
+        build_spec(QWEN3_MOE | fields, SOURCE)
+
+
+@pytest.mark.parametrize(
+    "kinds", [["full_attention"], ["full_attention", "chunked_attention"], [["a"], ["b"]]]
+)
+def test_layer_types_are_checked(kinds: list[Any]) -> None:
+    qwen3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True}
+    with pytest.raises(ModelError, match="layer_types is"):
+        build_spec(qwen3 | {"layer_types": kinds}, SOURCE)
+
+
+def test_an_unknown_architecture_is_told_the_known_ones() -> None:
+    with pytest.raises(ModelError) as error:
+        build_spec(LLAMA | {"architectures": ["Nope"]}, SOURCE)
+    assert all(name in str(error.value) for name in FAMILIES)
+
+
+def test_every_spec_names_each_tensor_once() -> None:
+    for config in (LLAMA, QWEN3_MOE):
+        names = [
+            name for weight in build_spec(config, SOURCE).weights for name in weight.tensor_names
+        ]
+        assert len(names) == len(set(names))
+
+
+def test_rope_scaling_keeps_short_wavelengths_and_stretches_long_ones() -> None:
+    plain = RopeSpec(10_000.0).inverse_frequencies(64)
+    scaled = RopeSpec(
+        10_000.0,
+        "llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_len=1024,
+    ).inverse_frequencies(64)
+    assert scaled[0] == plain[0]
+    assert scaled[-1] == plain[-1] / 8
+    assert (scaled <= plain).all()

@@ -1,0 +1,248 @@
+"""Loading: what a checkpoint may lack or have too much of, and the memory that loading takes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.checkpoints import make_checkpoint
+
+from weft.errors import ModelError
+from weft.models.checkpoint import read_spec
+from weft.models.spec import MoeSpec
+from weft.models.weights import INDEX_FILE, SINGLE_FILE, Weights
+
+Tensors = dict[str, torch.Tensor]
+GATE = "model.layers.1.mlp.gate_proj.weight"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A checkpoint in one file."""
+    return make_checkpoint(tmp_path, "llama")
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """A checkpoint in several files."""
+    path = make_checkpoint(tmp_path, "llama", max_shard_size="100KB")
+    assert len(list(path.glob("*.safetensors"))) > 2
+    return path
+
+
+def _edit(path: Path, change: Callable[[Tensors], object], file: str = SINGLE_FILE) -> Path:
+    """Rewrite one file of a checkpoint after changing its tensors."""
+    tensors = load_file(path / file)
+    change(tensors)
+    save_file(tensors, path / file)
+    return path
+
+
+def _load(path: Path) -> Weights:
+    return Weights(path, read_spec(path))
+
+
+def test_every_tensor_is_read_as_it_was_written(path: Path) -> None:
+    weights, spec = _load(path), read_spec(path)
+    written = load_file(path / SINGLE_FILE)
+    for weight in spec.weights:
+        assert torch.equal(weights.read(weight), written.pop(weight.name))
+    assert not written
+
+
+def test_shards_are_read_like_one_file(sharded: Path) -> None:
+    weights, spec = _load(sharded), read_spec(sharded)
+    written: Tensors = {}
+    for file in sharded.glob("*.safetensors"):
+        written |= load_file(file)
+    for weight in spec.weights:
+        assert torch.equal(weights.read(weight), written[weight.name])
+
+
+def test_experts_are_put_together_in_order(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "mixtral", max_shard_size="50KB")
+    moe = read_spec(path).layers[0].feed_forward
+    assert isinstance(moe, MoeSpec)
+    stacked = _load(path).read(moe.up)
+    assert stacked.shape == moe.up.shape
+    written: Tensors = {}
+    for file in path.glob("*.safetensors"):
+        written |= load_file(file)
+    for expert in range(4):
+        name = f"model.layers.0.block_sparse_moe.experts.{expert}.w3.weight"
+        assert torch.equal(stacked[expert], written[name])
+
+
+def test_progress_ends_at_the_total(path: Path) -> None:
+    spec = read_spec(path)
+    calls: list[tuple[int, int]] = []
+    weights = Weights(path, spec, lambda done, total: calls.append((done, total)))
+    for weight in (*spec.weights, spec.embedding):
+        weights.read(weight)
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+    assert calls[-1] == (spec.weight_bytes(), spec.weight_bytes())
+
+
+def test_harmless_extras_are_ignored(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
+    _edit(
+        path,
+        lambda tensors: tensors.update(
+            {
+                "lm_head.weight": torch.zeros(3),
+                "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8),
+            }
+        ),
+    )
+    assert _load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop(GATE), f"lacks {GATE}"),
+        (lambda tensors: tensors.clear(), "lacks model.embed_tokens.weight, .* and 18 more"),
+        (lambda tensors: tensors.update(x=torch.zeros(1)), f"{SINGLE_FILE} has x, which Llama"),
+        (
+            lambda tensors: tensors.update({GATE: tensors[GATE].T.contiguous()}),
+            rf"{SINGLE_FILE}: {GATE} has shape \(64, 96\); by config.json it is \(96, 64\)",
+        ),
+        (
+            lambda tensors: tensors.update({GATE: tensors[GATE].to(torch.int8)}),
+            rf"{SINGLE_FILE}: {GATE} is I8; supported is F32, BF16, F16",
+        ),
+        (
+            lambda tensors: tensors.update({GATE: tensors[GATE].to(torch.float8_e4m3fn)}),
+            rf"{SINGLE_FILE}: {GATE} is F8_E4M3",
+        ),
+    ],
+)
+def test_a_wrong_tensor_is_named(
+    path: Path, change: Callable[[Tensors], object], message: str
+) -> None:
+    _edit(path, change)
+    with pytest.raises(ModelError, match=message):
+        _load(path)
+
+
+def test_mixed_types_are_fine(path: Path) -> None:
+    _edit(path, lambda tensors: tensors.update({GATE: tensors[GATE].half()}))
+    assert _load(path)
+
+
+def test_a_bias_that_config_does_not_know_is_not_dropped(path: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.bias"
+    _edit(path, lambda tensors: tensors.update({name: torch.zeros(64)}))
+    with pytest.raises(ModelError, match=f"has {name}, which"):
+        _load(path)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 5_000, -1])
+def test_a_truncated_file_is_named(sharded: Path, keep: int) -> None:
+    file = sorted(sharded.glob("*.safetensors"))[1]
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ModelError, match=f"{re.escape(str(file))} is truncated"):
+        _load(sharded)
+
+
+def test_a_missing_shard_is_named(sharded: Path) -> None:
+    file = sorted(sharded.glob("*.safetensors"))[1]
+    file.unlink()
+    with pytest.raises(ModelError, match=f"{re.escape(str(file))} is missing"):
+        _load(sharded)
+
+
+def test_a_tensor_in_two_shards_is_an_error(sharded: Path) -> None:
+    first, second = sorted(sharded.glob("*.safetensors"))[:2]
+    name, tensor = next(iter(load_file(first).items()))
+    _edit(sharded, lambda tensors: tensors.update({name: tensor}), second.name)
+    with pytest.raises(ModelError, match=f"both have {name}"):
+        _load(sharded)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "is not JSON"),
+        ({}, "has no weight_map"),
+        ({"weight_map": {}}, "has no weight_map"),
+        ({"weight_map": ["a"]}, "has no weight_map"),
+        ({"weight_map": {"a": "../secret.safetensors"}}, "not a file beside it"),
+        ({"weight_map": {"a": 3}}, "3 is missing"),
+    ],
+)
+def test_a_broken_index_is_named(sharded: Path, index: object, message: str) -> None:
+    text = index if isinstance(index, str) else json.dumps(index)
+    (sharded / INDEX_FILE).write_text(text)
+    with pytest.raises(ModelError, match=message):
+        _load(sharded)
+
+
+def test_a_checkpoint_without_safetensors_is_an_error(path: Path) -> None:
+    (path / SINGLE_FILE).rename(path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=f"has neither {SINGLE_FILE} nor {INDEX_FILE}"):
+        _load(path)
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+from weft.models.checkpoint import read_spec
+from weft.models.torch.runner import TorchRunner
+
+def memory(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+def load(path):
+    return TorchRunner.load(
+        path, read_spec(path), dtype="auto", threads=1,
+        block_size=8, max_num_seqs=1, max_num_batched_tokens=8, max_model_len=8)
+
+tiny, large = map(Path, sys.argv[1:])
+load(tiny)
+before = memory("VmRSS")
+runner = load(large)
+print(memory("VmHWM") - before, memory("VmRSS") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_loading_takes_the_model_and_one_tensor(tmp_path: Path) -> None:
+    """Peak and resting memory, in a process of its own; the tied table is held once."""
+    tiny = make_checkpoint(tmp_path / "tiny", "llama", dtype="bfloat16")
+    large = tmp_path / "large"
+    large.mkdir()
+    config = json.loads((tiny / "config.json").read_text()) | {
+        "vocab_size": 40_000,
+        "hidden_size": 512,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 8,
+        "tie_word_embeddings": True,
+    }
+    (large / "config.json").write_text(json.dumps(config))
+    spec = read_spec(large)
+    save_file(
+        {weight.name: torch.zeros(weight.shape, dtype=torch.bfloat16) for weight in spec.weights},
+        large / SINGLE_FILE,
+    )
+    model, table = spec.weight_bytes(), 2 * spec.embedding.size
+    assert model > 100e6
+    result = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tiny), str(large)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    peak, rest = map(int, result.stdout.split())
+    slack = 36e6  # less than the table, which must not be held twice
+    assert peak < model + table + slack
+    assert rest < model + slack
