@@ -42,10 +42,10 @@ Int64 = npt.NDArray[np.int64]
 MAX_TILE_QUERIES = 64
 """Queries of one request in a tile; more compute more scores that causality then masks."""
 
-MAX_TILE_NUMBERS = 1 << 23
-"""Scores, gathered keys or gathered values in a tile; bounds temporary memory."""
+MAX_TILE_NUMBERS = 1 << 20
+"""Scores, gathered keys or gathered values in a tile: 4 MiB of float32, which stay in cache."""
 
-TILE_COST_IN_SCORES = 1 << 16
+TILE_COST_IN_SCORES = 1 << 15
 """How many scores are computed in the time that one more tile costs in dispatch."""
 
 
