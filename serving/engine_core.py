@@ -153,6 +153,8 @@ def serve(
     load_model: LoadModel,
     context: zmq.Context[zmq.Socket[bytes]],
     address: str,
+    *,
+    own_process: bool = False,
 ) -> None:
     """Load a model and serve it until told to shut down.
 
@@ -161,6 +163,7 @@ def serve(
         load_model: `weft.serving.loading.load_model`, or what stands in for it.
         context: shared with the front when the address is inproc://.
         address: the front's, see channel.py.
+        own_process: nothing else runs here, so garbage collection may be tuned for the core.
 
     Raises:
         WeftError: the model cannot be loaded or run; the front has been told.
@@ -186,9 +189,9 @@ def serve(
                 max_model_len=model.max_model_len,
                 prefix_caching=config.prefix_caching,
             )
-            # What is loaded stays: no garbage collection needs to look at it again.
-            gc.collect()
-            gc.freeze()
+            if own_process:  # what is loaded stays: no need to look at it again and again
+                gc.collect()
+                gc.freeze()
             channel.send(Ready(_info(config, model, time.monotonic() - begin)))
             EngineCore(channel, executor, scheduler).run()
         finally:
@@ -242,7 +245,8 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, name="weft-parent", daemon=True).start()
     try:
         with zmq.Context() as context:
-            serve(orders.config, find(orders.load_model), context, orders.address)
+            load_model = find(orders.load_model)
+            serve(orders.config, load_model, context, orders.address, own_process=True)
     except WeftError:
         sys.exit(1)  # the front has been told, and says so
 

@@ -33,46 +33,16 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
-import numpy.typing as npt
 
 from weft.errors import RequestError
 from weft.models.interface import FINITE, Int32, Logprobs, StepInput, StepOutput
 from weft.serving.kv_cache import KVCache
 from weft.serving.messages import Add, EngineStats, FinishReason, TokenOutput
 from weft.serving.request import Request, token_logprob
-
-Slots = npt.NDArray[np.intp]
-
-
-@dataclass(slots=True)
-class _Chunk:
-    """Tokens `start` to `stop` of a request, which the host knows, in one step."""
-
-    request: Request
-    start: int
-    stop: int
-
-    @property
-    def samples(self) -> bool:
-        return self.stop == len(self.request)
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A step that is under way.
-
-    Attributes:
-        batch: as it was submitted.
-        scores: (request, first prompt token scored, one past the last), in the order of
-            `batch.prompt_logprob_index`.
-    """
-
-    batch: StepInput
-    scores: list[tuple[Request, int, int]]
+from weft.serving.step import Chunk, Flight, Slots, build_step, take_scores
 
 
 class Scheduler:
@@ -106,11 +76,11 @@ class Scheduler:
         self._prefilling: list[Request] = []  # by rank
         self._waiting: list[Request] = []  # by rank
         self._live: dict[str, Request] = {}
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
 
         # By slot. `length` counts tokens that are under way, `done` only those computed.
         self._length = np.zeros(num_slots, np.int32)
-        self._prompt = np.zeros(num_slots, np.int32)
+        self._prompt_length = np.zeros(num_slots, np.int32)
         self._limit = np.zeros(num_slots, np.int32)
         self._done = np.zeros(num_slots, np.int32)
         self._registered = np.zeros(num_slots, np.int32)
@@ -199,7 +169,9 @@ class Scheduler:
         chunks = self._take_chunks(self._budget - len(decodes))
         if not len(decodes) and not chunks:
             return None
-        flight = self._build(decodes, chunks)
+        flight = build_step(
+            self._steps, decodes, chunks, self._length, self._prompt_length, self.kv
+        )
         self._flights.append(flight)
         self._steps += 1
 
@@ -237,7 +209,7 @@ class Scheduler:
             self._release()
         return True
 
-    def _take_chunks(self, budget: int) -> list[_Chunk]:
+    def _take_chunks(self, budget: int) -> list[Chunk]:
         """Known tokens to compute: of prompts under way, then of newly admitted requests."""
         chunks = []
         for request in self._prefilling:
@@ -253,10 +225,10 @@ class Scheduler:
         self._prefilling = [r for r in self._prefilling if r.computed < len(r)]
         return chunks
 
-    def _advance(self, request: Request, budget: int) -> _Chunk:
+    def _advance(self, request: Request, budget: int) -> Chunk:
         start = request.computed
         request.computed = min(len(request), start + budget)
-        return _Chunk(request, start, request.computed)
+        return Chunk(request, start, request.computed)
 
     def _admit(self, request: Request) -> bool:
         """Give the request a slot and the blocks of all its known tokens, if there are enough."""
@@ -280,59 +252,12 @@ class Scheduler:
             self._prefix_queries += len(request)
             self._prefix_hits += request.computed
         self._length[slot] = len(request)
-        self._prompt[slot] = len(request.prompt)
+        self._prompt_length[slot] = len(request.prompt)
         self._limit[slot] = request.limit
         self._done[slot] = request.computed
         self._registered[slot] = len(prefix)
         self._decoding[slot] = False
         return True
-
-    def _build(self, decodes: Slots, chunks: list[_Chunk]) -> _Flight:
-        """The step's arrays: decodes first, one token each, then the chunks."""
-        n = len(decodes)
-        slots = np.empty(n + len(chunks), np.int32)
-        slots[:n] = decodes
-        slots[n:] = [c.request.slot for c in chunks]
-        counts = np.ones_like(slots)
-        counts[n:] = [c.stop - c.start for c in chunks]
-        context_len = self._length[slots]
-        context_len[n:] = [c.stop for c in chunks]
-        query_start = np.zeros(len(slots) + 1, np.int32)
-        np.cumsum(counts, out=query_start[1:])
-
-        token_ids = np.empty(query_start[-1], np.int32)
-        positions = np.empty_like(token_ids)
-        token_ids[:n] = -1 - decodes
-        positions[:n] = context_len[:n] - 1
-        for chunk, begin, end in zip(
-            chunks, query_start[n:-1].tolist(), query_start[n + 1 :].tolist(), strict=True
-        ):
-            token_ids[begin:end] = chunk.request.tokens(chunk.start, chunk.stop)
-            positions[begin:end] = np.arange(chunk.start, chunk.stop)
-
-        samples = np.ones(len(slots), np.bool_)
-        samples[n:] = [c.samples for c in chunks]
-        sample_slot = slots[samples]
-        scores, score_index = _score(chunks, query_start[n:-1].tolist())
-        batch = StepInput(
-            step=self._steps,
-            token_ids=token_ids,
-            positions=positions,
-            query_start=query_start,
-            context_len=context_len,
-            block_table=self.kv.table[slots, : self.kv.num_blocks[slots].max()],
-            slot=slots,
-            sample_index=query_start[1:][samples] - 1,
-            sample_slot=sample_slot,
-            output_index=self._length[sample_slot] - self._prompt[sample_slot],
-            new_slots=tuple(c.request.sampling() for c in chunks if c.samples),
-            prompt_logprob_index=score_index,
-            prompt_logprob_target=_concatenate([r.prompt[a:b] for r, a, b in scores]),
-            prompt_logprob_top=max(
-                (r.params.prompt_logprobs or 0 for r, _, _ in scores), default=0
-            ),
-        )
-        return _Flight(batch, scores)
 
     # A step: what came of it.
 
@@ -347,7 +272,7 @@ class Scheduler:
         self._steps_under_way[batch.slot] -= 1
 
         if result.prompt_logprobs is not None:
-            _take_scores(flight.scores, result.prompt_logprobs)
+            take_scores(flight.scores, result.prompt_logprobs)
         outputs = self._take_tokens(batch.sample_slot, result)
         if self._prefix_caching:
             self._register(batch.slot)
@@ -457,44 +382,6 @@ class Scheduler:
     def _at(self, slots: Iterable[int]) -> list[Request]:
         """The requests in these slots."""
         return [request for slot in slots if (request := self._running[slot]) is not None]
-
-
-def _score(chunks: list[_Chunk], begins: list[int]) -> tuple[list[tuple[Request, int, int]], Int32]:
-    """Prompt tokens to score: (request, first, one past the last), and the rows that do it.
-
-    The row of prompt token p scores token p + 1.
-
-    Args:
-        chunks: what the step computes.
-        begins: the first row of each.
-    """
-    scores = []
-    rows = []
-    for chunk, begin in zip(chunks, begins, strict=True):
-        request = chunk.request
-        first = max(chunk.start, request.scored)
-        end = min(chunk.stop, len(request.prompt) - 1)
-        if request.prompt_logprobs is not None and first < end:
-            rows.append(np.arange(first, end, dtype=np.int32) + (begin - chunk.start))
-            scores.append((request, first + 1, end + 1))
-            request.scored = end
-    return scores, _concatenate(rows)
-
-
-def _take_scores(scores: list[tuple[Request, int, int]], logprobs: Logprobs) -> None:
-    """Hand each request the log probabilities of its prompt tokens."""
-    row = 0
-    for request, first, end in scores:
-        if request.prompt_logprobs is not None:
-            request.prompt_logprobs += [
-                token_logprob(logprobs, row + i, token, request.prompt_top)
-                for i, token in enumerate(request.prompt[first:end].tolist())
-            ]
-        row += end - first
-
-
-def _concatenate(arrays: list[Int32]) -> Int32:
-    return np.concatenate(arrays) if arrays else np.empty(0, np.int32)
 
 
 _rank = attrgetter("rank")

@@ -271,6 +271,18 @@ async def test_shutdown_drains(engine: AsyncEngine) -> None:
     assert engine.status == "dead"
 
 
+async def test_a_second_shutdown_does_not_wait_for_the_first(engine: AsyncEngine) -> None:
+    wish = params(max_tokens=500, stop_token_ids=())
+    reader = asyncio.create_task(collect(engine, PROMPT, wish))
+    while not engine.stats.running:
+        await asyncio.sleep(0.01)
+    first = asyncio.create_task(engine.shutdown(timeout=60))
+    await asyncio.sleep(0.05)
+    await engine.shutdown(drain=False, timeout=10)
+    await first
+    assert (await reader)[-1].finish_reason == "abort"
+
+
 async def test_shutdown_without_drain_aborts(engine: AsyncEngine) -> None:
     wish = params(max_tokens=400, stop_token_ids=())
     reader = asyncio.create_task(collect(engine, PROMPT, wish))

@@ -1,0 +1,145 @@
+"""One step as arrays: made from what the scheduler chose, and the prompt scores taken back out.
+
+Rows are in the scheduler's order: decodes first, one token each, then chunks
+of tokens that the host knows. The newest token of a decode may not be known
+yet, so it is always named by its slot (see models/interface.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.models.interface import Int32, Logprobs, StepInput
+from weft.serving.kv_cache import KVCache
+from weft.serving.request import Request, token_logprob
+
+Slots = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens `start` to `stop` of a request, which the host knows, in one step."""
+
+    request: Request
+    start: int
+    stop: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether it reaches the last known token, so that the next one is sampled."""
+        return self.stop == len(self.request)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Prompt tokens `start` to `stop` of a request, whose log probabilities a step computes."""
+
+    request: Request
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step under way. `scores` are in the order of `batch.prompt_logprob_index`."""
+
+    batch: StepInput
+    scores: list[Score]
+
+
+def build_step(
+    step: int, decodes: Slots, chunks: list[Chunk], length: Int32, prompt_length: Int32, kv: KVCache
+) -> Flight:
+    """Make a step's arrays.
+
+    Args:
+        step: its number.
+        decodes: int[D]; slots that compute the token they sampled last.
+        chunks: known tokens that are computed.
+        length: int32[max_num_seqs]; by slot, tokens of the request, those under way included.
+        prompt_length: int32[max_num_seqs]; by slot, tokens of the request's prompt.
+        kv: whose block tables hold all these tokens.
+    """
+    n = len(decodes)
+    slots = np.empty(n + len(chunks), np.int32)
+    slots[:n] = decodes
+    slots[n:] = [c.request.slot for c in chunks]
+    counts = np.ones_like(slots)
+    counts[n:] = [c.stop - c.start for c in chunks]
+    context_len = length[slots]
+    context_len[n:] = [c.stop for c in chunks]
+    samples = np.ones(len(slots), np.bool_)
+    samples[n:] = [c.samples for c in chunks]
+    query_start = np.zeros(len(slots) + 1, np.int32)
+    np.cumsum(counts, out=query_start[1:])
+
+    token_ids = np.empty(query_start[-1], np.int32)
+    positions = np.empty_like(token_ids)
+    token_ids[:n] = -1 - decodes
+    positions[:n] = context_len[:n] - 1
+    begins = query_start[n:-1].tolist()
+    for chunk, begin in zip(chunks, begins, strict=True):
+        end = begin + chunk.stop - chunk.start
+        token_ids[begin:end] = chunk.request.tokens(chunk.start, chunk.stop)
+        positions[begin:end] = np.arange(chunk.start, chunk.stop)
+
+    sample_slot = slots[samples]
+    scores, score_index = _score(chunks, begins)
+    batch = StepInput(
+        step=step,
+        token_ids=token_ids,
+        positions=positions,
+        query_start=query_start,
+        context_len=context_len,
+        block_table=kv.table[slots, : kv.num_blocks[slots].max()],
+        slot=slots,
+        sample_index=query_start[1:][samples] - 1,
+        sample_slot=sample_slot,
+        output_index=length[sample_slot] - prompt_length[sample_slot],
+        new_slots=tuple(c.request.sampling() for c in chunks if c.samples),
+        prompt_logprob_index=score_index,
+        prompt_logprob_target=_concatenate([s.request.prompt[s.start : s.stop] for s in scores]),
+        prompt_logprob_top=max((s.request.prompt_top for s in scores), default=0),
+    )
+    return Flight(batch, scores)
+
+
+def _score(chunks: list[Chunk], begins: list[int]) -> tuple[list[Score], Int32]:
+    """Prompt tokens to score, and the rows that do it: token p's row scores token p + 1.
+
+    Args:
+        chunks: what the step computes.
+        begins: the first row of each.
+    """
+    scores = []
+    rows = []
+    for chunk, begin in zip(chunks, begins, strict=True):
+        request = chunk.request
+        first = max(chunk.start, request.scored)
+        end = min(chunk.stop, len(request.prompt) - 1)
+        if request.prompt_logprobs is not None and first < end:
+            rows.append(np.arange(first, end, dtype=np.int32) + (begin - chunk.start))
+            scores.append(Score(request, first + 1, end + 1))
+            request.scored = end
+    return scores, _concatenate(rows)
+
+
+def take_scores(scores: list[Score], logprobs: Logprobs) -> None:
+    """Hand each request the log probabilities of its prompt tokens."""
+    row = 0
+    for score in scores:
+        request = score.request
+        tokens = request.prompt[score.start : score.stop].tolist()
+        if request.prompt_logprobs is not None:
+            request.prompt_logprobs += [
+                token_logprob(logprobs, row + i, token, request.prompt_top)
+                for i, token in enumerate(tokens)
+            ]
+        row += len(tokens)
+
+
+def _concatenate(arrays: list[Int32]) -> Int32:
+    return np.concatenate(arrays) if arrays else np.empty(0, np.int32)
