@@ -1,0 +1,263 @@
+"""TorchRunner: tokens, unknown tokens, failing rows, prompt scores, and its cache."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from support.checkpoints import VOCAB_SIZE, make_checkpoint
+from support.steps import Driver, Request
+
+from weft.models.checkpoint import read_spec
+from weft.models.interface import FINITE, NOT_FINITE, ModelRunner
+from weft.models.torch.runner import PROMPT_LOGPROB_ROWS, TorchRunner
+
+BLOCK_SIZE, NUM_BLOCKS = 4, 64
+POISON = 7
+"""A token whose embedding is NaN in the `poisoned` checkpoint."""
+
+
+def _load(path: Path, **overrides: Any) -> TorchRunner:
+    sizes = {
+        "dtype": "auto",
+        "block_size": BLOCK_SIZE,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 256,
+        "max_model_len": 256,
+        "threads": 1,
+    }
+    runner = TorchRunner.load(path, read_spec(path), **(sizes | overrides))
+    runner.allocate_kv_cache(NUM_BLOCKS)
+    return runner
+
+
+def _driver(runner: ModelRunner) -> Driver:
+    return Driver(runner, BLOCK_SIZE, NUM_BLOCKS)
+
+
+def _prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(POISON + 1, VOCAB_SIZE, length).tolist()
+
+
+def _generate(driver: Driver, request: Request, count: int, **options: Any) -> list[int]:
+    """Prefill, then decode one token at a time."""
+    driver.step((request, len(request.tokens)), **options)
+    for _ in range(count - 1):
+        driver.step((request, 1), **options)
+    return request.output
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint."""
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def runner(path: Path) -> ModelRunner:
+    """A runner of it; tests share its cache, and none relies on what is in there."""
+    return _load(path)
+
+
+@pytest.fixture(scope="module")
+def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with one token that makes NaN of all that sees it."""
+    path = make_checkpoint(tmp_path_factory.mktemp("poisoned"), "llama")
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.embed_tokens.weight"][POISON] = torch.nan
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def test_greedy_tokens_are_those_of_transformers(path: Path, runner: ModelRunner) -> None:
+    from transformers import AutoModelForCausalLM
+
+    prompt = _prompt(11)
+    driver = _driver(runner)
+    tokens = _generate(driver, driver.add(prompt, 31), 20)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    expected = model.generate(
+        torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None
+    )
+    assert tokens == expected[0, len(prompt) :].tolist()
+
+
+def test_unknown_tokens_are_those_sampled_last(runner: ModelRunner) -> None:
+    tokens = []
+    for unknown in (False, True):
+        driver = _driver(runner)
+        requests = [driver.add(_prompt(6, seed), 20) for seed in range(3)]
+        for request in requests:
+            driver.step((request, 6), unknown=unknown)
+        for _ in range(8):
+            driver.step(*((request, 1) for request in requests), unknown=unknown)
+        tokens.append([request.output for request in requests])
+    assert tokens[0] == tokens[1]
+
+
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_tokens_do_not_depend_on_how_steps_are_cut(
+    runner: ModelRunner, data: st.DataObject
+) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 24), min_size=1, max_size=5), label="lengths")
+    driver = _driver(runner)
+    requests = [driver.add(_prompt(length, i), length + 4) for i, length in enumerate(lengths)]
+    while unfinished := [request for request in requests if len(request.output) < 4]:
+        chosen = data.draw(
+            st.lists(st.sampled_from(range(len(unfinished))), min_size=1, unique=True),
+            label="requests",
+        )
+        left = [len(unfinished[i].tokens) - unfinished[i].done for i in chosen]
+        sizes = [data.draw(st.integers(1, most), label="tokens") for most in left]
+        driver.step(*((unfinished[i], size) for i, size in zip(chosen, sizes, strict=True)))
+    for i, request in enumerate(requests):
+        alone = _driver(runner)
+        assert request.output == _generate(alone, alone.add(_prompt(lengths[i], i), 40), 4)
+
+
+def test_a_step_that_samples_nothing(runner: ModelRunner) -> None:
+    driver = _driver(runner)
+    out = driver.step((driver.add(_prompt(9), 12), 5))
+    assert out.token_ids.dtype == np.int32
+    assert out.token_ids.shape == out.status.shape == (0,)
+    assert out.logprobs is None
+    assert out.prompt_logprobs is None
+    assert out.seconds > 0
+
+
+def test_what_comes_back_is_of_the_types_agreed(runner: ModelRunner) -> None:
+    driver = _driver(runner)
+    plain, scored = driver.add(_prompt(3), 8), driver.add(_prompt(4, 1), 8, logprobs=2)
+    out = driver.step((plain, 3), (scored, 4))
+    assert out.token_ids.dtype == out.status.dtype == np.int32
+    assert out.status.tolist() == [FINITE, FINITE]
+    assert out.logprobs is not None
+    assert out.logprobs.top.shape == (2, 2)
+    assert out.logprobs.top_ids[1, 0] == out.token_ids[1]
+
+
+@pytest.mark.parametrize("length", [2, PROMPT_LOGPROB_ROWS + 1, PROMPT_LOGPROB_ROWS + 20])
+def test_prompt_logprobs_are_those_of_transformers(
+    path: Path, runner: ModelRunner, length: int
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    prompt = _prompt(length)
+    driver = _driver(runner)
+    scores = driver.step((driver.add(prompt, 100), length), prompt_logprobs=3).prompt_logprobs
+    model = AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+    assert scores is not None
+    chosen = expected[torch.arange(length - 1), torch.tensor(prompt[1:])]
+    np.testing.assert_allclose(scores.chosen, chosen, atol=1e-4)
+    best = expected.topk(3)
+    np.testing.assert_allclose(scores.top, best.values, atol=1e-4)
+    np.testing.assert_array_equal(scores.top_ids, best.indices)
+    np.testing.assert_array_equal(scores.rank, 1 + (expected > chosen[:, None]).sum(-1))
+
+
+def test_prompt_logprobs_across_chunks(runner: ModelRunner) -> None:
+    prompt = _prompt(20)
+    driver = _driver(runner)
+    whole, cut = driver.add(prompt, 24), driver.add(prompt, 24)
+    expected = driver.step((whole, 20), prompt_logprobs=0).prompt_logprobs
+    parts = [driver.step((cut, size), prompt_logprobs=0).prompt_logprobs for size in (7, 1, 12)]
+    assert expected is not None
+    actual = np.concatenate([part.chosen for part in parts if part is not None])
+    np.testing.assert_allclose(actual, expected.chosen, atol=1e-5)
+
+
+def test_a_request_that_fails_leaves_the_others_as_they_were(poisoned: Path) -> None:
+    outputs = []
+    for bad_token in (POISON + 1, POISON):
+        driver = _driver(_load(poisoned))
+        good, bad, other = (driver.add(_prompt(6, seed), 12, logprobs=5) for seed in range(3))
+        bad.tokens[2] = bad_token
+        first = driver.step((good, 6), (bad, 6), (other, 6))
+        second = driver.step((good, 1), (bad, 1), (other, 1))
+        failed = [NOT_FINITE] * 2 if bad_token == POISON else [FINITE] * 2
+        assert bad.status == failed
+        assert all(0 <= token < VOCAB_SIZE for token in bad.output)
+        assert good.status == other.status == [FINITE] * 2
+        scores = [out.logprobs for out in (first, second) if out.logprobs is not None]
+        outputs.append(
+            (
+                good.output,
+                other.output,
+                b"".join(score.top[row].tobytes() for score in scores for row in (0, 2)),
+            )
+        )
+    assert outputs[0] == outputs[1]
+
+
+def test_blocks_of_a_failed_request_can_be_used_again(poisoned: Path) -> None:
+    driver = _driver(_load(poisoned))
+    bad = driver.add([POISON] * 9, 12)
+    driver.step((bad, 9))
+    assert bad.status == [NOT_FINITE]
+    driver.finish(bad)
+    good = driver.add(_prompt(6), 12)
+    assert set(good.blocks) <= set(bad.blocks)
+    tokens = _generate(driver, good, 4)
+    fresh = _driver(_load(poisoned))
+    assert tokens == _generate(fresh, fresh.add(_prompt(6), 12), 4)
+    assert good.status == [FINITE] * 4
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "used"),
+    [
+        ("float32", "auto", torch.float32),
+        ("bfloat16", "auto", torch.bfloat16),
+        ("float16", "auto", torch.bfloat16),
+        ("bfloat16", "float32", torch.float32),
+        ("float32", "bfloat16", torch.bfloat16),
+    ],
+)
+def test_the_type_to_compute_in(tmp_path: Path, stored: str, asked: str, used: torch.dtype) -> None:
+    path = make_checkpoint(tmp_path, "qwen2", dtype=stored, tie_word_embeddings=True)
+    spec, runner = read_spec(path), _load(path, dtype=asked)
+    assert runner.bytes_per_block == BLOCK_SIZE * spec.kv_bytes_per_token(asked)
+    assert runner.bytes_per_block == 2 * 2 * BLOCK_SIZE * 2 * 16 * used.itemsize
+    driver = _driver(runner)
+    request = driver.add(_prompt(5), 12)
+    _generate(driver, request, 3)
+    assert request.status == [FINITE] * 3
+
+
+@pytest.mark.parametrize("limits", [{}, {"block_size": 1}, {"max_model_len": 1}])
+def test_warming_up_leaves_no_trace(path: Path, limits: dict[str, int]) -> None:
+    runner = _load(path, **limits)
+    runner.warm_up()
+    if not limits:
+        driver, cold = _driver(runner), _driver(_load(path))
+        assert _generate(driver, driver.add(_prompt(9), 16), 5) == _generate(
+            cold, cold.add(_prompt(9), 16), 5
+        )
+
+
+def test_loading_reports_progress(path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    _load(path, progress=lambda done, total: calls.append((done, total)))
+    assert calls[-1] == (read_spec(path).weight_bytes(),) * 2
+
+
+def test_closing_releases_the_weights(path: Path) -> None:
+    runner = _load(path)
+    runner.warm_up()
+    model = weakref.ref(runner._model)
+    runner.close()
+    gc.collect()
+    assert model() is None
