@@ -1,11 +1,11 @@
 """`weft batch`: answer every line of a file, with the engine full throughout.
 
 A row is a request of the HTTP API without the socket: its body goes to the same
-routes, so it is checked, answered and refused in the same words. As many rows
-as keep the engine full are under way at once, each worker reading the next line
-when it is done with one, so memory does not grow with the file (but for the
-custom_ids, which are kept to refuse one that comes twice). Answers are written
-as they finish, in that order; a row is known by its line's index.
+routes, so it is checked, answered and refused in the same words. Lines are read
+as the engine has room for them (see window.py), so memory does not grow with
+the file, but for the custom_ids, which are kept to refuse one that comes twice.
+Answers are written as they finish, in that order; a row is known by its line's
+index.
 
 Does not handle: streaming, other URLs than those of completions, an input that
 changes between a run and its `--resume`.
@@ -27,8 +27,8 @@ from msgspec.structs import replace
 from weft.errors import ConfigError, EngineError
 from weft.serving.batch_file import Output, Row, answered, parse, refused
 from weft.serving.config import EngineConfig, ServerConfig
-from weft.serving.llm import for_each, window
 from weft.serving.progress import Progress
+from weft.serving.window import for_each, width
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message
@@ -103,7 +103,7 @@ async def _answer_all(
     try:
         with progress:
             rows = _rows(source, state.model, written.done)
-            await for_each(rows, answer, workers=window(engine))
+            await for_each(rows, answer, workers=width(engine))
     finally:
         await engine.shutdown(drain=False)
     return errors

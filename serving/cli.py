@@ -35,16 +35,20 @@ def main() -> NoReturn:
     try:
         status = weft(prog_name="weft", standalone_mode=False)
         sys.stdout.flush()
-    except (click.ClickException, WeftError) as error:
-        usage = isinstance(error, click.ClickException)
-        text = error.format_message() if isinstance(error, click.ClickException) else str(error)
-        print(f"weft: error: {text}", file=sys.stderr)
-        status = 2 if usage or isinstance(error, ConfigError) else 1
+    except click.ClickException as error:
+        status = _refuse(error.format_message(), 2)
+    except WeftError as error:
+        status = _refuse(str(error), 2 if isinstance(error, ConfigError) else 1)
     except click.Abort:  # click's word for an interrupt
         status = 130
     except BrokenPipeError:  # the reader has what it wanted, as in `weft ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(status)
+
+
+def _refuse(message: str, status: int) -> int:
+    print(f"weft: error: {message}", file=sys.stderr)
+    return status
 
 
 def takes(

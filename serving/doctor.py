@@ -109,7 +109,8 @@ def _cores() -> Finding:
     usable, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     seen = f"{usable} usable, load {load:.1f}"
     if load > usable:
-        return Finding("cores", "warn", seen, "other programs take the cores; answers will be slow")
+        advice = "stop other programs, or set --threads to the cores that are left: sharing is slow"
+        return Finding("cores", "warn", seen, advice)
     return Finding("cores", "ok", seen)
 
 

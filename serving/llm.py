@@ -1,10 +1,9 @@
 """The model as a Python object: `LLM("weft-demo").generate(prompts)`.
 
 An AsyncEngine runs in this process, on an event loop in a thread of its own;
-the methods here are plain functions that hand it work and wait. A list of
-prompts is worked on by as many workers as keep the engine full, each taking
-the next prompt when it is done with one: the engine's queue stays short, and
-the answers come back in the order of the prompts.
+the methods here are plain functions that hand it work and wait. A long list of
+prompts keeps the engine full (see window.py), and the answers come back in
+the order of the prompts.
 
 Does not handle: calls from the engine's own event loop; one prompt that cannot
 be served fails the whole list before anything runs (batch.py is the way to
@@ -15,64 +14,33 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import (
-    AsyncGenerator,
-    Callable,
-    Coroutine,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from msgspec.structs import replace
 
 from weft.errors import EngineError, RequestError
+from weft.serving.completion import Completion, complete, follow
 from weft.serving.config import EngineConfig
 from weft.serving.progress import Progress
 from weft.serving.sampling_params import SamplingParams
+from weft.serving.window import for_each, width
 
 if TYPE_CHECKING:
     from weft.serving.engine import AsyncEngine, Delta
-    from weft.serving.messages import EngineInfo, TokenLogprob
+    from weft.serving.messages import EngineInfo
     from weft.serving.tokenizer import Tokenizer
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One finished answer.
-
-    Attributes:
-        prompt_token_ids: the prompt as the model saw it.
-        text: without the stop string that ended it.
-        token_ids: what was sampled, an end token included.
-        finish_reason: "stop", "length", or "error", and then `error` says why.
-        stop_reason: the stop string or stop token that ended it, if one did.
-        logprobs: one per output token, when asked for.
-        prompt_logprobs: one per prompt token from the second on, when asked for.
-        cached_tokens: prompt tokens that came from the prefix cache.
-    """
-
-    prompt_token_ids: list[int]
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    stop_reason: str | int | None = None
-    logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob] | None = None
-    cached_tokens: int = 0
-    error: str | None = None
+Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 class LLM:
@@ -138,7 +106,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params = None,
         *,
         progress: bool | str = False,
     ) -> list[Completion]:
@@ -163,7 +131,7 @@ class LLM:
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params = None,
         *,
         tools: Tools | Sequence[Tools | None] | None = None,
         progress: bool | str = False,
@@ -173,7 +141,8 @@ class LLM:
         Args:
             messages: a list of `{"role": ..., "content": ...}`, or a list of such lists.
             params: for all, or one for each conversation.
-            tools: functions that the model may call, in OpenAI's form.
+            tools: functions that the model may call, in OpenAI's form: for all, or one list (or
+                None) for each conversation.
             progress: show a bar on stderr; a text is its title.
 
         Returns and raises as `generate`.
@@ -204,16 +173,22 @@ class LLM:
             if is_chat
             else self._encode(cast("Prompt", prompt))
         )
-        deltas = _deltas(self._running, ids, params or SamplingParams())
+        engine, params = self._running, params or SamplingParams()
+        news: SimpleQueue[Delta | None] = SimpleQueue()
 
-        async def following() -> Delta | None:
-            return await anext(deltas, None)
+        async def pump() -> None:
+            async with aclosing(follow(engine, ids, params)) as deltas:
+                async for delta in deltas:
+                    news.put(delta)
 
+        following = asyncio.run_coroutine_threadsafe(pump(), self._loop)
+        following.add_done_callback(lambda _: news.put(None))
         try:
-            while (delta := self._wait(following())) is not None:
+            while (delta := news.get()) is not None:
                 yield delta
+            following.result()
         finally:
-            self._wait(deltas.aclose())
+            following.cancel()
 
     async def _finish(self) -> None:
         """End what runs on the loop."""
@@ -235,10 +210,7 @@ class LLM:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _complete(
-        self,
-        encoders: Sequence[Callable[[], list[int]]],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        progress: bool | str,
+        self, encoders: Sequence[Callable[[], list[int]]], params: Params, progress: bool | str
     ) -> list[Completion]:
         count = len(encoders)
         wishes = params if isinstance(params, Sequence) else [params or SamplingParams()] * count
@@ -281,7 +253,7 @@ async def _complete_all(
         progress.advance(len(done.token_ids))
 
     with progress:
-        await for_each(range(len(jobs)), work, workers=window(engine))
+        await for_each(range(len(jobs)), work, workers=width(engine))
     return cast("list[Completion]", results)
 
 
@@ -300,59 +272,3 @@ def _answers(params: SamplingParams) -> list[SamplingParams]:
         return [replace(params, n=1)] * params.n
     seeds = [(params.seed + i + 2**63) % 2**64 - 2**63 for i in range(params.n)]
     return [replace(params, n=1, seed=seed) for seed in seeds]
-
-
-async def complete(engine: AsyncEngine, ids: list[int], params: SamplingParams) -> Completion:
-    """Run one request to its end."""
-    async with aclosing(_deltas(engine, ids, params)) as stream:
-        deltas = [delta async for delta in stream]
-    last = deltas[-1]
-    return Completion(
-        prompt_token_ids=ids,
-        text="".join(delta.text for delta in deltas),
-        token_ids=[token for delta in deltas for token in delta.token_ids],
-        finish_reason=last.finish_reason or "error",
-        stop_reason=last.stop_reason,
-        logprobs=_joined(delta.logprobs for delta in deltas),
-        prompt_logprobs=_joined(delta.prompt_logprobs for delta in deltas),
-        cached_tokens=max(delta.cached_tokens for delta in deltas),
-        error=last.error,
-    )
-
-
-def _deltas(
-    engine: AsyncEngine, ids: list[int], params: SamplingParams
-) -> AsyncGenerator[Delta, None]:
-    return cast("AsyncGenerator[Delta, None]", engine.generate(ids, params))
-
-
-def window(engine: AsyncEngine) -> int:
-    """Requests to have in the engine at once: as many as run, and as many again in its queue."""
-    running = engine.config.max_num_seqs
-    return running + min(running, engine.config.max_queue)
-
-
-async def for_each(
-    items: Iterable[T], work: Callable[[T], Coroutine[Any, Any, None]], *, workers: int
-) -> None:
-    """Do `work` for every item, `workers` at a time; the items are drawn as they are needed.
-
-    The first error ends it, and aborts the others.
-    """
-    source = iter(items)
-
-    async def worker() -> None:
-        for item in source:
-            await work(item)
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(workers):
-                group.create_task(worker())
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-
-
-def _joined(parts: Iterable[Sequence[TokenLogprob] | None]) -> list[TokenLogprob] | None:
-    found = [part for part in parts if part is not None]
-    return [entry for part in found for entry in part] if found else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 import threading
@@ -14,7 +13,6 @@ from support.checkpoints import make_checkpoint
 
 from weft import LLM, SamplingParams
 from weft.errors import ConfigError, EngineError, ModelError, RequestError
-from weft.serving.llm import for_each
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 PROMPTS = [f"the weather is {word}" for word in ("one", "two", "three", "four", "five", "six")]
@@ -153,41 +151,3 @@ def test_a_script_may_end_without_closing(checkpoint: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
     assert "Error" not in done.stderr
-
-
-async def test_for_each_draws_items_as_they_are_needed() -> None:
-    drawn = done = furthest = 0
-
-    def items() -> Iterator[int]:
-        nonlocal drawn
-        for i in range(100):
-            drawn += 1
-            yield i
-
-    async def work(item: int) -> None:
-        nonlocal done, furthest
-        furthest = max(furthest, drawn - done)
-        await asyncio.sleep(0)
-        done += 1
-
-    await for_each(items(), work, workers=7)
-    assert done == 100
-    assert furthest == 7
-
-
-async def test_for_each_ends_with_the_first_error_and_cancels_the_rest() -> None:
-    cancelled = 0
-
-    async def work(item: int) -> None:
-        nonlocal cancelled
-        if item == 3:
-            raise EngineError("gone")
-        try:
-            await asyncio.sleep(3600)
-        except asyncio.CancelledError:
-            cancelled += 1
-            raise
-
-    with pytest.raises(EngineError, match="gone"):
-        await for_each(range(10), work, workers=4)
-    assert cancelled == 3

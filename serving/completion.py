@@ -1,0 +1,71 @@
+"""One request, run to its end."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from weft.serving.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from weft.serving.engine import AsyncEngine, Delta
+    from weft.serving.messages import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished answer.
+
+    Attributes:
+        prompt_token_ids: the prompt as the model saw it.
+        text: without the stop string that ended it.
+        token_ids: what was sampled, an end token included.
+        finish_reason: "stop", "length", "abort" when the model was closed first, or "error", and
+            then `error` says why.
+        stop_reason: the stop string or stop token that ended it, if one did.
+        logprobs: one per output token, when asked for.
+        prompt_logprobs: one per prompt token from the second on, when asked for.
+        cached_tokens: prompt tokens that came from the prefix cache.
+    """
+
+    prompt_token_ids: list[int]
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+    cached_tokens: int = 0
+    error: str | None = None
+
+
+async def complete(engine: AsyncEngine, ids: list[int], params: SamplingParams) -> Completion:
+    """Run one request to its end."""
+    async with aclosing(follow(engine, ids, params)) as stream:
+        deltas = [delta async for delta in stream]
+    last = deltas[-1]
+    return Completion(
+        prompt_token_ids=ids,
+        text="".join(delta.text for delta in deltas),
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        finish_reason=last.finish_reason or "error",
+        stop_reason=last.stop_reason,
+        logprobs=_joined(delta.logprobs for delta in deltas),
+        prompt_logprobs=_joined(delta.prompt_logprobs for delta in deltas),
+        cached_tokens=max(delta.cached_tokens for delta in deltas),
+        error=last.error,
+    )
+
+
+def follow(
+    engine: AsyncEngine, ids: list[int], params: SamplingParams
+) -> AsyncGenerator[Delta, None]:
+    """The deltas of one request; closing it aborts the request."""
+    return cast("AsyncGenerator[Delta, None]", engine.generate(ids, params))
+
+
+def _joined(parts: Iterable[Sequence[TokenLogprob] | None]) -> list[TokenLogprob] | None:
+    found = [part for part in parts if part is not None]
+    return [entry for part in found for entry in part] if found else None
