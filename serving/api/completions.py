@@ -109,19 +109,24 @@ class _Writer:
     ) -> CompletionChoice:
         """A piece of the i-th answer, or all of it."""
         choice = CompletionChoice(index=i, text="", finish_reason=None)
-        prompt = i // self._answers.n
         if self._body.logprobs is not None:
             choice.logprobs = CompletionLogprobs([], [], [], [])
-            if echo:
-                token_ids = self._answers.prompts[prompt]
-                choice.logprobs = logprobs.prompt(token_ids, piece.prompt_logprobs or [])
-            if not self._only_echo:
-                choice.logprobs = joined(choice.logprobs, logprobs.output(piece.logprobs or []))
         if echo:
-            choice.text = self._prompt_text(prompt)
+            self._echo(i // self._answers.n, choice, piece, logprobs)
         if not self._only_echo:
             choice.text += piece.text
+            if choice.logprobs is not None:
+                choice.logprobs = joined(choice.logprobs, logprobs.output(piece.logprobs or []))
         return choice
+
+    def _echo(
+        self, i: int, choice: CompletionChoice, piece: Answer | Delta, logprobs: TextLogprobs
+    ) -> None:
+        """Begin a choice with the i-th prompt."""
+        choice.text = self._prompt_text(i)
+        if choice.logprobs is not None:
+            token_ids = self._answers.prompts[i]
+            choice.logprobs = logprobs.prompt(choice.text, token_ids, piece.prompt_logprobs or [])
 
     def _prompt_text(self, i: int) -> str:
         prompt = self._body.prompt[i]

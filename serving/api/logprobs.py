@@ -51,16 +51,28 @@ class TextLogprobs:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def prompt(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
+        self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
     ) -> CompletionLogprobs:
         """Of an echoed prompt, whose first token has no log probability."""
-        first = token_ids[0]
-        lists = CompletionLogprobs([self._name(first)], [None], [None], [self._advance(first)])
-        return joined(lists, self.output(logprobs))
+        first, *rest = token_ids
+        # What the tokenizer puts before a text, such as a bos_token, is not in the text.
+        shown = text.encode().startswith(self._tokenizer.token_bytes(first))
+        start = self._advance(first) if shown else 0
+        lists = CompletionLogprobs([self._name(first)], [None], [None], [start])
+        return joined(lists, self._lists(logprobs, [self._advance(token) for token in rest]))
 
     def output(self, logprobs: Sequence[TokenLogprob]) -> CompletionLogprobs:
-        """Of the next tokens."""
-        lists = CompletionLogprobs([], [], [], [])
+        """Of the next tokens; special ones, such as the end of a turn, are not in the text."""
+        special = self._tokenizer.special_token_ids
+        tokens = [entry.token_id for entry in logprobs]
+        return self._lists(
+            logprobs, [self._offset if t in special else self._advance(t) for t in tokens]
+        )
+
+    def _lists(
+        self, logprobs: Sequence[TokenLogprob], text_offset: list[int]
+    ) -> CompletionLogprobs:
+        lists = CompletionLogprobs([], [], [], text_offset)
         for entry in logprobs:
             # The chosen token is always among the alternatives, as OpenAI has it.
             top = dict(entry.top) | {entry.token_id: entry.logprob}
@@ -69,7 +81,6 @@ class TextLogprobs:
             lists.top_logprobs.append(
                 {self._name(token_id): max(logprob, _LOWEST) for token_id, logprob in top.items()}
             )
-            lists.text_offset.append(self._advance(entry.token_id))
         return lists
 
     def _advance(self, token_id: int) -> int:

@@ -21,7 +21,7 @@ from weft.serving.config import EngineConfig
 from weft.serving.loading import LoadedModel, Progress
 
 TESTS = Path(__file__).parent.parent
-START_TIMEOUT = 60.0  # seconds; loaded machines take long to import torch
+TIMEOUT = 120.0  # seconds; a loaded machine takes long to import torch
 
 # `weft serve` with another way to load the model: argv is the settings and the loader's name.
 _WITH_LOADER = """
@@ -55,12 +55,14 @@ class Server:
         model: its name in the API.
         process: of the HTTP server; the engine is a child of it.
         log: the file that its stderr goes to.
+        http: a client for `url`.
     """
 
     url: str
     model: str
     process: subprocess.Popen[bytes]
     log: Path
+    http: httpx.Client
 
     @property
     def port(self) -> int:
@@ -69,14 +71,14 @@ class Server:
 
     def metric(self, name: str) -> float:
         """The value of a metric without labels but the model's, such as "requests_running"."""
-        text = httpx.get(f"{self.url}/metrics").text
+        text = self.http.get("/metrics").text
         found = re.search(rf"^weft_{name}\{{[^}}]*\}} (\S+)$", text, re.MULTILINE)
         assert found is not None, text
         return float(found[1])
 
-    def wait_until(self, name: str, value: float, *, timeout: float = 10.0) -> None:
+    def wait_until(self, name: str, value: float) -> None:
         """Wait for a metric to have a value."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + TIMEOUT
         while (seen := self.metric(name)) != value:
             assert time.monotonic() < deadline, f"{name} is {seen} and not {value}"
             time.sleep(0.01)
@@ -111,12 +113,13 @@ def start_server(
             url = _wait_ready(process, file)
         else:
             _wait_healthy(process, file, url)
-        yield Server(url, model.name, process, file)
+        with httpx.Client(base_url=url, timeout=TIMEOUT) as http:
+            yield Server(url, model.name, process, file, http)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(timeout=20)
+                process.wait(timeout=TIMEOUT)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -136,7 +139,7 @@ def _command(model: Path, loader: str | None, settings: dict[str, Any]) -> list[
 
 def _wait_ready(process: subprocess.Popen[bytes], log: Path) -> str:
     """The address that the server prints when it is ready."""
-    deadline = time.monotonic() + START_TIMEOUT
+    deadline = time.monotonic() + TIMEOUT
     while (found := re.search(r" at (http://\S+)", log.read_text())) is None:
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < deadline, log.read_text()
@@ -145,7 +148,7 @@ def _wait_ready(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def _wait_healthy(process: subprocess.Popen[bytes], log: Path, url: str) -> None:
-    deadline = time.monotonic() + START_TIMEOUT
+    deadline = time.monotonic() + TIMEOUT
     while True:
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(f"{url}/health").status_code == 200:

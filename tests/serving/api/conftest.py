@@ -23,16 +23,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="package")
 def mock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A mock model with steps of 5 ms, 64 token ids, and 512 tokens of context."""
+    """A mock model with steps of 5 ms, 64 token ids, eight places and a queue of four."""
     path = tmp_path_factory.mktemp("mock")
     model = write_byte_level(path / "mock")
-    settings = {"max_num_seqs": 8, "max_queue": 4}
+    settings = {"max_num_seqs": 8, "max_queue": 4, "max_model_len": 4096}
     with start_server(model, path, loader=SLOW_MOCK, **settings) as server:
         yield server
 
 
 @pytest.fixture
-def http(server: Server) -> Iterator[httpx.Client]:
+def http(server: Server) -> httpx.Client:
     """A client of the tiny model's server."""
-    with httpx.Client(base_url=server.url, timeout=60) as client:
-        yield client
+    return server.http

@@ -158,7 +158,8 @@ def test_echo_scores_the_prompt(http: httpx.Client) -> None:
         assert chosen in top.values()
         assert max(top.values()) <= 0
     text = answer["choices"][0]["text"]
-    assert text.startswith("".join(logprobs["tokens"][:4]))
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        assert token.startswith("bytes:") or text[offset:].startswith(token)
 
 
 def test_echo_alone_generates_nothing(http: httpx.Client) -> None:
@@ -214,10 +215,11 @@ def test_stop_token_ids(http: httpx.Client) -> None:
     assert texts(answer) == [""]
 
 
-def test_keepalive(http: httpx.Client, server: Server) -> None:
+def test_keepalive(server: Server) -> None:
     """Streams too leave the connection usable."""
-    complete(http)
-    connection = http._transport._pool.connections[0]  # type: ignore[attr-defined]
-    stream(http)
-    complete(http)
-    assert http._transport._pool.connections == [connection]  # type: ignore[attr-defined]
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        complete(http)
+        (connection,) = http._transport._pool.connections  # type: ignore[attr-defined]
+        stream(http)
+        complete(http)
+        assert http._transport._pool.connections == [connection]  # type: ignore[attr-defined]
