@@ -69,9 +69,9 @@ class LLM:
         self._engine: AsyncEngine | None = None
         try:
             self._engine = self._wait(AsyncEngine.start(config, in_process=True))
-        finally:
-            if self._engine is None:
-                self.close()
+        except Exception:  # an interrupt does not wait for the loading to end
+            self.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
