@@ -88,7 +88,7 @@ def answered(row: Row, status: int, body: bytes) -> dict[str, Any]:
         }
         return _envelope(row, response, None)
     content = msgspec.json.decode(body)
-    head = {"index": row.index} | ({} if row.id is None else {"id": row.id})
+    head = _simple_head(row)
     if status != 200:
         return head | {"error": content["error"]}
     if len(content["choices"]) > 1:
@@ -108,8 +108,12 @@ def refused(row: Row) -> dict[str, Any]:
     """The output line of a row that holds no request."""
     error = {"code": "invalid_line", "message": row.problem}
     if row.simple:
-        return {"index": row.index} | ({} if row.id is None else {"id": row.id}) | {"error": error}
+        return _simple_head(row) | {"error": error}
     return _envelope(row, None, error)
+
+
+def _simple_head(row: Row) -> dict[str, Any]:
+    return {"index": row.index} | ({} if row.id is None else {"id": row.id})
 
 
 def _envelope(row: Row, response: Any, error: Any) -> dict[str, Any]:

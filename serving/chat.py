@@ -47,7 +47,8 @@ def converse(llm: LLM, params: SamplingParams, system: str | None = None) -> Non
         if command == "/exit":
             return
         if command == "/system":
-            system, messages = rest.strip() or None, _opening(rest.strip() or None)
+            system = rest.strip() or None
+            messages = _opening(system)
         elif command == "/reset":
             messages = _opening(system)
         elif command == "/help":
@@ -55,9 +56,8 @@ def converse(llm: LLM, params: SamplingParams, system: str | None = None) -> Non
         elif line.strip():
             messages.append({"role": "user", "content": line})
             try:
-                messages.append(
-                    {"role": "assistant", "content": write_answer(llm, messages, params)}
-                )
+                answer = write_answer(llm, messages, params)
+                messages.append({"role": "assistant", "content": answer})
             except RequestError as error:
                 if not interactive:
                     raise

@@ -115,12 +115,14 @@ def _cores() -> Finding:
 
 
 def _memory() -> Finding:
-    import psutil
+    from weft.models.memory import available_memory
 
-    memory = psutil.virtual_memory()
-    seen = f"{memory.available / GIB:.1f} GiB available of {memory.total / GIB:.1f}"
-    if memory.available < GIB:
-        advice = "a small model needs about 1 GiB; stop other programs"
+    available = available_memory()
+    seen = f"{available / GIB:.1f} GiB available to this process"
+    if available < GIB:
+        advice = (
+            "a small model needs about 1 GiB: stop other programs, or raise the container's limit"
+        )
         return Finding("memory", "fail", seen, advice)
     return Finding("memory", "ok", seen)
 
