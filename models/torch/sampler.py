@@ -1,21 +1,15 @@
 """Logits to tokens, for a whole batch at once.
 
-Per row: penalties, logit bias and suppressed end tokens change the logits;
-then temperature, top-k, top-p and min-p shape the distribution, in this order;
-then one uniform number picks a token by inverse CDF, in the order of the
-vocabulary. `weft.kernels.reference.sampling_distribution` is the oracle.
+Per row: penalties change the logits, then logit bias, then the suppression of
+end tokens; then draw.py shapes the distribution and draws from it.
 
 A row's token is a function of its own logits, settings, seed and output index,
-bit for bit: no step of the computation depends on what else is in the batch.
-The uniform number is SplitMix64's finaliser (Steele, Lea and Flood 2014)
-applied to (seed, output index), so there is no generator state to keep, move
-or replay.
+bit for bit, whatever else is in the batch.
 
 The tokens that penalties look at are kept here, on the device, because the
-next step is dispatched before the host has seen the newest token.
-
-Speed: a batch of greedy rows is one max. A full sort happens only for a row
-whose nucleus has more than NUCLEUS_WIDTHS[-1] tokens.
+next step is dispatched before the host has seen the newest token. Penalties
+touch only the logits of those tokens: nothing here is as wide as a vocabulary
+but the logits themselves. A batch of greedy rows is one max.
 
 Not handled: grammars and beam search.
 """
@@ -30,27 +24,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from weft.models.interface import FINITE, NOT_FINITE, Logprobs, SlotSampling
+from weft.models.torch.draw import draw, uniform
 
-TOP_K_WIDTHS = (64, 256, 1024)
-"""A row with top-k is cut to the smallest of these widths that is at least twice its k."""
-
-NUCLEUS_WIDTHS = (256, 4096)
-"""How many of the most likely tokens are sorted, in turn, to find where top-p ends."""
-
-CDF_BLOCK = 512
-LOGPROB_NUMBERS = 1 << 24
-"""Log probabilities in one piece of work; bounds temporary memory at 64 MiB."""
+CHUNK_NUMBERS = 1 << 20
+"""Logits that are worked on at once: 4 MiB of float32, which stay in cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """Attributes:
-    token_ids: int64 [S]; in [0, V) even where the row has failed.
-    status: int32 [S]; FINITE, or NOT_FINITE where the logits held NaN, +inf or only -inf.
-    logprobs: when a row asked; zeros in the rows that did not.
+    """One token for each of S rows.
+
+    Attributes:
+        token_ids: int64 [S]; in [0, V) even where the row has failed.
+        status: int32 [S]; FINITE, or NOT_FINITE where the logits held NaN, +inf or only -inf.
+        logprobs: when a row asked; zeros in the rows that did not.
     """
 
     token_ids: Tensor
@@ -110,12 +99,15 @@ class Sampler:
         finite = largest.isfinite()
         status = torch.where(finite, FINITE, NOT_FINITE).to(torch.int32)
 
-        rows = [i for i, s in enumerate(settings) if not _is_plain_greedy(s, index[i])]
-        if rows:
-            chosen = logits[rows].float() if len(rows) < len(settings) else logits.float().clone()
-            chosen.masked_fill_(~finite[rows, None], 0.0)
+        special = [i for i, s in enumerate(settings) if not _is_plain_greedy(s, index[i])]
+        step = max(1, CHUNK_NUMBERS // self._vocab_size)
+        for start in range(0, len(special), step):
+            rows = special[start : start + step]
+            own = logits[rows].float()
+            if not finite[rows].all():
+                own.masked_fill_(~finite[rows, None], 0.0)
             token_ids[rows] = self._choose(
-                chosen, [settings[i] for i in rows], [index[i] for i in rows]
+                own, [settings[i] for i in rows], [index[i] for i in rows]
             )
         self._remember(token_ids, settings, index)
         return SampledTokens(token_ids, status, _sampled_logprobs(logits, token_ids, settings))
@@ -133,14 +125,15 @@ class Sampler:
         for i, s in enumerate(settings):
             if index[i] < s.min_tokens:
                 logits[i, self._end_tokens[s.slot]] = -torch.inf
-        token_ids = logits.argmax(dim=-1)
         random = [i for i, s in enumerate(settings) if s.temperature > 0.0]
-        if random:
-            token_ids[random] = _draw(
-                logits if len(random) == len(settings) else logits[random],
-                [settings[i] for i in random],
-                uniform([settings[i].seed for i in random], [index[i] for i in random]),
-            )
+        if not random:
+            return logits.argmax(dim=-1)
+        u = uniform([settings[i].seed for i in random], [index[i] for i in random])
+        u = u.to(self._device)
+        if len(random) == len(settings):
+            return draw(logits, settings, u)
+        token_ids = logits.argmax(dim=-1)
+        token_ids[random] = draw(logits[random], [settings[i] for i in random], u)
         return token_ids
 
     def _penalise(
@@ -160,16 +153,13 @@ class Sampler:
         slot = torch.tensor([settings[i].slot for i in rows])[entry]
         token = self._history[slot.to(self._device), column.to(self._device)]
         row = torch.tensor(rows)[entry].to(self._device)
-        repetition, presence, frequency = (
-            torch.tensor(
-                [
-                    (s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
-                    for s in (settings[i] for i in rows)
-                ]
-            )[entry]
-            .to(self._device)
-            .unbind(-1)
+        penalties = torch.tensor(
+            [
+                (s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
+                for s in (settings[i] for i in rows)
+            ]
         )
+        repetition, presence, frequency = penalties[entry].to(self._device).unbind(-1)
         logit = logits[row, token]
         repeated = torch.where(logit > 0, logit / repetition, logit * repetition)
         # A token that occurs twice is written twice, with the same value; outputs go last, so
@@ -198,37 +188,6 @@ class Sampler:
             self._history = wider
 
 
-def uniform(seeds: Sequence[int], index: Sequence[int]) -> Tensor:
-    """The index-th number of each seed's stream: float64 [R] in [0, 1), multiples of 2**-48.
-
-    mix(mix(seed) + (index + 1) * gamma): hashing the seed first keeps the streams of nearby
-    seeds from being shifted copies of each other.
-    """
-    # Seeds may be given as signed or unsigned 64-bit numbers.
-    signed = [(seed + (1 << 63)) % (1 << 64) - (1 << 63) for seed in seeds]
-    state = _mix(torch.tensor(signed, dtype=torch.int64))
-    bits = _mix(state + (torch.tensor(index, dtype=torch.int64) + 1) * _SPLITMIX_GAMMA)
-    return _shift_right(bits, 16).double() * 2.0**-48
-
-
-# SplitMix64's constants, as signed 64-bit numbers; products wrap as they do in the original.
-_SPLITMIX_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
-_SPLITMIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_SPLITMIX_2 = 0x94D049BB133111EB - (1 << 64)
-
-
-def _mix(z: Tensor) -> Tensor:
-    """SplitMix64's finaliser, a bijection of int64 that flips half of the bits on average."""
-    z = (z ^ _shift_right(z, 30)) * _SPLITMIX_1
-    z = (z ^ _shift_right(z, 27)) * _SPLITMIX_2
-    return z ^ _shift_right(z, 31)
-
-
-def _shift_right(z: Tensor, bits: int) -> Tensor:
-    """Logical shift; int64's own keeps the sign."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
-
-
 def _is_plain_greedy(settings: SlotSampling, index: int) -> bool:
     return (
         settings.temperature == 0.0
@@ -243,109 +202,6 @@ def _add_bias(logits: Tensor, settings: Sequence[SlotSampling]) -> None:
     if entries:
         rows, tokens, biases = zip(*entries, strict=True)
         logits[list(rows), list(tokens)] += torch.tensor(biases, device=logits.device)
-
-
-def _draw(logits: Tensor, settings: Sequence[SlotSampling], u: Tensor) -> Tensor:
-    """Draw from float32 [R, V], which is overwritten, with u [R]: int64 [R].
-
-    A row with a small top-k is first cut to its most likely tokens: a fixed number of them for
-    a given k, so that the result does not depend on the other rows.
-    """
-    token_ids = torch.empty(len(settings), dtype=torch.int64, device=logits.device)
-    whole = []
-    groups: dict[int, list[int]] = {}
-    for i, s in enumerate(settings):
-        width = next((w for w in TOP_K_WIDTHS if 2 * s.top_k <= w < logits.shape[1]), 0)
-        if s.top_k and width:
-            groups.setdefault(width, []).append(i)
-        else:
-            whole.append(i)
-    u = u.to(logits.device)
-    for width, rows in groups.items():
-        values, ids = (logits if len(rows) == len(settings) else logits[rows]).topk(width)
-        k = torch.tensor([settings[i].top_k for i in rows], device=logits.device)
-        kth = values.gather(1, k[:, None] - 1)
-        # Tokens that tie with the k-th stay in; were there more than fit, use the whole row.
-        fits = (values[:, -1:] < kth).flatten().tolist()
-        whole += [i for i, fit in zip(rows, fits, strict=True) if not fit]
-        ids, order = ids.sort()
-        picked = _draw_from(values.gather(1, order), [settings[i] for i in rows], u[rows])
-        token_ids[rows] = ids.gather(1, picked[:, None]).flatten()
-    if whole:
-        token_ids[whole] = _draw_from(
-            logits if len(whole) == len(settings) else logits[whole],
-            [settings[i] for i in whole],
-            u[whole],
-        )
-    return token_ids
-
-
-def _draw_from(logits: Tensor, settings: Sequence[SlotSampling], u: Tensor) -> Tensor:
-    """Draw from float32 [R, N] by temperature, top-k, top-p and min-p: int64 [R] in [0, N)."""
-    device, n = logits.device, logits.shape[1]
-    if any(0 < s.top_k < n for s in settings):
-        k = torch.tensor([min(s.top_k, n) or n for s in settings], device=device)
-        widest = int(k[k < n].max())
-        sorted_logits = logits.topk(widest).values
-        kth = sorted_logits.gather(1, (k[:, None] - 1).clamp(max=widest - 1))
-        kth.masked_fill_(k[:, None] >= n, -torch.inf)
-        logits = logits.masked_fill(logits < kth, -torch.inf)
-    temperature = torch.tensor([s.temperature for s in settings], device=device)
-    temperature.clamp_(min=torch.finfo(torch.float32).tiny)
-    # The largest goes to 0 first: a tiny temperature must not turn it into inf.
-    probs = ((logits - logits.amax(-1, keepdim=True)) / temperature[:, None]).softmax(-1)
-    floor = torch.zeros(len(settings), device=device)
-    if any(s.min_p > 0.0 for s in settings):
-        floor = probs.amax(-1) * torch.tensor([s.min_p for s in settings], device=device)
-    nucleus = [i for i, s in enumerate(settings) if s.top_p < 1.0]
-    if nucleus:
-        top_p = torch.tensor([settings[i].top_p for i in nucleus], dtype=torch.float64)
-        floor[nucleus] = floor[nucleus].maximum(_nucleus_floor(probs[nucleus], top_p.to(device)))
-    if floor.any():
-        probs.masked_fill_(probs < floor[:, None], 0.0)
-    return _inverse_cdf(probs, u)
-
-
-def _nucleus_floor(probs: Tensor, top_p: Tensor) -> Tensor:
-    """The probability of the last token in each row's nucleus: [R, N], float64 [R] -> [R].
-
-    The nucleus is the smallest set of the most likely tokens that reaches top_p.
-    """
-    floor = torch.zeros(len(probs), device=probs.device)
-    rows = torch.arange(len(probs), device=probs.device)
-    for width in (*(w for w in NUCLEUS_WIDTHS if w < probs.shape[1]), probs.shape[1]):
-        most_likely = probs[rows].topk(width).values
-        mass = most_likely.cumsum(-1, dtype=torch.float64)
-        last = (mass < top_p[rows, None]).sum(-1)
-        # Rounding may leave the sum of all tokens just short of top_p: the last one ends it.
-        done = (last < width) | (width == probs.shape[1])
-        end = last.clamp(max=width - 1)[:, None]
-        floor[rows[done]] = most_likely.gather(1, end).flatten()[done]
-        rows = rows[~done]
-        if not len(rows):
-            break
-    return floor
-
-
-def _inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
-    """The first token at which the running sum exceeds u x total: [R, N], float64 [R] -> [R].
-
-    In two levels, blocks and then tokens of one block: a running sum over a whole vocabulary
-    in float64 would take longer than everything else here.
-    """
-    padding = -probs.shape[1] % CDF_BLOCK
-    blocks = pad(probs, (0, padding)).view(len(probs), -1, CDF_BLOCK)
-    ends = blocks.sum(-1).double().cumsum(-1)
-    target = u[:, None] * ends[:, -1:]
-    # The clamps matter for NaN only: a row without any token left must not index out of bounds.
-    block = torch.searchsorted(ends, target, right=True).clamp(max=ends.shape[1] - 1)
-    before = ends.gather(1, (block - 1).clamp(min=0)).masked_fill_(block == 0, 0.0)
-    rows = torch.arange(len(probs), device=probs.device)
-    inner = blocks[rows, block.flatten()].cumsum(-1, dtype=torch.float64)
-    # The block's sum in float32 may exceed this one: stay on its last token that can occur.
-    below_end = torch.nextafter(inner[:, -1:], torch.zeros_like(inner[:, -1:]))
-    place = torch.searchsorted(inner, (target - before).minimum(below_end), right=True)
-    return (block * CDF_BLOCK + place).flatten().clamp(max=probs.shape[1] - 1)
 
 
 def _sampled_logprobs(
@@ -380,7 +236,7 @@ def _logprobs(logits: Tensor, token_ids: Tensor, top: int) -> Logprobs:
     rank = torch.empty(n, dtype=torch.int32)
     top_ids = torch.empty(n, top, dtype=torch.int32)
     top_logprobs = torch.empty(n, top, dtype=torch.float32)
-    step = max(1, LOGPROB_NUMBERS // vocab_size)
+    step = max(1, CHUNK_NUMBERS // vocab_size)
     for start in range(0, n, step):
         rows = slice(start, start + step)
         logprobs = logits[rows].float().log_softmax(-1)

@@ -21,8 +21,10 @@ from transformers import (
 
 from weft.kernels.reference import sampling_distribution
 from weft.models.interface import FINITE, NOT_FINITE, SlotSampling
-from weft.models.torch import sampler as module
-from weft.models.torch.sampler import SampledTokens, Sampler, uniform
+from weft.models.torch import draw as draw_module
+from weft.models.torch import sampler as sampler_module
+from weft.models.torch.draw import uniform
+from weft.models.torch.sampler import SampledTokens, Sampler
 
 SHAPES: list[dict[str, Any]] = [
     {},
@@ -134,13 +136,24 @@ def test_a_row_does_not_depend_on_its_batch(
     assert alone == together
 
 
-def test_nuclei_wider_than_the_first_guess() -> None:
-    # Almost uniform: top_p = 0.9 keeps about 9000 tokens, found by the last width only.
-    logits = torch.randn(3, 10_000, generator=torch.Generator().manual_seed(1)) * 0.01
-    slots = [SlotSampling(0, temperature=1.0, top_p=p, seed=7) for p in (0.9, 0.2, 0.01)]
-    out = run(logits, slots)
-    for i, slot in enumerate(slots):
-        assert int(out.token_ids[i]) in expected_token(logits[i], slot, 0)
+@settings(max_examples=40, deadline=None)
+@given(
+    top_p=st.floats(1e-6, 1.0, exclude_max=True),
+    spread=st.sampled_from([0.0, 1e-3, 0.1, 1.0, 8.0]),
+    tokens=st.sampled_from([300, 5000]),
+    data=st.integers(0, 2**31),
+)
+def test_wide_nuclei(top_p: float, spread: float, tokens: int, data: int) -> None:
+    logits = torch.randn(tokens, generator=torch.Generator().manual_seed(data)) * spread
+    probs = logits.softmax(-1)
+    by_rank = probs.sort(descending=True).values
+    last = (by_rank.cumsum(0, dtype=torch.float64) < top_p).sum().clamp(max=tokens - 1)
+    target = torch.tensor(top_p, dtype=torch.float64)
+    floor = draw_module._wide_nucleus_floor(probs, target)
+    # The sums are rounded in different orders: a neighbouring rank is as good.
+    near = by_rank[max(0, last - 1) : last + 2].tolist()
+    assert floor.item() in near or (floor == 0 and last == tokens - 1)
+    assert draw_module._nucleus_floor(probs[None], target[None]).item() in [*near, 0.0]
 
 
 def test_ties_at_the_kth_token_beyond_the_cut_are_all_kept() -> None:
@@ -152,10 +165,25 @@ def test_ties_at_the_kth_token_beyond_the_cut_are_all_kept() -> None:
     assert len(tokens) > 40
 
 
+def test_rows_of_every_kind_in_one_batch() -> None:
+    """A row whose ties do not fit its cut is drawn after the others, and still is itself."""
+    logits = torch.randn(6, 5000, generator=torch.Generator().manual_seed(8))
+    logits[0] = 0.0
+    logits[4] = logits[4].round()
+    kinds = [{"top_k": 3}, {}, {"top_k": 300}, {"top_k": 4000}, {"top_k": 20}, {"top_k": 40}]
+    slots = [
+        SlotSampling(i, temperature=1.0, seed=i, **kind)  # type: ignore[arg-type]
+        for i, kind in enumerate(kinds)
+    ]
+    out = run(logits, slots)
+    for i, slot in enumerate(slots):
+        assert int(out.token_ids[i]) in expected_token(logits[i], slot, 0)
+
+
 def test_seed_and_index_name_the_number() -> None:
     # SplitMix64's published first outputs for seed 0: the finaliser of 1, 2, 3 x gamma.
-    gamma = torch.tensor([1, 2, 3]) * module._SPLITMIX_GAMMA
-    assert [hex(z % 2**64) for z in module._mix(gamma).tolist()] == [
+    gamma = torch.tensor([1, 2, 3]) * draw_module._SPLITMIX_GAMMA
+    assert [hex(z % 2**64) for z in draw_module._mix(gamma).tolist()] == [
         "0xe220a8397b1dcdaf",
         "0x6e789e6aa1b965f4",
         "0x6c45d188009454f",
@@ -314,7 +342,7 @@ def test_a_broken_row_fails_alone(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("pieces", [False, True])
 def test_logprobs(pieces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if pieces:
-        monkeypatch.setattr(module, "LOGPROB_NUMBERS", 100)
+        monkeypatch.setattr(sampler_module, "CHUNK_NUMBERS", 100)
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(6)).bfloat16()
     slots = [
         SlotSampling(0, temperature=2.0, top_k=2, logprobs=3),
