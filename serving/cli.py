@@ -116,6 +116,9 @@ def weft(context: click.Context) -> int:
     weft serve                           an OpenAI-compatible endpoint
     weft COMMAND --help                  more of each
 
+    MODEL is the directory of a Hugging Face checkpoint, or a bundled model: weft-demo, which is
+    taken if none is given, or weft-demo-moe.
+
     Every setting is a flag (--max-queue), a variable (WEFT_MAX_QUEUE) and a key of the
     --config file (max_queue); the first of these wins. `weft config` shows what is in force.
     """
@@ -184,7 +187,8 @@ def generate(settings: Settings, prompt: str, raw: bool, **sampling: Any) -> int
 def chat(settings: Settings, system: str | None, **sampling: Any) -> int:
     """Talk with MODEL.
 
-    Each line is a turn, from the keyboard or from a pipe.
+    Each line is a turn, from the keyboard or from a pipe. /reset forgets the conversation,
+    /system TEXT sets the instructions, /exit ends.
 
     \b
     weft chat

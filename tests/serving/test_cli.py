@@ -199,6 +199,28 @@ def test_chat_keeps_the_conversation(run: Run, checkpoint: Path, llm: LLM) -> No
     assert (done.returncode, done.stdout) == (0, expected), done.stderr
 
 
+def test_on_a_terminal_an_interrupt_ends_the_answer_and_not_the_chat(checkpoint: Path) -> None:
+    controller, terminal = os.openpty()
+    command = [sys.executable, "-m", "weft", "chat", str(checkpoint)]
+    with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal) as process:
+        os.close(terminal)
+
+        def wait_for(text: bytes) -> None:
+            seen = b""
+            while text not in seen:
+                seen += os.read(controller, 1024)
+
+        wait_for(b"> ")
+        os.write(controller, b"one two\n")
+        wait_for(b"one two\r\n")
+        os.read(controller, 1)  # the answer has begun
+        process.send_signal(signal.SIGINT)
+        wait_for(b"\n> ")
+        os.write(controller, b"/exit\n")
+        assert process.wait(60) == 0
+    os.close(controller)
+
+
 def test_broken_pipe_is_quiet(checkpoint: Path) -> None:
     command = f"{sys.executable} -m weft generate --model {checkpoint} --raw one --max-tokens 99"
     done = subprocess.run(
