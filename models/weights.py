@@ -8,7 +8,7 @@
    tensor. Nothing is skipped but what `_is_harmless` lists.
 3. `Weights.read` gives one weight at a time, mapped into memory and not copied:
    the caller converts, packs or shards it and drops it, so that loading needs
-   the model's memory plus the weight in hand.
+   the model's memory plus the weight in hand (of experts: those of a layer).
 
 Not here: pickled checkpoints (they can run code), quantised weights, and
 writing. A file that is overwritten in place while it is mapped ends the

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import rms_norm, silu
 
 from weft.kernels.cpu.attention import AttentionPlan, paged_attention, write_kv
 from weft.kernels.cpu.linear import PackedLinear
@@ -44,13 +44,14 @@ class RMSNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
-        return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
+        return rms_norm(x, self._weight.shape, self._weight, self._eps)
 
 
 class Rope:
     """Rotary positions: cosines and sines for one step's tokens, shared by all layers.
 
-    They are computed for the tokens at hand, not looked up, so that no context length is too long.
+    They are computed for the tokens at hand, and not looked up: a table would be as long as the
+    context.
     """
 
     def __init__(self, spec: RopeSpec, head_dim: int, dtype: torch.dtype) -> None:
@@ -76,11 +77,9 @@ class Attention:
     """Grouped-query attention over the paged cache, from one fused projection."""
 
     def __init__(self, model: ModelSpec, spec: AttentionSpec, load: Load) -> None:
-        self._heads, self._kv_heads, self._head_dim = (
-            model.num_heads,
-            model.num_kv_heads,
-            model.head_dim,
-        )
+        self._heads = model.num_heads
+        self._kv_heads = model.num_kv_heads
+        self._head_dim = model.head_dim
         self._window = spec.sliding_window
         self._scale = model.head_dim**-0.5
         self._eps = model.norm_eps
@@ -100,7 +99,7 @@ class Attention:
         qkv = self._qkv(x).view(tokens, -1, self._head_dim)
         qk, v = qkv.tensor_split((self._heads + self._kv_heads,), dim=1)
         if self._head_norm is not None:
-            qk = F.rms_norm(qk, (self._head_dim,), eps=self._eps) * self._head_norm
+            qk = rms_norm(qk, (self._head_dim,), eps=self._eps) * self._head_norm
         q, k = rotate(qk, *rope).tensor_split((self._heads,), dim=1)
         keys, values = cache
         write_kv(k, v, keys, values, plan)
@@ -118,7 +117,7 @@ class Mlp:
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
         gate, up = self._gate_up(x).chunk(2, dim=-1)
-        return self._down(F.silu(gate).mul_(up))
+        return self._down(silu(gate).mul_(up))
 
 
 class Moe:

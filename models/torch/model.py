@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from weft.kernels.cpu.attention import AttentionPlan
 from weft.kernels.cpu.linear import PackedLinear
@@ -28,11 +28,10 @@ class Layer:
         self._attention_norm = RMSNorm(load(spec.attention_norm), model.norm_eps)
         self._attention = Attention(model, spec.attention, load)
         self._feed_forward_norm = RMSNorm(load(spec.feed_forward_norm), model.norm_eps)
-        feed_forward = spec.feed_forward
         self._feed_forward = (
-            Moe(feed_forward, load)
-            if isinstance(feed_forward, MoeSpec)
-            else Mlp(feed_forward, load)
+            Moe(spec.feed_forward, load)
+            if isinstance(spec.feed_forward, MoeSpec)
+            else Mlp(spec.feed_forward, load)
         )
 
     def __call__(
@@ -77,7 +76,7 @@ class Model:
         Returns:
             [T, hidden]; what `logits` takes.
         """
-        x = F.embedding(token_ids, self._embedding).to(self._dtype)
+        x = embedding(token_ids, self._embedding).to(self._dtype)
         rope = self._rope(positions)
         for layer, layer_cache in zip(self._layers, cache, strict=True):
             x = layer(x, rope, layer_cache, plan)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from weft.errors import ModelError
 from weft.models.families import FAMILIES, build_spec
@@ -250,3 +253,38 @@ def test_rope_scaling_keeps_short_wavelengths_and_stretches_long_ones() -> None:
     assert scaled[0] == plain[0]
     assert scaled[-1] == plain[-1] / 8
     assert (scaled <= plain).all()
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 99) | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=4,
+)
+_FIELDS = st.sampled_from(
+    [
+        *QWEN3_MOE,
+        "dtype",
+        "head_dim",
+        "hidden_act",
+        "layer_types",
+        "mlp_only_layers",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "sliding_window",
+        "tie_word_embeddings",
+    ]
+)
+
+
+@given(
+    architecture=st.sampled_from(sorted(FAMILIES)),
+    changes=st.dictionaries(_FIELDS, _JSON, max_size=3),
+    windows=st.booleans(),
+)
+def test_no_config_raises_anything_but_a_model_error(
+    architecture: str, changes: dict[str, Any], windows: bool
+) -> None:
+    config = QWEN3_MOE | {"architectures": [architecture], "use_sliding_window": windows}
+    with suppress(ModelError):
+        assert build_spec(config | changes, SOURCE).parameters > 0
