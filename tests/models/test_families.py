@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import ModelError
@@ -277,6 +277,7 @@ _FIELDS = st.sampled_from(
 )
 
 
+@settings(deadline=None)
 @given(
     architecture=st.sampled_from(sorted(FAMILIES)),
     changes=st.dictionaries(_FIELDS, _JSON, max_size=3),
