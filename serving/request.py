@@ -23,16 +23,17 @@ class Request:
         prompt_logprobs: those that have come back; None when not asked for, or already sent.
         prompt_top: how many of the most likely tokens go with each of them.
         cached_tokens: prompt tokens found in the prefix cache when it first ran; -1 before.
+        known_keys: prefix-cache keys of its first blocks, as far as they were asked for.
         ended: nothing more is told about it; its slot may still be in a step under way.
     """
 
     __slots__ = (
-        "_keys",
         "cached_tokens",
         "computed",
         "end_token_ids",
         "ended",
         "id",
+        "known_keys",
         "limit",
         "output",
         "params",
@@ -62,7 +63,7 @@ class Request:
         self.prompt_top = add.params.prompt_logprobs or 0
         self.cached_tokens = -1
         self.ended = False
-        self._keys: list[bytes] = []
+        self.known_keys: list[bytes] = []
 
     def __len__(self) -> int:
         """Tokens that the host knows."""
@@ -78,11 +79,11 @@ class Request:
 
     def keys(self, count: int, block_size: int) -> list[bytes]:
         """Prefix-cache keys of its first `count` blocks, whose tokens must be known."""
-        for index in range(len(self._keys), count):
-            parent = self._keys[-1] if self._keys else ROOT_KEY
+        for index in range(len(self.known_keys), count):
+            parent = self.known_keys[-1] if self.known_keys else ROOT_KEY
             tokens = self.tokens(index * block_size, (index + 1) * block_size)
-            self._keys.append(block_key(parent, tokens))
-        return self._keys[:count]
+            self.known_keys.append(block_key(parent, tokens))
+        return self.known_keys[:count]
 
     @property
     def reusable(self) -> int:

@@ -24,6 +24,10 @@ and then recomputes its tokens (most of which are often still in the prefix
 cache). A request only preempts requests ranked after it, so the first one
 always gets on, and all requests finish.
 
+Prompts that start alike and come together are computed once: the first is
+admitted, and those that would find a long part of it in the prefix cache wait
+until it is there.
+
 Per slot, state lives in NumPy arrays: a step of decodes takes no Python per
 request to schedule.
 """
@@ -33,6 +37,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
+from itertools import takewhile
 from operator import attrgetter
 
 import numpy as np
@@ -53,6 +58,8 @@ class Scheduler:
         max_num_batched_tokens: most tokens of one step.
         max_model_len: most tokens of one request.
         prefix_caching: whether blocks are shared between prompts that start alike.
+        worth_waiting: tokens; a request is not admitted while a running one computes so many of
+            its first tokens, because it will find them in the prefix cache.
     """
 
     def __init__(
@@ -62,11 +69,13 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         prefix_caching: bool = True,
+        worth_waiting: int = 512,
     ) -> None:
         self.kv = kv
         self._budget = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._prefix_caching = prefix_caching
+        self._worth_waiting = worth_waiting
 
         # A decode takes one token of the budget, so no more slots than that.
         num_slots = min(kv.max_num_seqs, max_num_batched_tokens)
@@ -76,6 +85,7 @@ class Scheduler:
         self._prefilling: list[Request] = []  # by rank
         self._waiting: list[Request] = []  # by rank
         self._live: dict[str, Request] = {}
+        self._coming: dict[bytes, Request] = {}  # keys of blocks, and who computes them
         self._flights: deque[Flight] = deque()
 
         # By slot. `length` counts tokens that are under way, `done` only those computed.
@@ -232,10 +242,16 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """Give the request a slot and the blocks of all its known tokens, if there are enough."""
+        size = self.kv.block_size
         prefix: list[int] = []
+        keys: list[bytes] = []
         if self._prefix_caching:
-            full = request.reusable // self.kv.block_size
-            prefix = self.kv.find_prefix(request.keys(full, self.kv.block_size))
+            keys = request.keys(len(request) // size, size)
+            reusable = keys[: request.reusable // size]
+            prefix = self.kv.find_prefix(reusable)
+            coming = takewhile(self._coming.__contains__, reusable[len(prefix) :])
+            if sum(size for _ in coming) >= self._worth_waiting:
+                return False
         slot = self._free_slots[-1]
         # With a block to spare for each request, all get on before the next preemption.
         spare = len(self._running) - len(self._free_slots)
@@ -243,8 +259,9 @@ class Scheduler:
             return False
         self._free_slots.pop()
         self._running[slot] = request
+        self._coming |= dict.fromkeys(keys[len(prefix) :], request)
         request.slot = slot
-        request.computed = len(prefix) * self.kv.block_size
+        request.computed = len(prefix) * size
         if request.cached_tokens < 0:
             request.cached_tokens = min(request.computed, len(request.prompt))
             self._prompt_tokens += len(request.prompt)
@@ -334,6 +351,7 @@ class Scheduler:
             keys = request.keys(known, self.kv.block_size)
             for index in range(int(self._registered[slot]), known):
                 self.kv.register(slot, index, keys[index])
+                self._coming.pop(keys[index], None)
             self._registered[slot] = max(known, self._registered[slot])
 
     # Coming to an end.
@@ -361,6 +379,9 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         """Take no more steps; `_release` takes the slot once the last one is back."""
+        for key in request.known_keys:
+            if self._coming.get(key) is request:
+                del self._coming[key]
         self._leaving.add(request.slot)
         self._decoding[request.slot] = False
         if request in self._prefilling:

@@ -34,9 +34,9 @@ CRASH_TOKEN = 62  # a prompt with it makes the runner raise
 HANG_TOKEN = 63  # a prompt with it makes the step take an hour
 
 
-def next_token(tokens: Sequence[int] | np.ndarray, seed: int = 0) -> int:
-    """The token that follows; never one of the special ones at the end of the vocabulary."""
-    digest = zlib.crc32(np.asarray(tokens, np.int64).tobytes(), seed & 0xFFFFFFFF)
+def next_token(tokens: Sequence[int] | np.ndarray, seed: int, index: int) -> int:
+    """The output's index-th token; never one of the special ones at the end of the vocabulary."""
+    digest = zlib.crc32(np.asarray([*tokens, seed, index], np.int64).tobytes())
     return digest % (VOCAB_SIZE - 3)
 
 
@@ -44,12 +44,10 @@ def expected(
     prompt: Sequence[int], max_tokens: int, *, seed: int = 0, ends: Sequence[int] = (END,)
 ) -> list[int]:
     """The whole output for a prompt."""
-    tokens = list(prompt)
-    while len(tokens) < len(prompt) + max_tokens:
-        tokens.append(next_token(tokens, seed))
-        if tokens[-1] in ends:
-            break
-    return tokens[len(prompt) :]
+    output: list[int] = []
+    while len(output) < max_tokens and (not output or output[-1] not in ends):
+        output.append(next_token([*prompt, *output], seed, len(output)))
+    return output
 
 
 def logprob(tokens: Sequence[int] | np.ndarray, token: int) -> float:
@@ -103,8 +101,7 @@ class MockRunner:
             assert slot == batch.slot[b]
             assert batch.sample_index[i] == batch.query_start[b + 1] - 1
             tokens = self._read(batch, b)
-            assert 0 <= batch.output_index[i] < len(tokens)
-            token = next_token(tokens, self._sampling[slot].seed)
+            token = next_token(tokens, self._sampling[slot].seed, int(batch.output_index[i]))
             self._last[slot] = token
             sampled.append(token)
             contexts.append(tokens)
