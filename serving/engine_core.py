@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     import zmq
 
 DEPTH = 2  # steps under way at once
-HEARTBEAT = 1.0  # seconds between messages when nothing happens
+HEARTBEAT = 1.0  # seconds between messages when nothing happens, at most
 
 LoadModel = Callable[..., LoadedModel]
 logger = logging.getLogger(__name__)
@@ -68,14 +68,23 @@ class EngineCore:
         channel: to the front.
         executor: runs the steps.
         scheduler: decides them.
+        heartbeat: seconds between messages when nothing happens.
+        depth: steps under way at once.
     """
 
     def __init__(
-        self, channel: CoreChannel, executor: Executor, scheduler: Scheduler, *, depth: int = DEPTH
+        self,
+        channel: CoreChannel,
+        executor: Executor,
+        scheduler: Scheduler,
+        *,
+        heartbeat: float = HEARTBEAT,
+        depth: int = DEPTH,
     ) -> None:
         self._channel = channel
         self._executor = executor
         self._scheduler = scheduler
+        self._heartbeat = heartbeat
         self._depth = depth
         self._steps: deque[Future[StepOutput]] = deque()
         self._outputs: list[TokenOutput] = []
@@ -98,7 +107,7 @@ class EngineCore:
         return bool(self._steps or self._scheduler.live or self._outputs)
 
     def _receive(self) -> None:
-        for message in self._channel.receive(timeout=0 if self._busy else HEARTBEAT):
+        for message in self._channel.receive(timeout=0 if self._busy else self._heartbeat):
             self._handle(message)
 
     def _handle(self, message: ToCore) -> None:
@@ -126,13 +135,13 @@ class EngineCore:
 
     def _finish(self) -> None:
         """Take in the oldest step once it is done, and tell the front how things stand."""
-        if self._steps and wait([self._steps[0]], HEARTBEAT).done:
+        if self._steps and wait([self._steps[0]], self._heartbeat).done:
             step = self._steps.popleft()
             if (error := step.exception()) is not None:
                 self._fail(error)
             self._outputs += self._scheduler.finish(step.result())
             self._send()
-        elif self._outputs or time.monotonic() - self._last_sent >= HEARTBEAT:
+        elif self._outputs or time.monotonic() - self._last_sent >= self._heartbeat:
             self._send()
 
     def _send(self) -> None:
@@ -193,7 +202,8 @@ def serve(
                 gc.collect()
                 gc.freeze()
             channel.send(Ready(_info(config, model, time.monotonic() - begin)))
-            EngineCore(channel, executor, scheduler).run()
+            heartbeat = min(HEARTBEAT, config.stall_timeout / 4)
+            EngineCore(channel, executor, scheduler, heartbeat=heartbeat).run()
         finally:
             executor.close()
 

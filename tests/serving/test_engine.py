@@ -329,10 +329,10 @@ async def test_when_the_core_is_killed_all_streams_end(config: EngineConfig) -> 
 async def test_a_stuck_core_is_noticed_and_ended(
     config: EngineConfig, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    async with started(replace(config, stall_timeout=0.5), runner_factory=FAST) as engine:
+    async with started(replace(config, stall_timeout=2.0), runner_factory=FAST) as engine:
         (core,) = psutil.Process().children()
-        async with asyncio.timeout(20):
-            with pytest.raises(EngineError, match=r"no step in 0\.5 s"):
+        async with asyncio.timeout(30):
+            with pytest.raises(EngineError, match="no step in 2 s"):
                 await collect(engine, [HANG_TOKEN], params())
             assert engine.status == "stalled"
             await engine.shutdown()

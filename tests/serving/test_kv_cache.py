@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -96,6 +97,7 @@ class KVCacheMachine(RuleBasedStateMachine):
 
 
 TestKVCache = KVCacheMachine.TestCase
+TestKVCache.settings = settings(TestKVCache.settings, max_examples=60, stateful_step_count=40)
 
 
 def test_the_key_depends_on_the_whole_prefix() -> None:

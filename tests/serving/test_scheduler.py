@@ -237,7 +237,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestScheduler.settings = settings(TestScheduler.settings, max_examples=60, stateful_step_count=40)
 
 
 def test_a_shared_prefix_is_computed_once() -> None:
