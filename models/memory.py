@@ -208,13 +208,14 @@ def activation_bytes(
     come one after the other, so that the largest of them counts.
     """
     # torch is not needed to read this module, only here.
-    from weft.kernels.cpu.attention import MAX_TILE_NUMBERS
+    from weft.kernels.cpu.attention import BY_HEAD_SCORES, MAX_TILE_NUMBERS
 
     item = DTYPE_BYTES[spec.compute_dtype(dtype)]
     tokens = min(max_num_batched_tokens, max_num_seqs * max_model_len)
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
 
-    scores = min(MAX_TILE_NUMBERS, tokens * spec.num_heads * max_model_len)
+    scores = max(MAX_TILE_NUMBERS, spec.num_kv_heads * BY_HEAD_SCORES)
+    scores = min(max(scores, q // kv * max_model_len), tokens * spec.num_heads * max_model_len)
     gathered = max(min(MAX_TILE_NUMBERS, max_num_seqs * max_model_len * kv), max_model_len * kv)
     attention = tokens * (4 * q + 4 * kv) * item  # projection, rotated, result
     attention += scores * (4 + 4 + item)  # scores, softmax, in the type of the values

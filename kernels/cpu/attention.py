@@ -5,24 +5,25 @@ A page holds `block_size` consecutive tokens of one request, for every KV head:
 runs of block_size x D numbers.
 
 1. `AttentionPlan` is made once per step and shared by all layers. It cuts each
-   request's queries into pieces of at most 64 and batches pieces with equally
-   many queries and similar contexts into tiles: all decodes of similar length
-   are one tile; a long prefill becomes tiles whose keys end where their
-   queries can no longer look, so that half of the score matrix is never
-   computed; with a sliding window they also start where the window does.
+   request's queries into pieces, and batches pieces with equally many queries
+   and similar contexts into tiles: all decodes of similar length are one tile;
+   a long prefill is several tiles, which read no page that their queries
+   cannot see, for causality or the sliding window.
 2. `write_kv` scatters the step's keys and values into their pages.
-3. `paged_attention` computes a tile with two batched matmuls around a softmax.
-   The G = H / Hk query heads that share a KV head are folded into query rows,
-   so that keys and values are not repeated. Scores are float32. On CPUs this
-   beats `scaled_dot_product_attention`, whose kernel is slow at few queries.
+3. `paged_attention` gathers a tile's pages and computes it with two matrix
+   products around a softmax. The G = H / Hk query heads that share a KV head
+   are folded into query rows, so that keys and values are not repeated. Scores
+   are float32. Tiles with few rows per head are one batched product; those
+   with many go head by head, in blocks of queries that stay in cache and end
+   at the diagonal. Both beat torch's `scaled_dot_product_attention` here.
 
 A tile's masked slots still go through the matmuls, times a weight of zero, so
 they must be finite: `write_kv` clears a page when its first slot is written,
 and tiles are padded with pages of the same request. What another request left
 in a page, NaN included, is never seen.
 
-Temporary memory is bounded by MAX_TILE_NUMBERS per tensor, or by one request's
-keys in float32 where its context alone is longer than that.
+Temporary memory is bounded by MAX_TILE_NUMBERS per tensor, but for the gathered
+keys and values of one request, which are as long as its context.
 
 Not handled: attention sinks, logit soft-capping, MLA, gradients.
 """
@@ -36,14 +37,23 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from weft.kernels.cpu.linear import matmul_transposed
+
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
-MAX_TILE_QUERIES = 64
-"""Queries of one request in a tile; more compute more scores that causality then masks."""
+MAX_TILE_QUERIES = 256
+"""Queries of one request that share a gather of its pages."""
 
 MAX_TILE_NUMBERS = 1 << 20
-"""Scores, gathered keys or gathered values in a tile: 4 MiB of float32, which stay in cache."""
+"""Scores, gathered keys or gathered values in a tile of several requests: 4 MiB of float32."""
+
+BY_HEAD_ROWS, BY_HEAD_SCORES = 64, 1 << 17
+"""A tile with so many query rows and scores per KV head is computed head by head; one with
+fewer rows too, when the scores of all heads are more than MAX_TILE_NUMBERS."""
+
+MAX_BLOCK_QUERIES, MAX_BLOCK_SCORES = 64, 1 << 19
+"""Of one KV head at a time; larger blocks leave the cache, and reach further over the diagonal."""
 
 TILE_COST_IN_SCORES = 1 << 15
 """How many scores are computed in the time that one more tile costs in dispatch."""
@@ -69,9 +79,10 @@ class _Tile:
         rows: int64 [N * Q]; rows of the batch.
         pages: int64 [N * Hk * P]; rows of the cache seen as [num_blocks * Hk, block_size * D].
         queries: Q.
-        length: P * block_size keys, of which every query sees the first `masked_from`.
-        mask: float32 [N, 1, Q, 1, length - masked_from]; of the other keys: 0 where the query
-            sees the key, else -inf.
+        length: P * block_size keys.
+        masked_from: every query sees all of the keys before this one.
+        reach: no first query of a piece sees more keys than this; the q-th one sees q more.
+        mask: float32 [N, Q, 1, length - masked_from]; 0 where the query sees the key, else -inf.
     """
 
     rows: Tensor
@@ -79,6 +90,7 @@ class _Tile:
     queries: int
     length: int
     masked_from: int
+    reach: int
     mask: Tensor
 
 
@@ -136,7 +148,7 @@ class AttentionPlan:
         """The tiles for layers of this shape; made for the first such layer of the step."""
         key = (heads, kv_heads, head_dim, sliding_window)
         if key not in self._tiles:
-            pieces = self._pieces(heads, sliding_window)
+            pieces = self._pieces(sliding_window)
             # Longest first: what follows in a tile is padded to its first piece.
             pieces.sort(key=lambda piece: (piece.queries, piece.pages), reverse=True)
             numbers_per_key = max(heads, kv_heads * head_dim)
@@ -146,14 +158,13 @@ class AttentionPlan:
             ]
         return self._tiles[key]
 
-    def _pieces(self, heads: int, sliding_window: int | None) -> list[_Piece]:
+    def _pieces(self, sliding_window: int | None) -> list[_Piece]:
         pieces = []
         starts, contexts = self.query_start.tolist(), self.context_len.tolist()
         for request, context in enumerate(contexts):
             row, end = starts[request], starts[request + 1]
-            most = max(1, min(MAX_TILE_QUERIES, MAX_TILE_NUMBERS // (heads * context)))
             while row < end:
-                queries = min(most, end - row)
+                queries = min(MAX_TILE_QUERIES, end - row)
                 first = context - (end - row)
                 seen = 0 if sliding_window is None else max(0, first - sliding_window + 1)
                 start_page = seen // self.block_size
@@ -192,7 +203,8 @@ class AttentionPlan:
             queries=len(queries),
             length=length,
             masked_from=masked_from,
-            mask=torch.from_numpy(mask)[:, None, :, None, :],
+            reach=int((first - start_page * self.block_size).max()) + 1,
+            mask=torch.from_numpy(mask)[:, :, None, :],
         )
 
 
@@ -264,10 +276,48 @@ def paged_attention(
         tile_q = tile_q.transpose(1, 2).reshape(n * kv_heads, queries * group, dim)
         tile_k = flat_keys.index_select(0, tile.pages).view(n * kv_heads, length, dim)
         tile_v = flat_values.index_select(0, tile.pages).view(n * kv_heads, length, dim)
-        scores = torch.bmm(tile_q.float().mul_(scale), tile_k.float().transpose(1, 2))
-        unfolded = scores.view(n, kv_heads, queries, group, length)
-        unfolded[..., tile.masked_from :].add_(tile.mask)
-        tile_out = torch.bmm(scores.softmax(dim=-1).to(tile_v.dtype), tile_v)
+        tile_q, tile_k = tile_q.float().mul_(scale), tile_k.float()
+        rows = queries * group
+        many = rows >= BY_HEAD_ROWS or len(tile_q) * rows * length > MAX_TILE_NUMBERS
+        by_head = many and rows * length >= BY_HEAD_SCORES
+        attend = _attend_by_head if by_head else _attend_batched
+        tile_out = attend(tile_q, tile_k, tile_v, tile)
         tile_out = tile_out.view(n, kv_heads, queries, group, dim).transpose(1, 2)
         out.index_copy_(0, tile.rows, tile_out.reshape(n * queries, heads, dim))
+    return out
+
+
+def _attend_batched(q: Tensor, k: Tensor, v: Tensor, tile: _Tile) -> Tensor:
+    """softmax(q @ k.T + mask) @ v for all heads of a tile at once.
+
+    Args:
+        q: float32 [N * Hk, Q * G, D], scaled.
+        k: float32 [N * Hk, length, D].
+        v: [N * Hk, length, D].
+        tile: N, Q, length and the mask.
+
+    Returns:
+        [N * Hk, Q * G, D], v's dtype.
+    """
+    n = len(tile.mask)
+    scores = torch.bmm(q, k.transpose(1, 2))
+    unfolded = scores.view(n, len(q) // n, tile.queries, -1, tile.length)
+    unfolded[..., tile.masked_from :].add_(tile.mask[:, None])
+    return torch.bmm(scores.softmax(dim=-1).to(v.dtype), v)
+
+
+def _attend_by_head(q: Tensor, k: Tensor, v: Tensor, tile: _Tile) -> Tensor:
+    """The same, head by head and block by block."""
+    kv_heads, group = len(q) // len(tile.mask), q.shape[1] // tile.queries
+    step = max(1, min(MAX_BLOCK_QUERIES, MAX_BLOCK_SCORES // (group * tile.length)))
+    out = torch.empty_like(q, dtype=v.dtype)
+    for start in range(0, tile.queries, step):
+        end = min(start + step, tile.queries)
+        seen = min(tile.length, tile.reach + end - 1)
+        rows = slice(start * group, end * group)
+        for head in range(len(q)):
+            mask = tile.mask[head // kv_heads, start:end, :, : seen - tile.masked_from]
+            scores = matmul_transposed(q[head, rows], k[head, :seen])
+            scores.view(end - start, group, seen)[..., tile.masked_from :].add_(mask)
+            torch.mm(scores.softmax(dim=-1).to(v.dtype), v[head, :seen], out=out[head, rows])
     return out

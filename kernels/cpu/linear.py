@@ -63,6 +63,18 @@ class PackedLinear:
         return linear(x, self._weight, self._bias)
 
 
+def matmul_transposed(a: Tensor, b: Tensor) -> Tensor:
+    """a [M, K] @ b [N, K].T -> [M, N] through oneDNN, for matrices that are used once.
+
+    torch multiplies float32 matrices with its BLAS; where that is MKL and the CPU is not
+    Intel's, oneDNN is up to twice as fast from some 64 rows on.
+    """
+    if not can_pack(a.dtype):
+        return a @ b.T
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+    return out
+
+
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether this build of torch on this CPU packs weights of `dtype`.
 

@@ -95,19 +95,26 @@ shapes = st.builds(
     chunks=st.lists(
         st.lists(st.sampled_from([1, 1, 2, 7, 20]), min_size=1, max_size=4), min_size=1, max_size=5
     ),
-    limits=st.sampled_from([(64, 1 << 20, 1 << 15), (3, 1 << 20, 0), (64, 500, 1 << 15)]),
+    limits=st.sampled_from(
+        [
+            {},
+            {"MAX_TILE_QUERIES": 3, "TILE_COST_IN_SCORES": 0},
+            {"MAX_TILE_NUMBERS": 500},
+            {"BY_HEAD_ROWS": 2, "BY_HEAD_SCORES": 0, "MAX_BLOCK_QUERIES": 3},
+            {"BY_HEAD_ROWS": 1, "BY_HEAD_SCORES": 0, "MAX_BLOCK_SCORES": 100},
+        ]
+    ),
     seed=st.integers(0, 2**31),
 )
 def test_equals_the_reference(
-    shape: Shape, chunks: list[list[int]], limits: tuple[int, int, int], seed: int
+    shape: Shape, chunks: list[list[int]], limits: dict[str, int], seed: int
 ) -> None:
     """Requests are computed chunk by chunk, together; those with fewer chunks drop out."""
     torch.manual_seed(seed)
     cache = Cache(shape, num_blocks=450, seed=seed)
     pages = [cache.take(sum(sizes)) for sizes in chunks]
     with pytest.MonkeyPatch.context() as patch:
-        names = ("MAX_TILE_QUERIES", "MAX_TILE_NUMBERS", "TILE_COST_IN_SCORES")
-        for name, limit in zip(names, limits, strict=True):
+        for name, limit in limits.items():
             patch.setattr(module, name, limit)
         for nth in range(max(map(len, chunks))):
             batch = [
@@ -204,16 +211,15 @@ def test_a_long_request_does_not_pad_the_others() -> None:
     assert [(len(tile.rows), tile.length) for tile in tiles] == [(1, 16000), (3, 128)]
 
 
-def test_tiles_of_a_long_prefill_end_at_the_diagonal_and_stay_small() -> None:
+def test_tiles_of_a_long_prefill_end_at_the_diagonal() -> None:
     tiles = plan_of([16384], [2048]).tiles(14, 2, 64, None)
     rows = torch.cat([tile.rows for tile in tiles])
     assert sorted(rows.tolist()) == list(range(2048))
     for tile in tiles:
-        assert tile.length >= 16384 - 2048
-        assert len(tile.rows) * 14 * tile.length <= module.MAX_TILE_NUMBERS
-        # One column per query but the first, and what is left of the last page.
-        assert tile.mask.numel() <= len(tile.rows) * (tile.queries + 16)
-    assert min(tile.length for tile in tiles) <= 16384 - 2048 + 16
+        end = 16384 - 2048 + int(tile.rows.max()) + 1
+        assert tile.length == end
+        # A column for each query but the first.
+        assert tile.mask.numel() == tile.queries * (tile.queries - 1)
 
 
 def test_a_window_reads_its_own_pages_only() -> None:
