@@ -67,6 +67,11 @@ class WeightSpec:
         return self.shape[1:] if self.is_per_expert else self.shape
 
     @property
+    def tensor_size(self) -> int:
+        """Number of elements of each of those tensors."""
+        return math.prod(self.tensor_shape)
+
+    @property
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)

@@ -6,9 +6,9 @@
    unexpected or mis-shaped tensor, a type that is not plain floating point, or
    a file that is shorter than its header says, is a ModelError naming file and
    tensor. Nothing is skipped but what `_is_harmless` lists.
-3. `Weights.read` gives one weight at a time, mapped into memory and not copied:
+3. `Weights.read` gives one tensor at a time, mapped into memory and not copied:
    the caller converts, packs or shards it and drops it, so that loading needs
-   the model's memory plus the weight in hand (of experts: those of a layer).
+   the model's memory plus the tensor in hand.
 
 Not here: pickled checkpoints (they can run code), quantised weights, and
 writing. A file that is overwritten in place while it is mapped ends the
@@ -17,12 +17,12 @@ process (SIGBUS); replacing it by renaming is safe.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -44,7 +44,7 @@ class Weights:
     Args:
         path: the checkpoint's directory.
         spec: what must be in it.
-        progress: told after each weight how far reading has come.
+        progress: told after each tensor how far reading has come.
 
     Raises:
         ModelError: the checkpoint is not what `spec` describes; see the module's text.
@@ -52,27 +52,39 @@ class Weights:
 
     def __init__(self, path: Path, spec: ModelSpec, progress: Progress | None = None) -> None:
         self._entries = _check_files(path, spec)
-        self._unread = {
-            weight: weight.size * self._entries[weight.tensor_names[0]].itemsize
+        self._total = sum(
+            weight.tensor_size * self._entries[name].itemsize
             for weight in spec.weights
-        }
-        self._total = sum(self._unread.values())
+            for name in weight.tensor_names
+        )
+        self._done = 0
+        self._read: set[str] = set()
         self._progress = progress
 
     def read(self, weight: WeightSpec) -> Tensor:
-        """One weight, in the checkpoint's type, shape `weight.shape`.
+        """A weight that is one tensor, in the checkpoint's type, shape `weight.shape`.
 
-        It is a view of the mapped file and must not be written to; only the experts of a layer,
-        which are many tensors, are put together in new memory. The file is mapped anew each time:
-        the pages that one weight has touched then leave the process with that weight.
+        It is a view of the mapped file and must not be written to. The file is mapped anew each
+        time: the pages that a tensor has touched then leave the process with that tensor.
         """
-        names = weight.tensor_names
-        handles = {file: _open(file) for file in {self._entries[name].file for name in names}}
-        tensors = [handles[self._entries[name].file].get_tensor(name) for name in names]
-        self._unread.pop(weight, None)
+        (tensor,) = self.read_each(weight)
+        return tensor
+
+    def read_each(self, weight: WeightSpec) -> Iterator[Tensor]:
+        """The tensors that a weight consists of (one per expert), one at a time, as in `read`."""
+        for name in weight.tensor_names:
+            entry = self._entries[name]
+            yield _open(entry.file).get_tensor(name)
+            self._count(name, weight.tensor_size * entry.itemsize)
+
+    def _count(self, name: str, size: int) -> None:
+        """Tell how far reading has come; a tensor that is read again counts once."""
+        if name in self._read:
+            return
+        self._read.add(name)
+        self._done += size
         if self._progress is not None:
-            self._progress(self._total - sum(self._unread.values()), self._total)
-        return torch.stack(tensors) if weight.is_per_expert else tensors[0]
+            self._progress(self._done, self._total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +123,25 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
-        raise ModelError(f"{file} is truncated or not a safetensors file: {error}") from error
+        cut = _first_cut(file)
+        where = f"within {cut}" if cut else "or not a safetensors file"
+        raise ModelError(f"{file} is truncated {where}: {error}") from error
     except OSError as error:
         raise ModelError(f"cannot read {file}: {error}") from error
+
+
+def _first_cut(file: Path) -> str | None:
+    """The first tensor that ends past the end of a file; None when its header cannot be read."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        try:
+            header = json.loads(opened.read(length))
+            header.pop("__metadata__", None)
+            ends = {name: 8 + length + tensor["data_offsets"][1] for name, tensor in header.items()}
+        except (ValueError, TypeError, AttributeError, LookupError, OverflowError):
+            return None
+    size = file.stat().st_size
+    return min((name for name in ends if ends[name] > size), key=ends.__getitem__, default=None)
 
 
 def _check_files(path: Path, spec: ModelSpec) -> dict[str, _Entry]:

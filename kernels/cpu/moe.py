@@ -15,6 +15,8 @@ activations other than SiLU.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
@@ -25,24 +27,31 @@ from weft.kernels.cpu.linear import PackedLinear
 class PackedExperts:
     """The E expert MLPs of one layer, each SwiGLU (Shazeer 2020).
 
+    The weights are taken one expert at a time, so that an iterable which reads them from a file
+    never has more than one expert in hand.
+
     Args:
-        gate: bfloat16 or float32 [E, I, K].
-        up: [E, I, K].
-        down: [E, K, I].
+        gate: of each expert, bfloat16 or float32 [I, K]; or all of them, [E, I, K].
+        up: of each expert, [I, K].
+        down: of each expert, [K, I].
 
     Attributes:
         bytes: memory that the weights take.
     """
 
-    def __init__(self, gate: Tensor, up: Tensor, down: Tensor) -> None:
-        experts, inner, hidden = gate.shape
-        if up.shape != gate.shape or down.shape != (experts, hidden, inner):
-            raise ValueError(
-                f"gate {tuple(gate.shape)}, up {tuple(up.shape)} and down {tuple(down.shape)} do "
-                "not fit; they must be [E, I, K], [E, I, K] and [E, K, I]"
-            )
-        self._gate_up = [PackedLinear(torch.cat(pair)) for pair in zip(gate, up, strict=True)]
-        self._down = [PackedLinear(weight) for weight in down]
+    def __init__(
+        self, gate: Iterable[Tensor], up: Iterable[Tensor], down: Iterable[Tensor]
+    ) -> None:
+        self._gate_up: list[PackedLinear] = []
+        self._down: list[PackedLinear] = []
+        for expert, (g, u, d) in enumerate(zip(gate, up, down, strict=True)):
+            if u.shape != g.shape or d.shape != g.shape[::-1]:
+                raise ValueError(
+                    f"expert {expert} has gate {tuple(g.shape)}, up {tuple(u.shape)} and down "
+                    f"{tuple(d.shape)}; they must be [I, K], [I, K] and [K, I]"
+                )
+            self._gate_up.append(PackedLinear(torch.cat((g, u))))
+            self._down.append(PackedLinear(d))
         self.bytes = sum(linear.bytes for linear in self._gate_up + self._down)
 
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:

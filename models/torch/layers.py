@@ -8,7 +8,8 @@ matrix. Nothing here trains, and nothing is a nn.Module.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,8 +28,16 @@ from weft.models.spec import (
     WeightSpec,
 )
 
-Load = Callable[[WeightSpec], Tensor]
-"""Gives a weight in the type to compute in."""
+
+class Load(Protocol):
+    """Gives weights in the type to compute in."""
+
+    def __call__(self, weight: WeightSpec) -> Tensor:
+        """A weight that is one tensor of the checkpoint."""
+
+    def each(self, weight: WeightSpec) -> Iterator[Tensor]:
+        """The tensors of a weight that has one per expert, one at a time."""
+
 
 KVCache = tuple[Tensor, Tensor]
 """One layer's keys and values, [num_blocks, kv_heads, block_size, head_dim] each."""
@@ -127,7 +136,7 @@ class Moe:
         self._top_k = spec.top_k
         self._normalize = spec.normalize
         self._router = PackedLinear(load(spec.router))
-        self._experts = PackedExperts(load(spec.gate), load(spec.up), load(spec.down))
+        self._experts = PackedExperts(*map(load.each, (spec.gate, spec.up, spec.down)))
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""

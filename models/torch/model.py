@@ -8,7 +8,7 @@ gives the logits, so that the table is in memory once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -42,6 +42,20 @@ class Layer:
         return x + self._feed_forward(self._feed_forward_norm(x))
 
 
+class _Load:
+    """Reads weights in the type to compute in; see layers.Load."""
+
+    def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
+        self._weights = weights
+        self._dtype = dtype
+
+    def __call__(self, weight: WeightSpec) -> Tensor:
+        return self._weights.read(weight).to(self._dtype)
+
+    def each(self, weight: WeightSpec) -> Iterator[Tensor]:
+        return (tensor.to(self._dtype) for tensor in self._weights.read_each(weight))
+
+
 class Model:
     """The model of `spec`, with its weights read and packed.
 
@@ -52,9 +66,7 @@ class Model:
     """
 
     def __init__(self, spec: ModelSpec, weights: Weights, dtype: torch.dtype) -> None:
-        def load(weight: WeightSpec) -> Tensor:
-            return weights.read(weight).to(dtype)
-
+        load = _Load(weights, dtype)
         self._dtype = dtype
         self._rope = Rope(spec.rope, spec.head_dim, dtype)
         self._layers = [Layer(spec, layer, load) for layer in spec.layers]

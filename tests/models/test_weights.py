@@ -66,18 +66,18 @@ def test_shards_are_read_like_one_file(sharded: Path) -> None:
         assert torch.equal(weights.read(weight), written[weight.name])
 
 
-def test_experts_are_put_together_in_order(tmp_path: Path) -> None:
+def test_experts_come_in_order(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "mixtral", max_shard_size="50KB")
     moe = read_spec(path).layers[0].feed_forward
     assert isinstance(moe, MoeSpec)
-    stacked = _load(path).read(moe.up)
-    assert stacked.shape == moe.up.shape
+    experts = list(_load(path).read_each(moe.up))
+    assert (len(experts), *experts[0].shape) == moe.up.shape
     written: Tensors = {}
     for file in path.glob("*.safetensors"):
         written |= load_file(file)
-    for expert in range(4):
-        name = f"model.layers.0.block_sparse_moe.experts.{expert}.w3.weight"
-        assert torch.equal(stacked[expert], written[name])
+    for i, expert in enumerate(experts):
+        name = f"model.layers.0.block_sparse_moe.experts.{i}.w3.weight"
+        assert torch.equal(expert, written[name])
 
 
 def test_progress_ends_at_the_total(path: Path) -> None:
@@ -150,6 +150,20 @@ def test_a_truncated_file_is_named(sharded: Path, keep: int) -> None:
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(ModelError, match=f"{re.escape(str(file))} is truncated"):
         _load(sharded)
+
+
+def test_the_first_truncated_tensor_is_named(sharded: Path) -> None:
+    file = sorted(sharded.glob("*.safetensors"))[1]
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header.pop("__metadata__", None)
+    by_place = sorted(header, key=lambda name: header[name]["data_offsets"])
+    for cut in by_place:
+        begin, end = header[cut]["data_offsets"]
+        file.write_bytes(content[: 8 + length + (begin + end) // 2])
+        with pytest.raises(ModelError, match=f"is truncated within {re.escape(cut)}: "):
+            _load(sharded)
 
 
 def test_a_missing_shard_is_named(sharded: Path) -> None:

@@ -75,7 +75,7 @@ def test_bytes() -> None:
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
     gate, up, down = random_experts(3, 24, 16, torch.float32)
-    with pytest.raises(ValueError, match=r"down \(3, 24, 16\) do not fit"):
+    with pytest.raises(ValueError, match=r"expert 0 has .* and down \(24, 16\)"):
         PackedExperts(gate, up, up)
-    with pytest.raises(ValueError, match=r"up \(2, 24, 16\)"):
+    with pytest.raises(ValueError, match="shorter"):
         PackedExperts(gate, up[:2], down)
