@@ -86,16 +86,23 @@ class Server:
 
 @contextlib.contextmanager
 def start_server(
-    model: Path, log: Path, *, loader: str | None = None, ready: bool = True, **settings: Any
+    model: Path,
+    log: Path,
+    *,
+    loader: str | None = None,
+    ready: bool = True,
+    python: Path = Path(sys.executable),
+    **settings: Any,
 ) -> Iterator[Server]:
     """Start a server, and end it with SIGTERM if it still runs.
 
     Args:
         model: a checkpoint's directory.
-        log: a directory for the server's stderr.
+        log: a directory for the server's stderr, and to run it in.
         loader: "module:function" that stands in for loading a model; may be in tests/.
         ready: wait until requests are served; else only until /health answers, for which `port`
             must be set.
+        python: of the environment that weft is installed in.
         settings: as `weft serve` has them, with underscores; `port` is a free one by default.
     """
     settings = {"port": 0, "threads": 1} | settings
@@ -103,7 +110,8 @@ def start_server(
     file = log / f"server-{time.monotonic_ns()}.log"
     with file.open("wb") as stderr:
         process = subprocess.Popen(
-            _command(model, loader, settings),
+            [str(python), *_arguments(model, loader, settings)],
+            cwd=log,
             stderr=stderr,
             stdout=stderr,
             env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
@@ -126,15 +134,15 @@ def start_server(
                 raise
 
 
-def _command(model: Path, loader: str | None, settings: dict[str, Any]) -> list[str]:
+def _arguments(model: Path, loader: str | None, settings: dict[str, Any]) -> list[str]:
     if loader is None:
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-        return [sys.executable, "-m", "weft", "serve", str(model), *flags]
+        return ["-m", "weft", "serve", str(model), *flags]
     of_server = {"port", "drain_timeout"} & settings.keys()
     server = {name: settings[name] for name in of_server}
     engine = {name: settings[name] for name in settings.keys() - of_server} | {"model": str(model)}
     configs = [msgspec.json.encode(config).decode() for config in (engine, server)]
-    return [sys.executable, "-c", _WITH_LOADER, *configs, loader]
+    return ["-c", _WITH_LOADER, *configs, loader]
 
 
 def _wait_ready(process: subprocess.Popen[bytes], log: Path) -> str:
