@@ -40,7 +40,6 @@ from torch import Tensor
 from weft.kernels.cpu.linear import matmul_transposed
 
 Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
 
 MAX_TILE_QUERIES = 256
 """Queries of one request that share a gather of its pages."""
