@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from weft.errors import EngineError, RequestError
@@ -26,12 +27,13 @@ def write_answer(llm: LLM, prompt: Prompt | Conversation, params: SamplingParams
     Raises EngineError when it fails half-way.
     """
     pieces = []
-    for delta in llm.stream(prompt, params):
-        pieces.append(delta.text)
-        sys.stdout.write(delta.text)
-        sys.stdout.flush()
-        if delta.error is not None:
-            raise EngineError(delta.error)
+    with closing(llm.stream(prompt, params)) as deltas:
+        for delta in deltas:
+            pieces.append(delta.text)
+            sys.stdout.write(delta.text)
+            sys.stdout.flush()
+            if delta.error is not None:
+                raise EngineError(delta.error)
     print(flush=True)
     return "".join(pieces)
 

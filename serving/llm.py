@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -161,7 +161,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         tools: Tools | None = None,
-    ) -> Iterator[Delta]:
+    ) -> Generator[Delta, None, None]:
         """One answer as it grows, to a text or to a conversation; closing the iterator aborts it.
 
         Raises:
