@@ -50,11 +50,15 @@ class Detokenizer:
         self._matcher = _StopMatcher(tuple(stop)) if stop else None
         self.stopped: str | None = None
 
-    def push(self, token_ids: Iterable[int]) -> str:
-        """Add tokens; returns the text that is certain now. Empty once `stopped` is set."""
+    def push(self, token_ids: Iterable[int], *, may_stop: bool = True) -> str:
+        """Add tokens; returns the text that is certain now. Empty once `stopped` is set.
+
+        Without `may_stop`, which may only precede all else, stop strings are let through.
+        """
         if self.stopped is not None:
             return ""
-        return self._released(self._decoder.push(token_ids))
+        text = self._decoder.push(token_ids)
+        return self._released(text) if may_stop else text
 
     def flush(self) -> str:
         """End the text; returns what was held back. To be called once, after the last push."""

@@ -24,7 +24,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     Attributes:
         n: answers to the same prompt, 1 to 128.
         max_tokens: most output tokens; None means up to the model's context.
-        min_tokens: do not end before this many output tokens.
+        min_tokens: neither an end token nor a stop string ends the output before this many tokens.
         temperature: 0 is greedy; at most 2.
         top_p, top_k, min_p: cut the distribution; see models/interface.py.
         repetition_penalty, presence_penalty, frequency_penalty: see models/interface.py.

@@ -50,6 +50,8 @@ class Stream:
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._detokenizer = Detokenizer(tokenizer, stop=params.stop)
         self._stop_token_ids = frozenset(params.stop_token_ids)
+        self._min_tokens = params.min_tokens
+        self._count = 0
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
@@ -72,10 +74,12 @@ class Stream:
         text = output.token_ids if output.stop_token_id is None else output.token_ids[:-1]
         for i, token in enumerate(output.token_ids):
             self._token_ids.append(token)
+            self._count += 1
             if self._logprobs is not None and output.logprobs is not None:
                 self._logprobs.append(output.logprobs[i])
             if i < len(text):
-                self._text.append(self._detokenizer.push((token,)))
+                may_stop = self._count > self._min_tokens
+                self._text.append(self._detokenizer.push((token,), may_stop=may_stop))
             if self._detokenizer.stopped is not None:
                 break
         else:

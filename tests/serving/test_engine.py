@@ -135,6 +135,17 @@ async def test_a_stop_string_ends_the_answer(engine: AsyncEngine) -> None:
     assert engine.stats.generation_tokens < 200
 
 
+async def test_stop_strings_wait_for_min_tokens(local: AsyncEngine) -> None:
+    want = expected(PROMPT, 200, ends=())
+    whole = local.tokenizer.decode(want)
+    stop = whole[10]
+    again = whole.index(stop, 30)
+    wish = params(stop=(stop,), stop_token_ids=(), max_tokens=200, min_tokens=30)
+    deltas = await collect(local, PROMPT, wish)
+    assert text(deltas) == whole[:again]
+    assert deltas[-1].stop_reason == stop
+
+
 async def test_logprobs_come_with_their_tokens(local: AsyncEngine) -> None:
     deltas = await collect(local, PROMPT, params(logprobs=2, prompt_logprobs=1))
     answer = tokens(deltas)
