@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterator
-from contextlib import closing
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,13 +55,13 @@ def run(
     if output.exists() and output.samefile(source):
         raise ConfigError(f"--output {output} is the input")
     total = _count(source)
+    written = Output(output, overwrite=overwrite, resume=resume)
+    before = len(written.done)
+    progress = Progress("batch", total - before, unit="rows")
     errors = 0
-    with closing(Output(output, overwrite=overwrite, resume=resume)) as written:
-        before = len(written.done)
-        progress = Progress("batch", total - before, unit="rows")
-        if before < total:
-            work = _answer_all(engine_config, server_config, source, written, progress)
-            errors = asyncio.run(work)
+    if before < total:
+        work = _answer_all(engine_config, server_config, source, written, progress)
+        errors = asyncio.run(work)
     print(
         f"batch: {progress.done} rows, {errors} of them errors, {progress.tokens} tokens in "
         f"{progress.seconds:.1f} s ({progress.rate:.0f} tokens/s)"
@@ -101,7 +100,7 @@ async def _answer_all(
         progress.advance(msgspec.json.decode(body, type=_Counted).usage.completion_tokens)
 
     try:
-        with progress:
+        with written, progress:
             rows = _rows(source, state.model, written.done)
             await for_each(rows, answer, workers=width(engine))
     finally:

@@ -6,7 +6,7 @@ of the output has the same form: OpenAI's envelope around the API's response, or
 just the text and its usage. A line that holds no request is answered with an
 error, in the form that it has.
 
-The output holds whole lines only, each flushed as it comes. What kills the
+The output holds whole lines only, each written as it comes. What kills the
 writer can leave one torn line at the end, which resuming cuts off.
 """
 
@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import msgspec
 from msgspec.structs import replace
@@ -121,7 +122,7 @@ def _envelope(row: Row, response: Any, error: Any) -> dict[str, Any]:
 
 
 class Output:
-    """The file of answers.
+    """The file of answers; it is opened, and made if need be, by `with`.
 
     Args:
         path: of the file.
@@ -129,7 +130,7 @@ class Output:
         resume: keep its whole lines if there is one, and add to them.
 
     Attributes:
-        done: indices of the rows whose answers it held at first.
+        done: indices of the rows whose answers it holds already.
 
     Raises:
         ConfigError: there is one and neither was asked for, or it cannot be read or written.
@@ -138,13 +139,30 @@ class Output:
     def __init__(self, path: Path, *, overwrite: bool = False, resume: bool = False) -> None:
         if path.exists() and not overwrite and not resume:
             raise ConfigError(f"{path} exists; --resume goes on with it, --overwrite replaces it")
+        if path.is_dir() or not path.parent.is_dir():
+            raise ConfigError(f"--output {path}: it must be a file in a directory that exists")
         self.path = path
+        self.done = self._recover() if resume and path.exists() else set()
+        self._mode = "ab" if resume else "wb"
+
+    def __enter__(self) -> Self:
         try:
-            self.done = self._recover() if resume and path.exists() else set()
             # Unbuffered, so that a line is either written now or reported now.
-            self._file = path.open("ab" if resume else "wb", buffering=0)
+            self._file = self.path.open(self._mode, buffering=0)
         except OSError as error:
-            raise ConfigError(f"--output {path}: {error.strerror}") from None
+            raise ConfigError(f"--output {self.path}: {error.strerror}") from None
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Have it on the disk."""
+        with self._file:
+            if self.path.is_file():  # what is no file, such as a pipe, has no disk
+                os.fsync(self._file.fileno())
 
     def write(self, line: dict[str, Any]) -> None:
         """Add a line; WeftError when the disk is full."""
@@ -154,12 +172,6 @@ class Output:
                 data = data[self._file.write(data) :]
         except OSError as error:
             raise WeftError(f"{self.path}: {error.strerror}; run again with --resume") from error
-
-    def close(self) -> None:
-        """Have it on the disk."""
-        with self._file:
-            if self.path.is_file():  # what is no file, such as a pipe, has no disk
-                os.fsync(self._file.fileno())
 
     def _recover(self) -> set[int]:
         """The rows that are done; a torn last line is cut off."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.checkpoints import make_checkpoint
 
-from weft.errors import ConfigError, EngineError, WeftError
+from weft.errors import ConfigError, EngineError, ModelError, WeftError
 from weft.serving.api.app import build_app
 from weft.serving.api.state import ServerState
 from weft.serving.batch import LocalApi, run
@@ -159,23 +158,29 @@ def test_files_that_cannot_be_used(source: Path, tmp_path: Path) -> None:
     config = EngineConfig(model="nowhere")
     with pytest.raises(ConfigError, match="No such file or directory"):
         run(config, ServerConfig(), tmp_path / "nowhere", tmp_path / "out")
-    with pytest.raises(ConfigError, match=r"--output .*Is a directory"):
+    with pytest.raises(ConfigError, match=r"--output .*it must be a file"):
         run(config, ServerConfig(), source, tmp_path, overwrite=True)
+
+
+def test_a_model_that_cannot_be_loaded_leaves_no_empty_output(source: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    with pytest.raises(ModelError, match="no checkpoint"):
+        run(EngineConfig(model="nowhere"), ServerConfig(), source, output)
+    assert not output.exists(), "it would stop the next try"
 
 
 def test_overwrite_starts_anew(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text("old\n")
-    output = Output(path, overwrite=True)
-    output.write({"index": 0})
-    output.close()
+    with Output(path, overwrite=True) as output:
+        output.write({"index": 0})
     assert path.read_text() == '{"index":0}\n'
 
 
 def test_a_full_disk_says_how_to_go_on() -> None:
     output = Output(Path("/dev/full"), overwrite=True)
     with (
-        closing(output),
+        output,
         pytest.raises(WeftError, match="No space left on device; run again with --resume"),
     ):
         output.write({"index": 0})
