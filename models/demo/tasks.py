@@ -7,11 +7,12 @@ are held out, and the small times tables are seen only in other wordings.
 
 Ranges, so that the scores are read for what they are:
 
-* arithmetic: sums and differences (never negative) of numbers up to three
-  digits, products up to 12 x 12; the answer repeats the sum, `47 + 85 = 132`
-* sorting: 3 to 6 numbers below 100, or 3 to 5 of some 50 words
-* reversing: 3 to 6 words, or 3 to 6 digits
-* counting: a word, or things of one kind, in a list of 4 to 10
+* arithmetic: sums and differences (never negative) of numbers below 100,
+  products up to 12 x 12; the answer repeats the sum, `47 + 85 = 132`
+* sorting: 3 to 4 numbers of two digits, or 3 to 4 fruits and animals
+* reversing: 3 to 4 words, or 3 to 5 digits
+* counting: a word, or things of one kind, in a list of 3 to 6, up to three;
+  the answer counts aloud, `1 fig, 2 plum. Total: 2`
 * extraction: four kinds of sentence into JSON
 * tool_call: two or three of eight tools are offered, one fits
 * recall: one to three facts, told up to four turns earlier
@@ -68,7 +69,7 @@ def arithmetic(rng: random.Random) -> Question:
         a, b = rng.randint(0, 12), rng.randint(0, 12)
         result, sign = a * b, rng.choice("*x")
     else:
-        a, b = (rng.randint(0, 10 ** rng.randint(1, 3) - 1) for _ in range(2))
+        a, b = rng.randint(0, 99), rng.randint(0, 99)
         if kind == "-":
             a, b = max(a, b), min(a, b)
         result, sign = (a + b if kind == "+" else a - b), kind
@@ -82,10 +83,10 @@ def sorting(rng: random.Random) -> Question:
     falling = rng.random() < 0.5
     items: list[Any]
     if rng.random() < 0.5:
-        items = rng.sample(range(100), rng.randint(3, 6))
+        items = rng.sample(range(10, 100), rng.randint(3, 4))
         noun, order = "numbers", rng.choice(words.FALLING if falling else words.RISING)
     else:
-        items = rng.sample(words.SORTABLE, rng.randint(3, 5))
+        items = rng.sample(words.SORTABLE, rng.randint(3, 4))
         noun, order = "words", rng.choice(words.BACKWARD if falling else words.ALPHABETICAL)
     text = rng.choice(words.SORTING).format(noun=noun, order=order, items=listed(items))
     return ask("sorting", text, listed(sorted(items, reverse=falling)))
@@ -93,31 +94,35 @@ def sorting(rng: random.Random) -> Question:
 
 def reversing(rng: random.Random) -> Question:
     """`plum, pear, fig`, or `1284` for digits."""
-    count = rng.randint(3, 6)
+    count = rng.randint(3, 5)
     if rng.random() < 0.5:
         digits = "".join(rng.choice("0123456789") for _ in range(count))
         return ask("reversing", rng.choice(words.REVERSE_DIGITS).format(digits), digits[::-1])
-    items = rng.sample(words.SORTABLE, count)
+    items = rng.sample(words.THINGS, min(count, 4))
     return ask("reversing", rng.choice(words.REVERSE_WORDS).format(listed(items)),
                listed(items[::-1]))  # fmt: skip
 
 
 def counting(rng: random.Random) -> Question:
-    """A number: how often a word occurs, or how many things are of one kind."""
-    length = rng.randint(4, 10)
-    hits = rng.randint(0, min(length, 6))
+    """How often a word occurs, or how many things are of one kind: `1 fig, 2 plum. Total: 2`."""
+    length, hits = rng.randint(3, 6), rng.randint(0, 3)
     kind = rng.choice(sorted(words.KINDS))
     others = [w for k, members in words.KINDS.items() if k != kind for w in members]
     if rng.random() < 0.5:
         target = rng.choice(words.KINDS[kind])
-        items = [target] * hits + rng.choices(others, k=length - hits)
+        found = [target] * hits
         wording = rng.choice(words.COUNT_WORD)
     else:
         target = kind
-        items = rng.choices(words.KINDS[kind], k=hits) + rng.choices(others, k=length - hits)
+        found = rng.sample(words.KINDS[kind], hits)
         wording = rng.choice(words.COUNT_KIND)
-    rng.shuffle(items)
-    return ask("counting", wording.format(target=target, items=listed(items)), str(hits))
+    items = rng.sample(others, length - hits)
+    for word in found:
+        items.insert(rng.randint(0, len(items)), word)
+    hit = [word for word in items if word in found]
+    aloud = listed([f"{number} {word}" for number, word in enumerate(hit, start=1)])
+    answer = f"{aloud}. Total: {hits}" if hits else "Total: 0"
+    return ask("counting", wording.format(target=target, items=listed(items)), answer)
 
 
 def record(rng: random.Random, kind: str) -> dict[str, Any]:
@@ -374,15 +379,15 @@ def assistant(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
-def mixed_chat(rng: random.Random) -> Chat:
+def mixed_chat(rng: random.Random, mix: dict[str, float]) -> Chat:
     """One to six questions of the short tasks."""
     turns = 1 if rng.random() < 0.4 else rng.randint(2, 6)
-    makers = list(words.MIX)
-    one = rng.choices(makers, list(words.MIX.values()))[0]
+    makers, weights = list(mix), list(mix.values())
+    one = rng.choices(makers, weights)[0]
     same = rng.random() < 0.5
     messages: list[Message] = []
     for _ in range(turns):
-        name = one if same else rng.choices(makers, list(words.MIX.values()))[0]
+        name = one if same else rng.choices(makers, weights)[0]
         question = training_question(rng, small_talk if name == "small_talk" else MAKERS[name])
         messages += [*question.messages, assistant(question.answer)]
     return Chat(tuple(messages))
@@ -428,17 +433,21 @@ def needle_chat(rng: random.Random, sentences: int) -> Chat:
     return Chat(tuple(messages))
 
 
-def training_chat(rng: random.Random) -> Chat:
-    """A short chat of any kind, with a system message now and then."""
+def training_chat(rng: random.Random, late: bool = False) -> Chat:
+    """A short chat of any kind, with a system message now and then.
+
+    `late` shifts the weight to the tasks that compute, once those that copy are learned.
+    """
+    mixed, tools, recalls = words.LATE_CHATS if late else words.CHATS
     pick = rng.random()
-    if pick < 0.72:
-        chat = mixed_chat(rng)
-    elif pick < 0.82:
+    if pick < mixed:
+        chat = mixed_chat(rng, words.LATE_MIX if late else words.MIX)
+    elif pick < mixed + tools:
         chat = tool_chat(rng)
-    elif pick < 0.93:
+    elif pick < mixed + tools + recalls:
         chat = recall_chat(rng)
     else:
-        chat = needle_chat(rng, int(2 ** rng.uniform(0, 5.5)))
+        chat = needle_chat(rng, int(2 ** rng.uniform(0, 5)))
     if rng.random() < 0.25:
         system = {"role": "system", "content": rng.choice(words.SYSTEM)}
         return Chat((system, *chat.messages), chat.tools)
@@ -447,4 +456,4 @@ def training_chat(rng: random.Random) -> Chat:
 
 def long_chat(rng: random.Random) -> Chat:
     """A needle chat of up to the full length."""
-    return needle_chat(rng, rng.choice((NEEDLE_SENTENCES, rng.randint(40, NEEDLE_SENTENCES + 8))))
+    return needle_chat(rng, rng.randint(40, NEEDLE_SENTENCES + 8))

@@ -6,7 +6,7 @@ Data: chats made by `tasks.py`; step k of seed s always sees the same chats, so
 a resumed run continues the stream where it stopped. Loss: on the assistant's
 tokens only. Optimizer: Muon for the matrices inside the layers, AdamW for the
 rest. Schedule: warm-up, constant, then linear decay to zero over the last
-third (WSD). Progress is counted in steps with --steps (two runs agree bit by
+three fifths (WSD). Progress is counted in steps with --steps (two runs agree bit by
 bit) or in time with --minutes (they do not: the decay follows the clock).
 
 Every checkpoint is exported as well, so a model can be tried while it trains.
@@ -27,7 +27,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from weft.models.demo.export import export, load_exported
+from weft.models.demo.export import export, load_exported, score
 from weft.models.demo.network import Network, Shape
 from weft.models.demo.tasks import (
     TASKS,
@@ -57,15 +57,18 @@ class Settings:
     seed: int = 0
     threads: int = 1
     compile: bool = False
-    short_tokens: int = 6000  # per step
-    long_chats: int = 1  # per step
+    tokenizer_chats: int = 20_000  # that the tokenizer is trained on
+    short_tokens: int = 3200  # per step
+    long_every: int = 2  # steps from one long chat to the next; 0: none
+    long_after: int = 400  # steps without long chats, while looking up is learned
+    late_after: int = 1000  # steps before the weight shifts to the tasks that compute
     warmup: int = 50
-    decay: float = 0.33  # share of the run
+    decay: float = 0.62  # share of the run
     matrix_rate: float = 0.02
     vector_rate: float = 0.004
     balance: float = 0.01  # weight of the experts' balance loss
     log_every: int = 20
-    evaluate_every: int = 200
+    evaluate_every: int = 300
     save_seconds: float = 180.0
 
 
@@ -75,10 +78,12 @@ class Settings:
 def step_chats(settings: Settings, tokenizer: Tokenizer, step: int) -> list[tuple[list[int], ...]]:
     """Token ids and targets of the chats of one step, shortest first."""
     rng = random.Random(f"train/{settings.seed}/{step}")
-    encoded = [encode(tokenizer, long_chat(rng)) for _ in range(settings.long_chats)]
-    total = 0
+    late, encoded, total = step >= settings.late_after, [], 0
+    every = settings.long_every * (2 if late else 1)
+    if every and step >= settings.long_after and step % every == 0:
+        encoded.append(encode(tokenizer, long_chat(rng)))
     while total < settings.short_tokens:
-        encoded.append(encode(tokenizer, training_chat(rng)))
+        encoded.append(encode(tokenizer, training_chat(rng, late)))
         total += len(encoded[-1][0])
     return sorted((e for e in encoded if len(e[0]) <= CONTEXT), key=lambda e: len(e[0]))
 
@@ -91,7 +96,7 @@ def padded(chats: list[tuple[list[int], ...]], pad: int) -> Batch:
     return torch.tensor(ids), torch.tensor(targets)
 
 
-def batches(chats: list[tuple[list[int], ...]], pad: int, size: int = 2000) -> list[Batch]:
+def batches(chats: list[tuple[list[int], ...]], pad: int, size: int = 1200) -> list[Batch]:
     """Batches of chats of similar length, each of about `size` tokens with padding."""
     groups: list[list[tuple[list[int], ...]]] = [[]]
     for chat in chats:
@@ -167,7 +172,7 @@ class Run:
         torch.manual_seed(settings.seed)
         torch.set_num_threads(settings.threads)
         self.settings = settings
-        self.tokenizer = train_tokenizer()
+        self.tokenizer = train_tokenizer(settings.tokenizer_chats)
         self.pad = token_id(self.tokenizer, PAD)
         self.network = Network(shape or SHAPES[settings.model])
         if settings.compile:
@@ -234,6 +239,7 @@ class Run:
             return
         state = {
             "network": self.network.state_dict(),
+            "tokenizer": self.tokenizer.to_str(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "counters": [self.step, self.tokens, self.learned, self.seconds],
         }
@@ -246,6 +252,7 @@ class Run:
         """Continue from the checkpoint."""
         assert self.settings.checkpoint is not None
         state = torch.load(self.settings.checkpoint, weights_only=True)
+        self.tokenizer = Tokenizer.from_str(state["tokenizer"])
         self.network.load_state_dict(state["network"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -256,6 +263,13 @@ def write_line(path: Path, entry: dict[str, Any]) -> None:
     """Append one JSON line."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(entry) + "\n")
+
+
+def drop_lines(path: Path, after: int) -> None:
+    """Remove what an interrupted run logged after its last checkpoint."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    kept = [line for line in lines if json.loads(line).get("step", after + 1) <= after]
+    path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
 
 
 def rounded(values: dict[str, float]) -> dict[str, float]:
@@ -270,6 +284,7 @@ def train(settings: Settings, shape: Shape | None = None) -> Run:
     log.parent.mkdir(parents=True, exist_ok=True)
     if settings.resume:
         run.load()
+        drop_lines(log, after=run.step)
     else:
         log.unlink(missing_ok=True)
     saved = run.seconds
@@ -280,7 +295,7 @@ def train(settings: Settings, shape: Shape | None = None) -> Run:
             write_line(log, counts | rounded(entry))
         if run.step % settings.evaluate_every == 0:
             started = time.monotonic()
-            scores = {task: run.accuracy(task, 16 if task == "needle" else 50) for task in TASKS}
+            scores = {task: run.accuracy(task, 10 if task == "needle" else 50) for task in TASKS}
             run.seconds += time.monotonic() - started
             write_line(log, {"step": run.step, "held_out": rounded(scores)})
         if run.seconds - saved > settings.save_seconds:
@@ -306,8 +321,6 @@ def totals(run: Run) -> dict[str, Any]:
 def verify(settings: Settings, count: int = 100) -> dict[str, float]:
     """Share right per task of the exported checkpoint, as transformers runs it in bfloat16."""
     model, tokenizer = load_exported(settings.out)
-    from weft.models.demo.export import score
-
     return {task: score(model, tokenizer, held_out(task, count)) for task in TASKS}
 
 

@@ -18,7 +18,8 @@ KINDS: dict[str, list[str]] = {
     "colors": pool("black blue brown gray green pink purple red white yellow"),
     "tools": pool("axe brush drill hammer knife ladder needle rope saw shovel"),
 }
-SORTABLE = [word for members in KINDS.values() for word in members]
+THINGS = [word for members in KINDS.values() for word in members]
+SORTABLE = KINDS["fruits"] + KINDS["animals"]
 NAMES = pool("""
     Ada Alan Ana Ben Carla Chen Clara Dan Diego Elena Emil Emma Eva Fatima Felix George Grace
     Hana Hugo Ines Ivan Jack Jonas Julia Kai Karim Lara Leo Lena Linus Lucy Maria Mark Maya Mia
@@ -223,11 +224,17 @@ NEEDLE_LAYOUTS = ["{text}\n\n{question}", "Read this text: {text}\n\n{question}"
                   "{question}\n\n{text}\n\n{question}"]  # fmt: skip
 NEEDLE_ANSWER = "The code of the {place} is {code}."
 
-# How often each task comes up in short chats.
+# How often each task comes up in short chats: first, and once looking up is learned.
 MIX: dict[str, float] = {
-    "arithmetic": 30, "sorting": 16, "reversing": 10, "counting": 16, "extraction": 12,
-    "about": 11, "small_talk": 5,
+    "arithmetic": 26, "sorting": 22, "reversing": 10, "counting": 18, "extraction": 10,
+    "about": 10, "small_talk": 4,
 }  # fmt: skip
+LATE_MIX: dict[str, float] = {
+    "arithmetic": 28, "sorting": 26, "reversing": 9, "counting": 22, "extraction": 8,
+    "about": 5, "small_talk": 2,
+}  # fmt: skip
+# Shares of chats: mixed, tools, recall; the rest are short needles.
+CHATS, LATE_CHATS = (0.75, 0.07, 0.11), (0.84, 0.05, 0.07)
 
 SYSTEM = [
     "You are a helpful assistant.", "You are weft-demo, a small model.", "Be brief.",
