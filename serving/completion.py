@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from weft.serving.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from weft.serving.engine import AsyncEngine, Delta
+    from weft.serving.engine import AsyncEngine
     from weft.serving.messages import TokenLogprob
 
 
@@ -43,7 +43,7 @@ class Completion:
 
 async def complete(engine: AsyncEngine, ids: list[int], params: SamplingParams) -> Completion:
     """Run one request to its end."""
-    async with aclosing(follow(engine, ids, params)) as stream:
+    async with aclosing(engine.generate(ids, params)) as stream:
         deltas = [delta async for delta in stream]
     last = deltas[-1]
     return Completion(
@@ -57,13 +57,6 @@ async def complete(engine: AsyncEngine, ids: list[int], params: SamplingParams) 
         cached_tokens=max(delta.cached_tokens for delta in deltas),
         error=last.error,
     )
-
-
-def follow(
-    engine: AsyncEngine, ids: list[int], params: SamplingParams
-) -> AsyncGenerator[Delta, None]:
-    """The deltas of one request; closing it aborts the request."""
-    return cast("AsyncGenerator[Delta, None]", engine.generate(ids, params))
 
 
 def _joined(parts: Iterable[Sequence[TokenLogprob] | None]) -> list[TokenLogprob] | None:

@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from typing import Literal
 
@@ -68,6 +68,7 @@ class AsyncEngine:
         status: "ready"; "draining" after `shutdown`; "stalled" when no step was done for
             `stall_timeout` seconds with work at hand; "dead" when the core has ended. The last
             two are final.
+        failure: what ended the core, once it has ended.
     """
 
     config: EngineConfig
@@ -75,6 +76,7 @@ class AsyncEngine:
     tokenizer: Tokenizer
     stats: EngineStats
     status: Status
+    failure: EngineError | None
 
     @classmethod
     async def start(
@@ -103,6 +105,7 @@ class AsyncEngine:
         self.config = config
         self.stats = EngineStats()
         self.status = "dead"
+        self.failure = None
         self._core: Core | None = None
         self._streams: dict[str, Stream] = {}
         self._seeds = random.Random(config.seed)
@@ -147,7 +150,7 @@ class AsyncEngine:
         *,
         request_id: str | None = None,
         priority: int = 0,
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncGenerator[Delta, None]:
         """Serve one request (`params.n` is ignored: n answers are n calls).
 
         Closing or cancelling the iterator aborts the request.
@@ -334,6 +337,7 @@ class AsyncEngine:
 
     def _end_streams(self, error: EngineError) -> None:
         streams, self._streams = self._streams, {}
+        self.failure = error
         for stream in streams.values():
             stream.fail(error)
 

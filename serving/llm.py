@@ -22,10 +22,8 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
-from msgspec.structs import replace
-
 from weft.errors import EngineError, RequestError
-from weft.serving.completion import Completion, complete, follow
+from weft.serving.completion import Completion, complete
 from weft.serving.config import EngineConfig
 from weft.serving.progress import Progress
 from weft.serving.sampling_params import SamplingParams
@@ -177,7 +175,7 @@ class LLM:
         news: SimpleQueue[Delta | None] = SimpleQueue()
 
         async def pump() -> None:
-            async with aclosing(follow(engine, ids, params)) as deltas:
+            async with aclosing(engine.generate(ids, params)) as deltas:
                 async for delta in deltas:
                     news.put(delta)
 
@@ -245,7 +243,10 @@ async def _complete_all(
     jobs: list[tuple[list[int], SamplingParams]] = []
     for i, (prompt, wish) in enumerate(zip(prompts, wishes, strict=True)):
         with _naming(i):
-            jobs += [(prompt, engine.validate(prompt, answer)) for answer in _answers(wish)]
+            jobs += [
+                (prompt, engine.validate(prompt, answer))
+                for answer in map(wish.answer, range(wish.n))
+            ]
     results: list[Completion | None] = [None] * len(jobs)
 
     async def work(place: int) -> None:
@@ -264,11 +265,3 @@ def _naming(i: int) -> Iterator[None]:
         yield
     except RequestError as error:
         raise RequestError(f"prompt {i}: {error}", param=error.param, code=error.code) from error
-
-
-def _answers(params: SamplingParams) -> list[SamplingParams]:
-    """`n` answers are n requests; with a seed, each has its own, so that they differ."""
-    if params.seed is None:
-        return [replace(params, n=1)] * params.n
-    seeds = [(params.seed + i + 2**63) % 2**64 - 2**63 for i in range(params.n)]
-    return [replace(params, n=1, seed=seed) for seed in seeds]

@@ -70,7 +70,7 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
     )
-    print(ledger.render(), file=sys.stderr, flush=True)
+    logger.info("memory\n%s", ledger.render())
     runner = TorchRunner.load(
         path,
         spec,

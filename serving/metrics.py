@@ -8,9 +8,9 @@ stream of each answer.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -68,7 +68,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     async def observe(
-        self, deltas: AsyncIterator[Delta], num_prompt_tokens: int
+        self, deltas: AsyncGenerator[Delta, None], num_prompt_tokens: int
     ) -> AsyncGenerator[Delta, None]:
         """Pass one answer's stream through, and measure it."""
         arrival = last = time.monotonic()
@@ -76,8 +76,7 @@ class Metrics:
         reason = "abort"  # unless it gets to its end
         self._prompt_tokens.observe(num_prompt_tokens)
         try:
-            # A generator by contract; closing it is what aborts the request.
-            async with aclosing(cast("AsyncGenerator[Delta, None]", deltas)):
+            async with aclosing(deltas):  # which aborts the request
                 async for delta in deltas:
                     now = time.monotonic()
                     if delta.token_ids:

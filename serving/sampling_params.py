@@ -55,6 +55,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
+    def answer(self, i: int) -> SamplingParams:
+        """The settings of the i-th of `n` answers: with a seed, each answer has its own."""
+        seed = self.seed
+        if seed is not None:
+            seed = (seed + i + 2**63) % 2**64 - 2**63
+        return msgspec.structs.replace(self, n=1, seed=seed)
+
     def __post_init__(self) -> None:
         _within("n", self.n, 1, MAX_N)
         if self.max_tokens is not None:

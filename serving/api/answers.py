@@ -12,8 +12,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
-
 from weft.errors import EngineError, RequestError
 from weft.serving.api.responses import CompletionUsage, FinishReason, PromptTokensDetails
 from weft.serving.api.state import ServerState
@@ -122,16 +120,9 @@ class Answers:
 
     def _one(self, i: int) -> AsyncGenerator[Delta, None]:
         prompt = self.prompts[i // self.n]
-        params = _with_own_seed(self._params[i // self.n], i % self.n)
+        params = self._params[i // self.n].answer(i % self.n)
         deltas = self._engine.generate(prompt, params, priority=self._priority)
         return self._state.metrics.observe(deltas, len(prompt))
-
-
-def _with_own_seed(params: SamplingParams, i: int) -> SamplingParams:
-    """Settings of the i-th answer to a prompt: with a seed, n answers are n known ones."""
-    if params.seed is None or i == 0:
-        return replace(params, n=1)
-    return replace(params, n=1, seed=(params.seed + i + 2**63) % 2**64 - 2**63)
 
 
 def finish_reason(delta: Delta) -> FinishReason | None:

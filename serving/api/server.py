@@ -147,7 +147,7 @@ class _Server:
         while not self._stop.is_set():
             if engine.status in ("dead", "stalled"):
                 await engine.shutdown(drain=False)
-                raise EngineError(f"the engine is {engine.status}")
+                raise engine.failure or EngineError(f"the engine is {engine.status}")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), _HEALTH_PERIOD)
 

@@ -60,14 +60,14 @@ async def test_answers_do_not_depend_on_batching_caching_or_preemption(
 
 
 def test_the_ledger_and_the_progress_are_shown(
-    config: EngineConfig, capsys: pytest.CaptureFixture[str]
+    config: EngineConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     seen: list[tuple[int, int]] = []
     model = load_model(config, lambda done, total: seen.append((done, total)))
     assert seen[-1][0] == seen[-1][1] > 0
     assert (model.max_model_len, model.vocab_size, model.dtype) == (64, 320, "float32")
-    ledger = capsys.readouterr().err
-    assert f"{model.num_blocks:,} blocks of 8 tokens" in ledger
+    assert f"{model.num_blocks:,} blocks of 8 tokens" in caplog.text
     model.runner.close()
 
 
