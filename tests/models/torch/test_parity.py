@@ -117,7 +117,7 @@ def test_logits_equal_those_of_transformers(case: Case, steps: list[Step]) -> No
         torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
 def test_bfloat16_is_as_exact_as_transformers(family: str, tmp_path: Any) -> None:
     """Against float32 on the same weights; and it picks the same tokens where there is no tie."""
     path = make_checkpoint(tmp_path, family, dtype="bfloat16")
