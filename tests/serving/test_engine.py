@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from support.mock_runner import (
@@ -22,12 +24,14 @@ from support.mock_runner import (
     HANG_TOKEN,
     NOT_FINITE_TOKEN,
     VOCAB_SIZE,
+    MockRunner,
     expected,
     logprob,
 )
 from support.tokenizers import write_byte_level
 
 from weft.errors import ConfigError, EngineError, ModelError, RequestError
+from weft.models.interface import StepInput, StepOutput
 from weft.serving.config import EngineConfig
 from weft.serving.engine import AsyncEngine, Delta
 from weft.serving.sampling_params import SamplingParams
@@ -172,7 +176,28 @@ async def test_closing_the_stream_frees_everything(engine: AsyncEngine) -> None:
     assert engine.stats.kv_blocks_used
     await stream.aclose()
     await idle(engine)
-    assert engine.stats.generation_tokens < 100
+    assert engine.stats.generation_tokens < 400
+
+
+async def test_after_the_stream_is_closed_no_more_than_one_step_counts(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runner takes three steps, and waits in the next until the stream has been closed."""
+    allowed = threading.Semaphore(3)
+    step = MockRunner.step
+
+    def when_allowed(runner: MockRunner, batch: StepInput) -> StepOutput:
+        assert allowed.acquire(timeout=30)
+        return step(runner, batch)
+
+    monkeypatch.setattr(MockRunner, "step", when_allowed)
+    async with started(config, in_process=True, runner_factory=FAST) as engine:
+        stream = engine.generate(PROMPT, params(max_tokens=400, stop_token_ids=()))
+        await anext(stream)
+        await stream.aclose()
+        allowed.release(1000)
+        await idle(engine)
+        assert engine.stats.generation_tokens <= 3 + 1
 
 
 async def test_cancelling_the_reader_frees_everything(engine: AsyncEngine) -> None:
@@ -185,17 +210,34 @@ async def test_cancelling_the_reader_frees_everything(engine: AsyncEngine) -> No
     await idle(engine)
 
 
-async def test_abort_ends_the_stream(engine: AsyncEngine) -> None:
-    wish = params(max_tokens=400, stop_token_ids=())
-    stream = engine.generate(PROMPT, wish, request_id="x")
-    deltas = [await anext(stream)]
-    with pytest.raises(RequestError, match="in use"):
-        await collect(engine, PROMPT, wish, request_id="x")
-    await engine.abort("x")
-    await engine.abort("unknown")
-    deltas += [delta async for delta in stream]
-    assert deltas[-1].finish_reason == "abort"
-    assert tokens(deltas) == expected(PROMPT, 400, ends=())[: len(tokens(deltas))]
+async def test_wrong_types_are_refused_and_hurt_nobody(local: AsyncEngine) -> None:
+    other = asyncio.create_task(collect(local, PROMPT, params(max_tokens=100, stop_token_ids=())))
+    wrong: list[dict[str, Any]] = [
+        {"stop": "END"},
+        {"max_tokens": 10.0},
+        {"seed": 1.0},
+        {"temperature": True},
+        {"logit_bias": {"1": 2.0}},
+    ]
+    for settings in wrong:
+        with pytest.raises(RequestError, match="wrong type"):
+            await collect(local, PROMPT, params(**settings))
+    assert tokens(await other) == expected(PROMPT, 100, ends=())
+    numpy_ids: Any = np.array(PROMPT)
+    assert tokens(await collect(local, numpy_ids, params())) == expected(PROMPT, 20)
+
+
+async def test_a_pause_of_the_machine_is_no_stall(config: EngineConfig) -> None:
+    """Neither process ran, so that no step was done says nothing."""
+    config = replace(config, stall_timeout=1.0)
+    async with started(config, runner_factory=SLOW) as engine:
+        (core,) = psutil.Process().children()
+        script = "kill -STOP $0 $1; sleep 3; kill -CONT $1 $0"
+        pause = ["sh", "-c", script, str(os.getpid()), str(core.pid)]
+        resumed = subprocess.Popen(pause, start_new_session=True)
+        await asyncio.to_thread(resumed.wait)
+        assert tokens(await collect(engine, PROMPT, params())) == expected(PROMPT, 20)
+        assert engine.status == "ready"
 
 
 async def test_a_slow_reader_gets_all_in_one_delta(local: AsyncEngine) -> None:
