@@ -20,16 +20,21 @@ from weft.models.demo.network import Shape
 TINY = Shape(hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, intermediate=32)
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tokenizer")
-    vocabulary.save_tokenizer(vocabulary.train_tokenizer(), path)
-    return path
+SHIPPED = Path(tasks.__file__).parent
 
 
 @pytest.fixture(scope="module")
-def tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(directory)
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(SHIPPED / "weft-demo")
+
+
+def test_a_trained_tokenizer_is_the_same_every_time(tmp_path: Path) -> None:
+    train_tokenizer = vocabulary.train_tokenizer.__wrapped__
+    vocabulary.save_tokenizer(train_tokenizer(200), tmp_path)
+    first = (tmp_path / "tokenizer.json").read_text()
+    assert first == train_tokenizer(200).to_str(pretty=True)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again.decode(again.encode("naïve 日本 🎈\n")) == "naïve 日本 🎈\n"
 
 
 def user_text(question: tasks.Question) -> str:
@@ -131,7 +136,7 @@ def test_a_resumed_run_equals_an_unbroken_one(tmp_path: Path, experts: int) -> N
     shape = replace(TINY, experts=experts)
     whole = train.Settings(
         out=tmp_path / "whole", log=tmp_path / "log", checkpoint=tmp_path / "whole.pt",
-        steps=6, short_tokens=300, long_chats=0, warmup=2, evaluate_every=100,
+        steps=6, short_tokens=300, tokenizer_chats=200, long_every=0, warmup=2, evaluate_every=100,
     )  # fmt: skip
     part = replace(whole, out=tmp_path / "part", checkpoint=tmp_path / "part.pt")
     expected = train.train(whole, shape).network.state_dict()
@@ -149,8 +154,10 @@ def test_a_resumed_run_equals_an_unbroken_one(tmp_path: Path, experts: int) -> N
 
 @pytest.mark.parametrize("experts", [0, 4])
 def test_the_export_computes_what_was_trained(tmp_path: Path, experts: int) -> None:
-    run_settings = train.Settings(out=tmp_path / "model", log=tmp_path / "log", steps=2,
-                                  short_tokens=300, long_chats=0, warmup=1)  # fmt: skip
+    run_settings = train.Settings(
+        out=tmp_path / "model", log=tmp_path / "log", tokenizer_chats=200, steps=2,
+        short_tokens=300, long_every=0, warmup=1,
+    )  # fmt: skip
     run = train.train(run_settings, replace(TINY, experts=experts))
     model, _ = load_exported(run_settings.out, dtype=torch.float32)
     ids = torch.randint(0, 1500, (2, 20), generator=torch.Generator().manual_seed(0))
