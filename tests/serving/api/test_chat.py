@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+from support.checkpoints import CHAT_TEMPLATE, make_checkpoint
+from support.server import Server, start_server
 
 MESSAGES = [{"role": "user", "content": "who weaves the weft?"}]
 WEATHER = {
     "type": "function",
     "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
 }
+SHOWS_TOOLS = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    + CHAT_TEMPLATE
+    + "{% for message in messages %}{% for call in message.tool_calls %}"
+    "{{ call.function.arguments.city }}"
+    "{% endfor %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """`weft serve` of a tiny random model whose template shows the tools to it."""
+    path = tmp_path_factory.mktemp("server")
+    model = make_checkpoint(path / "tiny", "llama")
+    (model / "chat_template.jinja").write_text(SHOWS_TOOLS)
+    with start_server(model, path) as server:
+        yield server
 
 
 def chat(http: httpx.Client, **fields: Any) -> dict[str, Any]:
@@ -39,6 +59,7 @@ def content(answer: dict[str, Any]) -> str:
 
 
 def prompt_tokens(http: httpx.Client, **fields: Any) -> int:
+    """Length of the rendered prompt."""
     count: int = chat(http, max_tokens=1, **fields)["usage"]["prompt_tokens"]
     return count
 
@@ -115,16 +136,19 @@ def test_logprobs(http: httpx.Client) -> None:
 
 
 def test_text_parts_are_joined_by_lines(http: httpx.Client) -> None:
+    def length(content: str | list[dict[str, str]]) -> int:
+        return prompt_tokens(http, messages=[{"role": "user", "content": content}])
+
     parts = [{"type": "text", "text": "who weaves"}, {"type": "text", "text": "the weft?"}]
-    whole = chat(http, messages=[{"role": "user", "content": "who weaves\nthe weft?"}])
-    assert content(chat(http, messages=[{"role": "user", "content": parts}])) == content(whole)
+    assert length(parts) == length("who weaves\nthe weft?")
+    assert length(parts) not in (length("who weaves the weft?"), length("who weavesthe weft?"))
 
 
 def test_developer_is_system_to_a_template_that_does_not_know_it(http: httpx.Client) -> None:
-    def with_role(role: str) -> str:
-        return content(chat(http, messages=[{"role": role, "content": "be brief"}, *MESSAGES]))
+    def length(role: str) -> int:
+        return prompt_tokens(http, messages=[{"role": role, "content": "be brief"}, *MESSAGES])
 
-    assert with_role("developer") == with_role("system")
+    assert length("developer") == length("system") != length("user")
 
 
 def test_an_answer_can_be_sent_back(http: httpx.Client) -> None:
@@ -134,16 +158,31 @@ def test_an_answer_can_be_sent_back(http: httpx.Client) -> None:
     chat(http, messages=[*MESSAGES, message | extras, again])
 
 
+def test_tools_are_shown_unless_the_choice_is_none(http: httpx.Client) -> None:
+    plain = prompt_tokens(http)
+    shown = prompt_tokens(http, tools=[WEATHER])
+    assert shown > plain + 30
+    assert prompt_tokens(http, tools=[WEATHER, WEATHER]) > shown + 30
+    auto = {"tool_choice": "auto", "parallel_tool_calls": True}
+    assert prompt_tokens(http, tools=[WEATHER], **auto) == shown
+    assert prompt_tokens(http, tools=[WEATHER], tool_choice="none") == plain
+
+
 def test_a_conversation_with_calls(http: httpx.Client) -> None:
-    function = {"name": "weather", "arguments": '{"city": "Turin"}'}
-    call = {"id": "call_1", "type": "function", "function": function}
-    messages = [
-        *MESSAGES,
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
-    ]
-    chat(http, messages=messages, tools=[WEATHER], tool_choice="auto", parallel_tool_calls=True)
-    chat(http, messages=messages, tools=[WEATHER], tool_choice="none")
+    """The template gets the arguments as an object, and can name what is in it."""
+
+    def length(city: str, **fields: Any) -> int:
+        function = {"name": "weather", "arguments": json.dumps({"city": city})}
+        call = {"id": "call_1", "type": "function", "function": function}
+        messages = [
+            *MESSAGES,
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+        ]
+        return prompt_tokens(http, messages=messages, **fields)
+
+    assert length("xyz") == length("") + 3
+    assert length("xyz", tools=[WEATHER]) > length("xyz", tools=[WEATHER], tool_choice="none")
 
 
 def test_settings_that_change_nothing_are_taken(http: httpx.Client) -> None:
