@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.checkpoints import make_checkpoint
 
 from weft import LLM, SamplingParams
 from weft.errors import ConfigError, EngineError, ModelError, RequestError
+from weft.serving.progress import Progress
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 PROMPTS = [f"the weather is {word}" for word in ("one", "two", "three", "four", "five", "six")]
@@ -128,9 +133,59 @@ def test_a_prompt_that_cannot_be_served_is_named(llm: LLM) -> None:
         llm.chat([{"role": "user"}], GREEDY)
 
 
-def test_progress_is_on_stderr(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_on_stderr(
+    llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.serving.progress.LINE_EVERY", 0.0)
     llm.generate(PROMPTS, GREEDY, progress="weather")
-    assert capsys.readouterr().out == ""
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    for i, line in enumerate(lines, start=1):
+        assert re.fullmatch(rf"weather: {i}/6 requests, \d+ tokens/s, \d+ s left", line), line
+    assert len(lines) == 6
+    assert lines[-1].endswith(" 0 s left")
+    llm.generate(PROMPTS, GREEDY)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_line_tells_count_rate_and_time_left_every_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("weft.serving.progress.time", SimpleNamespace(monotonic=lambda: now))
+    with Progress("weather", 4, unit="lines") as progress:
+        for now in (4.0, 12.0, 16.0, 24.0):  # noqa: B007  the clock reads it
+            progress.advance(tokens=30)
+    assert capsys.readouterr().err.splitlines() == [
+        "weather: 2/4 lines, 5 tokens/s, 12 s left",
+        "weather: 4/4 lines, 5 tokens/s, 0 s left",
+    ]
+
+
+def test_on_a_terminal_progress_is_a_bar(checkpoint: Path) -> None:
+    controller, terminal = os.openpty()
+    script = (
+        "from weft import LLM, SamplingParams; "
+        f"LLM({str(checkpoint)!r}, threads=1)"
+        ".generate(['one'] * 3, SamplingParams(max_tokens=2), progress='weather')"
+    )
+    command = [sys.executable, "-c", script]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
+    with subprocess.Popen(
+        command, stdin=terminal, stdout=subprocess.PIPE, stderr=terminal, env=environment
+    ) as process:
+        os.close(terminal)
+        seen = b""
+        with contextlib.suppress(OSError):  # how Linux says that the other end is closed
+            while data := os.read(controller, 1024):
+                seen += data
+        os.close(controller)
+        assert process.stdout is not None
+        assert process.stdout.read() == b""
+        assert process.wait(60) == 0, seen
+    last = re.split("[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode()).strip())[-1]
+    assert re.fullmatch(r"weather ━+ 3/3 [\d,]+ tokens/s 0:00:00", last), seen
 
 
 def test_close_is_final_and_may_be_repeated(checkpoint: Path) -> None:
