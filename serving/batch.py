@@ -14,6 +14,7 @@ changes between a run and its `--resume`.
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import Iterator
 from http import HTTPStatus
@@ -31,6 +32,8 @@ from weft.serving.window import for_each, width
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message
+
+logger = logging.getLogger(__name__)
 
 QUEUE_FULL_WAIT = 0.2  # seconds until a row that found the queue full is tried again
 
@@ -52,9 +55,9 @@ def run(
     """
     if overwrite and resume:
         raise ConfigError("--overwrite and --resume contradict each other")
+    total = _count(source)
     if output.exists() and output.samefile(source):
         raise ConfigError(f"--output {output} is the input")
-    total = _count(source)
     written = Output(output, overwrite=overwrite, resume=resume)
     before = len(written.done)
     progress = Progress("batch", total - before, unit="rows")
@@ -62,6 +65,9 @@ def run(
     if before < total:
         work = _answer_all(engine_config, server_config, source, written, progress)
         errors = asyncio.run(work)
+    else:
+        with written:  # an empty answer to an empty file
+            pass
     print(
         f"batch: {progress.done} rows, {errors} of them errors, {progress.tokens} tokens in "
         f"{progress.seconds:.1f} s ({progress.rate:.0f} tokens/s)"
@@ -150,7 +156,13 @@ class LocalApi:
         async def send(message: Message) -> None:
             response.append(message)
 
-        await self._app(scope, receive, send)
+        try:
+            await self._app(scope, receive, send)
+        except Exception:
+            if not response:
+                raise
+            # It has been answered with a 500; a server logs it and goes on, and so does a batch.
+            logger.exception("a row failed unexpectedly")
         return response[0]["status"], b"".join(part.get("body", b"") for part in response)
 
 
@@ -165,6 +177,8 @@ class _Counted(msgspec.Struct):
 
 
 def _count(source: Path) -> int:
+    if source.exists() and not source.is_file():  # it is read twice
+        raise ConfigError(f"{source} is not a regular file; write it to one first")
     try:
         with source.open("rb") as file:
             return sum(1 for line in file if line.strip())

@@ -48,7 +48,7 @@ def parse(index: int, line: bytes, model: str) -> Row:
     """Read a line; what is wrong with it is in the row's `problem`. `model` is the default."""
     try:
         content = msgspec.json.decode(line)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # of which msgspec's and Unicode's errors are
         return Row(index, problem=f"line {index + 1} is not JSON: {error}")
     if not isinstance(content, dict):
         return Row(index, problem=f"line {index + 1} is not a JSON object")
@@ -142,8 +142,12 @@ class Output:
         if path.is_dir() or not path.parent.is_dir():
             raise ConfigError(f"--output {path}: it must be a file in a directory that exists")
         self.path = path
-        self.done = self._recover() if resume and path.exists() else set()
+        try:
+            self.done = self._recover() if resume and path.exists() else set()
+        except OSError as error:
+            raise ConfigError(f"--resume: {path}: {error.strerror}") from None
         self._mode = "ab" if resume else "wb"
+        self._failure: WeftError | None = None
 
     def __enter__(self) -> Self:
         try:
@@ -165,13 +169,17 @@ class Output:
                 os.fsync(self._file.fileno())
 
     def write(self, line: dict[str, Any]) -> None:
-        """Add a line; WeftError when the disk is full."""
+        """Add a line; WeftError when the disk is full. Nothing can follow a line that it tore."""
+        if self._failure is not None:
+            raise self._failure
         data = msgspec.json.encode(line) + b"\n"
         try:
             while data:
                 data = data[self._file.write(data) :]
         except OSError as error:
-            raise WeftError(f"{self.path}: {error.strerror}; run again with --resume") from error
+            message = f"{self.path}: {error.strerror}; run again with --resume"
+            self._failure = WeftError(message)
+            raise self._failure from error
 
     def _recover(self) -> set[int]:
         """The rows that are done; a torn last line is cut off."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from weft.errors import EngineError, RequestError
+from weft.errors import ConfigError, EngineError, RequestError
 
 if TYPE_CHECKING:
     from weft.serving.llm import LLM, Conversation, Prompt
@@ -36,6 +36,14 @@ def write_answer(llm: LLM, prompt: Prompt | Conversation, params: SamplingParams
                 raise EngineError(delta.error)
     print(flush=True)
     return "".join(pieces)
+
+
+def decoded(data: bytes) -> str:
+    """What came through a pipe; ConfigError when it is not UTF-8."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"stdin is not UTF-8: {error}") from None
 
 
 def converse(llm: LLM, params: SamplingParams, system: str | None = None) -> None:
@@ -78,7 +86,7 @@ def _opening(system: str | None) -> list[dict[str, str]]:
 
 def _lines(interactive: bool) -> Iterator[str]:
     if not interactive:
-        yield from (line.rstrip("\n") for line in sys.stdin)
+        yield from (decoded(line).rstrip("\r\n") for line in sys.stdin.buffer)
         return
     import readline  # noqa: F401  # gives input() a history and editing
 

@@ -169,11 +169,11 @@ def generate(settings: Settings, prompt: str, raw: bool, **sampling: Any) -> int
     weft generate --raw "Once upon a time" --max-tokens 40 --temperature 0.8
     weft generate --model ./Qwen3-0.6B - < question.txt
     """
-    from weft.serving.chat import write_answer
+    from weft.serving.chat import decoded, write_answer
     from weft.serving.llm import LLM
 
     params = _params(sampling)
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = decoded(sys.stdin.buffer.read()) if prompt == "-" else prompt
     with LLM(**asdict(settings.build(EngineConfig))) as llm:
         chat = not raw and bool(llm.tokenizer.chat_templates)
         write_answer(llm, [{"role": "user", "content": text}] if chat else text, params)

@@ -8,6 +8,7 @@ help text, type and range are all taken from that line.
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from dataclasses import dataclass, fields
@@ -134,6 +135,8 @@ class Setting:
             raise ConfigError(f"{source} is {value!r}; it must be {self.kind}") from None
         if value is None:
             return
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{source} is {value}; it must be a finite number")
         for word, limit, holds in (
             ("at least", self.help.ge, operator.ge),
             ("above", self.help.gt, operator.gt),

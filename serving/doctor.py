@@ -54,10 +54,12 @@ def run(engine: EngineConfig, server: ServerConfig, *, as_json: bool = False) ->
 
 
 def examine(engine: EngineConfig, server: ServerConfig) -> list[Finding]:
-    """Every finding, in the order to read them."""
+    """Every finding, in the order to read them; without the first two, nothing else can be seen."""
+    needed = [_python(), _libraries()]
+    if any(finding.status == "fail" for finding in needed):
+        return needed
     return [
-        _python(),
-        _libraries(),
+        *needed,
         _processor(),
         _cores(),
         _memory(),

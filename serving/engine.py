@@ -20,6 +20,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
+from itertools import count
 from typing import Literal
 
 import msgspec
@@ -68,7 +69,7 @@ class AsyncEngine:
         status: "ready"; "draining" after `shutdown`; "stalled" when no step was done for
             `stall_timeout` seconds with work at hand; "dead" when the core has ended. The last
             two are final.
-        failure: what ended the core, once it has ended.
+        failure: what went wrong, once the core has ended otherwise than by `shutdown`.
     """
 
     config: EngineConfig
@@ -108,6 +109,7 @@ class AsyncEngine:
         self.failure = None
         self._core: Core | None = None
         self._streams: dict[str, Stream] = {}
+        self._ids = count()
         self._seeds = random.Random(config.seed)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromCore)
@@ -121,6 +123,11 @@ class AsyncEngine:
 
     # Requests.
 
+    @property
+    def places(self) -> int:
+        """Most requests that run or wait at once."""
+        return self.info.max_num_seqs + self.config.max_queue
+
     def validate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> SamplingParams:
         """Check a request against the model and the queue.
 
@@ -131,10 +138,9 @@ class AsyncEngine:
             RequestError: this request cannot be served; with status 429, not now.
         """
         params = check_request(prompt_token_ids, params, self.info)
-        room = self.info.max_num_seqs + self.config.max_queue
-        if len(self._streams) >= room:
+        if len(self._streams) >= self.places:
             raise RequestError(
-                f"{len(self._streams)} requests are running or waiting, of at most {room}; "
+                f"{len(self._streams)} requests are running or waiting, of at most {self.places}; "
                 "try again later",
                 code="queue_full",
                 status=429,
@@ -148,7 +154,6 @@ class AsyncEngine:
         prompt: str | Sequence[int],
         params: SamplingParams,
         *,
-        request_id: str | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[Delta, None]:
         """Serve one request (`params.n` is ignored: n answers are n calls).
@@ -158,7 +163,6 @@ class AsyncEngine:
         Args:
             prompt: text, or token ids.
             params: how to sample and when to stop.
-            request_id: unique among live requests; made up if None.
             priority: lower is served first.
 
         Yields:
@@ -172,10 +176,7 @@ class AsyncEngine:
             prompt = await self.encode(prompt)
         params = self.validate(prompt, params)
         self._check_serving()
-        if request_id is None:
-            request_id = uuid.uuid4().hex
-        if request_id in self._streams:
-            raise RequestError(f"request_id {request_id!r} is in use", param="request_id")
+        request_id = str(next(self._ids))
         if not self._streams:
             self._last_progress = time.monotonic()
         stream = self._streams[request_id] = Stream(self.tokenizer, params)
@@ -183,7 +184,7 @@ class AsyncEngine:
             self._send(
                 Add(
                     request_id,
-                    list(prompt),
+                    list(map(int, prompt)),
                     params,
                     self._end_token_ids(params),
                     priority,
@@ -196,8 +197,7 @@ class AsyncEngine:
                 if delta.finish_reason is not None:
                     return
         finally:
-            if self._streams.get(request_id) is stream:
-                del self._streams[request_id]
+            if self._streams.pop(request_id, None) is not None:
                 self._send(Abort((request_id,)))
 
     async def encode(self, text: str) -> list[int]:
@@ -205,11 +205,6 @@ class AsyncEngine:
         if len(text) < LONG_PROMPT:
             return self.tokenizer.encode(text)
         return await asyncio.to_thread(self.tokenizer.encode, text)
-
-    async def abort(self, request_id: str) -> None:
-        """End a request: its stream's last delta has finish_reason "abort"."""
-        if request_id in self._streams:
-            self._send(Abort((request_id,)))
 
     async def shutdown(self, *, drain: bool = True, timeout: float = 30.0) -> None:
         """End the engine. May be called again, to be less patient.
@@ -269,7 +264,8 @@ class AsyncEngine:
         await asyncio.wait((receive, core.ended), return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait((receive,), timeout=LAST_WORDS)
         if not receive.done():
-            raise EngineError(f"the engine {core.ended.result()} while it was loading")
+            how = core.ended.result() or "ended"
+            raise EngineError(f"the engine {how} while it was loading")
         message = self._decoder.decode(receive.result())
         if isinstance(message, Failed):
             raise _error_of(message)
@@ -278,25 +274,31 @@ class AsyncEngine:
 
     async def _listen(self, core: Core) -> None:
         """Hand on what the core sends, until it ends or is stuck; then end every stream."""
-        failure = EngineError("the engine's messages could not be handled; see the log")
+        failure: EngineError | None = EngineError(
+            "the engine's messages make no sense; see the log"
+        )
         try:
             failure = await self._relay(core)
         finally:
             if self.status != "stalled":
                 self.status = "dead"
-            self._end_streams(failure)
+            self.failure = failure
+            self._end_streams(failure or EngineError("the engine has shut down"))
 
-    async def _relay(self, core: Core) -> EngineError:
-        """Hand on what the core sends, until it ends or is stuck; returns how that was."""
+    async def _relay(self, core: Core) -> EngineError | None:
+        """Hand on what the core sends, until it ends or is stuck; returns what went wrong."""
         tick = min(1.0, self.config.stall_timeout / 4)
         receive = self._receive()
         while True:
             if core.ended.done():
                 await asyncio.wait((receive,), timeout=LAST_WORDS)
             else:
+                before = time.monotonic()
                 await asyncio.wait(
                     (receive, core.ended), timeout=tick, return_when=asyncio.FIRST_COMPLETED
                 )
+                # When this process does not get to run, nor may the core have (a paused machine).
+                self._last_progress += max(0.0, time.monotonic() - before - tick)
             if receive.done():
                 message = self._decoder.decode(receive.result())
                 if isinstance(message, Failed):
@@ -305,7 +307,10 @@ class AsyncEngine:
                 self._take(message)
                 receive = self._receive()
             elif core.ended.done():
-                return EngineError(f"the engine {core.ended.result()}")
+                how = core.ended.result()
+                if how is None and self.status == "draining":
+                    return None
+                return EngineError(f"the engine {how or 'ended by itself'}")
             # What has come and is not handled yet may well be progress.
             if not receive.done() and self._is_stalled():
                 return await self._give_up(core)
@@ -337,7 +342,6 @@ class AsyncEngine:
 
     def _end_streams(self, error: EngineError) -> None:
         streams, self._streams = self._streams, {}
-        self.failure = error
         for stream in streams.values():
             stream.fail(error)
 

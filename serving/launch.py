@@ -32,11 +32,12 @@ class Core(Protocol):
 
     Attributes:
         pid: of its process.
-        ended: done once the core is gone; says how, in words that follow "the engine".
+        ended: done once the core is gone. None if it ended as it should, else how, in words that
+            follow "the engine".
     """
 
     pid: int | None
-    ended: asyncio.Future[str]
+    ended: asyncio.Future[str | None]
 
     async def kill(self, *, dump: bool = False) -> None:
         """End it now; with `dump`, its threads' stacks are written to stderr first."""
@@ -48,7 +49,7 @@ class CoreProcess:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self.pid: int | None = process.pid
-        self.ended: asyncio.Future[str] = asyncio.ensure_future(self._wait())
+        self.ended: asyncio.Future[str | None] = asyncio.ensure_future(self._wait())
 
     @classmethod
     async def start(cls, config: EngineConfig, load_model: str, address: str) -> CoreProcess:
@@ -63,11 +64,11 @@ class CoreProcess:
         process.stdin.write(msgspec.json.encode(Orders(config, address, load_model)) + b"\n")
         return cls(process)
 
-    async def _wait(self) -> str:
+    async def _wait(self) -> str | None:
         code = await self._process.wait()
         if code < 0:
             return f"was killed by {signal.Signals(-code).name}"
-        return f"exited with status {code}"
+        return f"exited with status {code}" if code else None
 
     async def kill(self, *, dump: bool = False) -> None:
         if dump and not self.ended.done():
@@ -91,12 +92,13 @@ class CoreThread:
         context: zmq.Context[zmq.Socket[bytes]],
     ) -> None:
         loop = asyncio.get_running_loop()
-        self.ended: asyncio.Future[str] = loop.create_future()
+        self.ended: asyncio.Future[str | None] = loop.create_future()
 
         def run() -> None:
-            how = "ended"
+            how: str | None = "failed; see the log"
             try:
                 serve(config, find(load_model), context, address)
+                how = None
             except WeftError as error:
                 how = f"failed: {error}"
             finally:
@@ -105,7 +107,7 @@ class CoreThread:
 
         threading.Thread(target=run, name="weft-core", daemon=True).start()
 
-    def _set_ended(self, how: str) -> None:
+    def _set_ended(self, how: str | None) -> None:
         if not self.ended.done():
             self.ended.set_result(how)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
 import numpy as np
 from msgspec.structs import replace
 
@@ -20,6 +21,7 @@ def check_request(
     Raises:
         RequestError: it cannot be served.
     """
+    _check_types(params)
     _check_tokens(prompt_token_ids, info.vocab_size)
     for param, token_ids in (
         ("logit_bias", params.logit_bias),
@@ -33,6 +35,14 @@ def check_request(
             param="min_tokens",
         )
     return replace(params, max_tokens=max_tokens, n=1)
+
+
+def _check_types(params: SamplingParams) -> None:
+    """A value made in Python may have any type; the engine would not be able to read it."""
+    try:
+        msgspec.convert(msgspec.to_builtins(params), SamplingParams)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise RequestError(f"a sampling setting has the wrong type: {error}") from None
 
 
 def _check_tokens(prompt: Sequence[int], vocab_size: int) -> None:

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from weft.errors import WeftError
 from weft.serving.messages import EngineStats
 
 if TYPE_CHECKING:
@@ -73,8 +74,7 @@ class Metrics:
         """Pass one answer's stream through, and measure it."""
         arrival = last = time.monotonic()
         tokens = 0
-        reason = "abort"  # unless it gets to its end
-        self._prompt_tokens.observe(num_prompt_tokens)
+        reason: str | None = "abort"  # unless it gets to its end
         try:
             async with aclosing(deltas):  # which aborts the request
                 async for delta in deltas:
@@ -86,10 +86,18 @@ class Metrics:
                     if delta.finish_reason is not None:
                         reason = delta.finish_reason
                     yield delta
+        except WeftError:
+            reason = "error" if tokens else None
+            raise
         finally:
-            self._end_to_end.observe(time.monotonic() - arrival)
-            self._output_tokens.observe(tokens)
-            self._answers.labels(self._model, reason).inc()
+            if reason is not None:  # a request that was refused says nothing of the engine
+                self._ended(num_prompt_tokens, tokens, time.monotonic() - arrival, reason)
+
+    def _ended(self, prompt_tokens: int, tokens: int, seconds: float, reason: str) -> None:
+        self._prompt_tokens.observe(prompt_tokens)
+        self._output_tokens.observe(tokens)
+        self._end_to_end.observe(seconds)
+        self._answers.labels(self._model, reason).inc()
 
     def _observe_tokens(self, seconds: float, count: int, *, first: bool) -> None:
         """`count` tokens arrived together, `seconds` after what came before."""

@@ -67,6 +67,12 @@ class Answers:
                 f"at most {MAX_ANSWERS} in one request",
                 param="n",
             )
+        if len(prompts) * params.n > engine.places:
+            raise RequestError(
+                f"{len(prompts)} prompts with n={params.n} are {len(prompts) * params.n} answers; "
+                f"this server has room for {engine.places}, running and waiting",
+                param="n",
+            )
         self.prompts = prompts
         self.n = params.n
         self._state = state

@@ -94,7 +94,7 @@ def _object(arguments: str) -> Any:
     """The object that a model wrote; what is no JSON stays text, as the model wrote that too."""
     try:
         return json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
 
 
@@ -139,6 +139,7 @@ class _Writer:
         new = set(range(self._answers.count))
         async with aclosing(self._answers.stream()) as pieces:
             async for i, delta in pieces:
+                reason = finish_reason(delta)  # raises while the status can still be an error
                 if i in new:
                     new.remove(i)
                     role = ChatDelta(role="assistant", content="", refusal=None)
@@ -150,7 +151,7 @@ class _Writer:
                         choice.logprobs = chat_logprobs(self._tokenizer, delta.logprobs or [])
                     chunk.choices = [choice]
                     yield event(chunk)
-                if (reason := finish_reason(delta)) is not None:
+                if reason is not None:
                     chunk.choices = [ChatChunkChoice(i, ChatDelta(), reason)]
                     yield event(chunk)
         if self._body.include_usage:

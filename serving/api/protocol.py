@@ -63,7 +63,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self._arrival = None
 
     def _too_slow(self) -> None:
-        if not self.transport.is_closing():
+        if self._head_bytes == 0:  # an idle connection: nobody waits for an answer
+            self.transport.close()
+        elif not self.transport.is_closing():
             self._refuse(408, f"the request did not arrive within {ARRIVAL_TIMEOUT:g} seconds")
 
     def _refuse(self, status: int, message: str) -> None:

@@ -158,6 +158,8 @@ class _Server:
         if not await _first(ending, self._abort):
             await engine.shutdown(drain=False, timeout=1.0)
         await ending
+        if engine.failure is not None:
+            raise engine.failure
 
     def _url(self) -> str:
         host, port = self._listener.getsockname()[:2]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -227,19 +228,6 @@ async def test_wrong_types_are_refused_and_hurt_nobody(local: AsyncEngine) -> No
     assert tokens(await collect(local, numpy_ids, params())) == expected(PROMPT, 20)
 
 
-async def test_a_pause_of_the_machine_is_no_stall(config: EngineConfig) -> None:
-    """Neither process ran, so that no step was done says nothing."""
-    config = replace(config, stall_timeout=1.0)
-    async with started(config, runner_factory=SLOW) as engine:
-        (core,) = psutil.Process().children()
-        script = "kill -STOP $0 $1; sleep 3; kill -CONT $1 $0"
-        pause = ["sh", "-c", script, str(os.getpid()), str(core.pid)]
-        resumed = subprocess.Popen(pause, start_new_session=True)
-        await asyncio.to_thread(resumed.wait)
-        assert tokens(await collect(engine, PROMPT, params())) == expected(PROMPT, 20)
-        assert engine.status == "ready"
-
-
 async def test_a_slow_reader_gets_all_in_one_delta(local: AsyncEngine) -> None:
     stream = local.generate(PROMPT, params(max_tokens=200, stop_token_ids=()))
     deltas = [await anext(stream)]
@@ -422,6 +410,42 @@ def test_no_orphan_is_left_when_the_parent_is_killed(config: EngineConfig) -> No
         (core,) = psutil.Process(parent.pid).children()
         os.kill(parent.pid, signal.SIGKILL)
         core.wait(timeout=10)
+
+
+def test_a_pause_of_the_machine_is_no_stall(config: EngineConfig) -> None:
+    """Neither process ran, so that no step was done says nothing."""
+    code = f"""
+        import asyncio, sys
+        from weft.serving.config import EngineConfig
+        from weft.serving.engine import AsyncEngine
+        from weft.serving.sampling_params import SamplingParams
+
+        async def main():
+            config = EngineConfig(model={config.model!r}, stall_timeout=2.0)
+            engine = await AsyncEngine.start(config, runner_factory={SLOW!r})
+            print("ready", flush=True)
+            await asyncio.to_thread(sys.stdin.readline)
+            params = SamplingParams(seed=0, max_tokens=20)
+            tokens = [t async for d in engine.generate({PROMPT}, params) for t in d.token_ids]
+            print(engine.status, len(tokens), flush=True)
+            await engine.shutdown()
+
+        asyncio.run(main())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as front:  # type: ignore[call-overload]
+        assert front.stdout.readline() == "ready\n"
+        (core,) = psutil.Process(front.pid).children()
+        core.suspend()
+        time.sleep(0.5)  # the front takes what the core has said
+        psutil.Process(front.pid).suspend()
+        time.sleep(2.5)  # the pause itself, longer than stall_timeout
+        psutil.Process(front.pid).resume()
+        time.sleep(0.5)  # the front finds that the core has said nothing for long
+        core.resume()
+        answer, _ = front.communicate("go\n", timeout=60)
+        assert answer == f"ready {len(expected(PROMPT, 20))}\n"
 
 
 @pytest.mark.parametrize("in_process", [True, False])
