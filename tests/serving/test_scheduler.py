@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import time
+import sys
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from weft.serving.sampling_params import SamplingParams
 from weft.serving.scheduler import Scheduler
 
 MAX_MODEL_LEN = 40
+T = TypeVar("T")
 
 
 def make_add(
@@ -411,29 +413,22 @@ def test_what_can_never_run_is_refused(
     assert engine.scheduler.live == ()
 
 
-def measure_decode_step(running: int, steps: int = 200) -> tuple[float, float]:
-    """Seconds that scheduling and finishing one step of decodes take, without the model."""
-    kv = KVCache(running * 64, 32, running, 2048)
-    scheduler = Scheduler(kv, max_num_batched_tokens=8192, max_model_len=2048)
+def decode_step_bytecodes(running: int) -> tuple[int, int]:
+    """Bytecodes that scheduling and finishing one step of decodes take."""
+    kv = KVCache(running * 2, 32, running, 64)
+    scheduler = Scheduler(kv, max_num_batched_tokens=8192, max_model_len=64)
     for i in range(running):
-        scheduler.add(make_add(str(i), range(1, 17), 2000))
-    while scheduler.stats().waiting:
+        scheduler.add(make_add(str(i), range(1, 9), 20))
+    while scheduler.stats().waiting or scheduler.stats().steps < 3:
         batch = scheduler.schedule()
         assert batch is not None
         scheduler.finish(_answer(batch))
-    times = []
-    for _ in range(steps):
-        begin = time.perf_counter()
-        batch = scheduler.schedule()
-        middle = time.perf_counter()
-        assert batch is not None
-        assert len(batch.slot) == running
-        answer = _answer(batch)
-        before = time.perf_counter()
-        scheduler.finish(answer)
-        times.append((middle - begin, time.perf_counter() - before))
-    schedule, finish = np.median(times, axis=0)
-    return float(schedule), float(finish)
+    batch, scheduling = _bytecodes(scheduler.schedule)
+    assert batch is not None
+    assert len(batch.token_ids) == len(batch.sample_slot) == running
+    outputs, finishing = _bytecodes(lambda: scheduler.finish(_answer(batch)))
+    assert len(outputs) == running
+    return scheduling, finishing
 
 
 def _answer(batch: StepInput) -> StepOutput:
@@ -441,6 +436,27 @@ def _answer(batch: StepInput) -> StepOutput:
     return StepOutput(batch.step, np.ones(count, np.int32), np.full(count, FINITE, np.int32))
 
 
-def test_a_step_of_256_decodes_is_cheap() -> None:
-    schedule, finish = measure_decode_step(256, steps=50)
-    assert schedule + finish < 2e-3, f"{schedule * 1e6:.0f} + {finish * 1e6:.0f} us"
+def _bytecodes(call: Callable[[], T]) -> tuple[T, int]:
+    """A call's result, and how many bytecodes it took, in all that it calls."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for one before it traces any
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        result = call()
+    finally:
+        sys.settrace(before)
+    return result, count
+
+
+def test_a_step_of_decodes_takes_no_python_per_request_to_schedule() -> None:
+    few, more, many = (decode_step_bytecodes(running) for running in (16, 64, 256))
+    assert few[0] == more[0] == many[0] > 0
+    assert (many[1] - more[1]) / (256 - 64) == (more[1] - few[1]) / (64 - 16)

@@ -35,6 +35,12 @@ def texts(answer: dict[str, Any]) -> list[str]:
     return [choice["text"] for choice in answer["choices"]]
 
 
+def logged(answer: dict[str, Any]) -> list[str]:
+    """The tokens of an answer with logprobs."""
+    tokens: list[str] = answer["choices"][0]["logprobs"]["tokens"]
+    return tokens
+
+
 def streamed(events: list[dict[str, Any]], count: int) -> list[str]:
     """Each answer's pieces, joined."""
     joined = [""] * count
@@ -185,27 +191,59 @@ def test_stop_string_is_left_out(http: httpx.Client) -> None:
     assert answer["choices"][0]["finish_reason"] == "stop"
 
 
-def test_vllm_extras(http: httpx.Client) -> None:
-    first = complete(http, max_tokens=1, logprobs=1, ignore_eos=True)
-    token = next(iter(first["choices"][0]["logprobs"]["tokens"]))
-    assert texts(complete(http, temperature=1.0, top_k=1, max_tokens=1, ignore_eos=True)) == texts(
-        first
-    )
-    answer = complete(
-        http,
-        temperature=0.5,
-        min_p=0.1,
-        repetition_penalty=1.2,
-        min_tokens=3,
-        max_tokens=3,
-        priority=-5,
-        logit_bias={"7": -100, "8": 5},
-        presence_penalty=0.5,
-        frequency_penalty=0.5,
-        user="somebody",
-    )
-    assert answer["usage"]["completion_tokens"] == 3
-    assert token
+@pytest.mark.parametrize("one", [{"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-6}])
+def test_a_distribution_cut_to_one_token_is_greedy(
+    http: httpx.Client, one: dict[str, float]
+) -> None:
+    random = {"temperature": 2.0, "seed": 1, "ignore_eos": True}
+    greedy = texts(complete(http, ignore_eos=True))
+    assert texts(complete(http, **random)) != greedy
+    assert texts(complete(http, **random, **one)) == greedy
+
+
+def test_end_tokens_can_be_ignored_or_held_back(http: httpx.Client) -> None:
+    """The model's own end, which the bias makes it choose whenever it may."""
+
+    def ending(**fields: Any) -> tuple[str, int]:
+        answer = complete(http, logit_bias={"2": 100}, **fields)
+        return answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]
+
+    assert ending() == ("stop", 1)
+    assert ending(min_tokens=3) == ("stop", 4)
+    assert ending(min_tokens=8) == ("length", 8)
+    assert ending(ignore_eos=True) == ("length", 8)
+
+
+def test_repetition_penalty(http: httpx.Client) -> None:
+    """So strong a one that no token comes twice, nor one of the prompt."""
+    prompt = logged(complete(http, echo=True, logprobs=0, max_tokens=0))
+    fields = {"max_tokens": 60, "logprobs": 0, "ignore_eos": True}
+    plain = logged(complete(http, **fields))
+    assert len({*prompt, *plain}) < len({*prompt}) + 60
+    tokens = logged(complete(http, repetition_penalty=100.0, **fields))
+    assert len({*prompt, *tokens}) == len({*prompt}) + 60
+
+
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
+def test_penalties_of_the_answer(http: httpx.Client, name: str) -> None:
+    """They count the answer's tokens only: the first is chosen as without them."""
+    fields = {"max_tokens": 60, "logprobs": 0, "ignore_eos": True}
+    plain = logged(complete(http, **fields))
+    more = logged(complete(http, **fields, **{name: 2.0}))
+    less = logged(complete(http, **fields, **{name: -2.0}))
+    assert plain[0] == more[0] == less[0]
+    assert len({*less}) < len({*plain}) < len({*more})
+
+
+def test_logit_bias(http: httpx.Client) -> None:
+    fields = {"logprobs": 0, "ignore_eos": True}
+    (only,) = {*logged(complete(http, logit_bias={"9": 100}, **fields))}
+    banned = {str(token): -100 for token in range(320) if token != 9}
+    assert logged(complete(http, logit_bias=banned, **fields)) == [only] * 8
+
+
+def test_priority_and_user_do_not_change_the_answer(http: httpx.Client) -> None:
+    assert texts(complete(http, priority=-5, user="somebody")) == texts(complete(http))
 
 
 def test_stop_token_ids(http: httpx.Client) -> None:
