@@ -12,6 +12,7 @@ BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
 .PHONY: help serve test test-slow check lint types format wheel clean
 
 help: ## list the targets
@@ -35,15 +36,16 @@ lint: $(VENV)/.dev ## ruff: style and format
 
 # mypy reads the folders under the names that they are installed by.
 types: $(VENV)/.dev ## mypy, strict
-	@mkdir -p build/types/weft
-	@ln -sfn $(CURDIR)/weft/*.py $(CURDIR)/weft/py.typed $(CURDIR)/kernels $(CURDIR)/models $(CURDIR)/serving build/types/weft/
-	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p weft
+	@rm -rf build/types && mkdir -p build/types/weft
+	@cd build/types/weft && ln -s ../../../weft/* ../../../kernels ../../../models ../../../serving .
+	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p weft
 
 format: $(VENV)/.dev ## ruff: rewrite
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 wheel: $(VENV)/.dev ## build the wheel into dist/
+	rm -rf build/lib build/bdist.*  # else modules that are gone stay in
 	$(BIN)/python -m build --wheel --outdir dist .
 
 clean: ## remove the environment and everything built
@@ -52,14 +54,14 @@ clean: ## remove the environment and everything built
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "weft needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Set PYTHON=..." >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --clear $(VENV)
 
 $(VENV)/.serve: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "installing weft into $(VENV) (once; a minute or two)"
+	@echo "installing weft into $(VENV); once, some minutes"
 	$(PIP) --editable .
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "installing weft and its development tools into $(VENV) (once; a minute or two)"
+	@echo "installing weft and its development tools into $(VENV); once, some minutes"
 	$(PIP) --editable '.[dev]'
 	@touch $@ $(VENV)/.serve

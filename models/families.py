@@ -134,7 +134,7 @@ DEFAULT_THETA = {"MixtralForCausalLM": 1_000_000.0}
 
 
 def _dtype(fields: Fields) -> str:
-    """The weights' dtype; float32 if the config does not say, as in transformers."""
+    """The weights' dtype; float32 if the config does not say, which released ones do."""
     name = "dtype" if fields.has("dtype") else "torch_dtype"
     return fields.choice(name, tuple(DTYPE_BYTES), default="float32")
 

@@ -209,6 +209,7 @@ def activation_bytes(
     """
     # torch is not needed to read this module, only here.
     from weft.kernels.cpu.attention import BY_HEAD_SCORES, MAX_TILE_NUMBERS
+    from weft.models.torch.sampler import CHUNK_NUMBERS
 
     item = DTYPE_BYTES[spec.compute_dtype(dtype)]
     tokens = min(max_num_batched_tokens, max_num_seqs * max_model_len)
@@ -231,8 +232,9 @@ def activation_bytes(
             size += tokens * spec.hidden_size * 4
         feed_forward = max(feed_forward, size)
 
-    # Logits, in float32, scaled, probabilities.
-    sampler = min(max_num_seqs, tokens) * spec.vocab_size * (item + 3 * 4)
+    # Logits, and those whose log probabilities are wanted; the rest is done in chunks of rows.
+    sampler = min(max_num_seqs, tokens) * spec.vocab_size * 2 * item
+    sampler += 4 * 4 * max(CHUNK_NUMBERS, spec.vocab_size)
     return tokens * 3 * spec.hidden_size * item + max(attention, feed_forward, sampler)
 
 

@@ -165,7 +165,7 @@ class RopeSpec:
     def inverse_frequencies(self, head_dim: int) -> npt.NDArray[np.float32]:
         """Radians per position of each pair of dimensions, [head_dim / 2]."""
         exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-        inverse: npt.NDArray[np.float32] = np.float32(self.theta) ** -exponent
+        inverse: npt.NDArray[np.float32] = np.float32(1) / np.float32(self.theta) ** exponent
         if self.scaling == "none":
             return inverse
         scaled: npt.NDArray[np.float32] = inverse / np.float32(self.factor)

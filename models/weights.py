@@ -32,6 +32,8 @@ from weft.models.spec import ModelSpec, WeightSpec
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+REMAP_BYTES = 64 * 2**20
+"""Bytes of a mapping that are read before the file is mapped anew; bounds what stays in memory."""
 DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
 Progress = Callable[[int, int], None]
@@ -64,18 +66,26 @@ class Weights:
     def read(self, weight: WeightSpec) -> Tensor:
         """A weight that is one tensor, in the checkpoint's type, shape `weight.shape`.
 
-        It is a view of the mapped file and must not be written to. The file is mapped anew each
-        time: the pages that a tensor has touched then leave the process with that tensor.
+        It is a view of the mapped file and must not be written to. The file is mapped anew for
+        each weight: the pages that it has touched then leave the process with it.
         """
         (tensor,) = self.read_each(weight)
         return tensor
 
     def read_each(self, weight: WeightSpec) -> Iterator[Tensor]:
-        """The tensors that a weight consists of (one per expert), one at a time, as in `read`."""
+        """The tensors that a weight consists of (one per expert), one at a time, as in `read`.
+
+        Small ones share a mapping, for else the file's header is read for each of them.
+        """
+        file, handle, mapped = None, None, 0
         for name in weight.tensor_names:
             entry = self._entries[name]
-            yield _open(entry.file).get_tensor(name)
-            self._count(name, weight.tensor_size * entry.itemsize)
+            if handle is None or file != entry.file or mapped > REMAP_BYTES:
+                file, handle, mapped = entry.file, _open(entry.file), 0
+            yield handle.get_tensor(name)
+            size = weight.tensor_size * entry.itemsize
+            mapped += size
+            self._count(name, size)
 
     def _count(self, name: str, size: int) -> None:
         """Tell how far reading has come; a tensor that is read again counts once."""

@@ -78,10 +78,14 @@ def run(
             raise ConfigError(f"--task is {task!r}; it must be one of {', '.join(TASKS)}")
     if count < 1:
         raise ConfigError(f"--count is {count}; it must be at least 1")
+    try:
+        questions = [held_out(task, count) for task in tasks or TASKS]
+    except ValueError as error:
+        raise ConfigError(f"--count: {error}") from None
     scores = []
     with LLM(**asdict(config)) as llm:
-        for task in tasks or TASKS:
-            score, failures = ask(llm, held_out(task, count))
+        for of_task in questions:
+            score, failures = ask(llm, of_task)
             scores.append(score)
             if not as_json:
                 print(score.row, flush=True)

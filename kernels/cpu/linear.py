@@ -29,10 +29,6 @@ class PackedLinear:
     Args:
         weight: bfloat16 or float32 [N, K] (out, in), on the CPU.
         bias: [N], the weight's dtype.
-
-    Attributes:
-        bytes: memory that weight and bias take, without the padding of the blocked layout (at
-            most 63 rows).
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -44,7 +40,6 @@ class PackedLinear:
                 f"{weight.dtype} {tuple(weight.shape[:1])} like the weight"
             )
         self.out_features, self.in_features = weight.shape
-        self.bytes = (weight.numel() + (0 if bias is None else bias.numel())) * weight.itemsize
         self._bias = bias
         self._packed = can_pack(weight.dtype)
         # detach: the operator refuses tensors that require gradients.

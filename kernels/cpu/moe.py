@@ -34,9 +34,6 @@ class PackedExperts:
         gate: of each expert, bfloat16 or float32 [I, K]; or all of them, [E, I, K].
         up: of each expert, [I, K].
         down: of each expert, [K, I].
-
-    Attributes:
-        bytes: memory that the weights take.
     """
 
     def __init__(
@@ -52,7 +49,6 @@ class PackedExperts:
                 )
             self._gate_up.append(PackedLinear(torch.cat((g, u))))
             self._down.append(PackedLinear(d))
-        self.bytes = sum(linear.bytes for linear in self._gate_up + self._down)
 
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         """Run every token through its experts.

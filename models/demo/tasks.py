@@ -41,6 +41,7 @@ TASKS: tuple[str, ...] = (
 )  # fmt: skip
 
 HELD_OUT_SHARE = 10  # one question in so many
+MAX_DRAWS = 20_000  # for one more held-out question
 NEEDLE_SENTENCES = 143  # filler sentences that make about 1,500 tokens
 
 
@@ -322,14 +323,21 @@ def is_held_out(question: Question) -> bool:
 def held_out(task: str, count: int, seed: int = 0) -> list[Question]:
     """`count` different questions of a task that training never sees.
 
-    Raises KeyError for a task that is not in `TASKS`.
+    Raises:
+        KeyError: the task is not in `TASKS`.
+        ValueError: it does not have so many.
     """
     rng = random.Random(f"held-out/{task}/{seed}")
     found: dict[str, Question] = {}
+    draws_since_new = 0
     while len(found) < count:
         question = MAKERS[task](rng)
-        if is_held_out(question):
+        draws_since_new += 1
+        if is_held_out(question) and repr(question.messages) not in found:
             found[repr(question.messages)] = question
+            draws_since_new = 0
+        if draws_since_new > MAX_DRAWS:
+            raise ValueError(f"{task} has only {len(found)} held-out questions, not {count}")
     return list(found.values())
 
 

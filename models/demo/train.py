@@ -250,7 +250,7 @@ class Run:
 
     def load(self) -> None:
         """Continue from the checkpoint."""
-        assert self.settings.checkpoint is not None
+        assert self.settings.checkpoint is not None, "the command line sees to it"
         state = torch.load(self.settings.checkpoint, weights_only=True)
         self.tokenizer = Tokenizer.from_str(state["tokenizer"])
         self.network.load_state_dict(state["network"])
@@ -339,6 +339,8 @@ def arguments() -> Settings:
         parser.error(f"--model must be one of {', '.join(SHAPES)}, not {settings.model}")
     if bool(settings.minutes) == bool(settings.steps):
         parser.error("give either --minutes or --steps")
+    if settings.resume and (settings.checkpoint is None or not settings.checkpoint.exists()):
+        parser.error("--resume needs the --checkpoint file that an earlier run wrote")
     return settings
 
 

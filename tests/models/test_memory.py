@@ -100,7 +100,7 @@ REFUSED: list[dict[str, Any]] = [
     {"available": 5 * GIB // 4, "max_num_seqs": 1000},
     {"available": 3 * GIB, "dtype": "float32"},
     {"memory_fraction": 0.07},
-    {"available": 4 * GIB, "max_num_seqs": 1000},
+    {"available": 5 * GIB // 2, "max_num_seqs": 4000},
     {"available": 4 * GIB, "max_num_batched_tokens": 65536, "max_num_seqs": 64},
     {"kv_cache_memory": 100 * MIB},
     {"kv_cache_memory": 1},

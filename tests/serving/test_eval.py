@@ -10,10 +10,13 @@ import pytest
 from support.checkpoints import make_checkpoint
 
 from weft.errors import ConfigError
-from weft.models.demo.tasks import Question, held_out
+from weft.models.checkpoint import BUNDLED, locate
+from weft.models.demo.export import generate, load_exported
+from weft.models.demo.tasks import TASKS, Question, held_out
 from weft.serving.config import EngineConfig
-from weft.serving.eval import Failure, Score, ask, run, total
+from weft.serving.eval import MAX_ANSWER, Failure, Score, ask, run, total
 from weft.serving.llm import LLM
+from weft.serving.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +95,40 @@ def test_every_task_must_reach_the_bar(
 def test_bad_options(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run(EngineConfig(), **options)  # type: ignore[arg-type]
+
+
+def test_more_questions_than_there_are() -> None:
+    with pytest.raises(ConfigError, match="--count: about has only"):
+        run(EngineConfig(), tasks=("about",), count=100_000)
+
+
+@pytest.mark.parametrize("model", BUNDLED)
+def test_weft_and_transformers_give_the_same_answers(model: str) -> None:
+    """Greedily, token by token, on some questions of every task, in the checkpoint's bfloat16."""
+    questions = [question for task in TASKS for question in held_out(task, 1, seed=3)]
+    params = SamplingParams(temperature=0.0, max_tokens=MAX_ANSWER)
+    with LLM(model) as llm:
+        ours = llm.chat(
+            [question.messages for question in questions],
+            params,
+            tools=[question.tools for question in questions],
+        )
+    theirs, tokenizer = load_exported(locate(model))
+    for question, answer in zip(questions, ours, strict=True):
+        assert answer.text == generate(theirs, tokenizer, question)
+        assert answer.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "count", [8, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
+)
+@pytest.mark.parametrize("model", BUNDLED)
+def test_the_bundled_models_reach_their_scores(
+    model: str, count: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """95 % over all and 90 % in each task; with few questions, one wrong answer more."""
+    run(EngineConfig(model=model), count=count, as_json=True)
+    *scores, overall = json.loads(capsys.readouterr().out)
+    assert [score["task"] for score in scores] == list(TASKS)
+    assert overall["percent"] >= 95.0
+    assert min(score["percent"] for score in scores) >= (90.0 if count >= 100 else 75.0)

@@ -59,12 +59,6 @@ def test_the_plain_weight_is_not_kept() -> None:
     torch.testing.assert_close(layer(x), expected)
 
 
-def test_bytes() -> None:
-    assert PackedLinear(torch.zeros(7, 20)).bytes == 7 * 20 * 4
-    bias = torch.zeros(7, dtype=torch.bfloat16)
-    assert PackedLinear(torch.zeros(7, 20, dtype=torch.bfloat16), bias).bytes == (7 * 20 + 7) * 2
-
-
 def test_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"weight has shape \(3,\)"):
         PackedLinear(torch.zeros(3))

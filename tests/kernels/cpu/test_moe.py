@@ -69,10 +69,6 @@ def test_a_token_that_is_not_finite_stays_alone() -> None:
     assert torch.equal(got[others], expected[others])
 
 
-def test_bytes() -> None:
-    assert PackedExperts(*random_experts(3, 24, 16, torch.bfloat16)).bytes == 3 * 3 * 24 * 16 * 2
-
-
 def test_shapes_that_do_not_fit_are_refused() -> None:
     gate, up, down = random_experts(3, 24, 16, torch.float32)
     with pytest.raises(ValueError, match=r"expert 0 has .* and down \(24, 16\)"):
