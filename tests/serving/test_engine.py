@@ -98,6 +98,12 @@ def text(deltas: list[Delta]) -> str:
     return "".join(delta.text for delta in deltas)
 
 
+def cores() -> list[psutil.Process]:
+    """The engine processes of this one, whose children may also be other tests' servers."""
+    children = psutil.Process().children()
+    return [child for child in children if "weft.serving.engine_core" in child.cmdline()]
+
+
 async def idle(engine: AsyncEngine) -> None:
     """Wait until the core has nothing left."""
     async with asyncio.timeout(10):
@@ -358,7 +364,7 @@ async def test_when_the_core_is_killed_all_streams_end(config: EngineConfig) -> 
         wish = params(max_tokens=400, stop_token_ids=())
         stream = engine.generate(PROMPT, wish)
         await anext(stream)
-        (core,) = psutil.Process().children()
+        (core,) = cores()
         core.kill()
         async with asyncio.timeout(10):
             with pytest.raises(EngineError, match="was killed by SIGKILL"):
@@ -371,7 +377,7 @@ async def test_a_stuck_core_is_noticed_and_ended(
     config: EngineConfig, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async with started(replace(config, stall_timeout=2.0), runner_factory=FAST) as engine:
-        (core,) = psutil.Process().children()
+        (core,) = cores()
         async with asyncio.timeout(30):
             with pytest.raises(EngineError, match="no step in 2 s"):
                 await collect(engine, [HANG_TOKEN], params())
@@ -383,7 +389,7 @@ async def test_a_stuck_core_is_noticed_and_ended(
 
 async def test_interrupts_are_the_parents_business(config: EngineConfig) -> None:
     async with started(config, runner_factory=SLOW) as engine:
-        (core,) = psutil.Process().children()
+        (core,) = cores()
         core.send_signal(signal.SIGINT)
         core.send_signal(signal.SIGTERM)
         assert tokens(await collect(engine, PROMPT, params())) == expected(PROMPT, 20)
@@ -461,7 +467,7 @@ async def test_start_raises_what_loading_raises(
 ) -> None:
     with pytest.raises(error, match=message):
         await AsyncEngine.start(config, in_process=in_process, runner_factory=factory)
-    assert not psutil.Process().children()
+    assert not cores()
 
 
 async def test_start_says_how_the_core_ended(config: EngineConfig) -> None:
@@ -473,4 +479,4 @@ async def test_a_cancelled_start_leaves_no_process(config: EngineConfig) -> None
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.5):
             await AsyncEngine.start(config, runner_factory="support.mock_runner:hang")
-    assert not psutil.Process().children()
+    assert not cores()

@@ -226,16 +226,22 @@ def test_a_second_signal_does_not_wait(own: Server) -> None:
     assert b'"error"' in read_all(connection)
 
 
-@pytest.mark.parametrize("token", [CRASH_TOKEN, HANG_TOKEN])
-def test_an_engine_that_fails_ends_the_server(tmp_path: Path, token: int) -> None:
+@pytest.mark.parametrize(
+    ("token", "why"),
+    [
+        (CRASH_TOKEN, "the model runner failed: AssertionError: the runner crashed"),
+        (HANG_TOKEN, "the engine is stuck: no step in 1 s"),
+    ],
+    ids=["crash", "hang"],
+)
+def test_an_engine_that_fails_ends_the_server(tmp_path: Path, token: int, why: str) -> None:
     with start_mock(tmp_path, stall_timeout=1.0) as server:
         body = {"model": "mock", "prompt": [1, token], "max_tokens": 5}
         response = server.http.post("/v1/completions", json=body)
         assert response.status_code in (500, 503)
         assert response.json()["error"]["message"]
         assert server.process.wait(timeout=60) == 1
-        last = server.log.read_text().splitlines()[-1]
-        assert last.startswith("weft: error: the engine is ")
+        assert server.log.read_text().splitlines()[-1] == f"weft: error: {why}"
 
 
 def test_a_killed_engine_ends_the_server(own: Server) -> None:
