@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from weft.serving.settings import SETTINGS, resolve
         ({"max_model_len": -1}, "--max-model-len is -1; it must be at least 1"),
         ({"memory_fraction": 0.0}, "--memory-fraction is 0.0; it must be above 0"),
         ({"memory_fraction": 1.5}, "--memory-fraction is 1.5; it must be at most 1"),
-        ({"memory_fraction": float("nan")}, "--memory-fraction is nan; it must be above 0"),
+        ({"memory_fraction": float("nan")}, "--memory-fraction is nan; it must be a finite number"),
+        ({"stall_timeout": math.inf}, "--stall-timeout is inf; it must be a finite number"),
         ({"max_num_seqs": "8"}, "--max-num-seqs is '8'; it must be an integer"),
         ({"prefix_caching": 1}, "--prefix-caching is 1; it must be true or false"),
         ({"model": 3}, "--model is 3; it must be text"),

@@ -53,13 +53,17 @@ async def ask(port: int, *parts: bytes) -> bytes:
 
 @pytest.mark.parametrize(
     "sent",
-    [b"", b"PO", HEAD, HEAD + b"content-length: 10\r\n\r\nabc"],
-    ids=["nothing", "a letter", "half a head", "half a body"],
+    [b"PO", HEAD, HEAD + b"content-length: 10\r\n\r\nabc"],
+    ids=["a letter", "half a head", "half a body"],
 )
 async def test_a_request_that_does_not_arrive_is_408(port: int, sent: bytes) -> None:
     answer = await ask(port, sent)
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b'"code":"request_timeout"' in answer
+
+
+async def test_an_idle_connection_is_closed_without_a_word(port: int) -> None:
+    assert await ask(port, b"") == b""
 
 
 async def test_a_slow_answer_is_no_fault(port: int) -> None:
