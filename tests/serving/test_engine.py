@@ -104,12 +104,6 @@ def cores() -> list[psutil.Process]:
     return [child for child in children if "weft.serving.engine_core" in child.cmdline()]
 
 
-def cores() -> list[psutil.Process]:
-    """The engine processes that this process has started (tests of servers start others)."""
-    children = psutil.Process().children()
-    return [child for child in children if "weft.serving.engine_core" in child.cmdline()]
-
-
 async def idle(engine: AsyncEngine) -> None:
     """Wait until the core has nothing left."""
     async with asyncio.timeout(10):
