@@ -18,6 +18,11 @@ from weft.serving.config import EngineConfig, ServerConfig
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "one two"}]
+DEEP = {
+    "role": "assistant",
+    "content": "one",
+    "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[" * 100_000}}],
+}
 
 
 def request(custom_id: str, url: str = TEXT, **body: Any) -> dict[str, Any]:
@@ -26,7 +31,7 @@ def request(custom_id: str, url: str = TEXT, **body: Any) -> dict[str, Any]:
 
 
 # A line, and the text that its error holds (None: it is answered).
-LINES: list[tuple[dict[str, Any] | str, str | None]] = [
+LINES: list[tuple[dict[str, Any] | str | bytes, str | None]] = [
     (request("a", CHAT, messages=HELLO, max_tokens=4, temperature=0), None),
     (request("b", prompt="one two", max_tokens=4, model="tiny"), None),
     ({"prompt": "one two", "max_tokens": 4, "id": "mine"}, None),
@@ -46,6 +51,9 @@ LINES: list[tuple[dict[str, Any] | str, str | None]] = [
     ({"prompt": "one", "frobnicate": 1}, "frobnicate is not a field"),
     ({"prompt": "the weather " * 1000}, "the context is 512"),
     ({"prompt": "\ud800"}, "line 19 is not JSON"),
+    (b'{"prompt": "\xff"}', "line 20 is not JSON"),
+    ({"prompt": "one", "n": 4}, "this server has room for 3"),
+    ({"messages": [*HELLO, DEEP], "max_tokens": 4, "temperature": 0}, None),
 ]
 
 
@@ -58,8 +66,9 @@ def engine_config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("batch") / "in.jsonl"
-    texts = [line if isinstance(line, str) else json.dumps(line) for line, _ in LINES]
-    file.write_text("\n".join(texts) + "\n\n")
+    texts = [json.dumps(line) if isinstance(line, dict) else line for line, _ in LINES]
+    lines = [text.encode() if isinstance(text, str) else text for text in texts]
+    file.write_bytes(b"\n".join(lines) + b"\n\n")
     return file
 
 
@@ -94,7 +103,7 @@ def test_mixed_file_and_resumption(
     assert run(engine_config, ServerConfig(), source, output) == 0
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith(f"batch: {len(LINES)} rows, {len(LINES) - 5} of them errors, ")
+    assert captured.err.startswith(f"batch: {len(LINES)} rows, {len(LINES) - 6} of them errors, ")
     lines = read(output)
     assert list(lines) == list(range(len(LINES)))
     for (_, message), line in zip(LINES, lines.values(), strict=True):
@@ -160,6 +169,22 @@ def test_files_that_cannot_be_used(source: Path, tmp_path: Path) -> None:
         run(config, ServerConfig(), tmp_path / "nowhere", tmp_path / "out")
     with pytest.raises(ConfigError, match=r"--output .*it must be a file"):
         run(config, ServerConfig(), source, tmp_path, overwrite=True)
+    output = tmp_path / "out"
+    output.write_text("")
+    with pytest.raises(ConfigError, match="No such file or directory"):
+        run(config, ServerConfig(), tmp_path / "nowhere", output, overwrite=True)
+    with pytest.raises(ConfigError, match="/dev/null is not a regular file"):
+        run(config, ServerConfig(), Path("/dev/null"), output, overwrite=True)
+    with pytest.raises(ConfigError, match="--resume: /dev/null: Invalid argument"):
+        run(config, ServerConfig(), source, Path("/dev/null"), resume=True)
+
+
+def test_an_empty_file_has_an_empty_answer(tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n")
+    output.write_text("old\n")
+    assert run(EngineConfig(model="nowhere"), ServerConfig(), source, output, overwrite=True) == 0
+    assert output.read_text() == ""
 
 
 def test_a_model_that_cannot_be_loaded_leaves_no_empty_output(source: Path, tmp_path: Path) -> None:
