@@ -97,7 +97,9 @@ async def _answer_all(
     async def answer(row: Row) -> None:
         nonlocal errors
         if row.problem is None:
-            status, body = await api.post(row.url, msgspec.json.encode(row.body))
+            # A seed of its own, so that a file has the same answers in each run, and resumed.
+            request = {"seed": engine_config.seed + row.index} | row.body
+            status, body = await api.post(row.url, msgspec.json.encode(request))
             line = answered(row, status, body)
         else:
             status, body, line = 400, b"{}", refused(row)

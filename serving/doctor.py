@@ -182,7 +182,9 @@ def _model(name: str) -> Finding:
         Weights(path, spec)
         Tokenizer.load(path)
     except ModelError as error:
-        return Finding("model", "fail", f"{name}: {error}", "fetch the checkpoint again")
+        return Finding(
+            "model", "fail", f"{name}: {error}", "give the directory of a whole checkpoint"
+        )
     size = sum(file.stat().st_size for file in path.glob("*.safetensors")) / 1024**2
     return Finding("model", "ok", f"{name}: {spec.architecture}, {size:,.0f} MiB of weights")
 
@@ -194,4 +196,6 @@ def _port(host: str, port: int) -> Finding:
             return Finding("port", "ok", f"{host}:{port} is free")
     except OSError as error:
         advice = "choose another --host or --port, or stop what listens there"
-        return Finding("port", "fail", f"{host}:{port}: {error.strerror}", advice)
+        return Finding(
+            "port", "fail", f"{host}:{port}: {str(error.strerror).split(' (')[0]}", advice
+        )

@@ -128,6 +128,11 @@ class AsyncEngine:
         """Most requests that run or wait at once."""
         return self.info.max_num_seqs + self.config.max_queue
 
+    @property
+    def live(self) -> int:
+        """Requests that run or wait."""
+        return len(self._streams)
+
     def validate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> SamplingParams:
         """Check a request against the model and the queue.
 

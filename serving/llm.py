@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from weft.errors import EngineError, RequestError
 from weft.serving.completion import Completion, complete
-from weft.serving.config import EngineConfig
 from weft.serving.progress import Progress
 from weft.serving.sampling_params import SamplingParams
+from weft.serving.settings import from_arguments
 from weft.serving.window import for_each, width
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class LLM:
 
     Args:
         model: a checkpoint's directory, or the name of a bundled model.
-        settings: fields of `EngineConfig`, such as `max_model_len=4096`.
+        settings: fields of `EngineConfig`, such as `max_model_len=4096`; memory also as "4GiB".
 
     Raises:
         ConfigError: a setting cannot be.
@@ -60,7 +60,7 @@ class LLM:
     def __init__(self, model: str | Path = "weft-demo", **settings: Any) -> None:
         from weft.serving.engine import AsyncEngine
 
-        config = EngineConfig(model=str(model), **settings)
+        config = from_arguments(settings | {"model": str(model)})
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="weft-llm", daemon=True)
         self._thread.start()

@@ -67,6 +67,15 @@ def resolve(
     return settings
 
 
+def from_arguments(arguments: Mapping[str, Any]) -> EngineConfig:
+    """The engine's settings from Python's keyword arguments; ConfigError as `resolve`."""
+    known = {setting.name: setting for setting in settings_of(EngineConfig)}
+    for name in arguments:
+        if name not in known:
+            raise ConfigError(f"there is no setting {name!r}{_nearest(name, known)}")
+    return EngineConfig(**{name: _parse(known[name], raw, name) for name, raw in arguments.items()})
+
+
 def _parse(setting: Setting, raw: Any, source: str) -> Any:
     if isinstance(raw, str):
         return setting.parse(raw, source)

@@ -127,7 +127,8 @@ def explain(errors: Sequence[Mapping[str, Any]]) -> RequestError:
             return RequestError(message, param=param, code="unsupported_value")
     if not param:
         return RequestError(f"the body must be a JSON object, not {_shown(given)}")
-    reason = error["msg"].removeprefix("Input ")
+    # pydantic says "Input should be ..." and "List should have ...".
+    reason = "should" + error["msg"].partition("should")[2]
     return RequestError(f"{param} is {_shown(given)}; it {reason}", param=param)
 
 

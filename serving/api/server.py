@@ -128,6 +128,12 @@ class _Server:
     def _on_signal(self) -> None:
         if self._stop.is_set():
             self._abort.set()
+        elif self._state.engine is not None and (running := self._state.engine.live):
+            print(
+                f"weft ends; {running} under way get {self._server_config.drain_timeout:g} s "
+                "to finish, a second signal ends them",
+                file=sys.stderr,
+            )
         self._state.draining = True
         self._stop.set()
 

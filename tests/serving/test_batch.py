@@ -124,6 +124,11 @@ def test_mixed_file_and_resumption(
     assert [error_of(line) for line in resumed.values()] == [error_of(x) for x in lines.values()]
     assert resumed[3] | {"usage": None} == lines[3] | {"usage": None}
 
+    # A row has a seed of its own: also what is sampled does not depend on the run.
+    assert [row.get("text") for row in resumed.values()] == [
+        row.get("text") for row in lines.values()
+    ]
+
     # Nothing is left to do: not even the model is loaded.
     before = output.read_bytes()
     nowhere = EngineConfig(model="nowhere")

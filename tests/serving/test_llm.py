@@ -199,7 +199,7 @@ def test_close_is_final_and_may_be_repeated(checkpoint: Path) -> None:
 def test_what_cannot_be_loaded_raises(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no checkpoint at"):
         LLM(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="--dtype is 'int3'"):
+    with pytest.raises(ConfigError, match="dtype is 'int3'"):
         LLM(dtype="int3")
 
 
@@ -212,3 +212,12 @@ def test_a_script_may_end_without_closing(checkpoint: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
     assert "Error" not in done.stderr
+
+
+def test_settings_are_checked_as_everywhere(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="no setting 'max_modle_len'; did you mean max_model_len"):
+        LLM(checkpoint, max_modle_len=8)
+    with pytest.raises(ConfigError, match="kv_cache_memory is '4 apples'; it must be a number of"):
+        LLM(checkpoint, kv_cache_memory="4 apples")
+    with LLM(checkpoint, threads=1, kv_cache_memory="1M", max_model_len=64) as llm:
+        assert llm.info.num_blocks * llm.info.block_size >= 64
