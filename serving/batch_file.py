@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -157,12 +156,7 @@ class Output:
             raise ConfigError(f"--output {self.path}: {error.strerror}") from None
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Have it on the disk."""
         with self._file:
             if self.path.is_file():  # what is no file, such as a pipe, has no disk

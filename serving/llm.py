@@ -19,7 +19,6 @@ from contextlib import aclosing, contextmanager
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from weft.errors import EngineError, RequestError
@@ -74,12 +73,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
