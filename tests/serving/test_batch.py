@@ -124,11 +124,6 @@ def test_mixed_file_and_resumption(
     assert [error_of(line) for line in resumed.values()] == [error_of(x) for x in lines.values()]
     assert resumed[3] | {"usage": None} == lines[3] | {"usage": None}
 
-    # A row has a seed of its own: also what is sampled does not depend on the run.
-    assert [row.get("text") for row in resumed.values()] == [
-        row.get("text") for row in lines.values()
-    ]
-
     # Nothing is left to do: not even the model is loaded.
     before = output.read_bytes()
     nowhere = EngineConfig(model="nowhere")
@@ -220,3 +215,28 @@ async def test_an_engine_that_is_gone_ends_the_run() -> None:
     api = LocalApi(build_app(ServerState(model="tiny")))
     with pytest.raises(EngineError, match="not ready"):
         await api.post(TEXT, b'{"model": "tiny", "prompt": "one"}')
+
+
+def test_a_row_samples_the_same_in_every_run(engine_config: EngineConfig, tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text((json.dumps({"prompt": "one two", "max_tokens": 16}) + "\n") * 4)
+    run(engine_config, ServerConfig(), source, output)
+    lines = read(output)
+    assert len({line["text"] for line in lines.values()}) == 4
+    output.write_text(json.dumps(lines[0]) + "\n")
+    run(engine_config, ServerConfig(), source, output, resume=True)
+    assert [x["text"] for x in read(output).values()] == [x["text"] for x in lines.values()]
+
+
+async def test_an_unexpected_fault_is_that_rows_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """As with a server, which answers with a 500, logs the fault and goes on."""
+    app = build_app(ServerState(model="m"))
+
+    @app.post("/faulty")
+    async def faulty() -> None:
+        raise ZeroDivisionError("planted")
+
+    status, body = await LocalApi(app).post("/faulty", b"{}")
+    assert status == 500
+    assert json.loads(body)["error"]["message"]
+    assert "planted" in caplog.text

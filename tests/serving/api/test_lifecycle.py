@@ -216,6 +216,20 @@ def test_the_drain_has_an_end(tmp_path: Path) -> None:
     assert b"[DONE]" in text
 
 
+def test_an_engine_that_dies_while_draining_is_a_failure(own: Server) -> None:
+    connection = connect(own, LONG)
+    own.wait_until("requests_running", 1)
+    (engine,) = psutil.Process(own.process.pid).children()
+    own.process.send_signal(signal.SIGTERM)
+    while own.http.get("/ready").status_code != 503:
+        time.sleep(0.01)
+    engine.kill()
+    assert b"SIGKILL" in read_all(connection)
+    assert own.process.wait(timeout=60) == 1
+    last = own.log.read_text().splitlines()[-1]
+    assert last == "weft: error: the engine was killed by SIGKILL"
+
+
 def test_a_second_signal_does_not_wait(own: Server) -> None:
     connection = connect(own, LONG)
     own.wait_until("requests_running", 1)
