@@ -1,0 +1,143 @@
+"""Who races, and the best way known to start each on a CPU.
+
+weft runs with its defaults; every contestant is given the same cores and a
+cache of the same size. A contestant that is not on this machine becomes a
+`Missing` that says how to get it, and is shown as such.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from peers.checkpoint import Checkpoint
+from peers.gguf_file import convert
+
+MODEL = "benchmark"  # the model's name on every server
+MAX_LEN = 4096
+MAX_SEQS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """A program that is raced.
+
+    Attributes:
+        name: in tables.
+        version: as it says itself.
+        command: checkpoint, port -> argv.
+        environment: besides this process's own.
+        remark: what to know when reading its figures.
+        starts: how often its start is timed.
+        timeout: seconds that it may take to be ready.
+        serves_http: else it speaks the protocol of generate.py over pipes.
+    """
+
+    name: str
+    version: str
+    command: Callable[[Checkpoint, int], list[str]]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    remark: str = ""
+    starts: int = 1
+    timeout: float = 300.0
+    serves_http: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A contestant that is not on this machine; `remedy` says how to get it."""
+
+    name: str
+    remedy: str
+
+
+def weft(cache: int) -> Contestant:
+    """weft itself, as installed in this environment; `cache` is the bytes of its KV cache."""
+    return Contestant(
+        "weft",
+        importlib.metadata.version("weft"),
+        lambda checkpoint, port: [
+            sys.executable, "-m", "weft", "serve", str(checkpoint.path),
+            "--port", str(port), "--served-model-name", MODEL, "--kv-cache-memory", str(cache),
+        ],
+        starts=3,
+    )  # fmt: skip
+
+
+def vllm(python: Path, cache: int, cores: Sequence[int]) -> Contestant | Missing:
+    """vLLM from the environment that `python` belongs to; it compiles, and packs weights."""
+    version = _output([str(python), "-c", _VLLM_VERSION]) if python.is_file() else None
+    if version is None:
+        return Missing("vLLM", "`make bench-peers` installs it; else --vllm-python names it")
+    return Contestant(
+        "vLLM",
+        version,
+        lambda checkpoint, port: [
+            str(python), "-m", "vllm.entrypoints.openai.api_server",
+            "--model", str(checkpoint.path), "--served-model-name", MODEL, "--port", str(port),
+            "--host", "127.0.0.1", "--dtype", "bfloat16",
+            "--max-model-len", str(MAX_LEN), "--max-num-seqs", str(MAX_SEQS),
+            "--kv-cache-memory-bytes", str(cache),
+        ],
+        environment={
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        },
+        remark="compiled by inductor, its compile cache kept between runs",
+        timeout=600.0,
+    )  # fmt: skip
+
+
+_VLLM_VERSION = "from importlib.metadata import version as v; print(v('vllm-cpu'))"
+
+
+def llama_cpp(binary: str, cache: int, cores: Sequence[int], files: Path) -> Contestant | Missing:
+    """llama.cpp's server; the checkpoint is converted to a GGUF file in `files` when it starts."""
+    found = shutil.which(binary)
+    if found is None:
+        return Missing("llama.cpp", "put llama-server on the PATH, or name it by --llama-server")
+    if importlib.util.find_spec("gguf") is None:
+        return Missing("llama.cpp", "pip install gguf: it converts the checkpoint")
+    version = re.search(r"version: (.+)", _output([found, "--version"]) or "")
+
+    def command(checkpoint: Checkpoint, port: int) -> list[str]:
+        model = convert(checkpoint.path, files / f"{checkpoint.path.resolve().name}.gguf")
+        return [
+            found, "--model", str(model), "--alias", MODEL, "--port", str(port),
+            "--threads", str(len(cores)), "--threads-batch", str(len(cores)),
+            "--parallel", str(MAX_SEQS), "--kv-unified",
+            "--ctx-size", str(cache // checkpoint.cache_per_token // 256 * 256),
+            "--flash-attn", "on", "--cache-ram", "0", "--no-webui",
+        ]  # fmt: skip
+
+    return Contestant(
+        "llama.cpp", version[1] if version else "unknown", command, remark="GGUF in bf16", starts=3
+    )
+
+
+def transformers(cores: Sequence[int]) -> Contestant:
+    """transformers' `generate`, in process."""
+    return Contestant(
+        "transformers",
+        importlib.metadata.version("transformers"),
+        lambda checkpoint, port: [
+            sys.executable, "-m", "peers.generate", str(checkpoint.path), str(len(cores)),
+        ],
+        environment={"PYTHONPATH": str(Path(__file__).parent.parent)},
+        remark="one static batch in process: no HTTP, no text, no scheduler, to its advantage",
+        serves_http=False,
+    )  # fmt: skip
+
+
+def _output(command: list[str]) -> str | None:
+    """What a command writes, to either stream; None if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return (done.stdout + done.stderr).strip() if done.returncode == 0 else None

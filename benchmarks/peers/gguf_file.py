@@ -1,0 +1,149 @@
+"""A Hugging Face checkpoint as one GGUF file in bfloat16, for llama.cpp.
+
+Written with the `gguf` package, because llama.cpp's own converter knows
+tokenizers by a hash and refuses those of made-up checkpoints. Handles qwen2
+and qwen3_moe with byte-level BPE: the shapes that are raced. Norms, biases
+and routers are float32, as llama.cpp's converter has them.
+
+Not handled: rope scaling, sliding windows, other families.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from gguf import GGUFWriter
+
+_ARCHITECTURE = {"qwen2": "qwen2", "qwen3_moe": "qwen3moe"}
+_TOP = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_OF_LAYER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_EXPERT = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
+
+
+def convert(checkpoint: Path, out: Path) -> Path:
+    """Write `out` if it is not there; returns it.
+
+    Raises ValueError for a family that is not handled.
+    """
+    if out.exists():
+        return out
+    from gguf import GGUFWriter
+
+    config = json.loads((checkpoint / "config.json").read_text())
+    family = config["model_type"]
+    if family not in _ARCHITECTURE:
+        raise ValueError(f"model_type is {family!r}; it must be one of {sorted(_ARCHITECTURE)}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = out.with_suffix(".part")
+    writer = GGUFWriter(part, _ARCHITECTURE[family])
+    _write_config(writer, config)
+    _write_tokenizer(writer, checkpoint, config)
+    _write_tensors(writer, checkpoint, config)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return part.rename(out)
+
+
+def _write_config(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    from gguf import LlamaFileType
+
+    writer.add_name("benchmark")
+    writer.add_file_type(LlamaFileType.MOSTLY_BF16)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if "head_dim" in config:
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+    if "num_experts" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def _write_tokenizer(writer: GGUFWriter, checkpoint: Path, config: dict[str, Any]) -> None:
+    from gguf import TokenType
+
+    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
+    model = tokenizer["model"]
+    tokens = dict(model["vocab"])
+    special = {added["content"]: added["id"] for added in tokenizer["added_tokens"]}
+    names = {id: name for name, id in (tokens | special).items()}
+    listed = [names.get(i, f"[unused{i}]") for i in range(config["vocab_size"])]
+    kinds = [TokenType.CONTROL if name in special else TokenType.NORMAL for name in listed]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(listed)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(merges)
+    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_add_bos_token(False)
+
+
+def _write_tensors(writer: GGUFWriter, checkpoint: Path, config: dict[str, Any]) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        tensors |= load_file(file)
+    for name, tensor in tensors.items():
+        if ".experts." not in name:
+            _add(writer, _gguf_name(name), tensor)
+    for layer in range(config["num_hidden_layers"] if "num_experts" in config else 0):
+        for theirs, ours in _EXPERT.items():
+            prefix = f"model.layers.{layer}.mlp.experts"
+            experts = [
+                tensors[f"{prefix}.{expert}.{theirs}.weight"]
+                for expert in range(config["num_experts"])
+            ]
+            _add(writer, f"blk.{layer}.{ours}.weight", torch.stack(experts))
+
+
+def _gguf_name(name: str) -> str:
+    if name in _TOP:
+        return _TOP[name]
+    _, _, layer, rest = name.split(".", 3)
+    part, _, kind = rest.rpartition(".")
+    return f"blk.{layer}.{_OF_LAYER[part]}.{kind}"
+
+
+def _add(writer: GGUFWriter, name: str, tensor: torch.Tensor) -> None:
+    """Matrices in bfloat16 (as bytes: NumPy has no such type), all else in float32."""
+    import torch
+    from gguf import GGMLQuantizationType
+
+    if tensor.ndim == 1 or "ffn_gate_inp" in name:
+        writer.add_tensor(name, tensor.float().numpy())
+    else:
+        raw = tensor.to(torch.bfloat16).contiguous().view(torch.uint8).numpy()
+        writer.add_tensor(name, raw, raw_dtype=GGMLQuantizationType.BF16)
