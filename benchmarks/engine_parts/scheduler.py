@@ -1,0 +1,124 @@
+"""Scheduler, KV cache and batching: a step with 256 running requests, in microseconds.
+
+A step is `schedule` and `finish`, two under way as in the engine core, and the
+mock runner's microsecond between them. Where requests come and go, adding and
+ending them is part of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from engine_parts.measure import Case
+from engine_parts.mock import NUM_BLOCKS, VOCAB_SIZE, MockRunner
+from weft.models.interface import StepInput
+from weft.serving.engine_core import DEPTH
+from weft.serving.kv_cache import KVCache
+from weft.serving.messages import Add
+from weft.serving.sampling_params import SamplingParams
+from weft.serving.scheduler import Scheduler
+
+RUNNING = 256
+BLOCK_SIZE = 32
+BUDGET = 2048
+MAX_MODEL_LEN = 32768
+PROMPT = 512  # tokens of the requests that decode all the time
+STEPS = 256  # measured in one go, so that these have 512 to 768 tokens
+GOAL = 200.0
+
+
+class Loop:
+    """The engine core's loop, without its sockets.
+
+    Args:
+        decoding: requests that decode all the time.
+        next_prompt: makes the prompts of requests that come and go beside them, as many as there
+            are steps under way; they are sampled once.
+    """
+
+    def __init__(self, decoding: int, next_prompt: Callable[[], list[int]] | None = None) -> None:
+        kv = KVCache(NUM_BLOCKS, BLOCK_SIZE, RUNNING, MAX_MODEL_LEN)
+        self._scheduler = Scheduler(kv, max_num_batched_tokens=BUDGET, max_model_len=MAX_MODEL_LEN)
+        self._runner = MockRunner()
+        self._next_prompt = next_prompt
+        self._under_way: deque[StepInput] = deque()
+        self._count = 0
+        for _ in range(decoding):
+            self._add(random_prompt(PROMPT), max_tokens=MAX_MODEL_LEN - PROMPT)
+        while self._scheduler.stats().generation_tokens < decoding:
+            self.step()
+        if next_prompt is not None:
+            for _ in range(RUNNING - decoding):
+                self._add(next_prompt(), max_tokens=1)
+            for _ in range(4 * DEPTH):
+                self.step()
+        stats = self._scheduler.stats()
+        assert stats.running + stats.waiting == RUNNING, stats
+
+    def step(self) -> None:
+        """One turn of the loop."""
+        while len(self._under_way) < DEPTH and (batch := self._scheduler.schedule()) is not None:
+            self._under_way.append(batch)
+        outputs = self._scheduler.finish(self._runner.step(self._under_way.popleft()))
+        for output in outputs:
+            if output.finish_reason is not None and self._next_prompt is not None:
+                self._add(self._next_prompt(), max_tokens=1)
+
+    def _add(self, prompt: list[int], max_tokens: int) -> None:
+        self._count += 1
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0)
+        self._scheduler.add(Add(str(self._count), prompt, params, end_token_ids=()))
+
+
+_random = np.random.default_rng(0)
+
+
+def random_prompt(length: int) -> list[int]:
+    """Tokens that no other prompt begins with."""
+    return list(map(int, _random.integers(0, VOCAB_SIZE, length)))
+
+
+def _us_per_step(make_loop: Callable[[], Loop]) -> Callable[[float], float]:
+    def run(seconds: float) -> float:
+        steps, taken = 0, 0.0
+        while taken < seconds:
+            loop = make_loop()
+            begin = time.perf_counter()
+            for _ in range(STEPS):
+                loop.step()
+            taken += time.perf_counter() - begin
+            steps += STEPS
+        return taken / steps * 1e6
+
+    return run
+
+
+def _decodes() -> Loop:
+    return Loop(RUNNING)
+
+
+def _chunked_prefill() -> Loop:
+    return Loop(RUNNING - DEPTH, lambda: random_prompt(4096))
+
+
+def _prefix_hits() -> Loop:
+    prefix = random_prompt(1024)
+    return Loop(RUNNING - DEPTH, lambda: prefix + random_prompt(BLOCK_SIZE))
+
+
+@contextmanager
+def cases() -> Iterator[list[Case]]:
+    """See the module's text."""
+    yield [
+        Case(name, "us/step", _us_per_step(make_loop), at_most=GOAL)
+        for name, make_loop in (
+            ("256 decodes", _decodes),
+            ("254 decodes, chunks of 4,096-token prompts", _chunked_prefill),
+            ("254 decodes, one new request, 1,024 of its 1,056 tokens cached", _prefix_hits),
+        )
+    ]
