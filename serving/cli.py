@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 import click
 
 from weft.errors import ConfigError, RequestError, WeftError
+from weft.serving.bench.options import load_options
 from weft.serving.config import EngineConfig, ServerConfig, Setting, settings_of
 from weft.serving.settings import Settings, resolve
 from weft.version import __version__
@@ -292,6 +293,35 @@ def doctor(settings: Settings, as_json: bool) -> int:
     from weft.serving.doctor import run
 
     return run(settings.build(EngineConfig), settings.build(ServerConfig), as_json=as_json)
+
+
+@weft.command()
+@load_options
+@click.option(
+    "--api-key",
+    envvar="WEFT_API_KEY",
+    metavar="KEY",
+    help="the server's key; WEFT_API_KEY gives it too, and keeps it out of `ps`",
+)
+def bench(**options: Any) -> int:
+    """Load an OpenAI-compatible server, and report what its users feel.
+
+    It need not be weft. A table goes to stdout: token and request rates, time to first token
+    (TTFT), times between tokens (ITL) and to the end of an answer. Exits with 1 if a request
+    failed. docs/benchmarking.md says what each figure means.
+
+    \b
+    weft bench
+    weft bench --users 1,16,64 --output-tokens 16-256 --target ttft=1,tpot=0.1
+    weft bench --rate 1,2,4,8 --plot latency.png --output figures.json
+    weft bench --chat --turns 4 --shared-prefix 500 --url http://127.0.0.1:9000/v1
+    """
+    try:
+        from weft.serving.bench.command import main
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"weft bench needs {error.name}: pip install 'weft[bench]'") from None
+
+    return main(**options)
 
 
 def _params(given: dict[str, Any]) -> SamplingParams:

@@ -11,12 +11,10 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from weft.serving.bench.client import Client, Result
+from weft.serving.bench.client import Client, Record
 from weft.serving.bench.workload import Turn
-
-Progress = Callable[[Result], None]
 
 
 async def closed_loop(
@@ -25,22 +23,18 @@ async def closed_loop(
     *,
     users: int,
     count: int,
-    progress: Progress,
-) -> list[Result]:
+    record: Record,
+) -> None:
     """`users` at once hold `count` conversations in all."""
-    results: list[Result] = []
     left = iter(range(count))
 
     async def user() -> None:
         for _ in left:
-            for result in await client.ask(next(conversations), due=time.perf_counter()):
-                results.append(result)
-                progress(result)
+            await client.ask(next(conversations), time.perf_counter(), record)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(min(users, count)):
             group.create_task(user())
-    return results
 
 
 async def open_loop(
@@ -50,21 +44,14 @@ async def open_loop(
     rate: float,
     count: int,
     seed: int,
-    progress: Progress,
-) -> list[Result]:
+    record: Record,
+) -> None:
     """`count` conversations that arrive independently, `rate` a second on average."""
-    results: list[Result] = []
     rng = random.Random(seed)
-
-    async def arrival(conversation: list[Turn], due: float) -> None:
-        for result in await client.ask(conversation, due):
-            results.append(result)
-            progress(result)
-
     due = time.perf_counter()
     async with asyncio.TaskGroup() as group:
         for _ in range(count):
+            conversation = next(conversations)
             due += rng.expovariate(rate)
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            group.create_task(arrival(next(conversations), due))
-    return results
+            group.create_task(client.ask(conversation, due, record))

@@ -1,16 +1,21 @@
-"""From the times of requests to numbers, a table, JSON and a picture.
+"""From the times of requests to numbers.
 
 Rates are given twice. `total`: all output tokens over the whole run, start-up
-and tail included. `steady`: those of the middle, while as many requests were
-running as ever ran at once (a batch that drains at the end says nothing of a
-server that is never idle).
+and tail included. `steady`: those of the middle, while at least 0.9 of the
+most requests that ever decoded at once were decoding; a request decodes from
+its first token to its last. So the prompts of a first wave and a batch that
+drains at the end, which say nothing of a server that is never idle, are left
+out, and prompts that are worked in between others' tokens count. For one user
+it is the rate of decoding alone. It is for closed loops: at a rate, the most
+that ever ran at once is a chance moment, and steady is not given.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 
@@ -18,6 +23,10 @@ from weft.errors import ConfigError
 from weft.serving.bench.client import Result
 
 PERCENTILES = (50, 90, 99)
+FULL = 0.9  # share of the most requests that ever decoded at once
+MAX_REASONS = 10  # of failures, the most common
+
+Percentiles = dict[str, float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +39,18 @@ class Target:
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """Read "ttft=1.0,tpot=0.1"."""
+        """Read "ttft=1.0,tpot=0.1"; raises ConfigError."""
         values: dict[str, float] = {}
-        for part in filter(None, text.split(",")):
-            name, _, value = part.partition("=")
-            try:
-                values[name.strip()] = float(value)
-            except ValueError:
-                raise ConfigError(f"--target has {part!r}; write it as ttft=1.0,tpot=0.1") from None
-        unknown = values.keys() - {"ttft", "tpot", "latency"}
-        if unknown:
-            raise ConfigError(
-                f"--target names {sorted(unknown)[0]!r}; it knows ttft, tpot and latency"
-            )
+        names = [field.name for field in fields(cls)]
+        for part in text.split(","):
+            name, _, number = (word.strip() for word in part.partition("="))
+            if name not in names:
+                raise ConfigError(
+                    f"--target names {name!r}; it knows {', '.join(names)} (ttft=1.0,tpot=0.1)"
+                )
+            if name in values:
+                raise ConfigError(f"--target names {name} twice")
+            values[name] = positive(number, f"{name} of --target")
         return cls(**values)
 
     def met(self, result: Result) -> bool:
@@ -52,18 +60,36 @@ class Target:
         )
 
 
+def positive(text: str, name: str) -> float:
+    """A finite number above 0; ConfigError says what `name` is instead."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number > 0):
+        raise ConfigError(f"{name} is {text!r}; it must be a number above 0")
+    return number
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """A run in numbers; times in seconds, rates per second.
 
     Attributes:
-        load: "16 users" or "2.0/s".
+        load: "16 users" or "2/s".
         requests, failed: how many were made, and how many of them failed.
         seconds: from the first start to the last end.
+        prompt_tokens, output_tokens: of the requests that did not fail.
         total_rate, steady_rate: output tokens per second; see the module's text.
         request_rate: finished requests per second.
-        goodput: finished requests per second that met the target.
-        ttft, itl, tpot, latency: percentile -> seconds.
+        goodput: finished requests per second that met the target; without one, all do.
+        ttft, itl, tpot, latency: "p50", "p90" and "p99" -> seconds; None when there are no times.
+            ttft and latency count from when a request was due, itl are the times between events
+            with tokens of all requests, tpot is each request's mean time per token.
+        errors: reason -> number of requests that failed for it.
+        cached_tokens: of prompt_tokens, those that the server says it had cached.
+        short: answers that ended before they were as long as asked for.
+        interrupted: the run was cut short; this is of what had finished.
     """
 
     load: str
@@ -73,19 +99,35 @@ class Report:
     prompt_tokens: int
     output_tokens: int
     total_rate: float
-    steady_rate: float
+    steady_rate: float | None
     request_rate: float
     goodput: float
-    ttft: dict[str, float]
-    itl: dict[str, float]
-    tpot: dict[str, float]
-    latency: dict[str, float]
-    first_error: str | None
+    ttft: Percentiles
+    itl: Percentiles
+    tpot: Percentiles
+    latency: Percentiles
+    errors: dict[str, int]
+    cached_tokens: int
+    short: int
+    interrupted: bool
+
+    @property
+    def first_error(self) -> str | None:
+        """The most common reason of a failure."""
+        return next(iter(self.errors), None)
 
 
-def summarize(load: str, results: Sequence[Result], target: Target) -> Report:
-    """Turn the results of one run into a report."""
+def summarize(
+    load: str,
+    results: Sequence[Result],
+    target: Target,
+    *,
+    steady: bool = True,
+    interrupted: bool = False,
+) -> Report:
+    """Turn the results of one run into a report; `steady` is for closed loops."""
     good = [result for result in results if result.error is None]
+    reasons = Counter(result.error for result in results if result.error is not None)
     start = min((result.start for result in results), default=0.0)
     seconds = max(max((result.end for result in results), default=0.0) - start, 1e-9)
     output_tokens = sum(result.output_tokens for result in good)
@@ -97,91 +139,43 @@ def summarize(load: str, results: Sequence[Result], target: Target) -> Report:
         prompt_tokens=sum(result.prompt_tokens for result in good),
         output_tokens=output_tokens,
         total_rate=output_tokens / seconds,
-        steady_rate=_steady_rate(good),
+        steady_rate=_steady_rate(good) if steady else None,
         request_rate=len(good) / seconds,
         goodput=sum(map(target.met, good)) / seconds,
         ttft=_percentiles([result.ttft for result in good]),
         itl=_percentiles([gap for result in good for gap in result.itl]),
         tpot=_percentiles([result.tpot for result in good if result.output_tokens > 1]),
         latency=_percentiles([result.latency for result in good]),
-        first_error=next((result.error for result in results if result.error), None),
+        errors=dict(reasons.most_common(MAX_REASONS)),
+        cached_tokens=sum(result.cached_tokens for result in good),
+        short=sum(result.output_tokens < result.asked_tokens for result in good),
+        interrupted=interrupted,
     )
 
 
-def _percentiles(values: Sequence[float]) -> dict[str, float]:
-    if not values:
-        return {f"p{p}": float("nan") for p in PERCENTILES}
-    return {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
+def _percentiles(values: Sequence[float]) -> Percentiles:
+    numbers = np.percentile(values, PERCENTILES).tolist() if values else [None] * len(PERCENTILES)
+    return {f"p{p}": number for p, number in zip(PERCENTILES, numbers, strict=True)}
 
 
-def _steady_rate(results: Sequence[Result]) -> float:
-    """Output tokens per second while at least 0.9 of the most requests ever seen are decoding."""
-    if not results:
-        return 0.0
-    # +1 when a request shows its first token, -1 when it shows its last.
-    edges = sorted(edge for r in results for edge in ((r.arrivals[0], 1), (r.arrivals[-1], -1)))
-    running = np.cumsum([change for _, change in edges])
+def _steady_rate(results: Sequence[Result]) -> float | None:
+    """See the module's text; None when no two tokens of a request came at different times."""
+    decoding = [r for r in results if r.arrivals[-1] > r.arrivals[0]]
+    if not decoding:
+        return None
+    # One more decodes from its first token on, one less from its last.
+    edges = sorted(edge for r in decoding for edge in ((r.arrivals[0], 1), (r.arrivals[-1], -1)))
     times = np.array([moment for moment, _ in edges])
-    full = running[:-1] >= 0.9 * running.max()
-    lengths = np.diff(times)[full]
-    starts = times[:-1][full]
-    arrivals = np.sort(np.concatenate([_token_times(r) for r in results]))
-    counts = np.searchsorted(arrivals, starts + lengths) - np.searchsorted(arrivals, starts)
-    return float(counts.sum() / lengths.sum()) if lengths.sum() > 0 else 0.0
+    running = np.cumsum([change for _, change in edges])
+    full = running[:-1] >= FULL * running.max()
+    starts, ends = times[:-1][full], times[1:][full]
+    tokens = np.sort(np.concatenate([_token_times(r) for r in results]))
+    count = (np.searchsorted(tokens, ends) - np.searchsorted(tokens, starts)).sum()
+    return float(count / (ends - starts).sum())
 
 
 def _token_times(result: Result) -> np.ndarray:
-    """When each token came, taking a piece's arrival for all tokens that it may hold."""
-    shares = np.linspace(0, len(result.arrivals) - 1, max(result.output_tokens, 1)).round()
-    return np.asarray(result.arrivals)[shares.astype(int)]
-
-
-def render(reports: Sequence[Report]) -> str:
-    """A table with one row per load; times in milliseconds."""
-    head = (
-        f"{'load':>12} {'done':>6} {'failed':>6} {'tok/s':>8} {'steady':>8} {'req/s':>7} "
-        f"{'good/s':>7}  {'TTFT p50/p99':>15} {'ITL p50/p99':>13} {'e2e p50/p99':>15}"
-    )
-    rows = [head]
-    for r in reports:
-        rows.append(
-            f"{r.load:>12} {r.requests - r.failed:>6} {r.failed:>6} {r.total_rate:>8.1f} "
-            f"{r.steady_rate:>8.1f} {r.request_rate:>7.2f} {r.goodput:>7.2f}  "
-            f"{_ms(r.ttft):>15} {_ms(r.itl):>13} {_ms(r.latency):>15}"
-        )
-        if r.first_error:
-            rows.append(f"{'':>12} first error: {r.first_error}")
-    return "\n".join(rows)
-
-
-def _ms(percentiles: dict[str, float]) -> str:
-    return f"{1e3 * percentiles['p50']:.0f}/{1e3 * percentiles['p99']:.0f} ms"
-
-
-def plot(reports: Sequence[Report], path: Path, title: str) -> None:
-    """Draw latency against rate: TTFT and ITL percentiles over output tokens per second."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    rates = [report.total_rate for report in reports]
-    for axis, name, label in zip(
-        axes, ("ttft", "itl"), ("time to first token", "time between tokens"), strict=True
-    ):
-        for percentile in (f"p{p}" for p in PERCENTILES):
-            values = [1e3 * getattr(report, name)[percentile] for report in reports]
-            axis.plot(rates, values, marker="o", label=percentile)
-        for report in reports:
-            high = 1e3 * getattr(report, name)[f"p{PERCENTILES[-1]}"]
-            axis.annotate(
-                report.load, (report.total_rate, high), textcoords="offset points",
-                xytext=(0, 6), ha="center", fontsize=8,
-            )  # fmt: skip
-        axis.set(xlabel="output tokens/s", ylabel=f"{label}, ms", yscale="log")
-        axis.grid(visible=True, alpha=0.3)
-        axis.legend()
-    figure.suptitle(title)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    """When each token came, spreading the tokens evenly over the events."""
+    events = np.linspace(0, len(result.arrivals) - 1, result.output_tokens).round().astype(int)
+    times: np.ndarray = np.asarray(result.arrivals)[events]
+    return times

@@ -1,4 +1,4 @@
-"""One benchmark from options to report: `weft bench`.
+"""One benchmark: every load in turn, each reported.
 
 Each load (a number of users, or a rate) is one run with prompts of its own;
 a sweep over several loads gives the curve of latency against rate.
@@ -7,21 +7,26 @@ a sweep over several loads gives the curve of latency against rate.
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import aiohttp
+import msgspec
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, WeftError
 from weft.serving.bench.client import Client, Result
 from weft.serving.bench.load import closed_loop, open_loop
-from weft.serving.bench.report import Report, Target, plot, render, summarize
+from weft.serving.bench.report import Report, Target, summarize
 from weft.serving.bench.workload import Workload
 from weft.serving.progress import Progress
+
+MIN_COUNT = 16  # conversations of a run, unless told
+PER_USER = 4  # of them for each user
+RATE_SECONDS = 60  # how long a run at a rate goes on, unless told
+WARM_UP_RUN = -1  # the prompts that warm up are of no other run
+LIST_TIMEOUT = aiohttp.ClientTimeout(total=30)  # for the list of models
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +38,15 @@ class Benchmark:
         workload: what is asked.
         users: closed-loop loads, one run each.
         rates: open-loop loads in conversations per second, one run each.
-        count: conversations in each run; 0 means four per user (at least 16), or 60 s of a rate.
+        count: conversations in each run; 0 means four per user or 60 s of a rate, at least 16.
         model: its name on the server; the first of /v1/models if None.
         chat: use the chat API; needed for conversations of several turns.
         extra: fields of every request besides.
         target: what goodput counts.
         warm_up: conversations before the first run, not counted.
+        timeout: seconds that a request may take; it has failed then.
+        api_key: is sent as a bearer token.
+        quiet: show no progress.
     """
 
     base_url: str
@@ -49,9 +57,10 @@ class Benchmark:
     model: str | None = None
     chat: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
-    target: Target = Target()
+    target: Target = field(default_factory=Target)
     warm_up: int = 1
-    api_key: str | None = None
+    timeout: float = 600.0
+    api_key: str | None = field(default=None, repr=False)
     quiet: bool = False
 
     def __post_init__(self) -> None:
@@ -63,77 +72,138 @@ class Benchmark:
             raise ConfigError("--tokenizer does not go with --chat: messages are text")
 
 
-async def measure(benchmark: Benchmark) -> list[Report]:
+async def measure(
+    benchmark: Benchmark, reported: Callable[[Report], None] | None = None
+) -> list[Report]:
     """Run every load in turn, and report each.
+
+    When it is cancelled, what has finished of the load at hand is still reported.
+
+    Args:
+        benchmark: what to measure.
+        reported: is called with each report as soon as it is there.
 
     Raises:
         ConfigError: the server does not answer, or has no model.
+        WeftError: the requests that warm up failed.
     """
-    headers = {"Authorization": f"Bearer {benchmark.api_key}"} if benchmark.api_key else {}
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
-        timeout=aiohttp.ClientTimeout(total=None),
-        headers=headers,
-    ) as session:
-        model = benchmark.model or await _first_model(session, benchmark.base_url)
+    reports: list[Report] = []
+
+    def report(new: Report) -> None:
+        reports.append(new)
+        if reported is not None:
+            reported(new)
+
+    model = benchmark.model or await find_model(benchmark)
+    async with _session(benchmark) as session:
         client = Client(session, benchmark.base_url, model, benchmark.chat, benchmark.extra)
-        warm = replace(benchmark.workload, seed=benchmark.workload.seed - 1).conversations()
-        await closed_loop(client, warm, users=1, count=benchmark.warm_up, progress=_ignore)
-        loads: list[float] = [*benchmark.users, *benchmark.rates]
-        reports = []
-        for i, load in enumerate(loads):
-            is_rate = i >= len(benchmark.users)
-            reports.append(await _one(client, benchmark, load, is_rate=is_rate, run=i))
-        return reports
-
-
-async def _one(
-    client: Client, benchmark: Benchmark, load: float, *, is_rate: bool, run: int
-) -> Report:
-    workload = replace(benchmark.workload, seed=benchmark.workload.seed + run)
-    label = f"{load:g}/s" if is_rate else f"{load:g} users"
-    count = benchmark.count or (round(60 * load) if is_rate else max(16, 4 * int(load)))
-    with Progress(label, count * workload.turns, quiet=benchmark.quiet) as bar:
-        progress: Callable[[Result], None] = lambda result: bar.advance(result.output_tokens)  # noqa: E731
-        if is_rate:
-            results = await open_loop(
-                client, workload.conversations(), rate=load, count=count,
-                seed=workload.seed, progress=progress,
-            )  # fmt: skip
-        else:
-            results = await closed_loop(
-                client, workload.conversations(), users=int(load), count=count, progress=progress
+        await _warm_up(client, benchmark)
+        for run, users in enumerate(benchmark.users):
+            count = benchmark.count or max(MIN_COUNT, PER_USER * users)
+            conversations = benchmark.workload.conversations(run)
+            loop = partial(closed_loop, client, conversations, users=users, count=count)
+            await _run(
+                benchmark, f"{users} user" + "s" * (users > 1), count, loop, report, steady=True
             )
-    return summarize(label, results, benchmark.target)
+        for run, rate in enumerate(benchmark.rates, len(benchmark.users)):
+            count = benchmark.count or max(MIN_COUNT, round(RATE_SECONDS * rate))
+            conversations = benchmark.workload.conversations(run)
+            seed = benchmark.workload.seed + run
+            loop = partial(open_loop, client, conversations, rate=rate, count=count, seed=seed)
+            await _run(benchmark, f"{rate:g}/s", count, loop, report, steady=False)
+    return reports
 
 
-def _ignore(result: Result) -> None:
-    if result.error:
-        raise ConfigError(f"the warm-up request failed: {result.error}")
+async def _run(
+    benchmark: Benchmark,
+    load: str,
+    count: int,
+    loop: Callable[..., Coroutine[Any, Any, None]],
+    report: Callable[[Report], None],
+    *,
+    steady: bool,
+) -> None:
+    """One load: `loop` is called with where to record results."""
+    results: list[Result] = []
+    with Progress(load, count * benchmark.workload.turns, quiet=benchmark.quiet) as progress:
+
+        def record(result: Result) -> None:
+            results.append(result)
+            progress.advance(result.output_tokens)
+
+        try:
+            await loop(record=record)
+        except asyncio.CancelledError:
+            report(summarize(load, results, benchmark.target, steady=steady, interrupted=True))
+            raise
+    report(summarize(load, results, benchmark.target, steady=steady))
 
 
-async def _first_model(session: aiohttp.ClientSession, base_url: str) -> str:
-    url = base_url + "/models"
+def _session(benchmark: Benchmark) -> aiohttp.ClientSession:
+    headers = {"Authorization": f"Bearer {benchmark.api_key}"} if benchmark.api_key else {}
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        timeout=aiohttp.ClientTimeout(total=benchmark.timeout),
+        headers=headers,
+    )
+
+
+async def _warm_up(client: Client, benchmark: Benchmark) -> None:
+    results: list[Result] = []
+    conversations = benchmark.workload.conversations(WARM_UP_RUN)
+    await closed_loop(
+        client, conversations, users=1, count=benchmark.warm_up, record=results.append
+    )
+    for result in results:
+        if result.error is not None:
+            advice = ""
+            if result.error.startswith(("HTTP 400", "HTTP 422")) and benchmark.extra:
+                advice = (
+                    f" (besides OpenAI's fields the request had {', '.join(benchmark.extra)}; "
+                    "--no-ignore-eos leaves out ignore_eos)"
+                )
+            raise WeftError(f"the warm-up request failed: {result.error}{advice}")
+
+
+async def find_model(benchmark: Benchmark) -> str:
+    """The model's name on the server: the first one, or the one asked for if it is there.
+
+    Raises:
+        ConfigError: the server does not answer, lists none, or lists others.
+    """
+    url = benchmark.base_url + "/models"
     try:
-        async with session.get(url) as response:
-            response.raise_for_status()
-            return str((await response.json())["data"][0]["id"])
-    except (aiohttp.ClientError, KeyError, IndexError, ValueError) as error:
-        raise ConfigError(f"no model at {url} ({error}); is the server up? --url names it") from None
+        async with (
+            _session(benchmark) as session,
+            session.get(url, timeout=LIST_TIMEOUT) as response,
+        ):
+            status, body = response.status, await response.read()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        reason = str(error) or f"no answer within {LIST_TIMEOUT.total:g} s"
+        raise ConfigError(
+            f"no server at {benchmark.base_url} ({reason}); is it up? --url names another"
+        ) from None
+    if status in (401, 403):
+        raise ConfigError(f"{url} answers {status}: it wants an API key; --api-key gives it")
+    try:
+        names = [model.id for model in msgspec.json.decode(body, type=_Models).data]
+    except msgspec.MsgspecError:
+        names = []
+    if benchmark.model is None and not names:
+        raise ConfigError(
+            f"{url} lists no model (HTTP {status}); --url is to end in /v1, or give --model"
+        )
+    if benchmark.model is not None and names and benchmark.model not in names:
+        raise ConfigError(
+            f"--model is {benchmark.model!r}; the server at {benchmark.base_url} has "
+            + ", ".join(names)
+        )
+    return benchmark.model or names[0]
 
 
-def run(
-    benchmark: Benchmark, *, as_json: bool, output: Path | None, picture: Path | None
-) -> int:
-    """Measure, then write the table (or JSON) to stdout, and the files that were asked for."""
-    reports = asyncio.run(measure(benchmark))
-    document = json.dumps([asdict(report) for report in reports], indent=2)
-    print(document if as_json else render(reports))
-    if output is not None:
-        output.write_text(document + "\n")
-    if picture is not None:
-        plot(reports, picture, f"{benchmark.base_url}, prompt {benchmark.workload.prompt}")
-    failed = sum(report.failed for report in reports)
-    if failed:
-        print(f"{failed} requests failed", file=sys.stderr)
-    return 1 if failed else 0
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]

@@ -18,15 +18,18 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from weft.errors import ConfigError
+from weft.models.checkpoint import BUNDLED, locate
 
-WORDS = (
+_TEXT = (
     "time year people way day man thing woman life child world school state family student group "
     "country problem hand part place case week company system program question work number night "
     "point home water room mother area money story fact month lot right study book eye job word "
     "business issue side kind head house service friend father power hour game line end member"
-).split()
+)
+WORDS = _TEXT.split()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class Lengths:
     @classmethod
     def parse(cls, text: str, flag: str) -> Lengths:
         """Read "128", "64-256" or "~200"; ConfigError names `flag` otherwise."""
-        if match := re.fullmatch(r"(~?)(\d+)(?:-(\d+))?", text):
+        if match := re.fullmatch(r"(~?)([0-9]{1,9})(?:-([0-9]{1,9}))?", text):
             tilde, low, high = match.groups()
             lengths = cls(int(low), int(high or low), bool(tilde))
             if lengths.low >= 1 and lengths.high >= lengths.low and not (tilde and high):
@@ -49,6 +52,11 @@ class Lengths:
             f"{flag} is {text!r}; it must be a length (128), a range (64-256) "
             "or an exponential mean (~200)"
         )
+
+    def __str__(self) -> str:
+        if self.exponential:
+            return f"~{self.low}"
+        return str(self.low) if self.low == self.high else f"{self.low}-{self.high}"
 
     def draw(self, rng: random.Random) -> int:
         """One length."""
@@ -92,36 +100,45 @@ class Workload:
     token_ids: Sequence[int] = ()
     seed: int = 0
 
-    def conversations(self) -> Iterator[list[Turn]]:
-        """One conversation after the other, for ever."""
-        rng = random.Random(self.seed)
-        prefixes = [self._tokens(rng, self.shared_prefix) for _ in range(self.prefix_groups)]
+    def conversations(self, run: int = 0) -> Iterator[list[Turn]]:
+        """One conversation after the other, for ever; each run of a seed has others."""
+        rng = random.Random(f"{self.seed}/{run}")
+        prefixes = [self._draw(rng, self.shared_prefix) for _ in range(self.prefix_groups)]
         while True:
-            prefix = rng.choice(prefixes)
+            head = rng.choice(prefixes)
             conversation = []
-            for i in range(self.turns):
-                tokens = self._tokens(rng, self.prompt.draw(rng))
-                if i == 0:
-                    tokens = prefix + tokens
-                conversation.append(Turn(self._join(tokens), self.output.draw(rng)))
+            for _ in range(self.turns):
+                new = self._draw(rng, self.prompt.draw(rng))
+                conversation.append(Turn(self._prompt(head + new), self.output.draw(rng)))
+                head = []
             yield conversation
 
-    def _tokens(self, rng: random.Random, count: int) -> list[int] | list[str]:
-        return rng.choices(self.token_ids or WORDS, k=count)  # type: ignore[arg-type]
+    def _draw(self, rng: random.Random, count: int) -> list[int]:
+        """Token ids, or indices of words."""
+        return rng.choices(self.token_ids or range(len(WORDS)), k=count)
 
-    def _join(self, tokens: list[int] | list[str]) -> list[int] | str:
-        return list(tokens) if self.token_ids else " ".join(map(str, tokens))  # type: ignore[arg-type]
+    def _prompt(self, drawn: list[int]) -> list[int] | str:
+        return drawn if self.token_ids else " ".join(WORDS[i] for i in drawn)
 
 
-def plain_token_ids(tokenizer_path: str) -> list[int]:
-    """Ids of a tokenizer.json's ordinary tokens: no special ones, nothing added."""
-    from pathlib import Path
+def plain_token_ids(tokenizer: str) -> list[int]:
+    """Ids of a tokenizer's ordinary tokens: no special ones, nothing added.
 
+    Args:
+        tokenizer: a tokenizer.json, a directory that has one, or a bundled model's name.
+
+    Raises:
+        ConfigError: there is none, or it cannot be read.
+    """
     from tokenizers import Tokenizer
 
-    file = Path(tokenizer_path)
-    file = file / "tokenizer.json" if file.is_dir() else file
+    path = locate(tokenizer) if tokenizer in BUNDLED else Path(tokenizer).expanduser()
+    file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
-        raise ConfigError(f"--tokenizer is {tokenizer_path}; there is no tokenizer.json")
-    tokenizer = Tokenizer.from_file(str(file))
-    return sorted(set(tokenizer.get_vocab(with_added_tokens=False).values()))
+        raise ConfigError(f"--tokenizer is {tokenizer}; there is no tokenizer.json")
+    try:
+        backend = Tokenizer.from_file(str(file))
+    except Exception as error:  # noqa: BLE001  the library raises nothing narrower
+        raise ConfigError(f"--tokenizer is {tokenizer}; {file} cannot be read: {error}") from None
+    plain = set(backend.get_vocab(with_added_tokens=False).values())
+    return sorted(plain - backend.get_added_tokens_decoder().keys())

@@ -1,0 +1,12 @@
+"""`weft bench`, by the name that the other benchmarks have.
+
+python benchmarks/serve.py --users 1,16,64
+python benchmarks/serve.py --help
+"""
+
+import sys
+
+from weft.serving.cli import main
+
+sys.argv.insert(1, "bench")
+main()
