@@ -17,6 +17,7 @@ class Request:
         prompt: int32[P].
         output: tokens that have come back, in order.
         limit: tokens, prompt and output, at which it ends with "length".
+        output_limit: the same, counting output only.
         slot: where it runs; -1 while it waits.
         computed: tokens whose keys and values are computed by the steps submitted so far.
         scored: prompt tokens whose log probability is computed by the steps submitted so far.
@@ -36,6 +37,7 @@ class Request:
         "known_keys",
         "limit",
         "output",
+        "output_limit",
         "params",
         "prompt",
         "prompt_logprobs",
@@ -54,6 +56,7 @@ class Request:
         self.output: list[int] = []
         self.end_token_ids = frozenset(add.end_token_ids)
         self.limit = min(len(self.prompt) + add.params.max_tokens, max_model_len)
+        self.output_limit = self.limit - len(self.prompt)
         self.slot = -1
         self.computed = 0
         self.scored = 0
@@ -75,7 +78,7 @@ class Request:
         if stop <= n:
             return self.prompt[start:stop]
         output = np.array(self.output[max(start - n, 0) : stop - n], np.int32)
-        return np.concatenate((self.prompt[start:], output))
+        return output if start >= n else np.concatenate((self.prompt[start:], output))
 
     def keys(self, count: int, block_size: int) -> list[bytes]:
         """Prefix-cache keys of its first `count` blocks, whose tokens must be known."""

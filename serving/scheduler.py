@@ -299,15 +299,17 @@ class Scheduler:
     def _take_tokens(self, slots: Int32, result: StepOutput) -> list[TokenOutput]:
         outputs = []
         tokens, status = result.token_ids.tolist(), result.status.tolist()
-        for row, slot in enumerate(slots.tolist()):
+        for row, (slot, token, state) in enumerate(
+            zip(slots.tolist(), tokens, status, strict=True)
+        ):
             request = self._running[slot]
             assert request is not None, "a slot is not released while a step names it"
             if request.ended:
                 continue
-            if status[row] == FINITE:
-                request.output.append(tokens[row])
+            if state == FINITE:
+                request.output.append(token)
                 self._generation_tokens += 1
-                outputs.append(self._output(request, tokens[row], row, result.logprobs))
+                outputs.append(self._output(request, token, row, result.logprobs))
             else:
                 self.kv.forget(slot)
                 self._registered[slot] = self.kv.total  # and never offer them again
@@ -321,7 +323,7 @@ class Scheduler:
         reason: FinishReason | None = None
         if token in request.end_token_ids:
             reason = "stop"
-        elif len(request) == request.limit:
+        elif len(request.output) == request.output_limit:
             reason = "length"
         if reason is not None:
             self._end(request)
