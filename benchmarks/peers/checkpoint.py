@@ -45,8 +45,8 @@ class Checkpoint:
                     for length in part.get_shape():
                         size *= length
                     sizes[name] = size
-        experts = config.get("num_experts") or 1
-        active = (config.get("num_experts_per_tok") or 1) / experts
+        experts = config.get("num_experts") or config.get("num_local_experts")
+        active = config["num_experts_per_tok"] / experts if experts else 1.0
         is_tied = "lm_head.weight" not in sizes
         per_token = 0.0
         for name, size in sizes.items():

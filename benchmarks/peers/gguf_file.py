@@ -51,6 +51,8 @@ def convert(checkpoint: Path, out: Path) -> Path:
     from gguf import GGUFWriter
 
     config = json.loads((checkpoint / "config.json").read_text())
+    # transformers 5 writes `num_local_experts` where published checkpoints have `num_experts`.
+    config["num_experts"] = config.get("num_experts") or config.get("num_local_experts") or 0
     family = config["model_type"]
     if family not in _ARCHITECTURE:
         raise ValueError(f"model_type is {family!r}; it must be one of {sorted(_ARCHITECTURE)}")
@@ -78,15 +80,20 @@ def _write_config(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_rope_freq_base(_rope_theta(config))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if "head_dim" in config:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
-    if "num_experts" in config:
+    if config["num_experts"]:
         writer.add_expert_count(config["num_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def _rope_theta(config: dict[str, Any]) -> float:
+    """Where transformers 5 and earlier releases write it."""
+    return float(config.get("rope_theta") or config["rope_parameters"]["rope_theta"])
 
 
 def _write_tokenizer(writer: GGUFWriter, checkpoint: Path, config: dict[str, Any]) -> None:
@@ -105,7 +112,8 @@ def _write_tokenizer(writer: GGUFWriter, checkpoint: Path, config: dict[str, Any
     writer.add_token_list(listed)
     writer.add_token_types(kinds)
     writer.add_token_merges(merges)
-    writer.add_eos_token_id(config["eos_token_id"])
+    end = config["eos_token_id"]
+    writer.add_eos_token_id(end[0] if isinstance(end, list) else end)
     writer.add_add_bos_token(False)
 
 
@@ -119,7 +127,7 @@ def _write_tensors(writer: GGUFWriter, checkpoint: Path, config: dict[str, Any])
     for name, tensor in tensors.items():
         if ".experts." not in name:
             _add(writer, _gguf_name(name), tensor)
-    for layer in range(config["num_hidden_layers"] if "num_experts" in config else 0):
+    for layer in range(config["num_hidden_layers"] if config["num_experts"] else 0):
         for theirs, ours in _EXPERT.items():
             prefix = f"model.layers.{layer}.mlp.experts"
             experts = [
