@@ -86,7 +86,7 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--output", type=Path, metavar="DIR", help="write cpu.md and cpu.png there")
     add("--json", type=Path, metavar="FILE", default=ROOT / "build/peers/run.json",
-        help="the document with every sample (build/peers/run.json); logs go beside it")  # fmt: skip
+        help="every sample; logs go beside it (build/peers/run.json)")  # fmt: skip
     add("--render", type=Path, metavar="FILE", help="measure nothing: read this document")
     add("--quick", action="store_true", help="one repetition, fewer requests, dense shape only")
     add("--repetitions", type=int, metavar="N", help="of every load (3)")

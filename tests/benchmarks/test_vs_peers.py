@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 from peers.report import Run
-
 from support.checkpoints import make_checkpoint
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "vs_peers.py"
