@@ -53,6 +53,7 @@ Status = Literal["ready", "stalled", "draining", "dead"]
 LOAD_MODEL = "weft.serving.loading:load_model"
 LONG_PROMPT = 4096  # characters from which on a prompt is encoded in a thread
 ABORT_GRACE = 2.0  # seconds for a core to abort all requests and end
+TURN = 32  # messages that are taken in before readers run: what has piled up reaches them merged
 LAST_WORDS = 0.2  # seconds that messages of a core that has ended may take to arrive
 
 __all__ = ["AsyncEngine", "Delta", "Status"]
@@ -305,12 +306,15 @@ class AsyncEngine:
                 # When this process does not get to run, nor may the core have (a paused machine).
                 self._last_progress += max(0.0, time.monotonic() - before - tick)
             if receive.done():
-                message = self._decoder.decode(receive.result())
-                if isinstance(message, Failed):
-                    return EngineError(message.message)
-                assert isinstance(message, Outputs)
-                self._take(message)
-                receive = self._receive()
+                for _ in range(TURN):
+                    message = self._decoder.decode(receive.result())
+                    if isinstance(message, Failed):
+                        return EngineError(message.message)
+                    assert isinstance(message, Outputs)
+                    self._take(message)
+                    receive = self._receive()
+                    if not receive.done():
+                        break
             elif core.ended.done():
                 how = core.ended.result()
                 if how is None and self.status == "draining":

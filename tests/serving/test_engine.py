@@ -243,6 +243,27 @@ async def test_a_slow_reader_gets_all_in_one_delta(local: AsyncEngine) -> None:
     assert tokens(deltas) == expected(PROMPT, 200, ends=())
 
 
+async def test_when_the_core_is_ahead_tokens_arrive_merged(
+    local: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A front that does not get to run must not hand on one by one what has piled up."""
+    made = threading.Event()
+    step = MockRunner.step
+
+    def stepping(self: MockRunner, batch: StepInput) -> StepOutput:
+        if batch.output_index[0] == 19:
+            made.set()
+        return step(self, batch)
+
+    monkeypatch.setattr(MockRunner, "step", stepping)
+    reader = asyncio.create_task(collect(local, PROMPT, params(stop_token_ids=(), ignore_eos=True)))
+    await asyncio.sleep(0)
+    assert made.wait(60)  # the event loop stands still
+    deltas = await reader
+    assert [t for delta in deltas for t in delta.token_ids] == expected(PROMPT, 20, ends=())
+    assert len(deltas) <= 5
+
+
 async def test_one_bad_row_does_not_hurt_the_others(engine: AsyncEngine) -> None:
     prompts = [PROMPT, [1, NOT_FINITE_TOKEN, 2], [5, 4, 3]]
     good, bad, other = await asyncio.gather(*(collect(engine, p, params()) for p in prompts))
