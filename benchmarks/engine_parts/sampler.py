@@ -1,7 +1,8 @@
 """The sampler alone: milliseconds for 16, 64 and 256 rows of 151,936 bfloat16 logits.
 
-The logits are normal with a standard deviation of 3, which puts about half of
-the probability on the 60 most likely tokens, as models do.
+The logits are normal with a standard deviation of 3. That is flatter than what
+models say: 0.95 of the probability is spread over 13,000 tokens, the slow case
+of top-p.
 """
 
 from __future__ import annotations
