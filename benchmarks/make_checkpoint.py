@@ -4,6 +4,10 @@ Speed does not depend on what the weights are, so a shape is enough; the
 tokenizer is real (byte-level BPE over the full vocabulary), so that text,
 streaming and detokenizing cost what they cost in production.
 
+Tensors are made and written one at a time, in the safetensors format, whose
+library takes only what is in memory as a whole. Everything goes to a directory
+beside OUT that is moved there once it is complete.
+
     python benchmarks/make_checkpoint.py qwen2.5-0.5b OUT
 """
 
@@ -12,28 +16,38 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
+import os
+import shutil
 import string
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from weft.errors import ConfigError, WeftError
+from weft.serving.loading import show_progress
+
 END = "<|im_end|>"
+# transformers gives every Qwen tokenizer the first, beyond the vocabulary if it lacks it.
+SPECIAL = ("<|endoftext|>", "<|im_start|>", END)
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+STD = 0.02  # of the weights; norms are 1
 
-COMMON = {
+COMMON: dict[str, Any] = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
     "torch_dtype": "bfloat16",
     "attention_dropout": 0.0,
     "use_cache": True,
 }
-SHAPES: dict[str, dict[str, object]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
@@ -84,7 +98,7 @@ SHAPES: dict[str, dict[str, object]] = {
 }
 
 
-def tensor_shapes(config: dict[str, object]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def tensor_shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of a checkpoint's tensors, as the family's releases have them."""
     size = {key: value for key, value in config.items() if isinstance(value, int)}
     hidden, heads, kv_heads = (
@@ -108,17 +122,17 @@ def tensor_shapes(config: dict[str, object]) -> Iterator[tuple[str, tuple[int, .
             yield f"{layer}.self_attn.k_norm.weight", (head_dim,)
             yield f"{layer}.mlp.gate.weight", (size["num_experts"], hidden)
             for e in range(size["num_experts"]):
-                yield from mlp_shapes(
+                yield from _mlp_shapes(
                     f"{layer}.mlp.experts.{e}", hidden, size["moe_intermediate_size"]
                 )
         else:
-            yield from mlp_shapes(f"{layer}.mlp", hidden, size["intermediate_size"])
+            yield from _mlp_shapes(f"{layer}.mlp", hidden, size["intermediate_size"])
     yield "model.norm.weight", (hidden,)
     if not config["tie_word_embeddings"]:
         yield "lm_head.weight", (size["vocab_size"], hidden)
 
 
-def mlp_shapes(name: str, hidden: int, inner: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _mlp_shapes(name: str, hidden: int, inner: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield f"{name}.gate_proj.weight", (inner, hidden)
     yield f"{name}.up_proj.weight", (inner, hidden)
     yield f"{name}.down_proj.weight", (hidden, inner)
@@ -127,13 +141,23 @@ def mlp_shapes(name: str, hidden: int, inner: int) -> Iterator[tuple[str, tuple[
 def make_tokenizer(vocab_size: int) -> Tokenizer:
     """A byte-level BPE tokenizer with exactly `vocab_size` tokens.
 
-    After the 256 bytes come all pairs, then triples, of letters until the vocabulary is full.
+    After the 256 bytes come all pairs, then triples, of letters until the vocabulary is full; the
+    last three are special.
+
+    Raises:
+        ConfigError: the size is not between 259 and about 250,000.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate(alphabet)}
     letters = string.ascii_lowercase + string.ascii_uppercase + string.digits
     pairs = [a + b for a, b in itertools.product("Ġ" + letters, letters)]
-    room = vocab_size - len(vocab) - 2
+    room = vocab_size - len(vocab) - len(SPECIAL)
+    most = len(pairs) * (1 + len(letters))
+    if not 0 <= room <= most:
+        raise ConfigError(
+            f"vocab_size is {vocab_size}; it must be from {vocab_size - room} "
+            f"to {vocab_size - room + most}"
+        )
     merged = itertools.chain(
         ((pair, (pair[0], pair[1])) for pair in pairs),
         ((pair + c, (pair, c)) for pair, c in itertools.product(pairs, letters)),
@@ -145,48 +169,101 @@ def make_tokenizer(vocab_size: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|im_start|>", END])
-    assert tokenizer.get_vocab_size() == vocab_size
+    tokenizer.add_special_tokens(list(SPECIAL))
     return tokenizer
 
 
-def make_checkpoint(shape: str, out: Path, seed: int = 0) -> None:
-    """Write config, tokenizer and one safetensors file of random bfloat16 weights to `out`."""
-    config = COMMON | SHAPES[shape]
-    vocab_size = config["vocab_size"]
-    assert isinstance(vocab_size, int)
-    out.mkdir(parents=True, exist_ok=True)
-    tokenizer = make_tokenizer(vocab_size)
-    tokenizer.save(str(out / "tokenizer.json"))
-    config["eos_token_id"] = tokenizer.token_to_id(END)
-    (out / "config.json").write_text(json.dumps(config, indent=2))
+def make_checkpoint(shape: str, out: Path, seed: int = 0, *, force: bool = False) -> None:
+    """Write a checkpoint of a listed shape; see `write_checkpoint`."""
+    write_checkpoint(COMMON | SHAPES[shape], out, seed, force=force)
+
+
+def write_checkpoint(
+    config: Mapping[str, Any], out: Path, seed: int = 0, *, force: bool = False
+) -> None:
+    """Write config, tokenizer and one safetensors file of random bfloat16 weights.
+
+    Args:
+        config: of a family that `tensor_shapes` knows, as in a config.json.
+        out: the checkpoint's directory.
+        seed: of the weights.
+        force: replace a checkpoint that is there.
+
+    Raises:
+        ConfigError: there is something at `out`, or the vocabulary has a size that cannot be made.
+    """
+    if out.exists():
+        if not force:
+            raise ConfigError(f"{out} exists; --force replaces it")
+        if not (out / "config.json").is_file():
+            raise ConfigError(f"{out} is not a checkpoint; --force does not replace it")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name}.{os.getpid()}")
+    partial.mkdir()
+    try:
+        _write_tokenizer(config, partial)
+        _write_weights(config, partial / "model.safetensors", seed)
+        if out.exists():
+            shutil.rmtree(out)
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_tokenizer(config: Mapping[str, Any], path: Path) -> None:
+    """tokenizer.json and its settings, and config.json, which names the end token."""
+    tokenizer = make_tokenizer(config["vocab_size"])
+    tokenizer.save(str(path / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END,
         "chat_template": TEMPLATE,
     }
-    (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+    _write_json(path / "tokenizer_config.json", settings)
+    _write_json(path / "config.json", {**config, "eos_token_id": tokenizer.token_to_id(END)})
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_weights(config: Mapping[str, Any], file: Path, seed: int) -> None:
+    """The safetensors format: the header's length, the header, the tensors one after the other."""
+    shapes = dict(tensor_shapes(config))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + math.prod(shape) * torch.bfloat16.itemsize
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the tensors are aligned
     generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name, dims in tensor_shapes(config):
-        tensor = torch.empty(dims, dtype=torch.bfloat16)
-        if name.endswith("norm.weight"):
-            tensor.fill_(1.0)
-        else:
-            tensor.normal_(0.0, 0.02, generator=generator)
-        tensors[name] = tensor
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    size = sum(t.numel() for t in tensors.values())
-    print(f"{out}: {shape}, {size / 1e9:.2f}B parameters")
+    with file.open("wb") as out, show_progress("writing weights") as progress:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for name, shape in shapes.items():
+            tensor = torch.ones(shape, dtype=torch.bfloat16)
+            if not name.endswith("norm.weight"):
+                tensor.normal_(0.0, STD, generator=generator)
+            out.write(tensor.view(torch.uint8).numpy().data)
+            progress(header[name]["data_offsets"][1], end)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    """Read the command line, and write the checkpoint."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    make_checkpoint(arguments.shape, arguments.out, arguments.seed)
+    parser.add_argument("out", type=Path, help="the checkpoint's directory")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights (0)")
+    parser.add_argument("--force", action="store_true", help="replace a checkpoint that is there")
+    options = parser.parse_args()
+    try:
+        make_checkpoint(options.shape, options.out, options.seed, force=options.force)
+    except WeftError as error:
+        parser.error(str(error))
+    size = (options.out / "model.safetensors").stat().st_size
+    print(f"{options.out}: {options.shape}, {size / 1e9:.2f} GB", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ class _Choice(msgspec.Struct):
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: Any = None
 
 
 _decode = msgspec.json.Decoder(_Event).decode
@@ -186,7 +186,7 @@ class Client:
             "stream_options": {"include_usage": True},
             **self.extra,
         }
-        reader = _Reader(result)
+        reader = EventReader(result)
         try:
             async with self.session.post(
                 self.base_url + route,
@@ -206,7 +206,7 @@ class Client:
         return "".join(reader.text)
 
 
-class _Reader:
+class EventReader:
     """Reads the events of one stream into a result."""
 
     def __init__(self, result: Result) -> None:
@@ -241,7 +241,7 @@ class _Reader:
     def _take(self, event: _Event, now: float) -> None:
         result = self._result
         if event.error is not None:
-            result.error = _short(bytes(event.error))
+            result.error = _short(_encode(event.error))
         if (usage := event.usage) is not None:
             result.prompt_tokens = usage.prompt_tokens
             result.output_tokens = usage.completion_tokens

@@ -130,6 +130,8 @@ def plot(reports: Sequence[Report], path: Path, title: str) -> None:
 
 
 def _curves(axis: Axes, reports: Sequence[Report], name: str, label: str) -> None:
+    from matplotlib.ticker import LogFormatter
+
     axis.set(xlabel="output tokens/s", ylabel=label)
     for percentile in (f"p{p}" for p in PERCENTILES):
         points = [
@@ -142,6 +144,8 @@ def _curves(axis: Axes, reports: Sequence[Report], name: str, label: str) -> Non
         axis.annotate(load, (x, y), (0, 6), textcoords="offset points", ha="center", fontsize=8)
     if points:
         axis.set_yscale("log")
+        axis.yaxis.set_major_formatter(LogFormatter())
+        axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
     axis.margins(0.1, 0.15)
     axis.grid(visible=True, alpha=0.3)
     axis.legend()

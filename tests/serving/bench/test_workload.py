@@ -1,0 +1,108 @@
+"""What a benchmark asks: lengths, freshness, what is shared."""
+
+from __future__ import annotations
+
+import random
+from itertools import islice
+from pathlib import Path
+from statistics import mean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.tokenizers import write_byte_level
+
+from weft.errors import ConfigError
+from weft.serving.bench.workload import Lengths, Turn, Workload, plain_token_ids
+
+TEN = Lengths(10, 10)
+IDS = range(1000, 9000)
+
+
+def first(workload: Workload, count: int, run: int = 0) -> list[list[Turn]]:
+    return list(islice(workload.conversations(run), count))
+
+
+@given(st.integers(1, 500), st.integers(0, 500), st.integers())
+def test_a_uniform_length_stays_in_its_range_and_reads_back(low: int, more: int, seed: int) -> None:
+    lengths = Lengths.parse(f"{low}-{low + more}", "--prompt")
+    assert low <= lengths.draw(random.Random(seed)) <= low + more
+    assert Lengths.parse(str(lengths), "--prompt") == lengths
+
+
+def test_each_kind_of_length_has_its_distribution() -> None:
+    rng = random.Random(0)
+    assert {Lengths.parse("7", "").draw(rng) for _ in range(100)} == {7}
+    assert {Lengths.parse("3-5", "").draw(rng) for _ in range(200)} == {3, 4, 5}
+    drawn = [Lengths.parse("~200", "").draw(rng) for _ in range(20_000)]
+    assert mean(drawn) == pytest.approx(200, rel=0.05)
+    assert min(drawn) >= 1
+    assert max(drawn) > 1000
+    assert str(Lengths.parse("~200", "")) == "~200"
+
+
+@pytest.mark.parametrize("text", ["", "0", "-3", "9-3", "~1-2", "1.5", "many", "1-2-3", "~", "٣"])
+def test_a_bad_distribution_is_refused_by_its_flag(text: str) -> None:
+    with pytest.raises(ConfigError, match="--prompt is "):
+        Lengths.parse(text, "--prompt")
+
+
+def test_prompts_of_token_ids_are_exactly_as_long_and_of_the_given_ids() -> None:
+    for (turn,) in first(Workload(Lengths(5, 9), TEN, token_ids=IDS), 50):
+        assert isinstance(turn.prompt, list)
+        assert 5 <= len(turn.prompt) <= 9
+        assert set(turn.prompt) <= set(IDS)
+        assert turn.output_tokens == 10
+
+
+def test_prompts_without_a_tokenizer_are_words() -> None:
+    ((turn,),) = first(Workload(TEN, TEN), 1)
+    assert isinstance(turn.prompt, str)
+    assert len(turn.prompt.split()) == 10
+
+
+def test_a_seed_and_a_run_say_what_is_asked_and_no_two_share_a_prompt() -> None:
+    def prompts(seed: int, run: int) -> set[tuple[int, ...]]:
+        asked = first(Workload(TEN, TEN, token_ids=IDS, seed=seed), 20, run)
+        return {tuple(turn.prompt) for (turn,) in asked if isinstance(turn.prompt, list)}
+
+    assert prompts(3, 0) == prompts(3, 0)
+    places = [(seed, run) for seed in range(3) for run in (-1, 0, 1)]
+    assert len(set().union(*(prompts(*place) for place in places))) == 20 * len(places)
+
+
+@pytest.mark.parametrize("ids", [IDS, ()])
+def test_a_group_shares_its_prefix_and_nothing_more(ids: range) -> None:
+    workload = Workload(TEN, TEN, shared_prefix=30, prefix_groups=3, token_ids=ids)
+    prompts = [turn.prompt for (turn,) in first(workload, 100)]
+    tokens = [p.split() if isinstance(p, str) else [str(i) for i in p] for p in prompts]
+    assert {len(prompt) for prompt in tokens} == {40}
+    assert len({tuple(prompt[:30]) for prompt in tokens}) == 3
+    assert len({tuple(prompt[30:]) for prompt in tokens}) == 100
+
+
+def test_only_the_first_turn_has_the_prefix() -> None:
+    workload = Workload(TEN, TEN, turns=3, shared_prefix=30)
+    for conversation in first(workload, 5):
+        assert [len(str(turn.prompt).split()) for turn in conversation] == [40, 10, 10]
+
+
+def test_plain_token_ids_are_those_of_ordinary_tokens(tmp_path: Path) -> None:
+    path = write_byte_level(tmp_path / "model")
+    ids = plain_token_ids(str(path))
+    assert ids == plain_token_ids(str(path / "tokenizer.json"))
+    from tokenizers import Tokenizer
+
+    added = Tokenizer.from_file(str(path / "tokenizer.json")).get_added_tokens_decoder()
+    assert added
+    assert added.keys().isdisjoint(ids)
+    assert set(range(256)) <= set(ids)
+    assert plain_token_ids("weft-demo")
+
+
+def test_a_tokenizer_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no tokenizer\.json"):
+        plain_token_ids(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        plain_token_ids(str(tmp_path))
