@@ -10,9 +10,10 @@ an event of a stream stands for; here it carries at least one token if
   But not if it names the role or the reason of the end: those carry none.
 
 How many tokens came is what the server's usage says, whatever the events were;
-without usage each event counts as one. Servers that hold back parts of
-characters (llama.cpp; weft in chats) show such a token with the next one, or
-with the end of the stream.
+without usage each event counts as one. Servers that hold back tokens without
+text of their own (llama.cpp; weft in chats) show them with the next one that
+has some, or not at all: if the usage counts more tokens than there were events,
+the event that ends the answer stands for the last of them.
 
 Every request has a connection of its own: some servers drop one that a stream
 has used, and a race with that would look like a failure.
@@ -213,7 +214,8 @@ class EventReader:
         self.text: list[str] = []
         self._result = result
         self._rest = b""  # of a line that has not come whole
-        self._ended: float | None = None  # when an event gave the reason of the end
+        self._ended = False  # an event gave the reason of the end
+        self._silent_end: float | None = None  # when it did, if it had no text
 
     def feed(self, data: bytes, now: float) -> None:
         """Take what came at the time `now`: any part of the stream."""
@@ -221,7 +223,7 @@ class EventReader:
         for line in lines:
             if line.startswith(b"data:"):
                 if line.startswith(b"[DONE]", 6):
-                    self._ended = self._ended or now
+                    self._ended = True
                 else:
                     self._take(_decode(line[5:]), now)
             elif line.startswith(b"error:"):  # of older llama.cpp servers
@@ -230,10 +232,10 @@ class EventReader:
     def finish(self) -> None:
         """The stream is over: settle the count, and whether the answer was whole."""
         result = self._result
-        if not result.arrivals and result.output_tokens and self._ended is not None:
-            result.arrivals.append(self._ended)  # all tokens were held back to the end
+        if self._silent_end is not None and result.output_tokens > len(result.arrivals):
+            result.arrivals.append(self._silent_end)
         result.output_tokens = result.output_tokens or len(result.arrivals)
-        if result.error is None and self._ended is None:
+        if result.error is None and not self._ended:
             result.error = "the stream ended in the middle of the answer"
         elif result.error is None and not result.arrivals:
             result.error = "the answer was empty"
@@ -252,8 +254,9 @@ class EventReader:
                 result.arrivals.append(now)
                 text = choice.text if choice.delta is None else choice.delta.content
                 self.text.append(text or "")
-            if choice.finish_reason is not None:
-                self._ended = now
+            elif choice.finish_reason is not None:
+                self._silent_end = now
+            self._ended = self._ended or choice.finish_reason is not None
 
 
 def _short(reason: bytes) -> str:

@@ -175,7 +175,8 @@ def _steady_rate(results: Sequence[Result]) -> float | None:
 
 
 def _token_times(result: Result) -> np.ndarray:
-    """When each token came, spreading the tokens evenly over the events."""
-    events = np.linspace(0, len(result.arrivals) - 1, result.output_tokens).round().astype(int)
-    times: np.ndarray = np.asarray(result.arrivals)[events]
-    return times
+    """When each token came: with its event, or evenly spread if there are not as many events."""
+    arrivals = np.array(result.arrivals)
+    if len(arrivals) == result.output_tokens:
+        return arrivals
+    return np.linspace(arrivals[0], arrivals[-1], result.output_tokens)

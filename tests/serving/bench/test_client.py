@@ -19,7 +19,7 @@ ROLE = {"role": "assistant", "content": ""}
 STREAMS = {
     # name: the events, how many of them carry tokens, and how many tokens there are
     "weft": ([text("a"), text(""), text("é"), text("\ufffd", "length"), usage(4)], 4, 4),
-    "vLLM": ([text("a"), text("bc"), text("", "stop"), usage(4)], 2, 4),
+    "vLLM": ([text("a"), text("bc"), text("", "stop"), usage(4)], 3, 4),
     "several tokens in an event": ([text("abcd"), text("efgh", "length"), usage(8)], 2, 8),
     "usage on every event": (
         [
@@ -45,7 +45,7 @@ STREAMS = {
             delta({}, "length"),
             usage(3),
         ],
-        2,
+        3,
         3,
     ),
     "chat of vLLM": (
@@ -123,6 +123,13 @@ def test_times_per_token_count_tokens_and_times_between_count_events() -> None:
     result = read([text("abcd"), text("efgh"), text("i", "length"), usage(9), DONE])
     assert result.itl == [1.0, 1.0]
     assert result.tpot == 2.0 / 8
+
+
+def test_tokens_without_text_last_until_the_end() -> None:
+    """As of an answer that goes on with special tokens, which a chat does not show."""
+    result = read([delta(ROLE), delta({"content": "a"}), b"", b"", delta({}, "length"), usage(4)])
+    assert result.arrivals == [2.0, 5.0]
+    assert result.tpot == 1.0
 
 
 @given(st.data())

@@ -104,6 +104,15 @@ def test_steady_rate_leaves_out_the_start_and_the_tail(
     assert report.total_rate < report.steady_rate
 
 
+def test_tokens_that_no_event_shows_count_over_the_whole_answer() -> None:
+    results = [result(30.0 * i, 1.0, 0.1, 200) for i in range(2)]
+    for silent in results:
+        silent.arrivals = [*silent.arrivals[:20], silent.arrivals[-1]]
+    report = summarize("1 user", results, NO_TARGET)
+    assert report.steady_rate == pytest.approx(10, rel=0.02)
+    assert report.tpot["p50"] == pytest.approx(0.1)
+
+
 def test_steady_rate_of_one_user_is_the_rate_of_decoding() -> None:
     report = summarize("1 user", [result(10.0 * i, 3.0, 0.05, 101) for i in range(3)], NO_TARGET)
     assert report.steady_rate == pytest.approx(20, rel=0.01)
