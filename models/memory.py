@@ -87,6 +87,7 @@ def plan_memory(
     spec: ModelSpec,
     *,
     dtype: str,
+    quantization: str = "none",
     available: int,
     memory_fraction: float,
     kv_cache_memory: int | None,
@@ -100,6 +101,7 @@ def plan_memory(
     Args:
         spec: the model.
         dtype: of weights, activations and KV cache; "auto" is the checkpoint's.
+        quantization: of the matrices: "none" or "int8".
         available: bytes that are free, from `available_memory`.
         memory_fraction: share of them that weft may take.
         kv_cache_memory: bytes for the KV cache; what is left if None.
@@ -114,6 +116,7 @@ def plan_memory(
     plan = _Plan(
         spec=spec,
         dtype=dtype,
+        quantization=quantization,
         available=available,
         memory_fraction=memory_fraction,
         kv_cache_memory=kv_cache_memory,
@@ -142,6 +145,7 @@ class _Plan:
 
     spec: ModelSpec
     dtype: str
+    quantization: str
     available: int
     memory_fraction: float
     kv_cache_memory: int | None
@@ -156,7 +160,7 @@ class _Plan:
 
     @property
     def weights(self) -> int:
-        return self.spec.weight_bytes(self.dtype)
+        return self.spec.weight_bytes(self.dtype, self.quantization)
 
     @property
     def activations(self) -> int:

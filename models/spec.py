@@ -227,9 +227,21 @@ class ModelSpec:
             return requested
         return "bfloat16" if self.dtype == "float16" else self.dtype
 
-    def weight_bytes(self, dtype: str = "auto") -> int:
-        """Bytes of all weights in `dtype`."""
-        return self.parameters * DTYPE_BYTES[self.compute_dtype(dtype)]
+    def weight_bytes(self, dtype: str = "auto", quantization: str = "none") -> int:
+        """Bytes of all weights in `dtype`, or with the matrices in "int8" and a scale per row."""
+        item = DTYPE_BYTES[self.compute_dtype(dtype)]
+        if quantization == "none":
+            return self.parameters * item
+        blocks = (layer.feed_forward for layer in self.layers)
+        kept = {block.router for block in blocks if isinstance(block, MoeSpec)}
+        if self.lm_head is not None:
+            kept.add(self.embedding)
+        return sum(
+            weight.size * item
+            if len(weight.shape) == 1 or weight in kept
+            else weight.size + weight.size // weight.shape[-1] * item
+            for weight in self.weights
+        )
 
     def kv_bytes_per_token(self, dtype: str = "auto") -> int:
         """Bytes of keys and values that one token takes in the cache, over all layers."""

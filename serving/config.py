@@ -20,6 +20,7 @@ import msgspec
 from weft.errors import ConfigError
 
 Dtype = Literal["auto", "bfloat16", "float32"]
+Quantization = Literal["none", "int8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,9 @@ class EngineConfig:
     model: Annotated[str, Help("a checkpoint's directory, or a bundled model's name")] = "weft-demo"
     tokenizer: Annotated[str | None, Help("the tokenizer's directory, if not the model's")] = None
     dtype: Annotated[Dtype, Help("compute type; auto is the checkpoint's")] = "auto"
+    quantization: Annotated[
+        Quantization, Help("of the weights at load: int8 has a scale per output channel")
+    ] = "none"
     max_model_len: Annotated[
         int | None,
         Help("most tokens of a request, prompt and output; else the model's limit", ge=1),

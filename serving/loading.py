@@ -62,6 +62,7 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     ledger = plan_memory(
         spec,
         dtype=dtype,
+        quantization=config.quantization,
         available=available_memory(),
         memory_fraction=config.memory_fraction,
         kv_cache_memory=config.kv_cache_memory,
@@ -79,6 +80,7 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
+        quantization=config.quantization,
         threads=config.threads,
         progress=progress,
     )

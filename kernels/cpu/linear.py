@@ -8,8 +8,8 @@ operators that torch.compile's freezing pass emits
 (torch/_inductor/fx_passes/mkldnn_fusion.py). At one row it then runs at the
 speed of memory.
 
-Not handled: weights that change (the row-major weight is not kept), gradients,
-and quantised weights.
+Not handled: weights that change (the row-major weight is not kept) and
+gradients. Quantised weights are in int8.py.
 """
 
 from __future__ import annotations
@@ -29,16 +29,13 @@ class PackedLinear:
     Args:
         weight: bfloat16 or float32 [N, K] (out, in), on the CPU.
         bias: [N], the weight's dtype.
+
+    Raises:
+        ValueError: the shapes or dtypes do not go together.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        if weight.dim() != 2:
-            raise ValueError(f"weight has shape {tuple(weight.shape)}; it must be [N, K]")
-        if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
-            raise ValueError(
-                f"bias is {bias.dtype} {tuple(bias.shape)}; it must be "
-                f"{weight.dtype} {tuple(weight.shape[:1])} like the weight"
-            )
+        check_linear(weight, bias)
         self.out_features, self.in_features = weight.shape
         self._bias = bias
         self._packed = can_pack(weight.dtype)
@@ -56,6 +53,17 @@ class PackedLinear:
             )
             return out
         return linear(x, self._weight, self._bias)
+
+
+def check_linear(weight: Tensor, bias: Tensor | None) -> None:
+    """Raise ValueError unless weight is [N, K], and bias [N] of the same dtype."""
+    if weight.dim() != 2:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; it must be [N, K]")
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
+        raise ValueError(
+            f"bias is {bias.dtype} {tuple(bias.shape)}; it must be "
+            f"{weight.dtype} {tuple(weight.shape[:1])} like the weight"
+        )
 
 
 def matmul_transposed(a: Tensor, b: Tensor) -> Tensor:

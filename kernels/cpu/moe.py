@@ -15,13 +15,16 @@ activations other than SiLU.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
 from weft.kernels.cpu.linear import PackedLinear
+
+Linear = Callable[[Tensor], Tensor]
+"""[T, K] -> [T, N]."""
 
 
 class PackedExperts:
@@ -34,21 +37,26 @@ class PackedExperts:
         gate: of each expert, bfloat16 or float32 [I, K]; or all of them, [E, I, K].
         up: of each expert, [I, K].
         down: of each expert, [K, I].
+        pack: makes a layer of a weight.
     """
 
     def __init__(
-        self, gate: Iterable[Tensor], up: Iterable[Tensor], down: Iterable[Tensor]
+        self,
+        gate: Iterable[Tensor],
+        up: Iterable[Tensor],
+        down: Iterable[Tensor],
+        pack: Callable[[Tensor], Linear] = PackedLinear,
     ) -> None:
-        self._gate_up: list[PackedLinear] = []
-        self._down: list[PackedLinear] = []
+        self._gate_up: list[Linear] = []
+        self._down: list[Linear] = []
         for expert, (g, u, d) in enumerate(zip(gate, up, down, strict=True)):
             if u.shape != g.shape or d.shape != g.shape[::-1]:
                 raise ValueError(
                     f"expert {expert} has gate {tuple(g.shape)}, up {tuple(u.shape)} and down "
                     f"{tuple(d.shape)}; they must be [I, K], [I, K] and [K, I]"
                 )
-            self._gate_up.append(PackedLinear(torch.cat((g, u))))
-            self._down.append(PackedLinear(d))
+            self._gate_up.append(pack(torch.cat((g, u))))
+            self._down.append(pack(d))
 
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         """Run every token through its experts.

@@ -17,7 +17,7 @@ from torch.nn.functional import rms_norm, silu
 
 from weft.kernels.cpu.attention import AttentionPlan, paged_attention, write_kv
 from weft.kernels.cpu.linear import PackedLinear
-from weft.kernels.cpu.moe import PackedExperts
+from weft.kernels.cpu.moe import Linear, PackedExperts
 from weft.models.spec import (
     AttentionSpec,
     LinearSpec,
@@ -30,7 +30,10 @@ from weft.models.spec import (
 
 
 class Load(Protocol):
-    """Gives weights in the type to compute in."""
+    """Gives weights in the type to compute in, and makes layers of them."""
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """`x @ weight.T + bias`, stored as the settings say: packed, or quantised."""
 
     def __call__(self, weight: WeightSpec) -> Tensor:
         """A weight that is one tensor of the checkpoint."""
@@ -136,7 +139,8 @@ class Moe:
         self._top_k = spec.top_k
         self._normalize = spec.normalize
         self._router = PackedLinear(load(spec.router))
-        self._experts = PackedExperts(*map(load.each, (spec.gate, spec.up, spec.down)))
+        gate, up, down = map(load.each, (spec.gate, spec.up, spec.down))
+        self._experts = PackedExperts(gate, up, down, load.pack)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
@@ -147,9 +151,9 @@ class Moe:
         return self._experts(x, experts, weights)
 
 
-def fuse(linears: tuple[LinearSpec, ...], load: Load) -> PackedLinear:
-    """One packed matrix for projections of the same input; their outputs follow each other."""
+def fuse(linears: tuple[LinearSpec, ...], load: Load) -> Linear:
+    """One matrix for projections of the same input; their outputs follow each other."""
     weights = [load(linear.weight) for linear in linears]
     biases = [load(linear.bias) for linear in linears if linear.bias is not None]
     weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-    return PackedLinear(weight, torch.cat(biases) if biases else None)
+    return load.pack(weight, torch.cat(biases) if biases else None)

@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from weft.kernels.cpu.attention import AttentionPlan
+from weft.kernels.cpu.int8 import Int8Linear
 from weft.kernels.cpu.linear import PackedLinear
+from weft.kernels.cpu.moe import Linear
 from weft.models.spec import LayerSpec, ModelSpec, MoeSpec, WeightSpec
 from weft.models.torch.layers import Attention, KVCache, Load, Mlp, Moe, RMSNorm, Rope
 from weft.models.weights import Weights
@@ -45,12 +47,16 @@ class Layer:
 class _Load:
     """Reads weights in the type to compute in; see layers.Load."""
 
-    def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
+    def __init__(self, weights: Weights, dtype: torch.dtype, quantization: str) -> None:
         self._weights = weights
         self._dtype = dtype
+        self._linear = Int8Linear if quantization == "int8" else PackedLinear
 
     def __call__(self, weight: WeightSpec) -> Tensor:
         return self._weights.read(weight).to(self._dtype)
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return self._linear(weight, bias)
 
     def each(self, weight: WeightSpec) -> Iterator[Tensor]:
         return (tensor.to(self._dtype) for tensor in self._weights.read_each(weight))
@@ -63,15 +69,19 @@ class Model:
         spec: what it is.
         weights: where the tensors come from, one at a time.
         dtype: to compute in.
+        quantization: of the matrices: "none" or "int8". Norms, biases, routers and the embedding
+            stay as they are.
     """
 
-    def __init__(self, spec: ModelSpec, weights: Weights, dtype: torch.dtype) -> None:
-        load = _Load(weights, dtype)
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, dtype: torch.dtype, quantization: str = "none"
+    ) -> None:
+        load = _Load(weights, dtype, quantization)
         self._dtype = dtype
         self._rope = Rope(spec.rope, spec.head_dim, dtype)
         self._layers = [Layer(spec, layer, load) for layer in spec.layers]
         self._norm = RMSNorm(load(spec.norm), spec.norm_eps)
-        self._lm_head = PackedLinear(load(spec.lm_head or spec.embedding))
+        self._lm_head = load.pack(load(spec.lm_head or spec.embedding))
         self._embedding = weights.read(spec.embedding)
 
     def __call__(

@@ -64,6 +64,7 @@ class TorchRunner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        quantization: str = "none",
         threads: int | None = None,
         progress: Progress | None = None,
     ) -> TorchRunner:
@@ -77,6 +78,7 @@ class TorchRunner:
             max_num_seqs: slots.
             max_num_batched_tokens: most tokens of a step.
             max_model_len: most tokens of a request.
+            quantization: of the matrices: "none", or "int8" with a scale per output channel.
             threads: of torch, in this whole process; as they are if None.
             progress: told how far reading has come, in bytes.
 
@@ -87,7 +89,8 @@ class TorchRunner:
             torch.set_num_threads(threads)
         dtype = spec.compute_dtype(dtype)
         with torch.inference_mode():
-            model = Model(spec, Weights(path, spec, progress), getattr(torch, dtype))
+            weights = Weights(path, spec, progress)
+            model = Model(spec, weights, getattr(torch, dtype), quantization)
         return cls(
             model,
             spec,

@@ -48,6 +48,30 @@ def test_sizes_come_from_the_config() -> None:
     assert spec.weight_bytes("float32") == 4 * spec.parameters
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_int8_halves_the_matrices_but_an_untied_embedding(tied: bool) -> None:
+    spec = build_spec(LLAMA | {"tie_word_embeddings": tied}, SOURCE)
+    matrices = 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 96) + 320 * 64
+    rows = 2 * (64 + 32 + 32 + 64 + 96 + 96 + 64) + 320
+    norms = 5 * 64
+    kept = 0 if tied else 320 * 64
+    assert spec.weight_bytes("auto", "int8") == matrices + 2 * (rows + norms + kept)
+
+
+def test_int8_leaves_routers_and_norms_as_they_are() -> None:
+    spec = build_spec(QWEN3_MOE, SOURCE)
+    moe = spec.layers[0].feed_forward
+    assert isinstance(moe, MoeSpec)
+    experts = moe.gate.shape[0]
+    assert experts < 100
+    plain, int8 = spec.weight_bytes(), spec.weight_bytes("auto", "int8")
+    matrices = sum(w.size for w in spec.weights if len(w.shape) > 1) - spec.embedding.size
+    matrices -= len(spec.layers) * moe.router.size
+    scales = sum(w.size // w.shape[-1] for w in spec.weights if len(w.shape) > 1)
+    scales -= spec.vocab_size + len(spec.layers) * experts
+    assert plain - int8 == matrices - 2 * scales
+
+
 def test_a_tied_embedding_counts_once() -> None:
     untied = build_spec(LLAMA, SOURCE)
     tied = build_spec(LLAMA | {"tie_word_embeddings": True}, SOURCE)

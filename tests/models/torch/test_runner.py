@@ -248,6 +248,18 @@ def test_warming_up_leaves_no_trace(path: Path, limits: dict[str, int]) -> None:
         )
 
 
+def test_int8_weights_give_nearly_the_same_probabilities(path: Path) -> None:
+    prompt = _prompt(40)
+    chosen = []
+    for quantization in ("none", "int8"):
+        driver = _driver(_load(path, quantization=quantization))
+        scores = driver.step((driver.add(prompt, 41), 40), prompt_logprobs=0).prompt_logprobs
+        assert scores is not None
+        chosen.append(scores.chosen)
+    assert not np.array_equal(*chosen)
+    np.testing.assert_allclose(*chosen, atol=0.1)
+
+
 def test_loading_reports_progress(path: Path) -> None:
     calls: list[tuple[int, int]] = []
     _load(path, progress=lambda done, total: calls.append((done, total)))
