@@ -299,9 +299,9 @@ def doctor(settings: Settings, as_json: bool) -> int:
 @load_options
 @click.option(
     "--api-key",
-    envvar="WEFT_API_KEY",
+    envvar="OPENAI_API_KEY",
     metavar="KEY",
-    help="the server's key; WEFT_API_KEY gives it too, and keeps it out of `ps`",
+    help="the server's key; OPENAI_API_KEY gives it too, and keeps it out of `ps`",
 )
 def bench(**options: Any) -> int:
     """Load an OpenAI-compatible server, and report what its users feel.

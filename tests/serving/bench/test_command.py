@@ -82,7 +82,7 @@ def figures(done: subprocess.CompletedProcess[str], status: int = 0) -> dict[str
 def test_help_has_examples_and_every_flag_is_explained(run: Run) -> None:
     text = run("--help").stdout
     assert "weft bench --rate 1,2,4,8 --plot latency.png" in text
-    assert "WEFT_API_KEY" in text
+    assert "OPENAI_API_KEY" in text
 
 
 def test_closed_loop_against_weft(run: Run, server: Server, checkpoint: Path) -> None:
@@ -211,7 +211,7 @@ def test_the_key_comes_from_the_flag_or_the_environment_and_is_kept_out_of_the_f
         assert "wants an API key; --api-key gives it" in error_of(run(*arguments))
         for done in (
             run(*arguments, "--api-key", "secret"),
-            run(*arguments, WEFT_API_KEY="secret"),
+            run(*arguments, OPENAI_API_KEY="secret"),
         ):
             assert figures(done)["runs"][0]["failed"] == 0
             assert "secret" not in done.stdout
