@@ -54,7 +54,6 @@ VLLM_TORCH ?= torch==2.13.0
 PEERS      := build/peers
 
 bench-peers: $(VENV)/.dev $(PEERS)/vllm/.installed ## race weft and its peers on this CPU; writes docs/benchmarks/cpu.md
-	$(PIP) gguf
 	$(BIN)/python benchmarks/vs_peers.py --output docs/benchmarks $(PEERS_FLAGS)
 
 $(PEERS)/vllm/.installed: benchmarks/peers/requirements.py

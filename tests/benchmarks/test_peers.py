@@ -190,7 +190,7 @@ def test_missing_contestants_say_how_to_get_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
 def test_gguf_holds_every_weight_of_the_checkpoint(tmp_path: Path, family: str) -> None:
-    gguf = pytest.importorskip("gguf")
+    import gguf
     from peers.gguf_file import convert
 
     path = make_checkpoint(tmp_path / "m", family, dtype="bfloat16")
