@@ -7,6 +7,7 @@ that no figure is ever copied by hand.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -140,7 +141,7 @@ def _range(values: Sequence[float], scale: float) -> str:
 def _how(run: Run) -> str:
     lines = [f"- {label}: {text}" for label, text in run.machine.items()]
     lines += [
-        f"- command: `{run.command}`",
+        f"- command: `{_without_folders(run.command)}`",
         f"- goodput counts requests with {run.target}",
         "- Contestants take turns at every load; those that wait are stopped (SIGSTOP). Prompts "
         "are random token ids, fresh in each repetition and the same for all; greedy, answers of "
@@ -150,7 +151,8 @@ def _how(run: Run) -> str:
     ]
     for c in run.contestants:
         remark = f" ({c['remark']})" if c["remark"] else ""
-        lines.append(f"- {c['name']} {c['version']}, {c['shape']}{remark}: `{c['command']}`")
+        command = _without_folders(c["command"])
+        lines.append(f"- {c['name']} {c['version']}, {c['shape']}{remark}: `{command}`")
     return "\n".join(lines)
 
 
@@ -177,3 +179,8 @@ def margin(verdict: Verdict) -> float:
     """How far beyond its goal a ratio is; 1 is the goal itself, more is better."""
     over = verdict.ratio / verdict.goal.ratio
     return over if verdict.goal.is_least else 1 / over
+
+
+def _without_folders(command: str) -> str:
+    """A command with the last part of each absolute path: folders say nothing elsewhere."""
+    return re.sub(r"(?<![^\s='\"])/(?:[^\s/'\"]+/)*([^\s/'\"]+)", r"\1", command)

@@ -130,7 +130,13 @@ def full_run() -> Run:
     run.bandwidth, run.gemm = [50e9], [700e9]
     run.missing = {"vLLM": "not found: install it"}
     run.contestants = [
-        {"name": "weft", "version": "1", "shape": "dense", "command": "weft serve", "remark": "r"}
+        {
+            "name": "weft",
+            "version": "1",
+            "shape": "dense",
+            "command": "/opt/bin/weft serve /data/m --config=/a/b",
+            "remark": "r",
+        }
     ]
     return run
 
@@ -145,7 +151,7 @@ def test_page_has_every_goal_and_figure_and_whom_it_lacks(tmp_path: Path) -> Non
         assert f"| {figure.title}, {figure.unit} " in page
     assert "not found: install it" in page
     assert "50.0 (50.0-50.0) GB/s" in page
-    assert "`weft serve`" in page
+    assert "`weft serve m --config=b`" in page
 
 
 def test_picture_is_drawn(tmp_path: Path) -> None:
