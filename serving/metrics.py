@@ -103,9 +103,9 @@ class Metrics:
         """`count` tokens arrived together, `seconds` after what came before."""
         if first:
             self._first_token.observe(seconds)
-        else:
-            for _ in range(count):
-                self._between_tokens.observe(seconds / count)
+            seconds, count = 0.0, count - 1  # the others came with it
+        for _ in range(count):
+            self._between_tokens.observe(seconds / count)
 
 
 class _EngineCollector(Collector):

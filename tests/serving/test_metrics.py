@@ -51,3 +51,12 @@ async def test_ends_are_counted_by_their_reason() -> None:
     await left.aclose()
     assert [count(metrics, reason) for reason in ("length", "error", "abort")] == [1, 1, 1]
     assert count(metrics) == 3
+
+
+async def test_tokens_that_come_together_count_each() -> None:
+    metrics = Metrics(lambda: None, "m")
+    async for _ in metrics.observe(answer(None, Delta("a", (1, 2, 3)), Delta("b", (4, 5))), 3):
+        pass
+    text = metrics.render().decode()
+    assert 'weft_time_to_first_token_seconds_count{model="m"} 1.0' in text
+    assert 'weft_inter_token_latency_seconds_count{model="m"} 4.0' in text
