@@ -4,6 +4,10 @@ A page holds `block_size` consecutive tokens of one request, for every KV head:
 `keys` and `values` are [num_blocks, Hk, block_size, D], so that a gather copies
 runs of block_size x D numbers.
 
+On CPUs with AVX-512 and its bfloat16 products, attention is one call of
+csrc/attention.cpp, which reads pages where they are. Elsewhere, and in float32,
+it is torch's operators:
+
 1. `AttentionPlan` is made once per step and shared by all layers. It cuts each
    request's queries into pieces, and batches pieces with equally many queries
    and similar contexts into tiles: all decodes of similar length are one tile;
@@ -30,6 +34,7 @@ Not handled: attention sinks, logit soft-capping, MLA, gradients.
 
 from __future__ import annotations
 
+from ctypes import byref
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,6 +43,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from weft.kernels.cpu import native
 from weft.kernels.cpu.linear import matmul_transposed
 
 Int32 = npt.NDArray[np.int32]
@@ -138,13 +144,22 @@ class AttentionPlan:
         page = block_table[request, position // block_size].astype(np.int64)
         slot = position % block_size
         return cls(
-            query_start=query_start,
-            context_len=context_len,
-            block_table=block_table,
+            query_start=np.ascontiguousarray(query_start, np.int32),
+            context_len=np.ascontiguousarray(context_len, np.int32),
+            block_table=np.ascontiguousarray(block_table, np.int32),
             block_size=block_size,
             pages=torch.from_numpy(page),
             slots=torch.from_numpy(slot.astype(np.int64)),
             fresh_pages=torch.from_numpy(page[slot == 0]),
+        )
+
+    def native(self, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> bool:
+        """Whether the compiled kernels take layers of this shape."""
+        return (
+            native.supports(dtype)
+            and head_dim % 2 == 0
+            and head_dim <= native.MAX_HEAD_DIM
+            and heads // kv_heads <= native.MAX_GROUP
         )
 
     def tiles(
@@ -260,7 +275,7 @@ def paged_attention(
     """Causal attention of the step's queries over their requests' pages.
 
     Args:
-        q: [T, H, D]; query head h reads KV head h // (H / Hk).
+        q: [T, H, D], a token's heads contiguous; query head h reads KV head h // (H / Hk).
         keys, values: contiguous [num_blocks, Hk, block_size, D], the step's tokens included.
         plan: the step's plan.
         scale: multiplies the scores.
@@ -271,10 +286,34 @@ def paged_attention(
     """
     num_blocks, kv_heads, block_size, dim = keys.shape
     heads = q.shape[1]
+    out = torch.empty(q.shape, dtype=q.dtype)
+    if plan.native(q.dtype, heads, kv_heads, dim):
+        native.kernels().weft_attention(
+            byref(
+                native.AttentionStep(
+                    q=q.data_ptr(),
+                    q_stride=q.stride(0),
+                    keys=keys.data_ptr(),
+                    values=values.data_ptr(),
+                    query_start=plan.query_start.ctypes.data,
+                    context_len=plan.context_len.ctypes.data,
+                    block_table=plan.block_table.ctypes.data,
+                    requests=len(plan.context_len),
+                    table_width=plan.block_table.shape[1],
+                    block_size=block_size,
+                    heads=heads,
+                    kv_heads=kv_heads,
+                    dim=dim,
+                    window=sliding_window or 0,
+                    scale=scale,
+                    out=out.data_ptr(),
+                )
+            )
+        )
+        return out
     group = heads // kv_heads
     flat_keys = keys.view(num_blocks * kv_heads, block_size * dim)
     flat_values = values.view(num_blocks * kv_heads, block_size * dim)
-    out = torch.empty(q.shape, dtype=q.dtype)
     for tile in plan.tiles(heads, kv_heads, dim, sliding_window):
         n, queries, length = len(tile.mask), tile.queries, tile.length
         tile_q = q.index_select(0, tile.rows)

@@ -5,12 +5,13 @@ A row of the weight is rounded to 127 steps on each side of zero, symmetric
 (absmax; Dettmers et al. 2022, section 2). Decoding one request reads all
 weights once per token, and int8 halves what is read.
 
-Up to FEW_ROWS rows run in torch's weight-only kernel, which converts as it
-reads. It goes by whole vectors: other widths must not be given to it (it does
-not check, and reads past the end). With more rows, products are what costs, and
-that kernel has no fast ones: blocks of the weight are then converted to the
-type of the activations, in which the integers are exact, and multiplied by
-oneDNN; the scales go on the result.
+On CPUs with AVX-512 the layer is a NativeLinear, which widens the integers to
+bfloat16, in which they are exact, as it reads them. Int8Linear is for others:
+up to FEW_ROWS rows run in torch's weight-only kernel, which goes by whole
+vectors: other widths must not be given to it (it does not check, and reads past
+the end). With more rows, products are what costs, and that kernel has no fast
+ones: blocks of the weight are then converted to the type of the activations and
+multiplied by oneDNN; the scales go on the result.
 
 Not handled: gradients, activations in int8, scales per group of inputs.
 """
@@ -20,7 +21,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.kernels.cpu.linear import check_linear, matmul_transposed
+from weft.kernels.cpu import native
+from weft.kernels.cpu.linear import (
+    Linear,
+    NativeLinear,
+    TorchLinear,
+    check_linear,
+    matmul_transposed,
+)
 
 FEW_ROWS = 24
 """Up to so many rows, converting on the fly beats converting block by block."""
@@ -32,25 +40,36 @@ BLOCK_NUMBERS = 1 << 21
 """Weights that are converted at once: 4 MiB of bfloat16, which stay in cache."""
 
 
-class Int8Linear:
+def make_int8_linear(weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Linear:
+    """The fastest int8 layer that there is here; see Int8Linear for the arguments."""
+    if not native.supports(weight.dtype):
+        return Int8Linear(weight, bias, gated=gated)
+    check_linear(weight, bias, gated=gated)
+    integers, scale = quantize(weight.detach())
+    return NativeLinear(integers, bias, scale=scale, gated=gated)
+
+
+class Int8Linear(TorchLinear):
     """`x @ weight.T + bias`, the weight rounded to int8 by `quantize`.
 
     Args:
-        weight: bfloat16 or float32 [N, K] (out, in), on the CPU; not kept.
+        weight: bfloat16 or float32 [N, K] (out, in), on the CPU; not kept. [2 N, K] if gated.
         bias: [N], the weight's dtype.
+        gated: see linear.Linear.
 
     Raises:
         ValueError: the shapes or dtypes do not go together.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        check_linear(weight, bias)
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> None:
+        check_linear(weight, bias, gated=gated)
+        super().__init__(gated)
         self.out_features, self.in_features = weight.shape
         self._weight, self._scale = quantize(weight.detach())
         self._bias = bias
         self._fits_kernel = not any(size % WHOLE_VECTORS for size in weight.shape)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor) -> Tensor:
         """[T, K] -> [T, N], in the dtype of the weight that was given, for any T from 0."""
         if self._fits_kernel and 0 < len(x) <= FEW_ROWS:
             out: Tensor = torch._weight_int8pack_mm(x.contiguous(), self._weight, self._scale)

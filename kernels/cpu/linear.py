@@ -1,42 +1,100 @@
-"""A dense layer for the CPU whose weight is stored in oneDNN's blocked layout.
+"""Dense layers for the CPU, their weights stored as the kernel wants them.
 
-`torch.nn.functional.linear` takes a row-major weight and lets oneDNN reorder
-it, tile by tile, in every call. For decoding, where each weight is read once
-per step and used for a handful of rows, that reorder costs up to half of the
-time. Here the weight is reordered once, when the model is loaded, with the two
-operators that torch.compile's freezing pass emits
-(torch/_inductor/fx_passes/mkldnn_fusion.py). At one row it then runs at the
-speed of memory.
+`torch.nn.functional.linear` takes a row-major weight and reorders it, tile by
+tile, in every call. For decoding, where each weight is read once per step and
+used for a handful of rows, that costs up to half of the time. Here a weight is
+reordered once, when the model is loaded. `make_linear` chooses:
+
+- NativeLinear: bfloat16, or int8 weights with bfloat16 activations, on CPUs
+  with AVX-512 (csrc/linear.cpp). RMSNorm before, and gate or residual after the
+  product are part of the call.
+- PackedLinear: bfloat16 or float32 through oneDNN, with the two operators that
+  torch.compile's freezing pass emits (torch/_inductor/fx_passes/
+  mkldnn_fusion.py). At one row it runs at the speed of memory.
+- Int8Linear, in int8.py.
 
 Not handled: weights that change (the row-major weight is not kept) and
-gradients. Quantised weights are in int8.py.
+gradients.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from ctypes import byref
+from typing import Protocol
+
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad, rms_norm, silu
+
+from weft.kernels.cpu import native
 
 
-class PackedLinear:
-    """`x @ weight.T + bias` with a weight that was reordered ahead of time.
+class RMSNorm:
+    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019), in float32 inside."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        # Cloned, for else this small view would keep the whole file mapped.
+        self.weight = weight.clone()
+        self.eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, K] -> [T, K]."""
+        return rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Linear(Protocol):
+    """A dense layer with what comes right before and after it."""
+
+    def __call__(
+        self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """residual + f(norm(x) @ weight.T + bias): [T, K] -> [T, N], for any T from 0.
+
+        f is the identity; in a gated layer, whose weight is a gate's [N, K] above [N, K] of the
+        same shape, it is silu(first half) * second half (SwiGLU, Shazeer 2020).
+        """
+
+
+class TorchLinear(ABC):
+    """A Linear of torch operators, around a product."""
+
+    def __init__(self, gated: bool) -> None:
+        self._gated = gated
+
+    @abstractmethod
+    def product(self, x: Tensor) -> Tensor:
+        """x @ weight.T + bias."""
+
+    def __call__(
+        self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        out = self.product(x if norm is None else norm(x))
+        if self._gated:
+            gate, up = out.chunk(2, dim=-1)
+            out = silu(gate).mul_(up)
+        return out if residual is None else residual + out
+
+
+class PackedLinear(TorchLinear):
+    """`x @ weight.T + bias` through oneDNN, with a weight that was reordered ahead of time.
 
     The blocked copy replaces the weight: once the caller drops its own reference there is one
     copy in memory. Where oneDNN cannot pack (see `can_pack`), the weight is kept as it is and
     `torch.nn.functional.linear` computes the same thing.
 
     Args:
-        weight: bfloat16 or float32 [N, K] (out, in), on the CPU.
+        weight: bfloat16 or float32 [N, K] (out, in), on the CPU; [2 N, K] if gated.
         bias: [N], the weight's dtype.
+        gated: see `Linear`.
 
     Raises:
         ValueError: the shapes or dtypes do not go together.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        check_linear(weight, bias)
-        self.out_features, self.in_features = weight.shape
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> None:
+        check_linear(weight, bias, gated=gated)
+        super().__init__(gated)
         self._bias = bias
         self._packed = can_pack(weight.dtype)
         # detach: the operator refuses tensors that require gradients.
@@ -45,7 +103,7 @@ class PackedLinear:
             torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if self._packed else weight
         )
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor) -> Tensor:
         """[T, K] -> [T, N], in the weight's dtype, for any T from 0."""
         if self._packed:
             out: Tensor = torch.ops.mkldnn._linear_pointwise(
@@ -55,15 +113,103 @@ class PackedLinear:
         return linear(x, self._weight, self._bias)
 
 
-def check_linear(weight: Tensor, bias: Tensor | None) -> None:
-    """Raise ValueError unless weight is [N, K], and bias [N] of the same dtype."""
+class NativeLinear:
+    """A Linear that is one call of csrc/linear.cpp.
+
+    Args:
+        weight: bfloat16 [N, K], or int8 with `scale`; [2 N, K] if gated; not kept.
+        bias: bfloat16 [N], or [2 N] if gated.
+        scale: [N] or [2 N]; of each row of an int8 weight.
+        gated: see `Linear`.
+
+    Raises:
+        ValueError: the shapes or dtypes do not go together.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        scale: Tensor | None = None,
+        gated: bool = False,
+    ) -> None:
+        if scale is None:
+            check_linear(weight, bias, gated=gated)
+        rows, self.in_features = weight.shape
+        self.out_features = rows // 2 if gated else rows
+        n, k = self.out_features, self.in_features
+        # The matrix has addresses of these, so they must live as long as it.
+        self._bias = None if bias is None else _panels(bias, gated).flatten()
+        self._scale = None if scale is None else _panels(scale.float(), gated).flatten()
+        panels = -(-n // (native.COLUMNS // 2 if gated else native.COLUMNS))
+        self._weight = weight.new_empty(panels, -(-k // 2), native.COLUMNS, 2)
+        pack = native.kernels().weft_pack if scale is None else native.kernels().weft_pack_int8
+        pack(weight.contiguous().data_ptr(), n, k, gated, self._weight.data_ptr())
+        self.matrix = native.Matrix(
+            weight=self._weight.data_ptr(),
+            scale=native.address(self._scale),
+            bias=native.address(self._bias),
+            n=self.out_features,
+            k=k,
+            int8=scale is not None,
+            gated=gated,
+        )
+        self._call = native.kernels().weft_linear
+
+    def __call__(
+        self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """[T, K] -> [T, N]; x and residual bfloat16."""
+        if x.stride(-1) != 1:
+            x = x.contiguous()
+        out = x.new_empty(len(x), self.out_features)
+        rows = native_rows(x, norm)
+        if residual is not None:
+            residual = residual.contiguous()
+        self._call(
+            byref(self.matrix), byref(rows), len(x), native.address(residual), out.data_ptr()
+        )
+        return out
+
+
+def native_rows(x: Tensor, norm: RMSNorm | None) -> native.Rows:
+    """The rows of x [T, K], each contiguous; x must outlive them."""
+    if norm is None:
+        return native.Rows(data=x.data_ptr(), stride=x.stride(0))
+    return native.Rows(
+        data=x.data_ptr(), stride=x.stride(0), norm=norm.weight.data_ptr(), eps=norm.eps
+    )
+
+
+def _panels(numbers: Tensor, gated: bool) -> Tensor:
+    """[N] -> [panels, COLUMNS], in the order of a packed weight's columns, padded with zeros."""
+    halves = numbers.view(2 if gated else 1, -1)
+    width = native.COLUMNS // len(halves)
+    halves = pad(halves, (0, -halves.shape[1] % width))
+    return halves.view(len(halves), -1, width).transpose(0, 1).flatten(1)
+
+
+def check_linear(weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> None:
+    """Raise ValueError unless weight is [N, K], N even if gated, and bias [N] of its dtype."""
     if weight.dim() != 2:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; it must be [N, K]")
+    if gated and len(weight) % 2:
+        raise ValueError(f"weight has {len(weight)} rows; a gated layer has an even number")
     if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
         raise ValueError(
             f"bias is {bias.dtype} {tuple(bias.shape)}; it must be "
             f"{weight.dtype} {tuple(weight.shape[:1])} like the weight"
         )
+
+
+def make_linear(weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Linear:
+    """The fastest layer that there is here for this weight; see PackedLinear for the arguments."""
+    check_linear(weight, bias, gated=gated)
+    # With matrix units (AMX) oneDNN's products are far ahead of those on vectors.
+    if native.supports(weight.dtype) and not torch.cpu._is_amx_tile_supported():
+        return NativeLinear(weight, bias, gated=gated)
+    return PackedLinear(weight, bias, gated=gated)
 
 
 def matmul_transposed(a: Tensor, b: Tensor) -> Tensor:

@@ -1,13 +1,17 @@
 """A mixture-of-experts MLP for the CPU: tokens sorted by expert, one packed matmul per expert.
 
-1. The T x k (token, expert) pairs are sorted by expert, so that each expert's
+1. The router's logits give each token its k most probable experts (`route`).
+2. The T x k (token, expert) pairs are sorted by expert, so that each expert's
    tokens are consecutive rows.
-2. Each expert that has tokens runs `down(silu(gate(x)) * up(x))` on its rows;
+3. Each expert that has tokens runs `down(silu(gate(x)) * up(x))` on its rows;
    gate and up are one matrix. Experts without tokens are not touched: at small
    batches an MoE step costs the bytes of the experts it uses.
-3. The results go back to token order and are summed with the router's weights,
+4. The results go back to token order and are summed with the router's weights,
    for each token in the router's order: the sum does not depend on which other
    tokens are in the batch.
+
+On CPUs with AVX-512, 2 to 4 are one call of csrc/linear.cpp, whose threads share
+the panels of all experts; elsewhere experts are torch's layers, one by one.
 
 Not handled: experts on other ranks (every id must be in [0, E)), biases and
 activations other than SiLU.
@@ -15,16 +19,50 @@ activations other than SiLU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from ctypes import Array, byref
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
-from weft.kernels.cpu.linear import PackedLinear
+from weft.kernels.cpu import native
+from weft.kernels.cpu.linear import Linear, NativeLinear, RMSNorm, make_linear, native_rows
 
-Linear = Callable[[Tensor], Tensor]
-"""[T, K] -> [T, N]."""
+
+class MakeLinear(Protocol):
+    """linear.make_linear, or int8.make_int8_linear."""
+
+    def __call__(
+        self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False
+    ) -> Linear:
+        """A layer of a weight [N, K]."""
+
+
+def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
+    """The most probable experts of each token, by the softmax over all (Shazeer et al. 2017).
+
+    Args:
+        logits: [T, E], bfloat16 or float32.
+        top_k: experts of a token, from 1 to E.
+        normalize: whether a token's weights are made to sum to 1.
+
+    Returns:
+        ids int32 [T, top_k], most probable first, and their probabilities, float32 [T, top_k].
+    """
+    tokens, experts = logits.shape
+    if native.supports(logits.dtype):
+        ids = torch.empty(tokens, top_k, dtype=torch.int32)
+        weights = torch.empty(tokens, top_k)
+        native.kernels().weft_route(
+            *(logits.contiguous().data_ptr(), tokens, experts, top_k, normalize),
+            *(ids.data_ptr(), weights.data_ptr()),
+        )
+        return ids, weights
+    weights, chosen = logits.softmax(dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
+    if normalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return chosen.to(torch.int32), weights
 
 
 class PackedExperts:
@@ -37,7 +75,7 @@ class PackedExperts:
         gate: of each expert, bfloat16 or float32 [I, K]; or all of them, [E, I, K].
         up: of each expert, [I, K].
         down: of each expert, [K, I].
-        pack: makes a layer of a weight.
+        make: makes a layer of a weight.
     """
 
     def __init__(
@@ -45,7 +83,7 @@ class PackedExperts:
         gate: Iterable[Tensor],
         up: Iterable[Tensor],
         down: Iterable[Tensor],
-        pack: Callable[[Tensor], Linear] = PackedLinear,
+        make: MakeLinear = make_linear,
     ) -> None:
         self._gate_up: list[Linear] = []
         self._down: list[Linear] = []
@@ -55,20 +93,46 @@ class PackedExperts:
                     f"expert {expert} has gate {tuple(g.shape)}, up {tuple(u.shape)} and down "
                     f"{tuple(d.shape)}; they must be [I, K], [I, K] and [K, I]"
                 )
-            self._gate_up.append(pack(torch.cat((g, u))))
-            self._down.append(pack(d))
+            self._gate_up.append(make(torch.cat((g, u)), gated=True))
+            self._down.append(make(d))
+        self._native = _matrices(self._gate_up), _matrices(self._down)
 
-    def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        expert_ids: Tensor,
+        expert_weights: Tensor,
+        *,
+        norm: RMSNorm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
         """Run every token through its experts.
 
         Args:
             x: [T, K], the weights' dtype.
-            expert_ids: int64 [T, k], each in [0, E).
+            expert_ids: int [T, k], each in [0, E).
             expert_weights: float32 [T, k], used as they are (the router normalises).
+            norm: comes first.
+            residual: [T, K], added to the result.
 
         Returns:
             [T, K], x's dtype; summed in float32.
         """
+        gate_up, down = self._native
+        if gate_up is not None and down is not None:
+            out = torch.empty_like(x)
+            ids = expert_ids.to(torch.int32).contiguous()
+            weights = expert_weights.contiguous()
+            rows = native_rows(x, norm)
+            native.kernels().weft_experts(
+                *(gate_up, down, len(gate_up), byref(rows), *ids.shape),
+                *(ids.data_ptr(), weights.data_ptr(), native.address(residual), out.data_ptr()),
+            )
+            return out
+        out = self._one_by_one(x if norm is None else norm(x), expert_ids, expert_weights)
+        return out if residual is None else residual + out
+
+    def _one_by_one(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         tokens, k = expert_ids.shape
         flat_ids = expert_ids.reshape(-1)
         order = flat_ids.argsort(stable=True)
@@ -79,7 +143,7 @@ class PackedExperts:
         for expert, count in enumerate(counts):
             if count:
                 rows = slice(start, start + count)
-                sorted_out[rows] = self._mlp(expert, sorted_x[rows])
+                sorted_out[rows] = self._down[expert](self._gate_up[expert](sorted_x[rows]))
                 start += count
         place = torch.empty_like(order)
         place[order] = torch.arange(tokens * k)
@@ -90,7 +154,10 @@ class PackedExperts:
             total.addcmul_(expert_out.float(), expert_weights[:, choice, None])
         return total.to(x.dtype)
 
-    def _mlp(self, expert: int, x: Tensor) -> Tensor:
-        """[n, K] -> [n, K] through one expert."""
-        gate, up = self._gate_up[expert](x).chunk(2, dim=-1)
-        return self._down[expert](silu(gate).mul_(up))
+
+def _matrices(layers: list[Linear]) -> Array[native.Matrix] | None:
+    """The layers' matrices one after the other, as the kernel wants them, if it runs them all."""
+    compiled = [layer.matrix for layer in layers if isinstance(layer, NativeLinear)]
+    if not compiled or len(compiled) != len(layers):
+        return None
+    return (native.Matrix * len(compiled))(*compiled)

@@ -15,33 +15,33 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from weft.kernels.cpu.attention import AttentionPlan
-from weft.kernels.cpu.int8 import Int8Linear
-from weft.kernels.cpu.linear import PackedLinear
-from weft.kernels.cpu.moe import Linear
+from weft.kernels.cpu.int8 import make_int8_linear
+from weft.kernels.cpu.linear import RMSNorm, make_linear
+from weft.kernels.cpu.moe import MakeLinear
+from weft.kernels.cpu.rope import Rotation
 from weft.models.spec import LayerSpec, ModelSpec, MoeSpec, WeightSpec
-from weft.models.torch.layers import Attention, KVCache, Load, Mlp, Moe, RMSNorm, Rope
+from weft.models.torch.layers import Attention, KVCache, Load, Mlp, Moe
 from weft.models.weights import Weights
 
 
 class Layer:
-    """x += attention(norm(x)); x += feed_forward(norm(x))."""
+    """Attention, then a dense or a routed MLP."""
 
     def __init__(self, model: ModelSpec, spec: LayerSpec, load: Load) -> None:
-        self._attention_norm = RMSNorm(load(spec.attention_norm), model.norm_eps)
-        self._attention = Attention(model, spec.attention, load)
-        self._feed_forward_norm = RMSNorm(load(spec.feed_forward_norm), model.norm_eps)
+        attention_norm = RMSNorm(load(spec.attention_norm), model.norm_eps)
+        self._attention = Attention(model, spec.attention, attention_norm, load)
+        feed_forward_norm = RMSNorm(load(spec.feed_forward_norm), model.norm_eps)
         self._feed_forward = (
-            Moe(spec.feed_forward, load)
+            Moe(spec.feed_forward, feed_forward_norm, load)
             if isinstance(spec.feed_forward, MoeSpec)
-            else Mlp(spec.feed_forward, load)
+            else Mlp(spec.feed_forward, feed_forward_norm, load)
         )
 
     def __call__(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache, plan: AttentionPlan
+        self, x: Tensor, rotation: Rotation, cache: KVCache, plan: AttentionPlan
     ) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
-        x = x + self._attention(self._attention_norm(x), rope, cache, plan)
-        return x + self._feed_forward(self._feed_forward_norm(x))
+        return self._feed_forward(self._attention(x, rotation, cache, plan))
 
 
 class _Load:
@@ -50,13 +50,10 @@ class _Load:
     def __init__(self, weights: Weights, dtype: torch.dtype, quantization: str) -> None:
         self._weights = weights
         self._dtype = dtype
-        self._linear = Int8Linear if quantization == "int8" else PackedLinear
+        self.make: MakeLinear = make_int8_linear if quantization == "int8" else make_linear
 
     def __call__(self, weight: WeightSpec) -> Tensor:
         return self._weights.read(weight).to(self._dtype)
-
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        return self._linear(weight, bias)
 
     def each(self, weight: WeightSpec) -> Iterator[Tensor]:
         return (tensor.to(self._dtype) for tensor in self._weights.read_each(weight))
@@ -78,10 +75,10 @@ class Model:
     ) -> None:
         load = _Load(weights, dtype, quantization)
         self._dtype = dtype
-        self._rope = Rope(spec.rope, spec.head_dim, dtype)
+        self._inv_freq = torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim))
         self._layers = [Layer(spec, layer, load) for layer in spec.layers]
         self._norm = RMSNorm(load(spec.norm), spec.norm_eps)
-        self._lm_head = load.pack(load(spec.lm_head or spec.embedding))
+        self._lm_head = load.make(load(spec.lm_head or spec.embedding))
         self._embedding = weights.read(spec.embedding)
 
     def __call__(
@@ -99,11 +96,11 @@ class Model:
             [T, hidden]; what `logits` takes.
         """
         x = embedding(token_ids, self._embedding).to(self._dtype)
-        rope = self._rope(positions)
+        rotation = Rotation.of(positions, self._inv_freq, self._dtype)
         for layer, layer_cache in zip(self._layers, cache, strict=True):
-            x = layer(x, rope, layer_cache, plan)
+            x = layer(x, rotation, layer_cache, plan)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden] of the tokens that matter -> [S, vocab_size]."""
-        return self._lm_head(self._norm(hidden))
+        return self._lm_head(hidden, norm=self._norm)

@@ -1,0 +1,311 @@
+// Dense layers and mixtures of experts for few or many rows: out = f(norm(x) @ weight.T).
+//
+// 1. Weights are packed once, into panels of COLUMNS columns: [n / COLUMNS][k / 2][COLUMNS][2],
+//    padded with zeros. A gated layer has 16 columns of the gate and the 16 of `up` that belong
+//    to them in each panel.
+// 2. A call cuts its rows into blocks of at most MAX_ROWS, of nearly equal height, and packs them
+//    as [k / 2][rows][2]. RMSNorm happens on the way: the normalised rows are never stored.
+// 3. Threads take panels in turn, a few neighbours at a time. A panel is read from memory once, in
+//    chunks that stay in the cache nearest to the core while all blocks use them; meanwhile each
+//    block fetches its share of the next chunk. Reading so runs beside computing, at 16 rows as
+//    at one.
+// 4. A finished tile gets its scale, bias, SiLU gate and residual while it is in the cache.
+//
+// A row's result does not depend on the other rows: each is one chain of additions over k.
+//
+// Threads are OpenMP's, in the pool that torch made; panels go to whoever is free, so that a core
+// which the operating system takes away for a while costs one panel and not its share of all.
+#include "vector.h"
+
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "weft.h"
+
+namespace weft {
+namespace {
+
+constexpr int64_t FEW_BLOCKS = 4;         // up to here a call is bound by reading weights
+constexpr int64_t FEW_CHUNK_PAIRS = 64;   // 8 KiB of bfloat16 panel
+constexpr int64_t MANY_CHUNK_PAIRS = 512;
+constexpr int64_t BLOCKS_AT_ONCE = 16;    // their sums, and a chunk of a panel, stay in cache
+constexpr int64_t TASKS_PER_THREAD = 8, MAX_PANELS_AT_ONCE = 8;
+
+// What a product is made of: rows first to first + rows - 1 go through `matrix`.
+struct Group {
+  const Matrix* matrix;
+  int64_t first, rows;
+};
+
+struct Block {
+  const Matrix* matrix;
+  int64_t first;
+  int rows;
+};
+
+struct Task {
+  int64_t block, blocks;
+  int64_t panel, panels;
+};
+
+float inverse_rms(const bf16* x, int64_t k, float eps) {
+  __m512 sum = _mm512_setzero_ps();
+  for (int64_t i = 0; i < k; i += 16) {
+    const __m512 v = load_bf16(x + i, first_lanes(k - i));
+    sum = _mm512_fmadd_ps(v, v, sum);
+  }
+  return 1.f / std::sqrt(_mm512_reduce_add_ps(sum) / static_cast<float>(k) + eps);
+}
+
+// A block of rows, normalised, as [k / 2][rows][2].
+void pack_rows(const Rows& x, const Block& block, int64_t k, bf16* out) {
+  const bf16* row[MAX_ROWS];
+  __m512 factor[MAX_ROWS];
+  for (int r = 0; r < block.rows; ++r) {
+    const int64_t at = block.first + r;
+    row[r] = x.data + (x.index ? x.index[at] : at) * x.stride;
+    if (x.norm) factor[r] = _mm512_set1_ps(inverse_rms(row[r], k, x.eps));
+  }
+  for (int64_t i = 0; i < k; i += 32) {
+    __m512i numbers[16];
+    const __mmask16 left = first_lanes(k - i), right = first_lanes(k - i - 16);
+    for (int r = 0; r < block.rows; ++r) {
+      numbers[r] = _mm512_maskz_loadu_epi16(left | __mmask32{right} << 16, row[r] + i);
+      if (!x.norm) continue;
+      const __m512 low = widen(_mm512_castsi512_si256(numbers[r]));
+      const __m512 high = widen(_mm512_extracti64x4_epi64(numbers[r], 1));
+      numbers[r] = (__m512i)_mm512_cvtne2ps_pbh(
+          _mm512_mul_ps(_mm512_mul_ps(high, factor[r]), load_bf16(x.norm + i + 16, right)),
+          _mm512_mul_ps(_mm512_mul_ps(low, factor[r]), load_bf16(x.norm + i, left)));
+    }
+    const int pairs = static_cast<int>(std::min<int64_t>(16, (k - i + 1) / 2));
+    store_pairs(numbers, block.rows, pairs, out);
+    out += 2 * block.rows * pairs;
+  }
+}
+
+// What follows the product, and the way to its place in `out`.
+void finish(const Block& block, int64_t panel, const float* sums, const bf16* residual,
+            bf16* out) {
+  const Matrix& m = *block.matrix;
+  for (int r = 0; r < block.rows; ++r) {
+    __m512 v[2];
+    for (int h = 0; h < 2; ++h) {
+      const int64_t column = panel * COLUMNS + h * 16;
+      v[h] = _mm512_loadu_ps(sums + r * COLUMNS + h * 16);
+      if (m.scale) v[h] = _mm512_mul_ps(v[h], _mm512_loadu_ps(m.scale + column));
+      if (m.bias) v[h] = _mm512_add_ps(v[h], load_bf16(m.bias + column));
+    }
+    int halves = 2;
+    if (m.gated) {
+      v[0] = _mm512_mul_ps(silu(v[0]), v[1]);
+      halves = 1;
+    }
+    for (int h = 0; h < halves; ++h) {
+      const int64_t column = panel * 16 * halves + h * 16;
+      const int64_t at = (block.first + r) * m.n + column;
+      const __mmask16 lanes = first_lanes(m.n - column);
+      if (residual) v[h] = _mm512_add_ps(v[h], load_bf16(residual + at, lanes));
+      store_bf16(out + at, v[h], lanes);
+    }
+  }
+}
+
+template <typename Weight>
+void run(const Task& task, const Block* blocks, const bf16* packed, float* sums,
+         const bf16* residual, bf16* out) {
+  constexpr int LINES = 2 * COLUMNS * sizeof(Weight) / 64;  // of one pair of a panel
+  const Matrix& m = *blocks[task.block].matrix;
+  const int64_t pairs = (m.k + 1) / 2;
+  const int64_t chunk = task.blocks <= FEW_BLOCKS ? FEW_CHUNK_PAIRS : MANY_CHUNK_PAIRS;
+  const Weight* weight = static_cast<const Weight*>(m.weight);
+  for (int64_t panel = task.panel; panel < task.panel + task.panels; ++panel)
+    for (int64_t pair = 0; pair < pairs; pair += chunk) {
+      const int64_t count = std::min(chunk, pairs - pair);
+      const Weight* columns = weight + (panel * pairs + pair) * 2 * COLUMNS;
+      const char* next = reinterpret_cast<const char*>(columns + count * 2 * COLUMNS);
+      for (int64_t b = 0; b < task.blocks; ++b) {
+        const Block& block = blocks[task.block + b];
+        const bf16* rows = packed + (block.first * pairs + pair * block.rows) * 2;
+        float* tile = sums + b * MAX_ROWS * COLUMNS;
+        if (task.blocks == 1)
+          multiply<LINES>(block.rows, rows, columns, count, tile, pair > 0, next);
+        else if (b < LINES)
+          multiply<1>(block.rows, rows, columns, count, tile, pair > 0, next + b * count * 64);
+        else
+          multiply(block.rows, rows, columns, count, tile, pair > 0);
+        if (pair + count == pairs) finish(block, panel, tile, residual, out);
+      }
+    }
+}
+
+// All groups of a call; matrices of the same shape, rows in the order of the groups.
+void product(const std::vector<Group>& groups, const Rows& x, const bf16* residual, bf16* out) {
+  const Matrix& any = *groups[0].matrix;
+  const int64_t pairs = (any.k + 1) / 2, panels = ceil_div(any.n, any.gated ? COLUMNS / 2 : COLUMNS);
+  const int threads = omp_get_max_threads();
+  int64_t total = 0;
+  for (const Group& group : groups) total += ceil_div(group.rows, MAX_ROWS * BLOCKS_AT_ONCE);
+  const int64_t panels_at_once = std::clamp<int64_t>(
+      panels * total / (threads * TASKS_PER_THREAD), 1, MAX_PANELS_AT_ONCE);
+
+  std::vector<Block> blocks;
+  std::vector<Task> tasks;
+  int64_t end = 0;
+  for (const Group& group : groups) {
+    const int64_t first_block = static_cast<int64_t>(blocks.size());
+    const int64_t count = ceil_div(group.rows, MAX_ROWS);
+    for (int64_t b = 0, first = group.first; b < count; ++b) {
+      const int rows = static_cast<int>(group.rows / count + (b < group.rows % count));
+      blocks.push_back({group.matrix, first, rows});
+      first += rows;
+    }
+    end = std::max(end, group.first + group.rows);
+    for (int64_t panel = 0; panel < panels; panel += panels_at_once)
+      for (int64_t b = 0; b < count; b += BLOCKS_AT_ONCE)
+        tasks.push_back({first_block + b, std::min(BLOCKS_AT_ONCE, count - b), panel,
+                         std::min(panels_at_once, panels - panel)});
+  }
+  thread_local Buffer<bf16> buffer;
+  bf16* packed = buffer.get(end * pairs * 2);
+#pragma omp parallel
+  {
+    alignas(64) float sums[BLOCKS_AT_ONCE * MAX_ROWS * COLUMNS];
+#pragma omp for schedule(static)
+    for (size_t b = 0; b < blocks.size(); ++b)
+      pack_rows(x, blocks[b], any.k, packed + blocks[b].first * pairs * 2);
+#pragma omp for schedule(dynamic) nowait
+    for (size_t t = 0; t < tasks.size(); ++t)
+      if (any.int8)
+        run<int8_t>(tasks[t], blocks.data(), packed, sums, residual, out);
+      else
+        run<bf16>(tasks[t], blocks.data(), packed, sums, residual, out);
+  }
+}
+
+inline void store_columns(const __m512i numbers[16], int pairs, bf16* out) {
+  for (int p = 0; p < pairs; ++p) _mm512_storeu_si512(out + p * 2 * COLUMNS, numbers[p]);
+}
+
+inline void store_columns(const __m512i numbers[16], int pairs, int8_t* out) {
+  for (int p = 0; p < pairs; ++p)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + p * 2 * COLUMNS),
+                        _mm512_cvtepi16_epi8(numbers[p]));
+}
+
+inline __m512i load_numbers(const bf16* p, __mmask32 lanes) {
+  return _mm512_maskz_loadu_epi16(lanes, p);
+}
+
+inline __m512i load_numbers(const int8_t* p, __mmask32 lanes) {
+  return _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(lanes, p));
+}
+
+template <typename Weight>
+void pack(const Weight* weight, int64_t n, int64_t k, bool gated, Weight* out) {
+  const int64_t pairs = (k + 1) / 2;
+#pragma omp parallel for schedule(dynamic)
+  for (int64_t half = 0; half < 2 * ceil_div(n, gated ? COLUMNS / 2 : COLUMNS); ++half)
+    for (int64_t i = 0; i < k; i += 32) {
+      const __mmask32 lanes = first_lanes(k - i) | __mmask32{first_lanes(k - i - 16)} << 16;
+      __m512i numbers[16];
+      for (int c = 0; c < 16; ++c) {
+        const int64_t column = (gated ? half / 2 : half) * 16 + c;
+        const int64_t row = gated && half % 2 ? n + column : column;
+        numbers[c] =
+            column < n ? load_numbers(weight + row * k + i, lanes) : _mm512_setzero_si512();
+      }
+      transpose(numbers);
+      store_columns(numbers, static_cast<int>(std::min<int64_t>(16, pairs - i / 2)),
+                    out + ((half / 2 * pairs + i / 2) * COLUMNS + half % 2 * 16) * 2);
+    }
+}
+
+}  // namespace
+}  // namespace weft
+
+using namespace weft;
+
+void weft_pack(const bf16* weight, int64_t n, int64_t k, int gated, bf16* out) {
+  pack(weight, n, k, gated, out);
+}
+
+void weft_pack_int8(const int8_t* weight, int64_t n, int64_t k, int gated, int8_t* out) {
+  pack(weight, n, k, gated, out);
+}
+
+void weft_linear(const Matrix* matrix, const Rows* x, int64_t rows, const bf16* residual,
+                 bf16* out) {
+  if (rows > 0) product({{matrix, 0, rows}}, *x, residual, out);
+}
+
+void weft_route(const bf16* logits, int64_t tokens, int64_t experts, int64_t top_k, int normalize,
+                int32_t* ids, float* weights) {
+#pragma omp parallel for if (tokens > 64)
+  for (int64_t t = 0; t < tokens; ++t) {
+    const bf16* row = logits + t * experts;
+    const auto number = [&](int64_t e) {
+      const uint32_t bits = static_cast<uint32_t>(row[e]) << 16;
+      float value;
+      std::memcpy(&value, &bits, sizeof value);
+      return value;
+    };
+    float largest = -std::numeric_limits<float>::infinity(), sum = 0, chosen_sum = 0;
+    for (int64_t e = 0; e < experts; ++e) largest = std::max(largest, number(e));
+    for (int64_t e = 0; e < experts; ++e) sum += std::exp(number(e) - largest);
+    int32_t* id = ids + t * top_k;
+    for (int64_t c = 0; c < top_k; ++c) {
+      int64_t best = -1;
+      for (int64_t e = 0; e < experts; ++e)
+        if (std::find(id, id + c, e) == id + c && (best < 0 || number(e) > number(best))) best = e;
+      id[c] = static_cast<int32_t>(best);
+      weights[t * top_k + c] = std::exp(number(best) - largest) / sum;
+      chosen_sum += weights[t * top_k + c];
+    }
+    if (normalize)
+      for (int64_t c = 0; c < top_k; ++c) weights[t * top_k + c] /= chosen_sum;
+  }
+}
+
+void weft_experts(const Matrix* gate_up, const Matrix* down, int64_t experts, const Rows* x,
+                  int64_t tokens, int64_t top_k, const int32_t* ids, const float* weights,
+                  const bf16* residual, bf16* out) {
+  if (tokens == 0) return;
+  const int64_t count = tokens * top_k, width = down[0].n;
+  // Counting sort: the pairs of an expert are consecutive, in the order of their tokens.
+  std::vector<int64_t> start(experts + 1, 0);
+  for (int64_t i = 0; i < count; ++i) ++start[ids[i] + 1];
+  for (int64_t e = 0; e < experts; ++e) start[e + 1] += start[e];
+  std::vector<int32_t> token(count);
+  std::vector<int64_t> place(count), filled(start.begin(), start.end() - 1);
+  for (int64_t i = 0; i < count; ++i) {
+    place[i] = filled[ids[i]]++;
+    token[place[i]] = static_cast<int32_t>(i / top_k);
+  }
+  std::vector<Group> up, back;
+  for (int64_t e = 0; e < experts; ++e)
+    if (const int64_t rows = start[e + 1] - start[e]) {
+      up.push_back({gate_up + e, start[e], rows});
+      back.push_back({down + e, start[e], rows});
+    }
+  thread_local Buffer<bf16> inner_buffer, result_buffer;
+  bf16* inner = inner_buffer.get(count * down[0].k);
+  bf16* result = result_buffer.get(count * width);
+  Rows gathered = *x;
+  gathered.index = token.data();
+  product(up, gathered, nullptr, inner);
+  product(back, {inner, down[0].k, nullptr, nullptr, 0}, nullptr, result);
+#pragma omp parallel for if (tokens > 16)
+  for (int64_t t = 0; t < tokens; ++t)
+    for (int64_t i = 0; i < width; i += 16) {
+      const __mmask16 lanes = first_lanes(width - i);
+      __m512 sum = residual ? load_bf16(residual + t * width + i, lanes) : _mm512_setzero_ps();
+      for (int64_t c = 0; c < top_k; ++c)
+        sum = _mm512_fmadd_ps(_mm512_set1_ps(weights[t * top_k + c]),
+                              load_bf16(result + place[t * top_k + c] * width + i, lanes), sum);
+      store_bf16(out + t * width + i, sum, lanes);
+    }
+}

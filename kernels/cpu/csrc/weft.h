@@ -1,0 +1,106 @@
+// What kernels/cpu/native.py calls: plain structs and pointers, so that one build serves every
+// release of torch and Python. Matrices are row-major, bfloat16 unless said; nothing is kept but
+// scratch memory of each calling thread.
+#pragma once
+
+#include <omp.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+namespace weft {
+
+using bf16 = uint16_t;
+
+struct Matrix {
+  const void* weight;  // packed by weft_pack or weft_pack_int8
+  const float* scale;  // of each packed column; null for bfloat16
+  const bf16* bias;    // of each packed column, or null
+  int64_t n, k;        // numbers that come out and go in
+  int32_t int8, gated;
+};
+
+struct Rows {
+  const bf16* data;
+  int64_t stride;        // numbers between rows
+  const int32_t* index;  // which rows; null for all in order
+  const bf16* norm;      // [k], of an RMSNorm that comes first, or null
+  float eps;
+};
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Scratch memory that grows and stays.
+template <typename T>
+class Buffer {
+ public:
+  T* get(int64_t count) {
+    if (count > size_) {
+      const size_t bytes = static_cast<size_t>(ceil_div(count * sizeof(T), 64)) * 64;
+      data_.reset(static_cast<T*>(std::aligned_alloc(64, bytes)));
+      size_ = data_ ? count : 0;
+      if (!data_) throw std::bad_alloc();
+    }
+    return data_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(T* p) const { std::free(p); }
+  };
+  std::unique_ptr<T, Free> data_;
+  int64_t size_ = 0;
+};
+
+}  // namespace weft
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// weight [n, k], or gate and up of a gated layer [2 n, k], -> out [panels][ceil(k / 2)][32][2]: 32
+// rows of the weight to a panel, or 16 of the gate and their 16 of up.
+void weft_pack(const weft::bf16* weight, int64_t n, int64_t k, int gated, weft::bf16* out);
+void weft_pack_int8(const int8_t* weight, int64_t n, int64_t k, int gated, int8_t* out);
+
+// out [rows, n] = residual + norm(x) @ weight.T * scale + bias, or with silu(gate) * up if gated.
+void weft_linear(const weft::Matrix* matrix, const weft::Rows* x, int64_t rows,
+                 const weft::bf16* residual, weft::bf16* out);
+
+// logits [tokens, experts] -> the top_k most probable: ids, weights [tokens, top_k].
+void weft_route(const weft::bf16* logits, int64_t tokens, int64_t experts, int64_t top_k,
+                int normalize, int32_t* ids, float* weights);
+
+// out [tokens, n] = residual + sum over c of weights[:, c] * down[ids[:, c]](gate_up[ids[:, c]](x)).
+void weft_experts(const weft::Matrix* gate_up, const weft::Matrix* down, int64_t experts,
+                  const weft::Rows* x, int64_t tokens, int64_t top_k, const int32_t* ids,
+                  const float* weights, const weft::bf16* residual, weft::bf16* out);
+
+// qkv [tokens, (heads + 2 kv_heads) * dim]: query heads are normalised and turned in place, keys
+// and values go to their pages.
+struct RopeStep {
+  weft::bf16* qkv;
+  const weft::bf16 *cos, *sin;        // [tokens, dim]; sin has the sign of rotate_half
+  const weft::bf16 *q_norm, *k_norm;  // [dim] or null
+  weft::bf16 *keys, *values;          // [blocks, kv_heads, block_size, dim]
+  const int64_t *page, *slot;         // [tokens]
+  int64_t tokens, heads, kv_heads, dim, block_size;
+  float eps;
+};
+void weft_rope(const RopeStep* step);
+
+struct AttentionStep {
+  const weft::bf16* q;  // [tokens, heads, dim], rows q_stride apart
+  int64_t q_stride;
+  const weft::bf16 *keys, *values;  // [blocks, kv_heads, block_size, dim]
+  const int32_t *query_start, *context_len, *block_table;
+  int64_t requests, table_width, block_size;
+  int64_t heads, kv_heads, dim;
+  int64_t window;  // 0 for none
+  float scale;
+  weft::bf16* out;  // [tokens, heads, dim]
+};
+void weft_attention(const AttentionStep* step);
+}
+#pragma GCC visibility pop

@@ -1,0 +1,150 @@
+"""The kernels of csrc/, in C++ for CPUs with AVX-512 and its bfloat16 products.
+
+A step on a CPU is bound by three things: reading the weights, for which oneDNN's
+layers at 16 rows take a third longer than memory does; passing over small
+tensors once per operator; and calling dozens of operators a layer. The kernels
+answer each: products that compute while the next weights arrive, norms, gates
+and residuals inside them, attention that reads pages where they are.
+
+setup builds csrc/ into a plain shared library, optional: without a compiler, or
+on another CPU, `library` is None and callers use torch, which computes the same.
+The library is bound with ctypes and has no part of torch or Python in it. Its
+OpenMP calls are resolved against the runtime that torch has loaded, so that
+there is one pool of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+COLUMNS = 32
+"""Columns of a panel of packed weights; csrc/vector.h."""
+
+MAX_HEAD_DIM, MAX_GROUP = 256, 72
+"""What the attention kernel has room for: numbers of a head, query heads per KV head."""
+
+
+class Matrix(Structure):
+    """A packed weight; csrc/weft.h."""
+
+    _fields_ = (
+        ("weight", c_void_p),
+        ("scale", c_void_p),
+        ("bias", c_void_p),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("int8", c_int32),
+        ("gated", c_int32),
+    )
+
+
+class Rows(Structure):
+    """The rows that go into a product; csrc/weft.h."""
+
+    _fields_ = (
+        ("data", c_void_p),
+        ("stride", c_int64),
+        ("index", c_void_p),
+        ("norm", c_void_p),
+        ("eps", c_float),
+    )
+
+
+class RopeStep(Structure):
+    """Arguments of weft_rope; csrc/weft.h."""
+
+    _fields_ = (
+        ("qkv", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("page", c_void_p),
+        ("slot", c_void_p),
+        ("tokens", c_int64),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("dim", c_int64),
+        ("block_size", c_int64),
+        ("eps", c_float),
+    )
+
+
+class AttentionStep(Structure):
+    """Arguments of weft_attention; csrc/weft.h."""
+
+    _fields_ = (
+        ("q", c_void_p),
+        ("q_stride", c_int64),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("query_start", c_void_p),
+        ("context_len", c_void_p),
+        ("block_table", c_void_p),
+        ("requests", c_int64),
+        ("table_width", c_int64),
+        ("block_size", c_int64),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("dim", c_int64),
+        ("window", c_int64),
+        ("scale", c_float),
+        ("out", c_void_p),
+    )
+
+
+_SIGNATURES = {
+    "weft_pack": (c_void_p, c_int64, c_int64, c_int, c_void_p),
+    "weft_pack_int8": (c_void_p, c_int64, c_int64, c_int, c_void_p),
+    "weft_linear": (POINTER(Matrix), POINTER(Rows), c_int64, c_void_p, c_void_p),
+    "weft_route": (c_void_p, c_int64, c_int64, c_int64, c_int, c_void_p, c_void_p),
+    "weft_experts": (
+        *(POINTER(Matrix), POINTER(Matrix), c_int64, POINTER(Rows), c_int64, c_int64),
+        *(c_void_p, c_void_p, c_void_p, c_void_p),
+    ),
+    "weft_rope": (POINTER(RopeStep),),
+    "weft_attention": (POINTER(AttentionStep),),
+}
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels; None if they were not built or this CPU cannot run them."""
+    if not torch.cpu._is_avx512_bf16_supported():
+        return None
+    for path in Path(__file__).parent.glob("_native.*.so"):
+        try:
+            loaded = ctypes.CDLL(str(path))
+        except OSError:
+            continue  # of another Python or system, or no OpenMP of GCC's kind in this process
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(loaded, name)
+            function.argtypes, function.restype = arguments, None
+        return loaded
+    return None
+
+
+def supports(dtype: torch.dtype) -> bool:
+    """Whether there are compiled kernels here for this type."""
+    return dtype == torch.bfloat16 and library() is not None
+
+
+def kernels() -> ctypes.CDLL:
+    """The library, where `supports` has said that there is one."""
+    loaded = library()
+    if loaded is None:
+        raise RuntimeError("the compiled CPU kernels are not available; ask native.supports first")
+    return loaded
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Where its numbers begin; null for None."""
+    return None if tensor is None else tensor.data_ptr()
