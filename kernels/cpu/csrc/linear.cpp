@@ -31,7 +31,8 @@ namespace {
 constexpr int64_t FEW_BLOCKS = 4;         // up to here a call is bound by reading weights
 constexpr int64_t FEW_CHUNK_PAIRS = 64;   // 8 KiB of bfloat16 panel
 constexpr int64_t MANY_CHUNK_PAIRS = 512;
-constexpr int64_t BLOCKS_AT_ONCE = 16;    // their sums, and a chunk of a panel, stay in cache
+constexpr int64_t BLOCKS_AT_ONCE = 8;     // their sums, and a chunk of a panel, stay in cache
+constexpr int64_t WAVE_ROWS = 384;        // of a long prefill: packed, they stay in the last cache
 constexpr int64_t TASKS_PER_THREAD = 8, MAX_PANELS_AT_ONCE = 8;
 
 // What a product is made of: rows first to first + rows - 1 go through `matrix`.
@@ -239,7 +240,13 @@ void weft_pack_int8(const int8_t* weight, int64_t n, int64_t k, int gated, int8_
 
 void weft_linear(const Matrix* matrix, const Rows* x, int64_t rows, const bf16* residual,
                  bf16* out) {
-  if (rows > 0) product({{matrix, 0, rows}}, *x, residual, out);
+  for (int64_t first = 0; first < rows; first += WAVE_ROWS) {
+    Rows wave = *x;
+    wave.data += first * x->stride;
+    const int64_t done = first * matrix->n;
+    product({{matrix, 0, std::min(WAVE_ROWS, rows - first)}}, wave,
+            residual ? residual + done : nullptr, out + done);
+  }
 }
 
 void weft_route(const bf16* logits, int64_t tokens, int64_t experts, int64_t top_k, int normalize,

@@ -91,8 +91,14 @@ inline void store_pairs(__m512i numbers[16], int rows, int pairs, bf16* out) {
   }
   for (int r = rows; r < 16; ++r) numbers[r] = _mm512_setzero_si512();
   transpose(numbers);
-  for (int p = 0; p < pairs; ++p)
-    _mm512_mask_storeu_epi32(out + 2 * rows * p, first_lanes(rows), numbers[p]);
+  for (int p = 0; p < pairs; ++p) {
+    // What a store has too much of the next ones put right; masks, which cost, are for the end.
+    bf16* at = out + 2 * rows * p;
+    if (rows * p + 16 <= rows * pairs)
+      _mm512_storeu_si512(at, numbers[p]);
+    else
+      _mm512_mask_storeu_epi32(at, first_lanes(rows), numbers[p]);
+  }
 }
 
 // 32 numbers of a packed weight, as bfloat16; integers up to 256 are exact in it.
