@@ -61,6 +61,7 @@ def examine(engine: EngineConfig, server: ServerConfig) -> list[Finding]:
     return [
         *needed,
         _processor(),
+        _kernels(),
         _cores(),
         _memory(),
         _shared_memory(),
@@ -105,6 +106,20 @@ def _processor() -> Finding:
         advice = "bfloat16 is emulated: --dtype float32 is faster where the model fits"
         return Finding("processor", "warn", seen, advice)
     return Finding("processor", "ok", seen)
+
+
+def _kernels() -> Finding:
+    """Whether the CPU kernels that setup compiles are there, if this processor can run them."""
+    import torch
+
+    from weft.kernels.cpu import native
+
+    if native.library() is not None:
+        return Finding("CPU kernels", "ok", "compiled, for bfloat16 and int8")
+    if torch.cpu._is_avx512_bf16_supported():
+        advice = "install g++, then weft anew: decoding gets up to 1.6 times as fast"
+        return Finding("CPU kernels", "warn", "not compiled: torch's operators are used", advice)
+    return Finding("CPU kernels", "ok", "torch's operators; the compiled ones need AVX-512 BF16")
 
 
 def _cores() -> Finding:

@@ -145,7 +145,8 @@ class NativeLinear:
         panels = -(-n // (native.COLUMNS // 2 if gated else native.COLUMNS))
         self._weight = weight.new_empty(panels, -(-k // 2), native.COLUMNS, 2)
         pack = native.kernels().weft_pack if scale is None else native.kernels().weft_pack_int8
-        pack(weight.contiguous().data_ptr(), n, k, gated, self._weight.data_ptr())
+        weight = weight.contiguous()
+        pack(weight.data_ptr(), n, k, gated, self._weight.data_ptr())
         self.matrix = native.Matrix(
             weight=self._weight.data_ptr(),
             scale=native.address(self._scale),

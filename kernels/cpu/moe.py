@@ -52,10 +52,11 @@ def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tenso
     """
     tokens, experts = logits.shape
     if native.supports(logits.dtype):
+        logits = logits.contiguous()
         ids = torch.empty(tokens, top_k, dtype=torch.int32)
         weights = torch.empty(tokens, top_k)
         native.kernels().weft_route(
-            *(logits.contiguous().data_ptr(), tokens, experts, top_k, normalize),
+            *(logits.data_ptr(), tokens, experts, top_k, normalize),
             *(ids.data_ptr(), weights.data_ptr()),
         )
         return ids, weights
@@ -120,9 +121,12 @@ class PackedExperts:
         """
         gate_up, down = self._native
         if gate_up is not None and down is not None:
+            x = x.contiguous()
             out = torch.empty_like(x)
             ids = expert_ids.to(torch.int32).contiguous()
             weights = expert_weights.contiguous()
+            if residual is not None:
+                residual = residual.contiguous()
             rows = native_rows(x, norm)
             native.kernels().weft_experts(
                 *(gate_up, down, len(gate_up), byref(rows), *ids.shape),

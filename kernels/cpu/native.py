@@ -112,6 +112,7 @@ _SIGNATURES = {
     ),
     "weft_rope": (POINTER(RopeStep),),
     "weft_attention": (POINTER(AttentionStep),),
+    "weft_argmax": (c_void_p, c_int64, c_int64, c_void_p, c_void_p),
 }
 
 

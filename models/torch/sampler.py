@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from weft.kernels.cpu.argmax import argmax
 from weft.models.interface import FINITE, NOT_FINITE, Logprobs, SlotSampling
 from weft.models.torch.draw import draw, uniform
 
@@ -94,8 +95,7 @@ class Sampler:
             raise ValueError(f"logits have {logits.shape[1]} columns, not {self._vocab_size}")
         settings = [self._settings[slot] for slot in slots.tolist()]
         index: list[int] = output_index.tolist()
-        # max propagates NaN, and is several times faster than argmax in bfloat16.
-        largest, token_ids = logits.max(dim=-1)
+        largest, token_ids = argmax(logits)
         finite = largest.isfinite()
         status = torch.where(finite, FINITE, NOT_FINITE).to(torch.int32)
 

@@ -102,5 +102,8 @@ struct AttentionStep {
   weft::bf16* out;  // [tokens, heads, dim]
 };
 void weft_attention(const AttentionStep* step);
+
+// x [rows, n] -> the largest of each row, or NaN if it has one, and where that is first.
+void weft_argmax(const weft::bf16* x, int64_t rows, int64_t n, float* largest, int64_t* index);
 }
 #pragma GCC visibility pop

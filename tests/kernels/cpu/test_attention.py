@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kernels import compiled_kernels
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -82,7 +83,7 @@ shapes = st.builds(
     Shape,
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 4),
-    dim=st.sampled_from([8, 16]),
+    dim=st.sampled_from([8, 16, 30, 64, 80]),
     block_size=st.sampled_from([1, 4, 16]),
     window=st.sampled_from([None, None, 1, 5, 16]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
@@ -104,16 +105,17 @@ shapes = st.builds(
             {"BY_HEAD_ROWS": 1, "BY_HEAD_SCORES": 0, "MAX_BLOCK_SCORES": 100},
         ]
     ),
+    compiled=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_equals_the_reference(
-    shape: Shape, chunks: list[list[int]], limits: dict[str, int], seed: int
+    shape: Shape, chunks: list[list[int]], limits: dict[str, int], compiled: bool, seed: int
 ) -> None:
     """Requests are computed chunk by chunk, together; those with fewer chunks drop out."""
     torch.manual_seed(seed)
     cache = Cache(shape, num_blocks=450, seed=seed)
     pages = [cache.take(sum(sizes)) for sizes in chunks]
-    with pytest.MonkeyPatch.context() as patch:
+    with compiled_kernels(compiled), pytest.MonkeyPatch.context() as patch:
         for name, limit in limits.items():
             patch.setattr(module, name, limit)
         for nth in range(max(map(len, chunks))):
@@ -138,36 +140,88 @@ def test_requests_share_the_pages_of_a_common_prefix() -> None:
     torch.testing.assert_close(*cache.step(batch), atol=2e-5, rtol=2e-5)
 
 
-def test_what_a_page_held_before_is_not_seen() -> None:
-    shape = Shape(2, 2, 8, 4, None, torch.float32)
-    cache = Cache(shape, 30)
+BOTH_WAYS = pytest.mark.parametrize(
+    ("dtype", "compiled"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+)
+
+
+@BOTH_WAYS
+def test_what_a_page_held_before_is_not_seen(dtype: torch.dtype, compiled: bool) -> None:
+    cache = Cache(Shape(2, 2, 8, 4, None, dtype), 30)
     pages, others = cache.take(7), cache.take(30)
-    ours, _ = cache.step([(pages, 0, 7), (others, 0, 5)], poison=0)
-    assert ours[:7].isnan().all()
-    assert ours[7:].isfinite().all()
-    # The failed request's pages go to another one, and that decodes with a longer neighbour.
-    torch.testing.assert_close(*cache.step([(pages, 0, 2), (others, 5, 24)]))
-    torch.testing.assert_close(*cache.step([(pages, 2, 1), (others, 29, 1)]))
+    tolerance = TOLERANCE[dtype]
+    with compiled_kernels(compiled):
+        ours, _ = cache.step([(pages, 0, 7), (others, 0, 5)], poison=0)
+        assert ours[:7].isnan().all()
+        assert ours[7:].isfinite().all()
+        # The failed request's pages go to another one, that decodes with a longer neighbour.
+        for batch in ([(pages, 0, 2), (others, 5, 24)], [(pages, 2, 1), (others, 29, 1)]):
+            torch.testing.assert_close(*cache.step(batch), atol=tolerance, rtol=tolerance)
 
 
-def test_a_request_that_is_not_finite_stays_alone() -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_request_that_is_not_finite_stays_alone(compiled: bool) -> None:
     shape = Shape(2, 2, 8, 4, None, torch.bfloat16)
     cache = Cache(shape, 60)
     pages = [cache.take(n) for n in (9, 20, 20)]
-    cache.step([(own, 0, 8) for own in pages])
-    ours, oracle = cache.step([(own, 8, 1) for own in pages], poison=1)
+    with compiled_kernels(compiled):
+        cache.step([(own, 0, 8) for own in pages])
+        ours, oracle = cache.step([(own, 8, 1) for own in pages], poison=1)
     assert ours[1].isnan().all()
     torch.testing.assert_close(ours[[0, 2]], oracle[[0, 2]], atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("window", [None, 100])
-def test_long_prefill_in_two_chunks(window: int | None) -> None:
+@settings(max_examples=8, deadline=None)
+@given(
+    contexts=st.lists(st.integers(1, 2600), min_size=1, max_size=4),
+    group=st.sampled_from([1, 7]),
+    window=st.sampled_from([None, 900, 1500]),
+    seed=st.integers(0, 2**31),
+)
+def test_compiled_attention_does_not_depend_on_company_or_chunks(
+    contexts: list[int], group: int, window: int | None, seed: int
+) -> None:
+    """Decoding in a batch and prefilling at once give the same bits, over several spans."""
+    torch.manual_seed(seed)
+    kv_heads, dim, block_size = 2, 64, 32
+    heads = kv_heads * group
+    width = -(-max(contexts) // block_size)
+    table = np.random.default_rng(seed).permutation(len(contexts) * width).astype(np.int32)
+    table = table.reshape(len(contexts), width)
+    size = (table.size, kv_heads, block_size, dim)
+    keys, values = torch.randn(size).bfloat16(), torch.randn(size).bfloat16()
+
+    def attend(q: Tensor, requests: list[int], queries: list[int]) -> Tensor:
+        plan = AttentionPlan.build(
+            np.cumsum([0, *queries], dtype=np.int32),
+            np.array([contexts[r] for r in requests], np.int32),
+            table[requests],
+            block_size=block_size,
+        )
+        return paged_attention(q, keys, values, plan, scale=dim**-0.5, sliding_window=window)
+
+    everyone = list(range(len(contexts)))
+    q = torch.randn(len(contexts), heads, dim).bfloat16()
+    with compiled_kernels(True):
+        decoded = attend(q, everyone, [1] * len(contexts))
+        for r, context in enumerate(contexts):
+            assert torch.equal(attend(q[r : r + 1], [r], [1]), decoded[r : r + 1])
+            many = torch.randn(min(context, 40), heads, dim).bfloat16()
+            many[-1] = q[r]
+            assert torch.equal(attend(many, [r], [len(many)])[-1], decoded[r])
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("window", [None, 100, 1100])
+def test_long_prefill_in_two_chunks(window: int | None, dtype: torch.dtype, compiled: bool) -> None:
     """Long enough for several tiles, against dense attention."""
-    heads, kv_heads, dim, tokens, cut, block_size = 4, 2, 16, 700, 300, 32
-    q, k, v = (torch.randn(tokens, h, dim) for h in (heads, kv_heads, kv_heads))
-    keys = torch.full((40, kv_heads, block_size, dim), torch.nan)
+    heads, kv_heads, dim, tokens, cut, block_size = 4, 2, 16, 1400, 300, 32
+    shapes = (heads, kv_heads, kv_heads)
+    q, k, v = (torch.randn(tokens, h, dim).to(dtype) for h in shapes)
+    keys = torch.full((60, kv_heads, block_size, dim), torch.nan, dtype=dtype)
     values = keys.clone()
-    table = np.arange(39, 39 - 22, -1, dtype=np.int32)[None]
+    table = np.arange(59, 59 - 44, -1, dtype=np.int32)[None]
     parts = []
     for start, end in ((0, cut), (cut, tokens)):
         plan = AttentionPlan.build(
@@ -177,17 +231,19 @@ def test_long_prefill_in_two_chunks(window: int | None) -> None:
             block_size=block_size,
         )
         write_kv(k[start:end], v[start:end], keys, values, plan)
-        parts.append(
-            paged_attention(
-                q[start:end], keys, values, plan, scale=dim**-0.5, sliding_window=window
+        with compiled_kernels(compiled):
+            parts.append(
+                paged_attention(
+                    q[start:end], keys, values, plan, scale=dim**-0.5, sliding_window=window
+                )
             )
-        )
     i, j = torch.arange(tokens)[:, None], torch.arange(tokens)
     seen = (j <= i) & (j > i - (window or tokens))
     expected = scaled_dot_product_attention(
-        *(x.transpose(0, 1) for x in (q, k, v)), attn_mask=seen, enable_gqa=True
+        *(x.float().transpose(0, 1) for x in (q, k, v)), attn_mask=seen, enable_gqa=True
     )
-    torch.testing.assert_close(torch.cat(parts), expected.transpose(0, 1), atol=1e-5, rtol=1e-5)
+    got, tolerance = torch.cat(parts).float(), TOLERANCE[dtype]
+    torch.testing.assert_close(got, expected.transpose(0, 1), atol=tolerance, rtol=tolerance)
 
 
 def plan_of(contexts: list[int], chunks: list[int], block_size: int = 16) -> AttentionPlan:

@@ -6,10 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kernels import compiled_kernels
 
 from weft.kernels import reference
 from weft.kernels.cpu import int8 as module
-from weft.kernels.cpu.int8 import Int8Linear, quantize
+from weft.kernels.cpu.int8 import Int8Linear, make_int8_linear, quantize
+from weft.kernels.cpu.linear import Linear, NativeLinear
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -23,16 +25,19 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
     block=st.sampled_from([1, 300, 1 << 21]),
     dtype=DTYPES,
     with_bias=st.booleans(),
+    compiled=st.booleans(),
 )
 def test_equals_the_product_with_the_rounded_weight(
-    rows: int, n: int, k: int, block: int, dtype: torch.dtype, with_bias: bool
+    rows: int, n: int, k: int, block: int, dtype: torch.dtype, with_bias: bool, compiled: bool
 ) -> None:
     x, weight, bias = torch.randn(rows, k), torch.randn(n, k) / k**0.5, torch.randn(n)
     x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype)
     integers, scale = quantize(weight)
-    with pytest.MonkeyPatch.context() as patch:
+    with compiled_kernels(compiled), pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BLOCK_NUMBERS", block)
-        got = Int8Linear(weight, bias if with_bias else None)(x)
+        layer: Linear = make_int8_linear(weight, bias if with_bias else None)
+        assert isinstance(layer, NativeLinear) == (compiled and dtype == torch.bfloat16)
+        got = layer(x)
     assert got.dtype == dtype
     rounded = integers.float() * scale.float()[:, None]
     expected = reference.linear(x.float(), rounded, bias.float() if with_bias else None)
@@ -60,10 +65,12 @@ def test_the_weight_is_not_written_to(dtype: torch.dtype) -> None:
     torch.testing.assert_close(weight, before, atol=0, rtol=0)
 
 
-def test_a_row_of_zeros_stays_zero() -> None:
-    weight = torch.randn(3, 8)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_row_of_zeros_stays_zero(compiled: bool) -> None:
+    weight = torch.randn(3, 8).bfloat16()
     weight[1] = 0
-    out = Int8Linear(weight)(torch.randn(5, 8))
+    with compiled_kernels(compiled):
+        out = make_int8_linear(weight)(torch.randn(5, 8).bfloat16())
     assert (out[:, 1] == 0).all()
     assert out.isfinite().all()
 
@@ -95,5 +102,6 @@ def test_it_takes_half_the_memory_of_bfloat16() -> None:
 def test_what_does_not_fit_is_refused(
     weight: torch.Tensor, bias: torch.Tensor | None, problem: str
 ) -> None:
-    with pytest.raises(ValueError, match=problem):
-        Int8Linear(weight, bias)
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(ValueError, match=problem):
+            make_int8_linear(weight.to(dtype), bias)

@@ -1,4 +1,4 @@
-"""The packed linear against the plain one."""
+"""Dense layers against the plain product, and against each other."""
 
 from __future__ import annotations
 
@@ -6,64 +6,170 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kernels import compiled_kernels
+from torch import Tensor
+from torch.nn.functional import silu
 
 from weft.kernels import reference
 from weft.kernels.cpu import linear as module
-from weft.kernels.cpu.linear import PackedLinear
+from weft.kernels.cpu.linear import Linear, NativeLinear, PackedLinear, RMSNorm, make_linear
 
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+
+
+def expected(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: RMSNorm | None,
+    residual: Tensor | None,
+    *,
+    gated: bool,
+) -> Tensor:
+    """What a layer gives, in float32."""
+    if norm is not None:
+        x = reference.rms_norm(x, norm.weight, norm.eps).to(x.dtype)
+    out = reference.linear(x, weight, bias)
+    if gated:
+        gate, up = out.chunk(2, dim=-1)
+        out = silu(gate) * up
+    return out if residual is None else out + residual.float()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=st.integers(0, 70) | st.sampled_from([97, 400, 800]),
+    n=st.integers(1, 130),
+    k=st.integers(1, 130) | st.sampled_from([700, 1100]),
+    dtype=DTYPES,
+    with_bias=st.booleans(),
+    with_norm=st.booleans(),
+    with_residual=st.booleans(),
+    gated=st.booleans(),
+    way=st.sampled_from(["compiled", "oneDNN", "torch"]),
+)
+def test_equals_the_reference(
+    rows: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    with_bias: bool,
+    with_norm: bool,
+    with_residual: bool,
+    gated: bool,
+    way: str,
+) -> None:
+    outputs = 2 * n if gated else n
+    x = torch.randn(rows, k).to(dtype)
+    weight = (torch.randn(outputs, k) / k**0.5).to(dtype)
+    bias = torch.randn(outputs).to(dtype) if with_bias else None
+    norm = RMSNorm(torch.rand(k).to(dtype), 1e-5) if with_norm else None
+    residual = torch.randn(rows, n).to(dtype) if with_residual else None
+    layer: Linear
+    if way == "compiled":
+        x, weight = x.bfloat16(), weight.bfloat16()
+        dtype = torch.bfloat16
+        bias = None if bias is None else bias.bfloat16()
+        residual = None if residual is None else residual.bfloat16()
+        norm = None if norm is None else RMSNorm(norm.weight.bfloat16(), norm.eps)
+        with compiled_kernels(True):
+            layer = NativeLinear(weight, bias, gated=gated)
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            if way == "torch":
+                patch.setattr(module, "can_pack", lambda dtype: False)
+            layer = PackedLinear(weight, bias, gated=gated)
+    got = layer(x, norm=norm, residual=residual)
+    assert got.dtype == dtype
+    wanted = expected(x, weight, bias, norm, residual, gated=gated)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(got.float(), wanted, atol=tolerance, rtol=tolerance)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    rows=st.integers(0, 70),
-    n=st.integers(1, 130),
-    k=st.integers(1, 130),
-    dtype=DTYPES,
-    with_bias=st.booleans(),
-    packed=st.booleans(),
+    rows=st.integers(1, 100),
+    n=st.integers(1, 100),
+    k=st.integers(1, 700),
+    gated=st.booleans(),
+    seed=st.integers(0, 2**31),
 )
-def test_equals_the_reference(
-    rows: int, n: int, k: int, dtype: torch.dtype, with_bias: bool, packed: bool
+def test_a_compiled_row_does_not_depend_on_its_company(
+    rows: int, n: int, k: int, gated: bool, seed: int
 ) -> None:
-    x, weight, bias = torch.randn(rows, k), torch.randn(n, k) / k**0.5, torch.randn(n)
-    x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype)
-    with pytest.MonkeyPatch.context() as patch:
-        if not packed:
-            patch.setattr(module, "can_pack", lambda dtype: False)
-        layer = PackedLinear(weight, bias if with_bias else None)
-    got = layer(x)
-    assert got.dtype == dtype
-    expected = reference.linear(x, weight, bias if with_bias else None)
-    tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
+    """Not in its last bit."""
+    torch.manual_seed(seed)
+    with compiled_kernels(True):
+        layer = NativeLinear(torch.randn(2 * n if gated else n, k).bfloat16(), gated=gated)
+    x, norm = torch.randn(rows, k).bfloat16(), RMSNorm(torch.rand(k).bfloat16(), 1e-5)
+    residual = torch.randn(rows, n).bfloat16()
+    together = layer(x, norm=norm, residual=residual)
+    start = int(torch.randint(rows, ()))
+    end = int(torch.randint(start + 1, rows + 1, ()))
+    part = layer(x[start:end], norm=norm, residual=residual[start:end])
+    assert torch.equal(together[start:end], part)
 
 
-def test_input_may_be_a_view() -> None:
-    x, weight = torch.randn(9, 40), torch.randn(7, 20)
-    torch.testing.assert_close(PackedLinear(weight)(x[::2, 10:30]), x[::2, 10:30] @ weight.T)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_row_that_is_not_finite_stays_alone(compiled: bool) -> None:
+    with compiled_kernels(compiled):
+        layer = make_linear(torch.randn(48, 40).bfloat16(), gated=True)
+        x = torch.randn(9, 40).bfloat16()
+        wanted = layer(x)
+        x[4, 3] = torch.nan
+        got = layer(x)
+    assert got[4].isnan().all()
+    others = [0, 1, 2, 3, 5, 6, 7, 8]
+    assert torch.equal(got[others], wanted[others])
 
 
-def test_weight_may_be_a_view() -> None:
-    x, weight = torch.randn(9, 5), torch.randn(5, 7).T
-    torch.testing.assert_close(PackedLinear(weight)(x), x @ weight.T)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_input_may_be_a_view(compiled: bool) -> None:
+    x, weight = torch.randn(9, 40).bfloat16(), torch.randn(7, 20).bfloat16()
+    with compiled_kernels(compiled):
+        layer = make_linear(weight)
+        for view in (x[::2, 10:30], x.T[:20, :8].T, x[:1, 20:]):
+            torch.testing.assert_close(layer(view), view @ weight.T, atol=3e-2, rtol=3e-2)
 
 
-def test_the_plain_weight_is_not_kept() -> None:
-    x, weight = torch.randn(3, 20), torch.randn(7, 20)
-    layer, expected = PackedLinear(weight), x @ weight.T
-    if not module.can_pack(torch.float32):
+@pytest.mark.parametrize("compiled", [True, False])
+def test_weight_may_be_a_view(compiled: bool) -> None:
+    x, weight = torch.randn(9, 5).bfloat16(), torch.randn(5, 7).bfloat16().T
+    with compiled_kernels(compiled):
+        torch.testing.assert_close(make_linear(weight)(x), x @ weight.T, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_plain_weight_is_not_kept(compiled: bool) -> None:
+    x, weight = torch.randn(3, 20).bfloat16(), torch.randn(7, 20).bfloat16()
+    if not module.can_pack(torch.bfloat16):
         pytest.skip("this torch cannot pack")
-    weight.fill_(torch.nan)
-    torch.testing.assert_close(layer(x), expected)
+    with compiled_kernels(compiled):
+        layer, wanted = make_linear(weight), x @ weight.T
+        weight.fill_(torch.nan)
+        torch.testing.assert_close(layer(x), wanted, atol=3e-2, rtol=3e-2)
 
 
-def test_shapes_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"weight has shape \(3,\)"):
-        PackedLinear(torch.zeros(3))
-    with pytest.raises(ValueError, match=r"bias is torch.float32 \(4,\).*\(3,\)"):
-        PackedLinear(torch.zeros(3, 5), torch.zeros(4))
+def test_the_compiled_layer_is_chosen_where_there_is_one() -> None:
+    with compiled_kernels(True):
+        if torch.cpu._is_amx_tile_supported():
+            pytest.skip("oneDNN's products are faster here")
+        assert isinstance(make_linear(torch.randn(4, 4).bfloat16()), NativeLinear)
+        assert isinstance(make_linear(torch.randn(4, 4)), PackedLinear)
+    with compiled_kernels(False):
+        assert isinstance(make_linear(torch.randn(4, 4).bfloat16()), PackedLinear)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_shapes_that_do_not_fit_are_refused(compiled: bool) -> None:
+    with compiled_kernels(compiled):
+        with pytest.raises(ValueError, match=r"weight has shape \(3,\)"):
+            make_linear(torch.zeros(3).bfloat16())
+        with pytest.raises(ValueError, match=r"bias is torch.float32 \(4,\).*\(3,\)"):
+            make_linear(torch.zeros(3, 5).bfloat16(), torch.zeros(4))
+        with pytest.raises(ValueError, match="weight has 3 rows; a gated layer"):
+            make_linear(torch.zeros(3, 5).bfloat16(), gated=True)
 
 
 def test_other_types_are_not_packed() -> None:

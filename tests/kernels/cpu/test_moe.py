@@ -6,10 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kernels import compiled_kernels
 from torch import Tensor
 
 from weft.kernels import reference
-from weft.kernels.cpu.moe import PackedExperts
+from weft.kernels.cpu.int8 import make_int8_linear
+from weft.kernels.cpu.linear import RMSNorm
+from weft.kernels.cpu.moe import PackedExperts, route
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
@@ -31,21 +34,95 @@ def random_routes(tokens: int, experts: int, k: int) -> tuple[Tensor, Tensor]:
     tokens=st.integers(0, 40),
     experts=st.integers(1, 9),
     k=st.integers(1, 9),
+    sizes=st.sampled_from([(24, 16), (40, 72), (17, 33)]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    with_norm=st.booleans(),
+    with_residual=st.booleans(),
+    compiled=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_equals_the_reference(
-    tokens: int, experts: int, k: int, dtype: torch.dtype, seed: int
+    tokens: int,
+    experts: int,
+    k: int,
+    sizes: tuple[int, int],
+    dtype: torch.dtype,
+    with_norm: bool,
+    with_residual: bool,
+    compiled: bool,
+    seed: int,
 ) -> None:
     torch.manual_seed(seed)
-    weights = random_experts(experts, 24, 16, dtype)
-    x = torch.randn(tokens, 16).to(dtype)
+    inner, hidden = sizes
+    weights = random_experts(experts, inner, hidden, dtype)
+    x = torch.randn(tokens, hidden).to(dtype)
+    norm = RMSNorm(torch.rand(hidden).to(dtype), 1e-5) if with_norm else None
+    residual = torch.randn(tokens, hidden).to(dtype) if with_residual else None
     ids, scale = random_routes(tokens, experts, min(k, experts))
-    got = PackedExperts(*weights)(x, ids, scale)
+    with compiled_kernels(compiled):
+        got = PackedExperts(*weights)(x, ids, scale, norm=norm, residual=residual)
     assert got.dtype == dtype
-    expected = reference.moe(x, *weights, ids, scale)
+    normed = x if norm is None else reference.rms_norm(x, norm.weight, norm.eps).to(dtype)
+    expected = reference.moe(normed, *weights, ids, scale)
+    if residual is not None:
+        expected = expected + residual.float()
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.integers(0, 100),
+    experts=st.integers(1, 40),
+    k=st.integers(1, 8),
+    normalize=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    compiled=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_routes_to_the_most_probable(
+    tokens: int,
+    experts: int,
+    k: int,
+    normalize: bool,
+    dtype: torch.dtype,
+    compiled: bool,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    k = min(k, experts)
+    # Distinct in bfloat16, so that the order is unique.
+    logits = torch.rand(tokens, experts).argsort(dim=-1).to(dtype) / 8
+    with compiled_kernels(compiled):
+        ids, weights = route(logits, k, normalize=normalize)
+    probabilities = logits.float().softmax(dim=-1)
+    expected, order = probabilities.sort(dim=-1, descending=True)
+    expected = expected[:, :k]
+    if normalize:
+        expected = expected / expected.sum(dim=-1, keepdim=True)
+    assert torch.equal(ids.long(), order[:, :k])
+    torch.testing.assert_close(weights, expected)
+
+
+def test_compiled_int8_experts_are_near_those_of_bfloat16() -> None:
+    gate, up, down = random_experts(4, 48, 64, torch.bfloat16)
+    x = torch.randn(20, 64).bfloat16()
+    ids, scale = random_routes(20, 4, 2)
+    with compiled_kernels(True):
+        got = PackedExperts(gate, up, down, make_int8_linear)(x, ids, scale)
+    expected = reference.moe(x, gate, up, down, ids, scale)
+    assert (got.float() - expected).norm() < 0.02 * expected.norm()
+
+
+def test_a_compiled_token_does_not_depend_on_its_company() -> None:
+    with compiled_kernels(True):
+        layer = PackedExperts(*random_experts(6, 40, 64, torch.bfloat16))
+        x = torch.randn(50, 64).bfloat16()
+        ids, scale = random_routes(50, 6, 3)
+        together = layer(x, ids, scale)
+        for start, end in ((0, 1), (7, 9), (30, 50)):
+            part = layer(x[start:end], ids[start:end], scale[start:end])
+            assert torch.equal(together[start:end], part)
 
 
 def test_experts_without_tokens_do_not_matter() -> None:

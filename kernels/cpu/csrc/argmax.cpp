@@ -1,0 +1,34 @@
+// The largest number of each row, and the first place where it is: greedy sampling.
+//
+// A row that has NaN gives NaN. Two passes: the second stops where the first has told it to.
+#include <limits>
+
+#include "vector.h"
+
+using namespace weft;
+
+void weft_argmax(const bf16* x, int64_t rows, int64_t n, float* largest, int64_t* index) {
+#pragma omp parallel for schedule(dynamic) if (rows > 1)
+  for (int64_t r = 0; r < rows; ++r) {
+    const bf16* row = x + r * n;
+    const auto numbers = [&](int64_t i) { return load_bf16(row + i, first_lanes(n - i)); };
+    __m512 top = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+    __mmask16 nan = 0;
+    for (int64_t i = 0; i < n; i += 16) {
+      const __m512 v = numbers(i);
+      nan |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+      top = _mm512_mask_max_ps(top, first_lanes(n - i), top, v);
+    }
+    largest[r] = nan ? std::numeric_limits<float>::quiet_NaN() : _mm512_reduce_max_ps(top);
+    const __m512 sought = _mm512_set1_ps(largest[r]);
+    for (int64_t i = 0; i < n; i += 16) {
+      const __m512 v = numbers(i);
+      const __mmask16 found = nan ? _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q)
+                                  : _mm512_cmp_ps_mask(v, sought, _CMP_EQ_OQ);
+      if (const int lanes = found & first_lanes(n - i)) {
+        index[r] = i + __builtin_ctz(lanes);
+        break;
+      }
+    }
+  }
+}
