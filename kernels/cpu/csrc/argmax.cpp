@@ -13,12 +13,21 @@ void weft_argmax(const bf16* x, int64_t rows, int64_t n, float* largest, int64_t
     const bf16* row = x + r * n;
     const auto numbers = [&](int64_t i) { return load_bf16(row + i, first_lanes(n - i)); };
     __m512 top = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+    __m512 tops[4] = {top, top, top, top};
     __mmask16 nan = 0;
-    for (int64_t i = 0; i < n; i += 16) {
-      const __m512 v = numbers(i);
+    int64_t at = 0;
+    for (; at + 64 <= n; at += 64)
+      for (int j = 0; j < 4; ++j) {
+        const __m512 v = load_bf16(row + at + j * 16);
+        nan |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+        tops[j] = _mm512_max_ps(tops[j], v);
+      }
+    for (; at < n; at += 16) {
+      const __m512 v = numbers(at);
       nan |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-      top = _mm512_mask_max_ps(top, first_lanes(n - i), top, v);
+      tops[0] = _mm512_mask_max_ps(tops[0], first_lanes(n - at), tops[0], v);
     }
+    for (const __m512& part : tops) top = _mm512_max_ps(top, part);
     largest[r] = nan ? std::numeric_limits<float>::quiet_NaN() : _mm512_reduce_max_ps(top);
     const __m512 sought = _mm512_set1_ps(largest[r]);
     for (int64_t i = 0; i < n; i += 16) {

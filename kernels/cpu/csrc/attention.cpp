@@ -40,7 +40,7 @@ struct Tile {
   int64_t cost() const { return queries * (end_key - first_key); }
 };
 
-// Rows of an unfinished softmax: weights are relative to `largest`, sums are not divided yet.
+// Rows of an unfinished softmax: weights are relative to 2 to the `largest`, sums are not divided.
 struct Sums {
   float* values;  // [rows][dim]
   float* largest;
@@ -111,8 +111,8 @@ void merge(int64_t dim, float* into, float& largest, float& total, const float* 
            float more_largest, float more_total) {
   if (more_total == 0) return;
   const float top = std::max(largest, more_largest);
-  const float keep = largest == NONE ? 0.f : std::exp(largest - top);
-  const float take = std::exp(more_largest - top);
+  const float keep = largest == NONE ? 0.f : std::exp2(largest - top);
+  const float take = std::exp2(more_largest - top);
   for (int64_t d = 0; d < dim; d += 16) {
     const __mmask16 lanes = first_lanes(dim - d);
     const __m512 more = _mm512_mul_ps(_mm512_maskz_loadu_ps(lanes, values + d), _mm512_set1_ps(take));
@@ -127,32 +127,35 @@ void merge(int64_t dim, float* into, float& largest, float& total, const float* 
 void softmax(const AttentionStep& s, const Tile& tile, int64_t first, int row, int rows,
              Work& work) {
   const int64_t group = s.heads / s.kv_heads, panels = panels_of(s.dim);
+  const float to_exponent = s.scale * LOG2_E;  // weights are powers of two
   __m512i packed[KEYS / 32][16];
   for (int r = 0; r < rows; ++r) {
     const int64_t position = tile.position + (row + r) / group;
     const int64_t seen = std::min(position + 1, tile.end_key) - first;
     const int64_t hidden = std::max(s.window ? position + 1 - s.window : 0, tile.first_key) - first;
+    const bool all = hidden <= 0 && seen >= KEYS;
     __m512 score[KEYS / 16], top = _mm512_set1_ps(NONE);
     for (int i = 0; i < KEYS / 16; ++i) {
-      const __mmask16 lanes = first_lanes(seen - i * 16) & ~first_lanes(hidden - i * 16);
-      const float* at = work.scores + (i / 2 * MAX_ROWS + r) * COLUMNS + i % 2 * 16;
-      const __m512 scaled = _mm512_mul_ps(_mm512_load_ps(at), _mm512_set1_ps(s.scale));
-      score[i] = _mm512_mask_mov_ps(_mm512_set1_ps(NONE), lanes, scaled);
+      score[i] = _mm512_load_ps(work.scores + (i / 2 * MAX_ROWS + r) * COLUMNS + i % 2 * 16);
+      if (!all) {
+        const __mmask16 lanes = first_lanes(seen - i * 16) & ~first_lanes(hidden - i * 16);
+        score[i] = _mm512_mask_mov_ps(_mm512_set1_ps(NONE), lanes, score[i]);
+      }
       top = _mm512_max_ps(top, score[i]);
     }
     float& largest = work.span_largest[row + r];
     const float before = largest;
-    largest = std::max(before, _mm512_reduce_max_ps(top));
-    // A row that sees nothing yet has no scale: its weights are zero by the floor of exp.
+    largest = std::max(before, _mm512_reduce_max_ps(top) * to_exponent);
+    // A row that sees nothing yet has no scale: its weights are zero whatever it is.
     const __m512 offset = _mm512_set1_ps(largest == NONE ? 0.f : largest);
     __m512 sum = _mm512_setzero_ps();
     for (int i = 0; i < KEYS / 16; ++i) {
-      score[i] = exp(_mm512_sub_ps(score[i], offset));
+      score[i] = exp2(_mm512_fmsub_ps(score[i], _mm512_set1_ps(to_exponent), offset));
       sum = _mm512_add_ps(sum, score[i]);
     }
     for (int i = 0; i < KEYS / 32; ++i)
       packed[i][r] = (__m512i)_mm512_cvtne2ps_pbh(score[2 * i + 1], score[2 * i]);
-    const float keep = before == largest ? 1.f : before == NONE ? 0.f : std::exp(before - largest);
+    const float keep = before == largest ? 1.f : before == NONE ? 0.f : std::exp2(before - largest);
     work.span_total[row + r] = work.span_total[row + r] * keep + _mm512_reduce_add_ps(sum);
     if (keep == 1.f) continue;
     for (int64_t panel = 0; panel < panels; ++panel)

@@ -41,23 +41,22 @@ inline void store_bf16(bf16* p, __m512 x, __mmask16 lanes = 0xffff) {
   _mm256_mask_storeu_epi16(p, lanes, narrow(x));
 }
 
-// exp(x), 2 ulp; 0 below -87.3, for a float32 has nothing there but denormals; NaN stays NaN.
-inline __m512 exp(__m512 x) {
-  const __mmask16 normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.3f), _CMP_NLT_UQ);
-  x = _mm512_min_ps(_mm512_set1_ps(88.7f), x);  // the second one, if either is NaN
-  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
-  // ln 2 in two parts, the first of which has few bits: n times it is exact.
-  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-  __m512 y = _mm512_set1_ps(1.f / 720);
-  for (float c : {1.f / 120, 1.f / 24, 1.f / 6, 0.5f, 1.f, 1.f})
+// 2 to the x, 4e-7 relative; 0 far below the smallest float32, NaN for NaN.
+inline __m512 exp2(__m512 x) {
+  x = _mm512_max_ps(_mm512_set1_ps(-200.f), x);  // the second one, if either is NaN
+  const __m512 n = _mm512_roundscale_ps(x, 0);
+  const __m512 r = _mm512_sub_ps(x, n);
+  __m512 y = _mm512_set1_ps(1.3333558e-3f);  // ln(2)^i / i!, from the fifth on down
+  for (float c : {9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.f})
     y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(c));
-  return _mm512_maskz_scalef_ps(normal, y, n);
+  return _mm512_scalef_ps(y, n);
 }
 
+constexpr float LOG2_E = 1.44269504f;
+
 inline __m512 silu(__m512 x) {
-  const __m512 one = _mm512_set1_ps(1.f);
-  return _mm512_div_ps(x, _mm512_add_ps(one, exp(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+  const __m512 e = exp2(_mm512_mul_ps(x, _mm512_set1_ps(-LOG2_E)));
+  return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.f), e));
 }
 
 // rows[i][j] <-> rows[j][i], of 32-bit numbers: pairs of bfloat16.
