@@ -38,10 +38,16 @@ class Layer:
         )
 
     def __call__(
-        self, x: Tensor, rotation: Rotation, cache: KVCache, plan: AttentionPlan
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        cache: KVCache,
+        plan: AttentionPlan,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
-        return self._feed_forward(self._attention(x, rotation, cache, plan))
+        """[T, hidden] -> [T, hidden], or of the tokens `rows` alone, [S, hidden]."""
+        x = self._attention(x, rotation, cache, plan)
+        return self._feed_forward(x if rows is None else x[rows])
 
 
 class _Load:
@@ -82,7 +88,12 @@ class Model:
         self._embedding = weights.read(spec.embedding)
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, cache: Sequence[KVCache], plan: AttentionPlan
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        cache: Sequence[KVCache],
+        plan: AttentionPlan,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """Run the layers.
 
@@ -91,15 +102,19 @@ class Model:
             positions: int [T]; of each token in its request.
             cache: of each layer; the tokens' keys and values are written to it.
             plan: which requests the tokens belong to, and where their cache is.
+            rows: int64 [S]; the tokens that logits are wanted of, all if None. The others leave
+                nothing behind but keys and values, and skip the end of the last layer.
 
         Returns:
-            [T, hidden]; what `logits` takes.
+            [S, hidden]; what `logits` takes.
         """
         x = embedding(token_ids, self._embedding).to(self._dtype)
         rotation = Rotation.of(positions, self._inv_freq, self._dtype)
-        for layer, layer_cache in zip(self._layers, cache, strict=True):
+        *layers, last = zip(self._layers, cache, strict=True)
+        for layer, layer_cache in layers:
             x = layer(x, rotation, layer_cache, plan)
-        return x
+        layer, layer_cache = last
+        return layer(x, rotation, layer_cache, plan, rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden] of the tokens that matter -> [S, vocab_size]."""

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,6 +24,8 @@ from weft.models.torch.layers import KVCache
 from weft.models.torch.model import Model
 from weft.models.torch.sampler import Sampler
 from weft.models.weights import Progress, Weights
+
+Int64 = npt.NDArray[np.int64]
 
 PROMPT_LOGPROB_ROWS = 64
 """Rows of logits in memory at once when a prompt is scored."""
@@ -127,19 +130,22 @@ class TorchRunner:
         plan = AttentionPlan.build(
             batch.query_start, batch.context_len, batch.block_table, block_size=self._block_size
         )
+        # Sorted, so that a row's place among them can be searched.
+        rows = np.union1d(batch.sample_index, batch.prompt_logprob_index).astype(np.int64)
         hidden = self._model(
             self._known_tokens(batch.token_ids),
             torch.tensor(batch.positions),
             self._cache,
             plan,
+            torch.from_numpy(rows) if len(rows) < len(batch.token_ids) else None,
         )
-        token_ids, status, logprobs = self._sample(hidden, batch)
+        token_ids, status, logprobs = self._sample(hidden, rows, batch)
         return StepOutput(
             step=batch.step,
             token_ids=token_ids,
             status=status,
             logprobs=logprobs,
-            prompt_logprobs=self._score_prompts(hidden, batch),
+            prompt_logprobs=self._score_prompts(hidden, rows, batch),
             seconds=time.perf_counter() - started,
         )
 
@@ -155,29 +161,39 @@ class TorchRunner:
             return ids
         return torch.where(ids < 0, self._newest_token[(-1 - ids).clamp_(min=0)], ids)
 
-    def _sample(self, hidden: Tensor, batch: StepInput) -> tuple[Int32, Int32, Logprobs | None]:
-        """Choose the next token of each sampled row, and keep it as its slot's newest."""
+    def _sample(
+        self, hidden: Tensor, rows: Int64, batch: StepInput
+    ) -> tuple[Int32, Int32, Logprobs | None]:
+        """Choose the next token of each sampled row, and keep it as its slot's newest.
+
+        Args:
+            hidden: [S, hidden], of the tokens `rows`.
+            rows: int64 [S], sorted.
+            batch: the step.
+        """
         self._sampler.set_slots(batch.new_slots)
         if not len(batch.sample_index):
             none = np.empty(0, np.int32)
             return none, none, None
         slots = torch.tensor(batch.sample_slot, dtype=torch.int64)
-        logits = self._model.logits(hidden[torch.tensor(batch.sample_index)])
+        sampled_rows = torch.from_numpy(np.searchsorted(rows, batch.sample_index))
+        logits = self._model.logits(hidden[sampled_rows])
         sampled = self._sampler.sample(logits, slots, torch.tensor(batch.output_index))
         self._newest_token[slots] = sampled.token_ids
         token_ids = sampled.token_ids.numpy().astype(np.int32)
         return token_ids, sampled.status.numpy(), sampled.logprobs
 
-    def _score_prompts(self, hidden: Tensor, batch: StepInput) -> Logprobs | None:
-        """Log probabilities of prompt tokens, a few rows at a time."""
+    def _score_prompts(self, hidden: Tensor, rows: Int64, batch: StepInput) -> Logprobs | None:
+        """Log probabilities of prompt tokens, a few rows at a time; arguments as in `_sample`."""
         count = len(batch.prompt_logprob_index)
         if not count:
             return None
+        scored_rows = torch.from_numpy(np.searchsorted(rows, batch.prompt_logprob_index))
         parts = []
         for start in range(0, count, PROMPT_LOGPROB_ROWS):
-            rows = slice(start, start + PROMPT_LOGPROB_ROWS)
-            logits = self._model.logits(hidden[torch.tensor(batch.prompt_logprob_index[rows])])
-            targets = torch.tensor(batch.prompt_logprob_target[rows], dtype=torch.int64)
+            some = slice(start, start + PROMPT_LOGPROB_ROWS)
+            logits = self._model.logits(hidden[scored_rows[some]])
+            targets = torch.tensor(batch.prompt_logprob_target[some], dtype=torch.int64)
             parts.append(self._sampler.prompt_logprobs(logits, targets, batch.prompt_logprob_top))
         return Logprobs(
             chosen=np.concatenate([part.chosen for part in parts]),

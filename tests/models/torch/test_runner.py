@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from support.checkpoints import VOCAB_SIZE, make_checkpoint
+from support.kernels import compiled_kernels
 from support.steps import Driver, Request
 
 from weft.models.checkpoint import read_spec
@@ -124,6 +125,33 @@ def test_tokens_do_not_depend_on_how_steps_are_cut(
     for i, request in enumerate(requests):
         alone = _driver(runner)
         assert request.output == _generate(alone, alone.add(_prompt(lengths[i], i), 40), 4)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_compiled_kernels_give_the_same_bits_however_steps_are_cut(
+    tmp_path: Path, family: str
+) -> None:
+    """Alone and at once, or in chunks among others: bfloat16 logprobs agree to the last bit."""
+    with compiled_kernels(True):
+        runner = _load(make_checkpoint(tmp_path, family), dtype="bfloat16")
+        alone, among = _driver(runner), _driver(runner)
+        one = alone.add(_prompt(30), 40, logprobs=2)
+        expected = [alone.step((one, size)).logprobs for size in (30, 1, 1, 1, 1)]
+
+        other = among.add(_prompt(30), 40, logprobs=2)
+        company = [among.add(_prompt(n, n), n + 10) for n in (3, 25, 14)]
+        among.step((company[0], 3), (other, 11), (company[1], 20))
+        among.step((other, 1), (company[1], 5))
+        got = [among.step((company[2], 14), (company[0], 1), (other, 18)).logprobs]
+        got.append(among.step((other, 1)).logprobs)
+        for size in (2, 3, 1):
+            got.append(among.step(*((r, 1) for r in company[:size]), (other, 1)).logprobs)
+    assert other.output == one.output
+    for mine, theirs in zip(expected, got, strict=True):
+        assert mine is not None
+        assert theirs is not None
+        np.testing.assert_array_equal(mine.top[-1], theirs.top[-1])
+        np.testing.assert_array_equal(mine.chosen[-1], theirs.chosen[-1])
 
 
 def test_a_step_that_samples_nothing(runner: ModelRunner) -> None:
