@@ -54,7 +54,7 @@ class EngineConfig:
         Help("most tokens of a request, prompt and output; else the model's limit", ge=1),
     ] = None
     threads: Annotated[int | None, Help("CPU threads of the model; else all cores", ge=1)] = None
-    block_size: Annotated[int, Help("tokens in one block of the KV cache", ge=1)] = 32
+    block_size: Annotated[int, Help("tokens in one block of the KV cache", ge=1)] = 16
     kv_cache_memory: Annotated[
         int | None, Help("memory for the KV cache; else what is left", ge=1, unit="bytes")
     ] = None

@@ -29,15 +29,16 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 import numpy as np
+import numpy.typing as npt
 
-from weft.models.interface import Int32
+Slots = npt.NDArray[np.intp]
 
 ROOT_KEY = bytes(16)
 
 
-def block_key(parent: bytes, tokens: Int32) -> bytes:
-    """The key of the block that holds `tokens` and follows the block with key `parent`."""
-    return blake2b(parent + tokens.tobytes(), digest_size=16).digest()
+def block_key(parent: bytes, tokens: bytes) -> bytes:
+    """The key of the block that holds `tokens` (int32s) and follows the one with key `parent`."""
+    return blake2b(parent + tokens, digest_size=16).digest()
 
 
 class KVCache:
@@ -116,6 +117,18 @@ class KVCache:
         blocks = [*prefix, *(self._take() for _ in range(fresh))]
         self.table[slot, held:end] = blocks
         self.num_blocks[slot] = end
+        return True
+
+    def append(self, slots: Slots) -> bool:
+        """One more block for each of these slots; all of them, or nothing.
+
+        Returns:
+            False, with nothing changed, when there are not enough blocks.
+        """
+        if len(slots) > self.available:
+            return False
+        self.table[slots, self.num_blocks[slots]] = [self._take() for _ in range(len(slots))]
+        self.num_blocks[slots] += 1
         return True
 
     def free(self, slot: int) -> None:

@@ -58,7 +58,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New tokens of one request.
 
     Attributes:

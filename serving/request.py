@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
+from array import array
 
-from weft.models.interface import Int32, Logprobs, SlotSampling
+from weft.models.interface import Logprobs, SlotSampling
 from weft.serving.kv_cache import ROOT_KEY, block_key
 from weft.serving.messages import Add, TokenLogprob
 
@@ -14,10 +14,9 @@ class Request:
 
     Attributes:
         rank: (priority, order of arrival); lower is served first, and higher preempted first.
-        prompt: int32[P].
-        output: tokens that have come back, in order.
-        limit: tokens, prompt and output, at which it ends with "length".
-        output_limit: the same, counting output only.
+        token_ids: int32 tokens of the prompt, and after it those that have come back.
+        prompt_length: how many of them are the prompt's.
+        limit: how many there are when it ends with "length".
         slot: where it runs; -1 while it waits.
         computed: tokens whose keys and values are computed by the steps submitted so far.
         scored: prompt tokens whose log probability is computed by the steps submitted so far.
@@ -36,15 +35,14 @@ class Request:
         "id",
         "known_keys",
         "limit",
-        "output",
-        "output_limit",
         "params",
-        "prompt",
+        "prompt_length",
         "prompt_logprobs",
         "prompt_top",
         "rank",
         "scored",
         "slot",
+        "token_ids",
     )
 
     def __init__(self, add: Add, order: int, max_model_len: int) -> None:
@@ -52,11 +50,10 @@ class Request:
         self.id = add.request_id
         self.rank = (add.priority, order)
         self.params = add.params
-        self.prompt: Int32 = np.array(add.prompt_token_ids, np.int32)
-        self.output: list[int] = []
+        self.token_ids = array("i", add.prompt_token_ids)
+        self.prompt_length = len(self.token_ids)
         self.end_token_ids = frozenset(add.end_token_ids)
-        self.limit = min(len(self.prompt) + add.params.max_tokens, max_model_len)
-        self.output_limit = self.limit - len(self.prompt)
+        self.limit = min(self.prompt_length + add.params.max_tokens, max_model_len)
         self.slot = -1
         self.computed = 0
         self.scored = 0
@@ -70,22 +67,14 @@ class Request:
 
     def __len__(self) -> int:
         """Tokens that the host knows."""
-        return len(self.prompt) + len(self.output)
-
-    def tokens(self, start: int, stop: int) -> Int32:
-        """int32[stop - start]; its known tokens from `start` on."""
-        n = len(self.prompt)
-        if stop <= n:
-            return self.prompt[start:stop]
-        output = np.array(self.output[max(start - n, 0) : stop - n], np.int32)
-        return output if start >= n else np.concatenate((self.prompt[start:], output))
+        return len(self.token_ids)
 
     def keys(self, count: int, block_size: int) -> list[bytes]:
         """Prefix-cache keys of its first `count` blocks, whose tokens must be known."""
         for index in range(len(self.known_keys), count):
             parent = self.known_keys[-1] if self.known_keys else ROOT_KEY
-            tokens = self.tokens(index * block_size, (index + 1) * block_size)
-            self.known_keys.append(block_key(parent, tokens))
+            tokens = self.token_ids[index * block_size : (index + 1) * block_size]
+            self.known_keys.append(block_key(parent, tokens.tobytes()))
         return self.known_keys[:count]
 
     @property
@@ -117,8 +106,8 @@ class Request:
             logprobs=-1 if p.logprobs is None else p.logprobs,
             min_tokens=p.min_tokens,
             end_token_ids=tuple(sorted(self.end_token_ids)),
-            prompt_token_ids=self.prompt.tolist() if history else (),
-            output_token_ids=tuple(self.output) if history else (),
+            prompt_token_ids=tuple(self.token_ids[: self.prompt_length]) if history else (),
+            output_token_ids=tuple(self.token_ids[self.prompt_length :]) if history else (),
         )
 
 

@@ -43,11 +43,11 @@ from operator import attrgetter
 import numpy as np
 
 from weft.errors import RequestError
-from weft.models.interface import FINITE, Int32, Logprobs, StepInput, StepOutput
-from weft.serving.kv_cache import KVCache
+from weft.models.interface import FINITE, Int32, StepInput, StepOutput
+from weft.serving.kv_cache import KVCache, Slots
 from weft.serving.messages import Add, EngineStats, FinishReason, TokenOutput
 from weft.serving.request import Request, token_logprob
-from weft.serving.step import Chunk, Flight, Slots, build_step, take_scores
+from weft.serving.step import Chunk, Flight, build_step, take_scores
 
 
 class Scheduler:
@@ -197,6 +197,8 @@ class Scheduler:
         ready = self._decoding & (self._length < self._limit)
         num_blocks = self.kv.num_blocks[: len(ready)]
         short = np.flatnonzero(ready & (self._length > num_blocks * self.kv.block_size))
+        if self.kv.append(short):
+            return np.flatnonzero(ready)
         for request in sorted(self._at(short.tolist()), key=_rank):
             # A request earlier in this loop may have preempted this one.
             here = self._running[request.slot] is request and self._decoding[request.slot]
@@ -263,13 +265,13 @@ class Scheduler:
         request.slot = slot
         request.computed = len(prefix) * size
         if request.cached_tokens < 0:
-            request.cached_tokens = min(request.computed, len(request.prompt))
-            self._prompt_tokens += len(request.prompt)
+            request.cached_tokens = min(request.computed, request.prompt_length)
+            self._prompt_tokens += request.prompt_length
         if self._prefix_caching:
             self._prefix_queries += len(request)
             self._prefix_hits += request.computed
         self._length[slot] = len(request)
-        self._prompt_length[slot] = len(request.prompt)
+        self._prompt_length[slot] = request.prompt_length
         self._limit[slot] = request.limit
         self._done[slot] = request.computed
         self._registered[slot] = len(prefix)
@@ -297,64 +299,68 @@ class Scheduler:
         return outputs
 
     def _take_tokens(self, slots: Int32, result: StepOutput) -> list[TokenOutput]:
-        outputs = []
-        tokens, status = result.token_ids.tolist(), result.status.tolist()
-        for row, (slot, token, state) in enumerate(
-            zip(slots.tolist(), tokens, status, strict=True)
-        ):
-            request = self._running[slot]
+        """Append each row's token to its request, which may have ended with it, and say so."""
+        outputs: list[TokenOutput] = []
+        broken: list[Request] = []
+        running = self._running
+        rows = zip(slots.tolist(), result.token_ids.tolist(), result.status.tolist(), strict=True)
+        for row, (slot, token, state) in enumerate(rows):
+            request = running[slot]
             assert request is not None, "a slot is not released while a step names it"
             if request.ended:
                 continue
-            if state == FINITE:
-                request.output.append(token)
-                self._generation_tokens += 1
-                outputs.append(self._output(request, token, row, result.logprobs))
-            else:
+            if state != FINITE:
                 self.kv.forget(slot)
                 self._registered[slot] = self.kv.total  # and never offer them again
-                outputs += self._end_all([request], "error", "the model's output is not finite")
-        return outputs
-
-    def _output(
-        self, request: Request, token: int, row: int, logprobs: Logprobs | None
-    ) -> TokenOutput:
-        """The message that a request has a new token, after which it may have ended."""
-        reason: FinishReason | None = None
-        if token in request.end_token_ids:
-            reason = "stop"
-        elif len(request.output) == request.output_limit:
-            reason = "length"
-        if reason is not None:
-            self._end(request)
-        token_logprobs = None
-        if request.params.logprobs is not None:
-            assert logprobs is not None, "the runner returns the logprobs that were asked for"
-            token_logprobs = [token_logprob(logprobs, row, token, request.params.logprobs)]
-        prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
-        return TokenOutput(
-            request.id,
-            [token],
-            reason,
-            token if reason == "stop" else None,
-            token_logprobs,
-            prompt_logprobs,
-            request.cached_tokens,
-        )
+                broken.append(request)
+                continue
+            request.token_ids.append(token)
+            reason: FinishReason | None = None
+            if token in request.end_token_ids:
+                reason = "stop"
+                self._end(request)
+            elif len(request.token_ids) == request.limit:
+                reason = "length"
+                self._end(request)
+            logprobs = None
+            if (top := request.params.logprobs) is not None:
+                assert result.logprobs is not None, "the runner returns what was asked for"
+                logprobs = [token_logprob(result.logprobs, row, token, top)]
+            prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+            outputs.append(
+                TokenOutput(
+                    request.id,
+                    [token],
+                    reason,
+                    token if reason == "stop" else None,
+                    logprobs,
+                    prompt_logprobs,
+                    request.cached_tokens,
+                )
+            )
+        self._generation_tokens += len(outputs)
+        return outputs + self._end_all(broken, "error", "the model's output is not finite")
 
     def _register(self, slots: Int32) -> None:
         """Offer blocks that are now full to the prefix cache."""
-        full = self._done[slots] // self.kv.block_size
-        for slot in slots[full > self._registered[slots]].tolist():
+        size = self.kv.block_size
+        slots = slots[self._done[slots] // size > self._registered[slots]]
+        rows = zip(
+            slots.tolist(),
+            self._done[slots].tolist(),
+            self._registered[slots].tolist(),
+            strict=True,
+        )
+        for slot, done, registered in rows:
             request = self._running[slot]
             assert request is not None
             # Of an aborted request, tokens may be computed that the host never saw.
-            known = min(int(self._done[slot]), len(request)) // self.kv.block_size
-            keys = request.keys(known, self.kv.block_size)
-            for index in range(int(self._registered[slot]), known):
+            known = min(done, len(request)) // size
+            keys = request.keys(known, size)
+            for index in range(registered, known):
                 self.kv.register(slot, index, keys[index])
                 self._coming.pop(keys[index], None)
-            self._registered[slot] = max(known, self._registered[slot])
+            self._registered[slot] = max(known, registered)
 
     # Coming to an end.
 

@@ -10,13 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from weft.models.interface import Int32, Logprobs, StepInput
-from weft.serving.kv_cache import KVCache
+from weft.serving.kv_cache import KVCache, Slots
 from weft.serving.request import Request, token_logprob
-
-Slots = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +80,7 @@ def build_step(
     begins = query_start[n:-1].tolist()
     for chunk, begin in zip(chunks, begins, strict=True):
         end = begin + chunk.stop - chunk.start
-        token_ids[begin:end] = chunk.request.tokens(chunk.start, chunk.stop)
+        token_ids[begin:end] = chunk.request.token_ids[chunk.start : chunk.stop]
         positions[begin:end] = np.arange(chunk.start, chunk.stop)
 
     sample_slot = slots[samples]
@@ -101,7 +98,9 @@ def build_step(
         output_index=length[sample_slot] - prompt_length[sample_slot],
         new_slots=tuple(c.request.sampling() for c in chunks if c.samples),
         prompt_logprob_index=score_index,
-        prompt_logprob_target=_concatenate([s.request.prompt[s.start : s.stop] for s in scores]),
+        prompt_logprob_target=np.array(
+            [t for s in scores for t in s.request.token_ids[s.start : s.stop]], np.int32
+        ),
         prompt_logprob_top=max((s.request.prompt_top for s in scores), default=0),
     )
     return Flight(batch, scores)
@@ -115,16 +114,16 @@ def _score(chunks: list[Chunk], begins: list[int]) -> tuple[list[Score], Int32]:
         begins: the first row of each.
     """
     scores = []
-    rows = []
+    rows: list[int] = []
     for chunk, begin in zip(chunks, begins, strict=True):
         request = chunk.request
         first = max(chunk.start, request.scored)
-        end = min(chunk.stop, len(request.prompt) - 1)
+        end = min(chunk.stop, request.prompt_length - 1)
         if request.prompt_logprobs is not None and first < end:
-            rows.append(np.arange(first, end, dtype=np.int32) + (begin - chunk.start))
+            rows += range(first - chunk.start + begin, end - chunk.start + begin)
             scores.append(Score(request, first + 1, end + 1))
             request.scored = end
-    return scores, _concatenate(rows)
+    return scores, np.array(rows, np.int32)
 
 
 def take_scores(scores: list[Score], logprobs: Logprobs) -> None:
@@ -132,14 +131,10 @@ def take_scores(scores: list[Score], logprobs: Logprobs) -> None:
     row = 0
     for score in scores:
         request = score.request
-        tokens = request.prompt[score.start : score.stop].tolist()
+        tokens = request.token_ids[score.start : score.stop]
         if request.prompt_logprobs is not None:
             request.prompt_logprobs += [
                 token_logprob(logprobs, row + i, token, request.prompt_top)
                 for i, token in enumerate(tokens)
             ]
         row += len(tokens)
-
-
-def _concatenate(arrays: list[Int32]) -> Int32:
-    return np.concatenate(arrays) if arrays else np.empty(0, np.int32)

@@ -26,7 +26,7 @@ def _keys() -> Callable[[], list[bytes]]:
     def keys() -> list[bytes]:
         key, found = ROOT_KEY, []
         for block in tokens:
-            key = block_key(key, block)
+            key = block_key(key, block.tobytes())
             found.append(key)
         return found
 

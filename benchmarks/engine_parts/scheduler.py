@@ -17,14 +17,14 @@ import numpy as np
 from engine_parts.measure import Case
 from engine_parts.mock import NUM_BLOCKS, VOCAB_SIZE, MockRunner
 from weft.models.interface import StepInput
-from weft.serving.engine_core import DEPTH
+from weft.serving.engine_core import DEPTH, settle_garbage_collector
 from weft.serving.kv_cache import KVCache
 from weft.serving.messages import Add
 from weft.serving.sampling_params import SamplingParams
 from weft.serving.scheduler import Scheduler
 
 RUNNING = 256
-BLOCK_SIZE = 32
+BLOCK_SIZE = 16
 BUDGET = 2048
 MAX_MODEL_LEN = 32768
 PROMPT = 512  # tokens of the requests that decode all the time
@@ -88,6 +88,7 @@ def _us_per_step(make_loop: Callable[[], Loop]) -> Callable[[float], float]:
         steps, taken = 0, 0.0
         while taken < seconds:
             loop = make_loop()
+            settle_garbage_collector()
             begin = time.perf_counter()
             for _ in range(STEPS):
                 loop.step()

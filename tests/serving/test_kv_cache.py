@@ -20,7 +20,7 @@ def keys_of(tokens: list[int]) -> list[bytes]:
     keys: list[bytes] = []
     for end in range(BLOCK, len(tokens) + 1, BLOCK):
         parent = keys[-1] if keys else ROOT_KEY
-        keys.append(block_key(parent, np.array(tokens[end - BLOCK : end], np.int32)))
+        keys.append(block_key(parent, np.array(tokens[end - BLOCK : end], np.int32).tobytes()))
     return keys
 
 
