@@ -38,7 +38,9 @@ lint: $(VENV)/.dev ## ruff: style and format
 types: $(VENV)/.dev ## mypy, strict
 	@rm -rf build/types && mkdir -p build/types/weft
 	@cd build/types/weft && ln -s ../../../weft/* ../../../kernels ../../../models ../../../serving .
-	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p weft
+	@cd build/types && ln -s ../../benchmarks .
+	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p weft && \
+	  MYPYPATH=benchmarks ../../$(BIN)/mypy --config-file ../../pyproject.toml benchmarks
 
 format: $(VENV)/.dev ## ruff: rewrite
 	$(BIN)/ruff check --fix .

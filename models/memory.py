@@ -337,7 +337,7 @@ def available_memory(root: Path = Path("/")) -> int:
     Args:
         root: where /proc and /sys are; for tests.
     """
-    import psutil  # type: ignore[import-untyped]
+    import psutil
 
     free = [int(psutil.virtual_memory().available)]
     for group, limit_file, usage_file, file_pages in _memory_cgroups(root):

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation import StoppingCriteria
 
 
-class _Clock(StoppingCriteria):
+class _Clock(StoppingCriteria):  # type: ignore[misc]
     """Notes when each token is known; never stops anything."""
 
     def __init__(self, rows: int) -> None:

@@ -53,7 +53,7 @@ def _read_packed() -> float:
     """Bytes per second of a matrix-vector product with packed bfloat16 weights, if there is one."""
     import torch
 
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return 0.0
     rows, columns = 1 << 15, _BYTES >> 16
     matrix = torch.ones(rows, columns, dtype=torch.bfloat16)

@@ -173,6 +173,12 @@ class NativeLinear:
         )
         return out
 
+    def weight_rows(self, index: Tensor) -> Tensor:
+        """int [T] -> bfloat16 [T, K]: rows of a bfloat16 weight that is not gated."""
+        pairs = self._weight.view(torch.int32)[..., 0].transpose(1, 2)
+        rows = pairs[index // native.COLUMNS, index % native.COLUMNS]
+        return rows.view(torch.bfloat16)[:, : self.in_features]
+
 
 def native_rows(x: Tensor, norm: RMSNorm | None) -> native.Rows:
     """The rows of x [T, K], each contiguous; x must outlive them."""

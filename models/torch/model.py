@@ -1,14 +1,14 @@
 """A decoder on the CPU, top to bottom: embedding, layers, norm, logits.
 
 The step is one ragged batch; attention reads and writes the paged cache by the
-step's plan. The embedding stays in the checkpoint's file, mapped into memory:
-a step looks at few of its rows, and with tied embeddings the packed copy of it
-gives the logits, so that the table is in memory once.
+step's plan. A tied embedding is looked up in the packed matrix that gives the
+logits where that is possible, so that the table is in memory once; otherwise it
+stays in the checkpoint's file, mapped into memory: a step looks at few rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.nn.functional import embedding
 
 from weft.kernels.cpu.attention import AttentionPlan
 from weft.kernels.cpu.int8 import make_int8_linear
-from weft.kernels.cpu.linear import RMSNorm, make_linear
+from weft.kernels.cpu.linear import NativeLinear, RMSNorm, make_linear
 from weft.kernels.cpu.moe import MakeLinear
 from weft.kernels.cpu.rope import Rotation
 from weft.models.spec import LayerSpec, ModelSpec, MoeSpec, WeightSpec
@@ -84,8 +84,12 @@ class Model:
         self._inv_freq = torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim))
         self._layers = [Layer(spec, layer, load) for layer in spec.layers]
         self._norm = RMSNorm(load(spec.norm), spec.norm_eps)
-        self._lm_head = load.make(load(spec.lm_head or spec.embedding))
-        self._embedding = weights.read(spec.embedding)
+        self._lm_head = lm_head = load.make(load(spec.lm_head or spec.embedding))
+        if spec.lm_head is None and quantization == "none" and isinstance(lm_head, NativeLinear):
+            self._embed: Callable[[Tensor], Tensor] = lm_head.weight_rows
+        else:
+            table = weights.read(spec.embedding)
+            self._embed = lambda token_ids: embedding(token_ids, table).to(dtype)
 
     def __call__(
         self,
@@ -108,7 +112,7 @@ class Model:
         Returns:
             [S, hidden]; what `logits` takes.
         """
-        x = embedding(token_ids, self._embedding).to(self._dtype)
+        x = self._embed(token_ids)
         rotation = Rotation.of(positions, self._inv_freq, self._dtype)
         *layers, last = zip(self._layers, cache, strict=True)
         for layer, layer_cache in layers:

@@ -145,7 +145,8 @@ class _Writer:
                     role = ChatDelta(role="assistant", content="", refusal=None)
                     chunk.choices = [ChatChunkChoice(i, role)]
                     yield event(chunk)
-                if delta.text or delta.logprobs:
+                # Also without text: clients measure the time between tokens.
+                if delta.text or delta.logprobs or reason is None:
                     choice = ChatChunkChoice(i, ChatDelta(content=delta.text))
                     if self._body.logprobs:
                         choice.logprobs = chat_logprobs(self._tokenizer, delta.logprobs or [])

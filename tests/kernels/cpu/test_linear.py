@@ -176,3 +176,12 @@ def test_other_types_are_not_packed() -> None:
     assert not module.can_pack(torch.float64)
     weight = torch.randn(3, 4, dtype=torch.float64)
     assert torch.equal(PackedLinear(weight)(weight), torch.nn.functional.linear(weight, weight))
+
+
+@given(n=st.integers(1, 130), k=st.integers(1, 70), seed=st.integers(0, 2**31))
+def test_rows_of_a_packed_weight_are_those_that_were_packed(n: int, k: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    weight = torch.randn(n, k).bfloat16()
+    index = torch.randint(n, (17,))
+    with compiled_kernels(True):
+        assert torch.equal(NativeLinear(weight).weight_rows(index), weight[index])

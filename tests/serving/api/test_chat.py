@@ -8,8 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
-from support.checkpoints import CHAT_TEMPLATE, make_checkpoint
+from support.checkpoints import CHAT_TEMPLATE, make_checkpoint, make_tokenizer
 from support.server import Server, start_server
+from tokenizers import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "who weaves the weft?"}]
 WEATHER = {
@@ -33,6 +34,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (model / "chat_template.jinja").write_text(SHOWS_TOOLS)
     with start_server(model, path) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def begins_a_character(tmp_path_factory: pytest.TempPathFactory) -> int:
+    """The token of the first byte of a character of several, in every tiny model's tokenizer."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(path)
+    (first, *_) = Tokenizer.from_file(str(path / "tokenizer.json")).encode("\u65e5").ids
+    assert isinstance(first, int)
+    return first
 
 
 def chat(http: httpx.Client, **fields: Any) -> dict[str, Any]:
@@ -93,6 +104,14 @@ def test_streamed_equals_unstreamed(http: httpx.Client, seed: int) -> None:
     assert reasons == [choice["finish_reason"] for choice in whole["choices"]]
     first = [event["choices"][0]["delta"] for event in events if "role" in str(event)]
     assert first == [{"role": "assistant", "content": "", "refusal": None}] * 2
+
+
+def test_a_part_of_a_character_is_an_event(http: httpx.Client, begins_a_character: int) -> None:
+    bias = {str(begins_a_character): 100}
+    events = stream(http, logit_bias=bias, max_tokens=3, ignore_eos=True)
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert [delta.get("content") for delta in deltas[:3]] == ["", "", "\ufffd"], "role, tokens"
+    assert "".join(delta.get("content", "") for delta in deltas) == "\ufffd" * 3
 
 
 def test_streamed_usage(http: httpx.Client) -> None:
