@@ -107,11 +107,17 @@ def test_streamed_equals_unstreamed(http: httpx.Client, seed: int) -> None:
 
 
 def test_a_part_of_a_character_is_an_event(http: httpx.Client, begins_a_character: int) -> None:
-    bias = {str(begins_a_character): 100}
-    events = stream(http, logit_bias=bias, max_tokens=3, ignore_eos=True)
-    deltas = [event["choices"][0]["delta"] for event in events]
-    assert [delta.get("content") for delta in deltas[:3]] == ["", "", "\ufffd"], "role, tokens"
-    assert "".join(delta.get("content", "") for delta in deltas) == "\ufffd" * 3
+    def contents() -> list[str]:
+        """Of the events after the role's."""
+        bias = {str(begins_a_character): 100}
+        _, *events = stream(http, logit_bias=bias, max_tokens=3, ignore_eos=True)
+        deltas = [event["choices"][0]["delta"] for event in events]
+        return [delta["content"] for delta in deltas if "content" in delta]
+
+    # Tokens that come while the server is busy share an event: not in all of so many answers.
+    answers = [contents() for _ in range(30)]
+    assert all("".join(answer) == "\ufffd" * 3 for answer in answers)
+    assert any(answer[0] == "" for answer in answers)
 
 
 def test_streamed_usage(http: httpx.Client) -> None:
