@@ -75,12 +75,15 @@ $(BIN)/python:
 	  echo "weft needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Set PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
 
-$(VENV)/.serve: pyproject.toml constraints.txt | $(BIN)/python
+# What pip builds and installs: when it changes, the compiled kernels are built anew.
+SOURCES := pyproject.toml constraints.txt $(wildcard kernels/cpu/csrc/*)
+
+$(VENV)/.serve: $(SOURCES) | $(BIN)/python
 	@echo "installing weft into $(VENV); once, some minutes"
 	$(PIP) --editable .
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.dev: $(SOURCES) | $(BIN)/python
 	@echo "installing weft and its development tools into $(VENV); once, some minutes"
 	$(PIP) --editable '.[dev]'
 	@touch $@ $(VENV)/.serve

@@ -2,7 +2,7 @@
 
     weights        988.1 MiB
     activations    372.4 MiB  a step of 2048 tokens, 128 requests
-    KV cache         2.25 GiB  6,144 blocks of 32 tokens: 196,608 tokens
+    KV cache         2.25 GiB  12,288 blocks of 16 tokens: 196,608 tokens
     left             4.83 GiB  of the 8.42 GiB that weft may take
 
 Weights are exact but for padding. Activations are the largest tensors that a

@@ -8,12 +8,13 @@ into the declared types only: no message can name code.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import msgspec
 
-from weft.errors import WeftError
+from weft.errors import EngineError, WeftError
 from weft.serving.messages import Failed, FromCore, ToCore
 
 if TYPE_CHECKING:
@@ -56,8 +57,9 @@ class CoreChannel:
     ) -> None:
         if error is not None:
             expected = isinstance(error, WeftError)
-            name = type(error).__name__
-            self.send(Failed(name, str(error)) if expected else Failed("EngineError", repr(error)))
+            name = type(error).__name__ if expected else "EngineError"
+            with suppress(EngineError):  # nobody to tell
+                self.send(Failed(name, str(error) if expected else repr(error)))
         self._inbox.close(linger=0)
         self._outbox.close(linger=LINGER)
 
@@ -69,5 +71,14 @@ class CoreChannel:
         return messages
 
     def send(self, message: FromCore) -> None:
-        """Send without waiting."""
-        self._outbox.send(self._encoder.encode(message))
+        """Send without waiting.
+
+        Raises:
+            EngineError: the front's end is gone; ZeroMQ would wait for another one.
+        """
+        import zmq
+
+        try:
+            self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again as gone:
+            raise EngineError("nobody listens to the engine any more") from gone

@@ -5,7 +5,7 @@ A row of the weight is rounded to 127 steps on each side of zero, symmetric
 (absmax; Dettmers et al. 2022, section 2). Decoding one request reads all
 weights once per token, and int8 halves what is read.
 
-On CPUs with AVX-512 the layer is a NativeLinear, which widens the integers to
+On CPUs with AVX-512 BF16 the layer is a NativeLinear, which widens the integers to
 bfloat16, in which they are exact, as it reads them. Int8Linear is for others:
 up to FEW_ROWS rows run in torch's weight-only kernel, which goes by whole
 vectors: other widths must not be given to it (it does not check, and reads past

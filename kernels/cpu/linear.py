@@ -6,7 +6,7 @@ used for a handful of rows, that costs up to half of the time. Here a weight is
 reordered once, when the model is loaded. `make_linear` chooses:
 
 - NativeLinear: bfloat16, or int8 weights with bfloat16 activations, on CPUs
-  with AVX-512 (csrc/linear.cpp). RMSNorm before, and gate or residual after the
+  with AVX-512 BF16 (csrc/linear.cpp). RMSNorm before, and gate or residual after the
   product are part of the call.
 - PackedLinear: bfloat16 or float32 through oneDNN, with the two operators that
   torch.compile's freezing pass emits (torch/_inductor/fx_passes/
@@ -161,7 +161,14 @@ class NativeLinear:
     def __call__(
         self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        """[T, K] -> [T, N]; x and residual bfloat16."""
+        """[T, K] -> [T, N]; x and residual bfloat16.
+
+        Raises:
+            ValueError: x or residual is of another shape or dtype.
+        """
+        _check_rows("x", x, (x.shape[0], self.in_features))
+        if residual is not None:
+            _check_rows("residual", residual, (len(x), self.out_features))
         if x.stride(-1) != 1:
             x = x.contiguous()
         out = x.new_empty(len(x), self.out_features)
@@ -178,6 +185,14 @@ class NativeLinear:
         pairs = self._weight.view(torch.int32)[..., 0].transpose(1, 2)
         rows = pairs[index // native.COLUMNS, index % native.COLUMNS]
         return rows.view(torch.bfloat16)[:, : self.in_features]
+
+
+def _check_rows(name: str, rows: Tensor, shape: tuple[int, int]) -> None:
+    """Before an address is handed out."""
+    if rows.dtype != torch.bfloat16 or rows.shape != shape:
+        raise ValueError(
+            f"{name} is {rows.dtype} {tuple(rows.shape)}; it must be torch.bfloat16 {shape}"
+        )
 
 
 def native_rows(x: Tensor, norm: RMSNorm | None) -> native.Rows:

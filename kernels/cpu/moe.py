@@ -10,7 +10,7 @@
    for each token in the router's order: the sum does not depend on which other
    tokens are in the batch.
 
-On CPUs with AVX-512, 2 to 4 are one call of csrc/linear.cpp, whose threads share
+On CPUs with AVX-512 BF16, 2 to 4 are one call of csrc/linear.cpp, whose threads share
 the panels of all experts; elsewhere experts are torch's layers, one by one.
 
 Not handled: experts on other ranks (every id must be in [0, E)), biases and

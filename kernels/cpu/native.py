@@ -16,12 +16,16 @@ there is one pool of threads.
 from __future__ import annotations
 
 import ctypes
+import sysconfig
 from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+FILE = Path(__file__).with_name(f"_native{sysconfig.get_config_var('EXT_SUFFIX')}")
+"""The library, if it was built."""
 
 COLUMNS = 32
 """Columns of a panel of packed weights; csrc/vector.h."""
@@ -121,16 +125,14 @@ def library() -> ctypes.CDLL | None:
     """The compiled kernels; None if they were not built or this CPU cannot run them."""
     if not torch.cpu._is_avx512_bf16_supported():
         return None
-    for path in Path(__file__).parent.glob("_native.*.so"):
-        try:
-            loaded = ctypes.CDLL(str(path))
-        except OSError:
-            continue  # of another Python or system, or no OpenMP of GCC's kind in this process
-        for name, arguments in _SIGNATURES.items():
-            function = getattr(loaded, name)
-            function.argtypes, function.restype = arguments, None
-        return loaded
-    return None
+    try:
+        loaded = ctypes.CDLL(str(FILE))
+    except OSError:
+        return None  # there is none, or no OpenMP of GCC's kind in this process
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, None
+    return loaded
 
 
 def supports(dtype: torch.dtype) -> bool:

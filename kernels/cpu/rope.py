@@ -2,7 +2,7 @@
 
 The heads of queries and keys are normalised, if the model has norms for them,
 and rotated; keys and values go to their pages of the cache. On CPUs with
-AVX-512 that is one call of csrc/attention.cpp, elsewhere torch's operators.
+AVX-512 BF16 that is one call of csrc/attention.cpp, elsewhere torch's operators.
 """
 
 from __future__ import annotations

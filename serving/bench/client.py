@@ -11,9 +11,9 @@ an event of a stream stands for; here it carries at least one token if
 
 How many tokens came is what the server's usage says, whatever the events were;
 without usage each event counts as one. Servers that hold back tokens without
-text of their own (llama.cpp; weft in chats) show them with the next one that
-has some, or not at all: if the usage counts more tokens than there were events,
-the event that ends the answer stands for the last of them.
+text of their own (llama.cpp) show them with the next one that has some, or not
+at all: if the usage counts more tokens than there were events, the event that
+ends the answer stands for the last of them.
 
 Every request has a connection of its own: some servers drop one that a stream
 has used, and a race with that would look like a failure.

@@ -242,7 +242,11 @@ void weft_linear(const Matrix* matrix, const Rows* x, int64_t rows, const bf16* 
                  bf16* out) {
   for (int64_t first = 0; first < rows; first += WAVE_ROWS) {
     Rows wave = *x;
-    wave.data += first * x->stride;
+    if (wave.index != nullptr) {
+      wave.index += first;
+    } else {
+      wave.data += first * x->stride;
+    }
     const int64_t done = first * matrix->n;
     product({{matrix, 0, std::min(WAVE_ROWS, rows - first)}}, wave,
             residual ? residual + done : nullptr, out + done);

@@ -185,3 +185,20 @@ def test_rows_of_a_packed_weight_are_those_that_were_packed(n: int, k: int, seed
     index = torch.randint(n, (17,))
     with compiled_kernels(True):
         assert torch.equal(NativeLinear(weight).weight_rows(index), weight[index])
+
+
+@pytest.mark.parametrize(
+    ("x", "residual", "named"),
+    [
+        (torch.zeros(2, 8).bfloat16(), None, "x is"),
+        (torch.zeros(2, 16), None, "x is"),
+        (torch.zeros(2, 3, 16).bfloat16(), None, "x is"),
+        (torch.zeros(2, 16).bfloat16(), torch.zeros(3, 5).bfloat16(), "residual is"),
+        (torch.zeros(2, 16).bfloat16(), torch.zeros(2, 5), "residual is"),
+    ],
+)
+def test_other_shapes_and_types_are_refused(x: Tensor, residual: Tensor | None, named: str) -> None:
+    with compiled_kernels(True):
+        layer = NativeLinear(torch.zeros(5, 16).bfloat16())
+        with pytest.raises(ValueError, match=named):
+            layer(x, residual=residual)

@@ -235,6 +235,14 @@ def test_penalties_of_the_answer(http: httpx.Client, name: str) -> None:
     assert len({*less}) < len({*plain}) < len({*more})
 
 
+def test_tokens_without_text_are_streamed_as_they_come(http: httpx.Client) -> None:
+    fields = {"logit_bias": {"1": 100}, "max_tokens": 64}  # <|im_start|>, left out of the text
+    *pieces, end = [event["choices"][0] for event in stream(http, **fields)]
+    assert 8 < len(pieces) < 64  # fewer where the reader is behind; the last is the end
+    assert {(piece["text"], piece["finish_reason"]) for piece in pieces} == {("", None)}
+    assert (end["text"], end["finish_reason"]) == ("", "length")
+
+
 def test_logit_bias(http: httpx.Client) -> None:
     fields = {"logprobs": 0, "ignore_eos": True}
     (only,) = {*logged(complete(http, logit_bias={"9": 100}, **fields))}

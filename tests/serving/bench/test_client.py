@@ -41,12 +41,13 @@ STREAMS = {
         [
             delta(ROLE),
             delta({"content": "a"}),
-            delta({"content": "b"}),
-            delta({}, "length"),
-            usage(3),
+            delta({"content": ""}),
+            delta({"content": "é"}),
+            delta({}, "stop"),
+            usage(4),
         ],
-        3,
-        3,
+        4,
+        4,
     ),
     "chat of vLLM": (
         [delta(ROLE), delta({"content": ""}), delta({"content": "é"}, "length"), usage(2)],
