@@ -1,0 +1,101 @@
+"""Symmetric memory of N ranks that are threads of one process, on one CPU or one GPU.
+
+Each rank's tensor is an ordinary one, and the others use its address. For tests
+in Triton's interpreter (check/ranks.py), and for kernels on a single GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from weft.kernels.symmetric.memory import ALIGNMENT, Home, SymmetricMemoryError
+
+
+class Meeting(Protocol):
+    """Where the ranks of a VirtualWorld wait for each other."""
+
+    def meet(self, rank: int) -> None:
+        """Return once every rank has called this equally often.
+
+        Raises:
+            SymmetricMemoryError: one of them does not come.
+        """
+
+
+class ThreadMeeting:
+    """Ranks that run at the same time.
+
+    Args:
+        world_size: of the world.
+        timeout: seconds that a rank waits.
+    """
+
+    def __init__(self, world_size: int, timeout: float = 60.0) -> None:
+        self._barrier = threading.Barrier(world_size, timeout=timeout)
+
+    def meet(self, rank: int) -> None:
+        try:
+            self._barrier.wait()
+        except threading.BrokenBarrierError as error:
+            raise SymmetricMemoryError(
+                f"rank {rank} waited for ranks that did not come; see their errors"
+            ) from error
+
+
+class VirtualWorld:
+    """What the ranks of one process share; each makes its VirtualHome of it.
+
+    Args:
+        world_size: ranks.
+        meeting: where they wait for each other.
+        device: of all of them.
+    """
+
+    def __init__(
+        self, world_size: int, meeting: Meeting | None = None, device: str = "cpu"
+    ) -> None:
+        self.world_size = world_size
+        self.device = torch.device(device)
+        self.meeting = meeting or ThreadMeeting(world_size)
+        self.values: list[str] = [""] * world_size
+        self.memory: dict[int, Tensor] = {}  # by address
+
+
+class VirtualHome(Home):
+    """One rank of a VirtualWorld."""
+
+    def __init__(self, world: VirtualWorld, rank: int) -> None:
+        super().__init__(rank, world.world_size, world.device)
+        self._world = world
+        self._addresses: list[int] = []
+
+    @property
+    def processors(self) -> int:
+        """Its share of the device: kernels of all ranks must be able to run at once."""
+        return max(1, super().processors // self.world_size)
+
+    def _exchange(self, call: int, value: str) -> list[str]:
+        self._world.values[self.rank] = value
+        self._world.meeting.meet(self.rank)
+        values = list(self._world.values)
+        self._world.meeting.meet(self.rank)  # nobody writes the next value before all have read
+        return values
+
+    def _allocate(self, nbytes: int) -> tuple[Tensor, list[int], int]:
+        memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=self.device)
+        memory = memory[-memory.data_ptr() % ALIGNMENT :][:nbytes]
+        self._addresses.append(memory.data_ptr())
+        self._world.memory[memory.data_ptr()] = memory
+        return memory, [int(address) for address in self.exchange(str(memory.data_ptr()))], 0
+
+    def _peers(self, addresses: list[int]) -> list[Tensor]:
+        return [self._world.memory[address] for address in addresses]
+
+    def _release(self) -> None:
+        for address in self._addresses:
+            del self._world.memory[address]
+        self._addresses.clear()
