@@ -1,0 +1,379 @@
+"""Runs overlapped kernels on N ranks in Triton's interpreter, taking turns by a seed.
+
+Each rank is a thread, but only one of them runs at a time: it holds the turn.
+It may lose it before any memory operation, by chance and by how slow its rank
+was made, and always loses it when it polls a signal that has not changed. So a
+seed names one interleaving, and runs it again.
+
+A rank that polls in vain is stalled until someone changes memory. When every
+rank that has not finished is stalled, or waits where ranks meet, none can go
+on: that is a hang, found without a clock, and reported as who waits where for
+which signal.
+
+    results = run(lambda home: all_gather(..., home), world_size=4, seed=7)
+
+Kernels must have been imported with TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
+
+from weft.errors import WeftError
+from weft.kernels.check import extern, interpreter
+from weft.kernels.check.interpreter import Array, Kind, Program
+from weft.kernels.check.races import RaceDetector
+from weft.kernels.symmetric.memory import SymmetricTensor
+from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
+
+Result = TypeVar("Result")
+
+SWITCH_PROBABILITY = 0.05
+"""Of losing the turn before a memory operation."""
+
+
+class HangError(WeftError):
+    """Every rank waits; the message says who for what."""
+
+
+class RankError(WeftError):
+    """A rank's own code failed; its error is the cause."""
+
+
+class _Abandoned(BaseException):
+    """Ends the thread of a rank after another one has failed."""
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One rank's thread: what it waits for, and whether it is through."""
+
+    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    stalled: str | None = None
+    finished: bool = False
+    last_poll: tuple[int, str] | None = None
+    program: Program | None = None
+
+
+class Ranks:
+    """The turn, and who may have it; also where ranks meet (virtual.Meeting).
+
+    Args:
+        world_size: ranks.
+        seed: of all choices.
+        slowness: of each rank: how many times rarer than the others it gets the turn.
+        races: told of every access, too; None to look for none.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        seed: int,
+        slowness: Sequence[float] | None = None,
+        races: RaceDetector | None = None,
+    ) -> None:
+        self._ranks = [_Rank() for _ in range(world_size)]
+        self._random = random.Random(seed)
+        self._weight = [1 / s for s in slowness or [1.0] * world_size]
+        self._met = [0] * world_size
+        self.races = races
+        self.failure: BaseException | None = None
+        self.memory = Memory()
+
+    def start(self) -> None:
+        """Give the first turn to someone."""
+        self._ranks[self._choose()].turn.release()
+
+    def enter(self, rank: int) -> None:
+        """Wait for this rank's first turn."""
+        self._wait(rank)
+
+    def leave(self, rank: int) -> None:
+        """The rank is through; the turn goes on."""
+        self._ranks[rank].finished = True
+        if self.failure is not None or all(r.finished for r in self._ranks):
+            self._release_all()
+        else:
+            self._pass_on(rank)
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        """The rank's code has failed: everyone ends."""
+        if self.failure is None:
+            self.failure = error
+        self.leave(rank)
+
+    def step(self, rank: int) -> None:
+        """Before a memory operation: the turn may go to another rank."""
+        state = self._ranks[rank]
+        state.stalled = None
+        if self._random.random() < SWITCH_PROBABILITY:
+            self._pass_on(rank)
+            self._wait(rank)
+
+    def toss(self, count: int) -> Array:
+        """`count` coins: bool."""
+        return np.array([self._random.random() < 0.5 for _ in range(count)], bool)
+
+    def changed(self) -> None:
+        """Memory has changed: whoever polls may see something new, and go on."""
+        for state in self._ranks:
+            if state.last_poll is not None:
+                state.stalled = state.last_poll = None
+
+    def polled(self, rank: int, address: int) -> None:
+        """An atomic of this rank has changed nothing: a wait, if the last is the same."""
+        state = self._ranks[rank]
+        poll = (address, interpreter.where())
+        if state.last_poll == poll:
+            state.stalled = f"{self.memory.name(address)} at {poll[1]}, program {state.program}"
+            self._pass_on(rank)
+            self._wait(rank)  # until something has changed, which the next poll may see
+        else:
+            state.last_poll = poll
+
+    def progressed(self, rank: int, program: Program | None = None) -> None:
+        """The rank did something else than poll."""
+        state = self._ranks[rank]
+        state.last_poll = None
+        if program is not None:
+            state.program = program
+
+    def meet(self, rank: int) -> None:
+        """Wait until all ranks have come here equally often."""
+        self._met[rank] += 1
+        while min(self._met) < self._met[rank]:
+            self._ranks[rank].stalled = "the others, where ranks meet"
+            self._ranks[rank].last_poll = None
+            self._pass_on(rank)
+            self._wait(rank)
+        for state in self._ranks:
+            state.stalled = None  # they look again
+        if self.races is not None:
+            self.races.met()
+
+    def _choose(self) -> int:
+        able = [i for i, r in enumerate(self._ranks) if not r.finished and r.stalled is None]
+        if not able:
+            raise HangError(self._describe_hang())
+        return self._random.choices(able, [self._weight[i] for i in able])[0]
+
+    def _pass_on(self, rank: int) -> None:
+        try:
+            chosen = self._choose()
+        except HangError as hang:
+            if self.failure is None:
+                self.failure = hang
+            self._release_all()
+            return
+        self._ranks[chosen].turn.release()
+
+    def _wait(self, rank: int) -> None:
+        self._ranks[rank].turn.acquire()
+        if self.failure is not None:
+            raise _Abandoned
+
+    def _release_all(self) -> None:
+        for state in self._ranks:
+            state.turn.release()
+
+    def _describe_hang(self) -> str:
+        lines = ["no rank can go on:"]
+        for rank, state in enumerate(self._ranks):
+            lines.append(
+                f"  rank {rank} {'has ended' if state.finished else f'waits for {state.stalled}'}"
+            )
+        return "\n".join(lines)
+
+
+class Memory:
+    """Names of the symmetric tensors that ranks have allocated."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._tensors: list[tuple[int, int, str, int, int]] = []
+        self._multicast: dict[int, tuple[int, list[int]]] = {}
+
+    def add(self, rank: int, tensor: SymmetricTensor) -> None:
+        """Remember where a rank's tensor is."""
+        local = tensor.local
+        entry = (local.data_ptr(), local.nbytes, tensor.name, rank, local.element_size())
+        at = bisect_right(self._starts, entry[0])
+        self._starts.insert(at, entry[0])
+        self._tensors.insert(at, entry)
+
+    def add_multicast(self, tensor: SymmetricTensor) -> None:
+        """Remember where all ranks' are."""
+        self._multicast[tensor.multicast] = (tensor.local.nbytes, tensor.addresses.tolist())
+
+    def on_all_ranks(self, addresses: Array) -> list[Array]:
+        """For multicast addresses, of one tensor, those that they stand for, of each rank."""
+        if not len(addresses):
+            return []
+        for start, (nbytes, tensors) in self._multicast.items():
+            if start <= int(addresses.min()) and int(addresses.max()) < start + nbytes:
+                offset = addresses - np.uint64(start)
+                return [offset + np.uint64(tensor) for tensor in tensors]
+        raise RankError(f"{int(addresses.min()):#x} is no multicast address of a symmetric tensor")
+
+    def name(self, address: int) -> str:
+        """`name[element] of rank r`, or the address where there is none."""
+        at = bisect_right(self._starts, address) - 1
+        if at >= 0:
+            start, nbytes, name, rank, itemsize = self._tensors[at]
+            if address < start + nbytes:
+                return f"{name}[{(address - start) // itemsize}] of rank {rank}"
+        return hex(address)
+
+
+class CheckedHome(VirtualHome):
+    """A VirtualHome whose allocations the ranks know by name."""
+
+    def __init__(self, world: VirtualWorld, rank: int, ranks: Ranks) -> None:
+        super().__init__(world, rank)
+        self._ranks = ranks
+
+    def empty(self, name, shape, dtype):  # type: ignore[no-untyped-def]
+        tensor = super().empty(name, shape, dtype)
+        multicast = extern.MULTICAST + int(tensor.addresses[0])
+        tensor = replace(tensor, multicast=multicast)
+        self._ranks.memory.add(self.rank, tensor)
+        self._ranks.memory.add_multicast(tensor)
+        if self._ranks.races is not None:
+            self._ranks.races.watch(self.rank, tensor)
+        self.barrier()  # nobody stores to what is not known yet
+        return tensor
+
+    def zeros(self, name, shape, dtype):  # type: ignore[no-untyped-def]
+        tensor = super().zeros(name, shape, dtype)
+        if self._ranks.races is not None:
+            self._ranks.races.written_by_host(tensor)
+        return tensor
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        races = self._ranks.races
+        if races is not None:
+            races.fork(self.rank)
+        yield
+        if races is not None:
+            races.back(self.rank)
+
+    def rejoin(self) -> None:
+        if self._ranks.races is not None:
+            self._ranks.races.join(self.rank)
+
+
+class _TurnTaker:
+    """Observes one rank's kernels: takes turns, and passes on to the race detector."""
+
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self._ranks = ranks
+        self._rank = rank
+
+    def launched(self) -> None:
+        if self._ranks.races is not None:
+            self._ranks.races.launched(self._rank)
+
+    def finished(self) -> None:
+        if self._ranks.races is not None:
+            self._ranks.races.finished(self._rank)
+
+    def program(self, index: Program) -> None:
+        self._ranks.progressed(self._rank, index)
+        if self._ranks.races is not None:
+            self._ranks.races.program(self._rank, index)
+
+    def access(self, kind: Kind, addresses: Array, itemsize: int) -> None:
+        self._ranks.step(self._rank)
+        if kind == "atomic":
+            return
+        self._ranks.progressed(self._rank)
+        if self._ranks.races is not None:
+            self._ranks.races.access(self._rank, kind, addresses, itemsize)
+        if kind == "store":
+            self._ranks.changed()
+
+    def atomic(self, address: int, itemsize: int, sem: str, scope: str, *, changed: bool) -> None:
+        if self._ranks.races is not None:
+            self._ranks.races.atomic(self._rank, address, itemsize, sem, scope, changed=changed)
+        if changed:
+            self._ranks.progressed(self._rank)
+            self._ranks.changed()
+        else:
+            self._ranks.polled(self._rank, address)
+
+    def words(self, kind: Kind, addresses: Array, itemsize: int) -> None:
+        if self._ranks.races is not None:
+            self._ranks.races.words(self._rank, kind, addresses, itemsize)
+        if kind == "store":
+            self._ranks.progressed(self._rank)
+            self._ranks.changed()
+        elif len(addresses):
+            self._ranks.polled(self._rank, int(addresses[0]))
+
+    def arrive_first(self, count: int) -> Array:
+        return self._ranks.toss(count)
+
+    def on_all_ranks(self, addresses: Array) -> Sequence[Array]:
+        return self._ranks.memory.on_all_ranks(addresses)
+
+
+def run(
+    work: Callable[[VirtualHome], Result],
+    world_size: int,
+    *,
+    seed: int = 0,
+    slowness: Sequence[float] | None = None,
+    races: RaceDetector | None = None,
+) -> list[Result]:
+    """Call `work` with the home of each rank; their results, by rank.
+
+    Args:
+        work: what one rank does.
+        world_size: ranks.
+        seed: names the interleaving.
+        slowness: of each rank, 1.0 for none: how many times rarer it gets the turn.
+        races: collects what it finds; None to look for none.
+
+    Raises:
+        HangError: all ranks wait.
+        RankError: `work` raised on a rank; that error is the cause.
+    """
+    ranks = Ranks(world_size, seed, slowness, races)
+    world = VirtualWorld(world_size, ranks)
+    results: dict[int, Result] = {}
+
+    def body(rank: int) -> None:
+        try:
+            ranks.enter(rank)
+            observer = _TurnTaker(ranks, rank)
+            interpreter.observe(observer)
+            with CheckedHome(world, rank, ranks) as home, extern.HostCopies(observer):
+                results[rank] = work(home)
+            ranks.leave(rank)
+        except _Abandoned:
+            ranks.leave(rank)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised again below
+            error.add_note(f"on rank {rank}")
+            ranks.fail(rank, error)
+
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(world_size)]
+    with interpreter.installed():
+        for thread in threads:
+            thread.start()
+        ranks.start()
+        for thread in threads:
+            thread.join()
+    if isinstance(ranks.failure, HangError):
+        raise ranks.failure
+    if ranks.failure is not None:
+        raise RankError(f"{'; '.join(ranks.failure.__notes__)}: {ranks.failure}") from ranks.failure
+    return [results[rank] for rank in range(world_size)]
