@@ -155,3 +155,68 @@ def sampling_distribution(
 def _at_least(probs: Tensor, threshold: float) -> Tensor:
     kept = torch.where(probs >= threshold, probs, 0.0)
     return kept / kept.sum()
+
+
+# Ops over several ranks: what each rank gives is an element of a list, as is what each gets.
+
+
+def all_gather(shards: Sequence[Tensor]) -> list[Tensor]:
+    """[m, ...] of each rank -> [W * m, ...] on each rank, in the order of the ranks."""
+    return [torch.cat(list(shards))] * len(shards)
+
+
+def reduce_scatter(xs: Sequence[Tensor]) -> list[Tensor]:
+    """[M, ...] of each rank -> the r-th M / W rows of their sum on rank r: float32."""
+    total = torch.stack([x.float() for x in xs]).sum(dim=0)
+    return list(total.chunk(len(xs)))
+
+
+def all_reduce(xs: Sequence[Tensor]) -> list[Tensor]:
+    """Any shape -> the sum over the ranks, on each of them: float32."""
+    return [torch.stack([x.float() for x in xs]).sum(dim=0)] * len(xs)
+
+
+def all_gather_matmul(x_shards: Sequence[Tensor], ws: Sequence[Tensor]) -> list[Tensor]:
+    """x_shards [M / W, K] and ws [K, N / W] of each rank -> float32 [M, N / W] on each rank."""
+    return [x.float() @ w.float() for x, w in zip(all_gather(x_shards), ws, strict=True)]
+
+
+def matmul_reduce_scatter(xs: Sequence[Tensor], ws: Sequence[Tensor]) -> list[Tensor]:
+    """xs [M, K / W] and ws [K / W, N] of each rank -> float32 [M / W, N] on each rank."""
+    return reduce_scatter([x.float() @ w.float() for x, w in zip(xs, ws, strict=True)])
+
+
+def matmul_all_reduce(xs: Sequence[Tensor], ws: Sequence[Tensor]) -> list[Tensor]:
+    """xs [M, K / W] and ws [K / W, N] of each rank -> float32 [M, N] on each rank."""
+    return all_reduce([x.float() @ w.float() for x, w in zip(xs, ws, strict=True)])
+
+
+def epilogue(
+    total: Tensor,
+    *,
+    bias: Tensor | None = None,
+    gate_up: str = "",
+    residual: Tensor | None = None,
+) -> Tensor:
+    """What may follow a product: + bias [N], silu(gate) * up, + residual.
+
+    Args:
+        total: [M, N].
+        gate_up: where the gate's columns are: "alternate" with up's, or first and then up's:
+            "halves". Empty for neither.
+        residual: [M, N], or [M, N / 2] after silu(gate) * up.
+
+    Returns:
+        float32, of residual's shape.
+    """
+    total = total.float()
+    if bias is not None:
+        total = total + bias.float()
+    if gate_up:
+        columns = range(total.shape[1] // 2)
+        pairs = [
+            (2 * i, 2 * i + 1) if gate_up == "alternate" else (i, len(columns) + i) for i in columns
+        ]
+        gates, ups = total[:, [g for g, _ in pairs]], total[:, [u for _, u in pairs]]
+        total = gates * torch.sigmoid(gates) * ups
+    return total if residual is None else total + residual.float()

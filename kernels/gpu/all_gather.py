@@ -1,0 +1,578 @@
+"""All-gather: every rank's shard on every rank, in several ways.
+
+    all_gather(x_shard [M / W, ...]) -> [M, ...]
+
+Slot n mod 2 of each rank's buffer is [W, numel]; in call n, row r of it is for
+the shard of rank r. A shard is cut into chunks, and signal [c, r] of a rank is
+set to n when chunk c of rank r's shard can be read. The layout of the signals
+does not depend on the shape of a call: a rank that is one call ahead may set
+signals of the next call already, and those must not stand for others of this.
+
+Protocols, of call n:
+
+- push. Program (d, c) of rank r copies chunk c of r's shard to row r of the slot
+  of rank (r + d) mod W, and then sets that rank's signal [c, r]. Each rank
+  begins with its own copy and goes round from there, so that no rank is sent to
+  by all at once. `collect_chunks` waits for each chunk and copies it out.
+- pull. The same, but a rank copies its shard to its own slot only, tells all
+  ranks, and they fetch it from there.
+- copy_engine. As push, by copies that the host has queued, which use no
+  processors of the GPU. A queued copy cannot choose its slot by the number of
+  the call (a CUDA graph replays the same addresses), so there is one slot, and
+  all ranks meet (`meet`) before it is written to again.
+- ll, ll128. As push, but data carries its own flag (low_latency.py): one launch,
+  no signals. Program (d, b) sends block b to rank r + d, then waits for block b
+  of rank r - d, whose program (d, b) sends it. So programs wait only for such as
+  have no greater number, and need not all run at once.
+- multimem. A rank stores its shard to all ranks at once through the switch
+  (multimem.py), then sets signal [c, r] of each.
+- two_level, for several nodes. A shard crosses to each other node once: rank l of
+  a node sends its own to the ranks l of all nodes (`push_across`), and passes on
+  what it gets, and its own, to the ranks of its node (`fan_out`).
+
+In each of them a rank hears from every other one in every call, be it through a
+third, so two slots are enough, and calls may differ in method: gpu/workspace.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.gpu.collective import CollectiveWorkspace, count_chunks
+from weft.kernels.gpu.low_latency import (
+    get_ll,
+    get_ll128,
+    load_words,
+    put_ll,
+    put_ll128,
+    store_words,
+)
+from weft.kernels.gpu.multimem import load_16_bytes, multimem_store
+from weft.kernels.gpu.signals import MAX_POLLS, notify, peer_pointer, wait
+from weft.kernels.gpu.workspace import SLOTS, triton_type
+from weft.kernels.symmetric.memory import Home
+
+CHUNK = 1 << 14
+"""Numbers that have a signal of their own."""
+
+BLOCK = 1024
+"""Numbers that a program moves at a time."""
+
+MAX_LL_BYTES = 1 << 20
+"""Of a shard. Above, half the bandwidth costs more than a signal."""
+
+LL_BLOCK, LL128_LINES = 512, 32
+"""Words of 4 bytes, and lines of 120, that a program of LL and LL128 moves."""
+
+
+@triton.jit
+def copy_chunk(to, x, index, numel, chunk, BLOCK: tl.constexpr):
+    """Copy one chunk of x [numel] to `to` [numel]."""
+    begin = index * chunk
+    end = tl.minimum(begin + chunk, numel)
+    for start in range(begin, end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(to + at, tl.load(x + at, mask=at < end), mask=at < end)
+
+
+@triton.jit
+def push_chunks(
+    x,  # [numel]; this rank's shard
+    buffers,  # int64 [W]; addresses of [2, W, numel]
+    signals,  # int64 [W]; addresses of int32 [chunks, W]
+    calls,  # int32 [1]
+    rank,
+    numel,  # of a shard
+    slot_numel,  # of a slot of the buffer
+    chunk,  # numbers of a chunk
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy one chunk to one rank and tell it. Grid: (W, chunks)."""
+    peer = (rank + tl.program_id(0)) % WORLD
+    index = tl.program_id(1)
+    call = tl.load(calls)
+    to = peer_pointer(buffers, peer, dtype) + (call % 2) * slot_numel + rank * numel
+    copy_chunk(to, x, index, numel, chunk, BLOCK)
+    notify(signals, peer, index * WORLD + rank, call)
+
+
+@triton.jit
+def publish_chunks(
+    x,  # [numel]; this rank's shard
+    buffers,  # int64 [W]; addresses of [2, W, numel]
+    signals,  # int64 [W]; addresses of int32 [chunks, W]
+    calls,  # int32 [1]
+    rank,
+    numel,
+    slot_numel,
+    chunk,
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy one chunk to this rank's own slot and tell all ranks. Grid: (chunks,)."""
+    index = tl.program_id(0)
+    call = tl.load(calls)
+    to = peer_pointer(buffers, rank, dtype) + (call % 2) * slot_numel + rank * numel
+    copy_chunk(to, x, index, numel, chunk, BLOCK)
+    for step in range(WORLD):
+        notify(signals, (rank + step) % WORLD, index * WORLD + rank, call)
+
+
+@triton.jit
+def collect_chunks(
+    out,  # [W, numel]
+    buffers,  # int64 [W]; addresses of [2, W, numel]
+    signals,  # int64 [W]; addresses of int32 [chunks, W]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    numel,
+    slot_numel,
+    chunk,
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    PULL: tl.constexpr,  # from the slot of the rank whose shard it is, not from the own slot
+    BLOCK: tl.constexpr,
+    MAX_POLLS: tl.constexpr,
+):
+    """Wait for one chunk of one rank and copy it out of the buffer. Grid: (W, chunks).
+
+    In the order in which they come: rank r - d sends to rank r in its d-th place.
+    """
+    source = (rank + WORLD - tl.program_id(0)) % WORLD
+    index = tl.program_id(1)
+    call = tl.load(calls)
+    wait(signals, rank, index * WORLD + source, call, fault, MAX_POLLS)
+    holder = source if PULL else rank
+    shard = peer_pointer(buffers, holder, dtype) + (call % 2) * slot_numel + source * numel
+    copy_chunk(out + source * numel, shard, index, numel, chunk, BLOCK)
+
+
+@triton.jit
+def multicast_chunks(
+    x,  # int32 [words]; this rank's shard, in words of 4 bytes
+    multicast,  # int64; address of int32 [2, W, words] of all ranks
+    signals,  # int64 [W]; addresses of int32 [chunks, W]
+    calls,  # int32 [1]
+    rank,
+    words,  # of a shard; a multiple of 4
+    slot_words,  # of a slot of the buffer; a multiple of 4
+    chunk,  # words of a chunk; a multiple of 4
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Store one chunk to all ranks and tell them. Grid: (chunks,)."""
+    index = tl.program_id(0)
+    call = tl.load(calls)
+    to = multicast + 4 * ((call % 2) * slot_words.to(tl.int64) + rank * words)
+    begin = index * chunk // 4
+    end = tl.minimum(begin + chunk // 4, words // 4)
+    for start in range(begin, end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        a, b, c, d = load_16_bytes(x, at, at < end)
+        multimem_store(to + 16 * at, a, b, c, d, at < end)
+    for step in range(WORLD):
+        notify(signals, (rank + step) % WORLD, index * WORLD + rank, call)
+
+
+@triton.jit
+def gather_ll(
+    x,  # int32 or int16 [numel]; this rank's shard
+    out,  # the same [W, numel]
+    buffers,  # int64 [W]; addresses of int64 [2, W, words]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    numel,
+    words,  # of 4 bytes, in a shard
+    slot_words,
+    WORLD: tl.constexpr,
+    WIDE: tl.constexpr,  # elements of 4 bytes
+    BLOCK: tl.constexpr,
+    MAX_POLLS: tl.constexpr,
+):
+    """Send a block to one rank, and take one from another. Grid: (W, cdiv(words, BLOCK))."""
+    peer = (rank + tl.program_id(0)) % WORLD
+    source = (rank + WORLD - tl.program_id(0)) % WORLD
+    call = tl.load(calls)
+    first = tl.program_id(1) * BLOCK
+    at = first + tl.arange(0, BLOCK)
+    slot = (call % 2) * slot_words
+    to = peer_pointer(buffers, peer, tl.int64) + slot + rank * words
+    put_ll(to + at, load_words(x, at, numel, WIDE), call, at < words)
+    come = peer_pointer(buffers, rank, tl.int64) + slot + source * words
+    got = get_ll(come + at, call, at < words, fault, rank, source * words + first, MAX_POLLS)
+    store_words(out + source * numel, at, got, numel, WIDE)
+
+
+@triton.jit
+def gather_ll128(
+    x,  # int64 [words]; this rank's shard
+    out,  # int64 [W, words]
+    buffers,  # int64 [W]; addresses of int64 [2, W, lines, 16]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    words,  # of 8 bytes, in a shard
+    lines,  # of 15 words
+    slot_lines,
+    WORLD: tl.constexpr,
+    LINES: tl.constexpr,
+    MAX_POLLS: tl.constexpr,
+):
+    """Send lines to one rank, and take some from another. Grid: (W, cdiv(lines, LINES))."""
+    peer = (rank + tl.program_id(0)) % WORLD
+    source = (rank + WORLD - tl.program_id(0)) % WORLD
+    call = tl.load(calls)
+    first = tl.program_id(1) * LINES
+    line = first + tl.arange(0, LINES)
+    column = tl.arange(0, 16)[None, :]
+    at = line[:, None] * 15 + column
+    inside = (column < 15) & (at < words)
+    slot = (call % 2) * slot_lines
+    to = peer_pointer(buffers, peer, tl.int64) + (slot + rank * lines + first) * 16
+    put_ll128(to, tl.load(x + at, mask=inside, other=0), call, line < lines)
+    come = peer_pointer(buffers, rank, tl.int64) + (slot + source * lines + first) * 16
+    got = get_ll128(come, call, line < lines, fault, rank, source * lines + first, MAX_POLLS)
+    tl.store(out + source * words + at, got, mask=inside)
+
+
+@triton.jit
+def meet(
+    signals,  # int64 [W]; addresses of int32 [first + W]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    first,  # of W signals
+    WORLD: tl.constexpr,
+    MAX_POLLS: tl.constexpr,
+):
+    """Tell all ranks that this one is in this call, and wait until they are. Grid: (1,)."""
+    call = tl.load(calls)
+    for step in range(WORLD):
+        notify(signals, (rank + step) % WORLD, first + rank, call)
+    for step in range(WORLD):
+        wait(signals, rank, first + (rank + step) % WORLD, call, fault, MAX_POLLS)
+
+
+@triton.jit
+def tell(
+    signals,  # int64 [W]; addresses of the signals
+    calls,  # int32 [1]
+    peer,
+    index,
+):
+    """Tell one rank that what was queued before this is there. Grid: (1,)."""
+    notify(signals, peer, index, tl.load(calls))
+
+
+@triton.jit
+def wait_for_all(
+    signals,  # int64 [W]; addresses of int32 [W]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    WORLD: tl.constexpr,
+    MAX_POLLS: tl.constexpr,
+):
+    """Wait for the first chunk of each rank. Grid: (1,)."""
+    call = tl.load(calls)
+    for source in range(WORLD):
+        wait(signals, rank, source, call, fault, MAX_POLLS)
+
+
+@triton.jit
+def push_across(
+    x,  # [numel]; this rank's shard
+    buffers,  # int64 [W]; addresses of [2, W, numel]
+    signals,  # int64 [W]; addresses of int32 [chunks, W]
+    calls,  # int32 [1]
+    rank,
+    numel,
+    slot_numel,
+    chunk,
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    NODE: tl.constexpr,  # ranks of a node
+    BLOCK: tl.constexpr,
+):
+    """Copy one chunk to the same rank of one node and tell it. Grid: (W / NODE, chunks)."""
+    peer = (rank + tl.program_id(0) * NODE) % WORLD
+    index = tl.program_id(1)
+    call = tl.load(calls)
+    to = peer_pointer(buffers, peer, dtype) + (call % 2) * slot_numel + rank * numel
+    copy_chunk(to, x, index, numel, chunk, BLOCK)
+    notify(signals, peer, index * WORLD + rank, call)
+
+
+@triton.jit
+def fan_out(
+    buffers,  # int64 [W]; addresses of [2, W, numel]
+    signals,  # int64 [W]; addresses of int32 [chunks, W]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    numel,
+    slot_numel,
+    chunk,
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    NODE: tl.constexpr,  # ranks of a node; at least 2
+    BLOCK: tl.constexpr,
+    MAX_POLLS: tl.constexpr,
+):
+    """Pass one chunk on to one rank of the node. Grid: (W / NODE * (NODE - 1), chunks)."""
+    distance = tl.program_id(0) // (NODE - 1)  # in nodes; they come in this order
+    source = (rank + WORLD - distance * NODE) % WORLD
+    step = 1 + tl.program_id(0) % (NODE - 1)
+    peer = rank // NODE * NODE + (rank + step) % NODE
+    index = tl.program_id(1)
+    call = tl.load(calls)
+    wait(signals, rank, index * WORLD + source, call, fault, MAX_POLLS)
+    row = (call % 2) * slot_numel + source * numel
+    shard = peer_pointer(buffers, rank, dtype) + row
+    copy_chunk(peer_pointer(buffers, peer, dtype) + row, shard, index, numel, chunk, BLOCK)
+    notify(signals, peer, index * WORLD + source, call)
+
+
+class AllGatherWorkspace(CollectiveWorkspace):
+    """Of `all_gather`, on one rank; see `all_gather_workspace`."""
+
+    def __init__(
+        self,
+        home: Home,
+        max_numel: int,
+        dtype: torch.dtype,
+        methods: Sequence[str],
+        chunk: int,
+        ranks_per_node: int,
+    ) -> None:
+        size, chunks = home.world_size, count_chunks(max_numel, chunk)
+        super().__init__(
+            *(home, "all_gather"),
+            size * -(-max_numel // 8) * 8,  # each slot begins at a multiple of 16 bytes
+            dtype,
+            num_signals=size * (chunks + 1),
+            methods=methods,
+            known=METHODS,
+            chunk=chunk,
+        )
+        self.require_nodes(ranks_per_node)
+        self.ranks_per_node = ranks_per_node
+        if "copy_engine" in methods:
+            self.require(
+                "method", "'copy_engine'", bool(self.buffer.peers), "be another one on this home"
+            )
+        if "ll128" in methods:
+            self.require(
+                "method", "'ll128'", torch.version.hip is None, "be another one on AMD's GPUs"
+            )
+        nbytes = min(max_numel * dtype.itemsize, MAX_LL_BYTES)
+        self.met = size * chunks  # the first of the signals of `meet`
+        self.ll_words = -(-nbytes // 4) if "ll" in methods else 0
+        self.ll128_lines = -(-nbytes // 120) if "ll128" in methods else 0
+        self.ll = home.zeros("all_gather.ll", (SLOTS, size, self.ll_words), torch.int64)
+        self.ll128 = home.zeros(
+            "all_gather.ll128", (SLOTS, size, self.ll128_lines, 16), torch.int64
+        )
+        copied = size * max_numel if "copy_engine" in methods else 0
+        self.copied = home.empty("all_gather.copied", (copied,), dtype)
+
+
+def all_gather_workspace(
+    home: Home,
+    max_numel: int,
+    dtype: torch.dtype,
+    methods: Sequence[str] = ("push",),
+    *,
+    chunk: int = CHUNK,
+    ranks_per_node: int | None = None,
+) -> AllGatherWorkspace:
+    """A workspace for shards of at most `max_numel` numbers. Collective.
+
+    Args:
+        home: of this rank.
+        max_numel: of a shard.
+        dtype: float32, float16 or bfloat16.
+        methods: that it will be used with, of METHODS.
+        chunk: numbers that have a signal of their own; a multiple of 8.
+        ranks_per_node: for two_level: ranks 0 to ranks_per_node - 1 are on one node, and so on.
+            All ranks are on one node if None.
+
+    Raises:
+        KernelError: a method that there is not, or not on this home; or a node's ranks do not
+            divide the world's.
+    """
+    node = home.world_size if ranks_per_node is None else ranks_per_node
+    return AllGatherWorkspace(home, max_numel, dtype, methods, chunk, node)
+
+
+def all_gather(x_shard: Tensor, workspace: AllGatherWorkspace, *, method: str = "push") -> Tensor:
+    """The shards of all ranks, one after the other. Collective.
+
+    Args:
+        x_shard: [M / W, ...], contiguous, the workspace's dtype; of the same shape on all ranks.
+            For ll128 of a multiple of 8 bytes, for multimem of 16.
+        workspace: from `all_gather_workspace`.
+        method: of those that the workspace was made for; the same on all ranks.
+
+    Returns:
+        [M, ...].
+
+    Raises:
+        KernelError: the shard does not fit the workspace or the method.
+    """
+    size, numel = workspace.world_size, x_shard.numel()
+    workspace.require_method(method)
+    workspace.require_tensor("x_shard", x_shard)
+    workspace.require(
+        "x_shard's shape", tuple(x_shard.shape), x_shard.dim() > 0, "have at least one axis"
+    )
+    workspace.require_room("x_shard", size * numel)
+    out = x_shard.new_empty(size * x_shard.shape[0], *x_shard.shape[1:])
+    if numel:
+        METHODS[method](x_shard, out, workspace)
+    return out
+
+
+def _launch(
+    workspace: AllGatherWorkspace, numel: int
+) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+    """Chunks of a shard; the tables and the sizes that kernels take; their constants."""
+    tables = (workspace.buffer.addresses, workspace.signals.addresses, workspace.calls)
+    sizes = (workspace.rank, numel, workspace.numel, workspace.chunk)
+    constants = {"dtype": triton_type(workspace.dtype), "WORLD": workspace.world_size}
+    return -(-numel // workspace.chunk), (tables, sizes), {**constants, "BLOCK": BLOCK}
+
+
+def _push(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
+    chunks, (tables, sizes), constants = _launch(workspace, x.numel())
+    workspace.begin()
+    push_chunks[(workspace.world_size, chunks)](x, *tables, *sizes, **constants)
+    _collect(out, workspace, x.numel(), pull=False)
+
+
+def _pull(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
+    chunks, (tables, sizes), constants = _launch(workspace, x.numel())
+    workspace.begin()
+    publish_chunks[(chunks,)](x, *tables, *sizes, **constants)
+    _collect(out, workspace, x.numel(), pull=True)
+
+
+def _collect(out: Tensor, workspace: AllGatherWorkspace, numel: int, *, pull: bool) -> None:
+    chunks, (tables, sizes), constants = _launch(workspace, numel)
+    collect_chunks[(workspace.world_size, chunks)](
+        *(out, *tables, workspace.fault, *sizes),
+        **{**constants, "PULL": pull, "MAX_POLLS": MAX_POLLS},
+    )
+
+
+def _copy_engine(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
+    size, rank, numel = workspace.world_size, workspace.rank, x.numel()
+    signals, calls = workspace.signals.addresses, workspace.calls
+    waits = (signals, calls, workspace.fault, rank)
+    constants = {"WORLD": size, "MAX_POLLS": MAX_POLLS}
+    workspace.begin()
+    meet[(1,)](*waits, workspace.met, **constants)
+    for step in range(size):
+        peer = (rank + step) % size
+        row = workspace.copied.peers[peer][rank * numel : (rank + 1) * numel]
+        row.copy_(x.view(-1), non_blocking=True)
+        tell[(1,)](signals, calls, peer, rank)
+    wait_for_all[(1,)](*waits, **constants)
+    out.view(-1).copy_(workspace.copied.local[: size * numel], non_blocking=True)
+
+
+def _ll(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
+    _require_small(x, workspace, "ll")
+    size, bits = workspace.world_size, torch.int32 if x.itemsize == 4 else torch.int16
+    words = -(-x.nbytes // 4)
+    workspace.begin()
+    gather_ll[(size, -(-words // LL_BLOCK))](
+        *(x.view(bits), out.view(bits), workspace.ll.addresses, workspace.calls, workspace.fault),
+        *(workspace.rank, x.numel(), words, size * workspace.ll_words),
+        WORLD=size,
+        WIDE=x.itemsize == 4,
+        BLOCK=LL_BLOCK,
+        MAX_POLLS=MAX_POLLS,
+    )
+
+
+def _ll128(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
+    _require_small(x, workspace, "ll128")
+    _require_multiple(x, workspace, "ll128", 8)
+    size, words = workspace.world_size, x.nbytes // 8
+    lines = -(-words // 15)
+    workspace.begin()
+    gather_ll128[(size, -(-lines // LL128_LINES))](
+        *(x.view(-1).view(torch.int64), out.view(-1).view(torch.int64)),
+        *(workspace.ll128.addresses, workspace.calls, workspace.fault),
+        *(workspace.rank, words, lines, size * workspace.ll128_lines),
+        WORLD=size,
+        LINES=LL128_LINES,
+        MAX_POLLS=MAX_POLLS,
+    )
+
+
+def _multimem(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
+    _require_multiple(x, workspace, "multimem", 16)
+    numel, itemsize = x.numel(), x.itemsize
+    chunks = -(-numel // workspace.chunk)
+    workspace.begin()
+    multicast_chunks[(chunks,)](
+        *(x.view(-1).view(torch.int32), workspace.buffer.multicast),
+        *(workspace.signals.addresses, workspace.calls, workspace.rank),
+        *(n * itemsize // 4 for n in (numel, workspace.numel, workspace.chunk)),
+        WORLD=workspace.world_size,
+        BLOCK=BLOCK // 4,
+    )
+    _collect(out, workspace, numel, pull=False)
+
+
+def _two_level(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
+    chunks, (tables, sizes), constants = _launch(workspace, x.numel())
+    node = workspace.ranks_per_node
+    nodes = workspace.world_size // node
+    constants["NODE"] = node
+    workspace.begin()
+    push_across[(nodes, chunks)](x, *tables, *sizes, **constants)
+    if node > 1:
+        fan_out[(nodes * (node - 1), chunks)](
+            *tables, workspace.fault, *sizes, **constants, MAX_POLLS=MAX_POLLS
+        )
+    _collect(out, workspace, x.numel(), pull=False)
+
+
+def _require_small(x: Tensor, workspace: AllGatherWorkspace, method: str) -> None:
+    workspace.require(
+        "x_shard's size",
+        f"{x.nbytes} bytes",
+        x.nbytes <= MAX_LL_BYTES,
+        f"be at most {MAX_LL_BYTES} for {method}",
+    )
+
+
+def _require_multiple(x: Tensor, workspace: AllGatherWorkspace, method: str, nbytes: int) -> None:
+    must = f"be a multiple of {nbytes} for {method}"
+    workspace.require("x_shard's size", f"{x.nbytes} bytes", x.nbytes % nbytes == 0, must)
+    workspace.require("x_shard's address", x.data_ptr(), x.data_ptr() % nbytes == 0, must)
+
+
+METHODS: dict[str, Callable[[Tensor, Tensor, AllGatherWorkspace], None]] = {
+    "push": _push,
+    "pull": _pull,
+    "copy_engine": _copy_engine,
+    "ll": _ll,
+    "ll128": _ll128,
+    "multimem": _multimem,
+    "two_level": _two_level,
+}

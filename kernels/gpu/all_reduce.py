@@ -1,0 +1,407 @@
+"""All-reduce: the sum over all ranks, on each of them, with the same bits on all.
+
+    all_reduce(x [...]) -> [...]
+
+Numbers travel in the dtype of x, are added in float32 and rounded once.
+
+Protocols, of call n; the slot is n mod 2:
+
+- one_shot. Every rank pushes x to all ranks (`push_chunks` of all_gather.py), and
+  each of them adds the W rows of its slot in the order of the ranks
+  (`reduce_chunks` of reduce_scatter.py). One trip, W times the traffic: for
+  little data.
+- ll. The same by stores that carry their own flag (low_latency.py), in one launch:
+  program b sends block b of x to all ranks, then takes block b of every rank, in
+  their order, and adds. It waits only for programs of its own number.
+- two_shot. x is cut into W parts. Every rank pushes part p to rank p
+  (`push_parts`); program c of `reduce_and_send` waits for chunk c of its part
+  from all ranks, adds in their order, and stores the sum to row r of the second
+  buffer of all ranks, whose second signal [c, r] it sets; `collect_parts` waits
+  for those. Two trips, twice the traffic of one x: for much data.
+- multimem. As two_shot, by the switch (multimem.py). Rank r copies x to its own
+  slot and sets signal [c, r] of rank p when chunk c of part p is there. Program c
+  of rank r waits for that of every rank, asks the switch for the sum of chunk c
+  of part r, and
+  stores it through the switch to all ranks, over the numbers that it was made
+  of, which nobody else asks for. Then it sets second signal [c, r] of all ranks,
+  which copy the sums out of their own slot. One rank asks for each sum: whatever
+  order the switch adds in, all have the same bits.
+
+Every rank hears from every other one, so two slots are enough: gpu/workspace.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.gpu.all_gather import (
+    BLOCK,
+    CHUNK,
+    LL_BLOCK,
+    MAX_LL_BYTES,
+    copy_chunk,
+    push_chunks,
+)
+from weft.kernels.gpu.collective import CollectiveWorkspace, count_chunks
+from weft.kernels.gpu.low_latency import get_ll, load_words, put_ll, store_words
+from weft.kernels.gpu.multimem import multimem_store, multimem_sum
+from weft.kernels.gpu.reduce_scatter import push_parts, reduce_chunks, sum_rows
+from weft.kernels.gpu.signals import MAX_POLLS, notify, peer_pointer, wait
+from weft.kernels.gpu.workspace import SLOTS, triton_type
+from weft.kernels.symmetric.memory import Home, SymmetricTensor
+
+
+@triton.jit
+def reduce_and_send(
+    buffers,  # int64 [W]; addresses of [2, W, numel]
+    sums,  # int64 [W]; addresses of [2, W, numel]
+    signals,  # int64 [W]; addresses of int32 [first + chunks * W]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    length,  # of this rank's part; at most numel
+    numel,
+    slot_numel,
+    sums_slot_numel,
+    chunk,
+    first,  # of the second signals
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MAX_POLLS: tl.constexpr,
+):
+    """Add one chunk of this rank's part, send it to all ranks and tell them. Grid: (chunks,)."""
+    index = tl.program_id(0)
+    call = tl.load(calls)
+    for source in range(WORLD):
+        wait(signals, rank, index * WORLD + source, call, fault, MAX_POLLS)
+    rows = peer_pointer(buffers, rank, dtype) + (call % 2) * slot_numel
+    place = (call % 2) * sums_slot_numel + rank * numel
+    begin = index * chunk
+    end = tl.minimum(begin + chunk, length)
+    for start in range(begin, end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total = sum_rows(rows, at, numel, end, WORLD, BLOCK).to(dtype)
+        for step in range(WORLD):
+            to = peer_pointer(sums, (rank + 1 + step) % WORLD, dtype) + place
+            tl.store(to + at, total, mask=at < end)
+    for step in range(WORLD):
+        notify(signals, (rank + 1 + step) % WORLD, first + index * WORLD + rank, call)
+
+
+@triton.jit
+def collect_parts(
+    out,  # [total]
+    sums,  # int64 [W]; addresses of [2, W, numel]
+    signals,  # int64 [W]; addresses of int32 [first + chunks * W]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    total,
+    numel,  # of a part
+    slot_numel,
+    chunk,
+    first,  # of the second signals
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MAX_POLLS: tl.constexpr,
+):
+    """Wait for one chunk of one part of the sum and copy it out. Grid: (W, chunks)."""
+    part = (rank + WORLD - tl.program_id(0)) % WORLD
+    index = tl.program_id(1)
+    call = tl.load(calls)
+    wait(signals, rank, first + index * WORLD + part, call, fault, MAX_POLLS)
+    come = peer_pointer(sums, rank, dtype) + (call % 2) * slot_numel + part * numel
+    length = tl.minimum(numel, total - part * numel)
+    copy_chunk(out + part * numel, come, index, length, chunk, BLOCK)
+
+
+@triton.jit
+def reduce_ll(
+    x,  # int32 or int16 [numel], the bits of dtype
+    out,  # the same
+    buffers,  # int64 [W]; addresses of int64 [2, W, words]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    numel,
+    words,  # of 4 bytes, in x
+    slot_words,
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MAX_POLLS: tl.constexpr,
+):
+    """Send one block to all ranks, take it from all, and add. Grid: (cdiv(words, BLOCK),)."""
+    WIDE: tl.constexpr = dtype == tl.float32
+    call = tl.load(calls)
+    first = tl.program_id(0) * BLOCK
+    at = first + tl.arange(0, BLOCK)
+    slot = (call % 2) * slot_words
+    mine = load_words(x, at, numel, WIDE)
+    for step in range(WORLD):
+        to = peer_pointer(buffers, (rank + 1 + step) % WORLD, tl.int64) + slot + rank * words
+        put_ll(to + at, mine, call, at < words)
+    come = peer_pointer(buffers, rank, tl.int64) + slot
+    low = tl.zeros((BLOCK,), tl.float32)
+    high = tl.zeros((BLOCK,), tl.float32)
+    for source in range(WORLD):
+        row = source * words
+        got = get_ll(come + row + at, call, at < words, fault, rank, row + first, MAX_POLLS)
+        if WIDE:
+            low += got.to(tl.float32, bitcast=True)
+        else:
+            low += (got & 0xFFFF).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+            high += (got >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    if WIDE:
+        total = low.to(tl.int32, bitcast=True)
+    else:
+        total = low.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        total |= high.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16
+    store_words(out, at, total, numel, WIDE)
+
+
+@triton.jit
+def publish_parts(
+    x,  # [total]
+    buffers,  # int64 [W]; addresses of [2, W, numel]
+    signals,  # int64 [W]; addresses of int32 [chunks, W]
+    calls,  # int32 [1]
+    rank,
+    total,
+    numel,  # of a part
+    slot_numel,
+    chunk,
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy one chunk of one part to this rank's own slot and tell the part's. Grid: (W, chunks)."""
+    part = (rank + 1 + tl.program_id(0)) % WORLD
+    index = tl.program_id(1)
+    call = tl.load(calls)
+    to = peer_pointer(buffers, rank, dtype) + (call % 2) * slot_numel + part * numel
+    length = tl.minimum(numel, total - part * numel)
+    copy_chunk(to, x + part * numel, index, length, chunk, BLOCK)
+    notify(signals, part, index * WORLD + rank, call)
+
+
+@triton.jit
+def reduce_multimem(
+    multicast,  # int64; address of [2, W, numel] of all ranks
+    signals,  # int64 [W]; addresses of int32 [first + chunks * W]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    length,  # of this rank's part, in units of 16 bytes; at most `units`
+    units,  # in a part
+    slot_units,  # in a slot of the buffer
+    chunk,  # units of a chunk
+    first,  # of the second signals
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MAX_POLLS: tl.constexpr,
+):
+    """Let the switch add one chunk of this rank's part, on all ranks, and tell. Grid: (chunks,)."""
+    index = tl.program_id(0)
+    call = tl.load(calls)
+    for source in range(WORLD):
+        wait(signals, rank, index * WORLD + source, call, fault, MAX_POLLS)
+    part = multicast + 16 * ((call % 2) * slot_units.to(tl.int64) + rank * units)
+    begin = index * chunk
+    end = tl.minimum(begin + chunk, length)
+    for start in range(begin, end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        a, b, c, d = multimem_sum(part + 16 * at, at < end, dtype)
+        multimem_store(part + 16 * at, a, b, c, d, at < end)
+    for step in range(WORLD):
+        notify(signals, (rank + step) % WORLD, first + index * WORLD + rank, call)
+
+
+class AllReduceWorkspace(CollectiveWorkspace):
+    """Of `all_reduce`, on one rank; see `all_reduce_workspace`."""
+
+    def __init__(
+        self, home: Home, max_numel: int, dtype: torch.dtype, methods: Sequence[str], chunk: int
+    ) -> None:
+        size = home.world_size
+        part = part_numel(max_numel, size)
+        row = -(-max_numel // 8) * 8 if "one_shot" in methods else part
+        row = max(row, part)
+        chunks = count_chunks(row, chunk)
+        super().__init__(
+            *(home, "all_reduce", size * row, dtype),
+            num_signals=size * (chunks + count_chunks(part, chunk)),
+            methods=methods,
+            known=METHODS,
+            chunk=chunk,
+        )
+        self.max_numel = max_numel
+        self.second = size * chunks  # the first of the second signals
+        self.sums_numel = size * part if "two_shot" in methods else 0
+        self.sums: SymmetricTensor = home.empty("all_reduce.sums", (SLOTS, self.sums_numel), dtype)
+        nbytes = min(max_numel * dtype.itemsize, MAX_LL_BYTES)
+        self.ll_words = -(-nbytes // 4) if "ll" in methods else 0
+        self.ll = home.zeros("all_reduce.ll", (SLOTS, size, self.ll_words), torch.int64)
+
+
+def part_numel(numel: int, world_size: int) -> int:
+    """Numbers of each rank's part of `numel`, but for the last parts: so that units of 16 bytes
+    are whole.
+    """
+    return -(-numel // (8 * world_size)) * 8
+
+
+def all_reduce_workspace(
+    home: Home,
+    max_numel: int,
+    dtype: torch.dtype,
+    methods: Sequence[str] = ("one_shot", "two_shot"),
+    *,
+    chunk: int = CHUNK,
+) -> AllReduceWorkspace:
+    """A workspace for tensors of at most `max_numel` numbers. Collective.
+
+    Args:
+        home: of this rank.
+        max_numel: of a tensor. one_shot takes 2 W times as much memory, the others 2 to 4 times.
+        dtype: float32, float16 or bfloat16.
+        methods: that it will be used with, of METHODS.
+        chunk: numbers that have a signal of their own; a multiple of 8.
+
+    Raises:
+        KernelError: a method that there is not, or not on this home.
+    """
+    return AllReduceWorkspace(home, max_numel, dtype, methods, chunk)
+
+
+def all_reduce(x: Tensor, workspace: AllReduceWorkspace, *, method: str = "one_shot") -> Tensor:
+    """The sum over all ranks, on each of them. Collective.
+
+    Args:
+        x: any shape, contiguous, the workspace's dtype; of the same shape on all ranks. For
+            multimem of a multiple of 16 bytes.
+        workspace: from `all_reduce_workspace`.
+        method: of those that the workspace was made for; the same on all ranks.
+
+    Returns:
+        x's shape, added in float32; the same bits on all ranks.
+
+    Raises:
+        KernelError: the tensor does not fit the workspace or the method.
+    """
+    workspace.require_method(method)
+    workspace.require_tensor("x", x)
+    workspace.require(
+        "x's size",
+        f"{x.numel()} numbers",
+        x.numel() <= workspace.max_numel,
+        f"be at most {workspace.max_numel}, which the workspace was made for",
+    )
+    out = torch.empty_like(x)
+    if x.numel():
+        METHODS[method](x, out, workspace)
+    return out
+
+
+def _one_shot(x: Tensor, out: Tensor, workspace: AllReduceWorkspace) -> None:
+    size, numel, chunk = workspace.world_size, x.numel(), workspace.chunk
+    chunks = -(-numel // chunk)
+    tables = (workspace.buffer.addresses, workspace.signals.addresses, workspace.calls)
+    constants = {"dtype": triton_type(x.dtype), "BLOCK": BLOCK}
+    workspace.begin()
+    push_chunks[(size, chunks)](
+        *(x, *tables, workspace.rank, numel, workspace.numel, chunk),
+        **{**constants, "WORLD": size},
+    )
+    reduce_chunks[(chunks,)](
+        *(out, *tables, workspace.fault, workspace.rank),
+        *(numel, numel, workspace.numel, chunk, 0),
+        **{**constants, "COUNT": size, "MAX_POLLS": MAX_POLLS},
+    )
+
+
+def _two_shot(x: Tensor, out: Tensor, workspace: AllReduceWorkspace) -> None:
+    size, rank, total = workspace.world_size, workspace.rank, x.numel()
+    chunk, numel = workspace.chunk, part_numel(total, size)
+    chunks, length = -(-numel // chunk), max(0, min(numel, total - rank * numel))
+    buffers, sums = workspace.buffer.addresses, workspace.sums.addresses
+    signals = (workspace.signals.addresses, workspace.calls)
+    constants = {"dtype": triton_type(x.dtype), "WORLD": size, "BLOCK": BLOCK}
+    polls = {"MAX_POLLS": MAX_POLLS}
+    workspace.begin()
+    push_parts[(size, chunks)](
+        *(x, buffers, *signals, rank, total, numel, workspace.numel, chunk), **constants
+    )
+    reduce_and_send[(chunks,)](
+        *(buffers, sums, *signals, workspace.fault, rank, length, numel, workspace.numel),
+        *(workspace.sums_numel, chunk, workspace.second),
+        **{**constants, **polls},
+    )
+    collect_parts[(size, chunks)](
+        *(out, sums, *signals, workspace.fault, rank, total, numel),
+        *(workspace.sums_numel, chunk, workspace.second),
+        **{**constants, **polls},
+    )
+
+
+def _ll(x: Tensor, out: Tensor, workspace: AllReduceWorkspace) -> None:
+    workspace.require(
+        "x's size",
+        f"{x.nbytes} bytes",
+        x.nbytes <= MAX_LL_BYTES,
+        f"be at most {MAX_LL_BYTES} for ll",
+    )
+    size, bits = workspace.world_size, torch.int32 if x.itemsize == 4 else torch.int16
+    words = -(-x.nbytes // 4)
+    workspace.begin()
+    reduce_ll[(-(-words // LL_BLOCK),)](
+        *(x.view(bits), out.view(bits), workspace.ll.addresses, workspace.calls, workspace.fault),
+        *(workspace.rank, x.numel(), words, size * workspace.ll_words),
+        dtype=triton_type(x.dtype),
+        WORLD=size,
+        BLOCK=LL_BLOCK,
+        MAX_POLLS=MAX_POLLS,
+    )
+
+
+def _multimem(x: Tensor, out: Tensor, workspace: AllReduceWorkspace) -> None:
+    must = "be a multiple of 16 for multimem"
+    workspace.require("x's size", f"{x.nbytes} bytes", x.nbytes % 16 == 0, must)
+    size, rank, total = workspace.world_size, workspace.rank, x.numel()
+    chunk, numel = workspace.chunk, part_numel(total, size)
+    chunks, length = -(-numel // chunk), max(0, min(numel, total - rank * numel))
+    buffers = workspace.buffer.addresses
+    signals = (workspace.signals.addresses, workspace.calls)
+    constants = {"dtype": triton_type(x.dtype), "WORLD": size, "BLOCK": BLOCK}
+    polls = {"MAX_POLLS": MAX_POLLS}
+    workspace.begin()
+    publish_parts[(size, chunks)](
+        *(x, buffers, *signals, rank, total, numel, workspace.numel, chunk), **constants
+    )
+    reduce_multimem[(chunks,)](
+        *(workspace.buffer.multicast, *signals, workspace.fault, rank),
+        *(n * x.itemsize // 16 for n in (length, numel, workspace.numel, chunk)),
+        workspace.second,
+        **{**constants, **polls, "BLOCK": BLOCK // 4},
+    )
+    collect_parts[(size, chunks)](
+        *(out, buffers, *signals, workspace.fault, rank, total, numel),
+        *(workspace.numel, chunk, workspace.second),
+        **{**constants, **polls},
+    )
+
+
+METHODS: dict[str, Callable[[Tensor, Tensor, AllReduceWorkspace], None]] = {
+    "one_shot": _one_shot,
+    "two_shot": _two_shot,
+    "ll": _ll,
+    "multimem": _multimem,
+}

@@ -1,0 +1,129 @@
+"""Stores to all ranks at once, and sums over them, made by the NVLink switch (NVLink SHARP).
+
+A symmetric tensor of a switched NVLink domain of H100s or later has a second
+address, at which all ranks' tensors lie on top of each other: a store goes to
+all of them, and a load returns the sum over them. The switch does the copying
+and adding, so that each number crosses this GPU's links once. PTX calls it
+multimem (ISA 8.1, sm_90); NCCL's NVLS algorithms are made of it.
+
+Both move 16 bytes, in which they must be aligned. They are relaxed at system
+scope: stores are seen by another rank after a `notify` that follows them, and
+sums hold what was stored before a signal that was waited for.
+
+No other instruction may touch a multicast address. check/extern.py says what
+these mean to the interpreter.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def multimem_store(address, a, b, c, d, mask):
+    """Store 16 bytes to all ranks, this one too.
+
+    As OpenSHMEM's broadcast of 16 bytes without its synchronisation; NCCL's NVLS all-gather.
+
+    Args:
+        address: int64 [n], multicast addresses, multiples of 16.
+        a, b, c, d: int32 [n]; the 16 bytes.
+        mask: which of them.
+    """
+    tl.inline_asm_elementwise(
+        """{
+            .reg .pred inside;
+            setp.ne.b32 inside, $6, 0;
+            @inside multimem.st.relaxed.sys.global.v4.f32 [$1], {$2, $3, $4, $5};
+            mov.b32 $0, 0;
+        }""",
+        "=r,l,r,r,r,r,r",
+        [address, a, b, c, d, mask.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def multimem_sum(address, mask, dtype: tl.constexpr):
+    """Sums over all ranks' 16 bytes, added in float32 and rounded once.
+
+    In an order that the switch chooses: two ranks that ask for one sum may get different bits.
+    NCCL's NVLS reduce-scatter.
+
+    Args:
+        address: int64 [n], multicast addresses, multiples of 16.
+        mask: which of them; the others are 0.
+        dtype: float32, float16 or bfloat16.
+
+    Returns:
+        four int32 [n], the 16 bytes.
+    """
+    if dtype == tl.float32:
+        words = tl.inline_asm_elementwise(
+            """{
+                .reg .pred inside;
+                setp.ne.b32 inside, $5, 0;
+                mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
+                @inside multimem.ld_reduce.relaxed.sys.global.add.v4.f32 {$0, $1, $2, $3}, [$4];
+            }""",
+            "=&r,=&r,=&r,=&r,l,r",
+            [address, mask.to(tl.int32)],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=False,
+            pack=1,
+        )
+    elif dtype == tl.float16:
+        words = tl.inline_asm_elementwise(
+            """{
+                .reg .pred inside;
+                setp.ne.b32 inside, $5, 0;
+                mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
+                @inside multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.f16x2
+                    {$0, $1, $2, $3}, [$4];
+            }""",
+            "=&r,=&r,=&r,=&r,l,r",
+            [address, mask.to(tl.int32)],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.static_assert(dtype == tl.bfloat16, "multimem_sum is of float32, float16 or bfloat16")
+        words = tl.inline_asm_elementwise(
+            """{
+                .reg .pred inside;
+                setp.ne.b32 inside, $5, 0;
+                mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
+                @inside multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2
+                    {$0, $1, $2, $3}, [$4];
+            }""",
+            "=&r,=&r,=&r,=&r,l,r",
+            [address, mask.to(tl.int32)],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=False,
+            pack=1,
+        )
+    return words
+
+
+@triton.jit
+def load_16_bytes(x, at, mask):
+    """Four words of 4 bytes each from x.
+
+    Args:
+        x: int32 pointer.
+        at: int32 [n]; which 16 bytes.
+        mask: which of them; the others are 0.
+
+    Returns:
+        four int32 [n].
+    """
+    places = 4 * at[:, None] + tl.arange(0, 4)[None, :]
+    words = tl.load(x + places, mask=mask[:, None] & (places >= 0), other=0)
+    even, odd = tl.split(tl.reshape(words, [words.shape[0], 2, 2]))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d

@@ -1,0 +1,320 @@
+"""Reduce-scatter: each rank's rows of the sum over all ranks.
+
+    reduce_scatter(x [M, ...]) -> [M / W, ...]
+
+Part p of x, of numel numbers, is for rank p. Slot n mod 2 of each rank's buffer
+is [W, numel]: a part from every rank. A part is cut into chunks; signal [c, r]
+of a rank is set to n when chunk c of its part from rank r is in row r. Numbers
+travel in the dtype of x, as NCCL's do, are added in float32, in the order of
+the ranks, and rounded once: a sum has the same bits in every run.
+
+Protocols, of call n:
+
+- push. Program (d, c) of rank r copies chunk c of part r + 1 + d to row r of that
+  rank's slot, its own part last, and then sets its signal. Program c of
+  `reduce_chunks` waits for chunk c from every rank and adds.
+- two_level, for several nodes. Each number crosses to each other node once. On
+  node a, rank l gathers what its node has for the ranks l of all nodes: rank
+  (a, k) stores its part for (b, l) to row b * NODE + k of (a, l)'s slot
+  (`scatter_local`). `reduce_local` adds the NODE partial sums for node b in the
+  order of the ranks, and stores the sum to row a of the second buffer of (b, l),
+  whose second signals [c, a] say so. `reduce_chunks` adds those, in the order of
+  the nodes. What crosses is rounded to x's dtype.
+
+Every rank hears from every other one, be it through a third, so two slots are
+enough: gpu/workspace.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.gpu.all_gather import BLOCK, CHUNK, copy_chunk
+from weft.kernels.gpu.collective import CollectiveWorkspace, count_chunks
+from weft.kernels.gpu.signals import MAX_POLLS, notify, peer_pointer, wait
+from weft.kernels.gpu.workspace import SLOTS, triton_type
+from weft.kernels.symmetric.memory import Home, SymmetricTensor
+
+
+@triton.jit
+def push_parts(
+    x,  # [total]; parts of numel numbers, the last ones shorter or empty if W * numel > total
+    buffers,  # int64 [W]; addresses of [2, W, numel]
+    signals,  # int64 [W]; addresses of int32 [chunks, W]
+    calls,  # int32 [1]
+    rank,
+    total,
+    numel,  # of a part
+    slot_numel,  # of a slot of the buffer
+    chunk,  # numbers of a chunk
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy one chunk of a part to its rank and tell it. Grid: (W, chunks)."""
+    peer = (rank + 1 + tl.program_id(0)) % WORLD
+    index = tl.program_id(1)
+    call = tl.load(calls)
+    to = peer_pointer(buffers, peer, dtype) + (call % 2) * slot_numel + rank * numel
+    length = tl.minimum(numel, total - peer * numel)
+    copy_chunk(to, x + peer * numel, index, length, chunk, BLOCK)
+    notify(signals, peer, index * WORLD + rank, call)
+
+
+@triton.jit
+def sum_rows(
+    rows,  # [COUNT, numel]
+    at,  # [BLOCK]
+    numel,
+    end,  # of what is wanted of a row
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The sum of the rows in their order: float32 [BLOCK]."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for row in range(COUNT):
+        total += tl.load(rows + row * numel + at, mask=at < end, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def reduce_chunks(
+    out,  # [length]
+    buffers,  # int64 [W]; addresses of [2, COUNT, numel]
+    signals,  # int64 [W]; addresses of int32 [first + chunks * COUNT]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    length,  # of the sum; at most numel
+    numel,
+    slot_numel,
+    chunk,
+    first,  # of the signals
+    dtype: tl.constexpr,
+    COUNT: tl.constexpr,  # rows
+    BLOCK: tl.constexpr,
+    MAX_POLLS: tl.constexpr,
+):
+    """Wait for one chunk of all rows and add them. Grid: (chunks,)."""
+    index = tl.program_id(0)
+    call = tl.load(calls)
+    for row in range(COUNT):
+        wait(signals, rank, first + index * COUNT + row, call, fault, MAX_POLLS)
+    rows = peer_pointer(buffers, rank, dtype) + (call % 2) * slot_numel
+    begin = index * chunk
+    end = tl.minimum(begin + chunk, length)
+    for start in range(begin, end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total = sum_rows(rows, at, numel, end, COUNT, BLOCK)
+        tl.store(out + at, total.to(dtype), mask=at < end)
+
+
+@triton.jit
+def scatter_local(
+    x,  # [W, numel]
+    buffers,  # int64 [W]; addresses of [2, W, numel]
+    signals,  # int64 [W]; addresses of int32 [chunks, W]
+    calls,  # int32 [1]
+    rank,
+    numel,
+    slot_numel,
+    chunk,
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    NODE: tl.constexpr,  # ranks of a node
+    BLOCK: tl.constexpr,
+):
+    """Copy one chunk of a part to the rank of this node that sends it on. Grid: (W, chunks).
+
+    What other nodes wait for goes first.
+    """
+    node, local = rank // NODE, rank % NODE
+    to_node = (node + 1 + tl.program_id(0) // NODE) % (WORLD // NODE)
+    to_local = (local + 1 + tl.program_id(0) % NODE) % NODE
+    peer = node * NODE + to_local
+    row = to_node * NODE + local
+    index = tl.program_id(1)
+    call = tl.load(calls)
+    to = peer_pointer(buffers, peer, dtype) + (call % 2) * slot_numel + row * numel
+    copy_chunk(to, x + (to_node * NODE + to_local) * numel, index, numel, chunk, BLOCK)
+    notify(signals, peer, index * WORLD + row, call)
+
+
+@triton.jit
+def reduce_local(
+    buffers,  # int64 [W]; addresses of [2, W, numel]
+    sums,  # int64 [W]; addresses of [2, W / NODE, numel]
+    signals,  # int64 [W]; addresses of int32 [first + chunks * W / NODE]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    numel,
+    slot_numel,
+    sums_slot_numel,
+    chunk,
+    first,  # of the second signals
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    NODE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MAX_POLLS: tl.constexpr,
+):
+    """Add one chunk for one node, send it there and tell. Grid: (W / NODE, chunks)."""
+    nodes: tl.constexpr = WORLD // NODE
+    node = rank // NODE
+    to_node = (node + 1 + tl.program_id(0)) % nodes
+    peer = to_node * NODE + rank % NODE
+    index = tl.program_id(1)
+    call = tl.load(calls)
+    for local in range(NODE):
+        row = to_node * NODE + local
+        wait(signals, rank, index * WORLD + row, call, fault, MAX_POLLS)
+    rows = peer_pointer(buffers, rank, dtype) + (call % 2) * slot_numel + to_node * NODE * numel
+    to = peer_pointer(sums, peer, dtype) + (call % 2) * sums_slot_numel + node * numel
+    begin = index * chunk
+    end = tl.minimum(begin + chunk, numel)
+    for start in range(begin, end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total = sum_rows(rows, at, numel, end, NODE, BLOCK)
+        tl.store(to + at, total.to(dtype), mask=at < end)
+    notify(signals, peer, first + index * nodes + node, call)
+
+
+class ReduceScatterWorkspace(CollectiveWorkspace):
+    """Of `reduce_scatter`, on one rank; see `reduce_scatter_workspace`."""
+
+    def __init__(
+        self,
+        home: Home,
+        max_numel: int,
+        dtype: torch.dtype,
+        methods: Sequence[str],
+        chunk: int,
+        ranks_per_node: int,
+    ) -> None:
+        size, chunks = home.world_size, count_chunks(max_numel, chunk)
+        nodes = size // ranks_per_node if ranks_per_node > 0 else 1
+        super().__init__(
+            *(home, "reduce_scatter", size * max_numel, dtype),
+            num_signals=(size + nodes) * chunks,
+            methods=methods,
+            known=METHODS,
+            chunk=chunk,
+        )
+        self.require_nodes(ranks_per_node)
+        self.ranks_per_node = ranks_per_node
+        self.second = size * chunks  # the first of the second signals
+        self.sums_numel = nodes * max_numel if "two_level" in methods else 0
+        self.sums: SymmetricTensor = home.empty(
+            "reduce_scatter.sums", (SLOTS, self.sums_numel), dtype
+        )
+
+
+def reduce_scatter_workspace(
+    home: Home,
+    max_numel: int,
+    dtype: torch.dtype,
+    methods: Sequence[str] = ("push",),
+    *,
+    chunk: int = CHUNK,
+    ranks_per_node: int | None = None,
+) -> ReduceScatterWorkspace:
+    """A workspace for results of at most `max_numel` numbers a rank. Collective.
+
+    Args:
+        home: of this rank.
+        max_numel: of a rank's result.
+        dtype: float32, float16 or bfloat16.
+        methods: that it will be used with, of METHODS.
+        chunk: numbers that have a signal of their own; a multiple of 8.
+        ranks_per_node: for two_level: ranks 0 to ranks_per_node - 1 are on one node, and so on.
+            All ranks are on one node if None.
+
+    Raises:
+        KernelError: a method that there is not; or a node's ranks do not divide the world's.
+    """
+    node = home.world_size if ranks_per_node is None else ranks_per_node
+    return ReduceScatterWorkspace(home, max_numel, dtype, methods, chunk, node)
+
+
+def reduce_scatter(x: Tensor, workspace: ReduceScatterWorkspace, *, method: str = "push") -> Tensor:
+    """This rank's rows of the sum over all ranks. Collective.
+
+    Args:
+        x: [M, ...], contiguous, the workspace's dtype; of the same shape on all ranks; M a
+            multiple of W.
+        workspace: from `reduce_scatter_workspace`.
+        method: of those that the workspace was made for; the same on all ranks.
+
+    Returns:
+        [M / W, ...], added in float32.
+
+    Raises:
+        KernelError: the shape does not go with the ranks, the workspace or the method.
+    """
+    size = workspace.world_size
+    workspace.require_method(method)
+    workspace.require_tensor("x", x)
+    workspace.require("x's shape", tuple(x.shape), x.dim() > 0, "have at least one axis")
+    workspace.require("x's rows", len(x), len(x) % size == 0, f"be a multiple of {size} ranks")
+    workspace.require_room("x", x.numel())
+    out = x.new_empty(len(x) // size, *x.shape[1:])
+    if out.numel():
+        METHODS[method](x, out, workspace)
+    return out
+
+
+def _push(x: Tensor, out: Tensor, workspace: ReduceScatterWorkspace) -> None:
+    size, numel, chunk = workspace.world_size, out.numel(), workspace.chunk
+    chunks = -(-numel // chunk)
+    tables = (workspace.buffer.addresses, workspace.signals.addresses, workspace.calls)
+    constants = {"dtype": triton_type(x.dtype), "BLOCK": BLOCK}
+    workspace.begin()
+    push_parts[(size, chunks)](
+        *(x, *tables, workspace.rank, x.numel(), numel, workspace.numel, chunk),
+        **{**constants, "WORLD": size},
+    )
+    reduce_chunks[(chunks,)](
+        *(out, *tables, workspace.fault, workspace.rank),
+        *(numel, numel, workspace.numel, chunk, 0),
+        **{**constants, "COUNT": size, "MAX_POLLS": MAX_POLLS},
+    )
+
+
+def _two_level(x: Tensor, out: Tensor, workspace: ReduceScatterWorkspace) -> None:
+    size, numel, chunk = workspace.world_size, out.numel(), workspace.chunk
+    node, rank, fault = workspace.ranks_per_node, workspace.rank, workspace.fault
+    nodes, chunks = size // node, -(-numel // chunk)
+    buffers, sums = workspace.buffer.addresses, workspace.sums.addresses
+    signals, calls = workspace.signals.addresses, workspace.calls
+    constants = {"dtype": triton_type(x.dtype), "BLOCK": BLOCK}
+    world = {**constants, "WORLD": size, "NODE": node}
+    polls = {"MAX_POLLS": MAX_POLLS}
+    workspace.begin()
+    # What crosses is added and sent beside the caller's stream, as soon as it is there.
+    with workspace.beside():
+        scatter_local[(size, chunks)](
+            *(x, buffers, signals, calls, rank, numel, workspace.numel, chunk), **world
+        )
+        reduce_local[(nodes, chunks)](
+            *(buffers, sums, signals, calls, fault, rank, numel, workspace.numel),
+            *(workspace.sums_numel, chunk, workspace.second),
+            **{**world, **polls},
+        )
+    workspace.rejoin()
+    reduce_chunks[(chunks,)](
+        *(out, sums, signals, calls, fault, rank, numel, numel, workspace.sums_numel, chunk),
+        workspace.second,
+        **{**constants, **polls, "COUNT": nodes},
+    )
+
+
+METHODS: dict[str, Callable[[Tensor, Tensor, ReduceScatterWorkspace], None]] = {
+    "push": _push,
+    "two_level": _two_level,
+}

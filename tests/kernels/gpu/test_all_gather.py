@@ -1,0 +1,332 @@
+"""All-gather, by each method and by several in turn, against its oracle; and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.faults import planted
+from torch import Tensor
+
+from weft.kernels import reference
+from weft.kernels.check.races import RaceDetector
+from weft.kernels.check.ranks import HangError, RankError, run
+from weft.kernels.gpu import all_gather as module
+from weft.kernels.gpu import low_latency, multimem
+from weft.kernels.gpu.all_gather import METHODS, all_gather, all_gather_workspace
+from weft.kernels.gpu.workspace import KernelError
+from weft.kernels.symmetric.memory import Home
+from weft.kernels.symmetric.shared import SharedHome
+from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
+
+CALLS, MAX_NUMEL, CHUNK = 4, 1600, 64
+WHOLE_UNITS = ("ll128", "multimem")
+"""Methods that take whole units of 8 and 16 bytes."""
+
+DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
+SHAPES = st.sampled_from([(1,), (5, 3), (33, 7), (2, 0), (1501,)])
+SLOWNESS = st.lists(st.sampled_from([1.0, 1.0, 20.0]), min_size=4, max_size=4)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    size=st.integers(1, 4),
+    calls=st.lists(st.tuples(st.sampled_from(sorted(METHODS)), SHAPES), min_size=1, max_size=CALLS),
+    alike=st.booleans(),
+    node=st.integers(1, 4),
+    dtype=DTYPES,
+    slowness=SLOWNESS,
+    seed=st.integers(0, 2**31),
+)
+def test_all_gather(
+    size: int,
+    calls: list[tuple[str, tuple[int, ...]]],
+    alike: bool,
+    node: int,
+    dtype: torch.dtype,
+    slowness: list[float],
+    seed: int,
+) -> None:
+    """Each call of another shape and method, or all of one."""
+    torch.manual_seed(seed)
+    if alike:
+        calls = calls[:1] * CALLS
+    calls = [
+        (method, (8, *shape[1:]) if method in WHOLE_UNITS else shape) for method, shape in calls
+    ]
+    shards = [[torch.randn(shape).to(dtype) for _ in range(size)] for _, shape in calls]
+    methods = sorted({method for method, _ in calls})
+
+    def work(home: Home) -> list[Tensor]:
+        workspace = all_gather_workspace(
+            *(home, MAX_NUMEL, dtype, methods),
+            chunk=CHUNK,
+            ranks_per_node=node if size % node == 0 else None,
+        )
+        out = [
+            all_gather(call[home.rank], workspace, method=method)
+            for call, (method, _) in zip(shards, calls, strict=True)
+        ]
+        workspace.check()
+        return out
+
+    races = RaceDetector()
+    by_rank = run(work, size, seed=seed, slowness=slowness[:size], races=races)
+    assert races.findings == []
+    for got in by_rank:
+        for mine, call in zip(got, shards, strict=True):
+            assert torch.equal(mine, reference.all_gather(call)[0])
+
+
+# Refusals.
+
+
+def refused(methods: Sequence[str], x: Tensor, method: str, **options: int) -> str:
+    """What a call says on one of two ranks."""
+
+    def work(home: Home) -> None:
+        workspace = all_gather_workspace(home, 64, torch.float32, methods, **options)
+        all_gather(x, workspace, method=method)
+
+    with pytest.raises(RankError) as error:
+        run(work, 2)
+    return str(error.value)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x = torch.zeros(64)
+    assert "method is 'shout'; it must be one of push, pull" in refused(["shout"], x, "push")
+    assert "method is 'll'; it must be one that the workspace was made for: push" in refused(
+        ["push"], x, "ll"
+    )
+    assert "dtype is torch.float16; it must be torch.float32" in refused(["push"], x.half(), "push")
+    assert "x_shard's stride" in refused(["push"], torch.zeros(8, 4).T, "push")
+    assert "at most 128" in refused(["push"], torch.zeros(65), "push")
+    assert "have at least one axis" in refused(["push"], torch.zeros(()), "push")
+    assert "12 bytes; it must be a multiple of 8 for ll128" in refused(
+        ["ll128"], torch.zeros(3), "ll128"
+    )
+    assert "24 bytes; it must be a multiple of 16 for multimem" in refused(
+        ["multimem"], torch.zeros(6), "multimem"
+    )
+    assert "x_shard's address" in refused(["ll128"], torch.zeros(5)[1:], "ll128")
+    assert "ranks_per_node is 3; it must divide the 2 ranks" in refused(
+        ["two_level"], x, "two_level", ranks_per_node=3
+    )
+    assert "chunk is 12; it must be a positive multiple of 8" in refused(
+        ["push"], x, "push", chunk=12
+    )
+    assert "chunk is 0; it must be a positive" in refused(["push"], x, "push", chunk=0)
+
+
+def test_a_buffer_that_takes_64_bits_to_count_is_refused() -> None:
+    def work(home: Home) -> None:
+        all_gather_workspace(home, 2**29, torch.float32)
+
+    with pytest.raises(RankError, match="the buffer's size is 2147483648 numbers; it must be at m"):
+        run(work, 2)
+
+
+def test_large_shards_are_refused_by_the_low_latency_methods(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MAX_LL_BYTES", 128)
+    assert "256 bytes; it must be at most 128 for ll" in refused(["ll"], torch.zeros(64), "ll")
+
+
+def test_multimem_takes_a_multicast_address(tmp_path: Path) -> None:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    with (
+        SharedHome(store, 0, 1) as home,
+        pytest.raises(KernelError, match="'multimem'; it must be another one here"),
+    ):
+        all_gather_workspace(home, 64, torch.float32, ["multimem"])
+
+
+def test_a_peer_without_an_address_is_refused() -> None:
+    class Far(VirtualHome):
+        def _exchange(self, call: int, value: str) -> list[str]:
+            return [value] * 2
+
+        def _allocate(self, nbytes: int) -> tuple[Tensor, list[int], int]:
+            local, addresses, multicast = super()._allocate(nbytes)
+            return local, [addresses[0], 0], multicast
+
+        def _peers(self, addresses: list[int]) -> list[Tensor]:
+            return []
+
+    with pytest.raises(KernelError, match=r"a peer without an address .* is rank 1; it must be"):
+        all_gather_workspace(Far(VirtualWorld(2), 0), 64, torch.float32)
+
+
+# Planted faults.
+
+
+def symptoms(faulty: ModuleType, method: str, wanted: str = "", numel: int = 40) -> set[str]:
+    """What goes wrong over some interleavings: race findings, hangs, wrong results.
+
+    Ends with the first interleaving in which the wanted one is found.
+    """
+    size, found = 4, set[str]()
+    for seed in range(8 if wanted else 3):
+        if wanted in found:
+            break
+        torch.manual_seed(seed)
+        shards = torch.randn(CALLS, size, numel)
+
+        def work(home: Home, shards: Tensor = shards) -> list[Tensor]:
+            workspace = faulty.all_gather_workspace(
+                home, numel, torch.float32, [method], chunk=16, ranks_per_node=2
+            )
+            return [faulty.all_gather(x[home.rank], workspace, method=method) for x in shards]
+
+        races = RaceDetector()
+        try:
+            by_rank = run(work, size, seed=seed, races=races)
+        except HangError:
+            found.add("hang")
+        else:
+            right = all(
+                torch.equal(mine, x.reshape(-1))
+                for got in by_rank
+                for mine, x in zip(got, shards, strict=True)
+            )
+            found |= set() if right else {"wrong"}
+        found |= {
+            "race" if "no order between" in finding else "unwritten" for finding in races.findings
+        }
+    return found
+
+
+PUSH_WAIT = "    wait(signals, rank, index * WORLD + source, call, fault, MAX_POLLS)\n    holder"
+FAN_WAIT = "    wait(signals, rank, index * WORLD + source, call, fault, MAX_POLLS)\n    row"
+TO_PEER = "notify(signals, peer, index * WORLD + rank, call)"
+PARITY = "(call % 2)"
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_nothing_is_found_without_a_fault(method: str) -> None:
+    assert symptoms(module, method) == set()
+
+
+@pytest.mark.parametrize(
+    ("method", "old", "new", "symptom"),
+    [
+        # a dropped wait
+        ("pull", PUSH_WAIT, "    holder", "race"),
+        ("multimem", PUSH_WAIT, "    holder", "race"),
+        ("two_level", PUSH_WAIT, "    holder", "race"),
+        ("two_level", FAN_WAIT, "    row", "race"),
+        ("copy_engine", "    wait_for_all[(1,)](*waits, **constants)\n", "", "race"),
+        # a slot reused one call early
+        ("pull", PARITY, "0", "race"),
+        ("two_level", PARITY, "0", "race"),
+        ("multimem", PARITY, "0", "race"),
+        ("ll", PARITY, "0", "race"),
+        ("ll128", PARITY, "0", "race"),
+        ("copy_engine", "    meet[(1,)](*waits, workspace.met, **constants)\n", "", "race"),
+        # a signal to the wrong rank, or from the wrong one
+        ("two_level", TO_PEER, TO_PEER.replace("peer", "(peer + 1) % WORLD"), "hang"),
+        ("pull", "holder = source if PULL", "holder = (source + 1) % WORLD if PULL", "unwritten"),
+        ("ll", "peer = (rank + tl", "peer = (rank + 1 + tl", "hang"),
+        ("ll128", "peer = (rank + tl", "peer = (rank + 1 + tl", "hang"),
+        (
+            "copy_engine",
+            "tell[(1,)](signals, calls, peer,",
+            "tell[(1,)](signals, calls, 0,",
+            "hang",
+        ),
+    ],
+)
+def test_a_fault_is_found(method: str, old: str, new: str, symptom: str, tmp_path: Path) -> None:
+    assert symptom in symptoms(planted(module, tmp_path, (old, new)), method, symptom)
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "symptom"),
+    [
+        # the flag of the first word, or line, for all of them
+        (
+            "ll",
+            (
+                "(((flagged >> 32).to(tl.int32) != call) & mask).to(tl.int32)",
+                "(((flagged >> 32).to(tl.int32) != call) & (tl.arange(0, mask.shape[0]) == 0))"
+                ".to(tl.int32)",
+            ),
+            "wrong",
+        ),
+        (
+            "ll128",
+            (
+                "(is_flag & (flagged != call))",
+                "(is_flag & (flagged != call) & (tl.arange(0, mask.shape[0])[:, None] == 0))",
+            ),
+            "wrong",
+        ),
+        # a flag that does not count
+        ("ll", ("(call.to(tl.int64) << 32)", "(tl.full((), 1, tl.int64) << 32)"), "hang"),
+        # a wait for any flag
+        ("ll128", ("(flagged != call)", "(flagged == 0)"), "wrong"),
+    ],
+)
+def test_a_fault_in_the_flags_is_found(
+    method: str, changes: tuple[str, str], symptom: str, tmp_path: Path
+) -> None:
+    weak = planted(low_latency, tmp_path, changes)
+    faulty = planted(module, tmp_path)
+    for name in ("put_ll", "get_ll", "put_ll128", "get_ll128"):
+        setattr(faulty, name, getattr(weak, name))
+    assert symptom in symptoms(faulty, method, symptom, numel=400)
+
+
+def test_a_multimem_store_that_misses_a_word_is_found(tmp_path: Path) -> None:
+    weak = planted(multimem, tmp_path, ("[address, a, b, c, d,", "[address, a, b, c, c,"))
+    faulty = planted(module, tmp_path)
+    faulty.multimem_store = weak.multimem_store  # type: ignore[attr-defined]
+    assert "wrong" in symptoms(faulty, "multimem", "wrong")
+
+
+# What the interpreter cannot show.
+
+
+def test_a_line_of_ll128_is_stored_and_loaded_by_one_instruction_of_one_warp() -> None:
+    """On the GPU LL128 rests on it: 8 neighbours in a warp have 16 bytes each of a line."""
+    script = """
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from weft.kernels.gpu.all_gather import LL128_LINES, gather_ll128
+constants = {"WORLD": 8, "LINES": LL128_LINES, "MAX_POLLS": 100}
+pointers = {"x": "*i64", "out": "*i64", "buffers": "*i64", "calls": "*i32", "fault": "*i32"}
+names = gather_ll128.arg_names
+signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
+source = ASTSource(gather_ll128, signature, {(names.index(n),): v for n, v in constants.items()})
+assembly = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm
+print(assembly["ttgir"], assembly["ptx"])
+"""
+    result = subprocess.run(
+        [sys.executable, "-P", "-W", "ignore", "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+    )
+    assert result.returncode == 0, result.stderr
+    listing = result.stdout
+    layouts = dict(re.findall(r"(#blocked\d*) = #ttg\.blocked<\{(.*)\}>", listing))
+    polled = r"tt\.(?:store .*ache_?[mM]odifier = wt|load .*isVolatile = true).*(#blocked\d*)>"
+    used = re.findall(polled, listing)
+    assert len(used) == 3  # one store, and the loads before and within the loop
+    for name in used:
+        assert "sizePerThread = [1, 2], threadsPerWarp = [4, 8]" in layouts[name]
+    assert "st.global.wt.v2.b64" in listing
+    assert "ld.volatile.global.v2.b64" in listing

@@ -1,0 +1,198 @@
+"""All-reduce, by each method and by several in turn, against its oracle; and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.faults import planted
+from torch import Tensor
+
+from weft.kernels import reference
+from weft.kernels.check.races import RaceDetector
+from weft.kernels.check.ranks import HangError, RankError, run
+from weft.kernels.gpu import all_reduce as module
+from weft.kernels.gpu.all_reduce import METHODS, all_reduce, all_reduce_workspace
+from weft.kernels.gpu.workspace import KernelError
+from weft.kernels.symmetric.memory import Home
+from weft.kernels.symmetric.shared import SharedHome
+
+CALLS, MAX_NUMEL, CHUNK = 4, 2200, 64
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 5e-2}
+DTYPES = st.sampled_from(list(TOLERANCE))
+SHAPES = st.sampled_from([(), (1,), (5, 3), (33, 7), (2, 0), (2101,)])
+SLOWNESS = st.lists(st.sampled_from([1.0, 1.0, 20.0]), min_size=4, max_size=4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    size=st.integers(1, 4),
+    calls=st.lists(st.tuples(st.sampled_from(sorted(METHODS)), SHAPES), min_size=1, max_size=CALLS),
+    alike=st.booleans(),
+    dtype=DTYPES,
+    slowness=SLOWNESS,
+    seed=st.integers(0, 2**31),
+)
+def test_all_reduce(
+    size: int,
+    calls: list[tuple[str, tuple[int, ...]]],
+    alike: bool,
+    dtype: torch.dtype,
+    slowness: list[float],
+    seed: int,
+) -> None:
+    """Each call of another shape and method, or all of one: the same bits on all ranks."""
+    torch.manual_seed(seed)
+    if alike:
+        calls = calls[:1] * CALLS
+    calls = [
+        (method, (8, *shape[1:]) if method == "multimem" else shape) for method, shape in calls
+    ]
+    xs = [[torch.randn(shape).to(dtype) for _ in range(size)] for _, shape in calls]
+    methods = sorted({method for method, _ in calls})
+
+    def work(home: Home) -> list[Tensor]:
+        workspace = all_reduce_workspace(home, MAX_NUMEL, dtype, methods, chunk=CHUNK)
+        out = [
+            all_reduce(call[home.rank], workspace, method=method)
+            for call, (method, _) in zip(xs, calls, strict=True)
+        ]
+        workspace.check()
+        return out
+
+    races = RaceDetector()
+    by_rank = run(work, size, seed=seed, slowness=slowness[:size], races=races)
+    assert races.findings == []
+    tolerance = TOLERANCE[dtype]
+    for i, call in enumerate(xs):
+        got = by_rank[0][i]
+        assert got.dtype == dtype
+        torch.testing.assert_close(
+            got.float(), reference.all_reduce(call)[0], atol=tolerance, rtol=tolerance
+        )
+        assert torch.equal(got, in_order(call))
+        assert all(torch.equal(got, other[i]) for other in by_rank)
+
+
+def in_order(xs: list[Tensor]) -> Tensor:
+    """In float32, in the order of the ranks, rounded once; multimem's emulation adds so, too."""
+    total = torch.zeros(xs[0].shape)
+    for x in xs:
+        total += x.float()
+    return total.to(xs[0].dtype)
+
+
+# Refusals.
+
+
+def refused(methods: Sequence[str], x: Tensor, method: str, **options: int) -> str:
+    """What a call says on one of two ranks."""
+
+    def work(home: Home) -> None:
+        workspace = all_reduce_workspace(home, 64, torch.float32, methods, **options)
+        all_reduce(x, workspace, method=method)
+
+    with pytest.raises(RankError) as error:
+        run(work, 2)
+    return str(error.value)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x = torch.zeros(64)
+    assert "method is 'shout'; it must be one of one_shot, two_shot" in refused(
+        ["shout"], x, "one_shot"
+    )
+    assert "method is 'll'; it must be one that the workspace was made for: two_shot" in refused(
+        ["two_shot"], x, "ll"
+    )
+    assert "x's dtype is torch.float16" in refused(["two_shot"], x.half(), "two_shot")
+    assert "x's size is 65 numbers; it must be at most 64" in refused(
+        ["two_shot"], torch.zeros(65), "two_shot"
+    )
+    assert "24 bytes; it must be a multiple of 16 for multimem" in refused(
+        ["multimem"], torch.zeros(6), "multimem"
+    )
+    assert "chunk is 12; it must be a positive multiple of 8" in refused(["ll"], x, "ll", chunk=12)
+
+
+def test_large_tensors_are_refused_by_ll(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_LL_BYTES", 128)
+    assert "256 bytes; it must be at most 128 for ll" in refused(["ll"], torch.zeros(64), "ll")
+
+
+def test_multimem_takes_a_multicast_address(tmp_path: Path) -> None:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    with (
+        SharedHome(store, 0, 1) as home,
+        pytest.raises(KernelError, match="'multimem'; it must be another one here"),
+    ):
+        all_reduce_workspace(home, 64, torch.float32, ["multimem"])
+
+
+# Planted faults.
+
+
+def symptoms(faulty: ModuleType, method: str, wanted: str = "") -> set[str]:
+    """What goes wrong over some interleavings: race findings, hangs, wrong results.
+
+    Ends with the first interleaving in which the wanted one is found.
+    """
+    size, found = 3, set[str]()
+    for seed in range(8 if wanted else 3):
+        if wanted in found:
+            break
+        torch.manual_seed(seed)
+        xs = torch.randn(CALLS, size, 80)
+
+        def work(home: Home, xs: Tensor = xs) -> list[Tensor]:
+            workspace = faulty.all_reduce_workspace(home, 80, torch.float32, [method], chunk=16)
+            return [faulty.all_reduce(x[home.rank], workspace, method=method) for x in xs]
+
+        races = RaceDetector()
+        try:
+            by_rank = run(work, size, seed=seed, races=races)
+        except HangError:
+            found.add("hang")
+        else:
+            right = all(
+                torch.allclose(mine, x.sum(0), atol=1e-5)
+                for got in by_rank
+                for mine, x in zip(got, xs, strict=True)
+            )
+            found |= set() if right else {"wrong"}
+        found |= {
+            "race" if "no order between" in finding else "unwritten" for finding in races.findings
+        }
+    return found
+
+
+WAIT = "        wait(signals, rank, index * WORLD + source, call, fault, MAX_POLLS)\n"
+WAIT_PART = "    wait(signals, rank, first + index * WORLD + part, call, fault, MAX_POLLS)\n"
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_nothing_is_found_without_a_fault(method: str) -> None:
+    assert symptoms(module, method) == set()
+
+
+@pytest.mark.parametrize(
+    ("method", "old", "new", "symptom"),
+    [
+        ("two_shot", WAIT, "        pass\n", "race"),
+        ("two_shot", WAIT_PART, "", "race"),
+        ("two_shot", "signals, (rank + 1 + step)", "signals, (rank + 0 * step)", "hang"),
+        ("two_shot", "+ rank * numel\n    begin", "+ index * numel\n    begin", "wrong"),
+        ("multimem", WAIT, "        pass\n", "race"),
+        ("multimem", WAIT_PART, "", "race"),
+        ("multimem", "signals, part,", "signals, (part + 1) % WORLD,", "race"),
+        ("ll", "(call % 2)", "0", "race"),
+        ("ll", "(rank + 1 + step) % WORLD", "(rank + step // 2) % WORLD", "hang"),
+    ],
+)
+def test_a_fault_is_found(method: str, old: str, new: str, symptom: str, tmp_path: Path) -> None:
+    assert symptom in symptoms(planted(module, tmp_path, (old, new)), method, symptom)

@@ -1,0 +1,189 @@
+"""Reduce-scatter, by each method and by both in turn, against its oracle; and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.faults import planted
+from torch import Tensor
+
+from weft.kernels import reference
+from weft.kernels.check.races import RaceDetector
+from weft.kernels.check.ranks import HangError, RankError, run
+from weft.kernels.gpu import reduce_scatter as module
+from weft.kernels.gpu.reduce_scatter import METHODS, reduce_scatter, reduce_scatter_workspace
+from weft.kernels.symmetric.memory import Home
+
+CALLS, MAX_NUMEL, CHUNK = 4, 300, 64
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 5e-2}
+DTYPES = st.sampled_from(list(TOLERANCE))
+SHAPES = st.sampled_from([(1,), (5, 3), (33, 7), (2, 0)])
+SLOWNESS = st.lists(st.sampled_from([1.0, 1.0, 20.0]), min_size=4, max_size=4)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    size=st.integers(1, 4),
+    calls=st.lists(st.tuples(st.sampled_from(sorted(METHODS)), SHAPES), min_size=1, max_size=CALLS),
+    alike=st.booleans(),
+    node=st.integers(1, 4),
+    dtype=DTYPES,
+    slowness=SLOWNESS,
+    seed=st.integers(0, 2**31),
+)
+def test_reduce_scatter(
+    size: int,
+    calls: list[tuple[str, tuple[int, ...]]],
+    alike: bool,
+    node: int,
+    dtype: torch.dtype,
+    slowness: list[float],
+    seed: int,
+) -> None:
+    """Each call of another shape and method, or all of one. The shapes are of the results."""
+    torch.manual_seed(seed)
+    if alike:
+        calls = calls[:1] * CALLS
+    xs = [
+        [torch.randn(size * shape[0], *shape[1:]).to(dtype) for _ in range(size)]
+        for _, shape in calls
+    ]
+    methods = sorted({method for method, _ in calls})
+
+    def work(home: Home) -> list[Tensor]:
+        workspace = reduce_scatter_workspace(
+            *(home, MAX_NUMEL, dtype, methods),
+            chunk=CHUNK,
+            ranks_per_node=node if size % node == 0 else None,
+        )
+        out = [
+            reduce_scatter(call[home.rank], workspace, method=method)
+            for call, (method, _) in zip(xs, calls, strict=True)
+        ]
+        workspace.check()
+        return out
+
+    races = RaceDetector()
+    by_rank = run(work, size, seed=seed, slowness=slowness[:size], races=races)
+    assert races.findings == []
+    for i, (call, (method, _)) in enumerate(zip(xs, calls, strict=True)):
+        for rank, oracle in enumerate(reference.reduce_scatter(call)):
+            got = by_rank[rank][i]
+            assert got.dtype == dtype
+            tolerance = TOLERANCE[dtype]
+            torch.testing.assert_close(got.float(), oracle, atol=tolerance, rtol=tolerance)
+            if method == "push":
+                assert torch.equal(got, in_order(call).chunk(size)[rank])
+
+
+def in_order(xs: list[Tensor]) -> Tensor:
+    """The sum as its bits are promised: in float32, in the order of the ranks, rounded once."""
+    total = torch.zeros(xs[0].shape)
+    for x in xs:
+        total += x.float()
+    return total.to(xs[0].dtype)
+
+
+# Refusals.
+
+
+def refused(methods: Sequence[str], x: Tensor, method: str, **options: int) -> str:
+    """What a call says on one of two ranks."""
+
+    def work(home: Home) -> None:
+        workspace = reduce_scatter_workspace(home, 64, torch.float32, methods, **options)
+        reduce_scatter(x, workspace, method=method)
+
+    with pytest.raises(RankError) as error:
+        run(work, 2)
+    return str(error.value)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x = torch.zeros(64)
+    assert "method is 'shout'; it must be one of push, two_level" in refused(["shout"], x, "push")
+    assert "method is 'two_level'; it must be one that the workspace was made for" in refused(
+        ["push"], x, "two_level"
+    )
+    assert "x's dtype is torch.float16" in refused(["push"], x.half(), "push")
+    assert "x's rows is 3; it must be a multiple of 2 ranks" in refused(
+        ["push"], torch.zeros(3), "push"
+    )
+    assert "at most 128" in refused(["push"], torch.zeros(130), "push")
+    assert "have at least one axis" in refused(["push"], torch.zeros(()), "push")
+    assert "ranks_per_node is 3; it must divide the 2 ranks" in refused(
+        ["two_level"], x, "two_level", ranks_per_node=3
+    )
+
+
+# Planted faults.
+
+
+def symptoms(faulty: ModuleType, method: str, wanted: str = "") -> set[str]:
+    """What goes wrong over some interleavings: race findings, hangs, wrong results.
+
+    Ends with the first interleaving in which the wanted one is found.
+    """
+    size, found = 4, set[str]()
+    for seed in range(8 if wanted else 3):
+        if wanted in found:
+            break
+        torch.manual_seed(seed)
+        xs = torch.randn(CALLS, size, size * 40)
+
+        def work(home: Home, xs: Tensor = xs) -> list[Tensor]:
+            workspace = faulty.reduce_scatter_workspace(
+                home, 40, torch.float32, [method], chunk=16, ranks_per_node=2
+            )
+            return [faulty.reduce_scatter(x[home.rank], workspace, method=method) for x in xs]
+
+        races = RaceDetector()
+        try:
+            by_rank = run(work, size, seed=seed, races=races)
+        except HangError:
+            found.add("hang")
+        else:
+            right = all(
+                torch.allclose(mine, x.sum(0).chunk(size)[rank], atol=1e-5)
+                for rank, got in enumerate(by_rank)
+                for mine, x in zip(got, xs, strict=True)
+            )
+            found |= set() if right else {"wrong"}
+        found |= {
+            "race" if "no order between" in finding else "unwritten" for finding in races.findings
+        }
+    return found
+
+
+WAIT = "        wait(signals, rank, first + index * COUNT + row, call, fault, MAX_POLLS)\n"
+WAIT_LOCAL = "        wait(signals, rank, index * WORLD + row, call, fault, MAX_POLLS)\n"
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_nothing_is_found_without_a_fault(method: str) -> None:
+    assert symptoms(module, method) == set()
+
+
+@pytest.mark.parametrize(
+    ("method", "old", "new", "symptom"),
+    [
+        ("push", WAIT, "        pass\n", "race"),
+        ("two_level", WAIT, "        pass\n", "race"),
+        ("two_level", WAIT_LOCAL, "        pass\n", "race"),
+        ("push", "(call % 2)", "0", "race"),
+        ("two_level", "(call % 2) * slot_numel", "0", "race"),
+        ("two_level", "(call % 2) * sums_slot_numel", "0", "race"),
+        ("push", "signals, peer, index", "signals, (peer + 1) % WORLD, index", "race"),
+        ("two_level", "signals, peer, first", "signals, (peer + 1) % WORLD, first", "race"),
+        ("two_level", "row = to_node * NODE + local\n    index", "row = local\n    index", "hang"),
+        ("push", "x + peer * numel", "x + rank * numel", "wrong"),
+    ],
+)
+def test_a_fault_is_found(method: str, old: str, new: str, symptom: str, tmp_path: Path) -> None:
+    assert symptom in symptoms(planted(module, tmp_path, (old, new)), method, symptom)
