@@ -1,0 +1,31 @@
+"""How long calls take, on a GPU and on the host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+Call = Callable[[], object]
+Clock = Callable[[Call, int], float]
+"""(call, calls) -> seconds of one, over so many."""
+
+
+def gpu_clock(call: Call, calls: int) -> float:
+    """Between events on this rank's stream."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000 / calls
+
+
+def host_clock(call: Call, calls: int) -> float:
+    """Where launches return when they are done."""
+    begin = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - begin) / calls

@@ -1,0 +1,308 @@
+"""What an overlapped op costs, before anything has run: a roofline of compute, links and launches.
+
+    tiles        the product takes waves of tiles, a tile takes steps of BLOCK_K; a step takes the
+                 longest of its arithmetic, its loads, and the memory's latency over the stages
+                 that hide it
+    link         the bytes that a rank receives (or sends, whichever is more) over its link, times
+                 what the method adds to them, and its signals' latency
+    overlap      the longer of the two, and what cannot be hidden: an all-gather's last shard is
+                 multiplied after it has come, a reduce-scatter's first tile is made before any goes
+
+The costs of collectives are those of "How to Scale Your Model" (Austin et al. 2025, part 3):
+an all-gather or reduce-scatter moves the whole array once over the link, an all-reduce twice,
+whatever the number of ranks; below a hop's latency they cost that latency. The model orders
+candidates for tuning (tune.py), and picks where nothing was tuned. It knows no contention
+between communication and compute, and no power limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from weft.kernels.gpu.workspace import KernelError
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+}
+
+
+class Config(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
+    """How an op is run. Equal on all ranks.
+
+    Attributes:
+        method: by which data travels; of `METHODS`.
+        block_m, block_n, block_k: of a tile; 0 in ops without a product.
+        stages, warps: of the product's kernel; 0 likewise.
+        senders: programs that do nothing but send, in ops that have such; 0 for as many as the op
+            takes by itself.
+    """
+
+    method: str
+    block_m: int = 0
+    block_n: int = 0
+    block_k: int = 0
+    stages: int = 0
+    warps: int = 0
+    senders: int = 0
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(
+                f"method is {self.method!r}; it must be one of {', '.join(sorted(METHODS))}"
+            )
+        for name in ("block_m", "block_n", "block_k", "warps"):
+            value = getattr(self, name)
+            if value < 0 or value & (value - 1):
+                raise ValueError(f"{name} is {value}; it must be a power of two, or 0 for none")
+        for name in ("stages", "senders"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One op at one shape.
+
+    Attributes:
+        op: a key of `PAYLOADS`.
+        rows: M of all ranks together, as they are multiplied.
+        n, k: of the weight on one rank; for ops without a product n is the width of a row, k is 0.
+        dtype: of the operands, by its torch name.
+    """
+
+    op: str
+    world_size: int
+    rows: int
+    n: int
+    k: int
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if self.op not in PAYLOADS:
+            raise KernelError(f"op is {self.op!r}; it must be one of {', '.join(PAYLOADS)}")
+        if self.dtype not in DTYPES:
+            raise KernelError(
+                f"{self.op}: dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}"
+            )
+        if self.world_size < 1:
+            raise KernelError(f"{self.op}: world size is {self.world_size}; it must be at least 1")
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def multiplies(self) -> bool:
+        return "matmul" in self.op
+
+    @property
+    def payload(self) -> int:
+        """Bytes of the whole array that is gathered or reduced."""
+        width = self.k if PAYLOADS[self.op] == "input" else self.n
+        return self.rows * width * self.itemsize
+
+
+PAYLOADS = {
+    "all_gather": "output",
+    "reduce_scatter": "output",
+    "all_reduce": "output",
+    "all_gather_matmul": "input",
+    "matmul_reduce_scatter": "output",
+    "matmul_all_reduce": "output",
+}
+"""Of each op, whether its product's input or its output travels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """What a way to communicate costs.
+
+    Attributes:
+        factor: bytes on the link for each byte of data.
+        hops: latencies, one after the other.
+        on_processors: programs of the GPU move the data.
+    """
+
+    factor: float = 1.0
+    hops: int = 1
+    on_processors: bool = True
+
+
+METHODS = {
+    "push": Method(hops=2),  # the data, then its signal
+    "pull": Method(hops=3),  # the signal that it is there, the request, the data
+    "copy_engine": Method(hops=2, on_processors=False),
+    "ll": Method(factor=2.0),  # 4 bytes of data and 4 of flag in a store (NCCL's LL)
+    "ll128": Method(factor=128 / 120),  # 8 bytes of flag in 128 (NCCL's LL128)
+    "multimem": Method(hops=2),
+    "one_shot": Method(hops=2),
+    "two_shot": Method(hops=4),
+}
+ONE_SHOT = ("one_shot", "ll")
+"""Of an all-reduce: every rank gets everything of every other one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Figures of one GPU, in bytes, seconds and operations a second.
+
+    Attributes:
+        name: a part of what the driver calls it.
+        flops: dense, with 2-byte operands.
+        memory, l2: bandwidth.
+        link: bandwidth to the other GPUs of the node, one way.
+        processors: SMs or CUs.
+        shared: bytes of shared memory that one program can have.
+    """
+
+    name: str
+    flops: float
+    memory: float
+    l2: float
+    link: float
+    processors: int
+    shared: int
+
+
+# Peaks as the makers publish them (data sheets: NVIDIA A100 80 GB SXM, H100 SXM, H200 SXM, DGX
+# B200; AMD Instinct MI300X), NVLink and Infinity Fabric halved to one way; shared memory from
+# CUDA's programming guide (compute capability table) and AMD's CDNA 3 paper. L2 is published by
+# nobody: read bandwidths that microbenchmarks report (Chips and Cheese), rounded.
+DEVICES = (
+    Device("A100", 312e12, 2.0e12, 4.5e12, 300e9, 108, 163 << 10),
+    Device("H100", 989e12, 3.35e12, 5.5e12, 450e9, 132, 227 << 10),
+    Device("H200", 989e12, 4.8e12, 5.5e12, 450e9, 132, 227 << 10),
+    Device("B200", 2250e12, 8.0e12, 9.0e12, 900e9, 148, 227 << 10),
+    Device("MI300X", 1307e12, 5.3e12, 10.0e12, 448e9, 304, 64 << 10),
+)
+UNKNOWN = DEVICES[1]
+
+HOP = 1e-6  # "How to Scale Your Model", part 3: about 1 us a hop, on ICI and NVLink alike
+LAUNCH = 4e-6  # of a kernel or a copy that follows another; assumed
+MEMORY_LATENCY = 0.7e-6  # of a load that misses L2; assumed
+SATURATING_SENDERS = 16  # programs that fill a link; assumed (DeepEP gives 20 to all traffic)
+
+
+def device_named(name: str) -> Device:
+    """The figures of a GPU by what its driver calls it; an H100's for one that is not listed."""
+    return next((device for device in DEVICES if device.name in name), UNKNOWN)
+
+
+def link_time(problem: Problem, config: Config, device: Device) -> float:
+    """Seconds until all data has come, if nothing else ran."""
+    size, method = problem.world_size, METHODS[config.method]
+    if size == 1:
+        return 0.0
+    traffic = float(problem.payload) * (size - 1) / size
+    if problem.op.endswith("all_reduce"):
+        if config.method in ONE_SHOT:
+            traffic *= size
+        elif config.method == "multimem":  # the switch adds: one reduced part in, the sums back
+            traffic = problem.payload * (1 + 1 / size)
+        else:
+            traffic *= 2
+    bandwidth = device.link
+    if method.on_processors and config.senders:
+        bandwidth *= min(1.0, config.senders / SATURATING_SENDERS)
+    launches = 0.0 if method.on_processors else LAUNCH * (size - 1)
+    return max(traffic * method.factor / bandwidth, launches) + method.hops * HOP
+
+
+def compute_time(problem: Problem, config: Config, device: Device) -> float:
+    """Seconds of the product alone, on the processors that communication leaves."""
+    if not problem.multiplies:
+        return 0.0
+    parts = 1 if problem.op == "matmul_all_reduce" else problem.world_size
+    rows = -(-problem.rows // parts)
+    tiles = parts * -(-rows // config.block_m) * -(-problem.n // config.block_n)
+    processors = max(1, device.processors - config.senders)
+    area = config.block_m * config.block_n
+    loaded = (config.block_m + config.block_n) * config.block_k * problem.itemsize
+    flops = device.flops * 2 / problem.itemsize  # half the bytes, twice the rate
+    step = max(
+        2 * area * config.block_k * device.processors / flops,
+        loaded * device.processors / device.l2,
+        MEMORY_LATENCY / max(1, config.stages - 1),
+    )
+    tile = -(-problem.k // config.block_k) * step + MEMORY_LATENCY
+    arrays = problem.rows * problem.k + problem.k * problem.n + problem.rows * problem.n
+    return max(-(-tiles // processors) * tile, arrays * problem.itemsize / device.memory)
+
+
+def cost(problem: Problem, config: Config, device: Device) -> float:
+    """Seconds that one call takes."""
+    link, compute = link_time(problem, config, device), compute_time(problem, config, device)
+    size = problem.world_size
+    if problem.op == "all_gather_matmul":
+        total = max(compute, link + compute / size)
+    elif problem.op == "matmul_reduce_scatter":
+        total = max(compute, compute / size + link)
+    elif problem.op == "matmul_all_reduce":
+        total = compute + link  # few rows: the tiles are done at about the same time
+    else:
+        total = link
+    if "reduce" in problem.op:  # the parts are read, and their sum is written
+        parts = size if problem.op.endswith("all_reduce") and config.method in ONE_SHOT else 1
+        total += problem.payload * parts * (1 + 1 / size) / device.memory
+    return total + 3 * LAUNCH
+
+
+TILES = (
+    *((16, 64), (16, 128), (32, 64), (32, 128), (64, 64), (64, 128), (64, 256)),
+    *((128, 64), (128, 128), (128, 256), (256, 64), (256, 128)),
+)
+BLOCKS_K = (32, 64, 128)
+STAGES = (2, 3, 4, 5)
+WARPS = (4, 8)
+SENDERS = (0, 8, 16, 32)
+MAX_ACCUMULATORS = 128
+"""Numbers of the result that one thread keeps in registers; more would spill."""
+
+
+def space(problem: Problem, device: Device, methods: Sequence[str]) -> list[Config]:
+    """Every configuration that fits the device, the cheapest first; the order is total.
+
+    Args:
+        methods: that the op has, of `METHODS`.
+
+    Raises:
+        KernelError: a method is unknown, or nothing fits.
+    """
+    if unknown := [name for name in methods if name not in METHODS]:
+        raise KernelError(
+            f"{problem.op}: method is {unknown[0]!r}; it must be one of {', '.join(METHODS)}"
+        )
+    tiles = _tiles(problem, device) if problem.multiplies else [(0, 0, 0, 0, 0)]
+    configs = [
+        Config(method, *tile, senders)
+        for method in methods
+        for tile in tiles
+        for senders in (SENDERS if problem.op == "all_gather_matmul" else (0,))
+    ]
+    if not configs:
+        raise KernelError(f"{problem.op}: no tile fits {device.shared} bytes of shared memory")
+    return sorted(configs, key=lambda config: (cost(problem, config, device), config))
+
+
+def _tiles(problem: Problem, device: Device) -> list[tuple[int, int, int, int, int]]:
+    """block_m, block_n, block_k, stages and warps that fit, none much larger than the problem."""
+    parts = 1 if problem.op == "matmul_all_reduce" else problem.world_size
+    most_m = max(16, 2 * -(-problem.rows // parts) - 1)
+    return [
+        (m, n, k, stages, warps)
+        for m, n in TILES
+        for k in BLOCKS_K
+        for stages in STAGES
+        for warps in WARPS
+        if m <= most_m
+        and (m + n) * k * stages * problem.itemsize <= device.shared
+        and m * n <= MAX_ACCUMULATORS * warps * 32
+    ]

@@ -1,0 +1,81 @@
+"""A say in every kernel launch of a thread: run it, only load it, or leave it out.
+
+Loading without running is for what may not happen beside a kernel that waits:
+compiling takes long, and the driver may hold a module or its memory back until
+the device is idle, which it never is while a kernel waits for the one that is
+being loaded. So on one GPU (symmetric/virtual.py) every rank loads its kernels
+before any of them runs one. Leaving kernels out is for timing the others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from weft.errors import WeftError
+
+Action = Literal["run", "load", "skip"]
+
+_thread = threading.local()
+_lock = threading.Lock()
+_users = 0
+_originals: dict[Any, Callable[..., Any]] = {
+    JITFunction: JITFunction.run,
+    InterpretedFunction: InterpretedFunction.run,
+}
+
+
+@contextmanager
+def decided(decide: Callable[[str], Action]) -> Iterator[None]:
+    """Within, each launch by this thread is what `decide` says, which is told the kernel's name.
+
+    Triton's interpreter has nothing to load. Other threads are left alone.
+    """
+    before = getattr(_thread, "decide", None)
+    _thread.decide = decide
+    _change_users(1)
+    try:
+        yield
+    finally:
+        _change_users(-1)
+        _thread.decide = before
+
+
+def loaded() -> Any:
+    """Within, kernels that this thread launches are compiled and loaded, and do not run."""
+    return decided(lambda name: "load")
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether a configuration is at fault: the op refused it, or Triton could not compile it."""
+    return isinstance(error, WeftError | CompilationError | OutOfResources | PTXASError)
+
+
+def _change_users(by: int) -> None:
+    global _users
+    with _lock:
+        _users += by
+        for function, original in _originals.items():
+            function.run = _run_as_decided(original) if _users else original
+
+
+def _run_as_decided(original: Callable[..., Any]) -> Callable[..., Any]:
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        decide = getattr(_thread, "decide", None)
+        action = "run" if decide is None else decide(self.__name__)
+        if action == "skip":
+            return None
+        load = action == "load"
+        kernel = original(self, *args, grid=grid, warmup=warmup or load, **kwargs)
+        if load and kernel is not None:
+            _ = kernel.run  # the property loads the module
+        return kernel
+
+    return run

@@ -1,0 +1,126 @@
+"""The ops as tuning calls them: workspaces and operands for one problem, and calls of it.
+
+    tune_op(home, Problem("all_gather_matmul", 8, rows=8192, n=7168, k=8192))
+
+Operands are random: a GPU multiplies zeros faster. A product has one workspace,
+made for the smallest tile that is tried; a collective has one for each of its
+methods, for those that the home lacks (multicast) are refused when it is made.
+
+Not handled: epilogues, several weights, and methods between nodes. What is
+tuned for one weight as wide as all together serves for several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.kernels.gpu.all_gather import all_gather, all_gather_workspace
+from weft.kernels.gpu.all_gather_matmul import all_gather_matmul, all_gather_matmul_workspace
+from weft.kernels.gpu.all_reduce import all_reduce, all_reduce_workspace
+from weft.kernels.gpu.clock import Call
+from weft.kernels.gpu.costs import DTYPES, PAYLOADS, TILES, Config, Problem
+from weft.kernels.gpu.matmul_reduce_scatter import (
+    matmul_all_reduce,
+    matmul_all_reduce_workspace,
+    matmul_reduce_scatter,
+    matmul_reduce_scatter_workspace,
+)
+from weft.kernels.gpu.reduce_scatter import reduce_scatter, reduce_scatter_workspace
+from weft.kernels.gpu.tune import Measured, Prepare, options_of, tune
+from weft.kernels.gpu.workspace import KernelError, Workspace
+from weft.kernels.symmetric.memory import Home
+
+METHODS = {
+    "all_gather": ("push", "pull", "copy_engine", "ll", "ll128", "multimem"),
+    "reduce_scatter": ("push",),
+    "all_reduce": ("one_shot", "two_shot", "ll", "multimem"),
+    "all_gather_matmul": ("push",),
+    "matmul_reduce_scatter": ("push",),
+    "matmul_all_reduce": ("one_shot",),
+}
+"""Of each op, within a node."""
+
+COLLECTIVES: dict[str, tuple[Callable[..., Tensor], Callable[..., Workspace]]] = {
+    "all_gather": (all_gather, all_gather_workspace),
+    "reduce_scatter": (reduce_scatter, reduce_scatter_workspace),
+    "all_reduce": (all_reduce, all_reduce_workspace),
+}
+PRODUCTS: dict[str, Callable[..., Tensor]] = {
+    "all_gather_matmul": all_gather_matmul,
+    "matmul_reduce_scatter": matmul_reduce_scatter,
+    "matmul_all_reduce": matmul_all_reduce,
+}
+SMALLEST_M, SMALLEST_N = min(m for m, _ in TILES), min(n for _, n in TILES)
+
+
+def tune_op(home: Home, problem: Problem, **options: Any) -> list[Measured]:
+    """`tune.tune` of a problem's op, with its options. Collective.
+
+    Raises:
+        KernelError: the rows do not divide among the ranks.
+        TuningError: as `tune.tune`.
+    """
+    methods, prepare = prepare_op(home, problem)
+    return tune(home, problem, methods, prepare, **options)
+
+
+def prepare_op(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
+    """The methods that the op has on this home, and what makes calls of it. Collective."""
+    size, rows = home.world_size, problem.rows
+    if rows % size:
+        raise KernelError(f"{problem.op}: rows is {rows}; it must be a multiple of {size} ranks")
+    return (_prepare_product if problem.multiplies else _prepare_collective)(home, problem)
+
+
+def _prepare_collective(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
+    function, make = COLLECTIVES[problem.op]
+    shard = problem.rows // home.world_size
+    rows = shard if problem.op == "all_gather" else problem.rows
+    x = _random(home, problem, rows, problem.n)
+    numel = (problem.rows if problem.op == "all_reduce" else shard) * problem.n
+    workspaces: dict[str, Workspace] = {}
+    for method in METHODS[problem.op]:
+        try:
+            workspaces[method] = make(home, numel, x.dtype, (method,))
+        except KernelError as error:
+            if "multicast" not in str(error):
+                raise
+
+    def prepare(config: Config) -> Call:
+        return partial(function, x, workspaces[config.method], **options_of(problem, config))
+
+    return list(workspaces), prepare
+
+
+def _prepare_product(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
+    shard = problem.rows // home.world_size
+    gathers = PAYLOADS[problem.op] == "input"
+    x = _random(home, problem, shard if gathers else problem.rows, problem.k)
+    w = _random(home, problem, problem.k, problem.n)
+    travels = torch.bfloat16 if x.itemsize == 1 and not gathers else x.dtype
+    workspace: Workspace
+    if gathers:
+        workspace = all_gather_matmul_workspace(home, shard, problem.k, travels, SMALLEST_M)
+    elif problem.op == "matmul_reduce_scatter":
+        workspace = matmul_reduce_scatter_workspace(
+            home, shard, problem.n, travels, SMALLEST_M, SMALLEST_N
+        )
+    else:
+        workspace = matmul_all_reduce_workspace(
+            home, problem.rows, problem.n, travels, SMALLEST_M, SMALLEST_N
+        )
+    function = PRODUCTS[problem.op]
+
+    def prepare(config: Config) -> Call:
+        return partial(function, x, w, workspace, **options_of(problem, config))
+
+    return list(METHODS[problem.op]), prepare
+
+
+def _random(home: Home, problem: Problem, rows: int, columns: int) -> Tensor:
+    return torch.randn(rows, columns, device=home.device).to(DTYPES[problem.dtype])
