@@ -324,6 +324,93 @@ def bench(**options: Any) -> int:
     return main(**options)
 
 
+@weft.group(invoke_without_command=True)
+@click.pass_context
+def check(context: click.Context) -> int:
+    """Check the overlapped kernels, without a GPU.
+
+    Needs Triton. Exits with 1 if something is found. docs/kernels.md says how they work.
+
+    \b
+    weft check kernels --world-size 2,3
+    weft check aot --target sm_90
+    weft check timeline all_gather_matmul -o overlap.svg
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+    return 0
+
+
+@check.command("kernels")
+@click.option("--only", multiple=True, metavar="OP", help="only this op; may be given again")
+@click.option("--world-size", default="1,2,3,4", metavar="N,...", help="ranks  [default: 1,2,3,4]")
+@click.option(
+    "--seeds", default="3", metavar="N|A-B", help="how many, or from which to which  [default: 3]"
+)
+@click.option("--json", "as_json", is_flag=True, help="write JSON, with every check's shapes")
+def check_kernels(only: tuple[str, ...], world_size: str, seeds: str, as_json: bool) -> int:
+    """Run every op on several ranks, against its oracle, and look for races and hangs.
+
+    The ranks take turns in Triton's interpreter, in an order that the seed says, and some of
+    them are slow. Shapes and dtype come from the seed, too: what a check finds it finds again.
+
+    \b
+    weft check kernels
+    weft check kernels --only all_gather_matmul --world-size 8 --seeds 100
+    weft check kernels --only all_gather_matmul --world-size 8 --seeds 41-41
+    """
+    from weft.serving import check
+
+    return check.kernels(only, world_size, seeds, as_json=as_json)
+
+
+@check.command("aot")
+@click.option("--target", multiple=True, metavar="NAME", help="only this; may be given again")
+@click.option("--only", multiple=True, metavar="OP", help="only this op; may be given again")
+@click.option("--json", "as_json", is_flag=True, help="write JSON, with each kernel's constants")
+def check_aot(target: tuple[str, ...], only: tuple[str, ...], as_json: bool) -> int:
+    """Compile every kernel for the GPUs that it is for: sm_80, sm_90, sm_100 and gfx942.
+
+    Found are: spilled registers, products that do not use the tensor cores, and signals that may
+    be seen before the data that they announce.
+
+    \b
+    weft check aot
+    weft check aot --target sm_90 --only matmul_reduce_scatter --json
+    """
+    from weft.serving import check
+
+    return check.aot(target, only, as_json=as_json)
+
+
+@check.command("timeline")
+@click.argument("op", metavar="OP")
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="a picture (.svg), or a trace for https://ui.perfetto.dev (.json)",
+)
+@click.option(
+    "--world-size", default=4, type=click.IntRange(1, 16), metavar="N", help="ranks  [default: 4]"
+)
+def check_timeline(op: str, output: Path, world_size: int) -> int:
+    """Draw how OP hides communication: what each rank does, and when it waits.
+
+    Time is virtual: the order and the waits are those of the protocol, the lengths are counts of
+    numbers moved.
+
+    \b
+    weft check timeline all_gather_matmul -o overlap.svg
+    weft check timeline matmul_reduce_scatter --world-size 8 -o overlap.json
+    """
+    from weft.serving import check
+
+    return check.timeline(op, output, world_size)
+
+
 def _params(given: dict[str, Any]) -> SamplingParams:
     from weft.serving.sampling_params import SamplingParams
 

@@ -1,0 +1,303 @@
+"""The overlapped ops as the checks call them: one entry of OPS each.
+
+`weft check kernels` (suite.py) runs each entry against its oracle, `weft check
+aot` (aot.py) compiles every kernel that it launches, and `weft check timeline`
+(timeline.py) draws it. A new op, or another method of one, is a new entry here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from weft.errors import ConfigError
+from weft.kernels import reference
+from weft.kernels.gpu import decomposed
+from weft.kernels.gpu.all_gather import METHODS as GATHERS
+from weft.kernels.gpu.all_gather import all_gather, all_gather_workspace
+from weft.kernels.gpu.all_gather_matmul import (
+    GatherWorkspace,
+    all_gather_matmul,
+    all_gather_matmul_workspace,
+)
+from weft.kernels.gpu.all_reduce import METHODS as REDUCES
+from weft.kernels.gpu.all_reduce import all_reduce, all_reduce_workspace
+from weft.kernels.gpu.epilogue import FP8, Epilogue
+from weft.kernels.gpu.matmul import matmul
+from weft.kernels.gpu.matmul_reduce_scatter import (
+    matmul_all_reduce,
+    matmul_all_reduce_workspace,
+    matmul_reduce_scatter,
+    matmul_reduce_scatter_workspace,
+)
+from weft.kernels.gpu.reduce_scatter import METHODS as SCATTERS
+from weft.kernels.gpu.reduce_scatter import reduce_scatter, reduce_scatter_workspace
+from weft.kernels.gpu.workspace import Workspace
+from weft.kernels.symmetric.memory import Home
+
+Shapes = Sequence[tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What one call of an op is made for.
+
+    Attributes:
+        world: ranks.
+        m: rows that a rank has, or will have.
+        n, k: columns of the weight, and its rows, on one rank.
+        tile: BLOCK_M, BLOCK_N, BLOCK_K; what the op takes by itself if empty.
+        programs: of the product; what the op takes by itself if 0.
+    """
+
+    world: int
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    tile: tuple[int, ...] = ()
+    programs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One op, with what is needed to call it at any sizes.
+
+    Attributes:
+        function: (*tensors, workspace, **options) -> result, on each rank.
+        oracle: of each tensor a list by rank -> results by rank.
+        shapes: of the tensors, on one rank.
+        workspace: made on each rank.
+        tiled: takes `blocks` and `programs`.
+        options: further ones.
+        targets: of aot.py, that have what it takes; all if empty.
+    """
+
+    name: str
+    function: Callable[..., Tensor]
+    oracle: Callable[..., list[Tensor]]
+    shapes: Callable[[Sizes], Shapes]
+    workspace: Callable[[Home, Sizes], Workspace]
+    tiled: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    targets: tuple[str, ...] = ()
+
+    def call(self, tensors: Sequence[Tensor], workspace: Workspace, sizes: Sizes) -> Tensor:
+        """One rank's result."""
+        options = dict(self.options)
+        if self.tiled and sizes.tile:
+            options |= {"blocks": sizes.tile, "programs": sizes.programs}
+        return self.function(*tensors, workspace, **options)
+
+
+NVIDIA = ("sm_80", "sm_90", "sm_100")
+HOPPER = ("sm_90", "sm_100")
+METHOD_TARGETS = {"ll128": NVIDIA, "multimem": HOPPER}
+
+
+def _node(world_size: int) -> int:
+    """Ranks of a node, for the methods of several nodes."""
+    return world_size // 2 if world_size % 2 == 0 else 1
+
+
+def _whole_units(numel: int) -> int:
+    """At least as many, that fill units of 16 bytes."""
+    return -(-numel // 8) * 8
+
+
+def _all_gather(method: str) -> Op:
+    return Op(
+        f"all_gather_{method}" if method != "push" else "all_gather",
+        all_gather,
+        reference.all_gather,
+        lambda s: [(s.m, _whole_units(s.k))],
+        lambda home, s: all_gather_workspace(
+            home, s.m * _whole_units(s.k), s.dtype, [method], ranks_per_node=_node(s.world)
+        ),
+        options={} if method == "push" else {"method": method},
+        targets=METHOD_TARGETS.get(method, ()),
+    )
+
+
+def _reduce_scatter(method: str) -> Op:
+    return Op(
+        f"reduce_scatter_{method}" if method != "push" else "reduce_scatter",
+        reduce_scatter,
+        reference.reduce_scatter,
+        lambda s: [(s.world * s.m, s.k)],
+        lambda home, s: reduce_scatter_workspace(
+            home, s.m * s.k, s.dtype, [method], ranks_per_node=_node(s.world)
+        ),
+        options={"method": method},
+    )
+
+
+def _all_reduce(method: str) -> Op:
+    return Op(
+        f"all_reduce_{method}",
+        all_reduce,
+        reference.all_reduce,
+        lambda s: [(s.m, _whole_units(s.k))],
+        lambda home, s: all_reduce_workspace(home, s.m * _whole_units(s.k), s.dtype, [method]),
+        options={"method": method},
+        targets=METHOD_TARGETS.get(method, ()),
+    )
+
+
+def _product_beside_rows(x: Tensor, w: Tensor, workspace: Any, **options: Any) -> Tensor:
+    """all_gather_matmul with the gathered rows, of one dtype, as columns to the right of it."""
+    gathered = x.new_empty(workspace.world_size * len(x), x.shape[1])
+    out = all_gather_matmul(x, w, workspace, gathered=gathered, **options)
+    return torch.cat([out, gathered], dim=1)
+
+
+def _product_beside_rows_oracle(xs: Sequence[Tensor], ws: Sequence[Tensor]) -> list[Tensor]:
+    products, gathered = reference.all_gather_matmul(xs, ws), reference.all_gather(xs)
+    return [torch.cat(pair, dim=1) for pair in zip(products, gathered, strict=True)]
+
+
+def _gather_gate_up(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    residual: Tensor,
+    workspace: GatherWorkspace,
+    **options: Any,
+) -> Tensor:
+    """all_gather_matmul of two weights, and all that may follow."""
+    epilogue = Epilogue(silu_multiply=True, residual=residual)
+    return all_gather_matmul(x, (gate, up), workspace, epilogue=epilogue, **options)
+
+
+def _gather_gate_up_oracle(
+    xs: Sequence[Tensor], gates: Sequence[Tensor], ups: Sequence[Tensor], added: Sequence[Tensor]
+) -> list[Tensor]:
+    ws = [torch.cat(pair, dim=1) for pair in zip(gates, ups, strict=True)]
+    totals = reference.all_gather_matmul(xs, ws)
+    return [
+        reference.epilogue(total, gate_up="halves", residual=residual)
+        for total, residual in zip(totals, added, strict=True)
+    ]
+
+
+def _gather_fp8(x: Tensor, w: Tensor, workspace: GatherWorkspace, **options: Any) -> Tensor:
+    """all_gather_matmul of e4m3 operands, scaled; the weight is the transpose of [N, K]."""
+    x_scale, w_scale = torch.full((len(x),), 0.5), torch.full((1,), 2.0)
+    epilogue = Epilogue(x_scale=x_scale, w_scale=w_scale, out_dtype=x.dtype)
+    w = w.T.contiguous().to(FP8).T
+    return all_gather_matmul(x.to(FP8), w, workspace, epilogue=epilogue, **options)
+
+
+def _gather_fp8_oracle(xs: Sequence[Tensor], ws: Sequence[Tensor]) -> list[Tensor]:
+    return reference.all_gather_matmul([x.to(FP8) for x in xs], [w.to(FP8) for w in ws])
+
+
+OPS = (
+    *(_all_gather(method) for method in GATHERS),
+    *(_reduce_scatter(method) for method in SCATTERS),
+    *(_all_reduce(method) for method in REDUCES),
+    Op(
+        "all_gather_matmul",
+        all_gather_matmul,
+        reference.all_gather_matmul,
+        lambda s: [(s.m, s.k), (s.k, s.n)],
+        lambda home, s: all_gather_matmul_workspace(home, s.m, s.k, s.dtype, *s.tile[:1]),
+        tiled=True,
+    ),
+    Op(
+        "matmul_reduce_scatter",
+        matmul_reduce_scatter,
+        reference.matmul_reduce_scatter,
+        lambda s: [(s.world * s.m, s.k), (s.k, s.n)],
+        lambda home, s: matmul_reduce_scatter_workspace(home, s.m, s.n, s.dtype, *s.tile[:2]),
+        tiled=True,
+    ),
+    Op(
+        "matmul_all_reduce",
+        matmul_all_reduce,
+        reference.matmul_all_reduce,
+        lambda s: [(s.m, s.k), (s.k, s.n)],
+        lambda home, s: matmul_all_reduce_workspace(home, s.m, s.n, s.dtype, *s.tile[:2]),
+        tiled=True,
+    ),
+    Op(
+        "all_gather_matmul_mesh",
+        _product_beside_rows,
+        _product_beside_rows_oracle,
+        lambda s: [(s.m, s.k), (s.k, s.n)],
+        lambda home, s: all_gather_matmul_workspace(home, s.m, s.k, s.dtype, *s.tile[:1]),
+        tiled=True,
+        options={"topology": "mesh"},
+    ),
+    Op(
+        "all_gather_gate_up",
+        _gather_gate_up,
+        _gather_gate_up_oracle,
+        lambda s: [(s.m, s.k), (s.k, s.n), (s.k, s.n), (s.world * s.m, s.n)],
+        lambda home, s: all_gather_matmul_workspace(home, s.m, s.k, s.dtype, *s.tile[:1]),
+        tiled=True,
+    ),
+    Op(
+        "all_gather_matmul_fp8",
+        _gather_fp8,
+        _gather_fp8_oracle,
+        lambda s: [(s.m, s.k), (s.k, s.n)],
+        lambda home, s: all_gather_matmul_workspace(home, s.m, s.k, FP8, *s.tile[:1]),
+        tiled=True,
+        targets=HOPPER,
+    ),
+    Op(
+        "matmul",
+        lambda x, w, workspace, **options: matmul(x, w, **options),
+        lambda xs, ws: [x.float() @ w.float() for x, w in zip(xs, ws, strict=True)],
+        lambda s: [(s.m, s.k), (s.k, s.n)],
+        lambda home, s: Workspace(home, "matmul", 1, s.dtype, 1),
+        tiled=True,
+    ),
+    *(
+        Op(
+            f"decomposed_all_gather_matmul_{method}",
+            decomposed.all_gather_matmul,
+            reference.all_gather_matmul,
+            lambda s: [(s.m, s.k), (s.k, s.n)],
+            lambda home, s: decomposed.all_gather_matmul_workspace(home, s.m, s.k, s.dtype),
+            options={"method": method},
+        )
+        for method in get_args(decomposed.Method)
+    ),
+    *(
+        Op(
+            f"decomposed_matmul_reduce_scatter_{method}",
+            decomposed.matmul_reduce_scatter,
+            reference.matmul_reduce_scatter,
+            lambda s: [(s.world * s.m, s.k), (s.k, s.n)],
+            lambda home, s: decomposed.matmul_reduce_scatter_workspace(home, s.m, s.n, s.dtype),
+            options={"method": method},
+        )
+        for method in get_args(decomposed.Method)
+    ),
+    Op(
+        "decomposed_matmul_all_reduce",
+        decomposed.matmul_all_reduce,
+        reference.matmul_all_reduce,
+        lambda s: [(s.m, s.k), (s.k, s.n)],
+        lambda home, s: decomposed.matmul_all_reduce_workspace(home, s.m, s.n, s.dtype),
+    ),
+)
+
+
+def named(names: Sequence[str]) -> tuple[Op, ...]:
+    """The ops of these names, all for none.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    known = [op.name for op in OPS]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"op is {name!r}; it must be one of {', '.join(known)}")
+    return tuple(op for op in OPS if not names or op.name in names)

@@ -1,0 +1,148 @@
+"""Runs every op against its oracle, on several ranks, in the interpreter, looking for races.
+
+One check is an op, a world size and a seed. The seed draws shapes, dtype, tiles
+per launch, which ranks are slow, the numbers and the interleaving, so that a
+check that finds something finds it again:
+
+    weft check kernels --only matmul_reduce_scatter --world-size 3 --seeds 17-17
+
+Each check calls the op several times with new numbers: most faults of a
+protocol show when its buffers are used again.
+
+Kernels must have been imported with TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.errors import ConfigError
+from weft.kernels.check.ops import Op, Sizes, named
+from weft.kernels.check.races import RaceDetector
+from weft.kernels.check.ranks import HangError, RankError, run
+from weft.kernels.symmetric.memory import Home
+
+CALLS = 3
+TILE = (16, 16, 16)
+LARGEST = 40
+"""Of m, n and k: up to three tiles, the last one cut off."""
+SLOW = 20.0
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+"""Absolute and relative, for sums of at most 4 x 40 products of normal numbers."""
+MAX_WORLD_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One op on so many ranks, by a seed."""
+
+    op: Op
+    world_size: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a check did, and found: nothing, if all is well.
+
+    Attributes:
+        slow_ranks: those that seldom got the turn.
+        findings: races, hangs, errors and wrong numbers.
+    """
+
+    op: str
+    world_size: int
+    seed: int
+    m: int
+    n: int
+    k: int
+    dtype: str
+    slow_ranks: tuple[int, ...]
+    findings: tuple[str, ...]
+
+
+def checks(names: Sequence[str], world_sizes: Sequence[int], seeds: Sequence[int]) -> list[Check]:
+    """Those of the ops of these names, all ops for none.
+
+    Raises:
+        ConfigError: there is no such op, or a world size is out of range.
+    """
+    for size in world_sizes:
+        if not 1 <= size <= MAX_WORLD_SIZE:
+            raise ConfigError(f"world size is {size}; it must be in [1, {MAX_WORLD_SIZE}]")
+    return [Check(op, size, seed) for op in named(names) for size in world_sizes for seed in seeds]
+
+
+def perform(check: Check) -> Outcome:
+    """Run one check."""
+    draw = random.Random(f"{check.op.name} {check.world_size} {check.seed}")
+    m, n, k = (draw.randint(1, LARGEST) for _ in range(3))
+    dtype = draw.choice(list(TOLERANCE))
+    sizes = Sizes(check.world_size, m, n, k, dtype, TILE, programs=draw.randint(1, 5))
+    slow = tuple(rank for rank in range(check.world_size) if draw.random() < 1 / 3)
+    numbers = torch.Generator().manual_seed(draw.getrandbits(32))
+    calls = [
+        [
+            [torch.randn(shape, generator=numbers).to(dtype) for _ in range(check.world_size)]
+            for shape in check.op.shapes(sizes)
+        ]
+        for _ in range(CALLS)
+    ]
+
+    def work(home: Home) -> list[Tensor]:
+        workspace = check.op.workspace(home, sizes)
+        out = [
+            check.op.call([tensor[home.rank] for tensor in tensors], workspace, sizes)
+            for tensors in calls
+        ]
+        workspace.check()
+        return out
+
+    races = RaceDetector()
+    slowness = [SLOW if rank in slow else 1.0 for rank in range(check.world_size)]
+    wrong: list[str] = []
+    try:
+        by_rank = run(work, check.world_size, seed=check.seed, slowness=slowness, races=races)
+    except (HangError, RankError) as error:
+        wrong.append(str(error))
+    else:
+        for call, tensors in enumerate(calls):
+            got = [results[call] for results in by_rank]
+            wrong += _differences(call, got, check.op.oracle(*tensors), TOLERANCE[dtype])
+    return Outcome(
+        op=check.op.name,
+        world_size=check.world_size,
+        seed=check.seed,
+        m=m,
+        n=n,
+        k=k,
+        dtype=str(dtype).removeprefix("torch."),
+        slow_ranks=slow,
+        findings=(*races.findings, *wrong),  # causes first
+    )
+
+
+def _differences(
+    call: int, got: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float
+) -> list[str]:
+    """Of each rank whose numbers are not the oracle's."""
+    found = []
+    for rank, (ours, oracle) in enumerate(zip(got, expected, strict=True)):
+        where = f"call {call}, rank {rank}"
+        if ours.shape != oracle.shape:
+            found.append(f"{where}: shape is {list(ours.shape)}, the oracle's {list(oracle.shape)}")
+            continue
+        ours, oracle = ours.float(), oracle.float()
+        wrong = ~torch.isclose(ours, oracle, atol=tolerance, rtol=tolerance)
+        if wrong.any():
+            first = tuple(wrong.nonzero()[0].tolist())
+            found.append(
+                f"{where}: {int(wrong.sum())} of {wrong.numel()} numbers differ from the oracle's; "
+                f"{list(first)} is {float(ours[first]):.6g}, not {float(oracle[first]):.6g}"
+            )
+    return found

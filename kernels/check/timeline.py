@@ -1,0 +1,381 @@
+"""Draws how an op hides communication: per rank, what its streams and its links do and when.
+
+The op runs once on all ranks in the interpreter, which is asked only for what
+each stream of each rank does and in which order: numbers loaded and stored in
+its own memory, those that go to or come from another rank's, and which signal
+it waits for. The interpreter itself runs one thing at a time; so the streams
+are then replayed side by side (a list schedule). A number of its own memory
+takes one unit of time, one over a link LINK_COST, and a wait lasts until its
+signal has come. Stores to other ranks are posted: the program goes on, and the
+rank's links carry them one after the other, the signals that follow them too.
+
+Moving numbers is called compute in kernels that multiply, and copying in others.
+
+So this shows the order of the protocol, and what waits for what. It does not
+show how long anything takes on a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from html import escape
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+import triton
+
+from weft.errors import ConfigError
+from weft.kernels.check.interpreter import Array, Kind, Program, RankBuilder
+from weft.kernels.check.ops import Op, Sizes
+from weft.kernels.check.races import RaceDetector
+from weft.kernels.check.ranks import run
+from weft.kernels.symmetric.memory import Home, SymmetricTensor
+
+Activity = Literal["communication", "waiting", "compute", "copying"]
+Stream = Literal["main", "beside"]
+Lane = Literal["links", "main", "beside"]
+
+LINK_COST = 7
+"""Of a number over a link, in those of memory: as NVLink 4 and HBM3 of an H100."""
+
+_NOT_KERNELS = (str(Path(triton.__file__).parent), str(Path(__file__).parent))
+
+COLORS: dict[Activity, str] = {
+    "communication": "#d9822b",
+    "waiting": "#d5d8dc",
+    "compute": "#2f6f9f",
+    "copying": "#9cc3dd",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One thing that a stream of a rank does, or its links.
+
+    Attributes:
+        kernel: that does it.
+        start, end: in units of virtual time.
+    """
+
+    rank: int
+    lane: Lane
+    activity: Activity
+    kernel: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Of a stream's program: take time, wait for a signal or a stream, or send a signal."""
+
+    kernel: str
+    activity: Activity = "compute"
+    cost: int = 0
+    posted: bool = False  # the stream goes on; the links do it
+    sends: tuple[int, ...] = ()  # addresses of signals
+    waits_for: tuple[tuple[int, int], ...] = ()  # address, how often it must have been sent
+    after: tuple[Stream, int] | None = None  # so many steps of another stream of the rank
+
+
+class _Recorder(RaceDetector):
+    """Is where ranks.run tells a RaceDetector of everything; keeps the steps of each stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: dict[tuple[int, Stream], list[_Step]] = defaultdict(list)
+        self.stream: dict[int, Stream] = defaultdict(lambda: "main")
+        self._owners: list[tuple[int, int, int]] = []
+        self._changes: dict[int, int] = defaultdict(int)
+
+    def watch(self, rank: int, tensor: SymmetricTensor) -> None:
+        start = tensor.local.data_ptr()
+        self._owners.append((start, start + tensor.local.nbytes, rank))
+
+    def add(self, rank: int, step: _Step) -> None:
+        """What a rank does next on the stream that it is on."""
+        self.steps[rank, self.stream[rank]].append(step)
+
+    def fork(self, rank: int) -> None:
+        self.stream[rank] = "beside"
+        self._after(rank, "main")
+
+    def back(self, rank: int) -> None:
+        self.stream[rank] = "main"
+
+    def join(self, rank: int) -> None:
+        self._after(rank, "beside")
+
+    def _after(self, rank: int, other: Stream) -> None:
+        """The stream that a rank is on waits for what another has to do up to now."""
+        self.add(rank, _Step("", "waiting", after=(other, len(self.steps[rank, other]))))
+
+    def access(self, rank: int, kind: Kind, addresses: Array, itemsize: int) -> None:
+        if len(addresses):
+            remote = self._owner(int(addresses[0])) not in (None, rank)
+            self.add(rank, _move(len(addresses), remote, posted=kind == "store"))
+
+    def atomic(
+        self, rank: int, address: int, itemsize: int, sem: str, scope: str, *, changed: bool
+    ) -> None:
+        if changed:
+            self._changes[address] += 1
+            move = _move(1, self._owner(address) != rank, posted=True)
+            self.add(rank, replace(move, sends=(address,)))
+        else:
+            self._wait(rank, [address])
+
+    def words(self, rank: int, kind: Kind, addresses: Array, itemsize: int) -> None:
+        """Data that carries its own signal is both."""
+        words = addresses.tolist()
+        if kind == "load":
+            self._wait(rank, words)
+        elif words:
+            for word in words:
+                self._changes[word] += 1
+            move = _move(len(words), self._owner(words[0]) != rank, posted=True)
+            self.add(rank, replace(move, sends=tuple(words)))
+
+    def _wait(self, rank: int, addresses: list[int]) -> None:
+        """For as many signals as have been sent by now: the last poll sees what it waits for."""
+        wanted = tuple((address, self._changes[address]) for address in addresses)
+        self.add(rank, _Step(_kernel(), "waiting", waits_for=wanted))
+
+    def met(self) -> None:
+        """Ranks meet before and after the op, not in it."""
+
+    def written_by_host(self, tensor: SymmetricTensor) -> None:
+        """Not looked at, nor are the following."""
+
+    def launched(self, rank: int) -> None: ...
+
+    def finished(self, rank: int) -> None: ...
+
+    def program(self, rank: int, index: Program) -> None: ...
+
+    def _owner(self, address: int) -> int | None:
+        return next((rank for start, end, rank in self._owners if start <= address < end), None)
+
+
+def _move(numbers: int, remote: bool, *, posted: bool) -> _Step:
+    """Of numbers in the own memory, or over a link."""
+    if remote:
+        return _Step(_kernel(), "communication", cost=numbers * LINK_COST, posted=posted)
+    return _Step(_kernel(), "copying", cost=numbers)
+
+
+def _kernel() -> str:
+    """The kernel that this thread runs: the outermost function that Triton has called."""
+    frame, name = sys._getframe(1), ""
+    while frame.f_back is not None:
+        called_by = frame.f_back
+        inside = (frame.f_code.co_filename.startswith(place) for place in _NOT_KERNELS)
+        if called_by.f_code.co_filename.startswith(_NOT_KERNELS[0]) and not any(inside):
+            name = frame.f_code.co_name
+        frame = called_by
+    return name
+
+
+def record(op: Op, sizes: Sizes, seed: int = 0) -> list[Span]:
+    """One call of an op, in virtual time.
+
+    Kernels must have been imported with TRITON_INTERPRET=1.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [
+        [torch.randn(shape, generator=generator).to(sizes.dtype) for _ in range(sizes.world)]
+        for shape in op.shapes(sizes)
+    ]
+    recorder = _Recorder()
+
+    def work(home: Home) -> None:
+        workspace = op.workspace(home, sizes)
+        op.call([tensor[home.rank] for tensor in tensors], workspace, sizes)
+
+    with _multiplying() as products:
+        run(work, sizes.world, seed=seed, races=recorder)
+    spans = _replay(recorder.steps)
+    return [
+        replace(span, activity="compute")
+        if span.activity == "copying" and span.kernel in products
+        else span
+        for span in spans
+    ]
+
+
+@contextmanager
+def _multiplying() -> Iterator[set[str]]:
+    """Within, the kernels that multiply are put into the set."""
+    products: set[str] = set()
+    create_dot = RankBuilder.create_dot
+
+    def told(builder: RankBuilder, *args: Any) -> Any:
+        products.add(_kernel())
+        return create_dot(builder, *args)
+
+    RankBuilder.create_dot = told  # type: ignore[assignment, method-assign]
+    try:
+        yield products
+    finally:
+        RankBuilder.create_dot = create_dot  # type: ignore[method-assign]
+
+
+def _replay(steps: dict[tuple[int, Stream], list[_Step]]) -> list[Span]:
+    """Run all streams side by side: always the step that can begin first."""
+    ends: dict[tuple[int, Stream], list[int]] = {key: [] for key in steps}  # of steps done
+    links: dict[int, int] = defaultdict(int)  # until when a rank's are busy
+    sent: dict[int, list[int]] = defaultdict(list)  # when, by address
+    lanes: dict[tuple[int, Lane], list[Span]] = defaultdict(list)
+
+    def begins(key: tuple[int, Stream]) -> int | None:
+        """When the stream's next step has what it waits for; None if that is not known yet."""
+        done = ends[key]
+        step, times = steps[key][len(done)], done[-1:]
+        for address, count in step.waits_for:
+            if len(sent[address]) < count:
+                return None
+            times = times + sent[address][:count]
+        if step.after is not None:
+            other, count = step.after
+            if len(ends[key[0], other]) < count:
+                return None
+            times = times + ends[key[0], other][:count]
+        return max(times, default=0)
+
+    while waiting := [key for key in steps if len(ends[key]) < len(steps[key])]:
+        ready = [(start, key) for key in waiting if (start := begins(key)) is not None]
+        start, (rank, stream) = min(ready)
+        done = ends[rank, stream]
+        step, before = steps[rank, stream][len(done)], done[-1] if done else 0
+        lane: Lane = "links" if step.posted else stream
+        if step.posted:
+            before = start = max(start, links[rank])
+            links[rank] = start + step.cost
+        end = start + step.cost
+        done.append((done[-1] if done else 0) if step.posted else end)
+        for address in step.sends:
+            sent[address].append(end)
+        _append(lanes[rank, lane], Span(rank, lane, step.activity, step.kernel, before, end))
+    return [span for key in sorted(lanes) for span in lanes[key]]
+
+
+def _append(spans: list[Span], span: Span) -> None:
+    """Add a span that takes time, or make the last one longer."""
+    if span.start == span.end:
+        return
+    last = spans[-1] if spans else None
+    if (
+        last is not None
+        and replace(last, start=span.start, end=span.end) == span
+        and (last.end == span.start)
+    ):
+        spans[-1] = replace(last, end=span.end)
+    else:
+        spans.append(span)
+
+
+def hidden(spans: Sequence[Span]) -> float:
+    """The share of communication during which the rank computes."""
+    computing: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for span in sorted(spans, key=lambda span: span.start):
+        if span.activity == "compute":
+            last = computing[span.rank][-1] if computing[span.rank] else (0, 0)
+            if span.start <= last[1]:
+                computing[span.rank][-1:] = [(last[0], max(last[1], span.end))]
+            else:
+                computing[span.rank].append((span.start, span.end))
+    sent = [span for span in spans if span.activity == "communication"]
+    covered = sum(
+        max(0, min(span.end, end) - max(span.start, start))
+        for span in sent
+        for start, end in computing[span.rank]
+    )
+    return covered / max(1, sum(span.end - span.start for span in sent))
+
+
+def write(spans: Sequence[Span], title: str, path: Path) -> None:
+    """As an SVG, or as a trace that Perfetto and chrome://tracing open, by the path's suffix.
+
+    Raises:
+        ConfigError: the path ends in neither .svg nor .json.
+    """
+    if path.suffix not in (".svg", ".json"):
+        raise ConfigError(f"output is {str(path)!r}; it must end in .svg or .json")
+    path.write_text(to_svg(spans, title) if path.suffix == ".svg" else to_trace(spans))
+
+
+def to_trace(spans: Sequence[Span]) -> str:
+    """Chrome's trace event format: a process for each rank, a thread for each row."""
+    lanes = sorted({(span.rank, span.lane) for span in spans}, key=_row)
+    threads = {key: number for number, key in enumerate(lanes)}
+    names = [
+        {"ph": "M", "name": name, "pid": rank, "tid": threads[rank, lane], "args": {"name": text}}
+        for rank, lane in lanes
+        for name, text in (("process_name", f"rank {rank}"), ("thread_name", lane))
+    ]
+    events = [
+        {
+            "ph": "X",
+            "name": span.activity,
+            "cat": span.activity,
+            "pid": span.rank,
+            "tid": threads[span.rank, span.lane],
+            "ts": span.start,
+            "dur": span.end - span.start,
+            "args": {"kernel": span.kernel},
+        }
+        for span in spans
+    ]
+    return json.dumps({"traceEvents": [*names, *events]}, indent=1)
+
+
+def _row(row: tuple[int, Lane]) -> tuple[int, int]:
+    """The order of rows: by rank, and the links first."""
+    return row[0], get_args(Lane).index(row[1])
+
+
+WIDTH, LEFT, ROW, GAP, TOP = 960, 130, 16, 12, 56
+"""Of the picture, in pixels: all of it; labels; a row; between ranks; title and legend."""
+
+
+def to_svg(spans: Sequence[Span], title: str) -> str:
+    """A row for each rank's links and streams, from left to right in virtual time."""
+    total = max((span.end for span in spans), default=1)
+    scale = (WIDTH - LEFT - 20) / total
+    drawn, y, tops = [], TOP, {}
+    rows = sorted({(span.rank, span.lane) for span in spans}, key=_row)
+    for rank, group in groupby(rows, key=lambda row: row[0]):
+        drawn.append(f'<text x="10" y="{y + 12}" font-weight="bold">rank {rank}</text>')
+        for _, lane in group:
+            drawn.append(f'<text x="{LEFT - 8}" y="{y + 12}" text-anchor="end">{lane}</text>')
+            tops[rank, lane] = y
+            y += ROW + 2
+        y += GAP
+    for span in spans:
+        x, width = LEFT + span.start * scale, (span.end - span.start) * scale
+        says = " ".join((span.kernel, f"{span.activity}, {span.start} to {span.end}")).strip()
+        drawn.append(
+            f'<rect x="{x:.2f}" y="{tops[span.rank, span.lane]}" width="{width:.2f}" '
+            f'height="{ROW}" fill="{COLORS[span.activity]}"><title>{escape(says)}</title></rect>'
+        )
+    for place, activity in enumerate(get_args(Activity)):
+        x = LEFT + 140 * place
+        drawn.append(f'<rect x="{x}" y="34" width="12" height="12" fill="{COLORS[activity]}"/>')
+        drawn.append(f'<text x="{x + 18}" y="44">{activity}</text>')
+    return "\n".join(
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y}" '
+            f'viewBox="0 0 {WIDTH} {y}" font-family="sans-serif" font-size="12">',
+            '<rect width="100%" height="100%" fill="white"/>',
+            f'<text x="10" y="20" font-size="14">{escape(title)}</text>',
+            *drawn,
+            "</svg>\n",
+        )
+    )

@@ -1,0 +1,143 @@
+"""Each fault that is planted in an op is found: a check that cannot fail is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from support.faults import planted
+from torch import Tensor
+
+from weft.kernels.check.races import RaceDetector
+from weft.kernels.check.ranks import HangError, run
+from weft.kernels.gpu import all_gather, all_gather_matmul, matmul_reduce_scatter, signals
+from weft.kernels.symmetric.memory import Home
+
+SIZE, CALLS, SEEDS = 3, 4, range(6)
+BLOCKS = (16, 16, 16)
+
+Op = Callable[[ModuleType, Home], list[Tensor]]
+
+
+def gather(module: ModuleType, home: Home) -> list[Tensor]:
+    workspace = module.all_gather_workspace(home, 40, torch.float32)
+    return [module.all_gather(torch.full((8,), float(i)), workspace) for i in range(CALLS)]
+
+
+def gather_matmul(module: ModuleType, home: Home) -> list[Tensor]:
+    workspace = module.all_gather_matmul_workspace(home, 20, 16, torch.float32, 16)
+    x, w = torch.randn(20, 16), torch.randn(16, 20)
+    options = {"blocks": BLOCKS, "programs": 2}
+    return [module.all_gather_matmul(x, w, workspace, **options) for _ in range(CALLS)]
+
+
+def matmul_scatter(module: ModuleType, home: Home) -> list[Tensor]:
+    workspace = module.matmul_reduce_scatter_workspace(home, 10, 20, torch.float32, 16, 16)
+    x, w = torch.randn(10 * SIZE, 16), torch.randn(16, 20)
+    options = {"blocks": BLOCKS, "programs": 2}
+    return [module.matmul_reduce_scatter(x, w, workspace, **options) for _ in range(CALLS)]
+
+
+OPS = {
+    "all_gather": (all_gather, gather),
+    "all_gather_matmul": (all_gather_matmul, gather_matmul),
+    "matmul_reduce_scatter": (matmul_reduce_scatter, matmul_scatter),
+}
+WAITS = {
+    "all_gather": "wait(signals, rank, index * WORLD + source, call, fault, MAX_POLLS)",
+    "all_gather_matmul": "wait(signals, rank, chunk * WORLD + shard, call, fault, MAX_POLLS)",
+    "matmul_reduce_scatter": "wait(signals, rank, tile * WORLD + source, call, fault, MAX_POLLS)",
+}
+
+
+def findings(module: ModuleType, op: Op) -> list[str]:
+    """What the checker reports over some interleavings; a hang is a finding, too."""
+    found: list[str] = []
+    for seed in SEEDS:
+        races = RaceDetector()
+        try:
+            run(lambda home: op(module, home), SIZE, seed=seed, races=races)
+        except HangError as hang:
+            found.append(str(hang))
+        found += races.findings
+    return found
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_nothing_is_found_without_a_fault(name: str) -> None:
+    assert findings(*OPS[name]) == []
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_dropped_wait_is_found(name: str, tmp_path: Path) -> None:
+    module, op = OPS[name]
+    found = findings(planted(module, tmp_path, (WAITS[name], "pass")), op)
+    assert any("no order between" in finding or "ever" in finding for finding in found)
+    assert any(".buffer[" in finding and "planted_" in finding for finding in found)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_slot_that_is_reused_one_call_early_is_found(name: str, tmp_path: Path) -> None:
+    module, op = OPS[name]
+    if name == "all_gather_matmul":  # its writer is all_gather's
+        faulty = planted(module, tmp_path, ("(call % 2) * slot_numel", "0 * slot_numel"))
+        push = planted(all_gather, tmp_path, ("(call % 2) * slot_numel", "0 * slot_numel"))
+        faulty.push_chunks = push.push_chunks
+    else:
+        faulty = planted(module, tmp_path, ("(call % 2) * slot_numel", "0 * slot_numel"))
+    assert any("no order between" in finding for finding in findings(faulty, op))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('sem="release", scope="sys")', 'sem="relaxed", scope="sys")'),
+        ('value, sem="release", scope="sys")', 'value, sem="release", scope="gpu")'),
+        (
+            'seen = tl.atomic_add(signal, 0, sem="acquire"',
+            'seen = tl.atomic_add(signal, 0, sem="relaxed"',
+        ),
+    ],
+    ids=["relaxed release", "release within one GPU", "relaxed acquire"],
+)
+@pytest.mark.parametrize("name", ["all_gather", "matmul_reduce_scatter"])
+def test_signals_that_order_nothing_are_found(
+    name: str, old: str, new: str, tmp_path: Path
+) -> None:
+    module, op = OPS[name]
+    weak = planted(signals, tmp_path, (old, new))
+    faulty = planted(module, tmp_path)
+    faulty.notify, faulty.wait = weak.notify, weak.wait  # type: ignore[attr-defined]
+    assert any("no order between" in finding for finding in findings(faulty, op))
+
+
+@pytest.mark.parametrize("name", ["all_gather", "matmul_reduce_scatter"])
+def test_a_signal_to_the_wrong_rank_is_found(name: str, tmp_path: Path) -> None:
+    module, op = OPS[name]
+    faulty = planted(
+        module, tmp_path, ("notify(signals, peer,", "notify(signals, (peer + WORLD - 1) % WORLD,")
+    )
+    assert findings(faulty, op)
+
+
+def test_a_signal_that_is_never_sent_is_a_hang_that_names_who_waits(tmp_path: Path) -> None:
+    faulty = planted(
+        all_gather,
+        tmp_path,
+        ("    notify(signals, peer,", "    if rank != 1:\n        notify(signals, peer,"),
+    )
+    with pytest.raises(HangError) as hang:
+        run(lambda home: gather(faulty, home), SIZE)
+    message = str(hang.value)
+    assert "rank 0 waits for all_gather.signals[1] of rank 0" in message
+    assert "rank 2 waits for all_gather.signals[1] of rank 2" in message
+
+
+def test_a_signal_before_its_data_is_found(tmp_path: Path) -> None:
+    copy = "copy_chunk(to, x, index, numel, chunk, BLOCK)"
+    tell = "notify(signals, peer, index * WORLD + rank, call)"
+    faulty = planted(all_gather, tmp_path, (f"    {copy}\n    {tell}", f"    {tell}\n    {copy}"))
+    assert any("no order between" in finding for finding in findings(faulty, gather))

@@ -1,0 +1,92 @@
+"""What `weft check kernels` runs: nothing is found in the ops, and planted faults are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.faults import planted
+from torch import Tensor
+
+from weft.errors import ConfigError
+from weft.kernels.check.ops import OPS, Op
+from weft.kernels.check.suite import Check, checks, perform
+from weft.kernels.gpu import all_gather
+from weft.kernels.gpu.workspace import Workspace
+
+GATHER = OPS[0]
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_nothing_is_found_in_the_ops(op: Op, world_size: int) -> None:
+    assert perform(Check(op, world_size, 0)).findings == ()
+
+
+def test_a_check_draws_the_same_again() -> None:
+    first, again, other = (perform(Check(GATHER, 3, seed)) for seed in (1, 1, 2))
+    assert first == again
+    assert (first.m, first.k) != (other.m, other.k)
+
+
+def wrong_number(x: Tensor, workspace: Workspace) -> Tensor:
+    out = all_gather.all_gather(x, workspace)
+    if workspace.rank == 1:
+        out[2, 0] += 1
+    return out
+
+
+def wrong_shape(x: Tensor, workspace: Workspace) -> Tensor:
+    return all_gather.all_gather(x, workspace)[1:]
+
+
+def failing(x: Tensor, workspace: Workspace) -> Tensor:
+    raise RuntimeError("as planted")
+
+
+@pytest.mark.parametrize(
+    ("function", "finding"),
+    [
+        (wrong_number, r"call 0, rank 1: 1 of \d+ numbers differ from the oracle's; \[2, 0\] is"),
+        (wrong_shape, r"call 0, rank 0: shape is \[\d+, \d+\], the oracle's \[\d+, \d+\]"),
+        (failing, "on rank .: as planted"),
+    ],
+)
+def test_wrong_results_are_found(function: Callable[..., Tensor], finding: str) -> None:
+    findings = perform(Check(replace(GATHER, function=function), 3, 0)).findings
+    assert re.search(finding, findings[0])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "finding"),
+    [
+        ("wait(signals, rank, index", "pass  # (", "all_gather.buffer["),
+        ("notify(signals, peer, index", "notify(signals, rank, index", "no rank can go on"),
+    ],
+    ids=["dropped wait", "signal to itself"],
+)
+def test_faults_of_a_protocol_are_found(old: str, new: str, finding: str, tmp_path: Path) -> None:
+    faulty = planted(all_gather, tmp_path, (old, new))
+    op = replace(GATHER, function=faulty.all_gather)
+    found = [f for seed in range(3) for f in perform(Check(op, 3, seed)).findings]
+    assert any(finding in f for f in found)
+
+
+def test_ops_have_names_of_their_own() -> None:
+    names = [op.name for op in OPS]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_checks_are_every_op_on_every_world_size_with_every_seed() -> None:
+    assert len(checks([], [1, 2], range(5))) == len(OPS) * 2 * 5
+    assert [c.op.name for c in checks(["all_gather"], [2], range(2))] == ["all_gather"] * 2
+
+
+def test_what_cannot_be_checked_is_refused() -> None:
+    with pytest.raises(ConfigError, match="op is 'gather'; it must be one of all_gather, "):
+        checks(["gather"], [1], range(1))
+    with pytest.raises(ConfigError, match=r"world size is 0; it must be in \[1, 16\]"):
+        checks([], [0], range(1))

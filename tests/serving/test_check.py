@@ -1,0 +1,148 @@
+"""`weft check` as its users run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+FAULTY = """
+import os
+os.environ["TRITON_INTERPRET"] = "1"
+from dataclasses import replace
+from weft.kernels.check import ops
+from weft.kernels.gpu.all_gather import all_gather
+ops.OPS = (replace(ops.OPS[0], function=lambda x, workspace: all_gather(x, workspace) + 1),)
+"""
+PROBLEM = """
+from weft.kernels.check import aot
+row = aot.Compiled("all_gather", "push_chunks", "sm_90", {"WORLD": "8"}, spills=4)
+aot.compile_all = lambda targets, ops: iter([row])
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Run `weft check ARGUMENTS` to its end; `before` is Python that runs ahead of it."""
+
+    def run(
+        *arguments: object, before: str = "", **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        code = f"import sys\n{before}\nfrom weft.serving.cli import main\nmain()"
+        return subprocess.run(
+            [sys.executable, "-c", code, "check", *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+            timeout=120,
+        )
+
+    return run
+
+
+def test_kernels_are_checked(run: Run) -> None:
+    arguments = ("kernels", "--only", "all_gather", "--world-size", "1,2", "--seeds", "2")
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert [line.split() for line in done.stdout.splitlines()] == [
+        ["op", "ranks", "checks", "findings"],
+        ["all_gather", "1", "2", "0"],
+        ["all_gather", "2", "2", "0"],
+    ]
+    outcomes = json.loads(run(*arguments, "--json").stdout)
+    assert [(o["world_size"], o["seed"]) for o in outcomes] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert all(o["findings"] == [] for o in outcomes)
+
+
+def test_what_is_found_is_told_and_is_the_exit_status(run: Run) -> None:
+    arguments = ("kernels", "--world-size", "2", "--seeds", "4-4")
+    done = run(*arguments, before=FAULTY)
+    assert done.returncode == 1, done.stderr
+    assert "all_gather, 2 ranks, seed 4: m " in done.stdout
+    assert "- call 0, rank 0: " in done.stdout
+    done = run(*arguments, "--json", before=FAULTY)
+    assert done.returncode == 1
+    (outcome,) = json.loads(done.stdout)
+    assert "numbers differ from the oracle's" in outcome["findings"][0]
+
+
+def test_kernels_are_compiled(run: Run) -> None:
+    done = run("aot", "--target", "sm_90", "--only", "all_gather")
+    assert done.returncode == 0, done.stderr
+    header, *rows = [line.split() for line in done.stdout.splitlines()]
+    assert header[:5] == ["target", "op", "kernel", "warps", "stages"]
+    push = next(row for row in rows if row[2] == "push_chunks")
+    assert push[:2] == ["sm_90", "all_gather"]
+    assert push[header.index("releases")] == "1"
+    assert push[header.index("mma")] == "-"
+
+
+def test_problems_of_compiled_kernels_are_told_and_are_the_exit_status(run: Run) -> None:
+    done = run("aot", before=PROBLEM)
+    assert done.returncode == 1
+    told = "push_chunks of all_gather on sm_90 (WORLD=8): 4 bytes of registers are spilled"
+    assert done.stdout.splitlines()[-1] == told
+    done = run("aot", "--json", before=PROBLEM)
+    assert done.returncode == 1
+    assert json.loads(done.stdout)[0]["problems"] == ["4 bytes of registers are spilled"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["kernels", "--only", "gather"], "op is 'gather'; it must be one of all_gather, "),
+        (["kernels", "--world-size", "0"], "world size is 0; it must be in [1, 16]"),
+        (["kernels", "--world-size", "two"], "--world-size is 'two'; it must be whole numbers"),
+        (["kernels", "--seeds", "9-5"], "--seeds is '9-5'; it must be a count, as 3, or a range"),
+        (["kernels", "--seeds", "0"], "--seeds is '0'; it must be a count, as 3, or a range"),
+        (["aot", "--target", "sm_12"], "target is 'sm_12'; it must be one of sm_80, "),
+        (["aot", "--only", "gather"], "op is 'gather'; it must be one of all_gather, "),
+        (["frobnicate"], "frobnicate"),
+    ],
+)
+def test_usage_errors_are_one_line_and_exit_2(run: Run, arguments: list[str], message: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["kernels", "aot"])
+def test_without_triton_it_says_what_to_install(run: Run, command: str) -> None:
+    done = run(command, before="sys.modules['triton'] = None")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "weft: error: weft check needs triton, which runs and compiles the kernels: "
+        "pip install 'triton>=3.6'\n"
+    )
+
+
+def test_help_has_examples(run: Run) -> None:
+    bare = run()
+    assert bare.returncode == 0
+    assert bare.stdout == run("--help").stdout
+    for command in ("kernels", "aot"):
+        assert f"\n  {command} " in bare.stdout
+        assert f"weft check {command}" in run(command, "--help").stdout
+
+
+def test_timelines_are_written(run: Run, tmp_path: Path) -> None:
+    arguments = ("timeline", "all_gather_matmul", "--world-size", "2")
+    done = run(*arguments, "-o", "overlap.svg")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("all_gather_matmul on 2 ranks: ")
+    assert done.stdout.endswith("of the communication is hidden; written to overlap.svg\n")
+    assert (tmp_path / "overlap.svg").read_text().startswith("<svg")
+    done = run(*arguments, "-o", "overlap.png")
+    assert done.returncode == 2
+    assert "output is 'overlap.png'; it must end in .svg or .json" in done.stderr
