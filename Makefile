@@ -3,9 +3,9 @@
 # makes the environment in .venv that it needs.
 
 PYTHON ?= python3
-MODEL  ?= weft-demo
-HOST   ?= 127.0.0.1
-PORT   ?= 8000
+MODEL  ?=
+HOST   ?=
+PORT   ?=
 
 VENV := .venv
 BIN  := $(VENV)/bin
@@ -19,7 +19,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 serve: $(VENV)/.serve ## serve the bundled model on http://127.0.0.1:8000 (MODEL=, HOST=, PORT=)
-	$(BIN)/weft serve $(MODEL) --host $(HOST) --port $(PORT)
+	$(BIN)/weft serve $(MODEL) $(HOST:%=--host %) $(PORT:%=--port %)
 
 test: $(VENV)/.dev ## run the tests
 	$(BIN)/python -m pytest -m "not slow"

@@ -32,6 +32,7 @@ from weft.models.spec import ModelSpec, WeightSpec
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+LFS_POINTER = b"version https://git-lfs.github.com/"
 REMAP_BYTES = 64 * 2**20
 """Bytes of a mapping that are read before the file is mapped anew; bounds what stays in memory."""
 DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
@@ -133,6 +134,11 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
+        with file.open("rb") as opened:
+            if opened.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise ModelError(
+                    f"{file} is a pointer of Git LFS, not the weights; fetch them: git lfs pull"
+                ) from error
         cut = _first_cut(file)
         where = f"within {cut}" if cut else "or not a safetensors file"
         raise ModelError(f"{file} is truncated {where}: {error}") from error
@@ -142,15 +148,17 @@ def _open(file: Path) -> Any:
 
 def _first_cut(file: Path) -> str | None:
     """The first tensor that ends past the end of a file; None when its header cannot be read."""
+    size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
+        if length > size:
+            return None
         try:
             header = json.loads(opened.read(length))
             header.pop("__metadata__", None)
             ends = {name: 8 + length + tensor["data_offsets"][1] for name, tensor in header.items()}
         except (ValueError, TypeError, AttributeError, LookupError, OverflowError):
             return None
-    size = file.stat().st_size
     return min((name for name in ends if ends[name] > size), key=ends.__getitem__, default=None)
 
 

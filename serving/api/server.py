@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import signal
 import socket
 import sys
@@ -62,7 +63,10 @@ def _bind(config: ServerConfig) -> socket.socket:
     except OSError as error:
         listener.close()
         address = f"--host {config.host} --port {config.port}"
-        raise ConfigError(f"{address}: {error.strerror}; --port 0 takes a free one") from error
+        advice = "--port 0 takes a free one"
+        if error.errno == errno.EADDRNOTAVAIL:
+            advice = "--host 0.0.0.0 listens on all addresses of this machine"
+        raise ConfigError(f"{address}: {error.strerror}; {advice}") from error
     listener.setblocking(False)
     return listener
 

@@ -152,6 +152,20 @@ def test_a_truncated_file_is_named(sharded: Path, keep: int) -> None:
         _load(sharded)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n", "pointer of Git LFS"),
+        (bytes(range(256)) * 4, "not a safetensors file"),
+    ],
+)
+def test_what_is_no_safetensors_file_is_said(sharded: Path, content: bytes, message: str) -> None:
+    file = min(sharded.glob("*.safetensors"))
+    file.write_bytes(content)
+    with pytest.raises(ModelError, match=message):
+        _load(sharded)
+
+
 def test_the_first_truncated_tensor_is_named(sharded: Path) -> None:
     file = sorted(sharded.glob("*.safetensors"))[1]
     content = file.read_bytes()
