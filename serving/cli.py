@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -44,6 +45,11 @@ def main() -> NoReturn:
         status = 130
     except BrokenPipeError:  # the reader has what it wanted, as in `weft ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if any(thread.name == "weft-core" for thread in threading.enumerate()):
+        # It still loads a model that nobody wants any more. Python would stop it in the middle of
+        # native code, which aborts the process.
+        sys.stderr.flush()
+        os._exit(status)
     sys.exit(status)
 
 

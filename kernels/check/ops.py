@@ -186,7 +186,8 @@ def _gather_gate_up_oracle(
 
 def _gather_fp8(x: Tensor, w: Tensor, workspace: GatherWorkspace, **options: Any) -> Tensor:
     """all_gather_matmul of e4m3 operands, scaled; the weight is the transpose of [N, K]."""
-    x_scale, w_scale = torch.full((len(x),), 0.5), torch.full((1,), 2.0)
+    x_scale = torch.full((len(x),), 0.5, device=x.device)
+    w_scale = torch.full((1,), 2.0, device=x.device)
     epilogue = Epilogue(x_scale=x_scale, w_scale=w_scale, out_dtype=x.dtype)
     w = w.T.contiguous().to(FP8).T
     return all_gather_matmul(x.to(FP8), w, workspace, epilogue=epilogue, **options)

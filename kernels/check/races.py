@@ -236,7 +236,7 @@ class RaceDetector:
             return
         task, clock = self._now[rank]
         signal = self._signals.setdefault(address, Clock())
-        if sem in ACQUIRES:
+        if sem in ACQUIRES and scope == "system":
             clock.join(signal)
         if changed and sem in RELEASES and scope == "system":
             signal.join(clock)

@@ -367,6 +367,7 @@ class AllGatherWorkspace(CollectiveWorkspace):
             chunk=chunk,
         )
         self.require_nodes(ranks_per_node)
+        self.max_numel = max_numel
         self.ranks_per_node = ranks_per_node
         if "copy_engine" in methods:
             self.require(
@@ -437,7 +438,12 @@ def all_gather(x_shard: Tensor, workspace: AllGatherWorkspace, *, method: str = 
     workspace.require(
         "x_shard's shape", tuple(x_shard.shape), x_shard.dim() > 0, "have at least one axis"
     )
-    workspace.require_room("x_shard", size * numel)
+    workspace.require(
+        "x_shard's size",
+        f"{numel} numbers",
+        numel <= workspace.max_numel,
+        f"be at most {workspace.max_numel}, which the workspace was made for",
+    )
     out = x_shard.new_empty(size * x_shard.shape[0], *x_shard.shape[1:])
     if numel:
         METHODS[method](x_shard, out, workspace)

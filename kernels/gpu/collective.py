@@ -13,6 +13,9 @@ import torch
 from weft.kernels.gpu.workspace import SLOTS, Workspace
 from weft.kernels.symmetric.memory import Home
 
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""That are added, and packed into words."""
+
 MAX_NUMEL = 2**31 - 1
 """Of a buffer: kernels count its numbers in 32 bits."""
 
@@ -28,7 +31,7 @@ class CollectiveWorkspace(Workspace):
         chunk: numbers that have a signal of their own.
 
     Raises:
-        KernelError: a method that there is not, or not on this home.
+        KernelError: a method or a dtype that there is not, or not on this home.
     """
 
     def __init__(
@@ -46,6 +49,8 @@ class CollectiveWorkspace(Workspace):
         self.name = name
         for method in methods:
             self._require_method(method, method in known, f"be one of {', '.join(known)}")
+        allowed = ", ".join(map(str, DTYPES))
+        self.require("dtype", dtype, dtype in DTYPES, f"be one of {allowed}")
         self.require("chunk", chunk, chunk > 0 and chunk % 8 == 0, "be a positive multiple of 8")
         self.require(
             "the buffer's size",

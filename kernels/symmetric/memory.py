@@ -194,6 +194,15 @@ class Home(ABC):
         """Give the memory back."""
 
 
+def number_of_home(store: Store, name: str, rank: int) -> int:
+    """How many homes of this name the rank has made through the store, this one included.
+
+    Ranks make homes together, so it is the same on all; with it no home reads what was said in
+    another one.
+    """
+    return int(store.add(f"{name}/homes/{rank}", 1))
+
+
 def exchange_through(store: Store, rank: int, world_size: int, key: str, value: str) -> list[str]:
     """Put this rank's value in a store and wait for the others'.
 

@@ -25,7 +25,12 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from weft.kernels.symmetric.memory import Home, SymmetricMemoryError, exchange_through
+from weft.kernels.symmetric.memory import (
+    Home,
+    SymmetricMemoryError,
+    exchange_through,
+    number_of_home,
+)
 
 PACKAGES = "pip install 'weft[cuda]' brings nvshmem4py and NVIDIA's library"
 
@@ -54,6 +59,7 @@ class NvshmemHome(Home):
             rank, world_size, device or torch.device("cuda", torch.cuda.current_device())
         )
         self._store = store
+        self._key = f"nvshmem/{number_of_home(store, 'nvshmem', rank)}"
         self._buffers: list[Any] = []
         self._start()
 
@@ -84,7 +90,9 @@ class NvshmemHome(Home):
         )
 
     def _exchange(self, call: int, value: str) -> list[str]:
-        return exchange_through(self._store, self.rank, self.world_size, f"nvshmem/{call}", value)
+        return exchange_through(
+            self._store, self.rank, self.world_size, f"{self._key}/{call}", value
+        )
 
     def _allocate(self, nbytes: int) -> tuple[Tensor, list[int], int]:
         import nvshmem.core

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from weft.kernels.symmetric.memory import Home, exchange_through
+from weft.kernels.symmetric.memory import Home, exchange_through, number_of_home
 
 
 class P2pHome(Home):
@@ -29,10 +29,14 @@ class P2pHome(Home):
         super().__init__(group.rank(), group.size(), device)
         self._group = group
         self._store = store
+        name = f"weft/{group.group_name}"
+        self._key = f"{name}/{number_of_home(store, name, self.rank)}"
         self._handles: list[tuple[Tensor, Any]] = []
 
     def _exchange(self, call: int, value: str) -> list[str]:
-        return exchange_through(self._store, self.rank, self.world_size, f"weft/{call}", value)
+        return exchange_through(
+            self._store, self.rank, self.world_size, f"{self._key}/{call}", value
+        )
 
     def _allocate(self, nbytes: int) -> tuple[Tensor, list[int], int]:
         from torch.distributed import _symmetric_memory

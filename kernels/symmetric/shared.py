@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from weft.kernels.symmetric.memory import Home, SymmetricMemoryError, exchange_through
+from weft.kernels.symmetric.memory import (
+    Home,
+    SymmetricMemoryError,
+    exchange_through,
+    number_of_home,
+)
 
 
 class SharedHome(Home):
@@ -31,11 +36,12 @@ class SharedHome(Home):
         super().__init__(rank, world_size, torch.device("cpu"))
         self._store = store
         self._name = name
+        self._key = f"{name}/{number_of_home(store, name, rank)}"
         self._files: list[int] = []
         self._mapped: list[Tensor] = []
 
     def _exchange(self, call: int, value: str) -> list[str]:
-        key = f"{self._name}/{call}"
+        key = f"{self._key}/{call}"
         return exchange_through(self._store, self.rank, self.world_size, key, value)
 
     def _allocate(self, nbytes: int) -> tuple[Tensor, list[int], int]:

@@ -82,12 +82,7 @@ def test_a_dropped_wait_is_found(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", OPS)
 def test_a_slot_that_is_reused_one_call_early_is_found(name: str, tmp_path: Path) -> None:
     module, op = OPS[name]
-    if name == "all_gather_matmul":  # its writer is all_gather's
-        faulty = planted(module, tmp_path, ("(call % 2) * slot_numel", "0 * slot_numel"))
-        push = planted(all_gather, tmp_path, ("(call % 2) * slot_numel", "0 * slot_numel"))
-        faulty.push_chunks = push.push_chunks
-    else:
-        faulty = planted(module, tmp_path, ("(call % 2) * slot_numel", "0 * slot_numel"))
+    faulty = planted(module, tmp_path, ("(call % 2) * slot_numel", "0 * slot_numel"))
     assert any("no order between" in finding for finding in findings(faulty, op))
 
 
@@ -100,8 +95,14 @@ def test_a_slot_that_is_reused_one_call_early_is_found(name: str, tmp_path: Path
             'seen = tl.atomic_add(signal, 0, sem="acquire"',
             'seen = tl.atomic_add(signal, 0, sem="relaxed"',
         ),
+        ('0, sem="acquire", scope="sys")', '0, sem="acquire", scope="gpu")'),
     ],
-    ids=["relaxed release", "release within one GPU", "relaxed acquire"],
+    ids=[
+        "relaxed release",
+        "release within one GPU",
+        "relaxed acquire",
+        "acquire within one GPU",
+    ],
 )
 @pytest.mark.parametrize("name", ["all_gather", "matmul_reduce_scatter"])
 def test_signals_that_order_nothing_are_found(

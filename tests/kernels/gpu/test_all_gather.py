@@ -110,7 +110,9 @@ def test_what_does_not_fit_is_refused() -> None:
     )
     assert "dtype is torch.float16; it must be torch.float32" in refused(["push"], x.half(), "push")
     assert "x_shard's stride" in refused(["push"], torch.zeros(8, 4).T, "push")
-    assert "at most 128" in refused(["push"], torch.zeros(65), "push")
+    for method in ("push", "pull", "ll", "ll128", "copy_engine"):
+        too_large = refused([method], torch.zeros(66), method)
+        assert "x_shard's size is 66 numbers; it must be at most 64" in too_large
     assert "have at least one axis" in refused(["push"], torch.zeros(()), "push")
     assert "12 bytes; it must be a multiple of 8 for ll128" in refused(
         ["ll128"], torch.zeros(3), "ll128"
@@ -126,6 +128,13 @@ def test_what_does_not_fit_is_refused() -> None:
         ["push"], x, "push", chunk=12
     )
     assert "chunk is 0; it must be a positive" in refused(["push"], x, "push", chunk=0)
+
+
+def test_dtypes_that_do_not_travel_are_refused() -> None:
+    with pytest.raises(
+        RankError, match=r"dtype is torch\.float8_e4m3fn; it must be one of torch\.f"
+    ):
+        run(lambda home: all_gather_workspace(home, 64, torch.float8_e4m3fn, ["ll"]), 2)
 
 
 def test_a_buffer_that_takes_64_bits_to_count_is_refused() -> None:

@@ -61,6 +61,21 @@ def test_what_a_rank_stores_at_a_peers_address_is_there(tmp_path: Path, size: in
     assert finish(start(tmp_path, size, WRITE_TO_PEERS)) == [expected] * size
 
 
+def test_a_second_home_of_a_store_hears_nothing_of_the_first(tmp_path: Path) -> None:
+    body = """
+home.exchange(f"first {rank}")
+home.close()
+if rank == 0:
+    store.set_timeout(timedelta(seconds=1))
+    try:
+        print(SharedHome(store, rank, size).exchange("second 0"))
+    except SymmetricMemoryError as error:
+        print(error)
+"""
+    first, _ = finish(start(tmp_path, 2, body))
+    assert "rank 0 waited for rank 1" in first
+
+
 def test_ranks_that_disagree_are_told_alike(tmp_path: Path) -> None:
     body = """
 try:
