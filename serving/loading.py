@@ -81,6 +81,7 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         quantization=config.quantization,
+        compress_weights=config.compress_weights,
         threads=config.threads,
         progress=progress,
     )

@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import sysconfig
 from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+from enum import IntEnum
 from functools import cache
 from pathlib import Path
 
@@ -34,6 +35,26 @@ MAX_HEAD_DIM, MAX_GROUP = 256, 72
 """What the attention kernel has room for: numbers of a head, query heads per KV head."""
 
 
+class Format(IntEnum):
+    """How the numbers of a packed weight are stored; csrc/weft.h."""
+
+    PLAIN = 0
+    INT8 = 1
+    COMPRESSED = 2
+
+    @property
+    def pair_bytes(self) -> int:
+        """Of a pair of k in a panel; csrc/vector.h."""
+        return COLUMNS * (4, 2, 3)[self]
+
+
+ESCAPE_BYTES = 8
+"""Of a number that is not among a compressed weight's; csrc/weft.h."""
+
+EXPONENT_CODES = 7
+"""What upper seven bits of an exponent a compressed weight has codes for; csrc/vector.h."""
+
+
 class Matrix(Structure):
     """A packed weight; csrc/weft.h."""
 
@@ -41,9 +62,12 @@ class Matrix(Structure):
         ("weight", c_void_p),
         ("scale", c_void_p),
         ("bias", c_void_p),
+        ("escapes", c_void_p),
+        ("escape_start", c_void_p),
         ("n", c_int64),
         ("k", c_int64),
-        ("int8", c_int32),
+        ("format", c_int32),
+        ("top", c_int32),
         ("gated", c_int32),
     )
 
@@ -106,8 +130,9 @@ class AttentionStep(Structure):
 
 
 _SIGNATURES = {
-    "weft_pack": (c_void_p, c_int64, c_int64, c_int, c_void_p),
-    "weft_pack_int8": (c_void_p, c_int64, c_int64, c_int, c_void_p),
+    "weft_pack": (c_void_p, POINTER(Matrix), c_void_p, c_void_p),
+    "weft_count_escapes": (c_void_p, POINTER(Matrix), c_void_p),
+    "weft_weight_rows": (POINTER(Matrix), c_void_p, c_int64, c_void_p),
     "weft_linear": (POINTER(Matrix), POINTER(Rows), c_int64, c_void_p, c_void_p),
     "weft_route": (c_void_p, c_int64, c_int64, c_int64, c_int, c_void_p, c_void_p),
     "weft_experts": (

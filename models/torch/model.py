@@ -9,6 +9,7 @@ stays in the checkpoint's file, mapped into memory: a step looks at few rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,10 +54,14 @@ class Layer:
 class _Load:
     """Reads weights in the type to compute in; see layers.Load."""
 
-    def __init__(self, weights: Weights, dtype: torch.dtype, quantization: str) -> None:
+    def __init__(
+        self, weights: Weights, dtype: torch.dtype, quantization: str, compress: bool
+    ) -> None:
         self._weights = weights
         self._dtype = dtype
-        self.make: MakeLinear = make_int8_linear if quantization == "int8" else make_linear
+        self.make: MakeLinear = (
+            make_int8_linear if quantization == "int8" else partial(make_linear, compress=compress)
+        )
 
     def __call__(self, weight: WeightSpec) -> Tensor:
         return self._weights.read(weight).to(self._dtype)
@@ -74,12 +79,19 @@ class Model:
         dtype: to compute in.
         quantization: of the matrices: "none" or "int8". Norms, biases, routers and the embedding
             stay as they are.
+        compress: matrices of bfloat16, without loss; see linear.NativeLinear.
     """
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, dtype: torch.dtype, quantization: str = "none"
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        dtype: torch.dtype,
+        *,
+        quantization: str = "none",
+        compress: bool = True,
     ) -> None:
-        load = _Load(weights, dtype, quantization)
+        load = _Load(weights, dtype, quantization, compress)
         self._dtype = dtype
         self._inv_freq = torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim))
         self._layers = [Layer(spec, layer, load) for layer in spec.layers]

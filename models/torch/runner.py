@@ -68,6 +68,7 @@ class TorchRunner:
         max_num_batched_tokens: int,
         max_model_len: int,
         quantization: str = "none",
+        compress_weights: bool = True,
         threads: int | None = None,
         progress: Progress | None = None,
     ) -> TorchRunner:
@@ -82,6 +83,8 @@ class TorchRunner:
             max_num_batched_tokens: most tokens of a step.
             max_model_len: most tokens of a request.
             quantization: of the matrices: "none", or "int8" with a scale per output channel.
+            compress_weights: keep matrices of bfloat16 in 12 bits a number, without loss, where
+                there are kernels for it.
             threads: of torch, in this whole process; as they are if None.
             progress: told how far reading has come, in bytes.
 
@@ -93,7 +96,13 @@ class TorchRunner:
         dtype = spec.compute_dtype(dtype)
         with torch.inference_mode():
             weights = Weights(path, spec, progress)
-            model = Model(spec, weights, getattr(torch, dtype), quantization)
+            model = Model(
+                spec,
+                weights,
+                getattr(torch, dtype),
+                quantization=quantization,
+                compress=compress_weights,
+            )
         return cls(
             model,
             spec,

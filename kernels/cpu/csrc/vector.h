@@ -5,7 +5,8 @@
 // both to a float32. Its operands are packed so that it reads both from front to back:
 //
 //   rows     [pairs][R][2]        a pair of each row, broadcast
-//   columns  [pairs][COLUMNS][2]  a pair of each column; int8 is widened on the way
+//   columns  [pairs][COLUMNS][2]  a pair of each column; int8 and compressed numbers are widened
+//                                 on the way
 #pragma once
 
 #include <immintrin.h>
@@ -20,7 +21,9 @@
 
 namespace weft {
 
-constexpr int MAX_ROWS = 12;  // 24 accumulators, two vectors of columns, a row: of 32 registers
+// 20 accumulators, two vectors of columns and one row, of 32 registers. With 12 rows, products take
+// no less time for each, and leave none in which to widen columns.
+constexpr int MAX_ROWS = 10;
 constexpr int COLUMNS = 32;
 
 inline __m512 widen(__m256i x) {
@@ -100,15 +103,109 @@ inline void store_pairs(__m512i numbers[16], int rows, int pairs, bf16* out) {
   }
 }
 
-// 32 numbers of a packed weight, as bfloat16; integers up to 256 are exact in it.
-inline __m512bh load_weights(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
+// How the columns of a product are stored: PAIR bytes for each pair of k. `load` gives those of
+// the first 16 columns and of the last 16, as bfloat16.
+struct PlainColumns {
+  static constexpr int64_t PAIR = COLUMNS * 2 * sizeof(bf16);
 
-inline __m512bh load_weights(const int8_t* p) {
-  const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16));
-  return _mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(high)),
-                             _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(low)));
-}
+  void load(const char* at, __m512bh& left, __m512bh& right) const {
+    left = (__m512bh)_mm512_loadu_si512(at);
+    right = (__m512bh)_mm512_loadu_si512(at + 64);
+  }
+};
+
+struct Int8Columns {  // integers up to 256 are exact in bfloat16
+  static constexpr int64_t PAIR = COLUMNS * 2;
+
+  void load(const char* at, __m512bh& left, __m512bh& right) const {
+    left = half(at);
+    right = half(at + 32);
+  }
+
+ private:
+  static __m512bh half(const char* at) {
+    const __m128i* p = reinterpret_cast<const __m128i*>(at);
+    return _mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p + 1))),
+                               _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p))));
+  }
+};
+
+// bfloat16 in 12 bits. The upper seven bits of nearly all exponents of a matrix are among some
+// seven neighbours, so that three bits name them: code c is top - c, and 7 is zero. A pair is 32
+// bytes of signs and codes, four bits a number, then 64 of what is left of the numbers. A number
+// whose exponent has no code is an escape: zero here, and in a list of its own.
+struct CompressedColumns {
+  static constexpr int64_t PAIR = COLUMNS * 3;
+  static constexpr int CODES = 7;
+
+  explicit CompressedColumns(int top) {
+    alignas(16) uint8_t upper[16];
+    for (int code = 0; code < 16; ++code) upper[code] = upper_byte(code, top);
+    upper_ = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<__m128i*>(upper)));
+  }
+
+  void load(const char* at, __m512bh& left, __m512bh& right) const {
+    const __m512i codes = _mm512_broadcast_i64x4(
+        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+    const __m512i shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi32(4), 1);
+    const __m512i code = _mm512_and_si512(_mm512_srlv_epi32(codes, shifts), _mm512_set1_epi8(15));
+    const __m512i upper = _mm512_shuffle_epi8(upper_, code), lower = _mm512_loadu_si512(at + 32);
+    left = (__m512bh)_mm512_unpacklo_epi8(lower, upper);
+    right = (__m512bh)_mm512_unpackhi_epi8(lower, upper);
+  }
+
+  // What `load` takes apart; `escapes` are bits of the left numbers, then of the right ones.
+  static void store(__m512i left, __m512i right, int top, char* at, uint64_t& escapes) {
+    const __mmask32 left_escapes = find_escapes(left, top), right_escapes = find_escapes(right, top);
+    escapes = left_escapes | uint64_t{right_escapes} << 32;
+    const __m512i codes = _mm512_packus_epi16(code(left, top), code(right, top));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(at),
+                        _mm256_or_si256(_mm512_castsi512_si256(codes),
+                                        _mm256_slli_epi16(_mm512_extracti64x4_epi64(codes, 1), 4)));
+    const __m512i byte = _mm512_set1_epi16(0xff);
+    left = _mm512_and_si512(_mm512_maskz_mov_epi16(~left_escapes, left), byte);
+    right = _mm512_and_si512(_mm512_maskz_mov_epi16(~right_escapes, right), byte);
+    _mm512_storeu_si512(at + 32, _mm512_packus_epi16(left, right));
+  }
+
+  // Of 32 numbers: those with an exponent that has no code.
+  static __mmask32 find_escapes(__m512i numbers, int top) {
+    const __m512i exponent = upper_exponent(numbers);
+    return _mm512_cmpge_epu16_mask(below(exponent, top), _mm512_set1_epi16(CODES)) &
+           _mm512_test_epi16_mask(exponent, exponent);
+  }
+
+  // The number of a pair in a column, 0 or 1 for the first or the second of the pair.
+  static bf16 number(const char* at, int column, int which, int top) {
+    // unpack takes turns between eight of the left columns and eight of the right ones.
+    const int place = column % 16 / 4 * 16 + column / 16 * 8 + column % 4 * 2 + which;
+    const int code = static_cast<uint8_t>(at[place % 32]) >> place / 32 * 4 & 15;
+    return static_cast<bf16>(upper_byte(code, top) << 8 | static_cast<uint8_t>(at[32 + place]));
+  }
+
+ private:
+  static uint8_t upper_byte(int code, int top) {
+    const int exponent = code % 8 < CODES ? std::max(top - code % 8, 0) : 0;
+    return static_cast<uint8_t>(code / 8 << 7 | exponent);
+  }
+
+  static __m512i upper_exponent(__m512i numbers) {
+    return _mm512_and_si512(_mm512_srli_epi16(numbers, 8), _mm512_set1_epi16(0x7f));
+  }
+
+  static __m512i below(__m512i exponent, int top) {
+    return _mm512_sub_epi16(_mm512_set1_epi16(static_cast<short>(top)), exponent);
+  }
+
+  static __m512i code(__m512i numbers, int top) {
+    const __m512i code =
+        _mm512_min_epu16(below(upper_exponent(numbers), top), _mm512_set1_epi16(CODES));
+    const __m512i sign = _mm512_slli_epi16(_mm512_srli_epi16(numbers, 15), 3);
+    return _mm512_or_si512(sign, code);
+  }
+
+  __m512i upper_;  // the upper byte that each code stands for
+};
 
 inline __m512bh broadcast_pair(const bf16* p) {
   int32_t pair;
@@ -118,21 +215,22 @@ inline __m512bh broadcast_pair(const bf16* p) {
 
 // sums [R][COLUMNS] (+)= rows @ columns over `pairs` pairs of k.
 //
-// Each pair also fetches LINES cache lines from `ahead` on, for weights that come from memory. A
-// sum is one chain whatever R is: a row's result must not depend on its company. (One row alone
-// waits for each addition, and is still faster than memory.)
-template <int R, typename Weight, int LINES>
-void multiply_rows(const bf16* rows, const Weight* columns, int64_t pairs, float* sums, bool add,
-                   const char* ahead) {
+// Each pair also fetches the cache lines of AHEAD bytes from `ahead` on, for weights that come from
+// memory. A sum is one chain whatever R is: a row's result must not depend on its company. (One
+// row alone waits for each addition, and is still faster than memory.)
+template <int R, int64_t AHEAD, typename Columns>
+void multiply_rows(const bf16* rows, const Columns& kind, const char* columns, int64_t pairs,
+                   float* sums, bool add, const char* ahead) {
   __m512 sum[R][2];
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r)
     for (int h = 0; h < 2; ++h)
       sum[r][h] = add ? _mm512_loadu_ps(sums + r * COLUMNS + h * 16) : _mm512_setzero_ps();
   for (int64_t p = 0; p < pairs; ++p) {
-    for (int line = 0; line < LINES; ++line) _mm_prefetch(ahead + 64 * line, _MM_HINT_T0);
-    ahead += 64 * LINES;
-    const __m512bh left = load_weights(columns), right = load_weights(columns + 32);
+    for (int64_t line = 0; line < AHEAD; line += 64) _mm_prefetch(ahead + line, _MM_HINT_T0);
+    ahead += AHEAD;
+    __m512bh left, right;
+    kind.load(columns, left, right);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       const __m512bh row = broadcast_pair(rows + 2 * r);
@@ -140,26 +238,32 @@ void multiply_rows(const bf16* rows, const Weight* columns, int64_t pairs, float
       sum[r][1] = _mm512_dpbf16_ps(sum[r][1], row, right);
     }
     rows += 2 * R;
-    columns += 2 * COLUMNS;
+    columns += Columns::PAIR;
   }
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r)
     for (int h = 0; h < 2; ++h) _mm512_storeu_ps(sums + r * COLUMNS + h * 16, sum[r][h]);
 }
 
-template <int LINES, typename Weight, int... R>
-void multiply(std::integer_sequence<int, R...>, int r, const bf16* rows, const Weight* columns,
-              int64_t pairs, float* sums, bool add, const char* ahead) {
-  using Kernel = void (*)(const bf16*, const Weight*, int64_t, float*, bool, const char*);
-  static constexpr Kernel kernels[] = {multiply_rows<R + 1, Weight, LINES>...};
-  kernels[r - 1](rows, columns, pairs, sums, add, ahead);
+template <int64_t AHEAD, typename Columns, int... R>
+void multiply(std::integer_sequence<int, R...>, int r, const bf16* rows, const Columns& kind,
+              const char* columns, int64_t pairs, float* sums, bool add, const char* ahead) {
+  using Kernel =
+      void (*)(const bf16*, const Columns&, const char*, int64_t, float*, bool, const char*);
+  static constexpr Kernel kernels[] = {multiply_rows<R + 1, AHEAD, Columns>...};
+  kernels[r - 1](rows, kind, columns, pairs, sums, add, ahead);
 }
 
-template <int LINES = 0, typename Weight>
-void multiply(int r, const bf16* rows, const Weight* columns, int64_t pairs, float* sums, bool add,
-              const char* ahead = nullptr) {
-  multiply<LINES>(std::make_integer_sequence<int, MAX_ROWS>{}, r, rows, columns, pairs, sums, add,
-                  ahead);
+template <int64_t AHEAD = 0, typename Columns>
+void multiply(int r, const bf16* rows, const Columns& kind, const char* columns, int64_t pairs,
+              float* sums, bool add, const char* ahead = nullptr) {
+  multiply<AHEAD>(std::make_integer_sequence<int, MAX_ROWS>{}, r, rows, kind, columns, pairs, sums,
+                  add, ahead);
+}
+
+inline void multiply(int r, const bf16* rows, const bf16* columns, int64_t pairs, float* sums,
+                     bool add) {
+  multiply(r, rows, PlainColumns{}, reinterpret_cast<const char*>(columns), pairs, sums, add);
 }
 
 }  // namespace weft

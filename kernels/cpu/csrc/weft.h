@@ -14,12 +14,25 @@ namespace weft {
 
 using bf16 = uint16_t;
 
+enum Format : int32_t { PLAIN, INT8, COMPRESSED };
+
+// A number of a compressed weight that its 12 bits cannot give.
+struct Escape {
+  int32_t k;
+  uint16_t column;  // of its panel
+  bf16 value;
+};
+
 struct Matrix {
-  const void* weight;  // packed by weft_pack or weft_pack_int8
-  const float* scale;  // of each packed column; null for bfloat16
-  const bf16* bias;    // of each packed column, or null
-  int64_t n, k;        // numbers that come out and go in
-  int32_t int8, gated;
+  const void* weight;           // packed by weft_pack
+  const float* scale;           // of each packed column of int8, or null
+  const bf16* bias;             // of each packed column, or null
+  const Escape* escapes;        // of a compressed weight, panel by panel
+  const int64_t* escape_start;  // [panels + 1]
+  int64_t n, k;                 // numbers that come out and go in
+  Format format;
+  int32_t top;                  // exponent of a compressed weight
+  int32_t gated;
 };
 
 struct Rows {
@@ -59,10 +72,18 @@ class Buffer {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// weight [n, k], or gate and up of a gated layer [2 n, k], -> out [panels][ceil(k / 2)][32][2]: 32
-// rows of the weight to a panel, or 16 of the gate and their 16 of up.
-void weft_pack(const weft::bf16* weight, int64_t n, int64_t k, int gated, weft::bf16* out);
-void weft_pack_int8(const int8_t* weight, int64_t n, int64_t k, int gated, int8_t* out);
+// weight [n, k], or gate and up of a gated layer [2 n, k], int8 or bfloat16 -> out
+// [panels][ceil(k / 2)][pair of k of 32 columns], in the matrix's format: 32 rows of the weight to
+// a panel, or 16 of the gate and their 16 of up. Of a compressed one also the escapes. Of the
+// matrix, `weight` and `escapes` are not read.
+void weft_pack(const void* weight, const weft::Matrix* matrix, void* out, weft::Escape* escapes);
+
+// How many escapes each panel will have, if compressed with the matrix's `top`.
+void weft_count_escapes(const weft::bf16* weight, const weft::Matrix* matrix, int64_t* counts);
+
+// Rows of a weight of bfloat16, plain or compressed, that is not gated: out [count, k].
+void weft_weight_rows(const weft::Matrix* matrix, const int64_t* index, int64_t count,
+                      weft::bf16* out);
 
 // out [rows, n] = residual + norm(x) @ weight.T * scale + bias, or with silu(gate) * up if gated.
 void weft_linear(const weft::Matrix* matrix, const weft::Rows* x, int64_t rows,

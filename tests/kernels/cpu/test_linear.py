@@ -12,6 +12,7 @@ from torch.nn.functional import silu
 
 from weft.kernels import reference
 from weft.kernels.cpu import linear as module
+from weft.kernels.cpu import native
 from weft.kernels.cpu.linear import Linear, NativeLinear, PackedLinear, RMSNorm, make_linear
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
@@ -47,7 +48,7 @@ def expected(
     with_norm=st.booleans(),
     with_residual=st.booleans(),
     gated=st.booleans(),
-    way=st.sampled_from(["compiled", "oneDNN", "torch"]),
+    way=st.sampled_from(["compressed", "plain", "oneDNN", "torch"]),
 )
 def test_equals_the_reference(
     rows: int,
@@ -67,14 +68,14 @@ def test_equals_the_reference(
     norm = RMSNorm(torch.rand(k).to(dtype), 1e-5) if with_norm else None
     residual = torch.randn(rows, n).to(dtype) if with_residual else None
     layer: Linear
-    if way == "compiled":
+    if way in ("compressed", "plain"):
         x, weight = x.bfloat16(), weight.bfloat16()
         dtype = torch.bfloat16
         bias = None if bias is None else bias.bfloat16()
         residual = None if residual is None else residual.bfloat16()
         norm = None if norm is None else RMSNorm(norm.weight.bfloat16(), norm.eps)
         with compiled_kernels(True):
-            layer = NativeLinear(weight, bias, gated=gated)
+            layer = NativeLinear(weight, bias, gated=gated, compress=way == "compressed")
     else:
         with pytest.MonkeyPatch.context() as patch:
             if way == "torch":
@@ -93,15 +94,17 @@ def test_equals_the_reference(
     n=st.integers(1, 100),
     k=st.integers(1, 700),
     gated=st.booleans(),
+    compress=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_a_compiled_row_does_not_depend_on_its_company(
-    rows: int, n: int, k: int, gated: bool, seed: int
+    rows: int, n: int, k: int, gated: bool, compress: bool, seed: int
 ) -> None:
     """Not in its last bit."""
     torch.manual_seed(seed)
+    weight = torch.randn(2 * n if gated else n, k).bfloat16()
     with compiled_kernels(True):
-        layer = NativeLinear(torch.randn(2 * n if gated else n, k).bfloat16(), gated=gated)
+        layer = NativeLinear(weight, gated=gated, compress=compress)
     x, norm = torch.randn(rows, k).bfloat16(), RMSNorm(torch.rand(k).bfloat16(), 1e-5)
     residual = torch.randn(rows, n).bfloat16()
     together = layer(x, norm=norm, residual=residual)
@@ -178,13 +181,76 @@ def test_other_types_are_not_packed() -> None:
     assert torch.equal(PackedLinear(weight)(weight), torch.nn.functional.linear(weight, weight))
 
 
-@given(n=st.integers(1, 130), k=st.integers(1, 70), seed=st.integers(0, 2**31))
-def test_rows_of_a_packed_weight_are_those_that_were_packed(n: int, k: int, seed: int) -> None:
-    torch.manual_seed(seed)
-    weight = torch.randn(n, k).bfloat16()
-    index = torch.randint(n, (17,))
+@st.composite
+def weights(draw: st.DrawFn) -> Tensor:
+    """bfloat16 [N, K]: normal, over many scales, with zeros, or of any bits, NaN among them."""
+    n, k = draw(st.integers(1, 130)), draw(st.integers(1, 130))
+    torch.manual_seed(draw(st.integers(0, 2**31)))
+    if draw(st.booleans()):
+        return torch.randint(-(2**15), 2**15, (n, k), dtype=torch.int16).view(torch.bfloat16)
+    weight = torch.randn(n, k) * 2.0 ** draw(st.integers(-120, 100))
+    scales = torch.randint(-draw(st.integers(0, 30)), 1, (n, 1))
+    kept = torch.rand(n, k) < draw(st.sampled_from([0.0, 0.5, 1.0]))
+    return (weight * torch.exp2(scales) * kept).bfloat16()
+
+
+def bits(weight: Tensor) -> Tensor:
+    return weight.contiguous().view(torch.int16)
+
+
+@settings(max_examples=150, deadline=None)
+@given(weight=weights(), compress=st.booleans())
+def test_rows_of_a_packed_weight_are_those_that_were_packed(weight: Tensor, compress: bool) -> None:
+    """To the last bit, however many numbers are escapes; also the sign of a zero."""
+    index = torch.randint(len(weight), (17,))
+    with compiled_kernels(True), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MAX_ESCAPES", 1.0)
+        layer = NativeLinear(weight, compress=compress)
+        assert (layer.format == native.Format.COMPRESSED) == compress
+        assert torch.equal(bits(layer.weight_rows(index)), bits(weight[index]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(weight=weights(), rows=st.integers(1, 40), gated=st.booleans())
+def test_a_compressed_layer_computes_what_a_plain_one_does(
+    weight: Tensor, rows: int, gated: bool
+) -> None:
+    """But for the order in which escapes are added."""
+    weight = weight.nan_to_num(0, 0, 0).clamp(-1e4, 1e4)[: len(weight) // 2 * 2 or 1]
+    gated = gated and len(weight) > 1
+    x = torch.randn(rows, weight.shape[1]).bfloat16()
+    with compiled_kernels(True), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MAX_ESCAPES", 1.0)
+        plain, compressed = (
+            NativeLinear(weight, gated=gated, compress=compress) for compress in (False, True)
+        )
+        wanted, got = plain(x).float(), compressed(x).float()
+    scale = float(wanted.abs().max())
+    torch.testing.assert_close(got, wanted, atol=scale * 1e-2, rtol=1e-2)
+
+
+def test_a_normal_weight_is_stored_in_three_quarters() -> None:
+    weight = torch.randn(640, 512).bfloat16()
     with compiled_kernels(True):
-        assert torch.equal(NativeLinear(weight).weight_rows(index), weight[index])
+        layer = NativeLinear(weight)
+    assert layer.format == native.Format.COMPRESSED
+    assert 0.75 < layer.nbytes / weight.nbytes < 0.76
+
+
+def test_a_weight_of_many_scales_is_not_compressed() -> None:
+    weight = (torch.randn(64, 64) * torch.exp2(torch.randint(-40, 0, (64, 1)))).bfloat16()
+    with compiled_kernels(True):
+        layer = NativeLinear(weight)
+    assert layer.format == native.Format.PLAIN
+    assert layer.nbytes == weight.nbytes
+
+
+def test_a_row_that_is_not_there_is_refused() -> None:
+    with compiled_kernels(True):
+        layer = NativeLinear(torch.zeros(5, 16).bfloat16())
+        for index in (-1, 5):
+            with pytest.raises(IndexError, match=f"rows .*{index}.* of 5"):
+                layer.weight_rows(torch.tensor([0, index]).sort().values)
 
 
 @pytest.mark.parametrize(

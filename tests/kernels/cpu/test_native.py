@@ -76,7 +76,7 @@ def test_structures_are_those_of_the_header(structure: str) -> None:
         kind, *names = re.split(r"[ ,]+", code.removeprefix("const ").replace("weft::", ""))
         for name in names:
             pointer = name.startswith("*") or kind.endswith("*")
-            size = 8 if pointer or kind == "int64_t" else 4
+            size = 8 if pointer or kind == "int64_t" else 4  # int32_t, float, Format
             declared.append((name.lstrip("*"), size))
     fields = getattr(native, structure)._fields_
     assert [(name, ctypes.sizeof(kind)) for name, kind in fields] == declared
@@ -86,6 +86,7 @@ def test_constants_are_those_of_the_sources() -> None:
     source = (CSRC / "vector.h").read_text() + (CSRC / "attention.cpp").read_text()
     for name, value in (
         ("COLUMNS", native.COLUMNS),
+        ("CODES", native.EXPONENT_CODES),
         ("MAX_DIM", native.MAX_HEAD_DIM),
         ("TILE_ROWS", native.MAX_GROUP),
     ):
