@@ -36,6 +36,7 @@ from __future__ import annotations
 
 from ctypes import byref
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -105,7 +106,7 @@ class _Tile:
         return self.queries == 1 and self.masked_from == self.reach
 
 
-@dataclass(slots=True)
+@dataclass
 class AttentionPlan:
     """Where the tokens of one step go in the cache, and which attend to what together.
 
@@ -153,13 +154,19 @@ class AttentionPlan:
             fresh_pages=torch.from_numpy(page[slot == 0]),
         )
 
-    def native(self, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> bool:
-        """Whether the compiled kernels take layers of this shape."""
-        return (
-            native.supports(dtype)
-            and head_dim % 2 == 0
-            and head_dim <= native.MAX_HEAD_DIM
-            and heads // kv_heads <= native.MAX_GROUP
+    @cached_property
+    def batch(self) -> native.Batch:
+        """The step as csrc/layer.cpp takes it; made for the first layer of the step."""
+        return native.Batch(
+            page=self.pages.data_ptr(),
+            slot=self.slots.data_ptr(),
+            query_start=self.query_start.ctypes.data,
+            context_len=self.context_len.ctypes.data,
+            block_table=self.block_table.ctypes.data,
+            tokens=len(self.slots),
+            requests=len(self.context_len),
+            table_width=self.block_table.shape[1],
+            block_size=self.block_size,
         )
 
     def tiles(
@@ -287,7 +294,7 @@ def paged_attention(
     num_blocks, kv_heads, block_size, dim = keys.shape
     heads = q.shape[1]
     out = torch.empty(q.shape, dtype=q.dtype)
-    if plan.native(q.dtype, heads, kv_heads, dim):
+    if native.supports(q.dtype) and native.takes_heads(heads, kv_heads, dim):
         native.kernels().weft_attention(
             byref(
                 native.AttentionStep(

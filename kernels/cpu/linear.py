@@ -196,9 +196,9 @@ class NativeLinear:
         Raises:
             ValueError: x or residual is of another shape or dtype.
         """
-        _check_rows("x", x, (x.shape[0], self.in_features))
+        check_rows("x", x, (x.shape[0], self.in_features))
         if residual is not None:
-            _check_rows("residual", residual, (len(x), self.out_features))
+            check_rows("residual", residual, (len(x), self.out_features))
         if x.stride(-1) != 1:
             x = x.contiguous()
         out = x.new_empty(len(x), self.out_features)
@@ -244,7 +244,7 @@ def _top_exponent(weight: Tensor) -> int:
     return int(windows.argmax()) + native.EXPONENT_CODES - 1
 
 
-def _check_rows(name: str, rows: Tensor, shape: tuple[int, int]) -> None:
+def check_rows(name: str, rows: Tensor, shape: tuple[int, int]) -> None:
     """Before an address is handed out."""
     if rows.dtype != torch.bfloat16 or rows.shape != shape:
         raise ValueError(

@@ -129,6 +129,52 @@ class AttentionStep(Structure):
     )
 
 
+class Batch(Structure):
+    """A step's tokens; csrc/weft.h."""
+
+    _fields_ = (
+        ("page", c_void_p),
+        ("slot", c_void_p),
+        ("query_start", c_void_p),
+        ("context_len", c_void_p),
+        ("block_table", c_void_p),
+        ("tokens", c_int64),
+        ("requests", c_int64),
+        ("table_width", c_int64),
+        ("block_size", c_int64),
+    )
+
+
+class AttentionLayer(Structure):
+    """Half of a layer; csrc/weft.h."""
+
+    _fields_ = (
+        ("qkv", POINTER(Matrix)),
+        ("o", POINTER(Matrix)),
+        ("norm", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("dim", c_int64),
+        ("window", c_int64),
+        ("eps", c_float),
+        ("head_eps", c_float),
+        ("scale", c_float),
+    )
+
+
+class MlpLayer(Structure):
+    """The other half; csrc/weft.h."""
+
+    _fields_ = (
+        ("gate_up", POINTER(Matrix)),
+        ("down", POINTER(Matrix)),
+        ("norm", c_void_p),
+        ("eps", c_float),
+    )
+
+
 _SIGNATURES = {
     "weft_pack": (c_void_p, POINTER(Matrix), c_void_p, c_void_p),
     "weft_count_escapes": (c_void_p, POINTER(Matrix), c_void_p),
@@ -141,6 +187,11 @@ _SIGNATURES = {
     ),
     "weft_rope": (POINTER(RopeStep),),
     "weft_attention": (POINTER(AttentionStep),),
+    "weft_attention_layer": (
+        *(POINTER(AttentionLayer), POINTER(Batch), c_void_p, c_void_p, c_void_p),
+        *(c_void_p, c_void_p, c_void_p),
+    ),
+    "weft_mlp": (POINTER(MlpLayer), c_void_p, c_int64, c_void_p),
     "weft_argmax": (c_void_p, c_int64, c_int64, c_void_p, c_void_p),
 }
 
@@ -163,6 +214,11 @@ def library() -> ctypes.CDLL | None:
 def supports(dtype: torch.dtype) -> bool:
     """Whether there are compiled kernels here for this type."""
     return dtype == torch.bfloat16 and library() is not None
+
+
+def takes_heads(heads: int, kv_heads: int, head_dim: int) -> bool:
+    """Whether the attention kernels take layers of this shape."""
+    return head_dim % 2 == 0 and head_dim <= MAX_HEAD_DIM and heads // kv_heads <= MAX_GROUP
 
 
 def kernels() -> ctypes.CDLL:

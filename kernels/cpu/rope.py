@@ -74,7 +74,7 @@ def rotate_into_cache(
     _, kv_heads, block_size, dim = keys.shape
     tokens = len(qkv)
     split = qkv.view(tokens, heads + 2 * kv_heads, dim)
-    if plan.native(qkv.dtype, heads, kv_heads, dim):
+    if native.supports(qkv.dtype) and native.takes_heads(heads, kv_heads, dim):
         native.kernels().weft_rope(
             byref(
                 native.RopeStep(

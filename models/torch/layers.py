@@ -15,8 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from weft.kernels.cpu import native
 from weft.kernels.cpu.attention import AttentionPlan, paged_attention
-from weft.kernels.cpu.linear import Linear, RMSNorm, make_linear
+from weft.kernels.cpu.layer import NativeAttention, NativeMlp
+from weft.kernels.cpu.linear import Linear, NativeLinear, RMSNorm, make_linear
 from weft.kernels.cpu.moe import MakeLinear, PackedExperts, route
 from weft.kernels.cpu.rope import HeadNorms, Rotation, rotate_into_cache
 from weft.models.spec import (
@@ -60,14 +62,31 @@ class Attention:
         if spec.q_norm is not None and spec.k_norm is not None:
             q_norm, k_norm = load(spec.q_norm).clone(), load(spec.k_norm).clone()
             self._head_norms = HeadNorms(q_norm, k_norm, model.norm_eps)
-        self._qkv = fuse((spec.q, spec.k, spec.v), load)
-        self._o = fuse((spec.o,), load)
+        self._qkv = qkv = fuse((spec.q, spec.k, spec.v), load)
+        self._o = o = fuse((spec.o,), load)
+        heads, kv_heads, head_dim = model.num_heads, model.num_kv_heads, model.head_dim
+        self._native = None
+        if (
+            isinstance(qkv, NativeLinear)
+            and isinstance(o, NativeLinear)
+            and native.takes_heads(heads, kv_heads, head_dim)
+        ):
+            self._native = NativeAttention(
+                *(qkv, o, norm, self._head_norms),
+                heads=heads,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                scale=self._scale,
+                sliding_window=self._window,
+            )
 
     def __call__(
         self, x: Tensor, rotation: Rotation, cache: KVCache, plan: AttentionPlan
     ) -> Tensor:
         """[T, hidden] -> [T, hidden]; the tokens' keys and values are written to the cache."""
         keys, values = cache
+        if self._native is not None:
+            return self._native(x, rotation, keys, values, plan)
         q = rotate_into_cache(
             self._qkv(x, norm=self._norm),
             rotation,
@@ -86,11 +105,16 @@ class Mlp:
 
     def __init__(self, spec: MlpSpec, norm: RMSNorm, load: Load) -> None:
         self._norm = norm
-        self._gate_up = fuse((spec.gate, spec.up), load, gated=True)
-        self._down = fuse((spec.down,), load)
+        self._gate_up = gate_up = fuse((spec.gate, spec.up), load, gated=True)
+        self._down = down = fuse((spec.down,), load)
+        self._native = None
+        if isinstance(gate_up, NativeLinear) and isinstance(down, NativeLinear):
+            self._native = NativeMlp(gate_up, down, norm)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
+        if self._native is not None:
+            return self._native(x)
         return self._down(self._gate_up(x, norm=self._norm), residual=x)
 
 

@@ -124,6 +124,34 @@ struct AttentionStep {
 };
 void weft_attention(const AttentionStep* step);
 
+// A step's tokens: where each is, and the requests that they belong to.
+struct Batch {
+  const int64_t *page, *slot;                              // [tokens]
+  const int32_t *query_start, *context_len, *block_table;  // as in AttentionStep
+  int64_t tokens, requests, table_width, block_size;
+};
+
+struct AttentionLayer {
+  const weft::Matrix *qkv, *o;
+  const weft::bf16* norm;             // [hidden], comes first
+  const weft::bf16 *q_norm, *k_norm;  // [dim] or null
+  int64_t heads, kv_heads, dim;
+  int64_t window;  // 0 for none
+  float eps, head_eps, scale;
+};
+// out [tokens, hidden] = x + o(attention(rope(qkv(norm(x))))); cos and sin as in RopeStep.
+void weft_attention_layer(const AttentionLayer* layer, const Batch* batch, const weft::bf16* x,
+                          const weft::bf16* cos, const weft::bf16* sin, weft::bf16* keys,
+                          weft::bf16* values, weft::bf16* out);
+
+struct MlpLayer {
+  const weft::Matrix *gate_up, *down;
+  const weft::bf16* norm;
+  float eps;
+};
+// out [tokens, hidden] = x + down(gate_up(norm(x))).
+void weft_mlp(const MlpLayer* layer, const weft::bf16* x, int64_t tokens, weft::bf16* out);
+
 // x [rows, n] -> the largest of each row, or NaN if it has one, and where that is first.
 void weft_argmax(const weft::bf16* x, int64_t rows, int64_t n, float* largest, int64_t* index);
 }

@@ -62,7 +62,10 @@ print(len({line.split()[-1] for line in maps.splitlines() if "gomp" in line or "
     assert runtimes == 1
 
 
-@pytest.mark.parametrize("structure", ["Matrix", "Rows", "RopeStep", "AttentionStep"])
+@pytest.mark.parametrize(
+    "structure",
+    ["Matrix", "Rows", "RopeStep", "AttentionStep", "Batch", "AttentionLayer", "MlpLayer"],
+)
 def test_structures_are_those_of_the_header(structure: str) -> None:
     """Same names, same order, same sizes: nothing else checks what goes through ctypes."""
     header = (CSRC / "weft.h").read_text()

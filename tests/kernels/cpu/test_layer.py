@@ -1,0 +1,112 @@
+"""Halves of a layer in one call give what their kernels give one after the other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.kernels import compiled_kernels
+
+from weft.kernels.cpu.attention import AttentionPlan, paged_attention
+from weft.kernels.cpu.layer import NativeAttention, NativeMlp
+from weft.kernels.cpu.linear import NativeLinear, RMSNorm
+from weft.kernels.cpu.rope import HeadNorms, Rotation, rotate_into_cache
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).bfloat16()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    new=st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    old=st.integers(0, 40),
+    heads=st.sampled_from([(1, 1), (4, 2), (7, 1)]),
+    dim=st.sampled_from([2, 24, 64]),
+    hidden=st.integers(1, 70),
+    window=st.sampled_from([None, 5]),
+    with_bias=st.booleans(),
+    with_norms=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_attention(
+    new: list[int],
+    old: int,
+    heads: tuple[int, int],
+    dim: int,
+    hidden: int,
+    window: int | None,
+    with_bias: bool,
+    with_norms: bool,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    num_heads, kv_heads = heads
+    width, block_size = -(-(old + max(new)) // 4), 4
+    table = np.random.default_rng(seed).permutation(len(new) * width).astype(np.int32)
+    plan = AttentionPlan.build(
+        np.cumsum([0, *new], dtype=np.int32),
+        np.array([old + n for n in new], np.int32),
+        table.reshape(len(new), width),
+        block_size=block_size,
+    )
+    outputs = (num_heads + 2 * kv_heads) * dim
+    norm = RMSNorm(normal(hidden), 1e-5)
+    head_norms = HeadNorms(normal(dim), normal(dim), 1e-6) if with_norms else None
+    x = normal(sum(new), hidden)
+    caches = [normal(table.size, kv_heads, block_size, dim) for _ in range(2)]
+    with compiled_kernels(True):
+        rotation = Rotation.of(
+            torch.cat([torch.arange(old, old + n) for n in new]), torch.rand(dim // 2), x.dtype
+        )
+        qkv = NativeLinear(normal(outputs, hidden), normal(outputs) if with_bias else None)
+        o = NativeLinear(normal(hidden, num_heads * dim))
+        layer = NativeAttention(
+            *(qkv, o, norm, head_norms),
+            heads=num_heads,
+            kv_heads=kv_heads,
+            head_dim=dim,
+            scale=dim**-0.5,
+            sliding_window=window,
+        )
+        keys, values = (cache.clone() for cache in caches)
+        got = layer(x, rotation, keys, values, plan)
+        q = rotate_into_cache(
+            qkv(x, norm=norm), rotation, *caches, plan, heads=num_heads, norms=head_norms
+        )
+        attended = paged_attention(q, *caches, plan, scale=dim**-0.5, sliding_window=window)
+        wanted = o(attended.view(len(x), -1), residual=x)
+    assert torch.equal(got, wanted)
+    assert torch.equal(keys, caches[0])
+    assert torch.equal(values, caches[1])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.integers(0, 70),
+    hidden=st.integers(1, 70),
+    inner=st.integers(1, 130),
+    seed=st.integers(0, 2**31),
+)
+def test_mlp(tokens: int, hidden: int, inner: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    norm, x = RMSNorm(normal(hidden), 1e-5), normal(hidden, tokens).T
+    with compiled_kernels(True):
+        gate_up = NativeLinear(normal(2 * inner, hidden), gated=True)
+        down = NativeLinear(normal(hidden, inner))
+        wanted = down(gate_up(x, norm=norm), residual=x)
+        assert torch.equal(NativeMlp(gate_up, down, norm)(x), wanted)
+
+
+def test_other_shapes_are_refused() -> None:
+    with compiled_kernels(True):
+        mlp = NativeMlp(
+            NativeLinear(normal(8, 6), gated=True),
+            NativeLinear(normal(6, 4)),
+            RMSNorm(normal(6), 1e-5),
+        )
+        for x in (normal(3, 5), torch.zeros(3, 6)):
+            with pytest.raises(ValueError, match="x is"):
+                mlp(x)
