@@ -3,8 +3,8 @@
 Bandwidth is the best of several ways to read a gigabyte once with all threads
 (a sum of floats; a dot product of two halves; a bfloat16 matrix times a
 vector, packed as oneDNN wants it), each far larger than any cache. The GEMM
-rate is that of a square bfloat16 product. Each is the best of some tries: a
-limit is what the machine can do when nothing disturbs it.
+rate is that of a square bfloat16 product. Each is the median of its tries, as
+the figures are that are held to it.
 
     python -m peers.limits THREADS      prints one JSON object
 """
@@ -16,8 +16,10 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from statistics import median
 
-_TRIES = 5
+_SECONDS = 0.5  # that each is tried, for some times at least
+_TRIES = 3
 _BYTES = 1 << 30  # of the memory that is read
 _GEMM = 4096
 
@@ -36,7 +38,7 @@ def measure(threads: int) -> Limits:
 
     torch.set_num_threads(threads)
     square = torch.ones(_GEMM, _GEMM, dtype=torch.bfloat16)
-    gemm = 2 * _GEMM**3 / _best(lambda: square @ square)
+    gemm = 2 * _GEMM**3 / _middle(lambda: square @ square)
     return Limits(max(_read_floats(), _read_packed()), gemm)
 
 
@@ -46,7 +48,7 @@ def _read_floats() -> float:
 
     data = torch.ones(_BYTES // 4)
     low, high = data.chunk(2)
-    return _BYTES / min(_best(data.sum), _best(lambda: torch.dot(low, high)))
+    return _BYTES / min(_middle(data.sum), _middle(lambda: torch.dot(low, high)))
 
 
 def _read_packed() -> float:
@@ -61,7 +63,7 @@ def _read_packed() -> float:
     del matrix
     vector = torch.ones(1, columns, dtype=torch.bfloat16)
     multiply = torch.ops.mkldnn._linear_pointwise
-    return _BYTES / _best(lambda: multiply(vector, packed, None, "none", [], ""))
+    return _BYTES / _middle(lambda: multiply(vector, packed, None, "none", [], ""))
 
 
 def parse(output: str | bytes) -> Limits:
@@ -69,14 +71,14 @@ def parse(output: str | bytes) -> Limits:
     return Limits(**json.loads(output))
 
 
-def _best(run: Callable[[], object]) -> float:
-    """Seconds of the fastest of some calls."""
-    seconds = []
-    for _ in range(_TRIES):
+def _middle(run: Callable[[], object]) -> float:
+    """Seconds of a call, the median of many."""
+    seconds: list[float] = []
+    while len(seconds) < _TRIES or sum(seconds) < _SECONDS:
         start = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    return median(seconds)
 
 
 if __name__ == "__main__":

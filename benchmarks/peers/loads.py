@@ -42,7 +42,7 @@ class Sizes:
 
     prompt: int = 128
     output: int = 128
-    one: int = 2
+    one: int = 1
     users: int = 16
     many: int = 32
     crowd_users: int = 64
@@ -53,7 +53,7 @@ class Sizes:
 
     def quick(self) -> Sizes:
         """Fewer requests; figures say less."""
-        return replace(self, one=1, many=16, crowd=64)
+        return replace(self, many=16, crowd=64)
 
 
 class Driver(Protocol):

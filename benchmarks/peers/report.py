@@ -30,8 +30,8 @@ class Run:
         missing: name -> how to get it.
         target: what goodput counts.
         repetitions: that are in the samples.
-        bandwidth, gemm: the machine's limits, one per repetition; bytes/s and FLOP/s.
-        samples: shape -> name -> figure -> one value per repetition, in base units.
+        bandwidth, gemm: the machine's limits, one per round of one user; bytes/s and FLOP/s.
+        samples: shape -> name -> figure -> one value per round, in base units.
     """
 
     command: str
@@ -68,8 +68,9 @@ def markdown(run: Run, picture: str | None = None) -> str:
         "# Speed on a CPU",
         "Written by `benchmarks/vs_peers.py`; `make bench-peers` runs it again.",
         "## Goals",
-        f"Ratio: weft's median over that of the other, {run.repetitions} repetitions; in "
-        "parentheses the lowest and highest ratio within one repetition.",
+        f"Ratio: weft's figure over that of the other in the same round, {run.repetitions} "
+        "repetitions (one user: of several rounds each); the median, in parentheses the lowest "
+        "and highest.",
         goals_table(run),
         *([f"![Ratio over goal]({picture})"] if picture else []),
         "## Figures",
@@ -78,7 +79,8 @@ def markdown(run: Run, picture: str | None = None) -> str:
         "## Limits",
         f"Measured in the same run: memory is read at {_range(run.bandwidth, 1e-9)} GB/s, bf16 "
         f"matrix products run at {_range(run.gemm, 1e-9)} GFLOP/s. The memory limit of decoding "
-        "is that bandwidth over the bytes of weights and cache that a token reads.",
+        "is that bandwidth over the bytes of weights, as the checkpoint has them, and cache that "
+        "a token reads; weft reads three quarters of those of bfloat16 weights.",
         "## How",
         _how(run),
     ]

@@ -1,8 +1,8 @@
 """The figures that are compared, the goals they are held to, and what came out.
 
-A sample is one figure of one contestant in one repetition. Ratios are those of
-the medians; their spread is that of the ratios within a repetition, where both
-were measured minutes apart on the same machine in the same state.
+A sample is one figure of one contestant in one round. A ratio is the median of
+those within a round, where both were measured one after the other: what a
+machine gives changes with the minutes.
 
 Besides the contestants there are references that weft is compared with in the
 same way: the memory limit, its own first answer, a bound in seconds or bytes.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-Samples = Mapping[str, Mapping[str, Sequence[float]]]  # name -> figure -> one per repetition
+Samples = Mapping[str, Mapping[str, Sequence[float]]]  # name -> figure -> one per round
 
 MEMORY_LIMIT = "memory limit"
 FIRST = "the first"
@@ -46,7 +46,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a goal; `low` and `high` are the ratios of single repetitions."""
+    """What became of a goal; `low` and `high` are the ratios of single rounds."""
 
     figure: Figure
     goal: Goal
@@ -56,7 +56,7 @@ class Verdict:
 
     @property
     def is_reached(self) -> bool:
-        """Whether the ratio of the medians meets the goal."""
+        """Whether the ratio meets the goal."""
         if self.goal.is_least:
             return self.ratio >= self.goal.ratio
         return self.ratio <= self.goal.ratio
@@ -97,11 +97,11 @@ def verdicts(shapes: Mapping[str, Samples]) -> Iterator[Verdict]:
 
 
 def compare(figure: Figure, goal: Goal, ours: Sequence[float], theirs: Sequence[float]) -> Verdict:
-    """The ratio of two lists of samples; a list of one stands for every repetition."""
+    """The ratio of two lists of samples; a list of one stands for every round."""
     longest = max(len(ours), len(theirs))
     pairs = zip(_stretched(ours, longest), _stretched(theirs, longest), strict=False)
     ratios = [_ratio(a, b) for a, b in pairs]
-    return Verdict(figure, goal, _ratio(median(ours), median(theirs)), min(ratios), max(ratios))
+    return Verdict(figure, goal, median(ratios), min(ratios), max(ratios))
 
 
 def _stretched(samples: Sequence[float], count: int) -> Sequence[float]:

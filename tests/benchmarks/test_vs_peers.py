@@ -73,7 +73,9 @@ def test_a_small_race_from_start_to_page(checkpoint: Path, tmp_path: Path) -> No
     assert len(samples["weft"]["ready"]) == 3
     page = (tmp_path / "cpu.md").read_text()
     assert "not measured: llama.cpp" in page
-    assert f"`{sys.executable} -m weft serve {checkpoint}" in page
+    assert f"`{Path(sys.executable).name} -m weft serve {checkpoint.name}" in page
+    limits = samples["memory limit"]["decode_rate"]
+    assert len(samples["weft"]["decode_rate"]) == len(limits) > 1
 
 
 @pytest.mark.slow
