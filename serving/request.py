@@ -24,6 +24,7 @@ class Request:
         prompt_top: how many of the most likely tokens go with each of them.
         cached_tokens: prompt tokens found in the prefix cache when it first ran; -1 before.
         known_keys: prefix-cache keys of its first blocks, as far as they were asked for.
+        wants_logprobs: of its tokens or of its prompt.
         ended: nothing more is told about it; its slot may still be in a step under way.
     """
 
@@ -43,6 +44,7 @@ class Request:
         "scored",
         "slot",
         "token_ids",
+        "wants_logprobs",
     )
 
     def __init__(self, add: Add, order: int, max_model_len: int) -> None:
@@ -61,6 +63,7 @@ class Request:
         if add.params.prompt_logprobs is not None:
             self.prompt_logprobs = []
         self.prompt_top = add.params.prompt_logprobs or 0
+        self.wants_logprobs = add.params.logprobs is not None or self.prompt_logprobs is not None
         self.cached_tokens = -1
         self.ended = False
         self.known_keys: list[bytes] = []
@@ -71,11 +74,11 @@ class Request:
 
     def keys(self, count: int, block_size: int) -> list[bytes]:
         """Prefix-cache keys of its first `count` blocks, whose tokens must be known."""
-        for index in range(len(self.known_keys), count):
-            parent = self.known_keys[-1] if self.known_keys else ROOT_KEY
-            tokens = self.token_ids[index * block_size : (index + 1) * block_size]
-            self.known_keys.append(block_key(parent, tokens.tobytes()))
-        return self.known_keys[:count]
+        keys = self.known_keys
+        for start in range(len(keys) * block_size, count * block_size, block_size):
+            tokens = self.token_ids[start : start + block_size].tobytes()
+            keys.append(block_key(keys[-1] if keys else ROOT_KEY, tokens))
+        return keys if len(keys) == count else keys[:count]
 
     @property
     def reusable(self) -> int:

@@ -45,7 +45,7 @@ import numpy as np
 from weft.errors import RequestError
 from weft.models.interface import FINITE, Int32, StepInput, StepOutput
 from weft.serving.kv_cache import KVCache, Slots
-from weft.serving.messages import Add, EngineStats, FinishReason, TokenOutput
+from weft.serving.messages import Add, EngineStats, FinishReason, TokenLogprob, TokenOutput
 from weft.serving.request import Request, token_logprob
 from weft.serving.step import Chunk, Flight, build_step, take_scores
 
@@ -303,36 +303,36 @@ class Scheduler:
         outputs: list[TokenOutput] = []
         broken: list[Request] = []
         running = self._running
-        rows = zip(slots.tolist(), result.token_ids.tolist(), result.status.tolist(), strict=True)
-        for row, (slot, token, state) in enumerate(rows):
+        faulty = frozenset(np.flatnonzero(result.status != FINITE).tolist())
+        rows = zip(slots.tolist(), result.token_ids.tolist(), strict=True)
+        for row, (slot, token) in enumerate(rows):
             request = running[slot]
             assert request is not None, "a slot is not released while a step names it"
             if request.ended:
                 continue
-            if state != FINITE:
+            if faulty and row in faulty:
                 self.kv.forget(slot)
                 self._registered[slot] = self.kv.total  # and never offer them again
                 broken.append(request)
                 continue
-            request.token_ids.append(token)
+            token_ids = request.token_ids
+            token_ids.append(token)
             reason: FinishReason | None = None
+            stop_token_id = logprobs = prompt_logprobs = None
             if token in request.end_token_ids:
-                reason = "stop"
+                reason, stop_token_id = "stop", token
                 self._end(request)
-            elif len(request.token_ids) == request.limit:
+            elif len(token_ids) == request.limit:
                 reason = "length"
                 self._end(request)
-            logprobs = None
-            if (top := request.params.logprobs) is not None:
-                assert result.logprobs is not None, "the runner returns what was asked for"
-                logprobs = [token_logprob(result.logprobs, row, token, top)]
-            prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+            if request.wants_logprobs:
+                logprobs, prompt_logprobs = _take_logprobs(request, row, token, result)
             outputs.append(
                 TokenOutput(
                     request.id,
                     [token],
                     reason,
-                    token if reason == "stop" else None,
+                    stop_token_id,
                     logprobs,
                     prompt_logprobs,
                     request.cached_tokens,
@@ -344,23 +344,21 @@ class Scheduler:
     def _register(self, slots: Int32) -> None:
         """Offer blocks that are now full to the prefix cache."""
         size = self.kv.block_size
-        slots = slots[self._done[slots] // size > self._registered[slots]]
+        done, registered = self._done[slots], self._registered[slots]
+        full = np.flatnonzero(done >= (registered + 1) * size)
         rows = zip(
-            slots.tolist(),
-            self._done[slots].tolist(),
-            self._registered[slots].tolist(),
-            strict=True,
+            slots[full].tolist(), done[full].tolist(), registered[full].tolist(), strict=True
         )
-        for slot, done, registered in rows:
+        for slot, computed, first in rows:
             request = self._running[slot]
             assert request is not None
             # Of an aborted request, tokens may be computed that the host never saw.
-            known = min(done, len(request)) // size
+            known = min(computed, len(request)) // size
             keys = request.keys(known, size)
-            for index in range(registered, known):
+            for index in range(first, known):
                 self.kv.register(slot, index, keys[index])
                 self._coming.pop(keys[index], None)
-            self._registered[slot] = max(known, registered)
+            self._registered[slot] = max(known, first)
 
     # Coming to an end.
 
@@ -411,6 +409,18 @@ class Scheduler:
     def _at(self, slots: Iterable[int]) -> list[Request]:
         """The requests in these slots."""
         return [request for slot in slots if (request := self._running[slot]) is not None]
+
+
+def _take_logprobs(
+    request: Request, row: int, token: int, result: StepOutput
+) -> tuple[list[TokenLogprob] | None, list[TokenLogprob] | None]:
+    """Of the token, and of the prompt with the first one: what was asked for."""
+    logprobs = None
+    if (top := request.params.logprobs) is not None:
+        assert result.logprobs is not None, "the runner returns what was asked for"
+        logprobs = [token_logprob(result.logprobs, row, token, top)]
+    prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+    return logprobs, prompt_logprobs
 
 
 _rank = attrgetter("rank")

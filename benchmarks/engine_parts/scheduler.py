@@ -51,7 +51,9 @@ class Loop:
         self._count = 0
         for _ in range(decoding):
             self._add(random_prompt(PROMPT), max_tokens=MAX_MODEL_LEN - PROMPT)
-        while self._scheduler.stats().generation_tokens < decoding:
+        while self._scheduler.stats().waiting:
+            self.step()
+        for _ in range(2 * DEPTH):  # and the last prompt's first token
             self.step()
         if next_prompt is not None:
             for _ in range(RUNNING - decoding):
