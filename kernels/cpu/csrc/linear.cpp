@@ -128,10 +128,12 @@ void finish(const Block& block, int64_t panel, const float* sums, const bf16* re
   }
 }
 
+// The panel's escapes, as many as it will have; without a branch, which would wait for their number.
 void fetch_escapes(const Matrix& m, int64_t panel) {
   const char* at = reinterpret_cast<const char*>(m.escapes + m.escape_start[panel]);
-  const char* end = reinterpret_cast<const char*>(m.escapes + m.escape_start[panel + 1]);
-  for (; at < end; at += 64) _mm_prefetch(at, _MM_HINT_T0);
+  _mm_prefetch(at, _MM_HINT_T0);
+  _mm_prefetch(at + 64, _MM_HINT_T0);
+  _mm_prefetch(reinterpret_cast<const char*>(m.escape_start + panel + 8), _MM_HINT_T0);
 }
 
 // What the panel's escapes add to the sums. Whole vectors, although one lane counts: a load of what
