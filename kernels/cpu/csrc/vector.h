@@ -131,9 +131,10 @@ struct Int8Columns {  // integers up to 256 are exact in bfloat16
 };
 
 // bfloat16 in 12 bits. The upper seven bits of nearly all exponents of a matrix are among some
-// seven neighbours, so that three bits name them: code c is top - c, and 7 is zero. A pair is 32
-// bytes of signs and codes, four bits a number, then 64 of what is left of the numbers. A number
-// whose exponent has no code is an escape: zero here, and in a list of its own.
+// seven neighbours, so that four bits name them and the sign: codes 0 to 6 are top - code, 7 is
+// zero, and 8 to 15 are top - (code - 8) of negative numbers. A pair is 32 bytes of codes, then 64
+// of what is left of the numbers. A number that has no code is an escape: zero here, and in a list
+// of its own.
 struct CompressedColumns {
   static constexpr int64_t PAIR = COLUMNS * 3;
   static constexpr int CODES = 7;
@@ -158,7 +159,7 @@ struct CompressedColumns {
   static void store(__m512i left, __m512i right, int top, char* at, uint64_t& escapes) {
     const __mmask32 left_escapes = find_escapes(left, top), right_escapes = find_escapes(right, top);
     escapes = left_escapes | uint64_t{right_escapes} << 32;
-    const __m512i codes = _mm512_packus_epi16(code(left, top), code(right, top));
+    const __m512i codes = _mm512_packus_epi16(code(left, left_escapes, top), code(right, right_escapes, top));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(at),
                         _mm256_or_si256(_mm512_castsi512_si256(codes),
                                         _mm256_slli_epi16(_mm512_extracti64x4_epi64(codes, 1), 4)));
@@ -170,9 +171,11 @@ struct CompressedColumns {
 
   // Of 32 numbers: those with an exponent that has no code.
   static __mmask32 find_escapes(__m512i numbers, int top) {
-    const __m512i exponent = upper_exponent(numbers);
-    return _mm512_cmpge_epu16_mask(below(exponent, top), _mm512_set1_epi16(CODES)) &
-           _mm512_test_epi16_mask(exponent, exponent);
+    const __m512i exponent = upper_exponent(numbers), below = steps_below(exponent, top);
+    const __mmask32 negative = _mm512_movepi16_mask(numbers);
+    return (negative & _mm512_cmpgt_epu16_mask(below, _mm512_set1_epi16(CODES))) |
+           (~negative & _mm512_cmpge_epu16_mask(below, _mm512_set1_epi16(CODES)) &
+            _mm512_test_epi16_mask(exponent, exponent));
   }
 
   // The number of a pair in a column, 0 or 1 for the first or the second of the pair.
@@ -185,7 +188,7 @@ struct CompressedColumns {
 
  private:
   static uint8_t upper_byte(int code, int top) {
-    const int exponent = code % 8 < CODES ? std::max(top - code % 8, 0) : 0;
+    const int exponent = code == CODES ? 0 : std::max(top - code % 8, 0);
     return static_cast<uint8_t>(code / 8 << 7 | exponent);
   }
 
@@ -193,15 +196,15 @@ struct CompressedColumns {
     return _mm512_and_si512(_mm512_srli_epi16(numbers, 8), _mm512_set1_epi16(0x7f));
   }
 
-  static __m512i below(__m512i exponent, int top) {
+  static __m512i steps_below(__m512i exponent, int top) {
     return _mm512_sub_epi16(_mm512_set1_epi16(static_cast<short>(top)), exponent);
   }
 
-  static __m512i code(__m512i numbers, int top) {
-    const __m512i code =
-        _mm512_min_epu16(below(upper_exponent(numbers), top), _mm512_set1_epi16(CODES));
+  static __m512i code(__m512i numbers, __mmask32 escapes, int top) {
+    const __m512i none = _mm512_set1_epi16(CODES);
+    const __m512i code = _mm512_min_epu16(steps_below(upper_exponent(numbers), top), none);
     const __m512i sign = _mm512_slli_epi16(_mm512_srli_epi16(numbers, 15), 3);
-    return _mm512_or_si512(sign, code);
+    return _mm512_mask_mov_epi16(_mm512_or_si512(sign, code), escapes, none);
   }
 
   __m512i upper_;  // the upper byte that each code stands for
