@@ -1,17 +1,17 @@
-"""What reaches memory by other ways than the interpreter's: assembly, and copies by the host.
+"""What reaches memory by other ways than the interpreter's: assembly, and torch's operators.
 
 Triton's interpreter knows no inline assembly. What each instruction that the
 kernels use means is in INSTRUCTIONS (gpu/multimem.py). A multicast address is
 one that no memory has; the Observer knows which addresses it stands for.
 
-Copies that the host queues (torch's `copy_`) do not go through the interpreter
-at all: `HostCopies` tells the Observer of them, each as a launch of its own,
-which is what it is on a stream.
+What the host queues by torch (copies, products, sums) does not go through the
+interpreter at all: `HostOperators` tells the Observer of it, each operator on
+symmetric memory as a launch of its own, which is what it is on a stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -40,6 +40,9 @@ class Observer(Protocol):
 
     def on_all_ranks(self, addresses: Array) -> Sequence[Array]:
         """For multicast addresses, uint64 [n]: those that they stand for, of each rank."""
+
+    def is_symmetric(self, storage: int) -> bool:
+        """Whether a storage of torch's, by its address, is symmetric memory."""
 
 
 def run(assembly: str, values: Sequence[Array], observer: Observer) -> list[Array]:
@@ -106,8 +109,11 @@ INSTRUCTIONS: dict[str, Callable[..., list[Array]]] = {
 }
 
 
-class HostCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within, the observer is told of this thread's `copy_` from one place to another.
+class HostOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within, the observer is told of this thread's operators of torch on symmetric memory.
+
+    Their tensors are loaded as a whole, unless they are overwritten; those that an operator
+    changes are stored. Views, and templates of shape and dtype, are neither.
 
     Args:
         observer: of this thread.
@@ -120,19 +126,61 @@ class HostCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.aten.copy_.default and args[0].data_ptr() != args[1].data_ptr():
-            to, source = args[:2]
-            self._observer.launched()
-            self._observer.program((0, 0, 0))
-            self._observer.access("load", _places(source), source.itemsize)
-            self._observer.access("store", _places(to), to.itemsize)
-            func(*args, **(kwargs or {}))
-            self._observer.finished()
-            return to
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        loaded, stored = self._operands(func, args, kwargs)
+        if not loaded and not stored:
+            return func(*args, **kwargs)
+        self._observer.launched()
+        self._observer.program((0, 0, 0))
+        for kind, tensors in (("load", loaded), ("store", stored)):
+            for tensor in tensors:
+                self._observer.access(kind, _places(tensor), tensor.itemsize)
+        out = func(*args, **kwargs)
+        self._observer.finished()
+        return out
+
+    def _operands(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Tensors in symmetric memory that an operator loads, and those that it stores."""
+        name = func._schema.name.removeprefix("aten::")
+        if func.is_view or torch.Tag.inplace_view in func.tags or name in TEMPLATES:
+            return [], []
+        if name == "copy_" and args[0].data_ptr() == args[1].data_ptr():
+            return [], []  # Triton's interpreter, which hands a kernel's arguments back
+        loaded, stored = [], []
+        for number, argument in enumerate(func._schema.arguments):
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            changes = argument.alias_info is not None and argument.alias_info.is_write
+            overwrites = argument.is_out or (changes and name in OVERWRITES)
+            for tensor in _tensors(value):
+                if self._observer.is_symmetric(tensor.untyped_storage().data_ptr()):
+                    loaded += [] if overwrites else [tensor]
+                    stored += [tensor] if changes else []
+        return loaded, stored
+
+
+OVERWRITES = ("copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "bernoulli_")
+"""Operators that do not load what they change."""
+
+TEMPLATES = (
+    *(f"new_{what}" for what in ("empty", "empty_strided", "zeros", "ones", "full")),
+    *(f"{what}_like" for what in ("empty", "zeros", "ones", "full", "rand", "randn")),
+)
+"""Operators that take a tensor for its shape, dtype and device only."""
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of an argument: one, a list of them, or none."""
+    for item in value if isinstance(value, (list, tuple)) else (value,):
+        if isinstance(item, torch.Tensor):
+            yield item
 
 
 def _places(tensor: torch.Tensor) -> Array:
-    """Addresses of a contiguous tensor's elements."""
-    start = tensor.data_ptr()
-    return np.arange(start, start + tensor.nbytes, tensor.itemsize, dtype=np.uint64)
+    """Addresses of a tensor's elements, uint64 [numel]; its strides may be any."""
+    places = np.array(tensor.data_ptr(), np.uint64)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        steps = np.arange(size, dtype=np.uint64) * np.uint64(stride * tensor.itemsize)
+        places = places[..., None] + steps
+    return places.ravel()

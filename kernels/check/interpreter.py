@@ -19,14 +19,18 @@ in the assembly (aot.py).
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
+import triton
 import triton.language as tl
 from triton.language import core as core  # seen by _probe
 from triton.language.semantic import TritonSemantic
@@ -38,6 +42,32 @@ Array = npt.NDArray[Any]
 Program = tuple[int, int, int]
 Kind = Literal["load", "store", "atomic"]
 Handle: TypeAlias = interpreter.TensorHandle
+
+
+@dataclass(frozen=True, slots=True)
+class Atomic:
+    """An atomic that has been done.
+
+    Attributes:
+        address, itemsize: of what it was done to.
+        sem: relaxed, acquire, release or acquire_release.
+        scope: cta, gpu or system.
+        was, now: what was there before and after.
+        sets: it exchanges, and does not add to what was there.
+    """
+
+    address: int
+    itemsize: int
+    sem: str
+    scope: str
+    was: float
+    now: float
+    sets: bool
+
+    @property
+    def changed(self) -> bool:
+        """Whether it left another value."""
+        return self.was != self.now
 
 
 class Observer(Protocol):
@@ -55,8 +85,8 @@ class Observer(Protocol):
     def access(self, kind: Kind, addresses: Array, itemsize: int) -> None:
         """Memory is about to be loaded or stored: uint64 addresses [n]."""
 
-    def atomic(self, address: int, itemsize: int, sem: str, scope: str, *, changed: bool) -> None:
-        """An atomic has been done at one address; whether it left another value there."""
+    def atomic(self, atomic: Atomic) -> None:
+        """An atomic has been done."""
 
     def words(self, kind: Kind, addresses: Array, itemsize: int) -> None:
         """Words that carry their own signal have been loaded, or are about to be stored."""
@@ -67,6 +97,9 @@ class Observer(Protocol):
     def on_all_ranks(self, addresses: Array) -> Sequence[Array]:
         """For multicast addresses, uint64 [n]: those that they stand for, of each rank."""
 
+    def is_symmetric(self, storage: int) -> bool:
+        """Whether a storage of torch's, by its address, is symmetric memory."""
+
 
 _state = threading.local()
 
@@ -76,11 +109,17 @@ def observe(observer: Observer | None) -> None:
     _state.observer = observer
 
 
+_NOT_KERNELS = (
+    "<frozen",
+    os.path.dirname(__file__) + os.sep,
+    *(os.path.dirname(str(module.__file__)) + os.sep for module in (np, torch, triton)),
+)
+
+
 def where() -> str:
     """File and line of the kernel's code that runs now, in this thread."""
     frame = sys._getframe()
-    inside = ("/triton/", "/kernels/check/", "/numpy/", "/torch/", "<frozen")
-    while frame is not None and any(part in frame.f_code.co_filename for part in inside):
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_KERNELS):
         frame = frame.f_back  # type: ignore[assignment]
     return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
@@ -157,7 +196,7 @@ class RankBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
         _tell("atomic", ptr, None)
         old = super().create_atomic_cas(ptr, cmp, val, sem, scope)
         new = np.where(old.data == cmp.data, val.data, old.data)
-        _tell_atomic(ptr, old, new, None, sem, scope)
+        _tell_atomic(ptr, old, new, None, sem, scope, sets=True)
         return old
 
     def create_atomic_rmw(
@@ -165,8 +204,8 @@ class RankBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
     ) -> Handle:
         _tell("atomic", ptr, mask)
         old = super().create_atomic_rmw(op, ptr, val, mask, sem, scope)
-        new = val.data if op.name == "XCHG" else old.data + val.data
-        _tell_atomic(ptr, old, new, mask, sem, scope)
+        new = _UPDATES[op.name](old.data, val.data)
+        _tell_atomic(ptr, old, new, mask, sem, scope, sets=op.name == "XCHG")
         return old
 
     def create_inline_asm(self, assembly: str, _: str, values: list[Handle], *rest: Any) -> Any:
@@ -208,6 +247,21 @@ class RankBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
         return super().create_dot(_widened(a), _widened(b), d, *rest)
 
 
+_UPDATES: dict[str, Callable[[Array, Array], Array]] = {
+    "XCHG": lambda _, new: new,
+    "ADD": np.add,
+    "FADD": np.add,
+    "AND": np.bitwise_and,
+    "OR": np.bitwise_or,
+    "XOR": np.bitwise_xor,
+    "MAX": np.maximum,
+    "MIN": np.minimum,
+    "UMAX": np.maximum,
+    "UMIN": np.minimum,
+}
+"""What atomics leave, by Triton's names of them."""
+
+
 def _bfloat16(numbers: Array) -> Handle:
     return Handle(to_bfloat16(numbers), tl.bfloat16)
 
@@ -245,7 +299,7 @@ def _arrivals(mask: Handle) -> list[Handle]:
 
 
 def _tell_atomic(
-    ptr: Handle, old: Handle, new: Array, mask: Handle | None, sem: Any, scope: Any
+    ptr: Handle, old: Handle, new: Array, mask: Handle | None, sem: Any, scope: Any, *, sets: bool
 ) -> None:
     if observer := _observer():
         active = np.ones(ptr.data.shape, bool) if mask is None else mask.data
@@ -256,8 +310,9 @@ def _tell_atomic(
             np.broadcast_to(new, old.data.shape)[active].ravel(),
             strict=True,
         ):
+            how = (sem.name.lower(), scope.name.lower())
             observer.atomic(
-                int(address), bits // 8, sem.name.lower(), scope.name.lower(), changed=was != now
+                Atomic(int(address), bits // 8, *how, was.item(), now.item(), sets=sets)
             )
 
 

@@ -8,24 +8,35 @@ clocks; Lamport 1978, FastTrack: Flanagan and Freund 2009):
   programs of the launches before it. What is launched beside is on a second
   stream, until they join (Home.beside), though the interpreter runs it at once;
 - a release on a signal, and every acquire that sees it or something later;
-- where ranks meet on the host.
+- the barrier of a home, which waits for the device, too.
 
 Two accesses to the same bytes, one of them a store, from programs without an
-order between them are a race, also when the values came out right. Reported
-too: memory that is loaded before anyone has stored to it, and signals that
-order nothing because they are relaxed or reach only this GPU.
+order between them are a race, also when the values came out right; so are an
+atomic and a plain access, one of which changes what is there. Reported too:
+memory that is loaded before anyone has stored to it, accesses just outside a
+tensor, signals that order nothing because they are relaxed or reach only this
+GPU, and signals that are set again too early.
+
+What is kept of each cell is enough to find the first race on it (FastTrack,
+sections 3 and 4). Of the stores the last one: those before are ordered before
+it, or a race was found then; so what has no order after one of them has none
+after the last. Of the loads, all that are not ordered before another load that
+is kept: there may be one from each program, and a store must come after every
+one of them. They are dropped at a store, which stands for them from then on.
+Atomics are kept as loads are. Accesses within one program are in order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from weft.kernels.check import interpreter
-from weft.kernels.check.interpreter import Array, Kind, Program
+from weft.kernels.check.interpreter import Array, Atomic, Kind, Program
 from weft.kernels.symmetric.memory import SymmetricTensor
 
 Int32 = npt.NDArray[np.int32]
@@ -35,10 +46,25 @@ Stream = tuple[int, int]
 Task = tuple[Stream, int, Program]
 """A program: (stream, launch, index)."""
 
+Access = Literal["load", "store", "atomic", "poll", "take"]
+"""A poll is an atomic that changes nothing; a take loads words that carry their own signal."""
+
+CONFLICTS: dict[Access, tuple[Access, ...]] = {
+    "load": ("store", "atomic"),
+    "store": ("store", "load", "atomic", "poll", "take"),
+    "atomic": ("store", "load"),
+    "poll": ("store",),
+    "take": ("store",),
+}
+"""What an access must have an order with."""
+
 ACQUIRES = ("acquire", "acquire_release")
 RELEASES = ("release", "acquire_release")
 NOBODY = -1
 MAX_FINDINGS = 20
+
+GUARD = 1 << 16
+"""Bytes before and after each tensor that belong to nobody."""
 
 
 @dataclass(slots=True)
@@ -71,11 +97,11 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A load or a store: which program's, the how manieth, and where in its code."""
+    """An access: which program's, the how manieth, and where in its code."""
 
     task: Task
     time: int
-    kind: str
+    kind: Access
     where: str
 
     def __str__(self) -> str:
@@ -89,10 +115,13 @@ class Event:
 
 @dataclass(slots=True)
 class _Watched:
-    """One rank's symmetric tensor: for each element the event that last touched it.
+    """One rank's symmetric tensor, and what was last done to each of its elements.
 
     Attributes:
-        seen: of a word that carries its own signal, who first loaded what is there now.
+        last: of each kind of access, columns of event numbers; an element's entries are those
+            events that none of the others is after.
+        polling: of each rank, the load by its running program of words that carry their own
+            signal; it may yet find that they have not come, and load them again.
     """
 
     start: int
@@ -100,10 +129,13 @@ class _Watched:
     rank: int
     name: str
     itemsize: int
-    writer: Int32
-    readers: dict[int, Int32]
-    seen: Int32
+    last: dict[Access, list[Int32]]
+    polling: dict[int, Int32]
     initialised: npt.NDArray[np.bool_]
+
+    def column(self) -> Int32:
+        """Of no events."""
+        return np.full(len(self.initialised), NOBODY, np.int32)
 
 
 class RaceDetector:
@@ -120,40 +152,39 @@ class RaceDetector:
         self._now: dict[int, tuple[Task, Clock]] = {}
         self._after_launch: dict[int, Clock] = {}
         self._signals: dict[int, Clock] = {}
+        self._barriers: list[Clock] = []
+        self._arrivals: dict[int, int] = {}
         self._carried: dict[int, Clock] = {}
+        self._doubts: dict[int, list[tuple[_Watched, Array, int, Event]]] = {}
         self._seen: set[tuple[str, str]] = set()
 
     def watch(self, rank: int, tensor: SymmetricTensor) -> None:
-        """Look at all accesses to a tensor from now on."""
-        local = tensor.local
-        start, count = local.data_ptr(), local.numel()
+        """Look at all accesses to a tensor from now on, and to GUARD bytes on either side."""
+        start, count = int(tensor.addresses[rank]), tensor.local.numel()
         self._watched.append(
             _Watched(
                 start=start,
-                end=start + local.nbytes,
+                end=start + tensor.local.nbytes,
                 rank=rank,
                 name=tensor.name,
-                itemsize=local.element_size(),
-                writer=np.full(count, NOBODY, np.int32),
-                readers={},
-                seen=np.full(count, NOBODY, np.int32),
+                itemsize=tensor.local.element_size(),
+                last={"load": [], "store": [], "atomic": [], "poll": [], "take": []},
+                polling={},
                 initialised=np.zeros(count, bool),
             )
         )
 
-    def written_by_host(self, tensor: SymmetricTensor) -> None:
-        """All of it holds something."""
-        for watched in self._watched:
-            if watched.start == tensor.local.data_ptr():
-                watched.initialised[:] = True
+    def arrived(self, rank: int) -> None:
+        """A rank is at a barrier, and so is all that it has launched."""
+        number = self._arrivals[rank] = self._arrivals.get(rank, 0) + 1
+        if number > len(self._barriers):
+            self._barriers.append(Clock())
+        for clocks in (self._host, self._other):
+            self._barriers[number - 1].join(clocks.setdefault(rank, Clock()))
 
-    def met(self) -> None:
-        """All ranks were in one place on the host: what was before is over for everyone."""
-        together = Clock()
-        for clock in (*self._host.values(), *self._other.values()):
-            together.join(clock)
-        for rank in self._host:
-            self._host[rank] = together.copy()
+    def met(self, rank: int) -> None:
+        """All ranks have arrived at the rank's last barrier: what was before is over for it."""
+        self._host[rank].join(self._barriers[self._arrivals[rank] - 1])
 
     def fork(self, rank: int) -> None:
         """The rank's next launches are beside the first stream, after what is there."""
@@ -197,129 +228,266 @@ class RaceDetector:
         self._now[rank] = (task, clock)
 
     def _end_program(self, rank: int) -> None:
-        if rank in self._now:
-            _, clock = self._now.pop(rank)
-            self._after_launch[rank].join(clock)
-
-    def access(self, rank: int, kind: Kind, addresses: Array, itemsize: int) -> None:
-        if rank not in self._now or not len(addresses):
-            return
-        task, clock = self._now[rank]
-        event = Event(task, clock.tasks[task], kind, interpreter.where())
-        number = NOBODY
-        for watched in self._watched:
-            inside = addresses[(addresses >= watched.start) & (addresses < watched.end)]
-            if not len(inside):
-                continue
-            if number == NOBODY:
-                number = len(self._events)
-                self._events.append(event)
-            cells = np.unique((inside - watched.start).astype(np.int64) // watched.itemsize)
-            self._check(watched, cells, event, clock)
-            if kind == "store":
-                watched.writer[cells] = number
-                watched.initialised[cells] = True
-            else:
-                readers = watched.readers.setdefault(
-                    rank, np.full(len(watched.writer), NOBODY, np.int32)
-                )
-                readers[cells] = number
-
-    def atomic(
-        self, rank: int, address: int, itemsize: int, sem: str, scope: str, *, changed: bool
-    ) -> None:
-        """Signals: a release adds what its program knows; an acquire takes what was added."""
         if rank not in self._now:
             return
-        watched = next((w for w in self._watched if w.start <= address < w.end), None)
-        if watched is None:
-            return
-        task, clock = self._now[rank]
-        signal = self._signals.setdefault(address, Clock())
-        if sem in ACQUIRES and scope == "system":
-            clock.join(signal)
-        if changed and sem in RELEASES and scope == "system":
-            signal.join(clock)
-            clock.tasks[task] += 1
-        elif changed and watched.rank != rank:
+        _, clock = self._now.pop(rank)
+        self._after_launch[rank].join(clock)
+        for watched, cells, number, store in self._doubts.pop(rank, ()):
+            self._report_pair(watched, cells, number, store)
+        for watched in self._watched:
+            column = watched.polling.pop(rank, None)
+            for number in () if column is None else _distinct(column):
+                self._remember(watched, "take", np.flatnonzero(column == number), number, clock)
+
+    def access(self, rank: int, kind: Kind, addresses: Array, itemsize: int) -> None:
+        """A load or a store is about to be done: uint64 addresses [n]."""
+        assert kind != "atomic"
+        number = None
+        for watched, places in self._near(rank, addresses, itemsize):
+            number = self._happens(rank, kind) if number is None else number
+            cells = self._cells(watched, places, number)
+            self._check(watched, cells, number)
+            self._record(watched, cells, number)
+
+    def atomic(self, rank: int, atomic: Atomic) -> None:
+        """Signals: a release adds what its program knows; an acquire takes what was added."""
+        address = np.array([atomic.address], np.uint64)
+        for watched, places in self._near(rank, address, atomic.itemsize):
+            task, clock = self._now[rank]
+            signal = self._signals.setdefault(atomic.address, Clock())
+            if atomic.sem in ACQUIRES and atomic.scope == "system":
+                clock.join(signal)
+            number = self._happens(rank, "atomic" if atomic.changed else "poll")
+            cells = self._cells(watched, places, number)
+            if not len(cells):
+                continue
+            self._check(watched, cells, number, reads=not atomic.sets)
+            if atomic.sets and atomic.changed:
+                self._check_set_again(watched, cells, number, atomic)
+            self._record(watched, cells, number)
+            if atomic.changed and atomic.sem in RELEASES and atomic.scope == "system":
+                signal.join(clock)
+                clock.tasks[task] += 1
+            elif atomic.changed and watched.rank != rank:
+                self._report(
+                    f"{watched.name} of rank {watched.rank}: a signal to another rank is "
+                    f"{atomic.sem} with scope {atomic.scope}; it orders nothing there unless it is "
+                    f"a release with scope sys",
+                    interpreter.where(),
+                )
+
+    def _check_set_again(
+        self, watched: _Watched, cells: Array, number: int, atomic: Atomic
+    ) -> None:
+        """A signal is set: to be seen by those who wait for what it was, it may only grow.
+
+        Whoever sets it must know of the last time it was set: then a wait for that is ended by
+        this, too, and sees what came before either. Otherwise the two may come in any order, and
+        a wait for the one be ended by the other. Who lowers it must know that all waits are over.
+        What is added to a signal takes nothing from those who wait.
+        """
+        _, clock = self._now[self._events[number].task[0][0]]
+        kinds: tuple[Access, ...] = ("atomic", "poll") if atomic.now < atomic.was else ("atomic",)
+        for other in self._without_order(watched, kinds, cells, number, clock):
+            what = "it was last set" if self._events[other].kind == "atomic" else "the last wait"
             self._report(
-                f"{watched.name} of rank {watched.rank}: a signal to another rank is {sem} with "
-                f"scope {scope}; it orders nothing there unless it is a release with scope sys",
-                interpreter.where(),
+                f"{watched.name}[{int(cells[0])}] of rank {watched.rank} is reused: a signal that "
+                f"is set from {atomic.was} to {atomic.now} with no order after {what}\n"
+                f"    {self._events[other]}\n    {self._events[number]}",
+                f"{self._events[other].where} {self._events[number].where}",
             )
 
     def words(self, rank: int, kind: Kind, addresses: Array, itemsize: int) -> None:
         """Words that carry their own signal (gpu/low_latency.py) are loaded or stored.
 
         They may be loaded while they are stored: their flags tell. But what is in one may be
-        stored over only by who knows that it has been loaded. Between the ends of launches they
-        order, too: after the launch that loads a word comes what is after all the launches before
-        the one that stored it.
+        stored over only by who knows that it has been taken: the last load of it by each program
+        that loads it, for those before were in vain or showed the same. Between the ends of
+        launches words order, too: after the launch that loads a word comes what is after all the
+        launches before the one that stored it.
+        """
+        number = None
+        for watched, places in self._near(rank, addresses, itemsize):
+            number = self._happens(rank, "store" if kind == "store" else "take", number)
+            cells = self._cells(watched, places, number)
+            writers = watched.last["store"][0][cells] if watched.last["store"] else None
+            carried = np.zeros(len(cells), bool)
+            for writer in () if writers is None else _distinct(writers):
+                if writer in self._carried:
+                    carried |= writers == writer
+                    if kind == "load":
+                        self._after_launch[rank].join(self._carried[writer])
+            if kind == "store":
+                self._carried[number] = self._host[rank].copy()
+                self._check(watched, cells[~carried], number)
+                self._check_stored_over(watched, cells[carried], number)
+                self._record(watched, cells, number)
+            else:
+                self._doubts[rank] = [
+                    (other, left, *rest)
+                    for other, doubted, *rest in self._doubts.get(rank, ())
+                    if len(left := np.setdiff1d(doubted, cells) if other is watched else doubted)
+                ]
+                self._check(watched, cells[~carried], number, reads=True)
+                polling = watched.polling.setdefault(rank, watched.column())
+                polling[cells[carried]] = number
+
+    def _check_stored_over(self, watched: _Watched, cells: Array, number: int) -> None:
+        """Words are stored where words are: someone has taken those, and all who did are known."""
+        store = self._events[number]
+        _, clock = self._now[store.task[0][0]]
+        taken = np.zeros(len(cells), bool)
+        for column in watched.last["take"]:
+            taken |= column[cells] != NOBODY
+        for other in self._without_order(watched, ("take",), cells, number, clock):
+            self._report_pair(
+                watched, self._where_last(watched, "take", cells, other), other, store
+            )
+        doubts = []
+        for rank, column in watched.polling.items():
+            for other in _distinct(column[cells]):
+                here = column[cells] == other
+                if self._in_order(other, number, clock):
+                    taken |= here
+                else:
+                    doubts.append((rank, other, here))
+        for rank, other, here in doubts:
+            if not taken[here].all():  # taken or not, there is no order
+                self._report_pair(watched, cells[here & ~taken], other, store)
+            self._doubts.setdefault(rank, []).append((watched, cells[here & taken], other, store))
+            taken |= here
+        for column in watched.polling.values():
+            column[cells] = NOBODY
+        if not taken.all():
+            self._report(
+                f"{watched.name}[{int(cells[~taken][0])}] of rank {watched.rank} is stored over "
+                f"before anyone has loaded it: {store}",
+                store.where,
+            )
+
+    def _near(self, rank: int, addresses: Array, itemsize: int) -> Iterator[tuple[_Watched, Array]]:
+        """The tensors in or near which a running program's access is, with one place per element.
+
+        Args:
+            rank: whose program.
+            addresses: uint64 [n].
+            itemsize: bytes at each of them; may be several elements.
         """
         if rank not in self._now or not len(addresses):
             return
-        task, clock = self._now[rank]
-        number = len(self._events)
-        self._events.append(Event(task, clock.tasks[task], kind, interpreter.where()))
-        if kind == "store":
-            self._carried[number] = self._host[rank].copy()
+        first, last = int(addresses.min()), int(addresses.max()) + itemsize
         for watched in self._watched:
-            inside = addresses[(addresses >= watched.start) & (addresses < watched.end)]
-            cells = np.unique((inside - watched.start).astype(np.int64) // watched.itemsize)
-            if kind == "store":
-                self._check_stored_over(watched, cells, self._events[number], clock)
-                watched.writer[cells] = number
-                watched.seen[cells] = NOBODY
-                watched.initialised[cells] = True
-            else:
-                for writer in _distinct(watched.writer[cells]):
-                    if writer in self._carried:
-                        self._after_launch[rank].join(self._carried[writer])
-                first = (watched.writer[cells] != NOBODY) & (watched.seen[cells] == NOBODY)
-                watched.seen[cells[first]] = number
+            start, end = watched.start - GUARD, watched.end + GUARD
+            if last <= start or first >= end:
+                continue
+            places = addresses
+            if itemsize > watched.itemsize:
+                inside = np.arange(0, itemsize, watched.itemsize, dtype=np.uint64)
+                places = (addresses[:, None] + inside).ravel()
+            places = places[(places >= start) & (places < end)]
+            if len(places):
+                yield watched, places
 
-    def _check_stored_over(
-        self, watched: _Watched, cells: Array, event: Event, clock: Clock
-    ) -> None:
-        cells = cells[watched.writer[cells] != NOBODY]
-        unseen = cells[watched.seen[cells] == NOBODY]
-        if len(unseen):
+    def _happens(self, rank: int, kind: Access, number: int | None = None) -> int:
+        """The number of an event that is new, unless it has one."""
+        if number is None:
+            number = len(self._events)
+            task, clock = self._now[rank]
+            self._events.append(Event(task, clock.tasks[task], kind, interpreter.where()))
+        return number
+
+    def _cells(self, watched: _Watched, places: Array, number: int) -> Array:
+        """Elements of a tensor at these places; those that are outside are reported."""
+        inside = (places >= watched.start) & (places < watched.end)
+        if not inside.all():
+            place = int(places[~inside][0])
+            after = place - watched.end
+            where = (
+                f"{after} bytes after" if after >= 0 else f"{watched.start - place} bytes before"
+            )
+            event = self._events[number]
             self._report(
-                f"{watched.name}[{int(unseen[0])}] of rank {watched.rank} is stored over before "
-                f"anyone has loaded it: {event}",
+                f"{watched.name} of rank {watched.rank}: access outside, at {place:#x}, {where} "
+                f"its {'end' if after >= 0 else 'beginning'}: {event}",
                 event.where,
             )
-        for number in _distinct(watched.seen[cells]):
-            other = self._events[number]
-            if other.task != event.task and not clock.knows(other):
-                cell = int(cells[watched.seen[cells] == number][0])
-                self._report(
-                    f"{watched.name}[{cell}] of rank {watched.rank}: no order between\n"
-                    f"    {other}\n    {event}",
-                    f"{other.where} {event.where}",
-                )
+        return np.unique((places[inside] - watched.start).astype(np.int64) // watched.itemsize)
 
-    def _check(self, watched: _Watched, cells: Array, event: Event, clock: Clock) -> None:
-        if event.kind == "load" and not watched.initialised[cells].all():
+    def _check(
+        self, watched: _Watched, cells: Array, number: int, *, reads: bool | None = None
+    ) -> None:
+        """Report what this access has no order with, or that it `reads` what nobody has stored."""
+        event = self._events[number]
+        if reads is None:
+            reads = event.kind == "load"
+        if reads and not watched.initialised[cells].all():
             first = int(cells[~watched.initialised[cells]][0])
             self._report(
                 f"{watched.name}[{first}] of rank {watched.rank} is loaded, and nothing was ever "
                 f"stored there: {event}",
                 event.where,
             )
-        columns = [watched.writer]
+        _, clock = self._now[event.task[0][0]]
+        for kind in CONFLICTS[event.kind]:
+            for other in self._without_order(watched, (kind,), cells, number, clock):
+                here = self._where_last(watched, kind, cells, other)
+                self._report_pair(watched, here, other, event)
+
+    def _record(self, watched: _Watched, cells: Array, number: int) -> None:
+        """This is now among the last that was done to these elements."""
+        event = self._events[number]
         if event.kind == "store":
-            columns += watched.readers.values()
+            for columns in watched.last.values():
+                for column in columns:
+                    column[cells] = NOBODY
+        if event.kind in ("store", "atomic"):
+            watched.initialised[cells] = True
+        _, clock = self._now[event.task[0][0]]
+        self._remember(watched, event.kind, cells, number, clock)
+
+    def _remember(
+        self, watched: _Watched, kind: Access, cells: Array, number: int, clock: Clock
+    ) -> None:
+        """Put an event among the last of its kind, in place of all that it comes after."""
+        columns = watched.last[kind]
         for column in columns:
-            for number in _distinct(column[cells]):
-                other = self._events[number]
-                if other.task != event.task and not clock.knows(other):
-                    cell = int(cells[column[cells] == number][0])
-                    self._report(
-                        f"{watched.name}[{cell}] of rank {watched.rank}: no order between\n"
-                        f"    {other}\n    {event}",
-                        f"{other.where} {event.where}",
-                    )
+            for other in _distinct(column[cells]):
+                if clock.knows(self._events[other]):
+                    column[cells[column[cells] == other]] = NOBODY
+        for column in columns:
+            free = column[cells] == NOBODY
+            column[cells[free]] = number
+            cells = cells[~free]
+        if len(cells):
+            columns.append(watched.column())
+            columns[-1][cells] = number
+
+    def _without_order(
+        self, watched: _Watched, kinds: Iterable[Access], cells: Array, number: int, clock: Clock
+    ) -> list[int]:
+        """Numbers of the last events of these kinds that are not known to be over."""
+        columns = [column for kind in kinds for column in watched.last[kind]]
+        others = {other for column in columns for other in _distinct(column[cells])}
+        return sorted(other for other in others if not self._in_order(other, number, clock))
+
+    def _in_order(self, other: int, number: int, clock: Clock) -> bool:
+        event = self._events[other]
+        return event.task == self._events[number].task or clock.knows(event)
+
+    def _where_last(self, watched: _Watched, kind: Access, cells: Array, number: int) -> Array:
+        """Those of these elements to which an event was the last of its kind."""
+        return next(
+            found for column in watched.last[kind] if len(found := cells[column[cells] == number])
+        )
+
+    def _report_pair(self, watched: _Watched, cells: Array, number: int, event: Event) -> None:
+        if len(cells):
+            other = self._events[number]
+            self._report(
+                f"{watched.name}[{int(cells[0])}] of rank {watched.rank}: no order between\n"
+                f"    {other}\n    {event}",
+                f"{other.where} {event.where}",
+            )
 
     def _report(self, message: str, places: str) -> None:
         """Once for each pair of places, and not without end."""

@@ -8,7 +8,7 @@ seed names one interleaving, and runs it again.
 A rank that polls in vain is stalled until someone changes memory. When every
 rank that has not finished is stalled, or waits where ranks meet, none can go
 on: that is a hang, found without a clock, and reported as who waits where for
-which signal.
+which signal, who set it last, and the cycle that this makes.
 
     results = run(lambda home: all_gather(..., home), world_size=4, seed=7)
 
@@ -29,8 +29,8 @@ import numpy as np
 
 from weft.errors import WeftError
 from weft.kernels.check import extern, interpreter
-from weft.kernels.check.interpreter import Array, Kind, Program
-from weft.kernels.check.races import RaceDetector
+from weft.kernels.check.interpreter import Array, Atomic, Kind, Program
+from weft.kernels.check.races import GUARD, RaceDetector
 from weft.kernels.symmetric.memory import SymmetricTensor
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 
@@ -54,10 +54,16 @@ class _Abandoned(BaseException):
 
 @dataclass(slots=True)
 class _Rank:
-    """One rank's thread: what it waits for, and whether it is through."""
+    """One rank's thread: what it waits for, and whether it is through.
+
+    Attributes:
+        stalled: what it waits for, in words.
+        signal: the address that it polls; None where it waits for the others to come.
+    """
 
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     stalled: str | None = None
+    signal: int | None = None
     finished: bool = False
     last_poll: tuple[int, str] | None = None
     program: Program | None = None
@@ -84,6 +90,7 @@ class Ranks:
         self._random = random.Random(seed)
         self._weight = [1 / s for s in slowness or [1.0] * world_size]
         self._met = [0] * world_size
+        self._setters: dict[int, int] = {}
         self.races = races
         self.failure: BaseException | None = None
         self.memory = Memory()
@@ -134,10 +141,15 @@ class Ranks:
         poll = (address, interpreter.where())
         if state.last_poll == poll:
             state.stalled = f"{self.memory.name(address)} at {poll[1]}, program {state.program}"
+            state.signal = address
             self._pass_on(rank)
             self._wait(rank)  # until something has changed, which the next poll may see
         else:
             state.last_poll = poll
+
+    def has_set(self, rank: int, addresses: Sequence[int]) -> None:
+        """The rank has set signals, and may be the one to set them again."""
+        self._setters.update(dict.fromkeys(addresses, rank))
 
     def progressed(self, rank: int, program: Program | None = None) -> None:
         """The rank did something else than poll."""
@@ -151,13 +163,12 @@ class Ranks:
         self._met[rank] += 1
         while min(self._met) < self._met[rank]:
             self._ranks[rank].stalled = "the others, where ranks meet"
+            self._ranks[rank].signal = None
             self._ranks[rank].last_poll = None
             self._pass_on(rank)
             self._wait(rank)
         for state in self._ranks:
             state.stalled = None  # they look again
-        if self.races is not None:
-            self.races.met()
 
     def _choose(self) -> int:
         able = [i for i, r in enumerate(self._ranks) if not r.finished and r.stalled is None]
@@ -184,13 +195,47 @@ class Ranks:
         for state in self._ranks:
             state.turn.release()
 
+    def _waits_for(self, rank: int) -> tuple[list[int], str]:
+        """The ranks that a waiting rank waits for, as far as they are known, and who they are."""
+        state = self._ranks[rank]
+        if state.finished:
+            return [], ""
+        if state.signal is None:
+            late = [other for other, met in enumerate(self._met) if met < self._met[rank]]
+            return late, f"not there: {', '.join(f'rank {other}' for other in late)}"
+        setter = self._setters.get(state.signal)
+        if setter is None:
+            return [], "nobody has ever set it"
+        return [setter], f"rank {setter} set it last"
+
     def _describe_hang(self) -> str:
+        """Who waits for what, who set it last, and the cycle."""
         lines = ["no rank can go on:"]
+        waits: dict[int, list[int]] = {}
         for rank, state in enumerate(self._ranks):
-            lines.append(
-                f"  rank {rank} {'has ended' if state.finished else f'waits for {state.stalled}'}"
-            )
+            waits[rank], who = self._waits_for(rank)
+            what = "has ended" if state.finished else f"waits for {state.stalled}; {who}"
+            lines.append(f"  rank {rank} {what}")
+        cycle = " waits for ".join(f"rank {rank}" for rank in _cycle(waits))
+        lines.append(f"  the cycle: {cycle}" if cycle else "  no cycle is known")
         return "\n".join(lines)
+
+
+def _cycle(waits: dict[int, list[int]]) -> list[int]:
+    """A rank, whom it waits for, whom that one waits for, and so on to the first; or nothing."""
+    through: set[int] = set()
+
+    def follow(path: list[int]) -> list[int]:
+        if path[-1] in path[:-1]:
+            return path[path.index(path[-1]) :]
+        if path[-1] not in through:
+            for other in waits[path[-1]]:
+                if found := follow([*path, other]):
+                    return found
+            through.add(path[-1])
+        return []
+
+    return next((found for rank in waits if (found := follow([rank]))), [])
 
 
 class Memory:
@@ -200,10 +245,12 @@ class Memory:
         self._starts: list[int] = []
         self._tensors: list[tuple[int, int, str, int, int]] = []
         self._multicast: dict[int, tuple[int, list[int]]] = {}
+        self.storages: set[int] = set()
 
     def add(self, rank: int, tensor: SymmetricTensor) -> None:
         """Remember where a rank's tensor is."""
         local = tensor.local
+        self.storages.add(local.untyped_storage().data_ptr())
         entry = (local.data_ptr(), local.nbytes, tensor.name, rank, local.element_size())
         at = bisect_right(self._starts, entry[0])
         self._starts.insert(at, entry[0])
@@ -234,7 +281,7 @@ class Memory:
 
 
 class CheckedHome(VirtualHome):
-    """A VirtualHome whose allocations the ranks know by name."""
+    """A VirtualHome whose allocations the ranks know by name, and apart by GUARD bytes."""
 
     def __init__(self, world: VirtualWorld, rank: int, ranks: Ranks) -> None:
         super().__init__(world, rank)
@@ -251,11 +298,13 @@ class CheckedHome(VirtualHome):
         self.barrier()  # nobody stores to what is not known yet
         return tensor
 
-    def zeros(self, name, shape, dtype):  # type: ignore[no-untyped-def]
-        tensor = super().zeros(name, shape, dtype)
-        if self._ranks.races is not None:
-            self._ranks.races.written_by_host(tensor)
-        return tensor
+    def barrier(self) -> None:
+        races = self._ranks.races
+        if races is not None:
+            races.arrived(self.rank)
+        super().barrier()
+        if races is not None:
+            races.met(self.rank)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -301,19 +350,21 @@ class _TurnTaker:
         if kind == "store":
             self._ranks.changed()
 
-    def atomic(self, address: int, itemsize: int, sem: str, scope: str, *, changed: bool) -> None:
+    def atomic(self, atomic: Atomic) -> None:
         if self._ranks.races is not None:
-            self._ranks.races.atomic(self._rank, address, itemsize, sem, scope, changed=changed)
-        if changed:
+            self._ranks.races.atomic(self._rank, atomic)
+        if atomic.changed:
+            self._ranks.has_set(self._rank, [atomic.address])
             self._ranks.progressed(self._rank)
             self._ranks.changed()
         else:
-            self._ranks.polled(self._rank, address)
+            self._ranks.polled(self._rank, atomic.address)
 
     def words(self, kind: Kind, addresses: Array, itemsize: int) -> None:
         if self._ranks.races is not None:
             self._ranks.races.words(self._rank, kind, addresses, itemsize)
         if kind == "store":
+            self._ranks.has_set(self._rank, addresses.tolist())
             self._ranks.progressed(self._rank)
             self._ranks.changed()
         elif len(addresses):
@@ -324,6 +375,9 @@ class _TurnTaker:
 
     def on_all_ranks(self, addresses: Array) -> Sequence[Array]:
         return self._ranks.memory.on_all_ranks(addresses)
+
+    def is_symmetric(self, storage: int) -> bool:
+        return storage in self._ranks.memory.storages
 
 
 def run(
@@ -348,7 +402,7 @@ def run(
         RankError: `work` raised on a rank; that error is the cause.
     """
     ranks = Ranks(world_size, seed, slowness, races)
-    world = VirtualWorld(world_size, ranks)
+    world = VirtualWorld(world_size, ranks, guard=GUARD)
     results: dict[int, Result] = {}
 
     def body(rank: int) -> None:
@@ -356,7 +410,7 @@ def run(
             ranks.enter(rank)
             observer = _TurnTaker(ranks, rank)
             interpreter.observe(observer)
-            with CheckedHome(world, rank, ranks) as home, extern.HostCopies(observer):
+            with CheckedHome(world, rank, ranks) as home, extern.HostOperators(observer):
                 results[rank] = work(home)
             ranks.leave(rank)
         except _Abandoned:

@@ -32,7 +32,7 @@ import torch
 import triton
 
 from weft.errors import ConfigError
-from weft.kernels.check.interpreter import Array, Kind, Program, RankBuilder
+from weft.kernels.check.interpreter import Array, Atomic, Kind, Program, RankBuilder
 from weft.kernels.check.ops import Op, Sizes
 from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import run
@@ -99,6 +99,10 @@ class _Recorder(RaceDetector):
         start = tensor.local.data_ptr()
         self._owners.append((start, start + tensor.local.nbytes, rank))
 
+    def forget(self, rank: int) -> None:
+        """What a rank has done so far is not of the op."""
+        self.steps[rank, "main"].clear()
+
     def add(self, rank: int, step: _Step) -> None:
         """What a rank does next on the stream that it is on."""
         self.steps[rank, self.stream[rank]].append(step)
@@ -122,15 +126,13 @@ class _Recorder(RaceDetector):
             remote = self._owner(int(addresses[0])) not in (None, rank)
             self.add(rank, _move(len(addresses), remote, posted=kind == "store"))
 
-    def atomic(
-        self, rank: int, address: int, itemsize: int, sem: str, scope: str, *, changed: bool
-    ) -> None:
-        if changed:
-            self._changes[address] += 1
-            move = _move(1, self._owner(address) != rank, posted=True)
-            self.add(rank, replace(move, sends=(address,)))
+    def atomic(self, rank: int, atomic: Atomic) -> None:
+        if atomic.changed:
+            self._changes[atomic.address] += 1
+            move = _move(1, self._owner(atomic.address) != rank, posted=True)
+            self.add(rank, replace(move, sends=(atomic.address,)))
         else:
-            self._wait(rank, [address])
+            self._wait(rank, [atomic.address])
 
     def words(self, rank: int, kind: Kind, addresses: Array, itemsize: int) -> None:
         """Data that carries its own signal is both."""
@@ -148,11 +150,10 @@ class _Recorder(RaceDetector):
         wanted = tuple((address, self._changes[address]) for address in addresses)
         self.add(rank, _Step(_kernel(), "waiting", waits_for=wanted))
 
-    def met(self) -> None:
-        """Ranks meet before and after the op, not in it."""
+    def arrived(self, rank: int) -> None:
+        """Ranks meet before and after the op, not in it; nor are the following looked at."""
 
-    def written_by_host(self, tensor: SymmetricTensor) -> None:
-        """Not looked at, nor are the following."""
+    def met(self, rank: int) -> None: ...
 
     def launched(self, rank: int) -> None: ...
 
@@ -197,6 +198,7 @@ def record(op: Op, sizes: Sizes, seed: int = 0) -> list[Span]:
 
     def work(home: Home) -> None:
         workspace = op.workspace(home, sizes)
+        recorder.forget(home.rank)  # zeros in the buffers
         op.call([tensor[home.rank] for tensor in tensors], workspace, sizes)
 
     with _multiplying() as products:

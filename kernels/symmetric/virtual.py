@@ -53,13 +53,21 @@ class VirtualWorld:
         world_size: ranks.
         meeting: where they wait for each other.
         device: of all of them.
+        guard: bytes before and after each allocation that belong to nobody: what is accessed
+            there by mistake is no other allocation. A multiple of ALIGNMENT.
     """
 
     def __init__(
-        self, world_size: int, meeting: Meeting | None = None, device: str = "cpu"
+        self,
+        world_size: int,
+        meeting: Meeting | None = None,
+        device: str = "cpu",
+        *,
+        guard: int = 0,
     ) -> None:
         self.world_size = world_size
         self.device = torch.device(device)
+        self.guard = guard
         self.meeting = meeting or ThreadMeeting(world_size)
         self.values: list[str] = [""] * world_size
         self.memory: dict[int, Tensor] = {}  # by address
@@ -86,8 +94,9 @@ class VirtualHome(Home):
         return values
 
     def _allocate(self, nbytes: int) -> tuple[Tensor, list[int], int]:
-        memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=self.device)
-        memory = memory[-memory.data_ptr() % ALIGNMENT :][:nbytes]
+        guard = self._world.guard
+        memory = torch.empty(nbytes + ALIGNMENT + 2 * guard, dtype=torch.uint8, device=self.device)
+        memory = memory[guard + -memory.data_ptr() % ALIGNMENT :][:nbytes]
         self._addresses.append(memory.data_ptr())
         self._world.memory[memory.data_ptr()] = memory
         return memory, [int(address) for address in self.exchange(str(memory.data_ptr()))], 0
