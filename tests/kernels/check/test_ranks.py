@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from weft.kernels.check.ranks import HangError, RankError, run
+from weft.kernels.gpu.signals import notify, wait
 from weft.kernels.symmetric.memory import Home, SymmetricMemoryError
 
 
@@ -43,3 +48,64 @@ def test_ranks_that_disagree_are_told_alike() -> None:
     assert len(messages) == 3
     assert len(set(messages)) == 1
     assert "rank 2 asks for x float32 [5]; the others for x float32 [4]" in messages[0]
+
+
+@triton.jit
+def pass_round(signals, fault, rank, call, SEND: tl.constexpr, WORLD: tl.constexpr):
+    """Tell the next rank, and wait for the one before. Grid: (1,)."""
+    if SEND:
+        notify(signals, (rank + 1) % WORLD, 0, call)
+    wait(signals, rank, 0, call, fault, 1 << 20)
+
+
+def rounds(home: Home, silent: Sequence[int], calls: int = 2) -> None:
+    """The ranks pass on a signal; in the last call some only wait for theirs."""
+    signals = home.zeros("round.signals", (1,), torch.int32)
+    fault = torch.full((4,), -1, dtype=torch.int32)
+    for call in range(1, calls + 1):
+        send = call < calls or home.rank not in silent
+        pass_round[(1,)](signals.addresses, fault, home.rank, call, SEND=send, WORLD=3)
+
+
+def test_a_hang_tells_the_cycle() -> None:
+    """Rank r waits for rank r - 1, who set its signal in the call before."""
+    with pytest.raises(HangError) as hang:
+        run(lambda home: rounds(home, silent=[0, 1, 2]), 3)
+    lines = str(hang.value).splitlines()
+    assert [line.split(" at ")[0] for line in lines[1:4]] == [
+        f"  rank {rank} waits for round.signals[0] of rank {rank}" for rank in range(3)
+    ]
+    assert [line.split("; ")[1] for line in lines[1:4]] == [
+        f"rank {rank} set it last" for rank in (2, 0, 1)
+    ]
+    assert lines[4:] == ["  the cycle: rank 0 waits for rank 2 waits for rank 1 waits for rank 0"]
+
+
+def test_a_cycle_may_go_through_a_barrier() -> None:
+    """Rank 0 waits for a signal of rank 2, and rank 2 for rank 0 to end."""
+    with pytest.raises(HangError) as hang:
+        run(lambda home: rounds(home, silent=[2]), 3)
+    lines = str(hang.value).splitlines()
+    assert lines[1].endswith("; rank 2 set it last")
+    for rank in (1, 2):
+        met = f"  rank {rank} waits for the others, where ranks meet; not there: rank 0"
+        assert lines[1 + rank] == met
+    assert lines[4:] == ["  the cycle: rank 0 waits for rank 2 waits for rank 0"]
+
+
+def test_a_hang_for_a_signal_that_nobody_ever_set_says_so() -> None:
+    with pytest.raises(HangError) as hang:
+        run(lambda home: rounds(home, silent=[0, 1, 2], calls=1), 3)
+    lines = str(hang.value).splitlines()
+    assert all(line.endswith("; nobody has ever set it") for line in lines[1:4])
+    assert lines[4:] == ["  no cycle is known"]
+
+
+def test_to_wait_for_one_that_has_ended_is_no_cycle() -> None:
+    with pytest.raises(HangError) as hang:
+        run(lambda home: home.barrier() if home.rank == 0 else None, 2)
+    assert str(hang.value).splitlines()[1:] == [
+        "  rank 0 waits for the others, where ranks meet; not there: rank 1",
+        "  rank 1 has ended",
+        "  no cycle is known",
+    ]
