@@ -138,8 +138,8 @@ def _print_outcomes(outcomes: Sequence[Outcome]) -> None:
         if outcome.findings:
             slow = f", slow ranks {list(outcome.slow_ranks)}" if outcome.slow_ranks else ""
             print(
-                f"\n{outcome.op}, {outcome.world_size} ranks, seed {outcome.seed}: m {outcome.m}, "
-                f"n {outcome.n}, k {outcome.k}, {outcome.dtype}{slow}"
+                f"\n{outcome.op}, {outcome.world_size} ranks, seed {outcome.seed}: "
+                f"m {list(outcome.m)}, n {outcome.n}, k {outcome.k}, {outcome.dtype}{slow}"
             )
             for finding in outcome.findings:
                 print(f"- {finding}")

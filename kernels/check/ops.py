@@ -52,6 +52,7 @@ class Sizes:
         n, k: columns of the weight, and its rows, on one rank.
         tile: BLOCK_M, BLOCK_N, BLOCK_K; what the op takes by itself if empty.
         programs: of the product; what the op takes by itself if 0.
+        chunk: numbers that have a signal of their own; what the op takes by itself if 0.
     """
 
     world: int
@@ -61,6 +62,12 @@ class Sizes:
     dtype: torch.dtype
     tile: tuple[int, ...] = ()
     programs: int = 0
+    chunk: int = 0
+
+    @property
+    def chunks(self) -> dict[str, int]:
+        """For the workspaces that are told of it."""
+        return {"chunk": self.chunk} if self.chunk else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +123,12 @@ def _all_gather(method: str) -> Op:
         reference.all_gather,
         lambda s: [(s.m, _whole_units(s.k))],
         lambda home, s: all_gather_workspace(
-            home, s.m * _whole_units(s.k), s.dtype, [method], ranks_per_node=_node(s.world)
+            home,
+            s.m * _whole_units(s.k),
+            s.dtype,
+            [method],
+            ranks_per_node=_node(s.world),
+            **s.chunks,
         ),
         options={} if method == "push" else {"method": method},
         targets=METHOD_TARGETS.get(method, ()),
@@ -130,7 +142,7 @@ def _reduce_scatter(method: str) -> Op:
         reference.reduce_scatter,
         lambda s: [(s.world * s.m, s.k)],
         lambda home, s: reduce_scatter_workspace(
-            home, s.m * s.k, s.dtype, [method], ranks_per_node=_node(s.world)
+            home, s.m * s.k, s.dtype, [method], ranks_per_node=_node(s.world), **s.chunks
         ),
         options={"method": method},
     )
@@ -142,7 +154,9 @@ def _all_reduce(method: str) -> Op:
         all_reduce,
         reference.all_reduce,
         lambda s: [(s.m, _whole_units(s.k))],
-        lambda home, s: all_reduce_workspace(home, s.m * _whole_units(s.k), s.dtype, [method]),
+        lambda home, s: all_reduce_workspace(
+            home, s.m * _whole_units(s.k), s.dtype, [method], **s.chunks
+        ),
         options={"method": method},
         targets=METHOD_TARGETS.get(method, ()),
     )

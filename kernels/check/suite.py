@@ -1,13 +1,14 @@
 """Runs every op against its oracle, on several ranks, in the interpreter, looking for races.
 
-One check is an op, a world size and a seed. The seed draws shapes, dtype, tiles
-per launch, which ranks are slow, the numbers and the interleaving, so that a
-check that finds something finds it again:
+One check is an op, a world size and a seed. The seed draws shapes, dtype, tiles,
+programs per launch, which ranks are slow, the numbers and the interleaving, so
+that a check that finds something finds it again:
 
     weft check kernels --only matmul_reduce_scatter --world-size 3 --seeds 17-17
 
-Each check calls the op several times with new numbers: most faults of a
-protocol show when its buffers are used again.
+Each check calls the op several times with new numbers, and with other rows,
+tiles and programs in the same workspace: most faults of a protocol show when
+its buffers and its signals are used again, and for something else.
 
 Kernels must have been imported with TRITON_INTERPRET=1.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,8 +28,11 @@ from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import HangError, RankError, run
 from weft.kernels.symmetric.memory import Home
 
-CALLS = 3
-TILE = (16, 16, 16)
+CALLS = 4
+TILES = (16, 32)
+"""Sides of a tile. Workspaces are made for the smallest."""
+CHUNKS = (256, 1024)
+"""Numbers that have a signal of their own, in ops that only move and add."""
 LARGEST = 40
 """Of m, n and k: up to three tiles, the last one cut off."""
 SLOW = 20.0
@@ -51,6 +55,7 @@ class Outcome:
     """What a check did, and found: nothing, if all is well.
 
     Attributes:
+        m: of each call.
         slow_ranks: those that seldom got the turn.
         findings: races, hangs, errors and wrong numbers.
     """
@@ -58,7 +63,7 @@ class Outcome:
     op: str
     world_size: int
     seed: int
-    m: int
+    m: tuple[int, ...]
     n: int
     k: int
     dtype: str
@@ -83,22 +88,35 @@ def perform(check: Check) -> Outcome:
     draw = random.Random(f"{check.op.name} {check.world_size} {check.seed}")
     m, n, k = (draw.randint(1, LARGEST) for _ in range(3))
     dtype = draw.choice(list(TOLERANCE))
-    sizes = Sizes(check.world_size, m, n, k, dtype, TILE, programs=draw.randint(1, 5))
+    largest = Sizes(
+        check.world_size, m, n, k, dtype, tile=(min(TILES),) * 3, chunk=draw.choice(CHUNKS)
+    )
+    rows = [m, *(draw.randint(1, m) for _ in range(CALLS - 1))]
+    draw.shuffle(rows)
+    sizes = [
+        replace(
+            largest,
+            m=call_rows,
+            tile=tuple(draw.choice(TILES) for _ in largest.tile),
+            programs=draw.randint(1, 5),
+        )
+        for call_rows in rows
+    ]
     slow = tuple(rank for rank in range(check.world_size) if draw.random() < 1 / 3)
     numbers = torch.Generator().manual_seed(draw.getrandbits(32))
     calls = [
         [
             [torch.randn(shape, generator=numbers).to(dtype) for _ in range(check.world_size)]
-            for shape in check.op.shapes(sizes)
+            for shape in check.op.shapes(call)
         ]
-        for _ in range(CALLS)
+        for call in sizes
     ]
 
     def work(home: Home) -> list[Tensor]:
-        workspace = check.op.workspace(home, sizes)
+        workspace = check.op.workspace(home, largest)
         out = [
-            check.op.call([tensor[home.rank] for tensor in tensors], workspace, sizes)
-            for tensors in calls
+            check.op.call([tensor[home.rank] for tensor in tensors], workspace, call)
+            for call, tensors in zip(sizes, calls, strict=True)
         ]
         workspace.check()
         return out
@@ -118,7 +136,7 @@ def perform(check: Check) -> Outcome:
         op=check.op.name,
         world_size=check.world_size,
         seed=check.seed,
-        m=m,
+        m=tuple(call.m for call in sizes),
         n=n,
         k=k,
         dtype=str(dtype).removeprefix("torch."),

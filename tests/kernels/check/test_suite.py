@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.faults import planted
@@ -18,6 +19,7 @@ from weft.kernels.gpu import all_gather
 from weft.kernels.gpu.workspace import Workspace
 
 GATHER = OPS[0]
+(MATMUL,) = (op for op in OPS if op.name == "all_gather_matmul")
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
@@ -37,6 +39,22 @@ def test_a_check_draws_the_same_again() -> None:
     first, again, other = (perform(Check(GATHER, 3, seed)) for seed in (1, 1, 2))
     assert first == again
     assert (first.m, first.k) != (other.m, other.k)
+
+
+def test_calls_differ_in_rows_tiles_and_programs() -> None:
+    """In one workspace, which is made for the largest."""
+    seen = []
+
+    def record(*tensors: Tensor, **options: Any) -> Tensor:
+        seen.append((len(tensors[0]), options["blocks"], options["programs"]))
+        return MATMUL.function(*tensors, **options)
+
+    for seed in range(3):
+        outcome = perform(Check(replace(MATMUL, function=record), 1, seed))
+        assert outcome.findings == ()
+        assert tuple(rows for rows, _, _ in seen[-4:]) == outcome.m
+    for values in zip(*seen, strict=True):
+        assert len(set(values)) > 2
 
 
 def wrong_number(x: Tensor, workspace: Workspace) -> Tensor:
@@ -72,11 +90,13 @@ def test_wrong_results_are_found(function: Callable[..., Tensor], finding: str) 
     [
         ("wait(signals, rank, index", "pass  # (", "all_gather.buffer["),
         ("notify(signals, peer, index", "notify(signals, rank, index", "no rank can go on"),
+        ("index * WORLD + {}", "{} * tl.num_programs(1) + index", "is reused"),
     ],
-    ids=["dropped wait", "signal to itself"],
+    ids=["dropped wait", "signal to itself", "signals placed by the shape"],
 )
 def test_faults_of_a_protocol_are_found(old: str, new: str, finding: str, tmp_path: Path) -> None:
-    faulty = planted(all_gather, tmp_path, (old, new))
+    changes = {(old.format(who), new.format(who)) for who in ("rank", "source")}
+    faulty = planted(all_gather, tmp_path, *sorted(changes))
     op = replace(GATHER, function=faulty.all_gather)
     found = [f for seed in range(3) for f in perform(Check(op, 3, seed)).findings]
     assert any(finding in f for f in found)
