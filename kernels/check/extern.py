@@ -132,9 +132,10 @@ class HostOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         self._observer.launched()
         self._observer.program((0, 0, 0))
-        for kind, tensors in (("load", loaded), ("store", stored)):
-            for tensor in tensors:
-                self._observer.access(kind, _places(tensor), tensor.itemsize)
+        for tensor in loaded:
+            self._observer.access("load", _places(tensor), tensor.itemsize)
+        for tensor in stored:
+            self._observer.access("store", _places(tensor), tensor.itemsize)
         out = func(*args, **kwargs)
         self._observer.finished()
         return out

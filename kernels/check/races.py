@@ -138,6 +138,19 @@ class _Watched:
         return np.full(len(self.initialised), NOBODY, np.int32)
 
 
+@dataclass(slots=True)
+class _Doubt:
+    """Words that were stored over after a running program had loaded them.
+
+    It is a race unless the program loads them again: then it was not these that it took.
+    """
+
+    watched: _Watched
+    cells: Array
+    take: int
+    store: Event
+
+
 class RaceDetector:
     """Told of everything that the ranks do; `findings` is what is wrong with it."""
 
@@ -155,7 +168,7 @@ class RaceDetector:
         self._barriers: list[Clock] = []
         self._arrivals: dict[int, int] = {}
         self._carried: dict[int, Clock] = {}
-        self._doubts: dict[int, list[tuple[_Watched, Array, int, Event]]] = {}
+        self._doubts: dict[int, list[_Doubt]] = {}  # of the rank whose program loaded
         self._seen: set[tuple[str, str]] = set()
 
     def watch(self, rank: int, tensor: SymmetricTensor) -> None:
@@ -232,8 +245,8 @@ class RaceDetector:
             return
         _, clock = self._now.pop(rank)
         self._after_launch[rank].join(clock)
-        for watched, cells, number, store in self._doubts.pop(rank, ()):
-            self._report_pair(watched, cells, number, store)
+        for doubt in self._doubts.pop(rank, ()):
+            self._report_pair(doubt.watched, doubt.cells, doubt.take, doubt.store)
         for watched in self._watched:
             column = watched.polling.pop(rank, None)
             for number in () if column is None else _distinct(column):
@@ -323,11 +336,9 @@ class RaceDetector:
                 self._check_stored_over(watched, cells[carried], number)
                 self._record(watched, cells, number)
             else:
-                self._doubts[rank] = [
-                    (other, left, *rest)
-                    for other, doubted, *rest in self._doubts.get(rank, ())
-                    if len(left := np.setdiff1d(doubted, cells) if other is watched else doubted)
-                ]
+                for doubt in self._doubts.get(rank, ()):
+                    if doubt.watched is watched:
+                        doubt.cells = np.setdiff1d(doubt.cells, cells)
                 self._check(watched, cells[~carried], number, reads=True)
                 polling = watched.polling.setdefault(rank, watched.column())
                 polling[cells[carried]] = number
@@ -354,7 +365,8 @@ class RaceDetector:
         for rank, other, here in doubts:
             if not taken[here].all():  # taken or not, there is no order
                 self._report_pair(watched, cells[here & ~taken], other, store)
-            self._doubts.setdefault(rank, []).append((watched, cells[here & taken], other, store))
+            doubt = _Doubt(watched, cells[here & taken], other, store)
+            self._doubts.setdefault(rank, []).append(doubt)
             taken |= here
         for column in watched.polling.values():
             column[cells] = NOBODY
