@@ -15,6 +15,10 @@ from torch import Tensor
 from weft.kernels.symmetric.memory import ALIGNMENT, Home, SymmetricMemoryError
 
 
+POISON = 0xFF
+"""In every byte: not a number, in floats of any size."""
+
+
 class Meeting(Protocol):
     """Where the ranks of a VirtualWorld wait for each other."""
 
@@ -54,7 +58,8 @@ class VirtualWorld:
         meeting: where they wait for each other.
         device: of all of them.
         guard: bytes before and after each allocation that belong to nobody: what is accessed
-            there by mistake is no other allocation. A multiple of ALIGNMENT.
+            there by mistake is no other allocation. A multiple of ALIGNMENT. With it, memory
+            begins as POISON.
     """
 
     def __init__(
@@ -96,6 +101,8 @@ class VirtualHome(Home):
     def _allocate(self, nbytes: int) -> tuple[Tensor, list[int], int]:
         guard = self._world.guard
         memory = torch.empty(nbytes + ALIGNMENT + 2 * guard, dtype=torch.uint8, device=self.device)
+        if guard:
+            memory.fill_(POISON)
         memory = memory[guard + -memory.data_ptr() % ALIGNMENT :][:nbytes]
         self._addresses.append(memory.data_ptr())
         self._world.memory[memory.data_ptr()] = memory
