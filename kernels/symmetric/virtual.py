@@ -14,7 +14,6 @@ from torch import Tensor
 
 from weft.kernels.symmetric.memory import ALIGNMENT, Home, SymmetricMemoryError
 
-
 POISON = 0xFF
 """In every byte: not a number, in floats of any size."""
 
