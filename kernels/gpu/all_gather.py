@@ -81,7 +81,7 @@ def copy_chunk(to, x, index, numel, chunk, BLOCK: tl.constexpr):
         tl.store(to + at, tl.load(x + at, mask=at < end), mask=at < end)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def push_chunks(
     x,  # [numel]; this rank's shard
     buffers,  # int64 [W]; addresses of [2, W, numel]
@@ -104,7 +104,7 @@ def push_chunks(
     notify(signals, peer, index * WORLD + rank, call)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def publish_chunks(
     x,  # [numel]; this rank's shard
     buffers,  # int64 [W]; addresses of [2, W, numel]
@@ -127,7 +127,7 @@ def publish_chunks(
         notify(signals, (rank + step) % WORLD, index * WORLD + rank, call)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def collect_chunks(
     out,  # [W, numel]
     buffers,  # int64 [W]; addresses of [2, W, numel]
@@ -157,7 +157,7 @@ def collect_chunks(
     copy_chunk(out + source * numel, shard, index, numel, chunk, BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def multicast_chunks(
     x,  # int32 [words]; this rank's shard, in words of 4 bytes
     multicast,  # int64; address of int32 [2, W, words] of all ranks
@@ -173,7 +173,7 @@ def multicast_chunks(
     """Store one chunk to all ranks and tell them. Grid: (chunks,)."""
     index = tl.program_id(0)
     call = tl.load(calls)
-    to = multicast + 4 * ((call % 2) * slot_words.to(tl.int64) + rank * words)
+    to = multicast + 4 * ((call % 2) * tl.cast(slot_words, tl.int64) + rank * words)
     begin = index * chunk // 4
     end = tl.minimum(begin + chunk // 4, words // 4)
     for start in range(begin, end, BLOCK):
@@ -184,7 +184,7 @@ def multicast_chunks(
         notify(signals, (rank + step) % WORLD, index * WORLD + rank, call)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def gather_ll(
     x,  # int32 or int16 [numel]; this rank's shard
     out,  # the same [W, numel]
@@ -214,7 +214,7 @@ def gather_ll(
     store_words(out + source * numel, at, got, numel, WIDE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def gather_ll128(
     x,  # int64 [words]; this rank's shard
     out,  # int64 [W, words]
@@ -246,7 +246,7 @@ def gather_ll128(
     tl.store(out + source * words + at, got, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def meet(
     signals,  # int64 [W]; addresses of int32 [first + W]
     calls,  # int32 [1]
@@ -264,7 +264,7 @@ def meet(
         wait(signals, rank, first + (rank + step) % WORLD, call, fault, MAX_POLLS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["peer", "index"])
 def tell(
     signals,  # int64 [W]; addresses of the signals
     calls,  # int32 [1]
@@ -275,7 +275,7 @@ def tell(
     notify(signals, peer, index, tl.load(calls))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def wait_for_all(
     signals,  # int64 [W]; addresses of int32 [W]
     calls,  # int32 [1]
@@ -290,7 +290,7 @@ def wait_for_all(
         wait(signals, rank, source, call, fault, MAX_POLLS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def push_across(
     x,  # [numel]; this rank's shard
     buffers,  # int64 [W]; addresses of [2, W, numel]
@@ -314,7 +314,7 @@ def push_across(
     notify(signals, peer, index * WORLD + rank, call)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def fan_out(
     buffers,  # int64 [W]; addresses of [2, W, numel]
     signals,  # int64 [W]; addresses of int32 [chunks, W]

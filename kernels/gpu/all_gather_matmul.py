@@ -99,7 +99,7 @@ def step_and_part(index, parts, WORLD: tl.constexpr, MESH: tl.constexpr):
     return step, part
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def push_rows(
     x,  # [m, K]; this rank's shard
     x_scale,  # float32 [m] or [1], or None
@@ -142,7 +142,7 @@ def push_rows(
         notify(signals, peer, chunk * WORLD + rank, call)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def multiply_gathered(
     x,  # [m, K]; this rank's shard
     w0,  # [K, n0], or [n0, K] if TRANSPOSED
@@ -215,7 +215,7 @@ def multiply_gathered(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def collect_rows(
     x,  # [m, K]; this rank's shard
     out,  # [W * m, K]

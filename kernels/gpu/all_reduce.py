@@ -56,7 +56,7 @@ from weft.kernels.gpu.workspace import SLOTS, triton_type
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def reduce_and_send(
     buffers,  # int64 [W]; addresses of [2, W, numel]
     sums,  # int64 [W]; addresses of [2, W, numel]
@@ -94,7 +94,7 @@ def reduce_and_send(
         notify(signals, (rank + 1 + step) % WORLD, first + index * WORLD + rank, call)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def collect_parts(
     out,  # [total]
     sums,  # int64 [W]; addresses of [2, W, numel]
@@ -122,7 +122,7 @@ def collect_parts(
     copy_chunk(out + part * numel, come, index, length, chunk, BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def reduce_ll(
     x,  # int32 or int16 [numel], the bits of dtype
     out,  # the same
@@ -167,7 +167,7 @@ def reduce_ll(
     store_words(out, at, total, numel, WIDE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def publish_parts(
     x,  # [total]
     buffers,  # int64 [W]; addresses of [2, W, numel]
@@ -192,7 +192,7 @@ def publish_parts(
     notify(signals, part, index * WORLD + rank, call)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def reduce_multimem(
     multicast,  # int64; address of [2, W, numel] of all ranks
     signals,  # int64 [W]; addresses of int32 [first + chunks * W]
@@ -214,7 +214,7 @@ def reduce_multimem(
     call = tl.load(calls)
     for source in range(WORLD):
         wait(signals, rank, index * WORLD + source, call, fault, MAX_POLLS)
-    part = multicast + 16 * ((call % 2) * slot_units.to(tl.int64) + rank * units)
+    part = multicast + 16 * ((call % 2) * tl.cast(slot_units, tl.int64) + rank * units)
     begin = index * chunk
     end = tl.minimum(begin + chunk, length)
     for start in range(begin, end, BLOCK):

@@ -57,7 +57,7 @@ COLUMN_CHUNKS = 4
 """Of an all-reduce."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def meet(
     signals,  # int64 [W]; addresses of int32 [W + parts]
     calls,  # int32 [1]
@@ -74,7 +74,7 @@ def meet(
         wait(signals, rank, source, call, fault, MAX_POLLS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["peer"])
 def put(
     x,  # [numel]
     buffers,  # int64 [W]; addresses of the buffer
@@ -93,7 +93,7 @@ def put(
         tl.store(to + at, tl.load(x + at, mask=at < numel), mask=at < numel)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["peer", "index"])
 def tell(
     signals,  # int64 [W]; addresses of int32 [W + parts]
     calls,  # int32 [1]
@@ -104,7 +104,7 @@ def tell(
     notify(signals, peer, index, tl.load(calls))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "index"])
 def wait_for(
     signals,  # int64 [W]; addresses of int32 [W + parts]
     calls,  # int32 [1]

@@ -156,7 +156,7 @@ def reduce_tile(
     finish(total, bias, residual, out, row, m, column, N, N, SILU, even)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def multiply_partial(
     x,  # [W * m, K]
     w,  # [K, N], or [N, K] if TRANSPOSED
@@ -200,7 +200,7 @@ def multiply_partial(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def reduce_partials(
     bias,  # [N], or None
     residual,  # [m, N'], or None
@@ -230,7 +230,7 @@ def reduce_partials(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def multiply_all_reduce(
     x,  # [m, K]
     w,  # [K, N], or [N, K] if TRANSPOSED

@@ -122,7 +122,7 @@ def wait(signal, value, rank, index, fault, MAX_POLLS: tl.constexpr):
     if seen < value:
         tl.store(fault, rank)
         tl.store(fault + 1, index)
-        tl.store(fault + 2, value.to(tl.int32))
+        tl.store(fault + 2, tl.cast(value, tl.int32))
         tl.store(fault + 3, seen.to(tl.int32))
     else:
         _signal_wait_until(signal, GREATER_OR_EQUAL, value)

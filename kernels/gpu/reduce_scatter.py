@@ -41,7 +41,7 @@ from weft.kernels.gpu.workspace import SLOTS, triton_type
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def push_parts(
     x,  # [total]; parts of numel numbers, the last ones shorter or empty if W * numel > total
     buffers,  # int64 [W]; addresses of [2, W, numel]
@@ -82,7 +82,7 @@ def sum_rows(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def reduce_chunks(
     out,  # [length]
     buffers,  # int64 [W]; addresses of [2, COUNT, numel]
@@ -114,7 +114,7 @@ def reduce_chunks(
         tl.store(out + at, total.to(dtype), mask=at < end)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def scatter_local(
     x,  # [W, numel]
     buffers,  # int64 [W]; addresses of [2, W, numel]
@@ -145,7 +145,7 @@ def scatter_local(
     notify(signals, peer, index * WORLD + row, call)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def reduce_local(
     buffers,  # int64 [W]; addresses of [2, W, numel]
     sums,  # int64 [W]; addresses of [2, W / NODE, numel]

@@ -9,6 +9,9 @@ next call.
 The calls are counted on the device (`begin_call`), so that a captured CUDA
 graph counts on when it is replayed.
 
+Kernels do not specialise the rank. Triton would compile anew for 1 and for
+multiples of 16: three binaries of each, of which a rank tests one.
+
 Every wait is bounded. One that runs out writes (rank, signal, wanted, seen)
 to the workspace's `fault` and goes on, with garbage: the host reads `fault`
 where it synchronises anyway, and raises there (workspace.py).
