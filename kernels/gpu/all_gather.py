@@ -44,7 +44,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.gpu.collective import CollectiveWorkspace, count_chunks
+from weft.kernels.gpu.collective import (
+    MAX_LL_BYTES,
+    UNITS,
+    CollectiveWorkspace,
+    count_chunks,
+)
 from weft.kernels.gpu.low_latency import (
     get_ll,
     get_ll128,
@@ -63,9 +68,6 @@ CHUNK = 1 << 14
 
 BLOCK = 1024
 """Numbers that a program moves at a time."""
-
-MAX_LL_BYTES = 1 << 20
-"""Of a shard. Above, half the bandwidth costs more than a signal."""
 
 LL_BLOCK, LL128_LINES = 512, 32
 """Words of 4 bytes, and lines of 120, that a program of LL and LL128 moves."""
@@ -417,14 +419,17 @@ def all_gather_workspace(
     return AllGatherWorkspace(home, max_numel, dtype, methods, chunk, node)
 
 
-def all_gather(x_shard: Tensor, workspace: AllGatherWorkspace, *, method: str = "push") -> Tensor:
+def all_gather(
+    x_shard: Tensor, workspace: AllGatherWorkspace, *, method: str | None = None
+) -> Tensor:
     """The shards of all ranks, one after the other. Collective.
 
     Args:
         x_shard: [M / W, ...], contiguous, the workspace's dtype; of the same shape on all ranks.
             For ll128 of a multiple of 8 bytes, for multimem of 16.
         workspace: from `all_gather_workspace`.
-        method: of those that the workspace was made for; the same on all ranks.
+        method: of those that the workspace was made for; the same on all ranks. If None, what was
+            tuned for this device, world size, shape and dtype, else what the cost model prefers.
 
     Returns:
         [M, ...].
@@ -433,6 +438,10 @@ def all_gather(x_shard: Tensor, workspace: AllGatherWorkspace, *, method: str = 
         KernelError: the shard does not fit the workspace or the method.
     """
     size, numel = workspace.world_size, x_shard.numel()
+    if method is None:
+        method = workspace.choose_method(x_shard, size * len(x_shard) if x_shard.dim() else 1)
+        if x_shard.data_ptr() % UNITS.get(method, 1):
+            x_shard = x_shard.clone()
     workspace.require_method(method)
     workspace.require_tensor("x_shard", x_shard)
     workspace.require(

@@ -62,11 +62,12 @@ from weft.kernels.gpu.matmul import (
     tile_at,
 )
 from weft.kernels.gpu.signals import MAX_POLLS, notify, peer_pointer, wait
+from weft.kernels.gpu.tune import Choice
 from weft.kernels.gpu.workspace import SLOTS, Workspace, triton_type
 from weft.kernels.symmetric.memory import Home
 
-BLOCK_M = 128
-"""Rows of a chunk, unless there are fewer."""
+BLOCK_M = 16
+"""Rows of the smallest chunk that a workspace has signals for, unless it is told another."""
 
 BLOCK = 4096
 """Numbers that a program moves at a time."""
@@ -255,6 +256,7 @@ class GatherWorkspace(Workspace):
 
     Attributes:
         scales: float32 [2, W * max_rows].
+        choice: of what callers leave open.
     """
 
     def __init__(self, home: Home, max_rows: int, k: int, dtype: torch.dtype, block_m: int) -> None:
@@ -263,6 +265,7 @@ class GatherWorkspace(Workspace):
         self.scales = home.empty(f"{name}.scales", (SLOTS, self.slot_rows), torch.float32)
         signals = size * -(-max_rows // block_m)
         super().__init__(home, name, size * max_rows * k, dtype, signals)
+        self.choice = Choice(home, name, block_m)
 
 
 def all_gather_matmul_workspace(
@@ -307,10 +310,11 @@ def all_gather_matmul(
             None on any rank.
         topology: of the links between ranks; see Order.
         ranks_per_node: that have fast links; all if 0. Ranks of a node follow each other.
-        blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile; chosen by M / W if None.
-        warps, stages: that the product is compiled with; chosen if 0.
+        blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile. If None, what was tuned for this device, world
+            size, shape and dtype, else what the cost model prefers: tune.py.
+        warps, stages: that the product is compiled with; if 0, as with blocks.
         programs: of the product; all processors of the device but one if 0.
-        senders: programs that copy; one for each chunk and peer if 0.
+        senders: programs that copy; if 0, as with blocks, or one for each chunk and peer.
 
     Returns:
         [M, N / W], or [M, N / (2 W)] after silu_multiply; see Epilogue.dtype.
@@ -322,6 +326,10 @@ def all_gather_matmul(
     workspace.require_tensor("x_shard", x_shard)
     weights = Weights.of(w, x_shard, require)
     (m, k), n = x_shard.shape, sum(weights.widths)
+    if blocks is None and (config := workspace.choice.of_product(x_shard, weights, size * m, silu)):
+        blocks = (config.block_m, config.block_n, config.block_k)
+        warps, stages = warps or config.warps, stages or config.stages
+        senders = senders or config.senders
     tiling = choose_tiling(m, x_shard, weights, blocks, warps, stages, require, silu)
     epilogue.check(require, x_shard, weights.widths, size * m)
     node = ranks_per_node or size

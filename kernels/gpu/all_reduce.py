@@ -43,11 +43,10 @@ from weft.kernels.gpu.all_gather import (
     BLOCK,
     CHUNK,
     LL_BLOCK,
-    MAX_LL_BYTES,
     copy_chunk,
     push_chunks,
 )
-from weft.kernels.gpu.collective import CollectiveWorkspace, count_chunks
+from weft.kernels.gpu.collective import MAX_LL_BYTES, CollectiveWorkspace, count_chunks
 from weft.kernels.gpu.low_latency import get_ll, load_words, put_ll, store_words
 from weft.kernels.gpu.multimem import multimem_store, multimem_sum
 from weft.kernels.gpu.reduce_scatter import push_parts, reduce_chunks, sum_rows
@@ -282,14 +281,15 @@ def all_reduce_workspace(
     return AllReduceWorkspace(home, max_numel, dtype, methods, chunk)
 
 
-def all_reduce(x: Tensor, workspace: AllReduceWorkspace, *, method: str = "one_shot") -> Tensor:
+def all_reduce(x: Tensor, workspace: AllReduceWorkspace, *, method: str | None = None) -> Tensor:
     """The sum over all ranks, on each of them. Collective.
 
     Args:
         x: any shape, contiguous, the workspace's dtype; of the same shape on all ranks. For
             multimem of a multiple of 16 bytes.
         workspace: from `all_reduce_workspace`.
-        method: of those that the workspace was made for; the same on all ranks.
+        method: of those that the workspace was made for; the same on all ranks. If None, what was
+            tuned for this device, world size, shape and dtype, else what the cost model prefers.
 
     Returns:
         x's shape, added in float32; the same bits on all ranks.
@@ -297,6 +297,8 @@ def all_reduce(x: Tensor, workspace: AllReduceWorkspace, *, method: str = "one_s
     Raises:
         KernelError: the tensor does not fit the workspace or the method.
     """
+    if method is None:
+        method = workspace.choose_method(x, len(x) if x.dim() else 1)
     workspace.require_method(method)
     workspace.require_tensor("x", x)
     workspace.require(

@@ -9,12 +9,21 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import torch
+from torch import Tensor
 
+from weft.kernels.gpu.tune import Choice
 from weft.kernels.gpu.workspace import SLOTS, Workspace
 from weft.kernels.symmetric.memory import Home
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """That are added, and packed into words."""
+
+LOW_LATENCY = ("ll", "ll128")
+MAX_LL_BYTES = 1 << 20
+"""Of what they carry. Above, half the bandwidth costs more than a signal."""
+
+UNITS = {"ll128": 8, "multimem": 16}
+"""Bytes that methods carry together: data must be a multiple of them."""
 
 MAX_NUMEL = 2**31 - 1
 """Of a buffer: kernels count its numbers in 32 bits."""
@@ -61,6 +70,7 @@ class CollectiveWorkspace(Workspace):
         super().__init__(home, name, numel, dtype, num_signals)
         self.methods = tuple(methods)
         self.chunk = chunk
+        self.choice = Choice(home, name)
         if "multimem" in methods:
             self._require_method(
                 "multimem",
@@ -68,6 +78,26 @@ class CollectiveWorkspace(Workspace):
                 "be another one here: the buffer has no multicast address, which takes GPUs of "
                 "compute capability 9.0 on an NVLink switch",
             )
+
+    def choose_method(self, x: Tensor, rows: int) -> str:
+        """What was tuned for this device, world size, shape and dtype, else what the model prefers.
+
+        Of those that the workspace was made for; two_level, if it was made for that, for no other
+        method knows of several nodes. Equal on all ranks: it does not look at x's address.
+
+        Args:
+            rows: as of a `costs.Problem`.
+        """
+        if len(self.methods) == 1 or "two_level" in self.methods or not x.numel():
+            return "two_level" if "two_level" in self.methods else self.methods[0]
+        able = tuple(
+            method
+            for method in self.methods
+            if x.nbytes % UNITS.get(method, 1) == 0
+            and (method not in LOW_LATENCY or x.nbytes <= MAX_LL_BYTES)
+        )
+        width = x.numel() // len(x) if x.dim() else 1
+        return self.choice(x.dtype, rows, width, methods=able or self.methods).method
 
     def require_method(self, method: str) -> None:
         """Refuse a method that the workspace was not made for."""

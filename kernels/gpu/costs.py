@@ -2,7 +2,7 @@
 
     tiles        the product takes waves of tiles, a tile takes steps of BLOCK_K; a step takes the
                  longest of its arithmetic, its loads, and the memory's latency over the stages
-                 that hide it
+                 that hide it, and a little to go round
     link         the bytes that a rank receives (or sends, whichever is more) over its link, times
                  what the method adds to them, and its signals' latency
     overlap      the longer of the two, and what cannot be hidden: an all-gather's last shard is
@@ -156,6 +156,7 @@ class Device:
 
     Attributes:
         name: a part of what the driver calls it.
+        target: of aot.py, that is compiled for.
         flops: dense, with 2-byte operands.
         memory, l2: bandwidth.
         link: bandwidth to the other GPUs of the node, one way.
@@ -164,6 +165,7 @@ class Device:
     """
 
     name: str
+    target: str
     flops: float
     memory: float
     l2: float
@@ -177,23 +179,29 @@ class Device:
 # CUDA's programming guide (compute capability table) and AMD's CDNA 3 paper. L2 is published by
 # nobody: read bandwidths that microbenchmarks report (Chips and Cheese), rounded.
 DEVICES = (
-    Device("A100", 312e12, 2.0e12, 4.5e12, 300e9, 108, 163 << 10),
-    Device("H100", 989e12, 3.35e12, 5.5e12, 450e9, 132, 227 << 10),
-    Device("H200", 989e12, 4.8e12, 5.5e12, 450e9, 132, 227 << 10),
-    Device("B200", 2250e12, 8.0e12, 9.0e12, 900e9, 148, 227 << 10),
-    Device("MI300X", 1307e12, 5.3e12, 10.0e12, 448e9, 304, 64 << 10),
+    Device("A100", "sm_80", 312e12, 2.0e12, 4.5e12, 300e9, 108, 163 << 10),
+    Device("H100", "sm_90", 989e12, 3.35e12, 5.5e12, 450e9, 132, 227 << 10),
+    Device("H200", "sm_90", 989e12, 4.8e12, 5.5e12, 450e9, 132, 227 << 10),
+    Device("B200", "sm_100", 2250e12, 8.0e12, 9.0e12, 900e9, 148, 227 << 10),
+    Device("MI300X", "gfx942", 1307e12, 5.3e12, 10.0e12, 448e9, 304, 64 << 10),
 )
 UNKNOWN = DEVICES[1]
 
 HOP = 1e-6  # "How to Scale Your Model", part 3: about 1 us a hop, on ICI and NVLink alike
 LAUNCH = 4e-6  # of a kernel or a copy that follows another; assumed
 MEMORY_LATENCY = 0.7e-6  # of a load that misses L2; assumed
+STEP = 20e-9  # of a step along K besides its arithmetic: a barrier, addresses, a branch; assumed
 SATURATING_SENDERS = 16  # programs that fill a link; assumed (DeepEP gives 20 to all traffic)
 
 
 def device_named(name: str) -> Device:
     """The figures of a GPU by what its driver calls it; an H100's for one that is not listed."""
     return next((device for device in DEVICES if device.name in name), UNKNOWN)
+
+
+def device_for(target: str) -> Device:
+    """The figures of the first GPU that a target of aot.py is."""
+    return next(device for device in DEVICES if device.target == target)
 
 
 def link_time(problem: Problem, config: Config, device: Device) -> float:
@@ -232,7 +240,7 @@ def compute_time(problem: Problem, config: Config, device: Device) -> float:
         loaded * device.processors / device.l2,
         MEMORY_LATENCY / max(1, config.stages - 1),
     )
-    tile = -(-problem.k // config.block_k) * step + MEMORY_LATENCY
+    tile = -(-problem.k // config.block_k) * (step + STEP) + MEMORY_LATENCY
     arrays = problem.rows * problem.k + problem.k * problem.n + problem.rows * problem.n
     return max(-(-tiles // processors) * tile, arrays * problem.itemsize / device.memory)
 
@@ -257,7 +265,7 @@ def cost(problem: Problem, config: Config, device: Device) -> float:
 
 TILES = (
     *((16, 64), (16, 128), (32, 64), (32, 128), (64, 64), (64, 128), (64, 256)),
-    *((128, 64), (128, 128), (128, 256), (256, 64), (256, 128)),
+    *((128, 64), (128, 128), (128, 256), (256, 128)),
 )
 BLOCKS_K = (32, 64, 128)
 STAGES = (2, 3, 4, 5)
@@ -265,10 +273,15 @@ WARPS = (4, 8)
 SENDERS = (0, 8, 16, 32)
 MAX_ACCUMULATORS = 128
 """Numbers of the result that one thread keeps in registers; more would spill."""
+FEW_ACCUMULATORS = 64
+"""With which blocks of K may have more than 128 bytes to a row; with more they, too, spill."""
 
 
 def space(problem: Problem, device: Device, methods: Sequence[str]) -> list[Config]:
     """Every configuration that fits the device, the cheapest first; the order is total.
+
+    Those that cost the same come in the order of how far they are from what suits most products:
+    8 warps for tiles of 128 rows or more and 4 for others, 3 blocks of K in shared memory.
 
     Args:
         methods: that the op has, of `METHODS`.
@@ -289,7 +302,14 @@ def space(problem: Problem, device: Device, methods: Sequence[str]) -> list[Conf
     ]
     if not configs:
         raise KernelError(f"{problem.op}: no tile fits {device.shared} bytes of shared memory")
-    return sorted(configs, key=lambda config: (cost(problem, config, device), config))
+    usual_stages = 2 if device.target.startswith("gfx") else 3  # of two, AMD's next one: registers
+
+    def order(config: Config) -> tuple[float, bool, int, Config]:
+        unusual = config.warps != (8 if config.block_m >= 128 else 4)
+        away = abs(config.stages - usual_stages)
+        return (cost(problem, config, device), unusual, away, config)
+
+    return sorted(configs, key=order)
 
 
 def _tiles(problem: Problem, device: Device) -> list[tuple[int, int, int, int, int]]:
@@ -305,4 +325,6 @@ def _tiles(problem: Problem, device: Device) -> list[tuple[int, int, int, int, i
         if m <= most_m
         and (m + n) * k * stages * problem.itemsize <= device.shared
         and m * n <= MAX_ACCUMULATORS * warps * 32
+        # Found by compiling them all (`weft check aot --all`).
+        and (m * n <= FEW_ACCUMULATORS * warps * 32 or k * problem.itemsize <= 128)
     ]

@@ -423,10 +423,12 @@ def choose_tiling(
     if blocks is None:
         low = min(128, max(16, triton.next_power_of_2(m)))
         aligned = all(size % 16 == 0 for size in (x.shape[1], *weights.widths))
-        wide = capability >= 90 and low == 128 and aligned and x.element_size() <= 2
+        wide = capability >= 90 and low == 128 and x.element_size() <= 2
         pair = silu_multiply and len(weights.tensors) == 2
         columns = 64 if pair else 256 if wide else 128
         blocks = (low, columns, 128 // max(2, x.element_size()))
+        if not aligned:  # each number is loaded by itself, and takes registers for its address
+            blocks = (min(low, 64), 32 if pair else 64, 32)
     fine = all(side >= 16 and side & (side - 1) == 0 for side in blocks)
     require("blocks", blocks, len(blocks) == 3 and fine, "be three powers of two of at least 16")
     require("warps", warps, warps in (0, 1, 2, 4, 8, 16), "be 1, 2, 4, 8 or 16, or 0 to choose")

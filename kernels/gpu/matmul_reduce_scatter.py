@@ -47,11 +47,12 @@ from weft.kernels.gpu.matmul import (
     tile_at,
 )
 from weft.kernels.gpu.signals import MAX_POLLS, notify, peer_pointer, wait
+from weft.kernels.gpu.tune import Choice
 from weft.kernels.gpu.workspace import Workspace, triton_type
 from weft.kernels.symmetric.memory import Home
 
-BLOCK_M, BLOCK_N = 128, 128
-"""Sides of a tile that a workspace has signals for, unless it is told others."""
+BLOCK_M, BLOCK_N = 16, 64
+"""Sides of the smallest tile that a workspace has signals for, unless it is told others."""
 
 
 @triton.jit
@@ -280,6 +281,29 @@ def multiply_all_reduce(
         )  # fmt: skip
 
 
+class ReduceWorkspace(Workspace):
+    """A workspace of either op.
+
+    Attributes:
+        choice: of what callers leave open.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        name: str,
+        rows: int,
+        n: int,
+        dtype: torch.dtype,
+        block_m: int,
+        block_n: int,
+    ) -> None:
+        tiles = -(-rows // block_m) * -(-n // block_n)
+        size = home.world_size
+        super().__init__(home, name, size * rows * n, dtype, size * tiles)
+        self.choice = Choice(home, name, block_m, block_n)
+
+
 def matmul_reduce_scatter_workspace(
     home: Home,
     max_rows: int,
@@ -287,7 +311,7 @@ def matmul_reduce_scatter_workspace(
     dtype: torch.dtype,
     block_m: int = BLOCK_M,
     block_n: int = BLOCK_N,
-) -> Workspace:
+) -> ReduceWorkspace:
     """A workspace for results of at most `max_rows` (M / W) rows of `n`. Collective.
 
     Args:
@@ -298,7 +322,7 @@ def matmul_reduce_scatter_workspace(
         block_m, block_n: the smallest that it will be called with, unless they are as large as
             the result.
     """
-    return _workspace(home, "matmul_reduce_scatter", max_rows, n, dtype, block_m, block_n)
+    return ReduceWorkspace(home, "matmul_reduce_scatter", max_rows, n, dtype, block_m, block_n)
 
 
 def matmul_all_reduce_workspace(
@@ -308,22 +332,15 @@ def matmul_all_reduce_workspace(
     dtype: torch.dtype,
     block_m: int = BLOCK_M,
     block_n: int = BLOCK_N,
-) -> Workspace:
+) -> ReduceWorkspace:
     """The same for results of at most `max_rows` (M) rows of `n` on all ranks. Collective."""
-    return _workspace(home, "matmul_all_reduce", max_rows, n, dtype, block_m, block_n)
-
-
-def _workspace(
-    home: Home, name: str, rows: int, n: int, dtype: torch.dtype, block_m: int, block_n: int
-) -> Workspace:
-    tiles = -(-rows // block_m) * -(-n // block_n)
-    return Workspace(home, name, home.world_size * rows * n, dtype, home.world_size * tiles)
+    return ReduceWorkspace(home, "matmul_all_reduce", max_rows, n, dtype, block_m, block_n)
 
 
 def matmul_reduce_scatter(
     x: Tensor,
     w: Tensor,
-    workspace: Workspace,
+    workspace: ReduceWorkspace,
     *,
     epilogue: Epilogue = NOTHING,
     topology: Topology = "switch",
@@ -343,8 +360,9 @@ def matmul_reduce_scatter(
             the dtype of the result is the workspace's if out_dtype is None.
         topology: of the links between ranks; see all_gather_matmul.py.
         ranks_per_node: that have fast links; all if 0. Ranks of a node follow each other.
-        blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile; chosen by M / W if None.
-        warps, stages: that the product is compiled with; chosen if 0.
+        blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile. If None, what was tuned for this device, world
+            size, shape and dtype, else what the cost model prefers: tune.py.
+        warps, stages: that the product is compiled with; if 0, as with blocks.
         programs: of the product; as many as the device has processors if 0.
 
     Returns:
@@ -380,7 +398,7 @@ def matmul_reduce_scatter(
 def matmul_all_reduce(
     x: Tensor,
     w: Tensor,
-    workspace: Workspace,
+    workspace: ReduceWorkspace,
     *,
     epilogue: Epilogue = NOTHING,
     blocks: tuple[int, int, int] | None = None,
@@ -396,8 +414,9 @@ def matmul_all_reduce(
         workspace: from `matmul_all_reduce_workspace`.
         epilogue: its scales are of this rank's product, the rest of the sum; the dtype of the
             result is the workspace's if out_dtype is None.
-        blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile; chosen by M if None.
-        warps, stages: that the product is compiled with; chosen if 0.
+        blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile. If None, what was tuned for this device, world
+            size, shape and dtype, else what the cost model prefers: tune.py.
+        warps, stages: that the product is compiled with; if 0, as with blocks.
         programs: of the product; as many as the device has processors if 0.
 
     Returns:
@@ -431,7 +450,7 @@ class _Call:
         x: Tensor,
         weights: Weights,
         m: int,
-        workspace: Workspace,
+        workspace: ReduceWorkspace,
         epilogue: Epilogue,
         blocks: tuple[int, int, int] | None,
         warps: int,
@@ -442,6 +461,9 @@ class _Call:
         device = workspace.device
         require("x's device", x.device, x.device == device, f"be {device}, the workspace's")
         k, n = x.shape[1], weights.widths[0]
+        if blocks is None and (config := workspace.choice.of_product(x, weights, len(x))):
+            blocks = (config.block_m, config.block_n, config.block_k)
+            warps, stages = warps or config.warps, stages or config.stages
         tiling = choose_tiling(m, x, weights, blocks, warps, stages, require)
         epilogue.check(require, x, weights.widths, m)
         require("programs", programs, programs >= 0, "be positive, or 0 for all processors")

@@ -242,14 +242,17 @@ def reduce_scatter_workspace(
     return ReduceScatterWorkspace(home, max_numel, dtype, methods, chunk, node)
 
 
-def reduce_scatter(x: Tensor, workspace: ReduceScatterWorkspace, *, method: str = "push") -> Tensor:
+def reduce_scatter(
+    x: Tensor, workspace: ReduceScatterWorkspace, *, method: str | None = None
+) -> Tensor:
     """This rank's rows of the sum over all ranks. Collective.
 
     Args:
         x: [M, ...], contiguous, the workspace's dtype; of the same shape on all ranks; M a
             multiple of W.
         workspace: from `reduce_scatter_workspace`.
-        method: of those that the workspace was made for; the same on all ranks.
+        method: of those that the workspace was made for; the same on all ranks. If None, what was
+            tuned for this device, world size, shape and dtype, else what the cost model prefers.
 
     Returns:
         [M / W, ...], added in float32.
@@ -258,6 +261,8 @@ def reduce_scatter(x: Tensor, workspace: ReduceScatterWorkspace, *, method: str 
         KernelError: the shape does not go with the ranks, the workspace or the method.
     """
     size = workspace.world_size
+    if method is None:
+        method = workspace.choose_method(x, len(x) if x.dim() else 1)
     workspace.require_method(method)
     workspace.require_tensor("x", x)
     workspace.require("x's shape", tuple(x.shape), x.dim() > 0, "have at least one axis")

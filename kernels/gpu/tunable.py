@@ -23,7 +23,7 @@ from weft.kernels.gpu.all_gather import all_gather, all_gather_workspace
 from weft.kernels.gpu.all_gather_matmul import all_gather_matmul, all_gather_matmul_workspace
 from weft.kernels.gpu.all_reduce import all_reduce, all_reduce_workspace
 from weft.kernels.gpu.clock import Call
-from weft.kernels.gpu.costs import DTYPES, PAYLOADS, TILES, Config, Problem
+from weft.kernels.gpu.costs import DTYPES, PAYLOADS, Config, Problem
 from weft.kernels.gpu.matmul_reduce_scatter import (
     matmul_all_reduce,
     matmul_all_reduce_workspace,
@@ -31,7 +31,7 @@ from weft.kernels.gpu.matmul_reduce_scatter import (
     matmul_reduce_scatter_workspace,
 )
 from weft.kernels.gpu.reduce_scatter import reduce_scatter, reduce_scatter_workspace
-from weft.kernels.gpu.tune import Measured, Prepare, options_of, tune
+from weft.kernels.gpu.tune import PRODUCT_METHODS, Measured, Prepare, options_of, tune
 from weft.kernels.gpu.workspace import KernelError, Workspace
 from weft.kernels.symmetric.memory import Home
 
@@ -39,9 +39,7 @@ METHODS = {
     "all_gather": ("push", "pull", "copy_engine", "ll", "ll128", "multimem"),
     "reduce_scatter": ("push",),
     "all_reduce": ("one_shot", "two_shot", "ll", "multimem"),
-    "all_gather_matmul": ("push",),
-    "matmul_reduce_scatter": ("push",),
-    "matmul_all_reduce": ("one_shot",),
+    **PRODUCT_METHODS,
 }
 """Of each op, within a node."""
 
@@ -55,7 +53,6 @@ PRODUCTS: dict[str, Callable[..., Tensor]] = {
     "matmul_reduce_scatter": matmul_reduce_scatter,
     "matmul_all_reduce": matmul_all_reduce,
 }
-SMALLEST_M, SMALLEST_N = min(m for m, _ in TILES), min(n for _, n in TILES)
 
 
 def tune_op(home: Home, problem: Problem, **options: Any) -> list[Measured]:
@@ -105,15 +102,11 @@ def _prepare_product(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
     travels = torch.bfloat16 if x.itemsize == 1 and not gathers else x.dtype
     workspace: Workspace
     if gathers:
-        workspace = all_gather_matmul_workspace(home, shard, problem.k, travels, SMALLEST_M)
+        workspace = all_gather_matmul_workspace(home, shard, problem.k, travels)
     elif problem.op == "matmul_reduce_scatter":
-        workspace = matmul_reduce_scatter_workspace(
-            home, shard, problem.n, travels, SMALLEST_M, SMALLEST_N
-        )
+        workspace = matmul_reduce_scatter_workspace(home, shard, problem.n, travels)
     else:
-        workspace = matmul_all_reduce_workspace(
-            home, problem.rows, problem.n, travels, SMALLEST_M, SMALLEST_N
-        )
+        workspace = matmul_all_reduce_workspace(home, problem.rows, problem.n, travels)
     function = PRODUCTS[problem.op]
 
     def prepare(config: Config) -> Call:

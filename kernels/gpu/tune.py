@@ -17,8 +17,8 @@ Ranks come from a meeting on the host at different times. So the op is called
 once before the clock starts: each rank of it waits for all others, which lines
 them up on their devices far better than the host can.
 
-`choose` answers what to run: what was tuned, else what the cost model prefers.
-It is collective, so that ranks with different files still run the same.
+A `Choice` answers what to run: what was tuned, else what the cost model prefers.
+The ops ask it where their caller does not say.
 """
 
 from __future__ import annotations
@@ -26,23 +26,35 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+import triton
+from msgspec import structs
+from torch import Tensor
 
 from weft.kernels.gpu import tuned
 from weft.kernels.gpu.clock import Call, Clock, gpu_clock, host_clock
 from weft.kernels.gpu.costs import Config, Problem, device_named, space
+from weft.kernels.gpu.epilogue import OPERANDS
 from weft.kernels.gpu.launches import is_refusal, loaded
+from weft.kernels.gpu.matmul import Weights
 from weft.kernels.gpu.tuned import Entry, TuningError
 from weft.kernels.symmetric.memory import Home
 
 Prepare = Callable[[Config], Call]
 """Config -> one call of the op with it, on this rank. Allocates nothing for each config that is
 symmetric: one workspace, made for the smallest tile, serves all."""
+
+PRODUCT_METHODS = {
+    "all_gather_matmul": ("push",),
+    "matmul_reduce_scatter": ("push",),
+    "matmul_all_reduce": ("one_shot",),
+}
+"""Of each op that multiplies."""
 
 CANDIDATES = 16
 REPETITIONS = 7
@@ -107,7 +119,7 @@ def tune(
             f"{home.world_size}"
         )
     clock = clock or (gpu_clock if home.device.type == "cuda" else host_clock)
-    name = device_name(home.device)
+    name = home.device_name
     configs = space(problem, device_named(name), methods)
     first = measure(home, _distinct_tiles(configs)[:candidates], prepare, clock, repetitions, calls)
     around = _variations(first[0].config, configs)
@@ -115,7 +127,12 @@ def tune(
     key = tuned.key_of(problem, name)
     fields = {field: getattr(key, field) for field in key.__struct_fields__}
     entry = Entry(**fields, config=best[0].config, microseconds=best[0].median * 1e6)
-    _on_first_rank(home, lambda: tuned.record(path or tuned.default_path(), {key: entry}))
+
+    def write() -> None:
+        if home.rank == 0:
+            tuned.record(path or tuned.default_path(), {key: entry})
+
+    _from_first_rank(home, write)
     return best
 
 
@@ -147,46 +164,114 @@ def measure(
     return sorted(measured, key=lambda one: (one.median, one.config))
 
 
-def choose(
-    home: Home,
-    problem: Problem,
-    methods: Sequence[str],
-    *,
-    path: Path | None = None,
-) -> dict[int, Config]:
-    """What to run, for each bucket of rows up to the problem's. Collective.
+class Choice:
+    """What an op runs where its caller does not say: what was tuned, else what the model prefers.
+
+    Made by all ranks together, with the op's workspace: the first rank's file counts for all, so
+    that ranks with different files still run the same. What it answers depends on nothing else
+    but its arguments, is looked up once, and then kept: a call costs two looks into dictionaries.
 
     Args:
-        problem: of the most rows that will come.
-        methods: that the op has.
-        path: of the file; tuned.default_path() if None. The first rank's counts.
-
-    Returns:
-        Configurations by bucket, equal on all ranks: `chosen[bucket(rows)]`.
+        home: of this rank.
+        op: a key of `costs.PAYLOADS`.
+        block_m, block_n: the smallest sides of a tile that the workspace has signals for.
+        path: of the file; tuned.default_path() if None.
 
     Raises:
         TuningError: the first rank's file is damaged; on all ranks.
     """
 
-    def look() -> str:
-        name = device_name(home.device)
-        table = tuned.load(path or tuned.default_path())
-        found = {}
-        for rows in tuned.buckets(problem.rows):
-            one = replace(problem, rows=rows)
-            entry = table.get(tuned.key_of(one, name))
-            if entry is None or entry.config.method not in methods:
-                found[rows] = space(one, device_named(name), methods)[0]
-            else:
-                found[rows] = entry.config
-        return msgspec.json.encode(found).decode()
+    def __init__(
+        self, home: Home, op: str, block_m: int = 0, block_n: int = 0, path: Path | None = None
+    ) -> None:
+        self._op = op
+        self._world_size = home.world_size
+        self._device = device_named(home.device_name)
+        self._smallest = (block_m, block_n)
+        self._chosen: dict[tuple[object, ...], Config] = {}
 
-    return msgspec.json.decode(_on_first_rank(home, look), type=dict[int, Config])
+        def look() -> str:
+            table = tuned.load(path or tuned.default_path())
+            found = [
+                ((key.dtype, key.rows, key.n, key.k), entry.config)
+                for key, entry in table.items()
+                if (key.op, key.device, key.world_size, key.triton)
+                == (op, home.device_name, home.world_size, triton.__version__)
+            ]
+            return msgspec.json.encode(found).decode()
 
+        found = _from_first_rank(home, look)
+        kind = list[tuple[tuple[str, int, int, int], Config]]
+        self._tuned = dict(msgspec.json.decode(found, type=kind))
 
-def device_name(device: torch.device) -> str:
-    """What the driver calls it."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    def __call__(
+        self,
+        dtype: torch.dtype,
+        rows: int,
+        n: int,
+        k: int = 0,
+        *,
+        methods: tuple[str, ...],
+    ) -> Config:
+        """A configuration; the same for all rows of a bucket.
+
+        Args:
+            dtype: of the operands.
+            rows, n, k: as of a `costs.Problem`.
+            methods: that this call can take, of `costs.METHODS`.
+        """
+        largest = tuned.bucket(rows)
+        key = (dtype, largest, n, k, methods)
+        config = self._chosen.get(key)
+        if config is None:
+            config = self._choose(dtype, largest, n, k, methods)
+            self._chosen[key] = config
+        return config
+
+    def of_product(
+        self, x: Tensor, weights: Weights, rows: int, silu_multiply: bool = False
+    ) -> Config | None:
+        """Of an op that multiplies, for operands as its caller gave them.
+
+        Several weights count as one that is as wide as all; of gate and up a tile has two sums,
+        and so half the columns.
+
+        Returns:
+            None if numbers have to be loaded one by one, where no tile is good, or cannot be
+            multiplied.
+        """
+        k, n = x.shape[1], sum(weights.widths)
+        if x.dtype not in OPERANDS or any(size % 16 for size in (k, *weights.widths)):
+            return None
+        config = self(x.dtype, rows, n, k, methods=PRODUCT_METHODS[self._op])
+        if silu_multiply and len(weights.tensors) == 2:
+            config = structs.replace(config, block_n=min(64, config.block_n // 2))
+        return config
+
+    def _choose(
+        self,
+        dtype: torch.dtype,
+        rows: int,
+        n: int,
+        k: int,
+        methods: tuple[str, ...],
+    ) -> Config:
+        problem = Problem(self._op, self._world_size, rows, n, k, str(dtype).removeprefix("torch."))
+        config = self._tuned.get((problem.dtype, rows, n, k))
+        if config is not None and config.method in methods and self._has_signals(problem, config):
+            return config
+        configs = space(problem, self._device, methods)
+        return next((c for c in configs if self._has_signals(problem, c)), configs[0])
+
+    def _has_signals(self, problem: Problem, config: Config) -> bool:
+        """Whether the workspace has one for each tile: of that size, or of one that covers all."""
+        parts = 1 if problem.op == "matmul_all_reduce" else problem.world_size
+        needed = (-(-problem.rows // parts), problem.n)
+        sides = (config.block_m, config.block_n)
+        return all(
+            not least or side >= least or side >= need
+            for side, least, need in zip(sides, self._smallest, needed, strict=True)
+        )
 
 
 def _distinct_tiles(configs: Sequence[Config]) -> list[Config]:
@@ -239,15 +324,13 @@ def _prepare_all(
     return ready
 
 
-def _on_first_rank(home: Home, work: Callable[[], str | None]) -> str:
-    """The first rank's result or error, on all of them. Collective."""
-    result: dict[str, str] = {}
-    if home.rank == 0:
-        try:
-            result = {"result": work() or ""}
-        except TuningError as error:
-            result = {"error": str(error)}
-    found = json.loads(home.exchange(json.dumps(result))[0])
+def _from_first_rank(home: Home, work: Callable[[], str | None]) -> str:
+    """The first rank's result or error of what all ranks do. Collective."""
+    try:
+        mine = {"result": work() or ""}
+    except TuningError as error:
+        mine = {"error": str(error)}
+    found = json.loads(home.exchange(json.dumps(mine))[0])
     if "error" in found:
         raise TuningError(f"rank 0: {found['error']}")
     return str(found["result"])

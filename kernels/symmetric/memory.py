@@ -83,6 +83,11 @@ class Home(ABC):
             return torch.cuda.get_device_properties(self.device).multi_processor_count
         return 4
 
+    @property
+    def device_name(self) -> str:
+        """What the driver calls the device."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+
     @contextmanager
     def beside(self) -> Iterator[None]:
         """Within, kernels are launched on a second stream, after those launched before.

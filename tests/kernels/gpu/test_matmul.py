@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from support.overlapped import BLOCKS, DTYPES, FP8, SEEDS, close
 
 from weft.kernels.check import interpreter
-from weft.kernels.check.aot import compile_all
 from weft.kernels.gpu.matmul import Weights, matmul, takes_tma, tile_at
 from weft.kernels.gpu.workspace import KernelError
 
@@ -152,13 +151,3 @@ def test_bad_input_is_named_and_nothing_is_launched(data: st.DataObject) -> None
         matmul(x, ws, **options)  # type: ignore[arg-type]
     assert str(error.value).startswith("matmul: ")
     assert named in str(error.value)
-
-
-def test_the_tile_for_hopper_is_wide_uses_its_tensor_cores_and_spills_nothing() -> None:
-    ops = ("matmul", "all_gather_matmul", "matmul_reduce_scatter")
-    products = [row for row in compile_all(["sm_90"], ops) if row.multiplies]
-    assert {row.op for row in products} == set(ops)
-    for row in products:
-        tile = [row.constants[f"BLOCK_{side}"] for side in "MNK"]
-        assert (tile, row.warps, row.stages) == (["128", "256", "64"], 8, 3)
-        assert row.problems == []

@@ -9,14 +9,19 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
 
 from weft.kernels.check.ranks import RankError, run
 from weft.kernels.gpu import tune, tuned
+from weft.kernels.gpu.all_gather import all_gather_workspace
+from weft.kernels.gpu.all_gather_matmul import all_gather_matmul_workspace
 from weft.kernels.gpu.clock import Call
 from weft.kernels.gpu.costs import (
     DEVICES,
@@ -31,14 +36,24 @@ from weft.kernels.gpu.costs import (
     link_time,
     space,
 )
+from weft.kernels.gpu.matmul import Weights
+from weft.kernels.gpu.matmul_reduce_scatter import (
+    matmul_all_reduce_workspace,
+    matmul_reduce_scatter_workspace,
+)
+from weft.kernels.gpu.tunable import COLLECTIVES, PRODUCTS, prepare_op, tune_op
 from weft.kernels.gpu.tunable import METHODS as METHODS_OF
-from weft.kernels.gpu.tunable import prepare_op, tune_op
 from weft.kernels.gpu.tuned import Entry, Key, Table, TuningError
 from weft.kernels.gpu.workspace import KernelError
 from weft.kernels.symmetric.memory import Home
 
 H100 = device_named("NVIDIA H100 80GB HBM3")
 SIZE = 3
+WORKSPACES: dict[str, Callable[..., Any]] = {
+    "all_gather_matmul": all_gather_matmul_workspace,
+    "matmul_reduce_scatter": matmul_reduce_scatter_workspace,
+    "matmul_all_reduce": matmul_all_reduce_workspace,
+}
 
 # The bucket of rows.
 
@@ -328,7 +343,7 @@ def test_what_cannot_be_modelled_is_refused() -> None:
         Problem("gossip", 2, 16, 16, 0)
     with pytest.raises(KernelError, match="dtype is 'int3'; it must be one of float32,"):
         Problem("all_gather", 2, 16, 16, 0, "int3")
-    tight = Device("tight", 1e12, 1e12, 1e12, 1e9, 4, shared=1000)
+    tight = Device("tight", "sm_90", 1e12, 1e12, 1e12, 1e9, 4, shared=1000)
     with pytest.raises(KernelError, match="no tile fits 1000 bytes"):
         space(Problem("all_gather_matmul", 2, 16, 16, 16), tight, ["push"])
 
@@ -470,19 +485,23 @@ def test_the_world_must_be_the_homes(tmp_path: Path) -> None:
 # Choosing.
 
 
+def chosen(home: Home, path: Path, methods: tuple[str, ...], rows: int = 100) -> Config:
+    choice = tune.Choice(home, "all_gather", path=path)
+    return choice(torch.bfloat16, rows, 64, methods=methods)
+
+
 def test_the_first_ranks_file_counts_for_all(tmp_path: Path) -> None:
     tuned_on_all(lambda rank, config: 1.0 + config.senders, tmp_path / "0", ["pull"])
 
-    def work(home: Home) -> dict[int, Config]:
-        return tune.choose(home, GATHER, ["push", "pull"], path=tmp_path / str(home.rank))
+    def work(home: Home) -> list[Config]:
+        path = tmp_path / str(home.rank)
+        return [chosen(home, path, ("push", "pull"), rows) for rows in (128, 65, 64, 129)]
 
-    chosen = run(work, SIZE)
-    assert chosen[0] == chosen[1] == chosen[2]
-    assert list(chosen[0]) == [16, 32, 64, 128]
-    assert chosen[0][128] == Config(method="pull")
+    by_rank = run(work, SIZE)
+    assert by_rank[0] == by_rank[1] == by_rank[2]
     modelled = space(Problem("all_gather", SIZE, 64, 64, 0), UNKNOWN, ["push", "pull"])[0]
-    assert chosen[0][64] == modelled
     assert modelled.method == "push"
+    assert by_rank[0] == [Config(method="pull"), Config(method="pull"), modelled, modelled]
 
 
 def test_what_another_triton_tuned_is_not_used(tmp_path: Path) -> None:
@@ -491,16 +510,15 @@ def test_what_another_triton_tuned_is_not_used(tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     content["entries"][0]["triton"] = "0.1"
     path.write_text(json.dumps(content))
-    chosen = run(lambda home: tune.choose(home, GATHER, ["push", "pull"], path=path), SIZE)
-    assert chosen[0][128].method == "push"
+    assert run(lambda home: chosen(home, path, ("push", "pull")), SIZE)[0].method == "push"
     tuned_on_all(lambda rank, config: 1.0, path, ["pull"])
     assert len(tuned.load(path)) == 2
+    assert run(lambda home: chosen(home, path, ("push", "pull")), SIZE)[0].method == "pull"
 
 
-def test_a_method_that_the_op_has_no_more_is_not_used(tmp_path: Path) -> None:
+def test_a_method_that_the_call_cannot_take_is_not_used(tmp_path: Path) -> None:
     tuned_on_all(lambda rank, config: 1.0, tmp_path / "t", ["pull"])
-    chosen = run(lambda home: tune.choose(home, GATHER, ["push"], path=tmp_path / "t"), SIZE)
-    assert chosen[0][128].method == "push"
+    assert run(lambda home: chosen(home, tmp_path / "t", ("push",)), SIZE)[0].method == "push"
 
 
 def test_a_damaged_file_is_an_error_on_all_ranks(tmp_path: Path) -> None:
@@ -509,13 +527,192 @@ def test_a_damaged_file_is_an_error_on_all_ranks(tmp_path: Path) -> None:
 
     def work(home: Home) -> None:
         with pytest.raises(TuningError) as error:
-            tune.choose(home, GATHER, ["push"], path=tmp_path / "t")
+            chosen(home, tmp_path / "t", ("push",))
         messages.append(str(error.value))
 
     run(work, SIZE)
     assert len(messages) == SIZE
     assert len(set(messages)) == 1
     assert messages[0].startswith("rank 0: ")
+
+
+def test_it_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counted(problem: Problem, *arguments: object) -> list[Config]:
+        calls.append(problem.rows)
+        return space(problem, *arguments)  # type: ignore[arg-type]
+
+    def work(home: Home) -> None:
+        choice = tune.Choice(home, "all_reduce")
+        for rows in (3, 1, 16, 17, 16, 17):
+            choice(torch.float32, rows, 64, methods=("one_shot", "two_shot"))
+
+    monkeypatch.setattr(tune, "space", counted)
+    run(work, 1)
+    assert calls == [16, 32]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    op=st.sampled_from(sorted(tune.PRODUCT_METHODS)),
+    rows=st.integers(1, 20000),
+    least=st.sampled_from([(0, 0), (16, 64), (64, 0), (128, 128)]),
+)
+def test_a_tile_has_its_signals(op: str, rows: int, least: tuple[int, int]) -> None:
+    """As large as the workspace was made for, or as all that there is."""
+
+    def work(home: Home) -> Config:
+        choice = tune.Choice(home, op, *least)
+        return choice(torch.bfloat16, rows, 1024, 1024, methods=tune.PRODUCT_METHODS[op])
+
+    (config, *_) = run(work, 2)
+    part = tuned.bucket(rows) // (1 if op == "matmul_all_reduce" else 2)
+    assert config.block_m >= min(least[0], part)
+    assert config.block_n >= least[1]
+
+
+def recorded(path: Path, problem: Problem, config: Config) -> None:
+    key = tuned.key_of(problem, "CPU")
+    fields = {field: getattr(key, field) for field in key.__struct_fields__}
+    tuned.record(path, {key: Entry(**fields, config=config, microseconds=1.0)})
+
+
+def launches(work: Callable[[Home], object]) -> list[tuple[str, dict[str, object]]]:
+    """What the first rank launches: names, and the keyword arguments."""
+    seen = []
+    original = InterpretedFunction.run
+
+    def noted(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        if threading.current_thread() is first[0]:
+            seen.append((self.fn.__name__, kwargs | {"grid": grid}))
+        return original(self, *args, grid=grid, warmup=warmup, **kwargs)
+
+    first: list[threading.Thread] = []
+
+    def on_rank(home: Home) -> object:
+        if home.rank == 0:
+            first.append(threading.current_thread())
+        return work(home)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpretedFunction, "run", noted)
+        run(on_rank, 2)
+    return seen
+
+
+@pytest.mark.parametrize("op", sorted(tune.PRODUCT_METHODS))
+def test_products_take_what_was_tuned(
+    op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    problem = Problem(op, 2, 64, 48, 32, "float16")
+    (method,) = tune.PRODUCT_METHODS[op]
+    senders = 1 if op == "all_gather_matmul" else 0
+    config = Config(method, 32, 16, 16, stages=4, warps=2, senders=senders)
+    function = PRODUCTS[op]
+    make = WORKSPACES[op]
+    gathers = op == "all_gather_matmul"
+
+    def work(home: Home) -> None:
+        width, wide = (32, {}) if gathers else (48, {"block_n": 16})
+        rows = 64 if op == "matmul_all_reduce" else 32
+        workspace = make(home, rows, width, torch.float16, 16, **wide)
+        x = torch.randn(32 if gathers else 64, 32).half()
+        function(x, torch.randn(32, 48).half(), workspace)
+        function(x, torch.randn(32, 48).half(), workspace, blocks=(16, 16, 32))
+
+    def tiles() -> list[tuple[object, ...]]:
+        names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_stages", "num_warps")
+        return [
+            tuple(kwargs[name] for name in names)
+            for name, kwargs in launches(work)
+            if name.startswith("multiply")
+        ]
+
+    modelled = space(problem, UNKNOWN, [method])[0]
+    model = (modelled.block_m, modelled.block_n, modelled.block_k, modelled.stages, modelled.warps)
+    named = (16, 16, 32, 3, 4)
+    assert tiles() == [model, named]
+    recorded(tmp_path / "weft" / "tuning.json", problem, config)
+    assert tiles() == [(32, 16, 16, 4, 2), named]
+    if gathers:
+        pushed = [kwargs["grid"] for name, kwargs in launches(work) if name == "push_rows"]
+        assert pushed[0] == (1,)
+
+
+def test_gate_and_up_share_the_columns_of_a_tile() -> None:
+    def work(home: Home) -> list[Config | None]:
+        choice = tune.Choice(home, "all_gather_matmul")
+        x = torch.empty(1024, 1024, dtype=torch.bfloat16)
+        w = torch.empty(1024, 512, dtype=torch.bfloat16)
+        odd = torch.empty(1024, 500, dtype=torch.bfloat16)
+        return [
+            choice.of_product(x, Weights(ws, [one.shape[1] for one in ws], False), 8192, silu)
+            for ws, silu in (((w, w), False), ((w, w), True), ((odd, w), True))
+        ]
+
+    side_by_side, paired, odd = run(work, 1)[0]
+    assert side_by_side is not None
+    assert paired is not None
+    assert (side_by_side.block_n, paired.block_n) == (256, 64)
+    assert odd is None
+
+
+COLLECTIVE_KERNELS = {
+    "push": "push_chunks",
+    "pull": "publish_chunks",
+    "ll": "gather_ll",
+    "one_shot": "reduce_chunks",
+    "two_shot": "reduce_and_send",
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "methods"),
+    [("all_gather", ("push", "pull", "ll")), ("all_reduce", ("one_shot", "ll", "two_shot"))],
+)
+def test_collectives_take_what_was_tuned(
+    op: str, methods: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    function, make = COLLECTIVES[op]
+    rows = 20 if op == "all_gather" else 10
+
+    def work(home: Home) -> Tensor:
+        return function(torch.ones(10, 8), make(home, 80, torch.float32, methods))
+
+    def kernels() -> set[str]:
+        return {name for name, _ in launches(work)}
+
+    for method in methods:
+        recorded(
+            tmp_path / "weft" / "tuning.json", Problem(op, 2, rows, 8, 0, "float32"), Config(method)
+        )
+        expected = COLLECTIVE_KERNELS[method]
+        if op == "all_reduce" and method == "ll":
+            expected = "reduce_ll"
+        assert expected in kernels()
+
+
+def test_a_method_is_chosen_that_takes_the_data(tmp_path: Path) -> None:
+    """ll carries at most so much; and there is none to choose where there is one."""
+
+    def work(home: Home) -> list[str]:
+        several = all_gather_workspace(home, 1 << 20, torch.float32, ("ll", "push"))
+        one = all_gather_workspace(home, 8, torch.float32, ("pull",))
+        nodes = all_gather_workspace(
+            home, 8, torch.float32, ("push", "two_level"), ranks_per_node=1
+        )
+        small, large = torch.empty(1, 8), torch.empty(1 << 10, 1 << 9)
+        return [
+            several.choose_method(small, 2),
+            several.choose_method(large, 2 << 10),
+            one.choose_method(small, 2),
+            nodes.choose_method(small, 2),
+        ]
+
+    assert run(work, 2) == [["ll", "push", "pull", "two_level"]] * 2
 
 
 # A real op, in the interpreter.
