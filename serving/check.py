@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
+BLOCKS = ("BLOCK_M", "BLOCK_N", "BLOCK_K")
+
 
 def kernels(ops: Sequence[str], world_sizes: str, seeds: str, *, as_json: bool) -> int:
     """Run every op against its oracle under the race detector.
@@ -48,8 +50,11 @@ def kernels(ops: Sequence[str], world_sizes: str, seeds: str, *, as_json: bool) 
     return int(any(outcome.findings for outcome in outcomes))
 
 
-def aot(targets: Sequence[str], ops: Sequence[str], *, as_json: bool) -> int:
+def aot(targets: Sequence[str], ops: Sequence[str], *, everything: bool, as_json: bool) -> int:
     """Compile every kernel for the targets (all, if none is given).
+
+    Args:
+        everything: every tile that tuning may choose, too.
 
     Raises:
         ConfigError: there is no such target or op, or Triton is not installed.
@@ -60,7 +65,9 @@ def aot(targets: Sequence[str], ops: Sequence[str], *, as_json: bool) -> int:
     from weft.kernels.check.ops import named
 
     named(ops)
-    rows = list(_progress("kernels", compile_all(targets or tuple(TENSOR_CORES), ops)))
+    targets = targets or tuple(TENSOR_CORES)
+    rows = list(_progress("kernels", compile_all(targets, ops, everything=everything)))
+    rows.sort(key=lambda row: targets.index(row.target))
     if as_json:
         print(json.dumps([asdict(row) | {"problems": row.problems} for row in rows], indent=2))
     else:
@@ -148,16 +155,22 @@ def _print_outcomes(outcomes: Sequence[Outcome]) -> None:
 def _print_compiled(rows: Sequence[Compiled]) -> None:
     wide = max([len(row.op) for row in rows], default=0) + 2
     print(
-        f"{'target':<8}{'op':<{wide}}{'kernel':<20}{'warps':>6}{'stages':>7}{'registers':>10}"
-        f"{'spilled':>8}{'shared':>8}{'mma':>5}{'releases':>9}"
+        f"{'target':<8}{'op':<{wide}}{'kernel':<20}{'dtype':<7}{'tile':<12}{'warps':>5}{'stages':>7}"
+        f"{'registers':>10}{'spilled':>8}{'shared':>8}{'mma':>5}{'releases':>9}"
     )
     for row in rows:
         mma = str(row.tensor_core_instructions) if row.multiplies else "-"
+        dtype = row.constants.get("dtype", "-")
+        sides = [row.constants[name] for name in BLOCKS if name in row.constants]
+        tile = "x".join(sides) or "-"
         print(
-            f"{row.target:<8}{row.op:<{wide}}{row.kernel:<20}{row.warps:>6}{row.stages:>7}"
-            f"{row.registers:>10}{row.spills:>8}{row.shared:>8}{mma:>5}{row.releases:>9}"
+            f"{row.target:<8}{row.op:<{wide}}{row.kernel:<20}{dtype:<7}{tile:<12}{row.warps:>5}"
+            f"{row.stages:>7}{row.registers:>10}{row.spills:>8}{row.shared:>8}{mma:>5}"
+            f"{row.releases:>9}"
         )
     for row in rows:
         for problem in row.problems:
             constants = " ".join(f"{name}={value}" for name, value in row.constants.items())
             print(f"\n{row.kernel} of {row.op} on {row.target} ({constants}): {problem}")
+            if row.case:
+                print(f"    when called by {row.case}")

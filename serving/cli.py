@@ -373,8 +373,11 @@ def check_kernels(only: tuple[str, ...], world_size: str, seeds: str, as_json: b
 @check.command("aot")
 @click.option("--target", multiple=True, metavar="NAME", help="only this; may be given again")
 @click.option("--only", multiple=True, metavar="OP", help="only this op; may be given again")
+@click.option("--all", "everything", is_flag=True, help="every tile that tuning may choose: hours")
 @click.option("--json", "as_json", is_flag=True, help="write JSON, with each kernel's constants")
-def check_aot(target: tuple[str, ...], only: tuple[str, ...], as_json: bool) -> int:
+def check_aot(
+    target: tuple[str, ...], only: tuple[str, ...], everything: bool, as_json: bool
+) -> int:
     """Compile every kernel for the GPUs that it is for: sm_80, sm_90, sm_100 and gfx942.
 
     Found are: spilled registers, products that do not use the tensor cores, and signals that may
@@ -386,7 +389,7 @@ def check_aot(target: tuple[str, ...], only: tuple[str, ...], as_json: bool) -> 
     """
     from weft.serving import check
 
-    return check.aot(target, only, as_json=as_json)
+    return check.aot(target, only, everything=everything, as_json=as_json)
 
 
 @check.command("timeline")

@@ -1,14 +1,18 @@
 """Compiles every kernel for the real targets, without one, and says what came out.
 
-The ops of check/ops.py are called once, as rank 3 of 8, with Triton's driver
-replaced by one that has no device: each launch is specialised and compiled as
-on the target, with the warps, stages and tiles that the op passes, and then not
-launched. So what is compiled is what is launched, and nothing is listed twice.
+The ops of check/ops.py are called with Triton's driver replaced by one that has no
+device: each launch is specialised and compiled as on the target, with the warps,
+stages and tiles that the op passes, and then not launched. So what is compiled is
+what is launched, and nothing is listed twice. `cases` says for which rank, sizes,
+dtypes and tiles: Triton compiles anew for an integer argument that is 1, and for
+one that 16 divides, and so do ops for sizes that their tiles divide.
 
 For each kernel and target: registers, spills, shared memory, tensor-core
-instructions, and whether a barrier stands directly before each release of a
-signal (one thread releases; the others' stores must come first, and Triton 3.6
-does not see to it by itself). `problems` names what would be wrong on a device.
+instructions, and whether barriers stand where signals need them (one thread
+releases; the others' stores must come first. One thread acquires; the others'
+loads must come later). That is looked at twice: in Triton's IR, which has the
+barriers that the source has and no others, and in the machine's, which shows that
+none was lost. `problems` names what would be wrong on a device.
 
 Triton's jit is either interpreted or compiled for a whole process, and a kernel
 that a target cannot take may end the process: each target is compiled in a
@@ -27,15 +31,20 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from weft.errors import ConfigError, WeftError
 from weft.kernels.symmetric.memory import Home
+
+if TYPE_CHECKING:
+    from weft.kernels.check.ops import Op, Sizes
 
 TENSOR_CORES = {
     "sm_80": r"\bHMMA",
@@ -45,11 +54,20 @@ TENSOR_CORES = {
 }
 """What a matrix product is made of in each target's machine code: the targets there are."""
 
-RANK, WORLD_SIZE = 3, 8
-"""Who the kernels are compiled for. (Triton compiles anew for arguments that are 1 or n x 16.)"""
+LOW_TILES = {"sm_90": r"\bHMMA", "sm_100": r"\bHMMA"}
+"""The same of tiles with fewer rows than WGMMA and tcgen05 take: those of the cores before them."""
 
-M, N, K = 128, 256, 256
-"""Sizes of a rank's part; only their divisibility matters to the compiler."""
+LOWEST_TILE = 64
+"""Rows that those take."""
+
+PREFILL = (1000, 1024, 8192)
+"""m, n, k of a product in prefill: about Llama 70B's on 8 ranks, 8000 tokens. No tile divides m."""
+
+DECODE = (16, 8192, 1024)
+"""m, n, k of one in decode: what ends attention there, 16 tokens."""
+
+TILED = (1024, 1024, 1024)
+"""m, n, k for which every tile is compiled; all of them divide it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +77,14 @@ class Compiled:
     Attributes:
         op: that launches it; the first one, if several launch the same.
         constants: its constexpr arguments.
+        case: in which call; the first one.
         spills: bytes of registers of a thread that are kept in memory.
         shared: bytes of a program.
         multiplies: it has a tl.dot.
         releases: of signals, in its code; how many have no barrier directly before them.
+        bare_releases: how many have none before them in its source.
+        bare_acquires: how many signals it waits for with none after them in its source, before it
+            looks at the data.
         error: why it does not compile.
     """
 
@@ -70,6 +92,7 @@ class Compiled:
     kernel: str
     target: str
     constants: dict[str, str]
+    case: str = ""
     warps: int = 0
     stages: int = 0
     registers: int = 0
@@ -79,6 +102,8 @@ class Compiled:
     tensor_core_instructions: int = 0
     releases: int = 0
     unordered_releases: int = 0
+    bare_releases: int = 0
+    bare_acquires: int = 0
     error: str = ""
 
     @property
@@ -93,13 +118,26 @@ class Compiled:
             found.append("no tensor-core instruction")
         if self.unordered_releases:
             found.append(f"{self.unordered_releases} releases without a barrier before them")
+        if self.bare_releases:
+            found.append(f"{self.bare_releases} releases without tl.debug_barrier before them")
+        if self.bare_acquires:
+            found.append(f"{self.bare_acquires} acquires without tl.debug_barrier after them")
         return found
 
 
 def compile_all(
-    targets: Sequence[str] = tuple(TENSOR_CORES), ops: Sequence[str] = ()
+    targets: Sequence[str] = tuple(TENSOR_CORES),
+    ops: Sequence[str] = (),
+    *,
+    everything: bool = False,
 ) -> Iterator[Compiled]:
     """Every kernel of the ops (all, if none is named) for every target, which run side by side.
+
+    Args:
+        everything: each tile that tuning may choose, and not only some of them.
+
+    Yields:
+        What came out, as it comes; targets in turns.
 
     Raises:
         ConfigError: there is no such target.
@@ -108,32 +146,155 @@ def compile_all(
     for target in targets:
         if target not in TENSOR_CORES:
             raise ConfigError(f"target is {target!r}; it must be one of {', '.join(TENSOR_CORES)}")
+    came: SimpleQueue[Compiled | BaseException | None] = SimpleQueue()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for rows in pool.map(lambda target: _in_process(target, ops), targets):
-            yield from rows
+        for target in targets:
+            pool.submit(_in_process, target, ops, everything, came)
+        running = len(targets)
+        while running:
+            row = came.get()
+            if isinstance(row, BaseException):
+                pool.shutdown(cancel_futures=True)
+                raise row
+            if row is None:
+                running -= 1
+            else:
+                yield row
 
 
-def _in_process(target: str, ops: Sequence[str]) -> list[Compiled]:
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    # -P: the folder one is in may have a `weft` in it that is not the installed one.
-    command = [sys.executable, "-P", "-m", "weft.kernels.check.aot", target, *ops]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    rows = [Compiled(**json.loads(line)) for line in result.stdout.splitlines()]
-    if result.returncode:
-        after = f"after {rows[-1].kernel} of {rows[-1].op}" if rows else "before its first kernel"
-        last = "\n".join(result.stderr.strip().splitlines()[-12:])
-        raise WeftError(
-            f"the compiler for {target} ended with {result.returncode} {after}:\n{last}"
+def _in_process(
+    target: str,
+    ops: Sequence[str],
+    everything: bool,
+    came: SimpleQueue[Compiled | BaseException | None],
+) -> None:
+    """Put what a process prints, and then None or what ended it."""
+    try:
+        # -P: the folder one is in may have a `weft` in it that is not the installed one.
+        command = [sys.executable, "-P", "-m", "weft.kernels.check.aot", target]
+        command += [*(["--all"] if everything else []), *ops]
+        row = None
+        with (
+            tempfile.TemporaryFile("w+") as errors,
+            subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={**os.environ, "TRITON_INTERPRET": "0"},
+            ) as process,
+        ):
+            assert process.stdout is not None
+            for line in process.stdout:
+                row = Compiled(**json.loads(line))
+                came.put(row)
+            if process.wait():
+                after = f"after {row.kernel} of {row.op}" if row else "before its first kernel"
+                errors.seek(0)
+                last = "\n".join(errors.read().strip().splitlines()[-12:])
+                raise WeftError(
+                    f"the compiler for {target} ended with {process.returncode} {after}:\n{last}"
+                )
+        came.put(None)
+    except BaseException as error:  # noqa: BLE001 - raised again by who waits
+        came.put(error)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One call of an op: by whom, how large, and with which of its options."""
+
+    rank: int
+    sizes: Sizes
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        sizes = self.sizes
+        dtype = str(sizes.dtype).removeprefix("torch.")
+        return (
+            f"rank {self.rank} of {sizes.world}, m {sizes.m}, n {sizes.n}, k {sizes.k}, {dtype}"
+            + "".join(f", {name} {value}" for name, value in self.options.items())
         )
-    return rows
+
+
+def cases(op: Op, target: str, *, everything: bool = False) -> Iterator[Case]:
+    """The calls of an op that are compiled, in such sizes as make a difference to a compiler."""
+    from weft.kernels.check.ops import Sizes
+
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    yield Case(3, Sizes(8, 128, 256, 256, bf16))
+    yield Case(0, Sizes(2, 1, 256, 256, fp16))  # decode; and Triton makes a constant of 1
+    yield Case(1, Sizes(2, 100, 200, 136, fp16 if op.tiled else fp32))  # nothing divides anything
+    tile = (16, 16, 32)
+    ones = Sizes(1, 1, 1, 8, bf16, tile)  # every size that can be 1 is
+    yield Case(0, ones, {"blocks": tile} if op.tiled else {})
+    if op.tiled:
+        yield Case(3, Sizes(8, *PREFILL, bf16))
+        yield Case(3, Sizes(8, *DECODE, bf16))
+        yield from _tuned_cases(op, target)
+        yield from _tiled_cases(op, target, everything=everything)
+
+
+def _tuned_cases(op: Op, target: str) -> Iterator[Case]:
+    """What was tuned on this machine for such GPUs as the target is."""
+    from weft.kernels.check.ops import Sizes
+    from weft.kernels.gpu import tuned
+    from weft.kernels.gpu.costs import DEVICES, DTYPES, Problem
+    from weft.kernels.gpu.tune import options_of
+
+    names = [device.name for device in DEVICES if device.target == target]
+    for key, entry in sorted(tuned.load(tuned.default_path()).items()):
+        fp8 = "_fp8" if DTYPES[key.dtype].itemsize == 1 else ""
+        if key.op + fp8 == op.name and any(name in key.device for name in names):
+            problem = Problem(key.op, key.world_size, key.rows, key.n, key.k, key.dtype)
+            m = key.rows if key.op == "matmul_all_reduce" else key.rows // key.world_size
+            dtype = torch.bfloat16 if fp8 else DTYPES[key.dtype]
+            sizes = Sizes(key.world_size, max(1, m), key.n, key.k, dtype)
+            yield Case(key.world_size - 1, sizes, options_of(problem, entry.config))
+
+
+def _tiled_cases(op: Op, target: str, *, everything: bool) -> Iterator[Case]:
+    """All that tuning may choose; or one of each tile, dealt out to the ops."""
+    from weft.kernels.check.ops import Sizes
+    from weft.kernels.gpu.costs import PAYLOADS, Problem, device_for, space
+    from weft.kernels.gpu.tunable import METHODS
+    from weft.kernels.gpu.tune import options_of
+
+    name = op.name.removesuffix("_fp8")
+    if name not in PAYLOADS:
+        return
+    dtype = "bfloat16" if name == op.name else "float8_e4m3fn"
+    m, n, k = TILED
+    problem = Problem(name, 8, 8 * m, n, k, dtype)
+    found: dict[tuple[int, ...], Case] = {}
+    for config in space(problem, device_for(target), METHODS[name][:1]):
+        options = options_of(problem, replace(config, senders=0))
+        tile = (config.block_m, config.block_n, config.block_k)
+        kind: tuple[int, ...] = (*tile, config.stages, config.warps) if everything else tile[:2]
+        found.setdefault(kind, Case(3, Sizes(8, m, n, k, torch.bfloat16, tile), options))
+    kinds = sorted(found)
+    products = [product for product in PAYLOADS if "matmul" in product]
+    for kind in kinds if everything else kinds[products.index(name) :: len(products)]:
+        yield found[kind]
 
 
 class _Alone(Home):
     """One rank whose peers' memory is its own: enough to launch from."""
 
-    def __init__(self) -> None:
-        super().__init__(RANK, WORLD_SIZE, torch.device("cpu"))
+    def __init__(self, rank: int, world_size: int, target: str) -> None:
+        from weft.kernels.gpu.costs import device_for
+
+        super().__init__(rank, world_size, torch.device("cpu"))
         self._tensors: list[Tensor] = []
+        self._device = device_for(target)
+
+    @property
+    def device_name(self) -> str:
+        return self._device.name
+
+    @property
+    def processors(self) -> int:
+        return self._device.processors
 
     def _exchange(self, call: int, value: str) -> list[str]:
         return [value] * self.world_size
@@ -143,7 +304,7 @@ class _Alone(Home):
         self._tensors.append(memory)
         return memory, [memory.data_ptr()] * self.world_size, memory.data_ptr()
 
-    def _peers(self, addresses: list[int]) -> list[Tensor]:
+    def _peers(self, addresses: list[int]) -> Sequence[Tensor]:
         return self._tensors[-1:] * self.world_size
 
     def _release(self) -> None:
@@ -204,29 +365,37 @@ def compiling(target: str) -> Iterator[list[Launch]]:
         JITFunction.run = run
 
 
-def compile_ops(target: str, names: Sequence[str] = ()) -> Iterator[Compiled]:
+def compile_ops(
+    target: str, names: Sequence[str] = (), *, everything: bool = False
+) -> Iterator[Compiled]:
     """Every kernel that the ops of these names launch, once; all ops for none.
 
     Kernels must have been imported with TRITON_INTERPRET=0.
     """
-    from weft.kernels.check.ops import Sizes, named
+    from weft.kernels.check.ops import named
 
-    sizes = Sizes(WORLD_SIZE, M, N, K, torch.bfloat16)
     seen: list[Any] = []  # Triton compiles the same launch once
     for op in named(names):
         if op.targets and target not in op.targets:
             continue
-        with compiling(target) as launches, _Alone() as home:
-            workspace = op.workspace(home, sizes)
-            tensors = [torch.empty(shape, dtype=sizes.dtype) for shape in op.shapes(sizes)]
-            op.call(tensors, workspace, sizes)
-        for launch in launches:
-            if not any(launch.result is other for other in seen):
-                seen.append(launch.result)
-                yield describe(op.name, target, launch)
+        for case in cases(op, target, everything=everything):
+            for launch in launches_of(op, target, case):
+                if not any(launch.result is other for other in seen):
+                    seen.append(launch.result)
+                    yield describe(op.name, target, launch, str(case))
 
 
-def describe(op: str, target: str, launch: Launch) -> Compiled:
+def launches_of(op: Op, target: str, case: Case) -> list[Launch]:
+    """What a call launches."""
+    sizes = case.sizes
+    with compiling(target) as launches, _Alone(case.rank, sizes.world, target) as home:
+        workspace = op.workspace(home, sizes)
+        tensors = [torch.empty(shape, dtype=sizes.dtype) for shape in op.shapes(sizes)]
+        op.function(*tensors, workspace, **op.options | case.options)
+    return launches
+
+
+def describe(op: str, target: str, launch: Launch, case: str = "") -> Compiled:
     """What became of a launch."""
     constants = {
         parameter.name: str(launch.kwargs[parameter.name])
@@ -236,30 +405,41 @@ def describe(op: str, target: str, launch: Launch) -> Compiled:
     name, result = launch.kernel.fn.__name__, launch.result
     if isinstance(result, Exception):
         cause = result.__cause__ or result
-        error = f"{type(cause).__name__}: {str(cause).strip().splitlines()[-1]}"
-        return Compiled(op, name, target, constants, error=error)
+        told = [line.strip() for line in str(cause).splitlines() if re.search(r"\w", line)]
+        error = f"{type(cause).__name__}: {' '.join(told[-1:])}"
+        return Compiled(op, name, target, constants, case, error=error)
     read = _read_nvidia if target.startswith("sm_") else _read_amd
     registers, spills, listing, assembly = read(result)
     releases, unordered = count_releases(assembly)
+    signals = Signals(result.asm["ttir"])
+    low = int(constants.get("BLOCK_M", LOWEST_TILE)) < LOWEST_TILE
+    cores = LOW_TILES.get(target, TENSOR_CORES[target]) if low else TENSOR_CORES[target]
     return Compiled(
         op=op,
         kernel=name,
         target=target,
         constants=constants,
+        case=case,
         warps=result.metadata.num_warps,
         stages=result.metadata.num_stages,
         registers=registers,
         spills=spills,
         shared=result.metadata.shared,
         multiplies="tt.dot" in result.asm["ttir"],
-        tensor_core_instructions=len(re.findall(TENSOR_CORES[target], listing)),
+        tensor_core_instructions=len(re.findall(cores, listing)),
         releases=releases,
         unordered_releases=unordered,
+        bare_releases=len(signals.bare_releases),
+        bare_acquires=len(signals.bare_acquires),
     )
 
 
 def _read_nvidia(binary: Any) -> tuple[int, int, str, str]:
-    """Registers, bytes of them that are spilled, machine code as text, PTX."""
+    """Registers, bytes of them that are spilled, machine code as text, PTX.
+
+    The machine code is taken apart only where there is something to be looked for: it takes longer
+    than to compile it.
+    """
     import triton
 
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -267,12 +447,16 @@ def _read_nvidia(binary: Any) -> tuple[int, int, str, str]:
         file.write(binary.asm["cubin"])
         file.flush()
         usage = _output([str(tools / "cuobjdump"), "--dump-resource-usage", file.name])
-        listing = _output([str(tools / "nvdisasm"), "-c", file.name])
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
-    if found is None:
-        raise WeftError(f"cuobjdump says nothing of resources:\n{usage[:500]}")
+        found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+        if found is None:
+            raise WeftError(f"cuobjdump says nothing of resources:\n{usage[:500]}")
+        spills = int(found[2]) + int(found[3])
+        listing = ""
+        if spills or "tt.dot" in binary.asm["ttir"]:
+            listing = _output([str(tools / "nvdisasm"), "-c", file.name])
     # A kernel may have a stack that it makes no use of: what is spilled is stored and loaded.
-    spills = int(found[2]) + int(found[3]) if re.search(r"\b(?:STL|LDL)\b", listing) else 0
+    if not re.search(r"\b(?:STL|LDL)\b", listing):
+        spills = 0
     return int(found[1]), spills, listing, binary.asm["ptx"]
 
 
@@ -323,9 +507,122 @@ def count_releases(assembly: str) -> tuple[int, int]:
     return releases, unordered
 
 
-def main(target: str, *ops: str) -> None:
+# The same in Triton's IR. A put of NVSHMEM's takes what all threads have stored, as a release does.
+_TTIR_BARRIER = re.compile(r"\b(?:ttg|gpu)\.barrier\b")
+_TTIR_RELEASE = re.compile(
+    r"\btt\.atomic\w* .*\b(?:release|acq_rel), sys\b"
+    r"|\btt\.elementwise_inline_asm (?=.*\.sys\b).*\.(?:release|acq_rel)\b"
+    r"|\btt\.extern_elementwise .*\bnvshmemx?_put"
+)
+_TTIR_ACQUIRE = re.compile(
+    r"\btt\.atomic\w* .*\b(?:acquire|acq_rel), sys\b"
+    r"|\btt\.elementwise_inline_asm (?=.*\.sys\b).*\.(?:acquire|acq_rel)\b"
+    r"|\btt\.extern_elementwise .*\bnvshmemx?_signal_"
+)
+_TTIR_STORE = re.compile(
+    r"\btt\.(?:store|descriptor_(?:store|reduce|scatter))\b"
+    r"|\btt\.elementwise_inline_asm .*\b(?:st|red|atom)\."
+)
+_TTIR_LOAD = re.compile(
+    r"\btt\.(?:load|descriptor_(?:load|gather))\b"
+    r"|\btt\.elementwise_inline_asm .*\b(?:ld|ld_reduce)\."
+)
+_TTIR_LOCATION = re.compile(r"\s*loc\([^()]*(?:\([^()]*\))?\)$")
+
+
+class Signals:
+    """The barriers beside the signals of a kernel, in Triton's IR: as in its source, inlined.
+
+    All ways through the kernel are followed, and loops round twice. A scalar is stored by one
+    thread, so that what `signals.wait` writes when it gives up needs no barrier before it.
+
+    Attributes:
+        releases, acquires: their lines.
+        bare_releases: those to which a way leads from a store, or from the beginning, that has no
+            barrier on it.
+        bare_acquires: those from which such a way leads to a load, or a store of a block.
+    """
+
+    def __init__(self, ttir: str) -> None:
+        self.releases: set[int] = set()
+        self.acquires: set[int] = set()
+        self.bare_releases: set[int] = set()
+        self.bare_acquires: set[int] = set()
+        lines = [_TTIR_LOCATION.sub("", line.strip()) for line in ttir.splitlines()]
+        self._lines = [line for line in lines if line and not line.startswith("#")]
+        body, end = self._parse(0)
+        if end != len(self._lines):
+            raise WeftError(f"Triton's IR is not understood: {self._lines[end]!r} ends nothing")
+        self._follow(body, False, frozenset())
+
+    def _parse(self, at: int) -> tuple[list[_Operation], int]:
+        """The operations from a line on, to the end of their region."""
+        operations: list[_Operation] = []
+        while at < len(self._lines) and not self._lines[at].startswith("}"):
+            first, regions = at, []
+            while self._lines[at].endswith("{"):
+                region, at = self._parse(at + 1)
+                regions.append(region)
+            operations.append(_Operation(first, self._lines[first], regions))
+            at += 1
+        return operations, at
+
+    def _follow(
+        self, operations: Sequence[_Operation], ordered: bool, acquired: frozenset[int]
+    ) -> tuple[bool, frozenset[int]]:
+        """Whether a barrier is behind, and which acquires have had none; at the end, if so before.
+
+        Args:
+            ordered: a barrier comes after all stores up to here.
+            acquired: no barrier comes after these.
+        """
+        for one in operations:
+            if one.regions:
+                ordered, acquired = self._follow_regions(one, ordered, acquired)
+                continue
+            if _TTIR_BARRIER.search(one.text):
+                ordered, acquired = True, frozenset()
+            if _TTIR_RELEASE.search(one.text):
+                self.releases.add(one.line)
+                if not ordered:
+                    self.bare_releases.add(one.line)
+            stores = _TTIR_STORE.search(one.text) is not None
+            if stores:
+                ordered = False
+            if _TTIR_LOAD.search(one.text) or (stores and "tensor<" in one.text):
+                self.bare_acquires |= acquired
+            if _TTIR_ACQUIRE.search(one.text):
+                self.acquires.add(one.line)
+                acquired |= {one.line}
+        return ordered, acquired
+
+    def _follow_regions(
+        self, one: _Operation, ordered: bool, acquired: frozenset[int]
+    ) -> tuple[bool, frozenset[int]]:
+        ends = [(ordered, acquired)]
+        if "scf.if" in one.text:
+            ends = [self._follow(region, ordered, acquired) for region in one.regions]
+            if len(ends) == 1:
+                ends.append((ordered, acquired))
+        elif "scf.for" in one.text or "scf.while" in one.text:
+            for region in 2 * one.regions:
+                ends.append(self._follow(region, *ends[-1]))
+        else:  # of a function, or of what a reduction does with two numbers
+            for region in one.regions:
+                ends = [self._follow(region, *ends[-1])]
+        return all(end[0] for end in ends), frozenset[int]().union(*(end[1] for end in ends))
+
+
+class _Operation(NamedTuple):
+    line: int
+    text: str
+    regions: list[list[_Operation]]
+
+
+def main(target: str, *arguments: str) -> None:
     """Compile for one target; a line of JSON for each kernel."""
-    for row in compile_ops(target, ops):
+    ops = [argument for argument in arguments if argument != "--all"]
+    for row in compile_ops(target, ops, everything="--all" in arguments):
         print(json.dumps(asdict(row)), flush=True)
 
 

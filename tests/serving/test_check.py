@@ -24,7 +24,7 @@ ops.OPS = (replace(ops.OPS[0], function=lambda x, workspace: all_gather(x, works
 PROBLEM = """
 from weft.kernels.check import aot
 row = aot.Compiled("all_gather", "push_chunks", "sm_90", {"WORLD": "8"}, spills=4)
-aot.compile_all = lambda targets, ops: iter([row])
+aot.compile_all = lambda targets, ops, everything: iter([row])
 """
 
 
@@ -79,11 +79,12 @@ def test_kernels_are_compiled(run: Run) -> None:
     done = run("aot", "--target", "sm_90", "--only", "all_gather")
     assert done.returncode == 0, done.stderr
     header, *rows = [line.split() for line in done.stdout.splitlines()]
-    assert header[:5] == ["target", "op", "kernel", "warps", "stages"]
+    assert header[:5] == ["target", "op", "kernel", "dtype", "tile"]
     push = next(row for row in rows if row[2] == "push_chunks")
     assert push[:2] == ["sm_90", "all_gather"]
     assert push[header.index("releases")] == "1"
     assert push[header.index("mma")] == "-"
+    assert push[header.index("dtype")] == "bf16"
 
 
 def test_problems_of_compiled_kernels_are_told_and_are_the_exit_status(run: Run) -> None:

@@ -16,8 +16,19 @@ import pytest
 
 from weft.errors import ConfigError, WeftError
 from weft.kernels import gpu
-from weft.kernels.check.aot import TENSOR_CORES, Compiled, compile_all, count_releases
+from weft.kernels.check.aot import (
+    PREFILL,
+    TENSOR_CORES,
+    Compiled,
+    Signals,
+    cases,
+    compile_all,
+    count_releases,
+)
 from weft.kernels.check.ops import named
+from weft.kernels.gpu import tuned
+from weft.kernels.gpu.costs import TILES, Config, Problem, device_for, space
+from weft.kernels.gpu.tuned import Entry
 
 QUICK = ("sm_90", "gfx942")
 FINE = Compiled("op", "kernel", "sm_90", {}, multiplies=True, tensor_core_instructions=8)
@@ -34,19 +45,106 @@ def problems(rows: list[Compiled]) -> list[str]:
 
 
 def test_nothing_is_wrong_with_the_kernels(rows: list[Compiled]) -> None:
-    assert problems(rows) == []
     assert {row.target for row in rows} == set(QUICK)
     for target in QUICK:
-        of_target = [row for row in rows if row.target == target]
-        assert any(row.multiplies for row in of_target)
-        assert any(row.releases for row in of_target)
-        assert all(row.registers for row in of_target)
+        check_target(target, [row for row in rows if row.target == target])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", sorted(set(TENSOR_CORES) - set(QUICK)))
 def test_nothing_is_wrong_on_the_other_targets(target: str) -> None:
-    assert problems(list(compile_all([target]))) == []
+    check_target(target, list(compile_all([target])))
+
+
+def check_target(target: str, rows: list[Compiled]) -> None:
+    """Registers, spills, shared memory and tensor cores, of defaults and of tiles to choose."""
+    assert problems(rows) == []
+    device = device_for(target)
+    assert all(0 < row.registers <= (512 if target == "gfx942" else 255) for row in rows)
+    assert all(row.shared <= device.shared for row in rows)
+    assert any(row.releases for row in rows)
+    products = [row for row in rows if row.multiplies]
+    assert all(row.tensor_core_instructions for row in products)
+    tiles = {(int(row.constants["BLOCK_M"]), int(row.constants["BLOCK_N"])) for row in products}
+    assert set(TILES) <= tiles
+    dtypes = {row.constants.get("dtype") for row in rows}
+    assert {"bf16", "fp16", "fp32"} <= dtypes
+    assert ("fp8e4nv" in dtypes) == (target in ("sm_90", "sm_100"))
+    assert {row.constants.get("WORLD") for row in rows} >= {"1", "2", "8"}
+
+
+def test_what_ops_choose_for_prefill_on_hopper_is_wide(rows: list[Compiled]) -> None:
+    for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul"):
+        (row,) = [
+            row
+            for row in rows
+            if (row.target, row.op, row.multiplies) == ("sm_90", op, True)
+            and row.case.startswith(f"rank 3 of 8, m {PREFILL[0]}, ")
+        ]
+        tile = [row.constants[f"BLOCK_{side}"] for side in "MNK"]
+        assert (tile, row.warps, row.stages) == (["128", "256", "64"], 8, 3)
+
+
+@pytest.mark.parametrize("target", TENSOR_CORES)
+def test_everything_is_all_that_tuning_may_choose(target: str) -> None:
+    (op,) = named(["matmul_all_reduce"])
+    everything = {
+        (*case.options["blocks"], case.options["stages"], case.options["warps"])
+        for case in cases(op, target, everything=True)
+        if "stages" in case.options
+    }
+    configs = space(Problem(op.name, 8, 8192, 8192, 1024), device_for(target), ["one_shot"])
+    assert everything == {(c.block_m, c.block_n, c.block_k, c.stages, c.warps) for c in configs}
+    some = [case for case in cases(op, target) if "stages" in case.options]
+    assert 0 < len(some) < len(TILES)
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "name", "target", "m"),
+    [
+        ("matmul_reduce_scatter", "bfloat16", "NVIDIA H200", "sm_90", 128),
+        ("all_gather_matmul", "float8_e4m3fn", "NVIDIA H100 80GB HBM3", "sm_90", 128),
+        ("matmul_all_reduce", "float16", "AMD Instinct MI300X", "gfx942", 512),
+    ],
+)
+def test_what_was_tuned_is_compiled(
+    op: str,
+    dtype: str,
+    name: str,
+    target: str,
+    m: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    problem = Problem(op, 4, 512, 768, 320, dtype)
+    key = tuned.key_of(problem, name)
+    fields = {field: getattr(key, field) for field in key.__struct_fields__}
+    method = "one_shot" if op == "matmul_all_reduce" else "push"
+    config = Config(method, 32, 64, 64, stages=5, warps=4)
+    entry = Entry(**fields, config=config, microseconds=1.0)
+    tuned.record(tuned.default_path(), {key: entry})
+    fp8 = dtype.startswith("float8")
+    (entry_of_op,) = named([f"{op}_fp8" if fp8 else op])
+    found = [case for case in cases(entry_of_op, target) if case.sizes.k == 320]
+    assert [(c.sizes.world, c.sizes.m, c.sizes.n) for c in found] == [(4, m, 768)]
+    assert found[0].options["blocks"] == (32, 64, 64)
+    assert (found[0].options["stages"], found[0].options["warps"]) == (5, 4)
+    assert not [case for case in cases(entry_of_op, "sm_80") if case.sizes.k == 320]
+
+
+def test_one_binary_serves_all_ranks() -> None:
+    """Triton would compile anew for rank 1, and for those that 16 divides."""
+    specialised = {
+        kernel.name
+        for path in Path(gpu.__path__[0]).glob("*.py")
+        for kernel in ast.walk(ast.parse(path.read_text()))
+        if is_kernel(kernel) and isinstance(kernel, ast.FunctionDef)
+        if {argument.arg for argument in kernel.args.args} & {"rank", "peer"}
+        and "do_not_specialize" not in ast.unparse(kernel.decorator_list[0])
+    }
+    assert "notify" in specialised
+    assert not specialised & launched_kernels() - {"put"}  # nvshmem's put is no kernel
 
 
 def is_kernel(node: ast.AST) -> bool:
@@ -105,6 +203,8 @@ def test_every_kernel_that_is_launched_is_compiled(rows: list[Compiled]) -> None
         ({"spills": 8}, "8 bytes of registers are spilled"),
         ({"tensor_core_instructions": 0}, "no tensor-core instruction"),
         ({"releases": 2, "unordered_releases": 1}, "1 releases without a barrier before them"),
+        ({"bare_releases": 1}, "1 releases without tl.debug_barrier before them"),
+        ({"bare_acquires": 2}, "2 acquires without tl.debug_barrier after them"),
         ({"error": "ValueError: no"}, "does not compile: ValueError: no"),
     ],
 )
@@ -142,6 +242,86 @@ AMD_RELEASE = "\tbuffer_wbl2 sc0 sc1\n\ts_waitcnt vmcnt(0)\n\tglobal_atomic_swap
 )
 def test_barriers_before_releases_are_counted(assembly: str, counted: tuple[int, int]) -> None:
     assert count_releases(assembly) == counted
+
+
+TTIR = """
+#loc = loc("a.py":1:0)
+module {
+  tt.func public @kernel(%x: !tt.ptr<f32> loc("x"(#loc)), %n: i32 loc("n"(#loc))) {
+BODY
+    tt.return loc(#loc)
+  } loc(#loc)
+} loc(#loc)
+"""
+OPERATIONS = {
+    "store": "tt.store %p, %v : tensor<8x!tt.ptr<f32>> loc(#loc)",
+    "fault": "tt.store %p, %v : !tt.ptr<i32> loc(#loc)",
+    "load": "%v = tt.load %p : tensor<8x!tt.ptr<f32>> loc(#loc)",
+    "asm store": '%v = tt.elementwise_inline_asm "multimem.st.relaxed.sys.global [$1]" loc(#loc)',
+    "barrier": "ttg.barrier all loc(#loc)",
+    "old barrier": "gpu.barrier loc(#loc)",
+    "release": "%r = tt.atomic_rmw exch, release, sys, %s, %c, %t : (i32) -> i32 loc(#loc)",
+    "asm release": '%r = tt.elementwise_inline_asm "st.release.sys.global.u32 [$1], 1;" loc(#loc)',
+    "gpu release": "%r = tt.atomic_rmw exch, release, gpu, %s, %c, %t : (i32) -> i32 loc(#loc)",
+    "put": '%r = tt.extern_elementwise %a {symbol = "nvshmemx_putmem_block"} : i32 loc(#loc)',
+    "acquire": "%r = tt.atomic_rmw add, acquire, sys, %s, %c, %t : (i32) -> i32 loc(#loc)",
+    "for": "scf.for %i = %a to %b step %c : i32 {",
+    "while": "%r:2 = scf.while (%a = %b) : (i32) -> (i32) {",
+    "if": "scf.if %c {",
+    "else": "} else {",
+    "do": "} do {",
+    "reduce": '%r = "tt.reduce"(%v) <{axis = 0 : i32}> ({',
+    "reduced": "}) : (tensor<8xf32>) -> f32 loc(#loc)",
+    "end": "} loc(#loc)",
+}
+
+
+@pytest.mark.parametrize(
+    ("body", "releases", "acquires"),
+    [
+        ("store, barrier, release", (1, 0), (0, 0)),
+        ("store, old barrier, release", (1, 0), (0, 0)),
+        ("store, barrier, release, release", (2, 0), (0, 0)),
+        ("store, release", (1, 1), (0, 0)),
+        ("release", (1, 1), (0, 0)),
+        ("barrier, store, release", (1, 1), (0, 0)),
+        ("barrier, asm store, release", (1, 1), (0, 0)),
+        ("store, asm release", (1, 1), (0, 0)),
+        ("store, gpu release", (0, 0), (0, 0)),
+        ("store, put", (1, 1), (0, 0)),
+        ("store, barrier, if, release, end", (1, 0), (0, 0)),
+        ("store, if, barrier, end, release", (1, 1), (0, 0)),
+        ("store, if, barrier, else, barrier, end, release", (1, 0), (0, 0)),
+        ("store, if, barrier, else, load, end, release", (1, 1), (0, 0)),
+        ("barrier, for, store, end, release", (1, 1), (0, 0)),
+        ("barrier, for, release, store, end", (1, 1), (0, 0)),
+        ("barrier, for, release, store, barrier, end", (1, 0), (0, 0)),
+        ("for, store, barrier, release, end", (1, 0), (0, 0)),
+        ("store, barrier, reduce, reduced, release", (1, 0), (0, 0)),
+        ("acquire, barrier, load", (0, 0), (1, 0)),
+        ("acquire, load", (0, 0), (1, 1)),
+        ("acquire, store", (0, 0), (1, 1)),
+        ("acquire, if, fault, end, barrier, load", (0, 0), (1, 0)),
+        ("acquire", (0, 0), (1, 0)),
+        ("acquire, while, do, acquire, end, barrier, load", (0, 0), (2, 0)),
+        ("acquire, barrier, while, do, acquire, end, load", (0, 0), (2, 1)),
+        ("for, load, acquire, end", (0, 0), (1, 1)),
+        ("if, acquire, end, load", (0, 0), (1, 1)),
+        ("acquire, if, barrier, end, load", (0, 0), (1, 1)),
+    ],
+)
+def test_barriers_are_looked_for_on_all_ways(
+    body: str, releases: tuple[int, int], acquires: tuple[int, int]
+) -> None:
+    code = "\n".join(f"    {OPERATIONS[name]}" for name in body.split(", "))
+    found = Signals(TTIR.replace("BODY", code))
+    assert (len(found.releases), len(found.bare_releases)) == releases
+    assert (len(found.acquires), len(found.bare_acquires)) == acquires
+
+
+def test_what_is_not_understood_is_an_error() -> None:
+    with pytest.raises(WeftError, match="'} loc"):
+        Signals("module {\n}\n} loc(#x) again")
 
 
 PLANTED = """
@@ -212,7 +392,10 @@ def test_faults_that_are_planted_in_kernels_are_problems(tmp_path: Path) -> None
     assert product == ["no tensor-core instruction"]
     assert len(normalise) == 1
     assert normalise[0].endswith("bytes of registers are spilled")
-    assert unordered == ["1 releases without a barrier before them"]
+    assert unordered == [
+        "1 releases without a barrier before them",
+        "1 releases without tl.debug_barrier before them",
+    ]
     assert ordered == []
     assert len(broken) == 1
     assert "as planted" in broken[0]
@@ -223,3 +406,121 @@ def test_what_cannot_be_compiled_for_is_refused() -> None:
         list(compile_all(["sm_12"]))
     with pytest.raises(WeftError, match=r"compiler for sm_90 ended with 1 before its first kernel"):
         list(compile_all(["sm_90"], ["no such op"]))
+
+
+def barriers() -> list[tuple[str, str, int]]:
+    """Module, function and line of each tl.debug_barrier of the kernels."""
+    return [
+        (path.stem, kernel.name, call.lineno)
+        for path in sorted(Path(gpu.__path__[0]).glob("*.py"))
+        for kernel in ast.walk(ast.parse(path.read_text()))
+        if is_kernel(kernel) and isinstance(kernel, ast.FunctionDef)
+        for call in ast.walk(kernel)
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "tl.debug_barrier"
+    ]
+
+
+WITHOUT_A_BARRIER = """
+import importlib, pkgutil, re, sys
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.kernels import gpu
+from weft.kernels.check.aot import cases, compiling, describe, launches_of
+from weft.kernels.check.ops import OPS
+from weft.kernels.gpu import nvshmem
+
+module, function, line, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
+names = [name for _, name, _ in pkgutil.iter_modules(gpu.__path__)]
+modules = {name: importlib.import_module("weft.kernels.gpu." + name) for name in names}
+right = getattr(modules[module], function)
+if line:
+    source = Path(modules[module].__file__).read_text().splitlines()
+    assert source[line - 1].strip() == "tl.debug_barrier()"
+    source[line - 1] = source[line - 1].replace("tl.debug_barrier()", "pass")
+    (folder / "planted.py").write_text("\\n".join(source))
+    sys.path.insert(0, str(folder))
+    wrong = getattr(importlib.import_module("planted"), function)
+    for one in modules.values():
+        if vars(one).get(function) is right:
+            setattr(one, function, wrong)
+
+
+@triton.jit
+def send_and_wait(x, signal, fault, numel, rank, call):
+    # No op launches these: ranks beyond NVLink are for what has several nodes.
+    at = tl.arange(0, 128)
+    tl.store(x + at, 1.0)
+    nvshmem.put(x.to(tl.int64), x.to(tl.int64), tl.cast(numel, tl.int64), rank)
+    tl.store(x + at, 2.0)
+    address = signal.to(tl.int64)
+    nvshmem.put_signal(
+        x.to(tl.int64), x.to(tl.int64), tl.cast(numel, tl.int64), address, call.to(tl.int64), rank
+    )
+    nvshmem.wait(address, call.to(tl.int64), rank, 0, fault, 1000)
+    tl.store(x + at, tl.load(x + 128 + at))
+
+
+STUBS = {
+    "nvshmemx_putmem_block": "i32 (i64, i64, i64, i32)",
+    "nvshmemx_putmem_signal_block": "i32 (i64, i64, i64, i64, i64, i32, i32)",
+    "nvshmem_signal_fetch": "i64 (i64)",
+    "nvshmem_signal_wait_until": "i64 (i64, i32, i64)",
+}
+library = folder / "stubs.ll"
+with library.open("w") as text:
+    for name, kind in STUBS.items():
+        result, types = kind.split(" ", 1)
+        print(f"define {result} @{name}{types} {{ ret {result} 0 }}", file=text)
+x, signal, fault = torch.empty(1 << 8), torch.empty(8, dtype=torch.int64), torch.empty(
+    4, dtype=torch.int32
+)
+with compiling("sm_90") as launches:
+    libraries = {"libnvshmem_device": str(library)}
+    send_and_wait[(1,)](x, signal, fault, 512, 3, 7, extern_libs=libraries)
+rows = [describe("nvshmem", "sm_90", launch) for launch in launches]
+for op in OPS:
+    found = [problem for row in rows for problem in row.problems]
+    if found or (not line and rows[1:]):
+        break
+    (case, *_) = cases(op, "sm_90")
+    rows += [describe(op.name, "sm_90", launch) for launch in launches_of(op, "sm_90", case)]
+for problem in found:
+    print(problem)
+"""
+
+
+def without_a_barrier(folder: Path, module: str, function: str, line: int) -> list[str]:
+    """Problems, if a line of a module were not there; none is missing if it is 0."""
+    path = folder / "without.py"
+    path.write_text(WITHOUT_A_BARRIER)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(path), module, function, str(line), str(folder)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"TRITON_INTERPRET": "0"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "line"), barriers(), ids=lambda value: str(value).removeprefix("0")
+)
+def test_each_barrier_that_is_dropped_is_found(
+    module: str, function: str, line: int, tmp_path: Path
+) -> None:
+    """Also where the compiler would have put one by itself."""
+    found = without_a_barrier(tmp_path, module, function, line)
+    assert found
+    assert all("without tl.debug_barrier" in problem for problem in found)
+
+
+def test_no_barrier_is_missing(tmp_path: Path) -> None:
+    assert {("signals", "notify"), ("signals", "wait"), ("nvshmem", "put_signal")} <= {
+        (module, function) for module, function, _ in barriers()
+    }
+    assert without_a_barrier(tmp_path, "signals", "notify", 0) == []
