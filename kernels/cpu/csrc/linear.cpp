@@ -37,7 +37,7 @@ constexpr int64_t FEW_CHUNK_PAIRS = 64;   // 8 KiB of bfloat16 panel
 constexpr int64_t MANY_CHUNK_PAIRS = 512;
 constexpr int64_t BLOCKS_AT_ONCE = 8;     // their sums, and a chunk of a panel, stay in cache
 constexpr int64_t WAVE_ROWS = 384;        // of a long prefill: packed, they stay in the last cache
-constexpr int64_t TASKS_PER_THREAD = 8, MAX_PANELS_AT_ONCE = 8;
+constexpr int64_t TASKS_PER_THREAD = 8, MAX_PANELS_AT_ONCE = 8, MIN_TASKS_PER_THREAD = 24;
 
 // What a product is made of: rows first to first + rows - 1 go through `matrix`.
 struct Group {
@@ -162,6 +162,8 @@ void run(const Task& task, const Columns& kind, const Block* blocks, const bf16*
   const Matrix& m = *blocks[task.block].matrix;
   const int64_t pairs = (m.k + 1) / 2;
   const int64_t chunk = task.blocks <= FEW_BLOCKS ? FEW_CHUNK_PAIRS : MANY_CHUNK_PAIRS;
+  // Of a pair's bytes, each block fetches so many: the more evenly, the less the first one waits.
+  const int64_t share = task.blocks * 16 >= PAIR ? 16 : task.blocks * 32 >= PAIR ? 32 : 64;
   const char* weight = static_cast<const char*>(m.weight);
   for (int64_t panel = task.panel; panel < task.panel + task.panels; ++panel) {
     if (m.format == COMPRESSED) fetch_escapes(m, panel);
@@ -175,11 +177,14 @@ void run(const Task& task, const Columns& kind, const Block* blocks, const bf16*
         float* tile = sums + b * MAX_ROWS * COLUMNS;
         if (task.blocks == 1)
           multiply<PAIR>(block.rows, rows, kind, columns, count, tile, pair > 0, next);
-        else if (b * 64 < PAIR)
-          multiply<64>(block.rows, rows, kind, columns, count, tile, pair > 0,
-                       next + b * count * 64);
-        else
+        else if (b * share >= PAIR)
           multiply(block.rows, rows, kind, columns, count, tile, pair > 0);
+        else if (share == 64)
+          multiply<64>(block.rows, rows, kind, columns, count, tile, pair > 0, next + b * count * 64);
+        else if (share == 32)
+          multiply<32>(block.rows, rows, kind, columns, count, tile, pair > 0, next + b * count * 32);
+        else
+          multiply<16>(block.rows, rows, kind, columns, count, tile, pair > 0, next + b * count * 16);
       }
     }
     if (m.format == COMPRESSED) add_escapes(m, task, panel, blocks, packed, sums);
@@ -198,6 +203,9 @@ void product(const std::vector<Group>& groups, const Rows& x, const bf16* residu
   const int64_t panels_at_once = std::clamp<int64_t>(
       panels * total / (threads * TASKS_PER_THREAD), 1, MAX_PANELS_AT_ONCE);
 
+  // A matrix with few panels has its rows shared out too, so that no thread is left waiting.
+  const int64_t blocks_at_once =
+      panels * total < threads * MIN_TASKS_PER_THREAD ? BLOCKS_AT_ONCE / 2 : BLOCKS_AT_ONCE;
   std::vector<Block> blocks;
   std::vector<Task> tasks;
   int64_t end = 0;
@@ -211,8 +219,8 @@ void product(const std::vector<Group>& groups, const Rows& x, const bf16* residu
     }
     end = std::max(end, group.first + group.rows);
     for (int64_t panel = 0; panel < panels; panel += panels_at_once)
-      for (int64_t b = 0; b < count; b += BLOCKS_AT_ONCE)
-        tasks.push_back({first_block + b, std::min(BLOCKS_AT_ONCE, count - b), panel,
+      for (int64_t b = 0; b < count; b += blocks_at_once)
+        tasks.push_back({first_block + b, std::min(blocks_at_once, count - b), panel,
                          std::min(panels_at_once, panels - panel)});
   }
   thread_local Buffer<bf16> buffer;
