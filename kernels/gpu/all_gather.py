@@ -21,9 +21,9 @@ Protocols, of call n:
   the call (a CUDA graph replays the same addresses), so there is one slot, and
   all ranks meet (`meet`) before it is written to again.
 - ll, ll128. As push, but data carries its own flag (low_latency.py): one launch,
-  no signals. Program (d, b) sends block b to rank r + d, then waits for block b
-  of rank r - d, whose program (d, b) sends it. So programs wait only for such as
-  have no greater number, and need not all run at once.
+  no signals. Item (b, d) is block b for rank r + d, and block b of rank r - d. A
+  program first sends all its items, and then waits for the same ones, which the
+  program of its number sends on the other ranks: there is no cycle.
 - multimem. A rank stores its shard to all ranks at once through the switch
   (multimem.py), then sets signal [c, r] of each.
 - two_level, for several nodes. A shard crosses to each other node once: rank l of
@@ -45,10 +45,12 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.gpu.collective import (
+    LOW_LATENCY,
     MAX_LL_BYTES,
     UNITS,
     CollectiveWorkspace,
     count_chunks,
+    waiting,
 )
 from weft.kernels.gpu.low_latency import (
     get_ll,
@@ -59,7 +61,7 @@ from weft.kernels.gpu.low_latency import (
     store_words,
 )
 from weft.kernels.gpu.multimem import load_16_bytes, multimem_store
-from weft.kernels.gpu.signals import MAX_POLLS, notify, peer_pointer, wait
+from weft.kernels.gpu.signals import meet, notify, peer_pointer, tell, wait
 from weft.kernels.gpu.workspace import SLOTS, triton_type
 from weft.kernels.symmetric.memory import Home
 
@@ -97,9 +99,9 @@ def push_chunks(
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy one chunk to one rank and tell it. Grid: (W, chunks)."""
+    """Copy one chunk to one rank and tell it. Grid: (chunks * W,)."""
     peer = (rank + tl.program_id(0)) % WORLD
-    index = tl.program_id(1)
+    index = tl.program_id(0) // WORLD
     call = tl.load(calls)
     to = peer_pointer(buffers, peer, dtype) + (call % 2) * slot_numel + rank * numel
     copy_chunk(to, x, index, numel, chunk, BLOCK)
@@ -144,19 +146,20 @@ def collect_chunks(
     WORLD: tl.constexpr,
     PULL: tl.constexpr,  # from the slot of the rank whose shard it is, not from the own slot
     BLOCK: tl.constexpr,
-    MAX_POLLS: tl.constexpr,
+    max_polls,
 ):
-    """Wait for one chunk of one rank and copy it out of the buffer. Grid: (W, chunks).
+    """Wait for chunks and copy them out of the buffer. Grid: (programs,), persistent.
 
     In the order in which they come: rank r - d sends to rank r in its d-th place.
     """
-    source = (rank + WORLD - tl.program_id(0)) % WORLD
-    index = tl.program_id(1)
     call = tl.load(calls)
-    wait(signals, rank, index * WORLD + source, call, fault, MAX_POLLS)
-    holder = source if PULL else rank
-    shard = peer_pointer(buffers, holder, dtype) + (call % 2) * slot_numel + source * numel
-    copy_chunk(out + source * numel, shard, index, numel, chunk, BLOCK)
+    for item in range(tl.program_id(0), WORLD * tl.cdiv(numel, chunk), tl.num_programs(0)):
+        source = (rank + WORLD - item % WORLD) % WORLD
+        index = item // WORLD
+        wait(signals, rank, index * WORLD + source, call, fault, max_polls)
+        holder = source if PULL else rank
+        shard = peer_pointer(buffers, holder, dtype) + (call % 2) * slot_numel + source * numel
+        copy_chunk(out + source * numel, shard, index, numel, chunk, BLOCK)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -200,20 +203,24 @@ def gather_ll(
     WORLD: tl.constexpr,
     WIDE: tl.constexpr,  # elements of 4 bytes
     BLOCK: tl.constexpr,
-    MAX_POLLS: tl.constexpr,
+    max_polls,
 ):
-    """Send a block to one rank, and take one from another. Grid: (W, cdiv(words, BLOCK))."""
-    peer = (rank + tl.program_id(0)) % WORLD
-    source = (rank + WORLD - tl.program_id(0)) % WORLD
+    """Send blocks to all ranks, then take theirs. Grid: (programs,), persistent."""
     call = tl.load(calls)
-    first = tl.program_id(1) * BLOCK
-    at = first + tl.arange(0, BLOCK)
     slot = (call % 2) * slot_words
-    to = peer_pointer(buffers, peer, tl.int64) + slot + rank * words
-    put_ll(to + at, load_words(x, at, numel, WIDE), call, at < words)
-    come = peer_pointer(buffers, rank, tl.int64) + slot + source * words
-    got = get_ll(come + at, call, at < words, fault, rank, source * words + first, MAX_POLLS)
-    store_words(out + source * numel, at, got, numel, WIDE)
+    items = WORLD * tl.cdiv(words, BLOCK)
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        peer = (rank + item) % WORLD
+        at = item // WORLD * BLOCK + tl.arange(0, BLOCK)
+        to = peer_pointer(buffers, peer, tl.int64) + slot + rank * words
+        put_ll(to + at, load_words(x, at, numel, WIDE), call, at < words)
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        source = (rank + WORLD - item % WORLD) % WORLD
+        first = item // WORLD * BLOCK
+        at = first + tl.arange(0, BLOCK)
+        come = peer_pointer(buffers, rank, tl.int64) + slot + source * words
+        got = get_ll(come + at, call, at < words, fault, rank, source * words + first, max_polls)
+        store_words(out + source * numel, at, got, numel, WIDE)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -229,52 +236,29 @@ def gather_ll128(
     slot_lines,
     WORLD: tl.constexpr,
     LINES: tl.constexpr,
-    MAX_POLLS: tl.constexpr,
+    max_polls,
 ):
-    """Send lines to one rank, and take some from another. Grid: (W, cdiv(lines, LINES))."""
-    peer = (rank + tl.program_id(0)) % WORLD
-    source = (rank + WORLD - tl.program_id(0)) % WORLD
+    """Send lines to all ranks, then take theirs. Grid: (programs,), persistent."""
     call = tl.load(calls)
-    first = tl.program_id(1) * LINES
-    line = first + tl.arange(0, LINES)
     column = tl.arange(0, 16)[None, :]
-    at = line[:, None] * 15 + column
-    inside = (column < 15) & (at < words)
     slot = (call % 2) * slot_lines
-    to = peer_pointer(buffers, peer, tl.int64) + (slot + rank * lines + first) * 16
-    put_ll128(to, tl.load(x + at, mask=inside, other=0), call, line < lines)
-    come = peer_pointer(buffers, rank, tl.int64) + (slot + source * lines + first) * 16
-    got = get_ll128(come, call, line < lines, fault, rank, source * lines + first, MAX_POLLS)
-    tl.store(out + source * words + at, got, mask=inside)
-
-
-@triton.jit(do_not_specialize=["rank"])
-def meet(
-    signals,  # int64 [W]; addresses of int32 [first + W]
-    calls,  # int32 [1]
-    fault,  # int32 [4]
-    rank,
-    first,  # of W signals
-    WORLD: tl.constexpr,
-    MAX_POLLS: tl.constexpr,
-):
-    """Tell all ranks that this one is in this call, and wait until they are. Grid: (1,)."""
-    call = tl.load(calls)
-    for step in range(WORLD):
-        notify(signals, (rank + step) % WORLD, first + rank, call)
-    for step in range(WORLD):
-        wait(signals, rank, first + (rank + step) % WORLD, call, fault, MAX_POLLS)
-
-
-@triton.jit(do_not_specialize=["peer", "index"])
-def tell(
-    signals,  # int64 [W]; addresses of the signals
-    calls,  # int32 [1]
-    peer,
-    index,
-):
-    """Tell one rank that what was queued before this is there. Grid: (1,)."""
-    notify(signals, peer, index, tl.load(calls))
+    items = WORLD * tl.cdiv(lines, LINES)
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        peer = (rank + item) % WORLD
+        first = item // WORLD * LINES
+        line = first + tl.arange(0, LINES)
+        at = line[:, None] * 15 + column
+        inside = (column < 15) & (at < words)
+        to = peer_pointer(buffers, peer, tl.int64) + (slot + rank * lines + first) * 16
+        put_ll128(to, tl.load(x + at, mask=inside, other=0), call, line < lines)
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        source = (rank + WORLD - item % WORLD) % WORLD
+        first = item // WORLD * LINES
+        line = first + tl.arange(0, LINES)
+        at = line[:, None] * 15 + column
+        come = peer_pointer(buffers, rank, tl.int64) + (slot + source * lines + first) * 16
+        got = get_ll128(come, call, line < lines, fault, rank, source * lines + first, max_polls)
+        tl.store(out + source * words + at, got, mask=(column < 15) & (at < words))
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -284,12 +268,12 @@ def wait_for_all(
     fault,  # int32 [4]
     rank,
     WORLD: tl.constexpr,
-    MAX_POLLS: tl.constexpr,
+    max_polls,
 ):
     """Wait for the first chunk of each rank. Grid: (1,)."""
     call = tl.load(calls)
     for source in range(WORLD):
-        wait(signals, rank, source, call, fault, MAX_POLLS)
+        wait(signals, rank, source, call, fault, max_polls)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -307,9 +291,10 @@ def push_across(
     NODE: tl.constexpr,  # ranks of a node
     BLOCK: tl.constexpr,
 ):
-    """Copy one chunk to the same rank of one node and tell it. Grid: (W / NODE, chunks)."""
-    peer = (rank + tl.program_id(0) * NODE) % WORLD
-    index = tl.program_id(1)
+    """Copy one chunk to the same rank of one node and tell it. Grid: (chunks * W / NODE,)."""
+    nodes: tl.constexpr = WORLD // NODE
+    peer = (rank + tl.program_id(0) % nodes * NODE) % WORLD
+    index = tl.program_id(0) // nodes
     call = tl.load(calls)
     to = peer_pointer(buffers, peer, dtype) + (call % 2) * slot_numel + rank * numel
     copy_chunk(to, x, index, numel, chunk, BLOCK)
@@ -330,20 +315,22 @@ def fan_out(
     WORLD: tl.constexpr,
     NODE: tl.constexpr,  # ranks of a node; at least 2
     BLOCK: tl.constexpr,
-    MAX_POLLS: tl.constexpr,
+    max_polls,
 ):
-    """Pass one chunk on to one rank of the node. Grid: (W / NODE * (NODE - 1), chunks)."""
-    distance = tl.program_id(0) // (NODE - 1)  # in nodes; they come in this order
-    source = (rank + WORLD - distance * NODE) % WORLD
-    step = 1 + tl.program_id(0) % (NODE - 1)
-    peer = rank // NODE * NODE + (rank + step) % NODE
-    index = tl.program_id(1)
+    """Pass chunks on to the other ranks of the node. Grid: (programs,), persistent."""
     call = tl.load(calls)
-    wait(signals, rank, index * WORLD + source, call, fault, MAX_POLLS)
-    row = (call % 2) * slot_numel + source * numel
-    shard = peer_pointer(buffers, rank, dtype) + row
-    copy_chunk(peer_pointer(buffers, peer, dtype) + row, shard, index, numel, chunk, BLOCK)
-    notify(signals, peer, index * WORLD + source, call)
+    steps: tl.constexpr = WORLD // NODE * (NODE - 1)  # for each chunk
+    for item in range(tl.program_id(0), steps * tl.cdiv(numel, chunk), tl.num_programs(0)):
+        distance = item % steps // (NODE - 1)  # in nodes; they come in this order
+        source = (rank + WORLD - distance * NODE) % WORLD
+        step = 1 + item % steps % (NODE - 1)
+        peer = rank // NODE * NODE + (rank + step) % NODE
+        index = item // steps
+        wait(signals, rank, index * WORLD + source, call, fault, max_polls)
+        row = (call % 2) * slot_numel + source * numel
+        shard = peer_pointer(buffers, rank, dtype) + row
+        copy_chunk(peer_pointer(buffers, peer, dtype) + row, shard, index, numel, chunk, BLOCK)
+        notify(signals, peer, index * WORLD + source, call)
 
 
 class AllGatherWorkspace(CollectiveWorkspace):
@@ -356,7 +343,7 @@ class AllGatherWorkspace(CollectiveWorkspace):
         dtype: torch.dtype,
         methods: Sequence[str],
         chunk: int,
-        ranks_per_node: int,
+        ranks_per_node: int | None,
     ) -> None:
         size, chunks = home.world_size, count_chunks(max_numel, chunk)
         super().__init__(
@@ -364,21 +351,12 @@ class AllGatherWorkspace(CollectiveWorkspace):
             size * -(-max_numel // 8) * 8,  # each slot begins at a multiple of 16 bytes
             dtype,
             num_signals=size * (chunks + 1),
+            max_numel=max_numel,
             methods=methods,
             known=METHODS,
             chunk=chunk,
+            ranks_per_node=ranks_per_node,
         )
-        self.require_nodes(ranks_per_node)
-        self.max_numel = max_numel
-        self.ranks_per_node = ranks_per_node
-        if "copy_engine" in methods:
-            self.require(
-                "method", "'copy_engine'", bool(self.buffer.peers), "be another one on this home"
-            )
-        if "ll128" in methods:
-            self.require(
-                "method", "'ll128'", torch.version.hip is None, "be another one on AMD's GPUs"
-            )
         nbytes = min(max_numel * dtype.itemsize, MAX_LL_BYTES)
         self.met = size * chunks  # the first of the signals of `meet`
         self.ll_words = -(-nbytes // 4) if "ll" in methods else 0
@@ -412,11 +390,10 @@ def all_gather_workspace(
             All ranks are on one node if None.
 
     Raises:
-        KernelError: a method that there is not, or not on this home; or a node's ranks do not
-            divide the world's.
+        KernelError: on every rank, if on one of them there is no such method, or a node's ranks
+            do not divide the world's; or if the ranks' arguments differ.
     """
-    node = home.world_size if ranks_per_node is None else ranks_per_node
-    return AllGatherWorkspace(home, max_numel, dtype, methods, chunk, node)
+    return AllGatherWorkspace(home, max_numel, dtype, methods, chunk, ranks_per_node)
 
 
 def all_gather(
@@ -435,24 +412,23 @@ def all_gather(
         [M, ...].
 
     Raises:
-        KernelError: the shard does not fit the workspace or the method.
+        KernelError: the shard does not fit the workspace or the method, on one rank; or it is not
+            the same on all of them.
     """
-    size, numel = workspace.world_size, x_shard.numel()
+    size, numel, shape = workspace.world_size, x_shard.numel(), tuple(x_shard.shape)
     if method is None:
         method = workspace.choose_method(x_shard, size * len(x_shard) if x_shard.dim() else 1)
         if x_shard.data_ptr() % UNITS.get(method, 1):
             x_shard = x_shard.clone()
-    workspace.require_method(method)
-    workspace.require_tensor("x_shard", x_shard)
-    workspace.require(
-        "x_shard's shape", tuple(x_shard.shape), x_shard.dim() > 0, "have at least one axis"
-    )
-    workspace.require(
-        "x_shard's size",
-        f"{numel} numbers",
-        numel <= workspace.max_numel,
-        f"be at most {workspace.max_numel}, which the workspace was made for",
-    )
+    with workspace.agreed({"method": repr(method), "x_shard's shape": shape}):
+        workspace.require_method(method)
+        workspace.require_tensor("x_shard", x_shard)
+        workspace.require("x_shard's shape", shape, x_shard.dim() > 0, "have at least one axis")
+        workspace.require_max_numel("x_shard", x_shard)
+        if method in LOW_LATENCY:
+            workspace.require_few_bytes("x_shard", x_shard, MAX_LL_BYTES, method)
+        if method in UNITS:
+            workspace.require_units("x_shard", x_shard, UNITS[method], method)
     out = x_shard.new_empty(size * x_shard.shape[0], *x_shard.shape[1:])
     if numel:
         METHODS[method](x_shard, out, workspace)
@@ -472,7 +448,7 @@ def _launch(
 def _push(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
     chunks, (tables, sizes), constants = _launch(workspace, x.numel())
     workspace.begin()
-    push_chunks[(workspace.world_size, chunks)](x, *tables, *sizes, **constants)
+    push_chunks[(workspace.world_size * chunks,)](x, *tables, *sizes, **constants)
     _collect(out, workspace, x.numel(), pull=False)
 
 
@@ -485,9 +461,9 @@ def _pull(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
 
 def _collect(out: Tensor, workspace: AllGatherWorkspace, numel: int, *, pull: bool) -> None:
     chunks, (tables, sizes), constants = _launch(workspace, numel)
-    collect_chunks[(workspace.world_size, chunks)](
+    collect_chunks[(workspace.resident(workspace.world_size * chunks),)](
         *(out, *tables, workspace.fault, *sizes),
-        **{**constants, "PULL": pull, "MAX_POLLS": MAX_POLLS},
+        **{**constants, **waiting(workspace), "PULL": pull},
     )
 
 
@@ -495,7 +471,7 @@ def _copy_engine(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
     size, rank, numel = workspace.world_size, workspace.rank, x.numel()
     signals, calls = workspace.signals.addresses, workspace.calls
     waits = (signals, calls, workspace.fault, rank)
-    constants = {"WORLD": size, "MAX_POLLS": MAX_POLLS}
+    constants = {"WORLD": size, "max_polls": workspace.max_polls}
     workspace.begin()
     meet[(1,)](*waits, workspace.met, **constants)
     for step in range(size):
@@ -508,38 +484,34 @@ def _copy_engine(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
 
 
 def _ll(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
-    _require_small(x, workspace, "ll")
     size, bits = workspace.world_size, torch.int32 if x.itemsize == 4 else torch.int16
     words = -(-x.nbytes // 4)
     workspace.begin()
-    gather_ll[(size, -(-words // LL_BLOCK))](
+    gather_ll[(workspace.resident(size * -(-words // LL_BLOCK)),)](
         *(x.view(bits), out.view(bits), workspace.ll.addresses, workspace.calls, workspace.fault),
         *(workspace.rank, x.numel(), words, size * workspace.ll_words),
         WORLD=size,
         WIDE=x.itemsize == 4,
         BLOCK=LL_BLOCK,
-        MAX_POLLS=MAX_POLLS,
+        max_polls=workspace.max_polls,
     )
 
 
 def _ll128(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
-    _require_small(x, workspace, "ll128")
-    _require_multiple(x, workspace, "ll128", 8)
     size, words = workspace.world_size, x.nbytes // 8
     lines = -(-words // 15)
     workspace.begin()
-    gather_ll128[(size, -(-lines // LL128_LINES))](
+    gather_ll128[(workspace.resident(size * -(-lines // LL128_LINES)),)](
         *(x.view(-1).view(torch.int64), out.view(-1).view(torch.int64)),
         *(workspace.ll128.addresses, workspace.calls, workspace.fault),
         *(workspace.rank, words, lines, size * workspace.ll128_lines),
         WORLD=size,
         LINES=LL128_LINES,
-        MAX_POLLS=MAX_POLLS,
+        max_polls=workspace.max_polls,
     )
 
 
 def _multimem(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
-    _require_multiple(x, workspace, "multimem", 16)
     numel, itemsize = x.numel(), x.itemsize
     chunks = -(-numel // workspace.chunk)
     workspace.begin()
@@ -559,27 +531,12 @@ def _two_level(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
     nodes = workspace.world_size // node
     constants["NODE"] = node
     workspace.begin()
-    push_across[(nodes, chunks)](x, *tables, *sizes, **constants)
+    push_across[(nodes * chunks,)](x, *tables, *sizes, **constants)
     if node > 1:
-        fan_out[(nodes * (node - 1), chunks)](
-            *tables, workspace.fault, *sizes, **constants, MAX_POLLS=MAX_POLLS
+        fan_out[(workspace.resident(nodes * (node - 1) * chunks),)](
+            *tables, workspace.fault, *sizes, **{**constants, **waiting(workspace)}
         )
     _collect(out, workspace, x.numel(), pull=False)
-
-
-def _require_small(x: Tensor, workspace: AllGatherWorkspace, method: str) -> None:
-    workspace.require(
-        "x_shard's size",
-        f"{x.nbytes} bytes",
-        x.nbytes <= MAX_LL_BYTES,
-        f"be at most {MAX_LL_BYTES} for {method}",
-    )
-
-
-def _require_multiple(x: Tensor, workspace: AllGatherWorkspace, method: str, nbytes: int) -> None:
-    must = f"be a multiple of {nbytes} for {method}"
-    workspace.require("x_shard's size", f"{x.nbytes} bytes", x.nbytes % nbytes == 0, must)
-    workspace.require("x_shard's address", x.data_ptr(), x.data_ptr() % nbytes == 0, must)
 
 
 METHODS: dict[str, Callable[[Tensor, Tensor, AllGatherWorkspace], None]] = {

@@ -33,7 +33,7 @@ On a GPU the copies and the product run on streams of their own. The copies come
 right behind the count of the call, on the stream that goes first, so that they
 are resident when the product begins. Should the product be quicker all the
 same, it leaves one processor to them: it could wait for ever, if its programs
-took all and those of every other rank did so, too.
+took all and those of every other rank did so, too. So more programs are refused.
 
 A tile of the slot is read by the programs of its row of tiles only after they
 have acquired its signal. Slots are reused as gpu/workspace.py says, for every
@@ -51,6 +51,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.gpu.collective import waiting
 from weft.kernels.gpu.epilogue import NOTHING, Epilogue
 from weft.kernels.gpu.matmul import (
     GROUP,
@@ -61,9 +62,16 @@ from weft.kernels.gpu.matmul import (
     multiply_and_finish,
     tile_at,
 )
-from weft.kernels.gpu.signals import MAX_POLLS, notify, peer_pointer, wait
+from weft.kernels.gpu.signals import notify, peer_pointer, wait
 from weft.kernels.gpu.tune import Choice
-from weft.kernels.gpu.workspace import SLOTS, Workspace, triton_type
+from weft.kernels.gpu.workspace import (
+    SLOTS,
+    Workspace,
+    agreed,
+    require_counts,
+    require_dtype,
+    triton_type,
+)
 from weft.kernels.symmetric.memory import Home
 
 BLOCK_M = 16
@@ -184,7 +192,7 @@ def multiply_gathered(
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
-    MAX_POLLS: tl.constexpr,
+    max_polls,
 ):
     """Tiles of the product, each after its rows have come. Grid: (programs,), persistent."""
     call = tl.load(calls)
@@ -198,7 +206,7 @@ def multiply_gathered(
         step, chunk = step_and_part(index, chunks, WORLD, MESH)
         shard = ahead_of(rank, step, WORLD, NODE)
         if step > 0:
-            wait(signals, rank, chunk * WORLD + shard, call, fault, MAX_POLLS)
+            wait(signals, rank, chunk * WORLD + shard, call, fault, max_polls)
         first = tl.cast(shard * m, tl.int64)
         rows = tl.where(step > 0, gathered + first * K, x)
         row_scale = x_scale
@@ -233,22 +241,23 @@ def collect_rows(
     NODE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
-    MAX_POLLS: tl.constexpr,
+    max_polls,
 ):
-    """Copy the gathered rows out of the slot, a chunk each. Grid: (W, chunks)."""
+    """Copy the gathered rows out of the slot, chunk by chunk. Grid: (programs,), persistent."""
     call = tl.load(calls)
-    step, chunk = tl.program_id(0), tl.program_id(1)
-    shard = ahead_of(rank, step, WORLD, NODE)
-    if step > 0:
-        wait(signals, rank, chunk * WORLD + shard, call, fault, MAX_POLLS)
-    first = tl.cast(shard * m, tl.int64) * K
-    gathered = peer_pointer(buffers, rank, dtype) + (call % 2) * slot_numel + first
-    rows = tl.where(step > 0, gathered, x)
-    begin = tl.cast(chunk * BLOCK_M, tl.int64) * K
-    count = tl.minimum(m - chunk * BLOCK_M, BLOCK_M) * K
-    for start in range(0, count, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        tl.store(out + first + begin + at, tl.load(rows + begin + at, mask=at < count), at < count)
+    for item in range(tl.program_id(0), WORLD * tl.cdiv(m, BLOCK_M), tl.num_programs(0)):
+        step, chunk = item % WORLD, item // WORLD
+        shard = ahead_of(rank, step, WORLD, NODE)
+        if step > 0:
+            wait(signals, rank, chunk * WORLD + shard, call, fault, max_polls)
+        first = tl.cast(shard * m, tl.int64) * K
+        gathered = peer_pointer(buffers, rank, dtype) + (call % 2) * slot_numel + first
+        rows = tl.where(step > 0, gathered, x) + tl.cast(chunk * BLOCK_M, tl.int64) * K
+        to = out + first + tl.cast(chunk * BLOCK_M, tl.int64) * K
+        count = tl.minimum(m - chunk * BLOCK_M, BLOCK_M) * K
+        for start in range(0, count, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            tl.store(to + at, tl.load(rows + at, mask=at < count), mask=at < count)
 
 
 class GatherWorkspace(Workspace):
@@ -261,6 +270,11 @@ class GatherWorkspace(Workspace):
 
     def __init__(self, home: Home, max_rows: int, k: int, dtype: torch.dtype, block_m: int) -> None:
         size, name = home.world_size, "all_gather_matmul"
+        asked = {"max_rows": max_rows, "k": k, "dtype": dtype, "block_m": block_m}
+        with agreed(name, asked, home.exchange) as check:
+            require_dtype(check, dtype)
+            require_counts(check, 0, max_rows=max_rows, k=k)
+            require_counts(check, 1, block_m=block_m)
         self.slot_rows = size * max_rows
         self.scales = home.empty(f"{name}.scales", (SLOTS, self.slot_rows), torch.float32)
         signals = size * -(-max_rows // block_m)
@@ -279,6 +293,9 @@ def all_gather_matmul_workspace(
         k: K.
         dtype: of x.
         block_m: the smallest that it will be called with, unless it is as large as the shard.
+
+    Raises:
+        KernelError: on every rank, if one refuses an argument or has another one than the rest.
     """
     return GatherWorkspace(home, max_rows, k, dtype, block_m)
 
@@ -320,32 +337,41 @@ def all_gather_matmul(
         [M, N / W], or [M, N / (2 W)] after silu_multiply; see Epilogue.dtype.
 
     Raises:
-        KernelError: the operands do not go together, or not with the workspace.
+        KernelError: the operands do not go together, or not with the workspace, on one rank; or
+            the ranks differ in the shard's shape or in an option.
     """
     size, require, silu = workspace.world_size, workspace.require, epilogue.silu_multiply
-    workspace.require_tensor("x_shard", x_shard)
-    weights = Weights.of(w, x_shard, require)
-    (m, k), n = x_shard.shape, sum(weights.widths)
-    if blocks is None and (config := workspace.choice.of_product(x_shard, weights, size * m, silu)):
-        blocks = (config.block_m, config.block_n, config.block_k)
-        warps, stages = warps or config.warps, stages or config.stages
-        senders = senders or config.senders
-    tiling = choose_tiling(m, x_shard, weights, blocks, warps, stages, require, silu)
-    epilogue.check(require, x_shard, weights.widths, size * m)
-    node = ranks_per_node or size
-    fits = node > 0 and size % node == 0
-    require("topology", repr(topology), topology in get_args(Topology), "be switch or mesh")
-    require("ranks_per_node", ranks_per_node, fits, f"divide the {size} ranks")
-    require("programs", programs, programs >= 0, "be positive, or 0 for all processors")
-    require("senders", senders, senders >= 0, "be positive, or 0 for one for each chunk")
-    if gathered is not None:
-        workspace.require_tensor("gathered", gathered)
-        shape = list(gathered.shape)
-        require("gathered's shape", shape, shape == [size * m, k], f"be {[size * m, k]}")
-    chunks = -(-m // tiling.block_m)
-    workspace.require_room("x_shard", size * m * k)
-    require("x_shard's rows", m, size * m <= workspace.slot_rows, "fit the workspace")
-    workspace.require_signals(size * chunks)
+    asked = {"topology": topology, "ranks_per_node": ranks_per_node, "blocks": blocks}
+    asked |= {"warps": warps, "stages": stages, "programs": programs, "senders": senders}
+    with workspace.agreed({"x_shard's shape": tuple(x_shard.shape), **asked}):
+        workspace.require_tensor("x_shard", x_shard)
+        weights = Weights.of(w, x_shard, require)
+        (m, k), n = x_shard.shape, sum(weights.widths)
+        chosen = None
+        if blocks is None:
+            chosen = workspace.choice.of_product(x_shard, weights, size * m, silu)
+        if chosen:
+            blocks = (chosen.block_m, chosen.block_n, chosen.block_k)
+            warps, stages = warps or chosen.warps, stages or chosen.stages
+            senders = senders or chosen.senders
+        tiling = choose_tiling(m, x_shard, weights, blocks, warps, stages, require, silu)
+        epilogue.check(require, x_shard, weights.widths, size * m)
+        node = ranks_per_node or size
+        fits = node > 0 and size % node == 0
+        require("topology", repr(topology), topology in get_args(Topology), "be switch or mesh")
+        require("ranks_per_node", ranks_per_node, fits, f"divide the {size} ranks")
+        available = max(1, workspace.processors - (size > 1))
+        why = "copies to other ranks need a processor"
+        workspace.require_programs(programs, available, why)
+        require("senders", senders, senders >= 0, "be positive, or 0 for one for each chunk")
+        if gathered is not None:
+            workspace.require_tensor("gathered", gathered)
+            shape = list(gathered.shape)
+            require("gathered's shape", shape, shape == [size * m, k], f"be {[size * m, k]}")
+        chunks = -(-m // tiling.block_m)
+        workspace.require_room("x_shard", size * m * k)
+        require("x_shard's rows", m, size * m <= workspace.slot_rows, "fit the workspace")
+        workspace.require_signals(size * chunks)
     columns = epilogue.columns(n)
     out = x_shard.new_empty(size * m, columns, dtype=epilogue.dtype(x_shard.dtype))
     if not m or not (n or gathered is not None):
@@ -369,7 +395,6 @@ def all_gather_matmul(
             )
     if begun is not None:
         torch.cuda.current_stream(x_shard.device).wait_event(begun)
-    available = max(1, workspace.processors - (size > 1))
     if tiles := size * chunks * weights.column_tiles(tiling.block_n, silu):
         multiply_gathered[(min(tiles, programs or available),)](
             **{"x": x_shard, "out": out, "out_columns": columns, **weights.arguments(silu)},
@@ -384,7 +409,7 @@ def all_gather_matmul(
             slot_numel=room,
             slot_rows=workspace.slot_rows,
             **{"bias": epilogue.bias, "residual": epilogue.residual, **epilogue.scales()},
-            **{**order, "MESH": topology == "mesh", "MAX_POLLS": MAX_POLLS},
+            **{**order, "MESH": topology == "mesh", "max_polls": workspace.max_polls},
             GROUP=gcd(GROUP, chunks),  # no group has rows of two shards: one may be here first
             BLOCK_N=tiling.block_n,
             BLOCK_K=tiling.block_k,
@@ -393,9 +418,9 @@ def all_gather_matmul(
             num_stages=tiling.stages,
         )
     if gathered is not None:
-        collect_rows[(size, chunks)](
+        collect_rows[(workspace.resident(size * chunks),)](
             *(x_shard, gathered, buffers, *tables, workspace.fault, rank, m, k, room),
-            **{**order, "BLOCK": BLOCK, "MAX_POLLS": MAX_POLLS},
+            **{**order, **waiting(workspace)},
         )
     workspace.rejoin()
     return out

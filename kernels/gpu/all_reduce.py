@@ -8,14 +8,14 @@ Protocols, of call n; the slot is n mod 2:
 
 - one_shot. Every rank pushes x to all ranks (`push_chunks` of all_gather.py), and
   each of them adds the W rows of its slot in the order of the ranks
-  (`reduce_chunks` of reduce_scatter.py). One trip, W times the traffic: for
+  (`add_rows` of reduce_scatter.py). One trip, W times the traffic: for
   little data.
 - ll. The same by stores that carry their own flag (low_latency.py), in one launch:
-  program b sends block b of x to all ranks, then takes block b of every rank, in
-  their order, and adds. It waits only for programs of its own number.
+  a program sends its blocks of x to all ranks, then takes the same blocks of every
+  rank, in their order, and adds. It waits only for programs of its own number.
 - two_shot. x is cut into W parts. Every rank pushes part p to rank p
-  (`push_parts`); program c of `reduce_and_send` waits for chunk c of its part
-  from all ranks, adds in their order, and stores the sum to row r of the second
+  (`push_parts`); for chunk c `reduce_and_send` waits until it has come from all
+  ranks, adds in their order, and stores the sum to row r of the second
   buffer of all ranks, whose second signal [c, r] it sets; `collect_parts` waits
   for those. Two trips, twice the traffic of one x: for much data.
 - multimem. As two_shot, by the switch (multimem.py). Rank r copies x to its own
@@ -46,11 +46,17 @@ from weft.kernels.gpu.all_gather import (
     copy_chunk,
     push_chunks,
 )
-from weft.kernels.gpu.collective import MAX_LL_BYTES, CollectiveWorkspace, count_chunks
+from weft.kernels.gpu.collective import (
+    MAX_LL_BYTES,
+    RESIDENT_BLOCK,
+    CollectiveWorkspace,
+    count_chunks,
+    waiting,
+)
 from weft.kernels.gpu.low_latency import get_ll, load_words, put_ll, store_words
 from weft.kernels.gpu.multimem import multimem_store, multimem_sum
-from weft.kernels.gpu.reduce_scatter import push_parts, reduce_chunks, sum_rows
-from weft.kernels.gpu.signals import MAX_POLLS, notify, peer_pointer, wait
+from weft.kernels.gpu.reduce_scatter import add_rows, push_parts, sum_rows
+from weft.kernels.gpu.signals import notify, peer_pointer, wait
 from weft.kernels.gpu.workspace import SLOTS, triton_type
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
@@ -72,25 +78,25 @@ def reduce_and_send(
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
-    MAX_POLLS: tl.constexpr,
+    max_polls,
 ):
-    """Add one chunk of this rank's part, send it to all ranks and tell them. Grid: (chunks,)."""
-    index = tl.program_id(0)
+    """Add chunks of this rank's part, send them to all and tell. Grid: (programs,), persistent."""
     call = tl.load(calls)
-    for source in range(WORLD):
-        wait(signals, rank, index * WORLD + source, call, fault, MAX_POLLS)
     rows = peer_pointer(buffers, rank, dtype) + (call % 2) * slot_numel
     place = (call % 2) * sums_slot_numel + rank * numel
-    begin = index * chunk
-    end = tl.minimum(begin + chunk, length)
-    for start in range(begin, end, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        total = sum_rows(rows, at, numel, end, WORLD, BLOCK).to(dtype)
+    for index in range(tl.program_id(0), tl.cdiv(numel, chunk), tl.num_programs(0)):
+        for source in range(WORLD):
+            wait(signals, rank, index * WORLD + source, call, fault, max_polls)
+        begin = index * chunk
+        end = tl.minimum(begin + chunk, length)
+        for start in range(begin, end, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            total = sum_rows(rows, at, numel, end, WORLD, BLOCK).to(dtype)
+            for step in range(WORLD):
+                to = peer_pointer(sums, (rank + 1 + step) % WORLD, dtype) + place
+                tl.store(to + at, total, mask=at < end)
         for step in range(WORLD):
-            to = peer_pointer(sums, (rank + 1 + step) % WORLD, dtype) + place
-            tl.store(to + at, total, mask=at < end)
-    for step in range(WORLD):
-        notify(signals, (rank + 1 + step) % WORLD, first + index * WORLD + rank, call)
+            notify(signals, (rank + 1 + step) % WORLD, first + index * WORLD + rank, call)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -109,16 +115,17 @@ def collect_parts(
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
-    MAX_POLLS: tl.constexpr,
+    max_polls,
 ):
-    """Wait for one chunk of one part of the sum and copy it out. Grid: (W, chunks)."""
-    part = (rank + WORLD - tl.program_id(0)) % WORLD
-    index = tl.program_id(1)
+    """Wait for chunks of the parts of the sum and copy them out. Grid: (programs,), persistent."""
     call = tl.load(calls)
-    wait(signals, rank, first + index * WORLD + part, call, fault, MAX_POLLS)
-    come = peer_pointer(sums, rank, dtype) + (call % 2) * slot_numel + part * numel
-    length = tl.minimum(numel, total - part * numel)
-    copy_chunk(out + part * numel, come, index, length, chunk, BLOCK)
+    for item in range(tl.program_id(0), WORLD * tl.cdiv(numel, chunk), tl.num_programs(0)):
+        part = (rank + WORLD - item % WORLD) % WORLD
+        index = item // WORLD
+        wait(signals, rank, first + index * WORLD + part, call, fault, max_polls)
+        come = peer_pointer(sums, rank, dtype) + (call % 2) * slot_numel + part * numel
+        length = tl.minimum(numel, total - part * numel)
+        copy_chunk(out + part * numel, come, index, length, chunk, BLOCK)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -135,35 +142,38 @@ def reduce_ll(
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
-    MAX_POLLS: tl.constexpr,
+    max_polls,
 ):
-    """Send one block to all ranks, take it from all, and add. Grid: (cdiv(words, BLOCK),)."""
+    """Send blocks to all ranks, take the same ones from all, add. Grid: (programs,), persistent."""
     WIDE: tl.constexpr = dtype == tl.float32
     call = tl.load(calls)
-    first = tl.program_id(0) * BLOCK
-    at = first + tl.arange(0, BLOCK)
     slot = (call % 2) * slot_words
-    mine = load_words(x, at, numel, WIDE)
-    for step in range(WORLD):
-        to = peer_pointer(buffers, (rank + 1 + step) % WORLD, tl.int64) + slot + rank * words
-        put_ll(to + at, mine, call, at < words)
+    for block in range(tl.program_id(0), tl.cdiv(words, BLOCK), tl.num_programs(0)):
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        mine = load_words(x, at, numel, WIDE)
+        for step in range(WORLD):
+            to = peer_pointer(buffers, (rank + 1 + step) % WORLD, tl.int64) + slot + rank * words
+            put_ll(to + at, mine, call, at < words)
     come = peer_pointer(buffers, rank, tl.int64) + slot
-    low = tl.zeros((BLOCK,), tl.float32)
-    high = tl.zeros((BLOCK,), tl.float32)
-    for source in range(WORLD):
-        row = source * words
-        got = get_ll(come + row + at, call, at < words, fault, rank, row + first, MAX_POLLS)
+    for block in range(tl.program_id(0), tl.cdiv(words, BLOCK), tl.num_programs(0)):
+        first = block * BLOCK
+        at = first + tl.arange(0, BLOCK)
+        low = tl.zeros((BLOCK,), tl.float32)
+        high = tl.zeros((BLOCK,), tl.float32)
+        for source in range(WORLD):
+            row = source * words
+            got = get_ll(come + row + at, call, at < words, fault, rank, row + first, max_polls)
+            if WIDE:
+                low += got.to(tl.float32, bitcast=True)
+            else:
+                low += (got & 0xFFFF).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+                high += (got >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
         if WIDE:
-            low += got.to(tl.float32, bitcast=True)
+            total = low.to(tl.int32, bitcast=True)
         else:
-            low += (got & 0xFFFF).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
-            high += (got >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
-    if WIDE:
-        total = low.to(tl.int32, bitcast=True)
-    else:
-        total = low.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        total |= high.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16
-    store_words(out, at, total, numel, WIDE)
+            total = low.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+            total |= high.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        store_words(out, at, total, numel, WIDE)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -181,9 +191,9 @@ def publish_parts(
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy one chunk of one part to this rank's own slot and tell the part's. Grid: (W, chunks)."""
+    """Copy a chunk of a part to this rank's own slot and tell the part's. Grid: (chunks * W,)."""
     part = (rank + 1 + tl.program_id(0)) % WORLD
-    index = tl.program_id(1)
+    index = tl.program_id(0) // WORLD
     call = tl.load(calls)
     to = peer_pointer(buffers, rank, dtype) + (call % 2) * slot_numel + part * numel
     length = tl.minimum(numel, total - part * numel)
@@ -206,22 +216,22 @@ def reduce_multimem(
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
-    MAX_POLLS: tl.constexpr,
+    max_polls,
 ):
-    """Let the switch add one chunk of this rank's part, on all ranks, and tell. Grid: (chunks,)."""
-    index = tl.program_id(0)
+    """Let the switch add chunks of this rank's part and tell. Grid: (programs,), persistent."""
     call = tl.load(calls)
-    for source in range(WORLD):
-        wait(signals, rank, index * WORLD + source, call, fault, MAX_POLLS)
     part = multicast + 16 * ((call % 2) * tl.cast(slot_units, tl.int64) + rank * units)
-    begin = index * chunk
-    end = tl.minimum(begin + chunk, length)
-    for start in range(begin, end, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        a, b, c, d = multimem_sum(part + 16 * at, at < end, dtype)
-        multimem_store(part + 16 * at, a, b, c, d, at < end)
-    for step in range(WORLD):
-        notify(signals, (rank + step) % WORLD, first + index * WORLD + rank, call)
+    for index in range(tl.program_id(0), tl.cdiv(units, chunk), tl.num_programs(0)):
+        for source in range(WORLD):
+            wait(signals, rank, index * WORLD + source, call, fault, max_polls)
+        begin = index * chunk
+        end = tl.minimum(begin + chunk, length)
+        for start in range(begin, end, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            a, b, c, d = multimem_sum(part + 16 * at, at < end, dtype)
+            multimem_store(part + 16 * at, a, b, c, d, at < end)
+        for step in range(WORLD):
+            notify(signals, (rank + step) % WORLD, first + index * WORLD + rank, call)
 
 
 class AllReduceWorkspace(CollectiveWorkspace):
@@ -238,11 +248,11 @@ class AllReduceWorkspace(CollectiveWorkspace):
         super().__init__(
             *(home, "all_reduce", size * row, dtype),
             num_signals=size * (chunks + count_chunks(part, chunk)),
+            max_numel=max_numel,
             methods=methods,
             known=METHODS,
             chunk=chunk,
         )
-        self.max_numel = max_numel
         self.second = size * chunks  # the first of the second signals
         self.sums_numel = size * part if "two_shot" in methods else 0
         self.sums: SymmetricTensor = home.empty("all_reduce.sums", (SLOTS, self.sums_numel), dtype)
@@ -276,7 +286,8 @@ def all_reduce_workspace(
         chunk: numbers that have a signal of their own; a multiple of 8.
 
     Raises:
-        KernelError: a method that there is not, or not on this home.
+        KernelError: on every rank, if on one of them there is no such method; or if the ranks'
+            arguments differ.
     """
     return AllReduceWorkspace(home, max_numel, dtype, methods, chunk)
 
@@ -295,18 +306,20 @@ def all_reduce(x: Tensor, workspace: AllReduceWorkspace, *, method: str | None =
         x's shape, added in float32; the same bits on all ranks.
 
     Raises:
-        KernelError: the tensor does not fit the workspace or the method.
+        KernelError: the tensor does not fit the workspace or the method, on one rank; or it is not
+            the same on all of them.
     """
     if method is None:
         method = workspace.choose_method(x, len(x) if x.dim() else 1)
-    workspace.require_method(method)
-    workspace.require_tensor("x", x)
-    workspace.require(
-        "x's size",
-        f"{x.numel()} numbers",
-        x.numel() <= workspace.max_numel,
-        f"be at most {workspace.max_numel}, which the workspace was made for",
-    )
+    with workspace.agreed({"method": repr(method), "x's shape": tuple(x.shape)}):
+        workspace.require_method(method)
+        workspace.require_tensor("x", x)
+        workspace.require_max_numel("x", x)
+        if method == "ll":
+            workspace.require_few_bytes("x", x, MAX_LL_BYTES, method)
+        if method == "multimem":
+            must = "be a multiple of 16 for multimem"
+            workspace.require("x's size", f"{x.nbytes} bytes", x.nbytes % 16 == 0, must)
     out = torch.empty_like(x)
     if x.numel():
         METHODS[method](x, out, workspace)
@@ -319,15 +332,11 @@ def _one_shot(x: Tensor, out: Tensor, workspace: AllReduceWorkspace) -> None:
     tables = (workspace.buffer.addresses, workspace.signals.addresses, workspace.calls)
     constants = {"dtype": triton_type(x.dtype), "BLOCK": BLOCK}
     workspace.begin()
-    push_chunks[(size, chunks)](
+    push_chunks[(size * chunks,)](
         *(x, *tables, workspace.rank, numel, workspace.numel, chunk),
         **{**constants, "WORLD": size},
     )
-    reduce_chunks[(chunks,)](
-        *(out, *tables, workspace.fault, workspace.rank),
-        *(numel, numel, workspace.numel, chunk, 0),
-        **{**constants, "COUNT": size, "MAX_POLLS": MAX_POLLS},
-    )
+    add_rows(out, workspace)
 
 
 def _two_shot(x: Tensor, out: Tensor, workspace: AllReduceWorkspace) -> None:
@@ -337,67 +346,57 @@ def _two_shot(x: Tensor, out: Tensor, workspace: AllReduceWorkspace) -> None:
     buffers, sums = workspace.buffer.addresses, workspace.sums.addresses
     signals = (workspace.signals.addresses, workspace.calls)
     constants = {"dtype": triton_type(x.dtype), "WORLD": size, "BLOCK": BLOCK}
-    polls = {"MAX_POLLS": MAX_POLLS}
     workspace.begin()
-    push_parts[(size, chunks)](
+    push_parts[(size * chunks,)](
         *(x, buffers, *signals, rank, total, numel, workspace.numel, chunk), **constants
     )
-    reduce_and_send[(chunks,)](
+    reduce_and_send[(workspace.resident(chunks),)](
         *(buffers, sums, *signals, workspace.fault, rank, length, numel, workspace.numel),
         *(workspace.sums_numel, chunk, workspace.second),
-        **{**constants, **polls},
+        **{**constants, **waiting(workspace)},
     )
-    collect_parts[(size, chunks)](
+    collect_parts[(workspace.resident(size * chunks),)](
         *(out, sums, *signals, workspace.fault, rank, total, numel),
         *(workspace.sums_numel, chunk, workspace.second),
-        **{**constants, **polls},
+        **{**constants, **waiting(workspace)},
     )
 
 
 def _ll(x: Tensor, out: Tensor, workspace: AllReduceWorkspace) -> None:
-    workspace.require(
-        "x's size",
-        f"{x.nbytes} bytes",
-        x.nbytes <= MAX_LL_BYTES,
-        f"be at most {MAX_LL_BYTES} for ll",
-    )
     size, bits = workspace.world_size, torch.int32 if x.itemsize == 4 else torch.int16
     words = -(-x.nbytes // 4)
     workspace.begin()
-    reduce_ll[(-(-words // LL_BLOCK),)](
+    reduce_ll[(workspace.resident(-(-words // LL_BLOCK)),)](
         *(x.view(bits), out.view(bits), workspace.ll.addresses, workspace.calls, workspace.fault),
         *(workspace.rank, x.numel(), words, size * workspace.ll_words),
         dtype=triton_type(x.dtype),
         WORLD=size,
         BLOCK=LL_BLOCK,
-        MAX_POLLS=MAX_POLLS,
+        max_polls=workspace.max_polls,
     )
 
 
 def _multimem(x: Tensor, out: Tensor, workspace: AllReduceWorkspace) -> None:
-    must = "be a multiple of 16 for multimem"
-    workspace.require("x's size", f"{x.nbytes} bytes", x.nbytes % 16 == 0, must)
     size, rank, total = workspace.world_size, workspace.rank, x.numel()
     chunk, numel = workspace.chunk, part_numel(total, size)
     chunks, length = -(-numel // chunk), max(0, min(numel, total - rank * numel))
     buffers = workspace.buffer.addresses
     signals = (workspace.signals.addresses, workspace.calls)
     constants = {"dtype": triton_type(x.dtype), "WORLD": size, "BLOCK": BLOCK}
-    polls = {"MAX_POLLS": MAX_POLLS}
     workspace.begin()
-    publish_parts[(size, chunks)](
+    publish_parts[(size * chunks,)](
         *(x, buffers, *signals, rank, total, numel, workspace.numel, chunk), **constants
     )
-    reduce_multimem[(chunks,)](
+    reduce_multimem[(workspace.resident(chunks),)](
         *(workspace.buffer.multicast, *signals, workspace.fault, rank),
         *(n * x.itemsize // 16 for n in (length, numel, workspace.numel, chunk)),
         workspace.second,
-        **{**constants, **polls, "BLOCK": BLOCK // 4},
+        **{**constants, **waiting(workspace), "BLOCK": RESIDENT_BLOCK // 8},
     )
-    collect_parts[(size, chunks)](
+    collect_parts[(workspace.resident(size * chunks),)](
         *(out, buffers, *signals, workspace.fault, rank, total, numel),
         *(workspace.numel, chunk, workspace.second),
-        **{**constants, **polls},
+        **{**constants, **waiting(workspace)},
     )
 
 

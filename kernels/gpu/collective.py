@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels.gpu.tune import Choice
-from weft.kernels.gpu.workspace import SLOTS, Workspace
+from weft.kernels.gpu.workspace import SLOTS, Workspace, agreed, require_counts
 from weft.kernels.symmetric.memory import Home
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -28,19 +28,30 @@ UNITS = {"ll128": 8, "multimem": 16}
 MAX_NUMEL = 2**31 - 1
 """Of a buffer: kernels count its numbers in 32 bits."""
 
+RESIDENT_BLOCK, RESIDENT_WARPS = 8192, 16
+"""Of kernels that wait: each has one program on a processor, which keeps much in flight."""
+
+
+def waiting(workspace: Workspace) -> dict[str, int]:
+    """Arguments of a kernel that waits and then moves data."""
+    polls = {"max_polls": workspace.max_polls}
+    return {"BLOCK": RESIDENT_BLOCK, "num_warps": RESIDENT_WARPS, **polls}
+
 
 class CollectiveWorkspace(Workspace):
     """Of one op, on one rank. Made by all ranks together.
 
     Args:
-        home, name, numel, dtype: as of a Workspace.
-        num_signals: of this rank.
+        home, name, numel, dtype, num_signals: as of a Workspace.
+        max_numel: that it is made for, as the op's callers count.
         methods: that it will be used with.
         known: all methods of the op.
         chunk: numbers that have a signal of their own.
+        ranks_per_node: for two_level; all are on one node if None.
 
     Raises:
-        KernelError: a method or a dtype that there is not, or not on this home.
+        KernelError: on every rank, if one has a method or a dtype that there is not, or not on
+            its home; or arguments that differ from the others'.
     """
 
     def __init__(
@@ -51,33 +62,54 @@ class CollectiveWorkspace(Workspace):
         dtype: torch.dtype,
         *,
         num_signals: int,
+        max_numel: int,
         methods: Sequence[str],
         known: Collection[str],
         chunk: int,
+        ranks_per_node: int | None = None,
     ) -> None:
-        self.name = name
-        for method in methods:
-            self._require_method(method, method in known, f"be one of {', '.join(known)}")
-        allowed = ", ".join(map(str, DTYPES))
-        self.require("dtype", dtype, dtype in DTYPES, f"be one of {allowed}")
-        self.require("chunk", chunk, chunk > 0 and chunk % 8 == 0, "be a positive multiple of 8")
-        self.require(
-            "the buffer's size",
-            f"{SLOTS * numel} numbers",
-            SLOTS * numel <= MAX_NUMEL,
-            f"be at most {MAX_NUMEL}: make it for less",
-        )
+        size = home.world_size
+        node = size if ranks_per_node is None else ranks_per_node
+        asked = {
+            "max_numel": max_numel,
+            "dtype": dtype,
+            "methods": ", ".join(map(str, methods)),
+            "chunk": chunk,
+            "ranks_per_node": node,
+        }
+        with agreed(name, asked, home.exchange) as check:
+            require_counts(check, 0, max_numel=max_numel)
+            for method in methods:
+                check("method", repr(method), method in known, f"be one of {', '.join(known)}")
+            allowed = ", ".join(map(str, DTYPES))
+            check("dtype", dtype, dtype in DTYPES, f"be one of {allowed}")
+            check("chunk", chunk, chunk > 0 and chunk % 8 == 0, "be a positive multiple of 8")
+            fits = node > 0 and size % node == 0
+            check("ranks_per_node", node, fits, f"divide the {size} ranks")
+            check(
+                "the buffer's size",
+                f"{SLOTS * numel} numbers",
+                SLOTS * numel <= MAX_NUMEL,
+                f"be at most {MAX_NUMEL}: make it for less",
+            )
         super().__init__(home, name, numel, dtype, num_signals)
+        self.max_numel = max_numel
         self.methods = tuple(methods)
         self.chunk = chunk
         self.choice = Choice(home, name)
-        if "multimem" in methods:
-            self._require_method(
-                "multimem",
+        self.ranks_per_node = node
+        able = {
+            "multimem": (
                 self.buffer.multicast != 0,
                 "be another one here: the buffer has no multicast address, which takes GPUs of "
                 "compute capability 9.0 on an NVLink switch",
-            )
+            ),
+            "copy_engine": (bool(self.buffer.peers), "be another one on this home"),
+            "ll128": (torch.version.hip is None, "be another one on AMD's GPUs"),
+        }
+        with agreed(name, {}, home.exchange) as check:
+            for method in self.methods:
+                check("method", repr(method), *able.get(method, (True, "")))
 
     def choose_method(self, x: Tensor, rows: int) -> str:
         """What was tuned for this device, world size, shape and dtype, else what the model prefers.
@@ -101,23 +133,33 @@ class CollectiveWorkspace(Workspace):
 
     def require_method(self, method: str) -> None:
         """Refuse a method that the workspace was not made for."""
-        self._require_method(
-            method,
+        self.require(
+            "method",
+            repr(method),
             method in self.methods,
             f"be one that the workspace was made for: {', '.join(self.methods)}",
         )
 
-    def _require_method(self, method: str, allowed: bool, must: str) -> None:
-        self.require("method", repr(method), allowed, must)
-
-    def require_nodes(self, ranks_per_node: int) -> None:
-        """Refuse nodes that are not of one size."""
+    def require_max_numel(self, argument: str, tensor: Tensor) -> None:
+        """Refuse more than the workspace was made for."""
         self.require(
-            "ranks_per_node",
-            ranks_per_node,
-            ranks_per_node > 0 and self.world_size % ranks_per_node == 0,
-            f"divide the {self.world_size} ranks",
+            f"{argument}'s size",
+            f"{tensor.numel()} numbers",
+            tensor.numel() <= self.max_numel,
+            f"be at most {self.max_numel}, which the workspace was made for",
         )
+
+    def require_few_bytes(self, argument: str, tensor: Tensor, most: int, method: str) -> None:
+        """Refuse what a low-latency method has no room for."""
+        nbytes = tensor.nbytes
+        must = f"be at most {most} for {method}"
+        self.require(f"{argument}'s size", f"{nbytes} bytes", nbytes <= most, must)
+
+    def require_units(self, argument: str, tensor: Tensor, nbytes: int, method: str) -> None:
+        """Refuse what is not made of whole units of so many bytes."""
+        size, address, must = tensor.nbytes, tensor.data_ptr(), f"be a multiple of {nbytes}"
+        for part, value, shown in (("size", size, f"{size} bytes"), ("address", address, address)):
+            self.require(f"{argument}'s {part}", shown, value % nbytes == 0, f"{must} for {method}")
 
 
 def count_chunks(numel: int, chunk: int) -> int:

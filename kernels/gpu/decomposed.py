@@ -41,8 +41,9 @@ from torch import Tensor
 
 from weft.kernels.gpu.epilogue import FP8, NOTHING, Epilogue
 from weft.kernels.gpu.matmul import Weights
-from weft.kernels.gpu.signals import MAX_POLLS, notify, peer_pointer, wait
-from weft.kernels.gpu.workspace import Workspace, triton_type
+from weft.kernels.gpu.matmul_reduce_scatter import result_shape
+from weft.kernels.gpu.signals import meet, peer_pointer, tell, wait
+from weft.kernels.gpu.workspace import Workspace, agreed, require_counts, require_dtype, triton_type
 from weft.kernels.symmetric.memory import Home
 
 Method = Literal["chunks", "ring"]
@@ -55,23 +56,6 @@ BLOCK = 4096
 
 COLUMN_CHUNKS = 4
 """Of an all-reduce."""
-
-
-@triton.jit(do_not_specialize=["rank"])
-def meet(
-    signals,  # int64 [W]; addresses of int32 [W + parts]
-    calls,  # int32 [1]
-    fault,  # int32 [4]
-    rank,
-    WORLD: tl.constexpr,
-    MAX_POLLS: tl.constexpr,
-):
-    """Tell all ranks that this one has begun, and wait until all have. Grid: (1,)."""
-    call = tl.load(calls)
-    for step in range(WORLD):
-        notify(signals, (rank + step) % WORLD, rank, call)
-    for source in range(WORLD):
-        wait(signals, rank, source, call, fault, MAX_POLLS)
 
 
 @triton.jit(do_not_specialize=["peer"])
@@ -93,17 +77,6 @@ def put(
         tl.store(to + at, tl.load(x + at, mask=at < numel), mask=at < numel)
 
 
-@triton.jit(do_not_specialize=["peer", "index"])
-def tell(
-    signals,  # int64 [W]; addresses of int32 [W + parts]
-    calls,  # int32 [1]
-    peer,
-    index,
-):
-    """Set a rank's signal, after the launches before this one. Grid: (1,)."""
-    notify(signals, peer, index, tl.load(calls))
-
-
 @triton.jit(do_not_specialize=["rank", "index"])
 def wait_for(
     signals,  # int64 [W]; addresses of int32 [W + parts]
@@ -111,10 +84,10 @@ def wait_for(
     fault,  # int32 [4]
     rank,
     index,
-    MAX_POLLS: tl.constexpr,
+    max_polls,
 ):
     """Wait for one of this rank's signals. Grid: (1,)."""
-    wait(signals, rank, index, tl.load(calls), fault, MAX_POLLS)
+    wait(signals, rank, index, tl.load(calls), fault, max_polls)
 
 
 class _Parts:
@@ -125,9 +98,9 @@ class _Parts:
         self._numel = part_numel
         workspace.begin()
         meet[(1,)](
-            *(workspace.signals.addresses, workspace.calls, workspace.fault, workspace.rank),
+            *(workspace.signals.addresses, workspace.calls, workspace.fault, workspace.rank, 0),
             WORLD=workspace.world_size,
-            MAX_POLLS=MAX_POLLS,
+            max_polls=workspace.max_polls,
         )
 
     def send(self, data: Tensor, peer: int, part: int) -> None:
@@ -152,7 +125,7 @@ class _Parts:
         wait_for[(1,)](
             *(workspace.signals.addresses, workspace.calls, workspace.fault, workspace.rank),
             workspace.world_size + part,
-            MAX_POLLS=MAX_POLLS,
+            max_polls=workspace.max_polls,
         )
         begin = part * self._numel
         return workspace.buffer.local[0][begin : begin + rows * columns].view(rows, columns)
@@ -160,26 +133,39 @@ class _Parts:
 
 def all_gather_matmul_workspace(home: Home, max_rows: int, k: int, dtype: torch.dtype) -> Workspace:
     """A workspace for shards of at most `max_rows` rows of `k` numbers. Collective."""
-    return _workspace(home, "all_gather_matmul", 2 * home.world_size, -(-max_rows // 2) * k, dtype)
+    return _workspace(home, "all_gather_matmul", 2 * home.world_size, (max_rows, 2), (k, 1), dtype)
 
 
 def matmul_reduce_scatter_workspace(
     home: Home, max_rows: int, n: int, dtype: torch.dtype
 ) -> Workspace:
     """A workspace for results of at most `max_rows` (M / W) rows of `n`. Collective."""
-    size = 2 * home.world_size
-    return _workspace(home, "matmul_reduce_scatter", size, -(-max_rows // 2) * n, dtype)
+    parts = 2 * home.world_size
+    return _workspace(home, "matmul_reduce_scatter", parts, (max_rows, 2), (n, 1), dtype)
 
 
 def matmul_all_reduce_workspace(home: Home, max_rows: int, n: int, dtype: torch.dtype) -> Workspace:
     """A workspace for results of at most `max_rows` (M) rows of `n`. Collective."""
-    parts, columns = COLUMN_CHUNKS * home.world_size, -(-n // COLUMN_CHUNKS)
-    return _workspace(home, "matmul_all_reduce", parts, max_rows * columns, dtype)
+    parts = COLUMN_CHUNKS * home.world_size
+    return _workspace(home, "matmul_all_reduce", parts, (max_rows, 1), (n, COLUMN_CHUNKS), dtype)
 
 
-def _workspace(home: Home, op: str, parts: int, part_numel: int, dtype: torch.dtype) -> Workspace:
-    signals = home.world_size + parts
-    return Workspace(home, f"decomposed {op}", parts * part_numel, dtype, signals)
+def _workspace(
+    home: Home,
+    op: str,
+    parts: int,
+    rows: tuple[int, int],
+    columns: tuple[int, int],
+    dtype: torch.dtype,
+) -> Workspace:
+    """For `parts` parts, of rows and columns that are (so many, cut in so many)."""
+    name = f"decomposed {op}"
+    asked = {"max_rows": rows[0], "columns": columns[0], "dtype": dtype}
+    with agreed(name, asked, home.exchange) as check:
+        require_dtype(check, dtype)
+        require_counts(check, 0, max_rows=rows[0], columns=columns[0])
+    part_numel = -(-rows[0] // rows[1]) * -(-columns[0] // columns[1])
+    return Workspace(home, name, parts * part_numel, dtype, home.world_size + parts)
 
 
 def all_gather_matmul(
@@ -206,20 +192,22 @@ def all_gather_matmul(
         [M, N / W], or [M, N / (2 W)] after silu_multiply; see Epilogue.dtype.
 
     Raises:
-        KernelError: the operands do not go together, or not with the workspace.
+        KernelError: the operands do not go together, or not with the workspace, on one rank; or
+            the ranks differ in the operands' shapes or the method.
     """
     size, rank, require = workspace.world_size, workspace.rank, workspace.require
-    workspace.require_tensor("x_shard", x_shard)
-    weights = _check(x_shard, w, workspace, epilogue, method)
-    m, k = x_shard.shape
-    epilogue.check(require, x_shard, weights.widths, size * m)
-    if gathered is not None:
-        workspace.require_tensor("gathered", gathered)
-        shape = list(gathered.shape)
-        require("gathered's shape", shape, shape == [size * m, k], f"be {[size * m, k]}")
-    rows = m if method == "chunks" else m - m // 2  # of a part
-    parts = size if method == "chunks" else 2 * size
-    workspace.require_room("x_shard", parts * rows * k)
+    with workspace.agreed({"method": repr(method), "x_shard's shape": tuple(x_shard.shape)}):
+        workspace.require_tensor("x_shard", x_shard)
+        weights = _check(x_shard, w, workspace, method)
+        m, k = x_shard.shape
+        epilogue.check(require, x_shard, weights.widths, size * m)
+        if gathered is not None:
+            workspace.require_tensor("gathered", gathered)
+            shape = list(gathered.shape)
+            require("gathered's shape", shape, shape == [size * m, k], f"be {[size * m, k]}")
+        rows = m if method == "chunks" else m - m // 2  # of a part
+        parts = size if method == "chunks" else 2 * size
+        workspace.require_room("x_shard", parts * rows * k)
     call = _Parts(workspace, rows * k)
     halves = (slice(0, m),) if method == "chunks" else (slice(0, rows), slice(rows, m))
     with workspace.beside():
@@ -274,17 +262,19 @@ def matmul_reduce_scatter(
         [M / W, N], or [M / W, N / 2] after silu_multiply.
 
     Raises:
-        KernelError: the operands do not go together, or not with the workspace.
+        KernelError: the operands do not go together, or not with the workspace, on one rank; or
+            the ranks differ in the operands' shapes or the method.
     """
     size, rank, require = workspace.world_size, workspace.rank, workspace.require
-    workspace.require_tensor("x", x)
-    weights = _check(x, w, workspace, epilogue, method, limit=1)
-    require("x's rows", len(x), len(x) % size == 0, f"be a multiple of {size} ranks")
-    m, n = len(x) // size, weights.widths[0]
-    epilogue.check(require, x, weights.widths, m)
-    rows = m if method == "chunks" else m - m // 2  # of a part
-    parts = size if method == "chunks" else 2 * size
-    workspace.require_room("the result", parts * rows * n)
+    with workspace.agreed({"method": repr(method), **result_shape(x, w)}):
+        workspace.require_tensor("x", x)
+        weights = _check(x, w, workspace, method, limit=1)
+        require("x's rows", len(x), len(x) % size == 0, f"be a multiple of {size} ranks")
+        m, n = len(x) // size, weights.widths[0]
+        epilogue.check(require, x, weights.widths, m)
+        rows = m if method == "chunks" else m - m // 2  # of a part
+        parts = size if method == "chunks" else 2 * size
+        workspace.require_room("the result", parts * rows * n)
     call = _Parts(workspace, rows * n)
     if method == "chunks":
         for step in reversed(range(size)):
@@ -308,7 +298,8 @@ def matmul_reduce_scatter(
                     continue
                 with workspace.beside():
                     call.send(part, rank + way, half * size + step + 1)
-    workspace.rejoin()
+    if size > 1:  # else nothing was sent; no capture may join a stream that it did not fork
+        workspace.rejoin()
     return epilogue.apply(total, x.dtype, side_by_side=False)
 
 
@@ -333,15 +324,17 @@ def matmul_all_reduce(
         [M, N], or [M, N / 2] after silu_multiply; the same bits on all ranks.
 
     Raises:
-        KernelError: the operands do not go together, or not with the workspace.
+        KernelError: the operands do not go together, or not with the workspace, on one rank; or
+            the ranks differ in the operands' shapes or the method.
     """
     size, rank, require = workspace.world_size, workspace.rank, workspace.require
-    workspace.require_tensor("x", x)
-    weights = _check(x, w, workspace, epilogue, "chunks", limit=1)
-    m, n = len(x), weights.widths[0]
-    epilogue.check(require, x, weights.widths, m)
-    columns = -(-n // COLUMN_CHUNKS)
-    workspace.require_room("the result", COLUMN_CHUNKS * size * m * columns)
+    with workspace.agreed(result_shape(x, w)):
+        workspace.require_tensor("x", x)
+        weights = _check(x, w, workspace, "chunks", limit=1)
+        m, n = len(x), weights.widths[0]
+        epilogue.check(require, x, weights.widths, m)
+        columns = -(-n // COLUMN_CHUNKS)
+        workspace.require_room("the result", COLUMN_CHUNKS * size * m * columns)
     call = _Parts(workspace, m * columns)
     chunks = weights.tensors[0].split(columns, dim=1) if n else ()
     for number, chunk in enumerate(chunks):
@@ -352,7 +345,8 @@ def matmul_all_reduce(
     sums = [
         _add(call, None, (m, chunk.shape[1]), number * size) for number, chunk in enumerate(chunks)
     ]
-    workspace.rejoin()
+    if sums:
+        workspace.rejoin()
     total = torch.cat(sums, dim=1) if sums else x.new_empty(m, n)
     return epilogue.apply(total, x.dtype, side_by_side=False)
 
@@ -361,7 +355,6 @@ def _check(
     x: Tensor,
     w: Tensor | Sequence[Tensor],
     workspace: Workspace,
-    epilogue: Epilogue,
     method: str,
     limit: int = 3,
 ) -> Weights:

@@ -48,9 +48,24 @@ def decided(decide: Callable[[str], Action]) -> Iterator[None]:
         _thread.decide = before
 
 
-def loaded() -> Any:
-    """Within, kernels that this thread launches are compiled and loaded, and do not run."""
-    return decided(lambda name: "load")
+@contextmanager
+def loaded() -> Iterator[None]:
+    """Within, kernels that this thread launches are compiled and loaded, and do not run.
+
+    Ops are not collective then, for no rank waits for another.
+    """
+    before = is_loading()
+    _thread.loading = True
+    try:
+        with decided(lambda name: "load"):
+            yield
+    finally:
+        _thread.loading = before
+
+
+def is_loading() -> bool:
+    """Whether this thread is within `loaded`."""
+    return getattr(_thread, "loading", False)
 
 
 def is_refusal(error: Exception) -> bool:

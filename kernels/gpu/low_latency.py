@@ -9,12 +9,30 @@ receiver polls the data itself, and a unit whose flag is right is whole.
     LL128  units of 128 bytes: 120 of data, 8 of flag. NVLink, and only where the 8 threads that
            store 16 bytes each of a line are neighbours in one warp.
 
-Stores write through (.wt) and loads are volatile, which PTX treats as relaxed
-at system scope: neither is torn below 8 bytes, left out, or served from a
-cache. They order nothing else in their own launch. Between launches they do:
-the end of a launch and the beginning of the next are fences, so that what a
-rank did in the launches before its store comes before what the receiver does
-in the launches after its load. On that rests the reuse of slots.
+What is relied on, and who promises it (PTX ISA, memory consistency model):
+
+- A volatile load is relaxed at system scope. PTX promises that it is not torn, up
+  to its largest scalar, 8 bytes; a vector counts as so many scalars, loaded in no
+  given order. So each word of LL, one int64, is whole. That a line of LL128 is
+  loaded whole, PTX does not promise.
+- A store of Triton can be no more than weak. `.wt` does not change that: cache
+  operators are hints, by PTX's own words. A weak store that another GPU polls for
+  is a race to PTX, which promises nothing about it: not that it is seen before the
+  launch has ended, and not that it is whole. NCCL stores as `st.volatile`, that is
+  relaxed at system scope, which Triton cannot say without inline assembly.
+- So the rest is what compilers and GPUs do. The compiler leaves a store of aligned
+  8 bytes (16, as a vector) one instruction, before the polls that follow it. The
+  GPU writes it through its first-level cache, to where another GPU's memory is
+  cached, which is that GPU; and in one piece of up to 16 bytes. LL wants 8 of them
+  whole: NCCL rests on that, too, for PTX says of its v4.u32, again, that it is four
+  stores. LL128 wants the 128 bytes that a warp stores at once to arrive in one
+  piece, as NCCL does, which takes it for granted on NVLink alone.
+
+Nothing else is ordered by them in their own launch: a receiver that has the flag
+knows nothing of what the sender stored elsewhere. Between launches it is: the end
+of a launch and the beginning of the next are fences, so that what a rank did in
+the launches before its store comes before what the receiver does in the launches
+after its load. On that rests the reuse of slots.
 
 A slot must hold zeros before its first call; flags that are left from two calls
 ago are never the present one's.
@@ -25,6 +43,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from weft.kernels.gpu.signals import polls_left, report
+
 WORDS = tl.constexpr(16)
 """Of 8 bytes in a line of LL128; the last is the flag."""
 
@@ -34,7 +54,7 @@ def put_ll(to, words, call, mask):
     """Store 4-byte words at a peer, each with its flag.
 
     As NCCL's LL primitive `storeLL`, or OpenSHMEM's put_signal of 4 bytes whose signal is beside
-    them: neither can be seen without the other.
+    them: neither is seen without the other, where the top of this file says that it holds.
 
     Args:
         to: int64 pointers, of any shape.
@@ -47,7 +67,7 @@ def put_ll(to, words, call, mask):
 
 
 @triton.jit
-def get_ll(at, call, mask, fault, rank, index, MAX_POLLS: tl.constexpr):
+def get_ll(at, call, mask, fault, rank, index, max_polls):
     """Wait for words of `put_ll`, all of them, and take them.
 
     As NCCL's `readLL`. What the sender stored elsewhere is not seen by virtue of this.
@@ -58,21 +78,22 @@ def get_ll(at, call, mask, fault, rank, index, MAX_POLLS: tl.constexpr):
         mask: which of them; the others are 0.
         fault: int32 [4], of this rank.
         rank, index: this one, and the first word's number; to report when it runs out.
-        MAX_POLLS: to give up after.
+        max_polls: to give up after.
 
     Returns:
         int32 [n].
     """
     flagged = tl.load(at, mask=mask, other=0, volatile=True)
     missing = tl.max((((flagged >> 32).to(tl.int32) != call) & mask).to(tl.int32), axis=0)
-    polls = 0
-    while (missing > 0) & (polls < MAX_POLLS):
-        flagged = tl.load(at, mask=mask, other=0, volatile=True)
-        missing = tl.max((((flagged >> 32).to(tl.int32) != call) & mask).to(tl.int32), axis=0)
-        polls += 1
+    if missing > 0:
+        left = polls_left(fault, max_polls)
+        while (missing > 0) & (left > 0):
+            flagged = tl.load(at, mask=mask, other=0, volatile=True)
+            missing = tl.max((((flagged >> 32).to(tl.int32) != call) & mask).to(tl.int32), axis=0)
+            left -= 1
     if missing > 0:
         seen = tl.min(tl.where(mask, (flagged >> 32).to(tl.int32), call), axis=0)
-        _report(fault, rank, index, call, seen)
+        report(fault, rank, index, call, seen)
     return flagged.to(tl.int32)
 
 
@@ -100,7 +121,7 @@ def put_ll128(to, words, call, mask):
 
 
 @triton.jit
-def get_ll128(at, call, mask, fault, rank, index, MAX_POLLS: tl.constexpr):
+def get_ll128(at, call, mask, fault, rank, index, max_polls):
     """Wait for lines of `put_ll128`, all of them, and take them.
 
     Args:
@@ -109,7 +130,7 @@ def get_ll128(at, call, mask, fault, rank, index, MAX_POLLS: tl.constexpr):
         mask: bool [lines]; which of them.
         fault: int32 [4], of this rank.
         rank, index: this one, and the first line's number; to report when it runs out.
-        MAX_POLLS: to give up after.
+        max_polls: to give up after.
 
     Returns:
         int64 [lines, 16], of whose last column nothing is said.
@@ -120,14 +141,15 @@ def get_ll128(at, call, mask, fault, rank, index, MAX_POLLS: tl.constexpr):
     is_flag = inside & (column == WORDS - 1)
     flagged = tl.load(places, mask=inside, other=0, volatile=True)
     missing = tl.max(tl.max((is_flag & (flagged != call)).to(tl.int32), axis=1), axis=0)
-    polls = 0
-    while (missing > 0) & (polls < MAX_POLLS):
-        flagged = tl.load(places, mask=inside, other=0, volatile=True)
-        missing = tl.max(tl.max((is_flag & (flagged != call)).to(tl.int32), axis=1), axis=0)
-        polls += 1
+    if missing > 0:
+        left = polls_left(fault, max_polls)
+        while (missing > 0) & (left > 0):
+            flagged = tl.load(places, mask=inside, other=0, volatile=True)
+            missing = tl.max(tl.max((is_flag & (flagged != call)).to(tl.int32), axis=1), axis=0)
+            left -= 1
     if missing > 0:
         flags = tl.where(is_flag, flagged.to(tl.int32), call)
-        _report(fault, rank, index, call, tl.min(tl.min(flags, axis=1), axis=0))
+        report(fault, rank, index, call, tl.min(tl.min(flags, axis=1), axis=0))
     return flagged
 
 
@@ -168,11 +190,3 @@ def store_words(out, at, words, numel, WIDE: tl.constexpr):
         halves = 2 * at[:, None] + tl.arange(0, 2)[None, :]
         parts = tl.join((words & 0xFFFF).to(tl.int16), (words >> 16).to(tl.int16))
         tl.store(out + halves, parts, mask=halves < numel)
-
-
-@triton.jit
-def _report(fault, rank, index, wanted, seen):
-    tl.store(fault, rank)
-    tl.store(fault + 1, index)
-    tl.store(fault + 2, wanted)
-    tl.store(fault + 3, seen)

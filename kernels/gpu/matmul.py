@@ -45,7 +45,7 @@ from weft.kernels.gpu.epilogue import (
     silu_multiply,
     store_tile,
 )
-from weft.kernels.gpu.workspace import KernelError
+from weft.kernels.gpu.workspace import require
 
 GROUP = 8
 """Rows of tiles that are gone over together."""
@@ -385,16 +385,6 @@ class Weights:
         """Columns of tiles of the result, as `count_columns`."""
         paired = silu_multiply and len(self.tensors) == 2
         return sum(-(-width // block_n) for width in self.widths[: 1 if paired else None])
-
-
-def require(op: str, argument: str, value: object, allowed: bool, must: str) -> None:
-    """Refuse an argument before anything is launched.
-
-    Raises:
-        KernelError: naming op, argument, value and what is allowed.
-    """
-    if not allowed:
-        raise KernelError(f"{op}: {argument} is {value}; it must {must}")
 
 
 def choose_tiling(

@@ -18,8 +18,8 @@ follows.
 
 Order, to all-reduce. There is one launch. Every program first sends its tiles,
 and then reduces the same ones. What it waits for is sent by the programs of its
-own number on the other ranks, before they wait for anything: there is no cycle,
-however few programs run at once, as they start in the order of their numbers.
+own number on the other ranks, before they wait for anything: there is no cycle. No
+more programs are launched than run at once: ranks may share one GPU.
 
 Partial results travel in the workspace's dtype (that of x, as with NCCL, or one
 with more bits), and are added in float32. The scales of fp8 operands are this
@@ -46,9 +46,9 @@ from weft.kernels.gpu.matmul import (
     multiply_tile,
     tile_at,
 )
-from weft.kernels.gpu.signals import MAX_POLLS, notify, peer_pointer, wait
+from weft.kernels.gpu.signals import notify, peer_pointer, wait
 from weft.kernels.gpu.tune import Choice
-from weft.kernels.gpu.workspace import Workspace, triton_type
+from weft.kernels.gpu.workspace import Workspace, agreed, require_counts, require_dtype, triton_type
 from weft.kernels.symmetric.memory import Home
 
 BLOCK_M, BLOCK_N = 16, 64
@@ -137,7 +137,7 @@ def reduce_tile(
     SILU: tl.constexpr,
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
-    MAX_POLLS: tl.constexpr,
+    max_polls,
 ):
     """Add the partial results of one tile, and do what comes after the sum."""
     row, column = tile_at(tile, tl.cdiv(m, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
@@ -146,7 +146,7 @@ def reduce_tile(
     at_m, at_n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for source in range(WORLD):
-        wait(signals, rank, tile * WORLD + source, call, fault, MAX_POLLS)
+        wait(signals, rank, tile * WORLD + source, call, fault, max_polls)
         place = tile_offsets(call, source, row, column, m, N, slot_numel, BLOCK_M, BLOCK_N)
         if EVEN_M and EVEN_N:
             total += tl.load(partials + place).to(tl.float32)
@@ -222,13 +222,16 @@ def reduce_partials(
     SILU: tl.constexpr,
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
-    MAX_POLLS: tl.constexpr,
+    max_polls,
 ):
-    """Reduce the tiles of this rank's rows. Grid: (tiles,)."""
-    reduce_tile(
-        bias, residual, out, buffers, signals, tl.load(calls), fault, rank, tl.program_id(0),
-        m, N, slot_numel, dtype, WORLD, BLOCK_M, BLOCK_N, GROUP, SILU, EVEN_M, EVEN_N, MAX_POLLS,
-    )  # fmt: skip
+    """Reduce the tiles of this rank's rows. Grid: (programs,), persistent."""
+    call = tl.load(calls)
+    tiles = tl.cdiv(m, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        reduce_tile(
+            bias, residual, out, buffers, signals, call, fault, rank, tile, m, N, slot_numel,
+            dtype, WORLD, BLOCK_M, BLOCK_N, GROUP, SILU, EVEN_M, EVEN_N, max_polls,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -262,7 +265,7 @@ def multiply_all_reduce(
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
-    MAX_POLLS: tl.constexpr,
+    max_polls,
 ):
     """Send tiles to all ranks, then reduce the same ones. Grid: (programs,), persistent."""
     call = tl.load(calls)
@@ -277,7 +280,7 @@ def multiply_all_reduce(
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         reduce_tile(
             bias, residual, out, buffers, signals, call, fault, rank, tile, m, N, slot_numel,
-            dtype, WORLD, BLOCK_M, BLOCK_N, GROUP, SILU, EVEN_M, EVEN_N, MAX_POLLS,
+            dtype, WORLD, BLOCK_M, BLOCK_N, GROUP, SILU, EVEN_M, EVEN_N, max_polls,
         )  # fmt: skip
 
 
@@ -298,6 +301,11 @@ class ReduceWorkspace(Workspace):
         block_m: int,
         block_n: int,
     ) -> None:
+        asked = {"max_rows": rows, "n": n, "dtype": dtype, "block_m": block_m, "block_n": block_n}
+        with agreed(name, asked, home.exchange) as check:
+            require_dtype(check, dtype)
+            require_counts(check, 0, max_rows=rows, n=n)
+            require_counts(check, 1, block_m=block_m, block_n=block_n)
         tiles = -(-rows // block_m) * -(-n // block_n)
         size = home.world_size
         super().__init__(home, name, size * rows * n, dtype, size * tiles)
@@ -321,6 +329,9 @@ def matmul_reduce_scatter_workspace(
         dtype: that partial results travel in.
         block_m, block_n: the smallest that it will be called with, unless they are as large as
             the result.
+
+    Raises:
+        KernelError: on every rank, if one refuses an argument or has another one than the rest.
     """
     return ReduceWorkspace(home, "matmul_reduce_scatter", max_rows, n, dtype, block_m, block_n)
 
@@ -369,17 +380,21 @@ def matmul_reduce_scatter(
         [M / W, N], or [M / W, N / 2] after silu_multiply.
 
     Raises:
-        KernelError: the operands do not go together, or not with the workspace.
+        KernelError: the operands do not go together, or not with the workspace, on one rank; or
+            the ranks differ in the operands' shapes or in an option.
     """
     size, require = workspace.world_size, workspace.require
-    weights = Weights.of(w, x, require, limit=1)
-    require("x's rows", len(x), len(x) % size == 0, f"be a multiple of {size} ranks")
-    node = ranks_per_node or size
-    fits = node > 0 and size % node == 0
-    require("topology", repr(topology), topology in get_args(Topology), "be switch or mesh")
-    require("ranks_per_node", ranks_per_node, fits, f"divide the {size} ranks")
-    m = len(x) // size
-    call = _Call(x, weights, m, workspace, epilogue, blocks, warps, stages, programs)
+    options = {"blocks": blocks, "warps": warps, "stages": stages, "programs": programs}
+    asked = {"topology": topology, "ranks_per_node": ranks_per_node, **options}
+    with workspace.agreed({**result_shape(x, w), **asked}):
+        weights = Weights.of(w, x, require, limit=1)
+        require("x's rows", len(x), len(x) % size == 0, f"be a multiple of {size} ranks")
+        node = ranks_per_node or size
+        fits = node > 0 and size % node == 0
+        require("topology", repr(topology), topology in get_args(Topology), "be switch or mesh")
+        require("ranks_per_node", ranks_per_node, fits, f"divide the {size} ranks")
+        m = len(x) // size
+        call = _Call(x, weights, m, workspace, epilogue, blocks, warps, stages, programs)
     if call.out.numel():
         workspace.begin()
         multiply_partial[(call.programs(size * call.tiles),)](
@@ -389,7 +404,7 @@ def matmul_reduce_scatter(
             MESH=topology == "mesh",
             **call.options,
         )
-        reduce_partials[(call.tiles,)](
+        reduce_partials[(workspace.resident(call.tiles),)](
             **call.ending, **call.common, num_warps=call.options["num_warps"]
         )
     return call.out
@@ -423,16 +438,27 @@ def matmul_all_reduce(
         [M, N], or [M, N / 2] after silu_multiply; the same bits on all ranks.
 
     Raises:
-        KernelError: the operands do not go together, or not with the workspace.
+        KernelError: the operands do not go together, or not with the workspace, on one rank; or
+            the ranks differ in the operands' shapes or in an option.
     """
-    weights = Weights.of(w, x, workspace.require, limit=1)
-    call = _Call(x, weights, len(x), workspace, epilogue, blocks, warps, stages, programs)
+    options = {"blocks": blocks, "warps": warps, "stages": stages, "programs": programs}
+    with workspace.agreed({**result_shape(x, w), **options}):
+        why = "no more run at once"
+        workspace.require_programs(programs, workspace.processors, why)
+        weights = Weights.of(w, x, workspace.require, limit=1)
+        call = _Call(x, weights, len(x), workspace, epilogue, blocks, warps, stages, programs)
     if call.out.numel():
         workspace.begin()
         multiply_all_reduce[(call.programs(call.tiles),)](
             **call.product, **call.ending, **call.common, **call.options
         )
     return call.out
+
+
+def result_shape(x: Tensor, w: Tensor) -> dict[str, object]:
+    """What ranks must agree on of the operands: not K / W, which may differ."""
+    columns = list(w.shape[1:]) if isinstance(w, Tensor) else len(w)
+    return {"x's rows": list(x.shape[:1]), "w's columns": columns}
 
 
 class _Call:
@@ -487,7 +513,7 @@ class _Call:
             **epilogue.ending(),
             "out": self.out,
             "fault": workspace.fault,
-            "MAX_POLLS": MAX_POLLS,
+            "max_polls": workspace.max_polls,
         }
         self.common = {
             "buffers": workspace.buffer.addresses,

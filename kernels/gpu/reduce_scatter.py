@@ -35,8 +35,8 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.gpu.all_gather import BLOCK, CHUNK, copy_chunk
-from weft.kernels.gpu.collective import CollectiveWorkspace, count_chunks
-from weft.kernels.gpu.signals import MAX_POLLS, notify, peer_pointer, wait
+from weft.kernels.gpu.collective import RESIDENT_BLOCK, CollectiveWorkspace, count_chunks, waiting
+from weft.kernels.gpu.signals import notify, peer_pointer, wait
 from weft.kernels.gpu.workspace import SLOTS, triton_type
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
@@ -56,9 +56,9 @@ def push_parts(
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy one chunk of a part to its rank and tell it. Grid: (W, chunks)."""
+    """Copy one chunk of a part to its rank and tell it. Grid: (chunks * W,)."""
     peer = (rank + 1 + tl.program_id(0)) % WORLD
-    index = tl.program_id(1)
+    index = tl.program_id(0) // WORLD
     call = tl.load(calls)
     to = peer_pointer(buffers, peer, dtype) + (call % 2) * slot_numel + rank * numel
     length = tl.minimum(numel, total - peer * numel)
@@ -98,20 +98,20 @@ def reduce_chunks(
     dtype: tl.constexpr,
     COUNT: tl.constexpr,  # rows
     BLOCK: tl.constexpr,
-    MAX_POLLS: tl.constexpr,
+    max_polls,
 ):
-    """Wait for one chunk of all rows and add them. Grid: (chunks,)."""
-    index = tl.program_id(0)
+    """Wait for chunks of all rows and add them. Grid: (programs,), persistent."""
     call = tl.load(calls)
-    for row in range(COUNT):
-        wait(signals, rank, first + index * COUNT + row, call, fault, MAX_POLLS)
     rows = peer_pointer(buffers, rank, dtype) + (call % 2) * slot_numel
-    begin = index * chunk
-    end = tl.minimum(begin + chunk, length)
-    for start in range(begin, end, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        total = sum_rows(rows, at, numel, end, COUNT, BLOCK)
-        tl.store(out + at, total.to(dtype), mask=at < end)
+    for index in range(tl.program_id(0), tl.cdiv(length, chunk), tl.num_programs(0)):
+        for row in range(COUNT):
+            wait(signals, rank, first + index * COUNT + row, call, fault, max_polls)
+        begin = index * chunk
+        end = tl.minimum(begin + chunk, length)
+        for start in range(begin, end, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            total = sum_rows(rows, at, numel, end, COUNT, BLOCK)
+            tl.store(out + at, total.to(dtype), mask=at < end)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -129,16 +129,16 @@ def scatter_local(
     NODE: tl.constexpr,  # ranks of a node
     BLOCK: tl.constexpr,
 ):
-    """Copy one chunk of a part to the rank of this node that sends it on. Grid: (W, chunks).
+    """Copy one chunk of a part to the rank of this node that sends it on. Grid: (chunks * W,).
 
     What other nodes wait for goes first.
     """
     node, local = rank // NODE, rank % NODE
-    to_node = (node + 1 + tl.program_id(0) // NODE) % (WORLD // NODE)
+    to_node = (node + 1 + tl.program_id(0) % WORLD // NODE) % (WORLD // NODE)
     to_local = (local + 1 + tl.program_id(0) % NODE) % NODE
     peer = node * NODE + to_local
     row = to_node * NODE + local
-    index = tl.program_id(1)
+    index = tl.program_id(0) // WORLD
     call = tl.load(calls)
     to = peer_pointer(buffers, peer, dtype) + (call % 2) * slot_numel + row * numel
     copy_chunk(to, x + (to_node * NODE + to_local) * numel, index, numel, chunk, BLOCK)
@@ -162,27 +162,29 @@ def reduce_local(
     WORLD: tl.constexpr,
     NODE: tl.constexpr,
     BLOCK: tl.constexpr,
-    MAX_POLLS: tl.constexpr,
+    max_polls,
 ):
-    """Add one chunk for one node, send it there and tell. Grid: (W / NODE, chunks)."""
+    """Add chunks for each node, send them there and tell. Grid: (programs,), persistent."""
     nodes: tl.constexpr = WORLD // NODE
     node = rank // NODE
-    to_node = (node + 1 + tl.program_id(0)) % nodes
-    peer = to_node * NODE + rank % NODE
-    index = tl.program_id(1)
     call = tl.load(calls)
-    for local in range(NODE):
-        row = to_node * NODE + local
-        wait(signals, rank, index * WORLD + row, call, fault, MAX_POLLS)
-    rows = peer_pointer(buffers, rank, dtype) + (call % 2) * slot_numel + to_node * NODE * numel
-    to = peer_pointer(sums, peer, dtype) + (call % 2) * sums_slot_numel + node * numel
-    begin = index * chunk
-    end = tl.minimum(begin + chunk, numel)
-    for start in range(begin, end, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        total = sum_rows(rows, at, numel, end, NODE, BLOCK)
-        tl.store(to + at, total.to(dtype), mask=at < end)
-    notify(signals, peer, first + index * nodes + node, call)
+    slot = peer_pointer(buffers, rank, dtype) + (call % 2) * slot_numel
+    for item in range(tl.program_id(0), nodes * tl.cdiv(numel, chunk), tl.num_programs(0)):
+        to_node = (node + 1 + item) % nodes
+        peer = to_node * NODE + rank % NODE
+        index = item // nodes
+        for local in range(NODE):
+            row = to_node * NODE + local
+            wait(signals, rank, index * WORLD + row, call, fault, max_polls)
+        rows = slot + to_node * NODE * numel
+        to = peer_pointer(sums, peer, dtype) + (call % 2) * sums_slot_numel + node * numel
+        begin = index * chunk
+        end = tl.minimum(begin + chunk, numel)
+        for start in range(begin, end, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            total = sum_rows(rows, at, numel, end, NODE, BLOCK)
+            tl.store(to + at, total.to(dtype), mask=at < end)
+        notify(signals, peer, first + index * nodes + node, call)
 
 
 class ReduceScatterWorkspace(CollectiveWorkspace):
@@ -195,19 +197,19 @@ class ReduceScatterWorkspace(CollectiveWorkspace):
         dtype: torch.dtype,
         methods: Sequence[str],
         chunk: int,
-        ranks_per_node: int,
+        ranks_per_node: int | None,
     ) -> None:
         size, chunks = home.world_size, count_chunks(max_numel, chunk)
-        nodes = size // ranks_per_node if ranks_per_node > 0 else 1
+        nodes = size // ranks_per_node if ranks_per_node and ranks_per_node > 0 else 1
         super().__init__(
             *(home, "reduce_scatter", size * max_numel, dtype),
             num_signals=(size + nodes) * chunks,
+            max_numel=max_numel,
             methods=methods,
             known=METHODS,
             chunk=chunk,
+            ranks_per_node=ranks_per_node,
         )
-        self.require_nodes(ranks_per_node)
-        self.ranks_per_node = ranks_per_node
         self.second = size * chunks  # the first of the second signals
         self.sums_numel = nodes * max_numel if "two_level" in methods else 0
         self.sums: SymmetricTensor = home.empty(
@@ -236,10 +238,10 @@ def reduce_scatter_workspace(
             All ranks are on one node if None.
 
     Raises:
-        KernelError: a method that there is not; or a node's ranks do not divide the world's.
+        KernelError: on every rank, if on one of them there is no such method, or a node's ranks
+            do not divide the world's; or if the ranks' arguments differ.
     """
-    node = home.world_size if ranks_per_node is None else ranks_per_node
-    return ReduceScatterWorkspace(home, max_numel, dtype, methods, chunk, node)
+    return ReduceScatterWorkspace(home, max_numel, dtype, methods, chunk, ranks_per_node)
 
 
 def reduce_scatter(
@@ -258,20 +260,32 @@ def reduce_scatter(
         [M / W, ...], added in float32.
 
     Raises:
-        KernelError: the shape does not go with the ranks, the workspace or the method.
+        KernelError: the shape does not go with the ranks, the workspace or the method, on one
+            rank; or it is not the same on all of them.
     """
-    size = workspace.world_size
+    size, shape = workspace.world_size, tuple(x.shape)
     if method is None:
         method = workspace.choose_method(x, len(x) if x.dim() else 1)
-    workspace.require_method(method)
-    workspace.require_tensor("x", x)
-    workspace.require("x's shape", tuple(x.shape), x.dim() > 0, "have at least one axis")
-    workspace.require("x's rows", len(x), len(x) % size == 0, f"be a multiple of {size} ranks")
-    workspace.require_room("x", x.numel())
+    with workspace.agreed({"method": repr(method), "x's shape": shape}):
+        workspace.require_method(method)
+        workspace.require_tensor("x", x)
+        workspace.require("x's shape", shape, x.dim() > 0, "have at least one axis")
+        workspace.require("x's rows", len(x), len(x) % size == 0, f"be a multiple of {size} ranks")
+        workspace.require_room("x", x.numel())
     out = x.new_empty(len(x) // size, *x.shape[1:])
     if out.numel():
         METHODS[method](x, out, workspace)
     return out
+
+
+def add_rows(out: Tensor, workspace: CollectiveWorkspace) -> None:
+    """Launch the sum of the rows of all ranks, of as many numbers as `out` has."""
+    numel, chunk = out.numel(), workspace.chunk
+    reduce_chunks[(workspace.resident(-(-numel // chunk)),)](
+        *(out, workspace.buffer.addresses, workspace.signals.addresses, workspace.calls),
+        *(workspace.fault, workspace.rank, numel, numel, workspace.numel, chunk, 0),
+        **{"dtype": triton_type(out.dtype), "COUNT": workspace.world_size, **waiting(workspace)},
+    )
 
 
 def _push(x: Tensor, out: Tensor, workspace: ReduceScatterWorkspace) -> None:
@@ -280,15 +294,11 @@ def _push(x: Tensor, out: Tensor, workspace: ReduceScatterWorkspace) -> None:
     tables = (workspace.buffer.addresses, workspace.signals.addresses, workspace.calls)
     constants = {"dtype": triton_type(x.dtype), "BLOCK": BLOCK}
     workspace.begin()
-    push_parts[(size, chunks)](
+    push_parts[(size * chunks,)](
         *(x, *tables, workspace.rank, x.numel(), numel, workspace.numel, chunk),
         **{**constants, "WORLD": size},
     )
-    reduce_chunks[(chunks,)](
-        *(out, *tables, workspace.fault, workspace.rank),
-        *(numel, numel, workspace.numel, chunk, 0),
-        **{**constants, "COUNT": size, "MAX_POLLS": MAX_POLLS},
-    )
+    add_rows(out, workspace)
 
 
 def _two_level(x: Tensor, out: Tensor, workspace: ReduceScatterWorkspace) -> None:
@@ -299,23 +309,22 @@ def _two_level(x: Tensor, out: Tensor, workspace: ReduceScatterWorkspace) -> Non
     signals, calls = workspace.signals.addresses, workspace.calls
     constants = {"dtype": triton_type(x.dtype), "BLOCK": BLOCK}
     world = {**constants, "WORLD": size, "NODE": node}
-    polls = {"MAX_POLLS": MAX_POLLS}
     workspace.begin()
     # What crosses is added and sent beside the caller's stream, as soon as it is there.
     with workspace.beside():
-        scatter_local[(size, chunks)](
+        scatter_local[(size * chunks,)](
             *(x, buffers, signals, calls, rank, numel, workspace.numel, chunk), **world
         )
-        reduce_local[(nodes, chunks)](
+        reduce_local[(workspace.resident(nodes * chunks),)](
             *(buffers, sums, signals, calls, fault, rank, numel, workspace.numel),
             *(workspace.sums_numel, chunk, workspace.second),
-            **{**world, **polls},
+            **{**world, **waiting(workspace), "BLOCK": RESIDENT_BLOCK // 2},
         )
     workspace.rejoin()
-    reduce_chunks[(chunks,)](
+    reduce_chunks[(workspace.resident(chunks),)](
         *(out, sums, signals, calls, fault, rank, numel, numel, workspace.sums_numel, chunk),
         workspace.second,
-        **{**constants, **polls, "COUNT": nodes},
+        **{**constants, **waiting(workspace), "COUNT": nodes},
     )
 
 

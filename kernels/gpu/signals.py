@@ -12,9 +12,12 @@ graph counts on when it is replayed.
 Kernels do not specialise the rank. Triton would compile anew for 1 and for
 multiples of 16: three binaries of each, of which a rank tests one.
 
-Every wait is bounded. One that runs out writes (rank, signal, wanted, seen)
-to the workspace's `fault` and goes on, with garbage: the host reads `fault`
-where it synchronises anyway, and raises there (workspace.py).
+Every wait is bounded, by a number of polls that is the workspace's `max_polls`,
+an argument of the kernel like any other. The first of a rank that runs out
+writes (rank, signal, wanted, seen) to the workspace's `fault`, and all go on,
+with garbage: those that come later do not poll at all, so that one lost signal
+costs one bound and not as many as there are waits. The host reads `fault` where
+it synchronises anyway, and raises there (workspace.py).
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import triton
 import triton.language as tl
 
 MAX_POLLS = 1 << 28
-"""Of one wait: minutes on a GPU."""
+"""Of one wait, unless a workspace is told otherwise: minutes on a GPU."""
 
 
 @triton.jit
@@ -68,7 +71,33 @@ def notify(signals, rank, index, value):
 
 
 @triton.jit
-def wait(signals, rank, index, value, fault, MAX_POLLS: tl.constexpr):
+def polls_left(fault, max_polls):
+    """How often a wait may poll: not at all once one of this rank has run out.
+
+    Args:
+        fault: int32 [4], of this rank.
+        max_polls: of a wait.
+    """
+    first = tl.atomic_add(fault, 0, sem="relaxed", scope="gpu")  # others may store it just now
+    return tl.where(first < 0, max_polls, 0)
+
+
+@triton.jit
+def report(fault, rank, index, wanted, seen):
+    """Say that a wait has run out, unless another one of this rank already has.
+
+    Args:
+        fault: int32 [4], of this rank; its first is -1 if nothing was reported.
+        rank, index, wanted, seen: of the signal.
+    """
+    if tl.atomic_cas(fault, -1, rank, sem="relaxed", scope="gpu") == -1:
+        tl.store(fault + 1, index)
+        tl.store(fault + 2, wanted)
+        tl.store(fault + 3, seen)
+
+
+@triton.jit
+def wait(signals, rank, index, value, fault, max_polls):
     """Wait until one of this rank's own signals has reached a value.
 
     As OpenSHMEM's signal_wait_until with CMP_GE: what was stored before the signal was set is
@@ -80,18 +109,45 @@ def wait(signals, rank, index, value, fault, MAX_POLLS: tl.constexpr):
         index: which of its signals.
         value: to wait for.
         fault: int32 [4], of this rank.
-        MAX_POLLS: to give up after.
+        max_polls: to give up after.
     """
     signal = peer_pointer(signals, rank, tl.int32) + index
     seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
-    polls = 0
-    while (seen < value) & (polls < MAX_POLLS):
-        seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
-        polls += 1
     if seen < value:
-        tl.store(fault, rank)
-        tl.store(fault + 1, index)
-        tl.store(fault + 2, value)
-        tl.store(fault + 3, seen)
+        left = polls_left(fault, max_polls)
+        while (seen < value) & (left > 0):
+            seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
+            left -= 1
+        if seen < value:
+            report(fault, rank, index, value, seen)
     # One thread has acquired; no other may load before it has.
     tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["rank"])
+def meet(
+    signals,  # int64 [W]; addresses of int32 [first + W]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    first,  # of W signals
+    WORLD: tl.constexpr,
+    max_polls,
+):
+    """Tell all ranks that this one is in this call, and wait until they are. Grid: (1,)."""
+    call = tl.load(calls)
+    for step in range(WORLD):
+        notify(signals, (rank + step) % WORLD, first + rank, call)
+    for step in range(WORLD):
+        wait(signals, rank, first + (rank + step) % WORLD, call, fault, max_polls)
+
+
+@triton.jit(do_not_specialize=["peer", "index"])
+def tell(
+    signals,  # int64 [W]; addresses of the signals
+    calls,  # int32 [1]
+    peer,
+    index,
+):
+    """Tell one rank that what was queued before this is there. Grid: (1,)."""
+    notify(signals, peer, index, tl.load(calls))

@@ -10,9 +10,20 @@ calls. That is enough, and no rank has to say that it is done reading:
     more when call n + 2 writes to it.
 
 It holds for every op in which each rank waits for a signal of every other one.
+
+An op in which one rank does something else than the others would wait for what
+never comes. So ranks compare what they ask for, before anything is launched
+(`agreed`): when a workspace is made, and whenever a call has arguments that the
+workspace has not seen yet. An argument that one rank refuses, or that is not the
+same on all, is then the same error on every one of them.
 """
 
 from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 import triton.language as tl
@@ -20,7 +31,9 @@ from torch import Tensor
 
 from weft.errors import WeftError
 from weft.kernels.gpu import signals
-from weft.kernels.symmetric.memory import Home, SymmetricTensor
+from weft.kernels.gpu.epilogue import Require
+from weft.kernels.gpu.launches import is_loading
+from weft.kernels.symmetric.memory import Home, SymmetricMemoryError, SymmetricTensor
 
 SLOTS = 2
 
@@ -42,6 +55,101 @@ class KernelError(WeftError):
     """An op was called with what it cannot take, or a wait inside one ran out."""
 
 
+def require(op: str, argument: str, value: object, allowed: bool, must: str) -> None:
+    """Refuse an argument before anything is launched.
+
+    Raises:
+        KernelError: naming op, argument, value and what is allowed.
+    """
+    if not allowed:
+        raise KernelError(f"{op}: {argument} is {value}; it must {must}")
+
+
+def require_counts(check: Require, least: int, **counts: object) -> None:
+    """Refuse what is not a whole number of at least so much."""
+    for argument, count in counts.items():
+        whole = isinstance(count, int) and not isinstance(count, bool)
+        fits = whole and count >= least  # type: ignore[operator]
+        check(argument, count, fits, f"be a whole number of at least {least}")
+
+
+def require_dtype(check: Require, dtype: torch.dtype) -> None:
+    """Refuse a dtype that kernels do not move."""
+    allowed = ", ".join(map(str, TRITON_TYPES))
+    check("dtype", dtype, dtype in TRITON_TYPES, f"be one of {allowed}")
+
+
+@contextmanager
+def agreed(
+    op: str,
+    arguments: Mapping[str, object],
+    exchange: Callable[[str], list[str]],
+    known: set[str] | None = None,
+) -> Iterator[Require]:
+    """Within, this rank checks its arguments; at the end the ranks compare them. Collective.
+
+    Args:
+        op: in messages.
+        arguments: by name, that must be the same on all ranks.
+        exchange: this rank's value for those of all ranks.
+        known: arguments that were compared before, and are not again unless they are refused.
+
+    Yields:
+        what refuses an argument.
+
+    Raises:
+        KernelError: on every rank, if one of them has refused an argument or has another one than
+            the rest: naming op, argument, each rank's value and what is allowed.
+        SymmetricMemoryError: a rank did not come.
+    """
+    refusal = None
+    try:
+        yield partial(require, op)
+    except KernelError as error:
+        refusal = error
+    mine = {argument: str(value) for argument, value in arguments.items()}
+    value = json.dumps([op, str(refusal or ""), mine])
+    if refusal is None and known is not None and value in known:
+        return
+    try:
+        answers = [json.loads(answer) for answer in exchange(value)]
+    except SymmetricMemoryError as error:
+        if refusal is None:
+            raise
+        raise refusal from error  # the others launch something else, or nothing
+    if message := _disagreement(op, answers):
+        raise KernelError(message) from refusal
+    if known is not None:
+        known.add(value)
+
+
+def _disagreement(op: str, answers: list[tuple[str, str, dict[str, str]]]) -> str:
+    """What is wrong with (op, refusal, arguments) of each rank; nothing if all is well."""
+    refusals = [refusal for _, refusal, _ in answers]
+    if refusals[0] and len(set(refusals)) == 1:
+        return refusals[0]
+    found = [
+        f"on rank {rank} {refusal.removeprefix(f'{op}: ')}"
+        for rank, refusal in enumerate(refusals)
+        if refusal
+    ]
+    columns = {"the op": [name for name, _, _ in answers]}
+    for argument in dict.fromkeys(name for _, _, given in answers for name in given):
+        columns[argument] = [given.get(argument, "not given") for _, _, given in answers]
+    for argument, values in columns.items():
+        if len(set(values)) > 1:
+            by_value = " and ".join(
+                f"{value} on {_ranks(values, value)}" for value in dict.fromkeys(values)
+            )
+            found.append(f"{argument} is {by_value}; it must be the same on all ranks")
+    return f"{op}: {'. '.join(found)}" if found else ""
+
+
+def _ranks(values: list[str], value: str) -> str:
+    ranks = [str(rank) for rank, other in enumerate(values) if other == value]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)}"
+
+
 class Workspace:
     """Of one op, on one rank. Made by all ranks together.
 
@@ -53,28 +161,36 @@ class Workspace:
         num_signals: of this rank.
 
     Attributes:
-        processors, beside, rejoin: the home's.
+        processors, beside, rejoin, compare: the home's.
+        max_polls: after which a wait gives up; may be set at any time, and holds for the calls
+            after that (a CUDA graph keeps what it was captured with).
+        concurrent: whether launches on two streams run at once, as on a GPU.
+
+    Raises:
+        KernelError: on every rank, if an argument is refused on one or not the same on all.
     """
 
     def __init__(
         self, home: Home, name: str, numel: int, dtype: torch.dtype, num_signals: int
     ) -> None:
-        if dtype not in TRITON_TYPES:
-            allowed = ", ".join(str(allowed) for allowed in TRITON_TYPES)
-            raise KernelError(f"{name}: dtype is {dtype}; it must be one of {allowed}")
+        asked = {"numel": numel, "dtype": dtype, "num_signals": num_signals}
+        with agreed(name, asked, home.exchange) as check:
+            require_dtype(check, dtype)
+            require_counts(check, 0, numel=numel, num_signals=num_signals)
         self.name = name
         self.rank = home.rank
         self.world_size = home.world_size
         self.numel = numel
         self.dtype = dtype
         self.buffer: SymmetricTensor = home.empty(f"{name}.buffer", (SLOTS, numel), dtype)
-        addresses = self.buffer.addresses.tolist()
-        self.require(
-            "a peer without an address (beyond NVLink: symmetric/nvshmem.py)",
-            f"rank {addresses.index(0)}" if 0 in addresses else "none",
-            0 not in addresses,
-            "be none: the op stores to all ranks by their addresses",
-        )
+        with agreed(name, {}, home.exchange) as check:
+            addresses = self.buffer.addresses.tolist()
+            check(
+                "a peer without an address (beyond NVLink: symmetric/nvshmem.py)",
+                f"rank {addresses.index(0)}" if 0 in addresses else "none",
+                0 not in addresses,
+                "be none: the op stores to all ranks by their addresses",
+            )
         self.signals: SymmetricTensor = home.zeros(f"{name}.signals", (num_signals,), torch.int32)
         self.calls = torch.zeros(1, dtype=torch.int32, device=home.device)
         self.fault = torch.full((4,), -1, dtype=torch.int32, device=home.device)
@@ -83,6 +199,32 @@ class Workspace:
         self.processors = home.processors
         self.beside = home.beside
         self.rejoin = home.rejoin
+        self.max_polls = signals.MAX_POLLS
+        self.concurrent = home.device.type == "cuda"
+        self.compare = home.compare
+        self._known: set[str] = set()
+
+    @contextmanager
+    def agreed(self, arguments: Mapping[str, object]) -> Iterator[None]:
+        """`agreed` of a call's arguments: when they are new to this workspace, or refused.
+
+        Ranks that have made the same calls so far are all told. What only some have seen before
+        cannot be: those launch, and their waits run out. Nor are arguments compared of calls that
+        only load their kernels, which nobody waits in.
+        """
+        if is_loading():
+            yield
+            return
+        with agreed(self.name, arguments, self.compare, self._known):
+            yield
+
+    def resident(self, items: int) -> int:
+        """Programs of a persistent kernel that waits, and goes over so many items.
+
+        No more than run at once, one on each processor: on a GPU that several ranks share, more
+        of them could keep out the programs of another rank that send what they wait for.
+        """
+        return max(1, min(items, self.processors))
 
     def begin(self) -> None:
         """Count a call; the op's kernels come next."""
@@ -129,11 +271,12 @@ class Workspace:
             f"be at most {self.num_signals}: make it for as many rows, with the same blocks",
         )
 
-    def require(self, argument: str, value: object, allowed: bool, must: str) -> None:
-        """Refuse an argument before anything is launched.
+    def require_programs(self, programs: int, available: int, why: str) -> None:
+        """Refuse more programs that wait than can run at once, where launches run at once."""
+        most = available if self.concurrent else max(programs, 0)
+        must = f"be from 1 to {available}, or 0 for as many: {why}"
+        self.require("programs", programs, 0 <= programs <= most, must)
 
-        Raises:
-            KernelError: naming op, argument, value and what is allowed.
-        """
-        if not allowed:
-            raise KernelError(f"{self.name}: {argument} is {value}; it must {must}")
+    def require(self, argument: str, value: object, allowed: bool, must: str) -> None:
+        """`require` of this op."""
+        require(self.name, argument, value, allowed, must)

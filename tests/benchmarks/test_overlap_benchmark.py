@@ -108,7 +108,7 @@ def test_the_product_alone_is_the_product(parts: Any) -> None:
 
     def work(home: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
         workspace = all_gather_matmul_workspace(home, 4, 4, torch.float32, 16)
-        speed.receive_all(workspace)
+        speed.receive_all(workspace, 4)
         x, w = torch.arange(16.0).view(4, 4), torch.ones(4, 4)
 
         def call() -> torch.Tensor:

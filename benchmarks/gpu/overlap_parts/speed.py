@@ -252,7 +252,7 @@ def _alone(
         times: dict[str, Times] = {}
         if home.rank == 0:
             for workspace in workspaces:
-                receive_all(workspace)
+                receive_all(workspace, scale.programs)
             times = measure(home, workspaces)
             for workspace in workspaces:
                 workspace.check()
@@ -262,8 +262,11 @@ def _alone(
     return run(work, scale.world, tiny=scale.tiny)[0]
 
 
-def receive_all(workspace: Workspace) -> None:
-    """As if all ranks had sent something, for all calls to come."""
+def receive_all(workspace: Workspace, processors: int) -> None:
+    """As if all ranks had sent something, for all calls to come: this one may go on alone."""
+    workspace.compare = lambda value: [value] * workspace.world_size
+    workspace.processors = processors
+    workspace.concurrent = False  # nothing is waited for
     workspace.buffer.local.normal_()
     workspace.signals.local.fill_(SET)
 

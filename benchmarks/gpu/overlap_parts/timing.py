@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 
 from weft.kernels.gpu.clock import Call, gpu_clock, host_clock
 from weft.kernels.gpu.launches import Action, decided, is_refusal, loaded
@@ -100,7 +99,7 @@ def only_product(call: Call) -> Call:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def no_wait(signals, rank, index, value, fault, MAX_POLLS: tl.constexpr):  # type: ignore[no-untyped-def]
+def no_wait(signals, rank, index, value, fault, max_polls):  # type: ignore[no-untyped-def]
     """In the place of signals.wait."""
 
 

@@ -47,10 +47,11 @@ OPS = {
     "matmul_reduce_scatter": (matmul_reduce_scatter, matmul_scatter),
 }
 WAITS = {
-    "all_gather": "wait(signals, rank, index * WORLD + source, call, fault, MAX_POLLS)",
-    "all_gather_matmul": "wait(signals, rank, chunk * WORLD + shard, call, fault, MAX_POLLS)",
-    "matmul_reduce_scatter": "wait(signals, rank, tile * WORLD + source, call, fault, MAX_POLLS)",
+    "all_gather": "wait(signals, rank, index * WORLD + source, call, fault, max_polls)",
+    "all_gather_matmul": "wait(signals, rank, chunk * WORLD + shard, call, fault, max_polls)",
+    "matmul_reduce_scatter": "wait(signals, rank, tile * WORLD + source, call, fault, max_polls)",
 }
+TELL = "notify(signals, peer, index * WORLD + rank, call)"
 
 
 def findings(module: ModuleType, op: Op) -> list[str]:
@@ -128,7 +129,7 @@ def test_a_signal_that_is_never_sent_is_a_hang_that_names_who_waits(tmp_path: Pa
     faulty = planted(
         all_gather,
         tmp_path,
-        ("    notify(signals, peer,", "    if rank != 1:\n        notify(signals, peer,"),
+        (f"\n    {TELL}", f"\n    if rank != 1:\n        {TELL}"),
     )
     with pytest.raises(HangError) as hang:
         run(lambda home: gather(faulty, home), SIZE)
@@ -139,6 +140,5 @@ def test_a_signal_that_is_never_sent_is_a_hang_that_names_who_waits(tmp_path: Pa
 
 def test_a_signal_before_its_data_is_found(tmp_path: Path) -> None:
     copy = "copy_chunk(to, x, index, numel, chunk, BLOCK)"
-    tell = "notify(signals, peer, index * WORLD + rank, call)"
-    faulty = planted(all_gather, tmp_path, (f"    {copy}\n    {tell}", f"    {tell}\n    {copy}"))
+    faulty = planted(all_gather, tmp_path, (f"    {copy}\n    {TELL}", f"    {TELL}\n    {copy}"))
     assert any("no order between" in finding for finding in findings(faulty, gather))

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -14,12 +13,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import collectives
 from support.faults import planted
+from support.overlapped import DTYPES, SEEDS, SLOWNESS
 from torch import Tensor
 
 from weft.kernels import reference
-from weft.kernels.check.races import RaceDetector
-from weft.kernels.check.ranks import HangError, RankError, run
+from weft.kernels.check.ranks import RankError, run
 from weft.kernels.gpu import all_gather as module
 from weft.kernels.gpu import low_latency, multimem
 from weft.kernels.gpu.all_gather import METHODS, all_gather, all_gather_workspace
@@ -28,13 +28,11 @@ from weft.kernels.symmetric.memory import Home
 from weft.kernels.symmetric.shared import SharedHome
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 
-CALLS, MAX_NUMEL, CHUNK = 4, 1600, 64
+CALLS, MAX_NUMEL, CHUNK = collectives.CALLS, 1600, 64
 WHOLE_UNITS = ("ll128", "multimem")
 """Methods that take whole units of 8 and 16 bytes."""
 
-DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 SHAPES = st.sampled_from([(1,), (5, 3), (33, 7), (2, 0), (1501,)])
-SLOWNESS = st.lists(st.sampled_from([1.0, 1.0, 20.0]), min_size=4, max_size=4)
 
 
 @settings(max_examples=30, deadline=None)
@@ -45,7 +43,7 @@ SLOWNESS = st.lists(st.sampled_from([1.0, 1.0, 20.0]), min_size=4, max_size=4)
     node=st.integers(1, 4),
     dtype=DTYPES,
     slowness=SLOWNESS,
-    seed=st.integers(0, 2**31),
+    seed=SEEDS,
 )
 def test_all_gather(
     size: int,
@@ -64,24 +62,12 @@ def test_all_gather(
         (method, (8, *shape[1:]) if method in WHOLE_UNITS else shape) for method, shape in calls
     ]
     shards = [[torch.randn(shape).to(dtype) for _ in range(size)] for _, shape in calls]
-    methods = sorted({method for method, _ in calls})
-
-    def work(home: Home) -> list[Tensor]:
-        workspace = all_gather_workspace(
-            *(home, MAX_NUMEL, dtype, methods),
-            chunk=CHUNK,
-            ranks_per_node=node if size % node == 0 else None,
-        )
-        out = [
-            all_gather(call[home.rank], workspace, method=method)
-            for call, (method, _) in zip(shards, calls, strict=True)
-        ]
-        workspace.check()
-        return out
-
-    races = RaceDetector()
-    by_rank = run(work, size, seed=seed, slowness=slowness[:size], races=races)
-    assert races.findings == []
+    options = {"chunk": CHUNK, "ranks_per_node": node if size % node == 0 else None}
+    by_rank = collectives.results(
+        all_gather,
+        lambda home, methods: all_gather_workspace(home, MAX_NUMEL, dtype, methods, **options),
+        *([method for method, _ in calls], shards, size, seed, slowness),
+    )
     for got in by_rank:
         for mine, call in zip(got, shards, strict=True):
             assert torch.equal(mine, reference.all_gather(call)[0])
@@ -90,16 +76,9 @@ def test_all_gather(
 # Refusals.
 
 
-def refused(methods: Sequence[str], x: Tensor, method: str, **options: int) -> str:
+def refused(methods: list[str], x: Tensor, method: str, **options: int) -> str:
     """What a call says on one of two ranks."""
-
-    def work(home: Home) -> None:
-        workspace = all_gather_workspace(home, 64, torch.float32, methods, **options)
-        all_gather(x, workspace, method=method)
-
-    with pytest.raises(RankError) as error:
-        run(work, 2)
-    return str(error.value)
+    return collectives.refused(all_gather, all_gather_workspace, methods, x, method, **options)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -181,43 +160,24 @@ def test_a_peer_without_an_address_is_refused() -> None:
 
 
 def symptoms(faulty: ModuleType, method: str, wanted: str = "", numel: int = 40) -> set[str]:
-    """What goes wrong over some interleavings: race findings, hangs, wrong results.
-
-    Ends with the first interleaving in which the wanted one is found.
-    """
-    size, found = 4, set[str]()
-    for seed in range(8 if wanted else 3):
-        if wanted in found:
-            break
-        torch.manual_seed(seed)
-        shards = torch.randn(CALLS, size, numel)
-
-        def work(home: Home, shards: Tensor = shards) -> list[Tensor]:
-            workspace = faulty.all_gather_workspace(
-                home, numel, torch.float32, [method], chunk=16, ranks_per_node=2
-            )
-            return [faulty.all_gather(x[home.rank], workspace, method=method) for x in shards]
-
-        races = RaceDetector()
-        try:
-            by_rank = run(work, size, seed=seed, races=races)
-        except HangError:
-            found.add("hang")
-        else:
-            right = all(
-                torch.equal(mine, x.reshape(-1))
-                for got in by_rank
-                for mine, x in zip(got, shards, strict=True)
-            )
-            found |= set() if right else {"wrong"}
-        found |= {
-            "race" if "no order between" in finding else "unwritten" for finding in races.findings
-        }
-    return found
+    """Of four ranks on two nodes."""
+    return collectives.symptoms(
+        faulty.all_gather,
+        lambda home: faulty.all_gather_workspace(
+            home, numel, torch.float32, [method], chunk=16, ranks_per_node=2
+        ),
+        *(method, 4, numel),
+        lambda x, rank: x.reshape(-1),
+        wanted,
+    )
 
 
-PUSH_WAIT = "    wait(signals, rank, index * WORLD + source, call, fault, MAX_POLLS)\n    holder"
-FAN_WAIT = "    wait(signals, rank, index * WORLD + source, call, fault, MAX_POLLS)\n    row"
+PUSH_WAIT = (
+    "        wait(signals, rank, index * WORLD + source, call, fault, max_polls)\n        holder"
+)
+FAN_WAIT = (
+    "        wait(signals, rank, index * WORLD + source, call, fault, max_polls)\n        row"
+)
 TO_PEER = "notify(signals, peer, index * WORLD + rank, call)"
 PARITY = "(call % 2)"
 
@@ -231,10 +191,10 @@ def test_nothing_is_found_without_a_fault(method: str) -> None:
     ("method", "old", "new", "symptom"),
     [
         # a dropped wait
-        ("pull", PUSH_WAIT, "    holder", "race"),
-        ("multimem", PUSH_WAIT, "    holder", "race"),
-        ("two_level", PUSH_WAIT, "    holder", "race"),
-        ("two_level", FAN_WAIT, "    row", "race"),
+        ("pull", PUSH_WAIT, "        holder", "race"),
+        ("multimem", PUSH_WAIT, "        holder", "race"),
+        ("two_level", PUSH_WAIT, "        holder", "race"),
+        ("two_level", FAN_WAIT, "        row", "race"),
         ("copy_engine", "    wait_for_all[(1,)](*waits, **constants)\n", "", "race"),
         # a slot reused one call early
         ("pull", PARITY, "0", "race"),
@@ -246,8 +206,8 @@ def test_nothing_is_found_without_a_fault(method: str) -> None:
         # a signal to the wrong rank, or from the wrong one
         ("two_level", TO_PEER, TO_PEER.replace("peer", "(peer + 1) % WORLD"), "hang"),
         ("pull", "holder = source if PULL", "holder = (source + 1) % WORLD if PULL", "unwritten"),
-        ("ll", "peer = (rank + tl", "peer = (rank + 1 + tl", "hang"),
-        ("ll128", "peer = (rank + tl", "peer = (rank + 1 + tl", "hang"),
+        ("ll", "peer = (rank + item", "peer = (rank + 0 * item", "hang"),
+        ("ll128", "peer = (rank + item", "peer = (rank + 0 * item", "hang"),
         (
             "copy_engine",
             "tell[(1,)](signals, calls, peer,",
@@ -314,7 +274,7 @@ import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from weft.kernels.gpu.all_gather import LL128_LINES, gather_ll128
-constants = {"WORLD": 8, "LINES": LL128_LINES, "MAX_POLLS": 100}
+constants = {"WORLD": 8, "LINES": LL128_LINES}
 pointers = {"x": "*i64", "out": "*i64", "buffers": "*i64", "calls": "*i32", "fault": "*i32"}
 names = gather_ll128.arg_names
 signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}

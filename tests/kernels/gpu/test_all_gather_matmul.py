@@ -303,7 +303,7 @@ def faulty_calls(faulty: ModuleType, **options: object) -> list[str]:
     return findings(work)
 
 
-WAIT = "wait(signals, rank, chunk * WORLD + shard, call, fault, MAX_POLLS)"
+WAIT = "wait(signals, rank, chunk * WORLD + shard, call, fault, max_polls)"
 NOTIFY = "notify(signals, peer, chunk * WORLD + rank, call)"
 PEER = "peer = behind(rank, step, WORLD, NODE)\n        row = chunk * BLOCK_M"
 PUSH_SLOT = "place = (call % 2) * slot_numel"
@@ -348,7 +348,7 @@ def test_faults_are_found(fault: str, tmp_path: Path) -> None:
 def test_signals_that_change_hands_between_shapes_are_found(tmp_path: Path) -> None:
     changes = [
         (NOTIFY, "notify(signals, peer, rank * chunks + chunk, call)"),
-        (WAIT, "wait(signals, rank, shard * tl.cdiv(m, BLOCK_M) + chunk, call, fault, MAX_POLLS)"),
+        (WAIT, "wait(signals, rank, shard * tl.cdiv(m, BLOCK_M) + chunk, call, fault, max_polls)"),
     ]
 
     def found(faulty: ModuleType) -> list[str]:
@@ -429,5 +429,7 @@ def test_ranks_that_make_different_workspaces_are_told() -> None:
     def work(home: Home) -> None:
         all_gather_matmul_workspace(home, 20 + home.rank, 16, torch.float32)
 
-    with pytest.raises(RankError, match="ranks disagree about an allocation"):
+    with pytest.raises(
+        RankError, match="max_rows is 20 on rank 0 and 21 on rank 1; it must be the same"
+    ):
         run(work, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -10,23 +9,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import collectives
 from support.faults import planted
+from support.overlapped import DTYPES, SEEDS, SLOWNESS
 from torch import Tensor
 
 from weft.kernels import reference
-from weft.kernels.check.races import RaceDetector
-from weft.kernels.check.ranks import HangError, RankError, run
 from weft.kernels.gpu import all_reduce as module
 from weft.kernels.gpu.all_reduce import METHODS, all_reduce, all_reduce_workspace
 from weft.kernels.gpu.workspace import KernelError
-from weft.kernels.symmetric.memory import Home
 from weft.kernels.symmetric.shared import SharedHome
 
-CALLS, MAX_NUMEL, CHUNK = 4, 2200, 64
+CALLS, MAX_NUMEL, CHUNK = collectives.CALLS, 2200, 64
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 5e-2}
-DTYPES = st.sampled_from(list(TOLERANCE))
 SHAPES = st.sampled_from([(), (1,), (5, 3), (33, 7), (2, 0), (2101,)])
-SLOWNESS = st.lists(st.sampled_from([1.0, 1.0, 20.0]), min_size=4, max_size=4)
 
 
 @settings(max_examples=25, deadline=None)
@@ -36,7 +32,7 @@ SLOWNESS = st.lists(st.sampled_from([1.0, 1.0, 20.0]), min_size=4, max_size=4)
     alike=st.booleans(),
     dtype=DTYPES,
     slowness=SLOWNESS,
-    seed=st.integers(0, 2**31),
+    seed=SEEDS,
 )
 def test_all_reduce(
     size: int,
@@ -54,20 +50,12 @@ def test_all_reduce(
         (method, (8, *shape[1:]) if method == "multimem" else shape) for method, shape in calls
     ]
     xs = [[torch.randn(shape).to(dtype) for _ in range(size)] for _, shape in calls]
-    methods = sorted({method for method, _ in calls})
-
-    def work(home: Home) -> list[Tensor]:
-        workspace = all_reduce_workspace(home, MAX_NUMEL, dtype, methods, chunk=CHUNK)
-        out = [
-            all_reduce(call[home.rank], workspace, method=method)
-            for call, (method, _) in zip(xs, calls, strict=True)
-        ]
-        workspace.check()
-        return out
-
-    races = RaceDetector()
-    by_rank = run(work, size, seed=seed, slowness=slowness[:size], races=races)
-    assert races.findings == []
+    options = {"chunk": CHUNK}
+    by_rank = collectives.results(
+        all_reduce,
+        lambda home, methods: all_reduce_workspace(home, MAX_NUMEL, dtype, methods, **options),
+        *([method for method, _ in calls], xs, size, seed, slowness),
+    )
     tolerance = TOLERANCE[dtype]
     for i, call in enumerate(xs):
         got = by_rank[0][i]
@@ -75,31 +63,16 @@ def test_all_reduce(
         torch.testing.assert_close(
             got.float(), reference.all_reduce(call)[0], atol=tolerance, rtol=tolerance
         )
-        assert torch.equal(got, in_order(call))
+        assert torch.equal(got, collectives.in_order(call))
         assert all(torch.equal(got, other[i]) for other in by_rank)
-
-
-def in_order(xs: list[Tensor]) -> Tensor:
-    """In float32, in the order of the ranks, rounded once; multimem's emulation adds so, too."""
-    total = torch.zeros(xs[0].shape)
-    for x in xs:
-        total += x.float()
-    return total.to(xs[0].dtype)
 
 
 # Refusals.
 
 
-def refused(methods: Sequence[str], x: Tensor, method: str, **options: int) -> str:
+def refused(methods: list[str], x: Tensor, method: str, **options: int) -> str:
     """What a call says on one of two ranks."""
-
-    def work(home: Home) -> None:
-        workspace = all_reduce_workspace(home, 64, torch.float32, methods, **options)
-        all_reduce(x, workspace, method=method)
-
-    with pytest.raises(RankError) as error:
-        run(work, 2)
-    return str(error.value)
+    return collectives.refused(all_reduce, all_reduce_workspace, methods, x, method, **options)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -138,41 +111,18 @@ def test_multimem_takes_a_multicast_address(tmp_path: Path) -> None:
 
 
 def symptoms(faulty: ModuleType, method: str, wanted: str = "") -> set[str]:
-    """What goes wrong over some interleavings: race findings, hangs, wrong results.
-
-    Ends with the first interleaving in which the wanted one is found.
-    """
-    size, found = 3, set[str]()
-    for seed in range(40 if wanted else 3):
-        if wanted in found:
-            break
-        torch.manual_seed(seed)
-        xs = torch.randn(CALLS, size, 80)
-
-        def work(home: Home, xs: Tensor = xs) -> list[Tensor]:
-            workspace = faulty.all_reduce_workspace(home, 80, torch.float32, [method], chunk=16)
-            return [faulty.all_reduce(x[home.rank], workspace, method=method) for x in xs]
-
-        races = RaceDetector()
-        try:
-            by_rank = run(work, size, seed=seed, races=races)
-        except HangError:
-            found.add("hang")
-        else:
-            right = all(
-                torch.allclose(mine, x.sum(0), atol=1e-5)
-                for got in by_rank
-                for mine, x in zip(got, xs, strict=True)
-            )
-            found |= set() if right else {"wrong"}
-        found |= {
-            "race" if "no order between" in finding else "unwritten" for finding in races.findings
-        }
-    return found
+    """Of three ranks."""
+    return collectives.symptoms(
+        faulty.all_reduce,
+        lambda home: faulty.all_reduce_workspace(home, 80, torch.float32, [method], chunk=16),
+        *(method, 3, 80),
+        lambda x, rank: x.sum(0),
+        wanted,
+    )
 
 
-WAIT = "        wait(signals, rank, index * WORLD + source, call, fault, MAX_POLLS)\n"
-WAIT_PART = "    wait(signals, rank, first + index * WORLD + part, call, fault, MAX_POLLS)\n"
+WAIT = "        wait(signals, rank, index * WORLD + source, call, fault, max_polls)\n"
+WAIT_PART = "        wait(signals, rank, first + index * WORLD + part, call, fault, max_polls)\n"
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
@@ -186,7 +136,7 @@ def test_nothing_is_found_without_a_fault(method: str) -> None:
         ("two_shot", WAIT, "        pass\n", "race"),
         ("two_shot", WAIT_PART, "", "race"),
         ("two_shot", "signals, (rank + 1 + step)", "signals, (rank + 0 * step)", "hang"),
-        ("two_shot", "+ rank * numel\n    begin", "+ index * numel\n    begin", "wrong"),
+        ("two_shot", "+ rank * numel\n    for", "+ (rank + 1) % WORLD * numel\n    for", "wrong"),
         ("multimem", WAIT, "        pass\n", "race"),
         ("multimem", WAIT_PART, "", "race"),
         ("multimem", "signals, part,", "signals, (part + 1) % WORLD,", "race"),

@@ -98,7 +98,7 @@ def list_tiles(out, rows, columns, GROUP: tl.constexpr):
 
 
 @settings(max_examples=20, deadline=None)
-@given(rows=st.integers(1, 12), columns=st.integers(1, 12), group=st.integers(1, 5))
+@given(rows=st.integers(1, 20), columns=st.integers(1, 12), group=st.integers(1, 24))
 def test_every_tile_comes_once_and_a_group_before_the_next(
     rows: int, columns: int, group: int
 ) -> None:

@@ -249,7 +249,7 @@ def faulty_calls(faulty: ModuleType, name: str) -> list[str]:
     return findings(work)
 
 
-WAIT = "wait(signals, rank, tile * WORLD + source, call, fault, MAX_POLLS)"
+WAIT = "wait(signals, rank, tile * WORLD + source, call, fault, max_polls)"
 NOTIFY = "notify(signals, peer, tile * WORLD + rank, call)"
 PEER = "peer = (owner + step) % WORLD"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -10,21 +9,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import collectives
 from support.faults import planted
+from support.overlapped import DTYPES, SEEDS, SLOWNESS
 from torch import Tensor
 
 from weft.kernels import reference
-from weft.kernels.check.races import RaceDetector
-from weft.kernels.check.ranks import HangError, RankError, run
 from weft.kernels.gpu import reduce_scatter as module
 from weft.kernels.gpu.reduce_scatter import METHODS, reduce_scatter, reduce_scatter_workspace
-from weft.kernels.symmetric.memory import Home
 
-CALLS, MAX_NUMEL, CHUNK = 4, 300, 64
+CALLS, MAX_NUMEL, CHUNK = collectives.CALLS, 300, 64
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 5e-2}
-DTYPES = st.sampled_from(list(TOLERANCE))
 SHAPES = st.sampled_from([(1,), (5, 3), (33, 7), (2, 0)])
-SLOWNESS = st.lists(st.sampled_from([1.0, 1.0, 20.0]), min_size=4, max_size=4)
 
 
 @settings(max_examples=20, deadline=None)
@@ -35,7 +31,7 @@ SLOWNESS = st.lists(st.sampled_from([1.0, 1.0, 20.0]), min_size=4, max_size=4)
     node=st.integers(1, 4),
     dtype=DTYPES,
     slowness=SLOWNESS,
-    seed=st.integers(0, 2**31),
+    seed=SEEDS,
 )
 def test_reduce_scatter(
     size: int,
@@ -54,24 +50,12 @@ def test_reduce_scatter(
         [torch.randn(size * shape[0], *shape[1:]).to(dtype) for _ in range(size)]
         for _, shape in calls
     ]
-    methods = sorted({method for method, _ in calls})
-
-    def work(home: Home) -> list[Tensor]:
-        workspace = reduce_scatter_workspace(
-            *(home, MAX_NUMEL, dtype, methods),
-            chunk=CHUNK,
-            ranks_per_node=node if size % node == 0 else None,
-        )
-        out = [
-            reduce_scatter(call[home.rank], workspace, method=method)
-            for call, (method, _) in zip(xs, calls, strict=True)
-        ]
-        workspace.check()
-        return out
-
-    races = RaceDetector()
-    by_rank = run(work, size, seed=seed, slowness=slowness[:size], races=races)
-    assert races.findings == []
+    options = {"chunk": CHUNK, "ranks_per_node": node if size % node == 0 else None}
+    by_rank = collectives.results(
+        reduce_scatter,
+        lambda home, methods: reduce_scatter_workspace(home, MAX_NUMEL, dtype, methods, **options),
+        *([method for method, _ in calls], xs, size, seed, slowness),
+    )
     for i, (call, (method, _)) in enumerate(zip(xs, calls, strict=True)):
         for rank, oracle in enumerate(reference.reduce_scatter(call)):
             got = by_rank[rank][i]
@@ -79,30 +63,17 @@ def test_reduce_scatter(
             tolerance = TOLERANCE[dtype]
             torch.testing.assert_close(got.float(), oracle, atol=tolerance, rtol=tolerance)
             if method == "push":
-                assert torch.equal(got, in_order(call).chunk(size)[rank])
-
-
-def in_order(xs: list[Tensor]) -> Tensor:
-    """The sum as its bits are promised: in float32, in the order of the ranks, rounded once."""
-    total = torch.zeros(xs[0].shape)
-    for x in xs:
-        total += x.float()
-    return total.to(xs[0].dtype)
+                assert torch.equal(got, collectives.in_order(call).chunk(size)[rank])
 
 
 # Refusals.
 
 
-def refused(methods: Sequence[str], x: Tensor, method: str, **options: int) -> str:
+def refused(methods: list[str], x: Tensor, method: str, **options: int) -> str:
     """What a call says on one of two ranks."""
-
-    def work(home: Home) -> None:
-        workspace = reduce_scatter_workspace(home, 64, torch.float32, methods, **options)
-        reduce_scatter(x, workspace, method=method)
-
-    with pytest.raises(RankError) as error:
-        run(work, 2)
-    return str(error.value)
+    return collectives.refused(
+        reduce_scatter, reduce_scatter_workspace, methods, x, method, **options
+    )
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -126,43 +97,20 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def symptoms(faulty: ModuleType, method: str, wanted: str = "") -> set[str]:
-    """What goes wrong over some interleavings: race findings, hangs, wrong results.
-
-    Ends with the first interleaving in which the wanted one is found.
-    """
-    size, found = 4, set[str]()
-    for seed in range(8 if wanted else 3):
-        if wanted in found:
-            break
-        torch.manual_seed(seed)
-        xs = torch.randn(CALLS, size, size * 40)
-
-        def work(home: Home, xs: Tensor = xs) -> list[Tensor]:
-            workspace = faulty.reduce_scatter_workspace(
-                home, 40, torch.float32, [method], chunk=16, ranks_per_node=2
-            )
-            return [faulty.reduce_scatter(x[home.rank], workspace, method=method) for x in xs]
-
-        races = RaceDetector()
-        try:
-            by_rank = run(work, size, seed=seed, races=races)
-        except HangError:
-            found.add("hang")
-        else:
-            right = all(
-                torch.allclose(mine, x.sum(0).chunk(size)[rank], atol=1e-5)
-                for rank, got in enumerate(by_rank)
-                for mine, x in zip(got, xs, strict=True)
-            )
-            found |= set() if right else {"wrong"}
-        found |= {
-            "race" if "no order between" in finding else "unwritten" for finding in races.findings
-        }
-    return found
+    """Of four ranks on two nodes."""
+    return collectives.symptoms(
+        faulty.reduce_scatter,
+        lambda home: faulty.reduce_scatter_workspace(
+            home, 40, torch.float32, [method], chunk=16, ranks_per_node=2
+        ),
+        *(method, 4, 160),
+        lambda x, rank: x.sum(0).chunk(4)[rank],
+        wanted,
+    )
 
 
-WAIT = "        wait(signals, rank, first + index * COUNT + row, call, fault, MAX_POLLS)\n"
-WAIT_LOCAL = "        wait(signals, rank, index * WORLD + row, call, fault, MAX_POLLS)\n"
+WAIT = "        wait(signals, rank, first + index * COUNT + row, call, fault, max_polls)\n"
+WAIT_LOCAL = "        wait(signals, rank, index * WORLD + row, call, fault, max_polls)\n"
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))

@@ -1,0 +1,214 @@
+"""What all ops do with their workspace: streams, programs that wait, and waits that run out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from support.overlapped import BLOCKS, close
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+
+from weft.kernels.check import interpreter, ops
+from weft.kernels.check.ops import OPS, Op, Sizes
+from weft.kernels.check.races import RaceDetector
+from weft.kernels.check.ranks import CheckedHome, RankError, run
+from weft.kernels.gpu.signals import polls_left, report
+from weft.kernels.gpu.workspace import KernelError, Workspace
+from weft.kernels.symmetric.memory import Home
+from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
+
+F32 = torch.float32
+NAMED = {op.name: op for op in OPS}
+
+
+def call(op: Op, home: Home, sizes: Sizes, tensors: list[list[Tensor]]) -> Tensor:
+    """One call of it on one rank."""
+    workspace = op.workspace(home, sizes)
+    out = op.call([tensor[home.rank] for tensor in tensors], workspace, sizes)
+    workspace.check()
+    return out
+
+
+def operands(op: Op, sizes: Sizes) -> list[list[Tensor]]:
+    return [[torch.randn(shape) for _ in range(sizes.world)] for shape in op.shapes(sizes)]
+
+
+# Streams. A CUDA graph is captured only if every fork is joined, and what is joined was forked.
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[str]]:
+    """What each rank does with its second stream."""
+    seen: dict[int, list[str]] = {}
+    beside, rejoin = CheckedHome.beside, CheckedHome.rejoin
+
+    @contextmanager
+    def fork(self: CheckedHome) -> Iterator[None]:
+        seen.setdefault(self.rank, []).append("fork")
+        with beside(self):
+            yield
+
+    def join(self: CheckedHome) -> None:
+        seen.setdefault(self.rank, []).append("join")
+        rejoin(self)
+
+    monkeypatch.setattr(CheckedHome, "beside", fork)
+    monkeypatch.setattr(CheckedHome, "rejoin", join)
+    return seen
+
+
+BESIDE = [op for op in OPS if op.name.startswith(("decomposed", "all_gather_matmul", "reduce_"))]
+
+
+@pytest.mark.parametrize("op", BESIDE, ids=lambda op: op.name)
+@pytest.mark.parametrize(("world", "columns"), [(1, 20), (2, 20), (2, 0)])
+def test_what_is_joined_was_forked_and_what_was_forked_is_joined(
+    op: Op, world: int, columns: int, streams: dict[int, list[str]]
+) -> None:
+    sizes = Sizes(world, 6, columns, 16, F32, BLOCKS)
+    tensors = operands(op, sizes)
+    run(lambda home: call(op, home, sizes, tensors), world)
+    for events in streams.values():
+        forked = False
+        for event in events:
+            assert forked or event == "fork"
+            forked = event == "fork"
+        assert not forked
+
+
+# Programs that wait.
+
+
+def grids(work: Callable[[], object]) -> dict[str, tuple[int, ...]]:
+    """The largest grid of each kernel that is launched."""
+    seen: dict[str, tuple[int, ...]] = {}
+    launch = InterpretedFunction.run
+
+    def listen(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        seen[self.__name__] = max(seen.get(self.__name__, ()), tuple(grid))
+        return launch(self, *args, grid=grid, warmup=warmup, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpretedFunction, "run", listen)
+        work()
+    return seen
+
+
+SEND_ONLY = {"push_chunks", "publish_chunks", "multicast_chunks", "push_across", "push_parts"}
+SEND_ONLY |= {"scatter_local", "publish_parts", "push_rows", "put"}
+"""Kernels that wait for nobody: of them there may be as many programs as there is work."""
+
+
+@pytest.mark.parametrize("processors", [1, 3])
+@pytest.mark.parametrize("op", [op for op in OPS if op.name != "matmul"], ids=lambda op: op.name)
+def test_no_more_programs_wait_than_there_are_processors(
+    op: Op, processors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the result is the same."""
+    monkeypatch.setattr(CheckedHome, "processors", processors)
+    for name in ("all_gather", "reduce_scatter", "all_reduce"):
+        make = getattr(ops, f"{name}_workspace")
+        monkeypatch.setattr(ops, f"{name}_workspace", partial(make, chunk=64))
+    sizes = Sizes(2, 40, 36, 24, F32, BLOCKS)
+    tensors = operands(op, sizes)
+    races, results = RaceDetector(), []
+    launched = grids(
+        lambda: results.extend(
+            run(lambda home: call(op, home, sizes, tensors), 2, seed=processors, races=races)
+        )
+    )
+    assert races.findings == []
+    for got, expected in zip(results, op.oracle(*tensors), strict=True):
+        if "fp8" not in op.name:
+            close(got, expected, F32)
+    waiting = {name: grid for name, grid in launched.items() if name not in SEND_ONLY}
+    assert waiting
+    for name, grid in waiting.items():
+        assert grid[0] <= processors, name
+    for name, grid in launched.items():  # axes y and z hold 65535
+        assert set(grid[1:]) <= {1}, name
+
+
+@pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_all_reduce"])
+def test_programs_that_would_keep_out_what_they_wait_for_are_refused(name: str) -> None:
+    def work(home: Home, programs: int) -> Tensor:
+        op, sizes = NAMED[name], Sizes(2, 8, 8, 8, F32, BLOCKS, programs)
+        workspace = op.workspace(home, sizes)
+        workspace.concurrent = True
+        workspace.processors = 4
+        return op.call([torch.ones(8, 8)] * 2, workspace, sizes)
+
+    most = 3 if name == "all_gather_matmul" else 4
+    with pytest.raises(RankError, match=f"programs is {most + 1}; it must be from 1 to {most}, or"):
+        run(lambda home: work(home, most + 1), 2)
+    for out in run(lambda home: work(home, most), 2):
+        assert set(out.flatten().tolist()) == {8.0 if name == "all_gather_matmul" else 16.0}
+
+
+# Waits that run out.
+
+
+@triton.jit
+def give_up(fault, left, max_polls):
+    tl.store(left, polls_left(fault, max_polls))
+    report(fault, 3, 14, 2, 1)
+    tl.store(left + 1, polls_left(fault, max_polls))
+    report(fault, 3, 15, 9, 8)
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    with interpreter.installed():
+        yield
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_first_wait_that_runs_out_is_reported_and_the_others_do_not_poll() -> None:
+    workspace = Workspace(VirtualHome(VirtualWorld(1), 0), "op", 1, F32, 1)
+    left = torch.zeros(2, dtype=torch.int32)
+    give_up[(1,)](workspace.fault, left, workspace.max_polls)
+    assert left.tolist() == [workspace.max_polls, 0]
+    with pytest.raises(
+        KernelError, match="op: rank 3 gave up waiting for its signal 14 to reach 2"
+    ):
+        workspace.check()
+    workspace.check()  # it has been told
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what never came may be any number
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "all_gather",
+        "all_gather_ll",
+        "all_gather_ll128",
+        "all_gather_copy_engine",
+        "reduce_scatter_two_level",
+        "all_reduce_two_shot",
+        "all_gather_matmul",
+        "matmul_reduce_scatter",
+        "matmul_all_reduce",
+        "decomposed_all_gather_matmul_ring",
+    ],
+)
+def test_a_rank_that_never_comes_is_reported(name: str) -> None:
+    """It has made its workspace, and agreed to the call."""
+    op, sizes = NAMED[name], Sizes(2, 8, 8, 8, F32, BLOCKS)
+    world, tensors = VirtualWorld(2), operands(op, sizes)
+    with ThreadPoolExecutor(2) as pool:
+        homes = [VirtualHome(world, rank) for rank in range(2)]
+        workspace, _ = pool.map(lambda home: op.workspace(home, sizes), homes)
+    workspace.compare = lambda value: [value] * 2
+    workspace.max_polls = 50
+    op.call([tensor[0] for tensor in tensors], workspace, sizes)
+    with pytest.raises(KernelError, match=r"rank 0 gave up waiting .* to reach 1; it is"):
+        workspace.check()
