@@ -41,7 +41,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from weft.errors import ConfigError, WeftError
-from weft.kernels.symmetric.memory import Home
+from weft.kernels.symmetric.memory import Home, SymmetricMemoryError
+from weft.kernels.symmetric.nvshmem import bitcode
 
 if TYPE_CHECKING:
     from weft.kernels.check.ops import Op, Sizes
@@ -85,6 +86,7 @@ class Compiled:
         bare_releases: how many have none before them in its source.
         bare_acquires: how many signals it waits for with none after them in its source, before it
             looks at the data.
+        linked: with a library, whose functions keep registers in memory where they are called.
         error: why it does not compile.
     """
 
@@ -104,6 +106,7 @@ class Compiled:
     unordered_releases: int = 0
     bare_releases: int = 0
     bare_acquires: int = 0
+    linked: bool = False
     error: str = ""
 
     @property
@@ -112,7 +115,7 @@ class Compiled:
         found = []
         if self.error:
             found.append(f"does not compile: {self.error}")
-        if self.spills:
+        if self.spills and not self.linked:
             found.append(f"{self.spills} bytes of registers are spilled")
         if self.multiplies and not self.tensor_core_instructions:
             found.append("no tensor-core instruction")
@@ -279,12 +282,18 @@ def _tiled_cases(op: Op, target: str, *, everything: bool) -> Iterator[Case]:
 
 
 class _Alone(Home):
-    """One rank whose peers' memory is its own: enough to launch from."""
+    """One rank whose peers' memory is its own: enough to launch from.
 
-    def __init__(self, rank: int, world_size: int, target: str) -> None:
+    Args:
+        target: of TENSOR_CORES.
+        reach: ranks of a node, those of other nodes have no address; all are of one if None.
+    """
+
+    def __init__(self, rank: int, world_size: int, target: str, reach: int | None = None) -> None:
         from weft.kernels.gpu.costs import device_for
 
         super().__init__(rank, world_size, torch.device("cpu"))
+        self._node = reach or world_size
         self._tensors: list[Tensor] = []
         self._device = device_for(target)
 
@@ -302,7 +311,8 @@ class _Alone(Home):
     def _allocate(self, nbytes: int) -> tuple[Tensor, list[int], int]:
         memory = torch.empty(nbytes, dtype=torch.uint8)
         self._tensors.append(memory)
-        return memory, [memory.data_ptr()] * self.world_size, memory.data_ptr()
+        near = [rank // self._node == self.rank // self._node for rank in range(self.world_size)]
+        return memory, [is_near * memory.data_ptr() for is_near in near], memory.data_ptr()
 
     def _peers(self, addresses: list[int]) -> Sequence[Tensor]:
         return self._tensors[-1:] * self.world_size
@@ -370,6 +380,8 @@ def compile_ops(
 ) -> Iterator[Compiled]:
     """Every kernel that the ops of these names launch, once; all ops for none.
 
+    Where NVSHMEM is not installed, all are those that put to no rank.
+
     Kernels must have been imported with TRITON_INTERPRET=0.
     """
     from weft.kernels.check.ops import named
@@ -377,6 +389,8 @@ def compile_ops(
     seen: list[Any] = []  # Triton compiles the same launch once
     for op in named(names):
         if op.targets and target not in op.targets:
+            continue
+        if op.far and not names and not has_bitcode(target):
             continue
         for case in cases(op, target, everything=everything):
             for launch in launches_of(op, target, case):
@@ -388,11 +402,23 @@ def compile_ops(
 def launches_of(op: Op, target: str, case: Case) -> list[Launch]:
     """What a call launches."""
     sizes = case.sizes
-    with compiling(target) as launches, _Alone(case.rank, sizes.world, target) as home:
+    with (
+        compiling(target) as launches,
+        _Alone(case.rank, sizes.world, target, op.reach(sizes.world)) as home,
+    ):
         workspace = op.workspace(home, sizes)
         tensors = [torch.empty(shape, dtype=sizes.dtype) for shape in op.shapes(sizes)]
         op.function(*tensors, workspace, **op.options | case.options)
     return launches
+
+
+def has_bitcode(target: str) -> bool:
+    """Whether NVSHMEM's device code for this target of NVIDIA's is installed."""
+    try:
+        bitcode(*divmod(int(target.removeprefix("sm_")), 10))
+    except SymmetricMemoryError:
+        return False
+    return True
 
 
 def describe(op: str, target: str, launch: Launch, case: str = "") -> Compiled:
@@ -431,6 +457,7 @@ def describe(op: str, target: str, launch: Launch, case: str = "") -> Compiled:
         unordered_releases=unordered,
         bare_releases=len(signals.bare_releases),
         bare_acquires=len(signals.bare_acquires),
+        linked="extern_libs" in launch.kwargs,
     )
 
 
@@ -517,7 +544,7 @@ _TTIR_RELEASE = re.compile(
 _TTIR_ACQUIRE = re.compile(
     r"\btt\.atomic\w* .*\b(?:acquire|acq_rel), sys\b"
     r"|\btt\.elementwise_inline_asm (?=.*\.sys\b).*\.(?:acquire|acq_rel)\b"
-    r"|\btt\.extern_elementwise .*\bnvshmemx?_signal_"
+    r"|\btt\.extern_elementwise .*\bnvshmemx?_(?:signal_|quiet)"
 )
 _TTIR_STORE = re.compile(
     r"\btt\.(?:store|descriptor_(?:store|reduce|scatter))\b"

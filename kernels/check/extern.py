@@ -1,8 +1,13 @@
-"""What reaches memory by other ways than the interpreter's: assembly, and torch's operators.
+"""What reaches memory by other ways than the interpreter's: assembly, libraries, torch.
+
 
 Triton's interpreter knows no inline assembly. What each instruction that the
 kernels use means is in INSTRUCTIONS (gpu/multimem.py). A multicast address is
 one that no memory has; the Observer knows which addresses it stands for.
+
+Nor does it know functions of libraries. Those of NVSHMEM that the kernels call
+are in FUNCTIONS (gpu/nvshmem.py); what is put goes to the Observer's network
+(network.py).
 
 What the host queues by torch (copies, products, sums) does not go through the
 interpreter at all: `HostOperators` tells the Observer of it, each operator on
@@ -11,6 +16,7 @@ symmetric memory as a launch of its own, which is what it is on a stream.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -36,13 +42,27 @@ class Observer(Protocol):
 
     def program(self, index: tuple[int, int, int]) -> None: ...
 
-    def access(self, kind: Literal["load", "store"], addresses: Array, itemsize: int) -> None: ...
+    def access(
+        self, kind: Literal["load", "store", "atomic"], addresses: Array, itemsize: int
+    ) -> None: ...
 
     def on_all_ranks(self, addresses: Array) -> Sequence[Array]:
         """For multicast addresses, uint64 [n]: those that they stand for, of each rank."""
 
     def is_symmetric(self, storage: int) -> bool:
         """Whether a storage of torch's, by its address, is symmetric memory."""
+
+    def put(self, to: int, source: int, nbytes: int, signal: int, value: int, peer: int) -> None:
+        """Memory is put to a peer; a signal of 0: a blocking put without one."""
+
+    def fetched(self, signal: int, value: int) -> None:
+        """A signal of 8 bytes was looked at, which orders nothing."""
+
+    def waited(self, signal: int, value: int) -> None:
+        """A signal of 8 bytes is what was waited for, and is acquired."""
+
+    def quiet(self) -> None:
+        """Returns once what the rank has put has come."""
 
 
 def run(assembly: str, values: Sequence[Array], observer: Observer) -> list[Array]:
@@ -106,6 +126,81 @@ INSTRUCTIONS: dict[str, Callable[..., list[Array]]] = {
     f"{_SUM}.v4.f32": partial(_multimem_sum, torch.float32),
     f"{_SUM}.acc::f32.v4.f16x2": partial(_multimem_sum, torch.float16),
     f"{_SUM}.acc::f32.v4.bf16x2": partial(_multimem_sum, torch.bfloat16),
+}
+
+
+def call(name: str, values: Sequence[Array], observer: Observer) -> int:
+    """Do what a function of a library does.
+
+    Args:
+        name: as the kernel gives it.
+        values: of its arguments, a number each.
+        observer: of this thread.
+
+    Returns:
+        its result; 0 for none.
+
+    Raises:
+        NotImplementedError: it is none of FUNCTIONS.
+    """
+    if name not in FUNCTIONS:
+        raise NotImplementedError(
+            f"the interpreter knows no function {name} of a library; only {', '.join(FUNCTIONS)}"
+        )
+    return FUNCTIONS[name](observer, *(int(value.item()) for value in values))
+
+
+SIGNAL_SET, GREATER_OR_EQUAL = 9, 5
+
+
+def _put(observer: Observer, to: int, source: int, nbytes: int, peer: int) -> int:
+    observer.put(to, source, nbytes, 0, 0, peer)
+    return 0
+
+
+def _put_signal(
+    observer: Observer,
+    to: int,
+    source: int,
+    nbytes: int,
+    signal: int,
+    value: int,
+    operation: int,
+    peer: int,
+) -> int:
+    if operation != SIGNAL_SET:
+        raise NotImplementedError(f"signal operation is {operation}; it must be {SIGNAL_SET}, set")
+    observer.put(to, source, nbytes, signal, value, peer)
+    return 0
+
+
+def _quiet(observer: Observer) -> int:
+    observer.quiet()
+    return 0
+
+
+def _signal_fetch(observer: Observer, signal: int) -> int:
+    observer.access("atomic", np.array([signal], np.uint64), 8)
+    value = ctypes.c_uint64.from_address(signal).value
+    observer.fetched(signal, value)
+    return value
+
+
+def _signal_wait_until(observer: Observer, signal: int, compare: int, wanted: int) -> int:
+    if compare != GREATER_OR_EQUAL:
+        raise NotImplementedError(f"comparison is {compare}; it must be {GREATER_OR_EQUAL}, >=")
+    while (value := ctypes.c_uint64.from_address(signal).value) < wanted:
+        _signal_fetch(observer, signal)
+    observer.waited(signal, value)
+    return value
+
+
+FUNCTIONS: dict[str, Callable[..., int]] = {
+    "nvshmemx_putmem_block": _put,
+    "nvshmemx_putmem_signal_nbi_block": _put_signal,
+    "nvshmem_quiet": _quiet,
+    "nvshmem_signal_fetch": _signal_fetch,
+    "nvshmem_signal_wait_until": _signal_wait_until,
 }
 
 

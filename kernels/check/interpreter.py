@@ -37,6 +37,7 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 from weft.kernels.check import extern
+from weft.kernels.gpu import nvshmem
 
 Array = npt.NDArray[Any]
 Program = tuple[int, int, int]
@@ -99,6 +100,18 @@ class Observer(Protocol):
 
     def is_symmetric(self, storage: int) -> bool:
         """Whether a storage of torch's, by its address, is symmetric memory."""
+
+    def put(self, to: int, source: int, nbytes: int, signal: int, value: int, peer: int) -> None:
+        """Memory is put to a peer; a signal of 0: a blocking put without one."""
+
+    def fetched(self, signal: int, value: int) -> None:
+        """A signal of 8 bytes was looked at, which orders nothing."""
+
+    def waited(self, signal: int, value: int) -> None:
+        """A signal of 8 bytes is what was waited for, and is acquired."""
+
+    def quiet(self) -> None:
+        """Returns once what the rank has put has come."""
 
 
 _state = threading.local()
@@ -212,6 +225,14 @@ class RankBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
         observer = _observer()
         assert observer is not None
         return _Results(extern.run(assembly, [value.data for value in values], observer))
+
+    def create_extern_elementwise(
+        self, library: str, path: str, name: str, values: list[Handle], result: Any, pure: bool
+    ) -> Handle:
+        observer = _observer()
+        assert observer is not None
+        out = extern.call(name, [value.data for value in values], observer)
+        return Handle(np.array([out], np.int64 if result == tl.int64 else np.int32), result)
 
     # bfloat16.
     def binary_op(self, lhs: Handle, rhs: Handle, op: Callable[..., Array]) -> Handle:
@@ -349,6 +370,7 @@ def installed() -> Iterator[None]:
     module.interpreter_semantic = TritonSemantic(module.interpreter_builder)
     # Once for all threads: each launch would otherwise patch the language and undo it at its end.
     scope = before[2](_probe)
+    module._patch_builtin(nvshmem, module.interpreter_builder, scope)
     module._patch_lang = lambda fn: module._LangPatchScope()
     module.GridExecutor.__call__ = _call
     try:

@@ -82,6 +82,7 @@ class Op:
         tiled: takes `blocks` and `programs`.
         options: further ones.
         targets: of aot.py, that have what it takes; all if empty.
+        far: ranks have no address of those of other nodes, and put to them.
     """
 
     name: str
@@ -92,6 +93,11 @@ class Op:
     tiled: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     targets: tuple[str, ...] = ()
+    far: bool = False
+
+    def reach(self, world_size: int) -> int | None:
+        """Of how many ranks, its node's, a rank has addresses; None for all."""
+        return _node(world_size) if self.far else None
 
     def call(self, tensors: Sequence[Tensor], workspace: Workspace, sizes: Sizes) -> Tensor:
         """One rank's result."""
@@ -107,8 +113,8 @@ METHOD_TARGETS = {"ll128": NVIDIA, "multimem": HOPPER}
 
 
 def _node(world_size: int) -> int:
-    """Ranks of a node, for the methods of several nodes."""
-    return world_size // 2 if world_size % 2 == 0 else 1
+    """Ranks of a node, for the methods of several nodes: as many nodes as there can be."""
+    return 2 if world_size % 2 == 0 and world_size > 2 else 1
 
 
 def _whole_units(numel: int) -> int:
@@ -116,9 +122,13 @@ def _whole_units(numel: int) -> int:
     return -(-numel // 8) * 8
 
 
-def _all_gather(method: str) -> Op:
+def _name(op: str, method: str, far: bool) -> str:
+    return op + (f"_{method}" if method != "push" else "") + ("_far" if far else "")
+
+
+def _all_gather(method: str, *, far: bool = False) -> Op:
     return Op(
-        f"all_gather_{method}" if method != "push" else "all_gather",
+        _name("all_gather", method, far),
         all_gather,
         reference.all_gather,
         lambda s: [(s.m, _whole_units(s.k))],
@@ -131,13 +141,14 @@ def _all_gather(method: str) -> Op:
             **s.chunks,
         ),
         options={} if method == "push" else {"method": method},
-        targets=METHOD_TARGETS.get(method, ()),
+        targets=NVIDIA if far else METHOD_TARGETS.get(method, ()),
+        far=far,
     )
 
 
-def _reduce_scatter(method: str) -> Op:
+def _reduce_scatter(method: str, *, far: bool = False) -> Op:
     return Op(
-        f"reduce_scatter_{method}" if method != "push" else "reduce_scatter",
+        _name("reduce_scatter", method, far),
         reduce_scatter,
         reference.reduce_scatter,
         lambda s: [(s.world * s.m, s.k)],
@@ -145,6 +156,8 @@ def _reduce_scatter(method: str) -> Op:
             home, s.m * s.k, s.dtype, [method], ranks_per_node=_node(s.world), **s.chunks
         ),
         options={"method": method},
+        targets=NVIDIA if far else (),
+        far=far,
     )
 
 
@@ -214,6 +227,8 @@ def _gather_fp8_oracle(xs: Sequence[Tensor], ws: Sequence[Tensor]) -> list[Tenso
 OPS = (
     *(_all_gather(method) for method in GATHERS),
     *(_reduce_scatter(method) for method in SCATTERS),
+    _all_gather("two_level", far=True),
+    _reduce_scatter("two_level", far=True),
     *(_all_reduce(method) for method in REDUCES),
     Op(
         "all_gather_matmul",

@@ -1,13 +1,14 @@
 """Finds races between ranks: accesses to symmetric memory with no order between them.
 
 Every program of a launch is a thread of its own here, as on a GPU, whatever the
-order in which the interpreter ran them. Order comes from three things (vector
+order in which the interpreter ran them. Order comes from four things (vector
 clocks; Lamport 1978, FastTrack: Flanagan and Freund 2009):
 
 - a rank's launches on one stream follow each other: a program comes after all
   programs of the launches before it. What is launched beside is on a second
   stream, until they join (Home.beside), though the interpreter runs it at once;
 - a release on a signal, and every acquire that sees it or something later;
+- a put over the network, its signal, and a quiet (network.py);
 - the barrier of a home, which waits for the device, too.
 
 Two accesses to the same bytes, one of them a store, from programs without an
@@ -28,7 +29,7 @@ Atomics are kept as loads are. Accesses within one program are in order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -41,7 +42,11 @@ from weft.kernels.symmetric.memory import SymmetricTensor
 
 Int32 = npt.NDArray[np.int32]
 Stream = tuple[int, int]
-"""(rank, 0 or 1)."""
+"""(rank, 0 or 1); or (rank, NETWORK), whose launches are what the rank has put."""
+
+NETWORK = 2
+LEAVES, COMES, SIGNALS = (0, 0, 0), (1, 0, 0), (2, 0, 0)
+"""Programs of a put: what reads its source, what stores its data, and what sets its signal."""
 
 Task = tuple[Stream, int, Program]
 """A program: (stream, launch, index)."""
@@ -106,11 +111,32 @@ class Event:
 
     def __str__(self) -> str:
         (rank, second), launch, program = self.task
+        if second == NETWORK:
+            return f"{self.kind} by put {launch} of rank {rank} at {self.where}"
         beside = " beside" if second else ""
         return (
             f"{self.kind} by rank {rank} (launch {launch}{beside}, program {program}) "
             f"at {self.where}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Put:
+    """One over the network, knowing what was known when it was issued."""
+
+    stream: Stream
+    number: int
+    clock: Clock
+    where: str
+
+    def event(self, program: Program, kind: Access) -> Event:
+        return Event((self.stream, self.number, program), 0, kind, self.where)
+
+    def after(self, *programs: Program) -> Clock:
+        """What is known when these programs of it are through."""
+        clock = self.clock.copy()
+        clock.tasks.update(((self.stream, self.number, program), 0) for program in programs)
+        return clock
 
 
 @dataclass(slots=True)
@@ -169,6 +195,7 @@ class RaceDetector:
         self._arrivals: dict[int, int] = {}
         self._carried: dict[int, Clock] = {}
         self._doubts: dict[int, list[_Doubt]] = {}  # of the rank whose program loaded
+        self._puts: list[_Put] = []
         self._seen: set[tuple[str, str]] = set()
 
     def watch(self, rank: int, tensor: SymmetricTensor) -> None:
@@ -255,29 +282,30 @@ class RaceDetector:
     def access(self, rank: int, kind: Kind, addresses: Array, itemsize: int) -> None:
         """A load or a store is about to be done: uint64 addresses [n]."""
         assert kind != "atomic"
-        number = None
-        for watched, places in self._near(rank, addresses, itemsize):
-            number = self._happens(rank, kind) if number is None else number
+        if rank in self._now and (near := self._near(addresses, itemsize)):
+            self._access(self._event(rank, kind), self._now[rank][1], near)
+
+    def _access(self, event: Event, clock: Clock, near: list[tuple[_Watched, Array]]) -> None:
+        """A load or a store of these places, by one who knows so much."""
+        number = self._happens(event)
+        for watched, places in near:
             cells = self._cells(watched, places, number)
-            self._check(watched, cells, number)
-            self._record(watched, cells, number)
+            self._check(watched, cells, number, clock)
+            self._record(watched, cells, number, clock)
 
     def atomic(self, rank: int, atomic: Atomic) -> None:
         """Signals: a release adds what its program knows; an acquire takes what was added."""
+        if rank not in self._now:
+            return
+        task, clock = self._now[rank]
         address = np.array([atomic.address], np.uint64)
-        for watched, places in self._near(rank, address, atomic.itemsize):
-            task, clock = self._now[rank]
+        for watched, places in self._near(address, atomic.itemsize):
             signal = self._signals.setdefault(atomic.address, Clock())
             if atomic.sem in ACQUIRES and atomic.scope == "system":
                 clock.join(signal)
-            number = self._happens(rank, "atomic" if atomic.changed else "poll")
-            cells = self._cells(watched, places, number)
-            if not len(cells):
+            event = self._event(rank, "atomic" if atomic.changed else "poll")
+            if not self._atomic(event, clock, watched, places, atomic):
                 continue
-            self._check(watched, cells, number, reads=not atomic.sets)
-            if atomic.sets and atomic.changed:
-                self._check_set_again(watched, cells, number, atomic)
-            self._record(watched, cells, number)
             if atomic.changed and atomic.sem in RELEASES and atomic.scope == "system":
                 signal.join(clock)
                 clock.tasks[task] += 1
@@ -289,8 +317,22 @@ class RaceDetector:
                     interpreter.where(),
                 )
 
+    def _atomic(
+        self, event: Event, clock: Clock, watched: _Watched, places: Array, atomic: Atomic
+    ) -> bool:
+        """An atomic by one who knows so much; whether it is in the tensor."""
+        number = self._happens(event)
+        cells = self._cells(watched, places, number)
+        if not len(cells):
+            return False
+        self._check(watched, cells, number, clock, reads=not atomic.sets)
+        if atomic.sets and atomic.changed:
+            self._check_set_again(watched, cells, number, clock, atomic)
+        self._record(watched, cells, number, clock)
+        return True
+
     def _check_set_again(
-        self, watched: _Watched, cells: Array, number: int, atomic: Atomic
+        self, watched: _Watched, cells: Array, number: int, clock: Clock, atomic: Atomic
     ) -> None:
         """A signal is set: to be seen by those who wait for what it was, it may only grow.
 
@@ -299,7 +341,6 @@ class RaceDetector:
         a wait for the one be ended by the other. Who lowers it must know that all waits are over.
         What is added to a signal takes nothing from those who wait.
         """
-        _, clock = self._now[self._events[number].task[0][0]]
         kinds: tuple[Access, ...] = ("atomic", "poll") if atomic.now < atomic.was else ("atomic",)
         for other in self._without_order(watched, kinds, cells, number, clock):
             what = "it was last set" if self._events[other].kind == "atomic" else "the last wait"
@@ -310,6 +351,41 @@ class RaceDetector:
                 f"{self._events[other].where} {self._events[number].where}",
             )
 
+    def put(self, rank: int, addresses: Array, signal: int) -> int:
+        """The program that runs begins a put, to these addresses; its number."""
+        task, clock = self._now[rank]
+        number = len(self._puts)
+        put = _Put((rank, NETWORK), number, clock.copy(), interpreter.where())
+        self._puts.append(put)
+        clock.tasks[task] += 1
+        return number
+
+    def left(self, number: int, addresses: Array) -> None:
+        """The source of a put has been read."""
+        put = self._puts[number]
+        self._access(put.event(LEAVES, "load"), put.clock, self._near(addresses, 1))
+
+    def came(self, number: int, addresses: Array) -> None:
+        """Its data is stored."""
+        put = self._puts[number]
+        self._access(put.event(COMES, "store"), put.clock, self._near(addresses, 1))
+
+    def signalled(self, number: int, atomic: Atomic) -> None:
+        """Its signal is set: who acquires it knows of the data, and not that the source is free."""
+        put = self._puts[number]
+        known = put.after(COMES, SIGNALS)
+        address = np.array([atomic.address], np.uint64)
+        for watched, places in self._near(address, atomic.itemsize):
+            self._atomic(put.event(SIGNALS, "atomic"), known, watched, places, atomic)
+        self._signals.setdefault(atomic.address, Clock()).join(known)
+
+    def quiet(self, rank: int) -> None:
+        """All that the rank has put has come."""
+        _, clock = self._now[rank]
+        for put in self._puts:
+            if put.stream[0] == rank:
+                clock.join(put.after(LEAVES, COMES, SIGNALS))
+
     def words(self, rank: int, kind: Kind, addresses: Array, itemsize: int) -> None:
         """Words that carry their own signal (gpu/low_latency.py) are loaded or stored.
 
@@ -319,9 +395,11 @@ class RaceDetector:
         launches words order, too: after the launch that loads a word comes what is after all the
         launches before the one that stored it.
         """
-        number = None
-        for watched, places in self._near(rank, addresses, itemsize):
-            number = self._happens(rank, "store" if kind == "store" else "take", number)
+        if rank not in self._now or not (near := self._near(addresses, itemsize)):
+            return
+        _, clock = self._now[rank]
+        number = self._happens(self._event(rank, "store" if kind == "store" else "take"))
+        for watched, places in near:
             cells = self._cells(watched, places, number)
             writers = watched.last["store"][0][cells] if watched.last["store"] else None
             carried = np.zeros(len(cells), bool)
@@ -332,21 +410,22 @@ class RaceDetector:
                         self._after_launch[rank].join(self._carried[writer])
             if kind == "store":
                 self._carried[number] = self._host[rank].copy()
-                self._check(watched, cells[~carried], number)
-                self._check_stored_over(watched, cells[carried], number)
-                self._record(watched, cells, number)
+                self._check(watched, cells[~carried], number, clock)
+                self._check_stored_over(watched, cells[carried], number, clock)
+                self._record(watched, cells, number, clock)
             else:
                 for doubt in self._doubts.get(rank, ()):
                     if doubt.watched is watched:
                         doubt.cells = np.setdiff1d(doubt.cells, cells)
-                self._check(watched, cells[~carried], number, reads=True)
+                self._check(watched, cells[~carried], number, clock, reads=True)
                 polling = watched.polling.setdefault(rank, watched.column())
                 polling[cells[carried]] = number
 
-    def _check_stored_over(self, watched: _Watched, cells: Array, number: int) -> None:
+    def _check_stored_over(
+        self, watched: _Watched, cells: Array, number: int, clock: Clock
+    ) -> None:
         """Words are stored where words are: someone has taken those, and all who did are known."""
         store = self._events[number]
-        _, clock = self._now[store.task[0][0]]
         taken = np.zeros(len(cells), bool)
         for column in watched.last["take"]:
             taken |= column[cells] != NOBODY
@@ -377,16 +456,16 @@ class RaceDetector:
                 store.where,
             )
 
-    def _near(self, rank: int, addresses: Array, itemsize: int) -> Iterator[tuple[_Watched, Array]]:
-        """The tensors in or near which a running program's access is, with one place per element.
+    def _near(self, addresses: Array, itemsize: int) -> list[tuple[_Watched, Array]]:
+        """The tensors in or near which an access is, with one place per element.
 
         Args:
-            rank: whose program.
             addresses: uint64 [n].
             itemsize: bytes at each of them; may be several elements.
         """
-        if rank not in self._now or not len(addresses):
-            return
+        if not len(addresses):
+            return []
+        near = []
         first, last = int(addresses.min()), int(addresses.max()) + itemsize
         for watched in self._watched:
             start, end = watched.start - GUARD, watched.end + GUARD
@@ -398,15 +477,18 @@ class RaceDetector:
                 places = (addresses[:, None] + inside).ravel()
             places = places[(places >= start) & (places < end)]
             if len(places):
-                yield watched, places
+                near.append((watched, places))
+        return near
 
-    def _happens(self, rank: int, kind: Access, number: int | None = None) -> int:
-        """The number of an event that is new, unless it has one."""
-        if number is None:
-            number = len(self._events)
-            task, clock = self._now[rank]
-            self._events.append(Event(task, clock.tasks[task], kind, interpreter.where()))
-        return number
+    def _event(self, rank: int, kind: Access) -> Event:
+        """What a rank's running program does now."""
+        task, clock = self._now[rank]
+        return Event(task, clock.tasks[task], kind, interpreter.where())
+
+    def _happens(self, event: Event) -> int:
+        """The number of an event that is new."""
+        self._events.append(event)
+        return len(self._events) - 1
 
     def _cells(self, watched: _Watched, places: Array, number: int) -> Array:
         """Elements of a tensor at these places; those that are outside are reported."""
@@ -426,7 +508,13 @@ class RaceDetector:
         return np.unique((places[inside] - watched.start).astype(np.int64) // watched.itemsize)
 
     def _check(
-        self, watched: _Watched, cells: Array, number: int, *, reads: bool | None = None
+        self,
+        watched: _Watched,
+        cells: Array,
+        number: int,
+        clock: Clock,
+        *,
+        reads: bool | None = None,
     ) -> None:
         """Report what this access has no order with, or that it `reads` what nobody has stored."""
         event = self._events[number]
@@ -439,13 +527,12 @@ class RaceDetector:
                 f"stored there: {event}",
                 event.where,
             )
-        _, clock = self._now[event.task[0][0]]
         for kind in CONFLICTS[event.kind]:
             for other in self._without_order(watched, (kind,), cells, number, clock):
                 here = self._where_last(watched, kind, cells, other)
                 self._report_pair(watched, here, other, event)
 
-    def _record(self, watched: _Watched, cells: Array, number: int) -> None:
+    def _record(self, watched: _Watched, cells: Array, number: int, clock: Clock) -> None:
         """This is now among the last that was done to these elements."""
         event = self._events[number]
         if event.kind == "store":
@@ -454,7 +541,6 @@ class RaceDetector:
                     column[cells] = NOBODY
         if event.kind in ("store", "atomic"):
             watched.initialised[cells] = True
-        _, clock = self._now[event.task[0][0]]
         self._remember(watched, event.kind, cells, number, clock)
 
     def _remember(

@@ -20,16 +20,19 @@ from __future__ import annotations
 import random
 import threading
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
+from torch import Tensor
 
 from weft.errors import WeftError
 from weft.kernels.check import extern, interpreter
 from weft.kernels.check.interpreter import Array, Atomic, Kind, Program
+from weft.kernels.check.network import Network
 from weft.kernels.check.races import GUARD, RaceDetector
 from weft.kernels.symmetric.memory import SymmetricTensor
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
@@ -42,6 +45,14 @@ SWITCH_PROBABILITY = 0.05
 
 class HangError(WeftError):
     """Every rank waits; the message says who for what."""
+
+
+NOWHERE = 1 << 16
+"""Below this address a process has no memory: what is stored at an address of 0, and after it."""
+
+
+class AddressError(WeftError):
+    """A load or a store by an address that is none."""
 
 
 class RankError(WeftError):
@@ -67,6 +78,10 @@ class _Rank:
     finished: bool = False
     last_poll: tuple[int, str] | None = None
     program: Program | None = None
+
+    @property
+    def able(self) -> bool:
+        return not self.finished and self.stalled is None
 
 
 class Ranks:
@@ -94,6 +109,7 @@ class Ranks:
         self.races = races
         self.failure: BaseException | None = None
         self.memory = Memory()
+        self.network = Network(self._random, self.memory, races, self.changed, self.has_set)
 
     def start(self) -> None:
         """Give the first turn to someone."""
@@ -106,7 +122,10 @@ class Ranks:
     def leave(self, rank: int) -> None:
         """The rank is through; the turn goes on."""
         self._ranks[rank].finished = True
-        if self.failure is not None or all(r.finished for r in self._ranks):
+        ended = all(r.finished for r in self._ranks)
+        while ended and self.failure is None and self.network.puts:
+            self.network.deliver()  # though nobody waits for it
+        if ended or self.failure is not None:
             self._release_all()
         else:
             self._pass_on(rank)
@@ -121,6 +140,7 @@ class Ranks:
         """Before a memory operation: the turn may go to another rank."""
         state = self._ranks[rank]
         state.stalled = None
+        self.network.step()
         if self._random.random() < SWITCH_PROBABILITY:
             self._pass_on(rank)
             self._wait(rank)
@@ -171,9 +191,10 @@ class Ranks:
             state.stalled = None  # they look again
 
     def _choose(self) -> int:
-        able = [i for i, r in enumerate(self._ranks) if not r.finished and r.stalled is None]
-        if not able:
-            raise HangError(self._describe_hang())
+        while not (able := [i for i, r in enumerate(self._ranks) if r.able]):
+            if not self.network.puts:
+                raise HangError(self._describe_hang())
+            self.network.deliver()
         return self._random.choices(able, [self._weight[i] for i in able])[0]
 
     def _pass_on(self, rank: int) -> None:
@@ -246,6 +267,7 @@ class Memory:
         self._tensors: list[tuple[int, int, str, int, int]] = []
         self._multicast: dict[int, tuple[int, list[int]]] = {}
         self.storages: set[int] = set()
+        self._of_rank: dict[int, list[Tensor]] = defaultdict(list)  # in the order of allocation
 
     def add(self, rank: int, tensor: SymmetricTensor) -> None:
         """Remember where a rank's tensor is."""
@@ -255,6 +277,15 @@ class Memory:
         at = bisect_right(self._starts, entry[0])
         self._starts.insert(at, entry[0])
         self._tensors.insert(at, entry)
+        self._of_rank[rank].append(local)  # what is put may come after the rank has ended
+
+    def of_peer(self, rank: int, address: int, nbytes: int, peer: int) -> int:
+        """Where a peer has what is at this address of a rank; 0 if it is not symmetric."""
+        for mine, theirs in zip(self._of_rank[rank], self._of_rank[peer], strict=False):
+            offset = address - mine.data_ptr()
+            if offset >= 0 and offset + nbytes <= mine.nbytes:
+                return theirs.data_ptr() + offset
+        return 0
 
     def add_multicast(self, tensor: SymmetricTensor) -> None:
         """Remember where all ranks' are."""
@@ -289,10 +320,11 @@ class CheckedHome(VirtualHome):
 
     def empty(self, name, shape, dtype):  # type: ignore[no-untyped-def]
         tensor = super().empty(name, shape, dtype)
-        multicast = extern.MULTICAST + int(tensor.addresses[0])
-        tensor = replace(tensor, multicast=multicast)
         self._ranks.memory.add(self.rank, tensor)
-        self._ranks.memory.add_multicast(tensor)
+        if tensor.addresses.all():
+            multicast = extern.MULTICAST + int(tensor.addresses[0])
+            tensor = replace(tensor, multicast=multicast)
+            self._ranks.memory.add_multicast(tensor)
         if self._ranks.races is not None:
             self._ranks.races.watch(self.rank, tensor)
         self.barrier()  # nobody stores to what is not known yet
@@ -345,6 +377,11 @@ class _TurnTaker:
             self._ranks.races.program(self._rank, index)
 
     def access(self, kind: Kind, addresses: Array, itemsize: int) -> None:
+        if len(addresses) and addresses.min() < NOWHERE:
+            raise AddressError(
+                f"{kind} of {int(addresses.min()):#x} at {interpreter.where()}; that is in no "
+                "memory of any rank: ranks of other nodes may have no address (gpu/nvshmem.py)"
+            )
         self._ranks.step(self._rank)
         if kind == "atomic":
             return
@@ -383,6 +420,28 @@ class _TurnTaker:
     def is_symmetric(self, storage: int) -> bool:
         return storage in self._ranks.memory.storages
 
+    def put(self, to: int, source: int, nbytes: int, signal: int, value: int, peer: int) -> None:
+        if signal:
+            self._ranks.step(self._rank)
+            self._ranks.progressed(self._rank)
+        else:  # the source is read before it returns
+            self.access("load", np.arange(source, source + nbytes, 2, dtype=np.uint64), 2)
+        self._ranks.network.put(self._rank, to, source, nbytes, signal, value, peer)
+
+    def fetched(self, signal: int, value: int) -> None:
+        self.atomic(Atomic(signal, 8, "relaxed", "system", value, value, sets=False))
+
+    def waited(self, signal: int, value: int) -> None:
+        self._ranks.progressed(self._rank)
+        if self._ranks.races is not None:
+            acquire = Atomic(signal, 8, "acquire", "system", value, value, sets=False)
+            self._ranks.races.atomic(self._rank, acquire)
+
+    def quiet(self) -> None:
+        self._ranks.step(self._rank)
+        self._ranks.progressed(self._rank)
+        self._ranks.network.quiet(self._rank)
+
 
 def run(
     work: Callable[[VirtualHome], Result],
@@ -391,6 +450,7 @@ def run(
     seed: int = 0,
     slowness: Sequence[float] | None = None,
     races: RaceDetector | None = None,
+    ranks_per_node: int | None = None,
 ) -> list[Result]:
     """Call `work` with the home of each rank; their results, by rank.
 
@@ -400,13 +460,14 @@ def run(
         seed: names the interleaving.
         slowness: of each rank, 1.0 for none: how many times rarer it gets the turn.
         races: collects what it finds; None to look for none.
+        ranks_per_node: ranks reach those of other nodes by puts only; all are on one node if None.
 
     Raises:
         HangError: all ranks wait.
         RankError: `work` raised on a rank; that error is the cause.
     """
     ranks = Ranks(world_size, seed, slowness, races)
-    world = VirtualWorld(world_size, ranks, guard=GUARD)
+    world = VirtualWorld(world_size, ranks, guard=GUARD, ranks_per_node=ranks_per_node)
     results: dict[int, Result] = {}
 
     def body(rank: int) -> None:

@@ -125,7 +125,14 @@ def perform(check: Check) -> Outcome:
     slowness = [SLOW if rank in slow else 1.0 for rank in range(check.world_size)]
     wrong: list[str] = []
     try:
-        by_rank = run(work, check.world_size, seed=check.seed, slowness=slowness, races=races)
+        by_rank = run(
+            work,
+            check.world_size,
+            seed=check.seed,
+            slowness=slowness,
+            races=races,
+            ranks_per_node=check.op.reach(check.world_size),
+        )
     except (HangError, RankError) as error:
         wrong.append(str(error))
     else:

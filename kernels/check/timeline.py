@@ -8,6 +8,8 @@ are then replayed side by side (a list schedule). A number of its own memory
 takes one unit of time, one over a link LINK_COST, and a wait lasts until its
 signal has come. Stores to other ranks are posted: the program goes on, and the
 rank's links carry them one after the other, the signals that follow them too.
+What is put to ranks that have no address goes over the rank's network, in
+NETWORK_COST a number.
 
 Moving numbers is called compute in kernels that multiply, and copying in others.
 
@@ -40,10 +42,13 @@ from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
 Activity = Literal["communication", "waiting", "compute", "copying"]
 Stream = Literal["main", "beside"]
-Lane = Literal["links", "main", "beside"]
+Lane = Literal["network", "links", "main", "beside"]
 
 LINK_COST = 7
 """Of a number over a link, in those of memory: as NVLink 4 and HBM3 of an H100."""
+
+NETWORK_COST = 67
+"""The same over a network card of 400 Gb/s."""
 
 _NOT_KERNELS = (str(Path(triton.__file__).parent), str(Path(__file__).parent))
 
@@ -79,7 +84,7 @@ class _Step:
     kernel: str
     activity: Activity = "compute"
     cost: int = 0
-    posted: bool = False  # the stream goes on; the links do it
+    posted: Lane | None = None  # the stream goes on; this lane does it
     sends: tuple[int, ...] = ()  # addresses of signals
     waits_for: tuple[tuple[int, int], ...] = ()  # address, how often it must have been sent
     after: tuple[Stream, int] | None = None  # so many steps of another stream of the rank
@@ -92,12 +97,14 @@ class _Recorder(RaceDetector):
         super().__init__()
         self.steps: dict[tuple[int, Stream], list[_Step]] = defaultdict(list)
         self.stream: dict[int, Stream] = defaultdict(lambda: "main")
-        self._owners: list[tuple[int, int, int]] = []
+        self._owners: list[tuple[int, int, int, int]] = []
         self._changes: dict[int, int] = defaultdict(int)
+        self._put: dict[int, list[int]] = defaultdict(list)  # of each rank, signals
 
     def watch(self, rank: int, tensor: SymmetricTensor) -> None:
         start = tensor.local.data_ptr()
-        self._owners.append((start, start + tensor.local.nbytes, rank))
+        local = tensor.local
+        self._owners.append((start, start + local.nbytes, rank, local.element_size()))
 
     def forget(self, rank: int) -> None:
         """What a rank has done so far is not of the op."""
@@ -124,12 +131,14 @@ class _Recorder(RaceDetector):
     def access(self, rank: int, kind: Kind, addresses: Array, itemsize: int) -> None:
         if len(addresses):
             remote = self._owner(int(addresses[0])) not in (None, rank)
-            self.add(rank, _move(len(addresses), remote, posted=kind == "store"))
+            self.add(
+                rank, _move(len(addresses), remote, posted="links" if kind == "store" else None)
+            )
 
     def atomic(self, rank: int, atomic: Atomic) -> None:
         if atomic.changed:
             self._changes[atomic.address] += 1
-            move = _move(1, self._owner(atomic.address) != rank, posted=True)
+            move = _move(1, self._owner(atomic.address) != rank, posted="links")
             self.add(rank, replace(move, sends=(atomic.address,)))
         else:
             self._wait(rank, [atomic.address])
@@ -142,8 +151,23 @@ class _Recorder(RaceDetector):
         elif words:
             for word in words:
                 self._changes[word] += 1
-            move = _move(len(words), self._owner(words[0]) != rank, posted=True)
+            move = _move(len(words), self._owner(words[0]) != rank, posted="links")
             self.add(rank, replace(move, sends=tuple(words)))
+
+    def put(self, rank: int, addresses: Array, signal: int) -> int:
+        start = int(addresses[0])
+        itemsize = next(size for begin, end, _, size in self._owners if begin <= start < end)
+        cost = len(addresses) * 2 // itemsize * NETWORK_COST  # of every second byte
+        sends = (signal,) if signal else ()
+        self._put[rank] += sends
+        self.add(rank, _Step(_kernel(), "communication", cost, posted="network", sends=sends))
+        return 0
+
+    def signalled(self, number: int, atomic: Atomic) -> None:
+        self._changes[atomic.address] += 1
+
+    def quiet(self, rank: int) -> None:
+        self._wait(rank, self._put[rank])
 
     def _wait(self, rank: int, addresses: list[int]) -> None:
         """For as many signals as have been sent by now: the last poll sees what it waits for."""
@@ -161,11 +185,15 @@ class _Recorder(RaceDetector):
 
     def program(self, rank: int, index: Program) -> None: ...
 
+    def left(self, number: int, addresses: Array) -> None: ...
+
+    def came(self, number: int, addresses: Array) -> None: ...
+
     def _owner(self, address: int) -> int | None:
-        return next((rank for start, end, rank in self._owners if start <= address < end), None)
+        return next((rank for start, end, rank, _ in self._owners if start <= address < end), None)
 
 
-def _move(numbers: int, remote: bool, *, posted: bool) -> _Step:
+def _move(numbers: int, remote: bool, *, posted: Lane | None) -> _Step:
     """Of numbers in the own memory, or over a link."""
     if remote:
         return _Step(_kernel(), "communication", cost=numbers * LINK_COST, posted=posted)
@@ -202,7 +230,7 @@ def record(op: Op, sizes: Sizes, seed: int = 0) -> list[Span]:
         op.call([tensor[home.rank] for tensor in tensors], workspace, sizes)
 
     with _multiplying() as products:
-        run(work, sizes.world, seed=seed, races=recorder)
+        run(work, sizes.world, seed=seed, races=recorder, ranks_per_node=op.reach(sizes.world))
     spans = _replay(recorder.steps)
     return [
         replace(span, activity="compute")
@@ -232,7 +260,7 @@ def _multiplying() -> Iterator[set[str]]:
 def _replay(steps: dict[tuple[int, Stream], list[_Step]]) -> list[Span]:
     """Run all streams side by side: always the step that can begin first."""
     ends: dict[tuple[int, Stream], list[int]] = {key: [] for key in steps}  # of steps done
-    links: dict[int, int] = defaultdict(int)  # until when a rank's are busy
+    busy: dict[tuple[int, Lane], int] = defaultdict(int)  # until when a rank's links are
     sent: dict[int, list[int]] = defaultdict(list)  # when, by address
     lanes: dict[tuple[int, Lane], list[Span]] = defaultdict(list)
 
@@ -256,10 +284,10 @@ def _replay(steps: dict[tuple[int, Stream], list[_Step]]) -> list[Span]:
         start, (rank, stream) = min(ready)
         done = ends[rank, stream]
         step, before = steps[rank, stream][len(done)], done[-1] if done else 0
-        lane: Lane = "links" if step.posted else stream
+        lane: Lane = step.posted or stream
         if step.posted:
-            before = start = max(start, links[rank])
-            links[rank] = start + step.cost
+            before = start = max(start, busy[rank, lane])
+            busy[rank, lane] = start + step.cost
         end = start + step.cost
         done.append((done[-1] if done else 0) if step.posted else end)
         for address in step.sends:

@@ -4,9 +4,12 @@
 
 Slot n mod 2 of each rank's buffer is [W, numel]; in call n, row r of it is for
 the shard of rank r. A shard is cut into chunks, and signal [c, r] of a rank is
-set to n when chunk c of rank r's shard can be read. The layout of the signals
-does not depend on the shape of a call: a rank that is one call ahead may set
-signals of the next call already, and those must not stand for others of this.
+set to n when chunk c of rank r's shard can be read, by rank r. A signal must
+have one rank that sets it, whatever the method, or one that is late in call n
+would set it back after another has set it in call n + 1. So what comes through a
+third has signals of its own (two_level). The layout of the signals does not
+depend on the shape of a call: a rank that is one call ahead may set signals of
+the next call already, and those must not stand for others of this.
 
 Protocols, of call n:
 
@@ -27,8 +30,14 @@ Protocols, of call n:
 - multimem. A rank stores its shard to all ranks at once through the switch
   (multimem.py), then sets signal [c, r] of each.
 - two_level, for several nodes. A shard crosses to each other node once: rank l of
-  a node sends its own to the ranks l of all nodes (`push_across`), and passes on
-  what it gets, and its own, to the ranks of its node (`fan_out`).
+  a node sends its own to the ranks l of all nodes (`push_across`), which sets
+  their signals [c, r], and passes on what it gets, and its own, to the other
+  ranks of its node (`fan_out`), which sets their signals passed [c, r].
+  To a rank that it has no address of (beyond NVLink) it sends chunk c by a put
+  from row r of its own slot, which NVSHMEM follows with signal [c, a] of that
+  rank's `across`, where a is r's node. Row r is stored to again two calls later,
+  and each call begins with a `quiet`. Who gets chunk c sets its own signal
+  [c, r], for `collect_chunks`, in r's stead: there, two_level is the only method.
 
 In each of them a rank hears from every other one in every call, be it through a
 third, so two slots are enough, and calls may differ in method: gpu/workspace.py.
@@ -44,6 +53,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.gpu import nvshmem
 from weft.kernels.gpu.collective import (
     LOW_LATENCY,
     MAX_LL_BYTES,
@@ -135,15 +145,17 @@ def publish_chunks(
 def collect_chunks(
     out,  # [W, numel]
     buffers,  # int64 [W]; addresses of [2, W, numel]
-    signals,  # int64 [W]; addresses of int32 [chunks, W]
+    signals,  # int64 [W]; addresses of int32 [chunks, W], and from `passed` on of as many again
     calls,  # int32 [1]
     fault,  # int32 [4]
     rank,
     numel,
     slot_numel,
     chunk,
+    passed,  # the first of the signals of what comes through another rank of the node
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
+    NODE: tl.constexpr,  # ranks of a node, each of which passes on; 1 if none does
     PULL: tl.constexpr,  # from the slot of the rank whose shard it is, not from the own slot
     BLOCK: tl.constexpr,
     max_polls,
@@ -156,7 +168,8 @@ def collect_chunks(
     for item in range(tl.program_id(0), WORLD * tl.cdiv(numel, chunk), tl.num_programs(0)):
         source = (rank + WORLD - item % WORLD) % WORLD
         index = item // WORLD
-        wait(signals, rank, index * WORLD + source, call, fault, max_polls)
+        first = tl.where(source % NODE == rank % NODE, 0, passed)
+        wait(signals, rank, first + index * WORLD + source, call, fault, max_polls)
         holder = source if PULL else rank
         shard = peer_pointer(buffers, holder, dtype) + (call % 2) * slot_numel + source * numel
         copy_chunk(out + source * numel, shard, index, numel, chunk, BLOCK)
@@ -279,8 +292,9 @@ def wait_for_all(
 @triton.jit(do_not_specialize=["rank"])
 def push_across(
     x,  # [numel]; this rank's shard
-    buffers,  # int64 [W]; addresses of [2, W, numel]
+    buffers,  # int64 [W]; addresses of [2, W, numel], 0 for ranks that NVLink does not reach
     signals,  # int64 [W]; addresses of int32 [chunks, W]
+    across,  # int64 [W]; addresses of int64 [chunks, W / NODE]
     calls,  # int32 [1]
     rank,
     numel,
@@ -289,48 +303,79 @@ def push_across(
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     NODE: tl.constexpr,  # ranks of a node
+    FAR: tl.constexpr,  # there are ranks without an address
     BLOCK: tl.constexpr,
 ):
-    """Copy one chunk to the same rank of one node and tell it. Grid: (chunks * W / NODE,)."""
-    nodes: tl.constexpr = WORLD // NODE
-    peer = (rank + tl.program_id(0) % nodes * NODE) % WORLD
-    index = tl.program_id(0) // nodes
+    """Copy one chunk to the same rank of all nodes and tell them. Grid: (chunks,).
+
+    To the own slot first: puts send from there.
+    """
+    index = tl.program_id(0)
     call = tl.load(calls)
-    to = peer_pointer(buffers, peer, dtype) + (call % 2) * slot_numel + rank * numel
-    copy_chunk(to, x, index, numel, chunk, BLOCK)
-    notify(signals, peer, index * WORLD + rank, call)
+    row = (call % 2) * slot_numel + rank * numel
+    own = peer_pointer(buffers, rank, dtype) + row
+    copy_chunk(own, x, index, numel, chunk, BLOCK)
+    notify(signals, rank, index * WORLD + rank, call)
+    nodes: tl.constexpr = WORLD // NODE
+    for distance in range(1, nodes):
+        peer = (rank + distance * NODE) % WORLD
+        address = tl.load(buffers + peer)
+        if FAR:
+            begin = index * chunk
+            count = (tl.minimum(begin + chunk, numel) - begin).to(tl.int64)
+            nbytes = count * (dtype.primitive_bitwidth // 8)
+            source = (own + begin).to(tl.int64)
+            signal = tl.load(across + rank) + 8 * (index * nodes + rank // NODE)
+            if address == 0:
+                nvshmem.put_signal(source, source, nbytes, signal, call.to(tl.int64), peer)
+        if address != 0:
+            copy_chunk(peer_pointer(buffers, peer, dtype) + row, x, index, numel, chunk, BLOCK)
+            notify(signals, peer, index * WORLD + rank, call)
 
 
 @triton.jit(do_not_specialize=["rank"])
 def fan_out(
-    buffers,  # int64 [W]; addresses of [2, W, numel]
-    signals,  # int64 [W]; addresses of int32 [chunks, W]
+    buffers,  # int64 [W]; addresses of [2, W, numel], 0 for ranks that NVLink does not reach
+    signals,  # int64 [W]; addresses of int32 [chunks, W], and from `passed` on of as many again
+    across,  # int64 [W]; addresses of int64 [chunks, W / NODE]
     calls,  # int32 [1]
     fault,  # int32 [4]
     rank,
     numel,
     slot_numel,
     chunk,
+    passed,  # the first of the signals of what is passed on
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
-    NODE: tl.constexpr,  # ranks of a node; at least 2
+    NODE: tl.constexpr,  # ranks of a node
+    FAR: tl.constexpr,  # there are ranks without an address
     BLOCK: tl.constexpr,
     max_polls,
 ):
-    """Pass chunks on to the other ranks of the node. Grid: (programs,), persistent."""
+    """Pass chunks on to the other ranks of the node. Grid: (programs,), persistent.
+
+    And tell this rank itself of what came by a put.
+    """
     call = tl.load(calls)
-    steps: tl.constexpr = WORLD // NODE * (NODE - 1)  # for each chunk
-    for item in range(tl.program_id(0), steps * tl.cdiv(numel, chunk), tl.num_programs(0)):
-        distance = item % steps // (NODE - 1)  # in nodes; they come in this order
+    nodes: tl.constexpr = WORLD // NODE
+    first: tl.constexpr = 0 if FAR else 1  # of the steps from this rank to the others of its node
+    steps: tl.constexpr = NODE - first
+    for item in range(tl.program_id(0), nodes * steps * tl.cdiv(numel, chunk), tl.num_programs(0)):
+        distance = item // steps % nodes  # in nodes; they come in this order
         source = (rank + WORLD - distance * NODE) % WORLD
-        step = 1 + item % steps % (NODE - 1)
-        peer = rank // NODE * NODE + (rank + step) % NODE
-        index = item // steps
-        wait(signals, rank, index * WORLD + source, call, fault, max_polls)
-        row = (call % 2) * slot_numel + source * numel
-        shard = peer_pointer(buffers, rank, dtype) + row
-        copy_chunk(peer_pointer(buffers, peer, dtype) + row, shard, index, numel, chunk, BLOCK)
-        notify(signals, peer, index * WORLD + source, call)
+        peer = rank // NODE * NODE + (rank + first + item % steps) % NODE
+        index = item // (nodes * steps)
+        if (peer != rank) | (tl.load(buffers + source) == 0):
+            at, at_across = index * WORLD + source, index * nodes + source // NODE
+            nvshmem.wait_across(
+                buffers, source, signals, at, across, at_across, rank, call, fault, FAR, max_polls
+            )
+            row = (call % 2) * slot_numel + source * numel
+            shard = peer_pointer(buffers, rank, dtype) + row
+            if peer != rank:
+                to = peer_pointer(buffers, peer, dtype) + row
+                copy_chunk(to, shard, index, numel, chunk, BLOCK)
+            notify(signals, peer, at + tl.where(peer == rank, 0, passed), call)
 
 
 class AllGatherWorkspace(CollectiveWorkspace):
@@ -346,11 +391,12 @@ class AllGatherWorkspace(CollectiveWorkspace):
         ranks_per_node: int | None,
     ) -> None:
         size, chunks = home.world_size, count_chunks(max_numel, chunk)
+        passed = size * chunks if "two_level" in methods else 0
         super().__init__(
             *(home, "all_gather"),
             size * -(-max_numel // 8) * 8,  # each slot begins at a multiple of 16 bytes
             dtype,
-            num_signals=size * (chunks + 1),
+            num_signals=size * (chunks + 1) + passed,
             max_numel=max_numel,
             methods=methods,
             known=METHODS,
@@ -359,6 +405,9 @@ class AllGatherWorkspace(CollectiveWorkspace):
         )
         nbytes = min(max_numel * dtype.itemsize, MAX_LL_BYTES)
         self.met = size * chunks  # the first of the signals of `meet`
+        self.passed = self.met + size  # the first of the signals of what is passed on
+        puts = size // self.ranks_per_node * chunks if self.far else 0
+        self.across = home.zeros("all_gather.across", (puts,), torch.int64)
         self.ll_words = -(-nbytes // 4) if "ll" in methods else 0
         self.ll128_lines = -(-nbytes // 120) if "ll128" in methods else 0
         self.ll = home.zeros("all_gather.ll", (SLOTS, size, self.ll_words), torch.int64)
@@ -387,7 +436,8 @@ def all_gather_workspace(
         methods: that it will be used with, of METHODS.
         chunk: numbers that have a signal of their own; a multiple of 8.
         ranks_per_node: for two_level: ranks 0 to ranks_per_node - 1 are on one node, and so on.
-            All ranks are on one node if None.
+            All ranks are on one node if None. Ranks without an address must be of other nodes,
+            and two_level the only method.
 
     Raises:
         KernelError: on every rank, if on one of them there is no such method, or a node's ranks
@@ -449,7 +499,7 @@ def _push(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
     chunks, (tables, sizes), constants = _launch(workspace, x.numel())
     workspace.begin()
     push_chunks[(workspace.world_size * chunks,)](x, *tables, *sizes, **constants)
-    _collect(out, workspace, x.numel(), pull=False)
+    _collect(out, workspace, x.numel())
 
 
 def _pull(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
@@ -459,11 +509,13 @@ def _pull(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
     _collect(out, workspace, x.numel(), pull=True)
 
 
-def _collect(out: Tensor, workspace: AllGatherWorkspace, numel: int, *, pull: bool) -> None:
+def _collect(
+    out: Tensor, workspace: AllGatherWorkspace, numel: int, *, pull: bool = False, node: int = 1
+) -> None:
     chunks, (tables, sizes), constants = _launch(workspace, numel)
     collect_chunks[(workspace.resident(workspace.world_size * chunks),)](
-        *(out, *tables, workspace.fault, *sizes),
-        **{**constants, **waiting(workspace), "PULL": pull},
+        *(out, *tables, workspace.fault, *sizes, workspace.passed),
+        **{**constants, **waiting(workspace), "PULL": pull, "NODE": node},
     )
 
 
@@ -522,21 +574,25 @@ def _multimem(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
         WORLD=workspace.world_size,
         BLOCK=BLOCK // 4,
     )
-    _collect(out, workspace, numel, pull=False)
+    _collect(out, workspace, numel)
 
 
 def _two_level(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
     chunks, (tables, sizes), constants = _launch(workspace, x.numel())
-    node = workspace.ranks_per_node
-    nodes = workspace.world_size // node
-    constants["NODE"] = node
+    buffers, signals, calls = tables
+    tables = (buffers, signals, workspace.across.addresses, calls)
+    node, far = workspace.ranks_per_node, workspace.far
+    constants |= {"NODE": node, "FAR": far, **workspace.link}
     workspace.begin()
-    push_across[(nodes * chunks,)](x, *tables, *sizes, **constants)
-    if node > 1:
-        fan_out[(workspace.resident(nodes * (node - 1) * chunks),)](
-            *tables, workspace.fault, *sizes, **{**constants, **waiting(workspace)}
+    if far:
+        nvshmem.quiet[(1,)](num_warps=1, **workspace.link)
+    push_across[(chunks,)](x, *tables, *sizes, **constants)
+    if steps := workspace.world_size if far else workspace.world_size // node * (node - 1):
+        fan_out[(workspace.resident(steps * chunks),)](
+            *(*tables, workspace.fault, *sizes, workspace.passed),
+            **{**constants, **waiting(workspace)},
         )
-    _collect(out, workspace, x.numel(), pull=False)
+    _collect(out, workspace, x.numel(), node=node)
 
 
 METHODS: dict[str, Callable[[Tensor, Tensor, AllGatherWorkspace], None]] = {

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from weft.kernels.gpu import nvshmem
 from weft.kernels.gpu.tune import Choice
 from weft.kernels.gpu.workspace import SLOTS, Workspace, agreed, require_counts
 from weft.kernels.symmetric.memory import Home
@@ -47,7 +48,8 @@ class CollectiveWorkspace(Workspace):
         methods: that it will be used with.
         known: all methods of the op.
         chunk: numbers that have a signal of their own.
-        ranks_per_node: for two_level; all are on one node if None.
+        ranks_per_node: for two_level, which alone takes ranks without an address, if they are of
+            other nodes; all are on one node if None.
 
     Raises:
         KernelError: on every rank, if one has a method or a dtype that there is not, or not on
@@ -92,7 +94,12 @@ class CollectiveWorkspace(Workspace):
                 SLOTS * numel <= MAX_NUMEL,
                 f"be at most {MAX_NUMEL}: make it for less",
             )
-        super().__init__(home, name, numel, dtype, num_signals)
+        first = home.rank // node * node
+        near = range(first, first + node) if set(methods) == {"two_level"} else None
+        super().__init__(home, name, numel, dtype, num_signals, near)
+        self.link = nvshmem.link_options() if self.far else {}
+        if self.far and home.device.type == "cuda":
+            nvshmem.register_modules()
         self.max_numel = max_numel
         self.methods = tuple(methods)
         self.chunk = chunk

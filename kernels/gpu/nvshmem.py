@@ -3,12 +3,21 @@
 The bitcode that NVIDIA ships (symmetric/nvshmem.py finds it) is linked into the
 kernel, which is launched with
 
-    kernel[grid](..., extern_libs=extern_libs(major, minor))
+    kernel[grid](..., **link_options())
 
-and whose module NVSHMEM must know before it runs (`register_modules`, once a
-process). Addresses are this rank's own, of symmetric memory: NVSHMEM adds where
-the other rank's is. Signals are uint64 here, which is what NVSHMEM has, and
-count calls as all signals do (signals.py).
+and whose module NVSHMEM must know before it runs (`register_modules`). Addresses
+are this rank's own, of symmetric memory, sources too: NVSHMEM adds where the
+other rank's is. Signals are uint64 here, which is what NVSHMEM has, and count
+calls as all signals do (signals.py).
+
+What is ordered is what OpenSHMEM 1.5 says (sections 9.8 on put-with-signal, 9.10
+on waiting, 9.11 on quiet), and no more:
+
+- the data of a `put_signal` is there before its signal is, for a rank that has
+  waited for it with `wait`;
+- puts do not order each other, not even from one program to one rank;
+- its source may be stored to again after a `quiet` of this rank that comes after
+  the put, and not because the other rank has answered.
 
 Each function is called by all threads of a program together. Triton passes
 pointers and sizes to them as int64, and void functions are declared to return
@@ -17,19 +26,21 @@ an int32 that nobody reads: LLVM's linker reconciles both with the bitcode.
 LLVM reads bitcode of its own version and older ones: Triton 3.6 links that of
 NVSHMEM 3.4 and fails to parse that of 3.8, which Triton 3.9 links.
 
-Not handled: Triton's interpreter, which has no extern functions. Kernels take
-these paths only between nodes.
+In the interpreter these functions are what check/network.py makes of them: puts
+that come late, in any order.
 """
 
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from typing import Any
 
 import triton
 import triton.language as tl
 from triton.language import core
 
+from weft.kernels.gpu import signals
 from weft.kernels.symmetric.nvshmem import bitcode
 
 SIGNAL_SET = tl.constexpr(9)  # NVSHMEM_SIGNAL_SET (nvshmemx_signal_op_t)
@@ -55,7 +66,12 @@ def _put(to, source, nbytes, rank, _semantic=None):
 def _put_signal(to, source, nbytes, signal, value, operation, rank, _semantic=None):
     arguments = [to, source, nbytes, signal, value, operation, rank]
     types = (_I64, _I64, _I64, _I64, _I64, _I32, _I32)
-    return _call("nvshmemx_putmem_signal_block", arguments, types, _I32, _semantic)
+    return _call("nvshmemx_putmem_signal_nbi_block", arguments, types, _I32, _semantic)
+
+
+@core.extern
+def _quiet(_semantic=None):
+    return _call("nvshmem_quiet", [], (), _I32, _semantic)
 
 
 @core.extern
@@ -87,11 +103,13 @@ def put(to, source, nbytes, rank):
 
 @triton.jit
 def put_signal(to, source, nbytes, signal, value, rank):
-    """The same, and set a signal of the other rank after the data has come.
+    """Begin the same, and set a signal of the other rank after the data has come.
 
-    As OpenSHMEM's putmem_signal with SIGNAL_SET: whoever waits for the value sees the data.
+    As OpenSHMEM's putmem_signal_nbi by a block of threads, with SIGNAL_SET: whoever waits for the
+    value sees the data. The program goes on; the source must stay as it is until a `quiet`.
 
     Args:
+        to, source, nbytes, rank: as of put.
         signal: int64, the symmetric address of a uint64, as this rank sees its own.
         value: int64, larger than all before.
     """
@@ -100,7 +118,18 @@ def put_signal(to, source, nbytes, signal, value, rank):
 
 
 @triton.jit
-def wait(signal, value, rank, index, fault, MAX_POLLS: tl.constexpr):
+def quiet():
+    """Wait until all that this rank has put is where it goes. Grid: (1,).
+
+    As OpenSHMEM's quiet. A kernel of its own, launched before those that store to the sources of
+    earlier calls again: inside another one it would wait for the puts of this call, too.
+    """
+    _quiet()
+    tl.debug_barrier()
+
+
+@triton.jit
+def wait(signal, value, rank, index, fault, max_polls):
     """Wait until one of this rank's own signals has reached a value, a bounded number of polls.
 
     As OpenSHMEM's signal_wait_until with CMP_GE, which itself would wait for ever: it is called
@@ -112,21 +141,56 @@ def wait(signal, value, rank, index, fault, MAX_POLLS: tl.constexpr):
         rank: this one.
         index: the signal's, for the message.
         fault: int32 [4], of this rank; (rank, index, wanted, seen) if the polls run out.
-        MAX_POLLS: to give up after.
+        max_polls: to give up after.
     """
     seen = _signal_fetch(signal)
-    polls = 0
-    while (seen < value) & (polls < MAX_POLLS):
-        seen = _signal_fetch(signal)
-        polls += 1
     if seen < value:
-        tl.store(fault, rank)
-        tl.store(fault + 1, index)
-        tl.store(fault + 2, tl.cast(value, tl.int32))
-        tl.store(fault + 3, seen.to(tl.int32))
-    else:
+        left = signals.polls_left(fault, max_polls)
+        while (seen < value) & (left > 0):
+            seen = _signal_fetch(signal)
+            left -= 1
+        if seen < value:
+            signals.report(fault, rank, index, tl.cast(value, tl.int32), tl.cast(seen, tl.int32))
+    if seen >= value:
         _signal_wait_until(signal, GREATER_OR_EQUAL, value)
     tl.debug_barrier()
+
+
+@triton.jit
+def wait_across(
+    addresses,  # int64 [W]; of what the sender stores to, 0 for ranks that NVLink does not reach
+    sender,
+    signals_of,  # int64 [W]; addresses of int32 signals, set by ranks with an address
+    index,  # of that signal
+    across,  # int64 [W]; addresses of int64 signals, set by ranks without one
+    across_index,
+    rank,
+    call,
+    fault,  # int32 [4]
+    FAR: tl.constexpr,  # there are ranks without an address
+    max_polls,
+):
+    """Wait for a rank of another node, which sends by its address or, without one, by a put."""
+    address = tl.load(addresses + sender)
+    if FAR:
+        signal = tl.load(across + rank) + 8 * across_index
+        if address == 0:
+            wait(signal, call.to(tl.int64), rank, index, fault, max_polls)
+    if address != 0:
+        signals.wait(signals_of, rank, index, call, fault, max_polls)
+
+
+def link_options() -> dict[str, Any]:
+    """Launch options that link the bitcode for the GPU that kernels are compiled for.
+
+    Raises:
+        SymmetricMemoryError: NVSHMEM is not installed, or has no bitcode for it.
+    """
+    if triton.knobs.runtime.interpret:
+        return {}
+    from triton.runtime.driver import driver
+
+    return {"extern_libs": extern_libs(*divmod(driver.active.get_current_target().arch, 10))}
 
 
 def extern_libs(major: int, minor: int) -> dict[str, str]:
@@ -142,10 +206,11 @@ STATE = b"nvshmemi_device_state_d"
 """A global of every module that the bitcode was linked into."""
 
 
+@cache
 def register_modules() -> None:
     """Make Triton tell NVSHMEM of every module with NVSHMEM in it, when it is loaded.
 
-    Once a process, after NvshmemHome has initialised the library.
+    After NvshmemHome has initialised the library; once a process, however often it is called.
     """
     from nvshmem import bindings
     from triton import knobs

@@ -4,9 +4,11 @@
 
 Part p of x, of numel numbers, is for rank p. Slot n mod 2 of each rank's buffer
 is [W, numel]: a part from every rank. A part is cut into chunks; signal [c, r]
-of a rank is set to n when chunk c of its part from rank r is in row r. Numbers
-travel in the dtype of x, as NCCL's do, are added in float32, in the order of
-the ranks, and rounded once: a sum has the same bits in every run.
+of a rank is set to n when chunk c of its part from rank r is in row r. A signal
+must have one rank that sets it, whatever the method (all_gather.py), so two_level
+has signals of its own. Numbers travel in the dtype of x, as NCCL's do, are added
+in float32, in the order of the ranks, and rounded once: a sum has the same bits
+in every run.
 
 Protocols, of call n:
 
@@ -16,10 +18,21 @@ Protocols, of call n:
 - two_level, for several nodes. Each number crosses to each other node once. On
   node a, rank l gathers what its node has for the ranks l of all nodes: rank
   (a, k) stores its part for (b, l) to row b * NODE + k of (a, l)'s slot
-  (`scatter_local`). `reduce_local` adds the NODE partial sums for node b in the
-  order of the ranks, and stores the sum to row a of the second buffer of (b, l),
-  whose second signals [c, a] say so. `reduce_chunks` adds those, in the order of
-  the nodes. What crosses is rounded to x's dtype.
+  (`scatter_local`), and sets (a, l)'s signal scattered [c, that row].
+  `reduce_local` adds the NODE partial sums for node b in the order of the ranks,
+  and stores the sum to row a of the second buffer of (b, l), whose second signals
+  [c, a] say so. `reduce_nodes` adds those, in the order of the nodes. What
+  crosses is rounded to x's dtype.
+  To a rank that it has no address of (beyond NVLink), `reduce_local` stores the
+  sum to row b of its own `sent`, and puts it from there, followed by signal
+  [c, a] of that rank's `across`. `sent` has one slot: a `quiet` stands before the
+  `reduce_local` of each call.
+
+  The three steps run at once, node by node, the next one first and the own one
+  last: the scatter on a stream of its own, the additions on the caller's, chunk
+  by chunk as signals come; and neither waits for what crosses, which is the
+  network's to carry. Programs of `reduce_local` wait for the scatter of this rank
+  and must leave it room: there is at most one for each processor but one.
 
 Every rank hears from every other one, be it through a third, so two slots are
 enough: gpu/workspace.py.
@@ -34,6 +47,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.gpu import nvshmem
 from weft.kernels.gpu.all_gather import BLOCK, CHUNK, copy_chunk
 from weft.kernels.gpu.collective import RESIDENT_BLOCK, CollectiveWorkspace, count_chunks, waiting
 from weft.kernels.gpu.signals import notify, peer_pointer, wait
@@ -82,6 +96,27 @@ def sum_rows(
     return total
 
 
+@triton.jit
+def add_chunk(
+    out,  # [length]
+    rows,  # [COUNT, numel]
+    index,  # of the chunk
+    length,  # of the sum; at most numel
+    numel,
+    chunk,
+    dtype: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add one chunk of the rows, in their order."""
+    begin = index * chunk
+    end = tl.minimum(begin + chunk, length)
+    for start in range(begin, end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total = sum_rows(rows, at, numel, end, COUNT, BLOCK)
+        tl.store(out + at, total.to(dtype), mask=at < end)
+
+
 @triton.jit(do_not_specialize=["rank"])
 def reduce_chunks(
     out,  # [length]
@@ -106,24 +141,20 @@ def reduce_chunks(
     for index in range(tl.program_id(0), tl.cdiv(length, chunk), tl.num_programs(0)):
         for row in range(COUNT):
             wait(signals, rank, first + index * COUNT + row, call, fault, max_polls)
-        begin = index * chunk
-        end = tl.minimum(begin + chunk, length)
-        for start in range(begin, end, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            total = sum_rows(rows, at, numel, end, COUNT, BLOCK)
-            tl.store(out + at, total.to(dtype), mask=at < end)
+        add_chunk(out, rows, index, length, numel, chunk, dtype, COUNT, BLOCK)
 
 
 @triton.jit(do_not_specialize=["rank"])
 def scatter_local(
     x,  # [W, numel]
     buffers,  # int64 [W]; addresses of [2, W, numel]
-    signals,  # int64 [W]; addresses of int32 [chunks, W]
+    signals,  # int64 [W]; addresses of int32 [scattered + chunks * W]
     calls,  # int32 [1]
     rank,
     numel,
     slot_numel,
     chunk,
+    scattered,  # the first of the signals
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     NODE: tl.constexpr,  # ranks of a node
@@ -131,25 +162,28 @@ def scatter_local(
 ):
     """Copy one chunk of a part to the rank of this node that sends it on. Grid: (chunks * W,).
 
-    What other nodes wait for goes first.
+    Chunk by chunk for the next node, then for the one after it, for the own one last.
     """
+    chunks = tl.cdiv(numel, chunk)
     node, local = rank // NODE, rank % NODE
-    to_node = (node + 1 + tl.program_id(0) % WORLD // NODE) % (WORLD // NODE)
+    to_node = (node + 1 + tl.program_id(0) // (NODE * chunks)) % (WORLD // NODE)
     to_local = (local + 1 + tl.program_id(0) % NODE) % NODE
     peer = node * NODE + to_local
     row = to_node * NODE + local
-    index = tl.program_id(0) // WORLD
+    index = tl.program_id(0) // NODE % chunks
     call = tl.load(calls)
     to = peer_pointer(buffers, peer, dtype) + (call % 2) * slot_numel + row * numel
     copy_chunk(to, x + (to_node * NODE + to_local) * numel, index, numel, chunk, BLOCK)
-    notify(signals, peer, index * WORLD + row, call)
+    notify(signals, peer, scattered + index * WORLD + row, call)
 
 
 @triton.jit(do_not_specialize=["rank"])
 def reduce_local(
     buffers,  # int64 [W]; addresses of [2, W, numel]
-    sums,  # int64 [W]; addresses of [2, W / NODE, numel]
+    sums,  # int64 [W]; addresses of [2, W / NODE, numel], 0 for ranks that NVLink does not reach
+    sent,  # [W / NODE, numel]; symmetric, this rank's; what is put
     signals,  # int64 [W]; addresses of int32 [first + chunks * W / NODE]
+    across,  # int64 [W]; addresses of int64 [chunks, W / NODE]
     calls,  # int32 [1]
     fault,  # int32 [4]
     rank,
@@ -157,34 +191,84 @@ def reduce_local(
     slot_numel,
     sums_slot_numel,
     chunk,
-    first,  # of the second signals
+    scattered,  # the first of the signals that are waited for
+    first,  # of those that are set
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     NODE: tl.constexpr,
+    FAR: tl.constexpr,  # there are ranks without an address
     BLOCK: tl.constexpr,
     max_polls,
 ):
-    """Add chunks for each node, send them there and tell. Grid: (programs,), persistent."""
+    """Add chunks, send each to its node and tell. Grid: (programs,), persistent.
+
+    In the order of `scatter_local`.
+    """
+    chunks = tl.cdiv(numel, chunk)
     nodes: tl.constexpr = WORLD // NODE
     node = rank // NODE
     call = tl.load(calls)
-    slot = peer_pointer(buffers, rank, dtype) + (call % 2) * slot_numel
-    for item in range(tl.program_id(0), nodes * tl.cdiv(numel, chunk), tl.num_programs(0)):
-        to_node = (node + 1 + item) % nodes
+    row_of_sums = (call % 2) * sums_slot_numel + node * numel
+    for item in range(tl.program_id(0), nodes * chunks, tl.num_programs(0)):
+        to_node = (node + 1 + item // chunks) % nodes
         peer = to_node * NODE + rank % NODE
-        index = item // nodes
+        index = item % chunks
         for local in range(NODE):
             row = to_node * NODE + local
-            wait(signals, rank, index * WORLD + row, call, fault, max_polls)
-        rows = slot + to_node * NODE * numel
-        to = peer_pointer(sums, peer, dtype) + (call % 2) * sums_slot_numel + node * numel
-        begin = index * chunk
-        end = tl.minimum(begin + chunk, numel)
-        for start in range(begin, end, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            total = sum_rows(rows, at, numel, end, NODE, BLOCK)
-            tl.store(to + at, total.to(dtype), mask=at < end)
-        notify(signals, peer, first + index * nodes + node, call)
+            wait(signals, rank, scattered + index * WORLD + row, call, fault, max_polls)
+        rows = peer_pointer(buffers, rank, dtype) + (call % 2) * slot_numel
+        rows += to_node * NODE * numel
+        address = tl.load(sums + peer)
+        to = peer_pointer(sums, peer, dtype) + row_of_sums
+        if FAR:
+            staged = sent + to_node * numel
+            if address == 0:
+                to = staged
+        add_chunk(to, rows, index, numel, numel, chunk, dtype, NODE, BLOCK)
+        if FAR:
+            size: tl.constexpr = dtype.primitive_bitwidth // 8
+            begin = index * chunk
+            nbytes = (tl.minimum(begin + chunk, numel) - begin).to(tl.int64) * size
+            row = tl.load(sums + rank) + (row_of_sums + begin).to(tl.int64) * size
+            source = (to + begin).to(tl.int64)
+            signal = tl.load(across + rank) + 8 * (index * nodes + node)
+            if address == 0:
+                nvshmem.put_signal(row, source, nbytes, signal, call.to(tl.int64), peer)
+        if address != 0:
+            notify(signals, peer, first + index * nodes + node, call)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def reduce_nodes(
+    out,  # [numel]
+    sums,  # int64 [W]; addresses of [2, W / NODE, numel], 0 for ranks that NVLink does not reach
+    signals,  # int64 [W]; addresses of int32 [first + chunks * W / NODE]
+    across,  # int64 [W]; addresses of int64 [chunks, W / NODE]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    numel,
+    sums_slot_numel,
+    chunk,
+    first,  # of the signals
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    NODE: tl.constexpr,
+    FAR: tl.constexpr,  # there are ranks without an address
+    BLOCK: tl.constexpr,
+    max_polls,
+):
+    """Wait for chunks of all nodes' sums and add them. Grid: (programs,), persistent."""
+    nodes: tl.constexpr = WORLD // NODE
+    call = tl.load(calls)
+    rows = peer_pointer(sums, rank, dtype) + (call % 2) * sums_slot_numel
+    for index in range(tl.program_id(0), tl.cdiv(numel, chunk), tl.num_programs(0)):
+        for node in range(nodes):
+            sender, at = node * NODE + rank % NODE, index * nodes + node
+            nvshmem.wait_across(
+                sums, sender, signals, first + at, across, at, rank, call, fault, FAR, max_polls
+            )
+        add_chunk(out, rows, index, numel, numel, chunk, dtype, nodes, BLOCK)
 
 
 class ReduceScatterWorkspace(CollectiveWorkspace):
@@ -201,20 +285,25 @@ class ReduceScatterWorkspace(CollectiveWorkspace):
     ) -> None:
         size, chunks = home.world_size, count_chunks(max_numel, chunk)
         nodes = size // ranks_per_node if ranks_per_node and ranks_per_node > 0 else 1
+        of_two_level = (size + nodes) * chunks if "two_level" in methods else 0
         super().__init__(
             *(home, "reduce_scatter", size * max_numel, dtype),
-            num_signals=(size + nodes) * chunks,
+            num_signals=size * chunks + of_two_level,
             max_numel=max_numel,
             methods=methods,
             known=METHODS,
             chunk=chunk,
             ranks_per_node=ranks_per_node,
         )
-        self.second = size * chunks  # the first of the second signals
+        self.scattered = size * chunks  # the first of the signals of `scatter_local`
+        self.second = 2 * size * chunks  # the first of the second signals
         self.sums_numel = nodes * max_numel if "two_level" in methods else 0
         self.sums: SymmetricTensor = home.empty(
             "reduce_scatter.sums", (SLOTS, self.sums_numel), dtype
         )
+        puts = nodes * chunks if self.far else 0
+        self.across = home.zeros("reduce_scatter.across", (puts,), torch.int64)
+        self.sent = home.empty("reduce_scatter.sent", (self.sums_numel if self.far else 0,), dtype)
 
 
 def reduce_scatter_workspace(
@@ -235,7 +324,8 @@ def reduce_scatter_workspace(
         methods: that it will be used with, of METHODS.
         chunk: numbers that have a signal of their own; a multiple of 8.
         ranks_per_node: for two_level: ranks 0 to ranks_per_node - 1 are on one node, and so on.
-            All ranks are on one node if None.
+            All ranks are on one node if None. Ranks without an address must be of other nodes,
+            and two_level the only method.
 
     Raises:
         KernelError: on every rank, if on one of them there is no such method, or a node's ranks
@@ -281,10 +371,13 @@ def reduce_scatter(
 def add_rows(out: Tensor, workspace: CollectiveWorkspace) -> None:
     """Launch the sum of the rows of all ranks, of as many numbers as `out` has."""
     numel, chunk = out.numel(), workspace.chunk
+    # Of one rank there is nothing to add, and where so much is copied at once registers spill.
+    block = RESIDENT_BLOCK if workspace.world_size > 1 else RESIDENT_BLOCK // 2
+    constants = {"dtype": triton_type(out.dtype), "COUNT": workspace.world_size}
     reduce_chunks[(workspace.resident(-(-numel // chunk)),)](
         *(out, workspace.buffer.addresses, workspace.signals.addresses, workspace.calls),
         *(workspace.fault, workspace.rank, numel, numel, workspace.numel, chunk, 0),
-        **{"dtype": triton_type(out.dtype), "COUNT": workspace.world_size, **waiting(workspace)},
+        **{**constants, **waiting(workspace), "BLOCK": block},
     )
 
 
@@ -307,24 +400,29 @@ def _two_level(x: Tensor, out: Tensor, workspace: ReduceScatterWorkspace) -> Non
     nodes, chunks = size // node, -(-numel // chunk)
     buffers, sums = workspace.buffer.addresses, workspace.sums.addresses
     signals, calls = workspace.signals.addresses, workspace.calls
-    constants = {"dtype": triton_type(x.dtype), "BLOCK": BLOCK}
-    world = {**constants, "WORLD": size, "NODE": node}
+    across, far = workspace.across.addresses, workspace.far
+    constants = {"dtype": triton_type(x.dtype), "WORLD": size, "NODE": node, "BLOCK": BLOCK}
+    waits = {**constants, "FAR": far, **waiting(workspace), **workspace.link}
+    waits["BLOCK"] = RESIDENT_BLOCK // 2  # of which several rows are in registers
     workspace.begin()
-    # What crosses is added and sent beside the caller's stream, as soon as it is there.
     with workspace.beside():
         scatter_local[(size * chunks,)](
-            *(x, buffers, signals, calls, rank, numel, workspace.numel, chunk), **world
+            *(x, buffers, signals, calls, rank, numel, workspace.numel, chunk),
+            workspace.scattered,
+            **constants,
         )
-        reduce_local[(workspace.resident(nodes * chunks),)](
-            *(buffers, sums, signals, calls, fault, rank, numel, workspace.numel),
-            *(workspace.sums_numel, chunk, workspace.second),
-            **{**world, **waiting(workspace), "BLOCK": RESIDENT_BLOCK // 2},
-        )
+    if far:
+        nvshmem.quiet[(1,)](num_warps=1, **workspace.link)
+    reduce_local[(min(nodes * chunks, max(1, workspace.processors - 1)),)](
+        *(buffers, sums, workspace.sent.local, signals, across, calls, fault, rank, numel),
+        *(workspace.numel, workspace.sums_numel, chunk, workspace.scattered, workspace.second),
+        **waits,
+    )
     workspace.rejoin()
-    reduce_chunks[(workspace.resident(chunks),)](
-        *(out, sums, signals, calls, fault, rank, numel, numel, workspace.sums_numel, chunk),
-        workspace.second,
-        **{**constants, **waiting(workspace), "COUNT": nodes},
+    reduce_nodes[(workspace.resident(chunks),)](
+        *(out, sums, signals, across, calls, fault, rank, numel),
+        *(workspace.sums_numel, chunk, workspace.second),
+        **waits,
     )
 
 

@@ -21,7 +21,7 @@ same on all, is then the same error on every one of them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -159,8 +159,10 @@ class Workspace:
         numel: of one slot of the buffer.
         dtype: of its elements.
         num_signals: of this rank.
+        near: the ranks that the op stores to by their addresses; all if None.
 
     Attributes:
+        far: there are ranks without an address (beyond NVLink: symmetric/nvshmem.py).
         processors, beside, rejoin, compare: the home's.
         max_polls: after which a wait gives up; may be set at any time, and holds for the calls
             after that (a CUDA graph keeps what it was captured with).
@@ -171,7 +173,13 @@ class Workspace:
     """
 
     def __init__(
-        self, home: Home, name: str, numel: int, dtype: torch.dtype, num_signals: int
+        self,
+        home: Home,
+        name: str,
+        numel: int,
+        dtype: torch.dtype,
+        num_signals: int,
+        near: Sequence[int] | None = None,
     ) -> None:
         asked = {"numel": numel, "dtype": dtype, "num_signals": num_signals}
         with agreed(name, asked, home.exchange) as check:
@@ -185,12 +193,16 @@ class Workspace:
         self.buffer: SymmetricTensor = home.empty(f"{name}.buffer", (SLOTS, numel), dtype)
         with agreed(name, {}, home.exchange) as check:
             addresses = self.buffer.addresses.tolist()
+            stored_to = range(home.world_size) if near is None else near
+            missing = [rank for rank in stored_to if not addresses[rank]]
+            which = "all ranks" if near is None else "the ranks of its node"
             check(
                 "a peer without an address (beyond NVLink: symmetric/nvshmem.py)",
-                f"rank {addresses.index(0)}" if 0 in addresses else "none",
-                0 not in addresses,
-                "be none: the op stores to all ranks by their addresses",
+                f"rank {missing[0]}" if missing else "none",
+                not missing,
+                f"be none: the op stores to {which} by their addresses",
             )
+        self.far = 0 in addresses
         self.signals: SymmetricTensor = home.zeros(f"{name}.signals", (num_signals,), torch.int32)
         self.calls = torch.zeros(1, dtype=torch.int32, device=home.device)
         self.fault = torch.full((4,), -1, dtype=torch.int32, device=home.device)

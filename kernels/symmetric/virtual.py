@@ -2,6 +2,9 @@
 
 Each rank's tensor is an ordinary one, and the others use its address. For tests
 in Triton's interpreter (check/ranks.py), and for kernels on a single GPU.
+
+Ranks may be made to be on several nodes: then those of other nodes have no
+address, as beyond NVLink, and only check/network.py reaches them.
 """
 
 from __future__ import annotations
@@ -59,6 +62,7 @@ class VirtualWorld:
         guard: bytes before and after each allocation that belong to nobody: what is accessed
             there by mistake is no other allocation. A multiple of ALIGNMENT. With it, memory
             begins as POISON.
+        ranks_per_node: a rank has addresses only of as many, its node's; of all if None.
     """
 
     def __init__(
@@ -68,11 +72,13 @@ class VirtualWorld:
         device: str = "cpu",
         *,
         guard: int = 0,
+        ranks_per_node: int | None = None,
     ) -> None:
         self.world_size = world_size
         self.device = torch.device(device)
         self.guard = guard
         self.meeting = meeting or ThreadMeeting(world_size)
+        self.ranks_per_node = ranks_per_node or world_size
         self.values: list[str] = [""] * world_size
         self.memory: dict[int, Tensor] = {}  # by address
 
@@ -105,10 +111,13 @@ class VirtualHome(Home):
         memory = memory[guard + -memory.data_ptr() % ALIGNMENT :][:nbytes]
         self._addresses.append(memory.data_ptr())
         self._world.memory[memory.data_ptr()] = memory
-        return memory, [int(address) for address in self.exchange(str(memory.data_ptr()))], 0
+        addresses = [int(address) for address in self.exchange(str(memory.data_ptr()))]
+        node = self._world.ranks_per_node
+        near = [rank // node == self.rank // node for rank in range(self.world_size)]
+        return memory, [near[rank] * address for rank, address in enumerate(addresses)], 0
 
     def _peers(self, addresses: list[int]) -> list[Tensor]:
-        return [self._world.memory[address] for address in addresses]
+        return [self._world.memory[address] for address in addresses] if all(addresses) else []
 
     def _release(self) -> None:
         for address in self._addresses:

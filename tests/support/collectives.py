@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -79,24 +80,27 @@ def refused(
 def symptoms(
     op: Callable[..., Tensor],
     make: Callable[[Home], Any],
-    method: str,
+    methods: Sequence[str],
     size: int,
     numel: int,
     expected: Callable[[Tensor, int], Tensor],
     wanted: str = "",
+    *,
+    ranks_per_node: int | None = None,
 ) -> set[str]:
-    """What goes wrong over some interleavings: race findings, hangs, wrong results.
+    """What goes wrong over some interleavings: findings, hangs, wrong results.
 
     Ends with the first interleaving in which the wanted one is found.
 
     Args:
         op: all_gather, or another one.
         make: its workspace.
-        method: of the op.
+        methods: of the op, that calls take in turns.
         size: ranks.
         numel: of what each gives.
         expected: of what all give [size, numel], on one rank.
         wanted: symptom; all that are found if empty.
+        ranks_per_node: that have addresses of each other; all if None.
     """
     found = set[str]()
     for seed in range(40 if wanted else 3):
@@ -107,11 +111,14 @@ def symptoms(
 
         def work(home: Home, xs: Tensor = xs) -> list[Tensor]:
             workspace = make(home)
-            return [op(x[home.rank], workspace, method=method) for x in xs]
+            return [
+                op(x[home.rank], workspace, method=method)
+                for x, method in zip(xs, cycle(methods), strict=False)
+            ]
 
         races = RaceDetector()
         try:
-            by_rank = run(work, size, seed=seed, races=races)
+            by_rank = run(work, size, seed=seed, races=races, ranks_per_node=ranks_per_node)
         except HangError:
             found.add("hang")
         else:
@@ -122,6 +129,11 @@ def symptoms(
             )
             found |= set() if right else {"wrong"}
         found |= {
-            "race" if "no order between" in finding else "unwritten" for finding in races.findings
+            next((name for text, name in FINDINGS.items() if text in finding), "unwritten")
+            for finding in races.findings
         }
     return found
+
+
+FINDINGS = {"no order between": "race", "is reused": "reused"}
+"""What a finding says, and what it is called here."""

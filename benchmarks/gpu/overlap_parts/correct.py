@@ -34,6 +34,8 @@ def check(scale: Scale, op: Op, world: int) -> Figure:
     """The largest error of all calls on all ranks."""
     if "multimem" in op.name and not scale.tiny:
         raise LeftOut("multicast needs several GPUs on an NVLink switch")
+    if op.far:
+        raise LeftOut("puts need several nodes")
     sizes = Sizes(world, *scale.checked, scale.dtype, scale.checked_tile)
     torch.manual_seed(world)
     inputs = [_tensors(op, sizes) for _ in range(CALLS)]

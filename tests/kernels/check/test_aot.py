@@ -24,8 +24,9 @@ from weft.kernels.check.aot import (
     cases,
     compile_all,
     count_releases,
+    has_bitcode,
 )
-from weft.kernels.check.ops import named
+from weft.kernels.check.ops import NVIDIA, named
 from weft.kernels.gpu import tuned
 from weft.kernels.gpu.costs import TILES, Config, Problem, device_for, space
 from weft.kernels.gpu.tuned import Entry
@@ -147,6 +148,28 @@ def test_one_binary_serves_all_ranks() -> None:
     assert not specialised & launched_kernels() - {"put"}  # nvshmem's put is no kernel
 
 
+FAR = ("all_gather_two_level_far", "reduce_scatter_two_level_far")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("target", NVIDIA)
+def test_kernels_that_put_are_linked_with_nvshmem(target: str) -> None:
+    if not has_bitcode(target):
+        pytest.skip(f"NVSHMEM's bitcode for {target} is not installed")
+    rows = list(compile_all([target], FAR))
+    assert problems(rows) == []
+    linked = {row.kernel for row in rows if row.linked}
+    assert linked == {"quiet", "push_across", "fan_out", "reduce_local", "reduce_nodes"}
+
+
+def test_an_op_that_puts_says_what_it_lacks() -> None:
+    if has_bitcode("sm_90"):
+        pytest.skip("NVSHMEM is installed")
+    with pytest.raises(WeftError, match="NVSHMEM"):
+        list(compile_all(["sm_90"], FAR[:1]))
+
+
 def is_kernel(node: ast.AST) -> bool:
     """Whether it is a function with @triton.jit."""
     return isinstance(node, ast.FunctionDef) and any(
@@ -193,6 +216,8 @@ def test_every_kernel_that_is_launched_is_compiled(rows: list[Compiled]) -> None
             for row in rows
             if (targets := named([row.op])[0].targets) and target not in targets
         }
+        if target not in NVIDIA or not has_bitcode(target):
+            for_others |= {"quiet"}  # before puts, which only ops between nodes have
         missing = launched - for_others - {row.kernel for row in rows if row.target == target}
         assert not missing, f"add the op that launches {sorted(missing)} to check/ops.py"
 
@@ -209,7 +234,7 @@ def test_every_kernel_that_is_launched_is_compiled(rows: list[Compiled]) -> None
     ],
 )
 def test_problems_are_named(changes: dict[str, object], problem: str) -> None:
-    assert FINE.problems == []
+    assert FINE.problems == replace(FINE, spills=8, linked=True).problems == []
     assert replace(FINE, **changes).problems == [problem]
 
 
@@ -451,7 +476,7 @@ if line:
 
 @triton.jit
 def send_and_wait(x, signal, fault, numel, rank, call):
-    # No op launches these: ranks beyond NVLink are for what has several nodes.
+    # Ops launch these only where NVSHMEM is installed.
     at = tl.arange(0, 128)
     tl.store(x + at, 1.0)
     nvshmem.put(x.to(tl.int64), x.to(tl.int64), tl.cast(numel, tl.int64), rank)
@@ -460,13 +485,16 @@ def send_and_wait(x, signal, fault, numel, rank, call):
     nvshmem.put_signal(
         x.to(tl.int64), x.to(tl.int64), tl.cast(numel, tl.int64), address, call.to(tl.int64), rank
     )
+    nvshmem.quiet()
+    tl.store(x + at, 3.0)
     nvshmem.wait(address, call.to(tl.int64), rank, 0, fault, 1000)
     tl.store(x + at, tl.load(x + 128 + at))
 
 
 STUBS = {
     "nvshmemx_putmem_block": "i32 (i64, i64, i64, i32)",
-    "nvshmemx_putmem_signal_block": "i32 (i64, i64, i64, i64, i64, i32, i32)",
+    "nvshmem_quiet": "i32 ()",
+    "nvshmemx_putmem_signal_nbi_block": "i32 (i64, i64, i64, i64, i64, i32, i32)",
     "nvshmem_signal_fetch": "i64 (i64)",
     "nvshmem_signal_wait_until": "i64 (i64, i32, i64)",
 }
@@ -483,6 +511,8 @@ with compiling("sm_90") as launches:
     send_and_wait[(1,)](x, signal, fault, 512, 3, 7, extern_libs=libraries)
 rows = [describe("nvshmem", "sm_90", launch) for launch in launches]
 for op in OPS:
+    if op.far:
+        continue
     found = [problem for row in rows for problem in row.problems]
     if found or (not line and rows[1:]):
         break

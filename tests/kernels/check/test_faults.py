@@ -47,7 +47,7 @@ OPS = {
     "matmul_reduce_scatter": (matmul_reduce_scatter, matmul_scatter),
 }
 WAITS = {
-    "all_gather": "wait(signals, rank, index * WORLD + source, call, fault, max_polls)",
+    "all_gather": "wait(signals, rank, first + index * WORLD + source, call, fault, max_polls)",
     "all_gather_matmul": "wait(signals, rank, chunk * WORLD + shard, call, fault, max_polls)",
     "matmul_reduce_scatter": "wait(signals, rank, tile * WORLD + source, call, fault, max_polls)",
 }

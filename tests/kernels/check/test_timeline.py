@@ -20,6 +20,7 @@ from weft.errors import ConfigError
 from weft.kernels.check.ops import OPS, Op, Sizes, named
 from weft.kernels.check.timeline import (
     LINK_COST,
+    NETWORK_COST,
     Activity,
     Lane,
     Span,
@@ -52,7 +53,7 @@ def test_each_row_shows_one_thing_at_a_time(op: Op) -> None:
     for span in record(op, SIZES):
         assert span.start < span.end
         # what a kernel fetches from another rank takes the kernel's own time
-        assert span.lane != "links" or span.activity == "communication"
+        assert span.lane not in ("links", "network") or span.activity == "communication"
         rows[span.rank, span.lane].append(span)
     assert {rank for rank, _ in rows} == {0, 1, 2}
     for spans in rows.values():
@@ -117,6 +118,35 @@ def test_an_overlapped_product_hides_what_a_plain_one_does_not() -> None:
     assert hidden(overlapped) > 0.1
     assert hidden(apart) < 0.05
     assert {span.activity for span in apart} == set(get_args(Activity))
+
+
+FAR = ["reduce_scatter_two_level_far"]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_what_crosses_nodes_overlaps_the_scatter_and_the_sums_of_the_next(seed: int) -> None:
+    """Three nodes of two ranks: the part of one node crosses while the next one's is made."""
+    spans = record(named(FAR)[0], Sizes(6, m=8, n=16, k=64, dtype=torch.float32), seed)
+    part = 8 * 64
+    for rank in range(6):
+        mine = [span for span in spans if span.rank == rank]
+        (crossing,) = [span for span in mine if span.lane == "network"]
+        assert crossing.end - crossing.start == 2 * part * NETWORK_COST  # to each other node once
+        first = (crossing.start, crossing.start + part * NETWORK_COST)
+        assert shared(mine, "scatter_local", "links", first) > part
+        assert shared(mine, "reduce_local", "main", first) > part
+        # and the sums are made while parts are still scattered
+        scattered = [s for s in mine if s.kernel == "scatter_local" and s.lane == "links"]
+        assert shared(mine, "reduce_local", "main", (0, scattered[-1].end)) > part
+
+
+def shared(spans: list[Span], kernel: str, lane: Lane, time: tuple[int, int]) -> int:
+    """How long a kernel moves numbers in a lane within this time."""
+    return sum(
+        max(0, min(span.end, time[1]) - max(span.start, time[0]))
+        for span in spans
+        if span.kernel == kernel and span.lane == lane and span.activity != "waiting"
+    )
 
 
 def test_files_hold_every_span(tmp_path: Path) -> None:

@@ -73,6 +73,26 @@ def test_all_gather(
             assert torch.equal(mine, reference.all_gather(call)[0])
 
 
+@pytest.mark.parametrize("other", sorted(set(METHODS) - {"two_level"}))
+def test_methods_take_turns_with_two_level(other: str) -> None:
+    """Of a signal, the rank that sets it is the same in both; one rank is late."""
+    methods = ["two_level", other, "two_level", other]
+    for seed in range(4):
+        torch.manual_seed(seed)
+        shards = [[torch.randn(numel) for _ in range(4)] for numel in (1, 8, 40, 16)]
+        slowness = [20.0 if rank == seed % 4 else 1.0 for rank in range(4)]
+        by_rank = collectives.results(
+            all_gather,
+            lambda home, methods: all_gather_workspace(
+                home, 48, torch.float32, methods, chunk=16, ranks_per_node=2
+            ),
+            *(methods, shards, 4, seed, slowness),
+        )
+        for got in by_rank:
+            for mine, call in zip(got, shards, strict=True):
+                assert torch.equal(mine, torch.cat(call))
+
+
 # Refusals.
 
 
@@ -156,28 +176,44 @@ def test_a_peer_without_an_address_is_refused() -> None:
         all_gather_workspace(Far(VirtualWorld(2), 0), 64, torch.float32)
 
 
+@pytest.mark.parametrize("methods", [["push"], ["two_level", "push"]])
+def test_only_two_level_takes_ranks_without_an_address(methods: list[str]) -> None:
+    def work(home: Home) -> None:
+        all_gather_workspace(home, 64, torch.float32, methods, ranks_per_node=1)
+
+    with pytest.raises(RankError, match=r"a peer .* be none: the op stores to all ranks"):
+        run(work, 2, ranks_per_node=1)
+
+
+def test_a_rank_of_the_node_without_an_address_is_refused() -> None:
+    def work(home: Home) -> None:
+        all_gather_workspace(home, 64, torch.float32, ["two_level"], ranks_per_node=2)
+
+    with pytest.raises(RankError, match=r"a peer .* be none: the op stores to the ranks of its"):
+        run(work, 2, ranks_per_node=1)
+
+
 # Planted faults.
 
 
-def symptoms(faulty: ModuleType, method: str, wanted: str = "", numel: int = 40) -> set[str]:
+def symptoms(faulty: ModuleType, *methods: str, wanted: str = "", numel: int = 40) -> set[str]:
     """Of four ranks on two nodes."""
     return collectives.symptoms(
         faulty.all_gather,
         lambda home: faulty.all_gather_workspace(
-            home, numel, torch.float32, [method], chunk=16, ranks_per_node=2
+            home, numel, torch.float32, methods, chunk=16, ranks_per_node=2
         ),
-        *(method, 4, numel),
+        *(methods, 4, numel),
         lambda x, rank: x.reshape(-1),
         wanted,
     )
 
 
-PUSH_WAIT = (
-    "        wait(signals, rank, index * WORLD + source, call, fault, max_polls)\n        holder"
-)
-FAN_WAIT = (
-    "        wait(signals, rank, index * WORLD + source, call, fault, max_polls)\n        row"
-)
+PUSH_WAIT = "        wait(signals, rank, first + index * WORLD + source, call, fault, max_polls)\n"
+FAN_WAIT = """            nvshmem.wait_across(
+                buffers, source, signals, at, across, at_across, rank, call, fault, FAR, max_polls
+            )
+"""
 TO_PEER = "notify(signals, peer, index * WORLD + rank, call)"
 PARITY = "(call % 2)"
 
@@ -191,10 +227,10 @@ def test_nothing_is_found_without_a_fault(method: str) -> None:
     ("method", "old", "new", "symptom"),
     [
         # a dropped wait
-        ("pull", PUSH_WAIT, "        holder", "race"),
-        ("multimem", PUSH_WAIT, "        holder", "race"),
-        ("two_level", PUSH_WAIT, "        holder", "race"),
-        ("two_level", FAN_WAIT, "        row", "race"),
+        ("pull", PUSH_WAIT, "", "race"),
+        ("multimem", PUSH_WAIT, "", "race"),
+        ("two_level", PUSH_WAIT, "", "race"),
+        ("two_level", FAN_WAIT, "", "race"),
         ("copy_engine", "    wait_for_all[(1,)](*waits, **constants)\n", "", "race"),
         # a slot reused one call early
         ("pull", PARITY, "0", "race"),
@@ -217,7 +253,15 @@ def test_nothing_is_found_without_a_fault(method: str) -> None:
     ],
 )
 def test_a_fault_is_found(method: str, old: str, new: str, symptom: str, tmp_path: Path) -> None:
-    assert symptom in symptoms(planted(module, tmp_path, (old, new)), method, symptom)
+    assert symptom in symptoms(planted(module, tmp_path, (old, new)), method, wanted=symptom)
+
+
+@pytest.mark.parametrize("other", ["push", "pull", "multimem"])
+def test_a_signal_that_two_ranks_set_is_found(other: str, tmp_path: Path) -> None:
+    """Who passes on in one call is late, when the shard's own rank sets it in the next."""
+    faulty = planted(module, tmp_path, ("self.passed = self.met + size", "self.passed = 0"))
+    assert "reused" in symptoms(faulty, "two_level", other, wanted="reused")
+    assert "hang" in symptoms(faulty, "two_level", other, wanted="hang")
 
 
 @pytest.mark.parametrize(
@@ -254,14 +298,14 @@ def test_a_fault_in_the_flags_is_found(
     faulty = planted(module, tmp_path)
     for name in ("put_ll", "get_ll", "put_ll128", "get_ll128"):
         setattr(faulty, name, getattr(weak, name))
-    assert symptom in symptoms(faulty, method, symptom, numel=400)
+    assert symptom in symptoms(faulty, method, wanted=symptom, numel=400)
 
 
 def test_a_multimem_store_that_misses_a_word_is_found(tmp_path: Path) -> None:
     weak = planted(multimem, tmp_path, ("[address, a, b, c, d,", "[address, a, b, c, c,"))
     faulty = planted(module, tmp_path)
     faulty.multimem_store = weak.multimem_store  # type: ignore[attr-defined]
-    assert "wrong" in symptoms(faulty, "multimem", "wrong")
+    assert "wrong" in symptoms(faulty, "multimem", wanted="wrong")
 
 
 # What the interpreter cannot show.

@@ -115,7 +115,7 @@ def symptoms(faulty: ModuleType, method: str, wanted: str = "") -> set[str]:
     return collectives.symptoms(
         faulty.all_reduce,
         lambda home: faulty.all_reduce_workspace(home, 80, torch.float32, [method], chunk=16),
-        *(method, 3, 80),
+        *([method], 3, 80),
         lambda x, rank: x.sum(0),
         wanted,
     )

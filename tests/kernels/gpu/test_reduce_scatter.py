@@ -66,6 +66,24 @@ def test_reduce_scatter(
                 assert torch.equal(got, collectives.in_order(call).chunk(size)[rank])
 
 
+def test_methods_take_turns() -> None:
+    """Of a signal, the rank that sets it is the same in both; one rank is late."""
+    for seed in range(4):
+        torch.manual_seed(seed)
+        xs = [[torch.randn(4 * numel) for _ in range(4)] for numel in (1, 8, 40, 16)]
+        slowness = [20.0 if rank == seed % 4 else 1.0 for rank in range(4)]
+        by_rank = collectives.results(
+            reduce_scatter,
+            lambda home, methods: reduce_scatter_workspace(
+                home, 48, torch.float32, methods, chunk=16, ranks_per_node=2
+            ),
+            *(["two_level", "push"] * 2, xs, 4, seed, slowness),
+        )
+        for rank, got in enumerate(by_rank):
+            for mine, call in zip(got, xs, strict=True):
+                torch.testing.assert_close(mine, sum(call).chunk(4)[rank])
+
+
 # Refusals.
 
 
@@ -96,21 +114,25 @@ def test_what_does_not_fit_is_refused() -> None:
 # Planted faults.
 
 
-def symptoms(faulty: ModuleType, method: str, wanted: str = "") -> set[str]:
+def symptoms(faulty: ModuleType, *methods: str, wanted: str = "") -> set[str]:
     """Of four ranks on two nodes."""
     return collectives.symptoms(
         faulty.reduce_scatter,
         lambda home: faulty.reduce_scatter_workspace(
-            home, 40, torch.float32, [method], chunk=16, ranks_per_node=2
+            home, 40, torch.float32, methods, chunk=16, ranks_per_node=2
         ),
-        *(method, 4, 160),
+        *(methods, 4, 160),
         lambda x, rank: x.sum(0).chunk(4)[rank],
         wanted,
     )
 
 
 WAIT = "        wait(signals, rank, first + index * COUNT + row, call, fault, max_polls)\n"
-WAIT_LOCAL = "        wait(signals, rank, index * WORLD + row, call, fault, max_polls)\n"
+WAIT_NODES = """            nvshmem.wait_across(
+                sums, sender, signals, first + at, across, at, rank, call, fault, FAR, max_polls
+            )
+"""
+WAIT_LOCAL = "wait(signals, rank, scattered + index * WORLD + row, call, fault, max_polls)\n"
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
@@ -122,8 +144,8 @@ def test_nothing_is_found_without_a_fault(method: str) -> None:
     ("method", "old", "new", "symptom"),
     [
         ("push", WAIT, "        pass\n", "race"),
-        ("two_level", WAIT, "        pass\n", "race"),
-        ("two_level", WAIT_LOCAL, "        pass\n", "race"),
+        ("two_level", WAIT_NODES, "            pass\n", "race"),
+        ("two_level", WAIT_LOCAL, "pass\n", "race"),
         ("push", "(call % 2)", "0", "race"),
         ("two_level", "(call % 2) * slot_numel", "0", "race"),
         ("two_level", "(call % 2) * sums_slot_numel", "0", "race"),
@@ -134,4 +156,10 @@ def test_nothing_is_found_without_a_fault(method: str) -> None:
     ],
 )
 def test_a_fault_is_found(method: str, old: str, new: str, symptom: str, tmp_path: Path) -> None:
-    assert symptom in symptoms(planted(module, tmp_path, (old, new)), method, symptom)
+    assert symptom in symptoms(planted(module, tmp_path, (old, new)), method, wanted=symptom)
+
+
+def test_a_signal_that_two_ranks_set_is_found(tmp_path: Path) -> None:
+    """Who scatters in one call is late, when the part's own rank sets it in the next."""
+    faulty = planted(module, tmp_path, ("self.scattered = size * chunks", "self.scattered = 0"))
+    assert "reused" in symptoms(faulty, "two_level", "push", wanted="reused")

@@ -75,7 +75,7 @@ def test_what_is_joined_was_forked_and_what_was_forked_is_joined(
 ) -> None:
     sizes = Sizes(world, 6, columns, 16, F32, BLOCKS)
     tensors = operands(op, sizes)
-    run(lambda home: call(op, home, sizes, tensors), world)
+    run(lambda home: call(op, home, sizes, tensors), world, ranks_per_node=op.reach(world))
     for events in streams.values():
         forked = False
         for event in events:
@@ -122,7 +122,13 @@ def test_no_more_programs_wait_than_there_are_processors(
     races, results = RaceDetector(), []
     launched = grids(
         lambda: results.extend(
-            run(lambda home: call(op, home, sizes, tensors), 2, seed=processors, races=races)
+            run(
+                lambda home: call(op, home, sizes, tensors),
+                2,
+                seed=processors,
+                races=races,
+                ranks_per_node=op.reach(2),
+            )
         )
     )
     assert races.findings == []
