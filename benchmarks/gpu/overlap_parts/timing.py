@@ -98,7 +98,7 @@ def only_product(call: Call) -> Call:
     return product
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def no_wait(signals, rank, index, value, fault, max_polls):  # type: ignore[no-untyped-def]
     """In the place of signals.wait."""
 
