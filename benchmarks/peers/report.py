@@ -146,7 +146,7 @@ def _how(run: Run) -> str:
         f"- command: `{_without_folders(run.command)}`",
         f"- goodput counts requests with {run.target}",
         "- Contestants take turns at every load; those that wait are stopped (SIGSTOP). Prompts "
-        "are random token ids, fresh in each repetition and the same for all; greedy, answers of "
+        "are random token ids, fresh in each round and the same for all; greedy, answers of "
         "fixed length. The load generator runs on the same cores.",
         "- Resident memory: the proportional set size of all processes of a server.",
         "- Ready: from the start of the process to the first answered token.",

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from ctypes import byref
+from math import gcd
 from typing import Protocol
 
 import torch
@@ -129,7 +130,7 @@ class NativeLinear:
         scale: [N] or [2 N]; of each row of an int8 weight.
         gated: see `Linear`.
         compress: whether a bfloat16 weight is compressed, if nearly all its exponents are among
-            fourteen neighbours.
+            fourteen neighbours (sixteen, of negative numbers).
 
     Raises:
         ValueError: the shapes or dtypes do not go together.
@@ -220,7 +221,10 @@ class NativeLinear:
 
         Raises:
             IndexError: there is no such row.
+            ValueError: the weight is of another kind.
         """
+        if self.format is native.Format.INT8 or self.matrix.gated:
+            raise ValueError("rows are looked up in bfloat16 weights that are not gated")
         index = index.to(torch.int64).contiguous()
         if len(index) and not 0 <= int(index.min()) <= int(index.max()) < self.out_features:
             raise IndexError(
@@ -236,8 +240,10 @@ class NativeLinear:
 def _top_exponent(weight: Tensor) -> int:
     """Of the neighbours that most of bfloat16 [N, K] have: an exponent's upper seven bits."""
     numbers = weight.view(torch.int16).flatten()
-    # An odd stride goes through all columns.
-    numbers = numbers[:: len(numbers) // SAMPLE | 1].to(torch.int32)
+    stride = len(numbers) // SAMPLE + 1
+    while gcd(stride, weight.shape[1]) > 1:  # else it would not go through all columns
+        stride += 1
+    numbers = numbers[::stride].to(torch.int32)
     counts = torch.bincount(numbers >> 8 & 0x7F, minlength=128)
     counts[0] = 0  # has a code of its own
     windows = counts.unfold(0, native.EXPONENT_CODES, 1).sum(dim=1)

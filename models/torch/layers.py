@@ -18,7 +18,7 @@ from torch import Tensor
 from weft.kernels.cpu import native
 from weft.kernels.cpu.attention import AttentionPlan, paged_attention
 from weft.kernels.cpu.layer import NativeAttention, NativeMlp
-from weft.kernels.cpu.linear import Linear, NativeLinear, RMSNorm, make_linear
+from weft.kernels.cpu.linear import Linear, NativeLinear, RMSNorm
 from weft.kernels.cpu.moe import MakeLinear, PackedExperts, route
 from weft.kernels.cpu.rope import HeadNorms, Rotation, rotate_into_cache
 from weft.models.spec import (
@@ -37,6 +37,10 @@ class Load(Protocol):
     @property
     def make(self) -> MakeLinear:
         """Makes layers that store their weights as the settings say: packed, or quantised."""
+
+    @property
+    def make_plain(self) -> MakeLinear:
+        """Makes layers whose weights are never quantised."""
 
     def __call__(self, weight: WeightSpec) -> Tensor:
         """A weight that is one tensor of the checkpoint."""
@@ -125,7 +129,7 @@ class Moe:
         self._norm = norm
         self._top_k = spec.top_k
         self._normalize = spec.normalize
-        self._router = make_linear(load(spec.router))
+        self._router = load.make_plain(load(spec.router))
         gate, up, down = map(load.each, (spec.gate, spec.up, spec.down))
         self._experts = PackedExperts(gate, up, down, load.make)
 

@@ -59,9 +59,8 @@ class _Load:
     ) -> None:
         self._weights = weights
         self._dtype = dtype
-        self.make: MakeLinear = (
-            make_int8_linear if quantization == "int8" else partial(make_linear, compress=compress)
-        )
+        self.make_plain: MakeLinear = partial(make_linear, compress=compress)
+        self.make: MakeLinear = make_int8_linear if quantization == "int8" else self.make_plain
 
     def __call__(self, weight: WeightSpec) -> Tensor:
         return self._weights.read(weight).to(self._dtype)
