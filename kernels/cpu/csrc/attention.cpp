@@ -47,6 +47,13 @@ struct Sums {
   float* total;
 };
 
+// Rows of the cache, of the keys of one turn.
+struct Turn {
+  const bf16 *key[KEYS], *value[KEYS];
+};
+
+alignas(64) constexpr bf16 ZEROS[MAX_DIM] = {};
+
 // One thread's memory.
 struct Work {
   alignas(64) bf16 q[TILE_ROWS * MAX_DIM];
@@ -61,28 +68,36 @@ struct Work {
 
 inline int64_t panels_of(int64_t dim) { return ceil_div(dim, COLUMNS); }
 
-const bf16* row_of(const AttentionStep& s, const bf16* cache, const Tile& tile, int64_t key) {
-  const int64_t page = s.block_table[tile.request * s.table_width + key / s.block_size];
-  return cache + ((page * s.kv_heads + tile.kv_head) * s.block_size + key % s.block_size) * s.dim;
+inline int64_t first_turn(const Tile& tile) { return tile.first_key / KEYS * KEYS; }
+
+// Where the keys and values of a turn are, first to first + KEYS - 1; zeros for those that the tile
+// does not have.
+void locate(const AttentionStep& s, const Tile& tile, int64_t first, Turn& turn) {
+  const int32_t* pages = s.block_table + tile.request * s.table_width;
+  const int64_t begin = std::max(first, tile.first_key), end = std::min(first + KEYS, tile.end_key);
+  std::fill_n(turn.key, KEYS, ZEROS);
+  std::fill_n(turn.value, KEYS, ZEROS);
+  for (int64_t key = begin; key < end;) {
+    const int64_t slot = key % s.block_size, stop = std::min(end, key - slot + s.block_size);
+    const int64_t page = pages[key / s.block_size];
+    int64_t at = ((page * s.kv_heads + tile.kv_head) * s.block_size + slot) * s.dim;
+    for (; key < stop; ++key, at += s.dim) {
+      turn.key[key - first] = s.keys + at;
+      turn.value[key - first] = s.values + at;
+    }
+  }
 }
 
-// Keys first to first + KEYS - 1, those outside [begin, end) as zeros.
-void gather(const AttentionStep& s, const Tile& tile, int64_t first, int64_t begin, int64_t end,
-            Work& work) {
-  const bf16 *key[KEYS], *value[KEYS];
-  for (int i = 0; i < KEYS; ++i) {
-    const bool seen = first + i >= begin && first + i < end;
-    key[i] = seen ? row_of(s, s.keys, tile, first + i) : nullptr;
-    value[i] = seen ? row_of(s, s.values, tile, first + i) : nullptr;
-  }
+// A turn's keys and values, as operands; meanwhile those of the next one are fetched.
+void gather(const AttentionStep& s, const Turn& turn, const Turn& next, Work& work) {
   const int64_t pairs = s.dim / 2;
   for (int half = 0; half < KEYS / 16; ++half)
     for (int64_t d = 0; d < s.dim; d += 32) {
       const __mmask16 lanes = first_lanes(pairs - d / 2);
       __m512i numbers[16];
       for (int i = 0; i < 16; ++i) {
-        const bf16* row = key[half * 16 + i];
-        numbers[i] = row ? _mm512_maskz_loadu_epi32(lanes, row + d) : _mm512_setzero_si512();
+        _mm_prefetch(next.key[half * 16 + i] + d, _MM_HINT_T0);
+        numbers[i] = _mm512_maskz_loadu_epi32(lanes, turn.key[half * 16 + i] + d);
       }
       transpose(numbers);
       bf16* out = work.keys + ((half / 2 * pairs + d / 2) * COLUMNS + half % 2 * 16) * 2;
@@ -96,9 +111,10 @@ void gather(const AttentionStep& s, const Tile& tile, int64_t first, int64_t beg
     for (int i = 0; i < KEYS; i += 2) {
       const int64_t d = panel * COLUMNS;
       const __mmask16 lanes = first_lanes((s.dim - d) / 2);
-      const __m512i zero = _mm512_setzero_si512();
-      const __m512i a = value[i] ? _mm512_maskz_loadu_epi32(lanes, value[i] + d) : zero;
-      const __m512i b = value[i + 1] ? _mm512_maskz_loadu_epi32(lanes, value[i + 1] + d) : zero;
+      _mm_prefetch(next.value[i] + d, _MM_HINT_T0);
+      _mm_prefetch(next.value[i + 1] + d, _MM_HINT_T0);
+      const __m512i a = _mm512_maskz_loadu_epi32(lanes, turn.value[i] + d);
+      const __m512i b = _mm512_maskz_loadu_epi32(lanes, turn.value[i + 1] + d);
       const __m512i even = _mm512_unpacklo_epi16(a, b), odd = _mm512_unpackhi_epi16(a, b);
       bf16* out = work.values + (panel * KEYS + i) * COLUMNS;
       _mm512_store_si512(out, _mm512_permutex2var_epi64(even, low, odd));
@@ -179,7 +195,9 @@ void for_blocks(int rows, Visit visit) {
   }
 }
 
-void attend(const AttentionStep& s, const Tile& tile, const Sums& parts, Work& work) {
+// `next` is what this thread will probably do after it.
+void attend(const AttentionStep& s, const Tile& tile, const Tile& next, const Sums& parts,
+            Work& work) {
   const int64_t group = s.heads / s.kv_heads, panels = panels_of(s.dim), pairs = s.dim / 2;
   const int rows = static_cast<int>(tile.queries * group);
   for_blocks(rows, [&](int row, int height) {
@@ -198,6 +216,9 @@ void attend(const AttentionStep& s, const Tile& tile, const Sums& parts, Work& w
   std::fill_n(work.largest, rows, NONE);
   std::fill_n(work.total, rows, 0.f);
   std::fill_n(work.values_sum, rows * s.dim, 0.f);
+  Turn turns[2];
+  int turn = 0;
+  locate(s, tile, first_turn(tile), turns[turn]);
   for (int64_t span = tile.first_key / SPAN * SPAN; span < tile.end_key; span += SPAN) {
     std::fill_n(work.span_largest, rows, NONE);
     std::fill_n(work.span_total, rows, 0.f);
@@ -205,7 +226,12 @@ void attend(const AttentionStep& s, const Tile& tile, const Sums& parts, Work& w
     const int64_t begin = std::max(span, tile.first_key);
     const int64_t end = std::min(span + SPAN, tile.end_key);
     for (int64_t first = begin / KEYS * KEYS; first < end; first += KEYS) {
-      gather(s, tile, first, begin, end, work);
+      if (first + KEYS < tile.end_key)
+        locate(s, tile, first + KEYS, turns[!turn]);
+      else
+        locate(s, next, first_turn(next), turns[!turn]);
+      gather(s, turns[turn], turns[!turn], work);
+      turn = !turn;
       for_blocks(rows, [&](int row, int height) {
         for (int i = 0; i < KEYS / COLUMNS; ++i)
           multiply(height, work.q + row * s.dim, work.keys + i * pairs * COLUMNS * 2, pairs,
@@ -333,7 +359,8 @@ void weft_attention(const AttentionStep* step) {
     thread_local Buffer<Work> work;
     Work& mine = *work.get(1);
 #pragma omp for schedule(dynamic)
-    for (size_t t = 0; t < order.size(); ++t) attend(s, order[t], sums, mine);
+    for (size_t t = 0; t < order.size(); ++t)
+      attend(s, order[t], order[std::min(t + omp_get_num_threads(), order.size() - 1)], sums, mine);
   }
   // The spans of a row are neighbours in `tiles`, in the order of its keys.
   for (size_t t = 0; t < tiles.size();) {
