@@ -107,6 +107,7 @@ void finish(const Block& block, int64_t panel, const float* sums, const bf16* re
   const Matrix& m = *block.matrix;
   for (int r = 0; r < block.rows; ++r) {
     __m512 v[2];
+#pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
       const int64_t column = panel * COLUMNS + h * 16;
       v[h] = _mm512_loadu_ps(sums + r * COLUMNS + h * 16);
@@ -118,6 +119,7 @@ void finish(const Block& block, int64_t panel, const float* sums, const bf16* re
       v[0] = _mm512_mul_ps(silu(v[0]), v[1]);
       halves = 1;
     }
+#pragma GCC unroll 2
     for (int h = 0; h < halves; ++h) {
       const int64_t column = panel * 16 * halves + h * 16;
       const int64_t at = (block.first + r) * m.n + column;
