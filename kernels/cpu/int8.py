@@ -26,8 +26,10 @@ from weft.kernels.cpu.linear import (
     Linear,
     NativeLinear,
     TorchLinear,
+    Weight,
     check_linear,
     matmul_transposed,
+    whole,
 )
 
 FEW_ROWS = 24
@@ -40,11 +42,15 @@ BLOCK_NUMBERS = 1 << 21
 """Weights that are converted at once: 4 MiB of bfloat16, which stay in cache."""
 
 
-def make_int8_linear(weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Linear:
-    """The fastest int8 layer that there is here; see Int8Linear for the arguments."""
+def make_int8_linear(weight: Weight, bias: Tensor | None = None, *, gated: bool = False) -> Linear:
+    """The fastest int8 layer that there is here; see Int8Linear for the arguments.
+
+    The weight may be in parts, one above the other.
+    """
+    check_linear(weight, bias, gated=gated)
+    weight = whole(weight)
     if not native.supports(weight.dtype):
         return Int8Linear(weight, bias, gated=gated)
-    check_linear(weight, bias, gated=gated)
     integers, scale = quantize(weight.detach())
     return NativeLinear(integers, bias, scale=scale, gated=gated)
 

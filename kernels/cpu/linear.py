@@ -21,6 +21,7 @@ gradients.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from ctypes import byref
 from math import gcd
 from typing import Protocol
@@ -36,6 +37,21 @@ MAX_ESCAPES = 1 / 128
 
 SAMPLE = 1 << 14
 """Numbers of a weight that tell which exponents it has."""
+
+
+Weight = Tensor | Sequence[Tensor]
+"""[N, K], or parts of it, one above the other."""
+
+
+def parts_of(weight: Weight) -> Sequence[Tensor]:
+    """The parts of a weight."""
+    return (weight,) if isinstance(weight, Tensor) else weight
+
+
+def whole(weight: Weight) -> Tensor:
+    """The weight as one tensor."""
+    parts = parts_of(weight)
+    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
 
 
 class RMSNorm:
@@ -125,7 +141,8 @@ class NativeLinear:
     """A Linear that is one call of csrc/linear.cpp.
 
     Args:
-        weight: bfloat16 [N, K], or int8 with `scale`; [2 N, K] if gated; not kept.
+        weight: bfloat16 [N, K], or int8 with `scale`; [2 N, K] if gated; not kept. Or parts of it,
+            one above the other, which are not copied together first.
         bias: bfloat16 [N], or [2 N] if gated.
         scale: [N] or [2 N]; of each row of an int8 weight.
         gated: see `Linear`.
@@ -138,7 +155,7 @@ class NativeLinear:
 
     def __init__(
         self,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None = None,
         *,
         scale: Tensor | None = None,
@@ -147,9 +164,10 @@ class NativeLinear:
     ) -> None:
         if scale is None:
             check_linear(weight, bias, gated=gated)
-        weight = weight.contiguous()
-        rows, self.in_features = weight.shape
-        self.out_features = rows // 2 if gated else rows
+        parts = [part.contiguous() for part in parts_of(weight)]
+        rows = torch.cat([_row_addresses(part) for part in parts])
+        self.in_features = parts[0].shape[1]
+        self.out_features = len(rows) // 2 if gated else len(rows)
         # The matrix has addresses of these, so they must live as long as it.
         self._bias = None if bias is None else _panels(bias, gated).flatten()
         self._scale = None if scale is None else _panels(scale.float(), gated).flatten()
@@ -164,24 +182,24 @@ class NativeLinear:
         self._escapes: Tensor | None = None
         panels = -(-self.out_features // (native.COLUMNS // 2 if gated else native.COLUMNS))
         if compress and scale is None:
-            self._find_escapes(weight, panels)
+            self._find_escapes(parts, rows, panels)
         self.format = native.Format(self.matrix.format)
         pairs = -(-self.in_features // 2)
         self._weight = torch.empty(panels, pairs, self.format.pair_bytes, dtype=torch.uint8)
         self.matrix.weight = self._weight.data_ptr()
         native.kernels().weft_pack(
-            *(weight.data_ptr(), byref(self.matrix), self.matrix.weight, self.matrix.escapes)
+            *(rows.data_ptr(), byref(self.matrix), self.matrix.weight, self.matrix.escapes)
         )
         self._call = native.kernels().weft_linear
 
-    def _find_escapes(self, weight: Tensor, panels: int) -> None:
+    def _find_escapes(self, parts: Sequence[Tensor], rows: Tensor, panels: int) -> None:
         """Make the matrix a compressed one, if few enough numbers need more than 12 bits."""
         matrix = self.matrix
-        matrix.top = _top_exponent(weight)
+        matrix.top = _top_exponent(parts)
         start = torch.zeros(panels + 1, dtype=torch.int64)
-        native.kernels().weft_count_escapes(weight.data_ptr(), byref(matrix), start[1:].data_ptr())
+        native.kernels().weft_count_escapes(rows.data_ptr(), byref(matrix), start[1:].data_ptr())
         start.cumsum_(0)
-        if int(start[-1]) > weight.numel() * MAX_ESCAPES:
+        if int(start[-1]) > len(rows) * self.in_features * MAX_ESCAPES:
             return
         self._escape_start = start
         self._escapes = torch.empty(int(start[-1]), native.ESCAPE_BYTES, dtype=torch.uint8)
@@ -237,14 +255,18 @@ class NativeLinear:
         return out
 
 
-def _top_exponent(weight: Tensor) -> int:
+def _row_addresses(part: Tensor) -> Tensor:
+    """Where each row of a contiguous [N, K] begins: int64 [N]."""
+    return torch.arange(len(part)) * (part.shape[1] * part.itemsize) + part.data_ptr()
+
+
+def _top_exponent(parts: Sequence[Tensor]) -> int:
     """Of the neighbours that most of bfloat16 [N, K] have: an exponent's upper seven bits."""
-    numbers = weight.view(torch.int16).flatten()
-    stride = len(numbers) // SAMPLE + 1
-    while gcd(stride, weight.shape[1]) > 1:  # else it would not go through all columns
+    stride = sum(part.numel() for part in parts) // SAMPLE + 1
+    while gcd(stride, parts[0].shape[1]) > 1:  # else it would not go through all columns
         stride += 1
-    numbers = numbers[::stride].to(torch.int32)
-    counts = torch.bincount(numbers >> 8 & 0x7F, minlength=128)
+    sample = torch.cat([part.view(torch.int16).flatten()[::stride] for part in parts])
+    counts = torch.bincount(sample.to(torch.int32) >> 8 & 0x7F, minlength=128)
     counts[0] = 0  # has a code of its own
     windows = counts.unfold(0, native.EXPONENT_CODES, 1).sum(dim=1)
     return int(windows.argmax()) + native.EXPONENT_CODES - 1
@@ -275,31 +297,37 @@ def _panels(numbers: Tensor, gated: bool) -> Tensor:
     return halves.view(len(halves), -1, width).transpose(0, 1).flatten(1)
 
 
-def check_linear(weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> None:
+def check_linear(weight: Weight, bias: Tensor | None, *, gated: bool = False) -> None:
     """Raise ValueError unless weight is [N, K], N even if gated, and bias [N] of its dtype."""
-    if weight.dim() != 2:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}; it must be [N, K]")
-    if gated and len(weight) % 2:
-        raise ValueError(f"weight has {len(weight)} rows; a gated layer has an even number")
-    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
+    first, *others = parts_of(weight)
+    for part in (first, *others):
+        if part.dim() != 2 or part.shape[1] != first.shape[1] or part.dtype != first.dtype:
+            of = f" of {first.dtype} like a part of {tuple(first.shape)}" if others else ""
+            raise ValueError(
+                f"weight has shape {tuple(part.shape)} and {part.dtype}; it must be [N, K]{of}"
+            )
+    rows = len(first) + sum(map(len, others))
+    if gated and rows % 2:
+        raise ValueError(f"weight has {rows} rows; a gated layer has an even number")
+    if bias is not None and (bias.shape != (rows,) or bias.dtype != first.dtype):
         raise ValueError(
             f"bias is {bias.dtype} {tuple(bias.shape)}; it must be "
-            f"{weight.dtype} {tuple(weight.shape[:1])} like the weight"
+            f"{first.dtype} {(rows,)} like the weight"
         )
 
 
 def make_linear(
-    weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, compress: bool = True
+    weight: Weight, bias: Tensor | None = None, *, gated: bool = False, compress: bool = True
 ) -> Linear:
     """The fastest layer that there is here for this weight.
 
-    For the arguments see PackedLinear, and NativeLinear for `compress`, which others ignore.
+    For the arguments see NativeLinear; others ignore `compress`.
     """
     check_linear(weight, bias, gated=gated)
     # With matrix units (AMX) oneDNN's products are far ahead of those on vectors.
-    if native.supports(weight.dtype) and not torch.cpu._is_amx_tile_supported():
+    if native.supports(parts_of(weight)[0].dtype) and not torch.cpu._is_amx_tile_supported():
         return NativeLinear(weight, bias, gated=gated, compress=compress)
-    return PackedLinear(weight, bias, gated=gated)
+    return PackedLinear(whole(weight), bias, gated=gated)
 
 
 def matmul_transposed(a: Tensor, b: Tensor) -> Tensor:

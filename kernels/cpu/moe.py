@@ -27,14 +27,21 @@ import torch
 from torch import Tensor
 
 from weft.kernels.cpu import native
-from weft.kernels.cpu.linear import Linear, NativeLinear, RMSNorm, make_linear, native_rows
+from weft.kernels.cpu.linear import (
+    Linear,
+    NativeLinear,
+    RMSNorm,
+    Weight,
+    make_linear,
+    native_rows,
+)
 
 
 class MakeLinear(Protocol):
     """linear.make_linear, or int8.make_int8_linear."""
 
     def __call__(
-        self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False
+        self, weight: Weight, bias: Tensor | None = None, *, gated: bool = False
     ) -> Linear:
         """A layer of a weight [N, K]."""
 
@@ -94,7 +101,7 @@ class PackedExperts:
                     f"expert {expert} has gate {tuple(g.shape)}, up {tuple(u.shape)} and down "
                     f"{tuple(d.shape)}; they must be [I, K], [I, K] and [K, I]"
                 )
-            self._gate_up.append(make(torch.cat((g, u)), gated=True))
+            self._gate_up.append(make((g, u), gated=True))
             self._down.append(make(d))
         self._native = _matrices(self._gate_up), _matrices(self._down)
 

@@ -144,5 +144,4 @@ def fuse(linears: tuple[LinearSpec, ...], load: Load, *, gated: bool = False) ->
     """One matrix for projections of the same input; their outputs follow each other."""
     weights = [load(linear.weight) for linear in linears]
     biases = [load(linear.bias) for linear in linears if linear.bias is not None]
-    weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-    return load.make(weight, torch.cat(biases) if biases else None, gated=gated)
+    return load.make(weights, torch.cat(biases) if biases else None, gated=gated)

@@ -257,19 +257,28 @@ inline __m512i load_numbers(const int8_t* p, __mmask32 lanes) {
   return _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(lanes, p));
 }
 
+// Which row of the weight is a panel's column; -1 if none.
+int64_t row_of(const Matrix& m, int64_t panel, int64_t column) {
+  const int64_t n = m.gated ? panel * 16 + column % 16 : panel * COLUMNS + column;
+  return n >= m.n ? -1 : m.gated && column >= 16 ? m.n + n : n;
+}
+
 // Calls visit(pair, left, right) for each pair of k of a panel: 16-bit numbers of its first 16
 // columns, and of its last.
 template <typename Weight, typename Visit>
-void for_pairs(const Weight* weight, const Matrix& m, int64_t panel, Visit visit) {
+void for_pairs(const void* const* rows, const Matrix& m, int64_t panel, Visit visit) {
+  const Weight* row[COLUMNS];
+  for (int c = 0; c < COLUMNS; ++c) {
+    const int64_t at = row_of(m, panel, c);
+    row[c] = at < 0 ? nullptr : static_cast<const Weight*>(rows[at]);
+  }
   for (int64_t i = 0; i < m.k; i += 32) {
     const __mmask32 lanes = first_lanes(m.k - i) | __mmask32{first_lanes(m.k - i - 16)} << 16;
     __m512i numbers[2][16];
     for (int half = 0; half < 2; ++half) {
       for (int c = 0; c < 16; ++c) {
-        const int64_t column = (m.gated ? panel : 2 * panel + half) * 16 + c;
-        const int64_t row = m.gated && half ? m.n + column : column;
-        numbers[half][c] =
-            column < m.n ? load_numbers(weight + row * m.k + i, lanes) : _mm512_setzero_si512();
+        const Weight* at = row[half * 16 + c];
+        numbers[half][c] = at ? load_numbers(at + i, lanes) : _mm512_setzero_si512();
       }
       transpose(numbers[half]);
     }
@@ -278,22 +287,21 @@ void for_pairs(const Weight* weight, const Matrix& m, int64_t panel, Visit visit
   }
 }
 
-void pack_panel(const void* weight, const Matrix& m, int64_t panel, char* out, Escape* escapes) {
-  const bf16* numbers = static_cast<const bf16*>(weight);
+void pack_panel(const void* const* rows, const Matrix& m, int64_t panel, char* out,
+                Escape* escapes) {
   if (m.format == PLAIN) {
-    for_pairs(numbers, m, panel, [&](int64_t pair, __m512i left, __m512i right) {
+    for_pairs<bf16>(rows, m, panel, [&](int64_t pair, __m512i left, __m512i right) {
       _mm512_storeu_si512(out + pair * PlainColumns::PAIR, left);
       _mm512_storeu_si512(out + pair * PlainColumns::PAIR + 64, right);
     });
   } else if (m.format == INT8) {
-    const int8_t* integers = static_cast<const int8_t*>(weight);
-    for_pairs(integers, m, panel, [&](int64_t pair, __m512i left, __m512i right) {
+    for_pairs<int8_t>(rows, m, panel, [&](int64_t pair, __m512i left, __m512i right) {
       __m256i* at = reinterpret_cast<__m256i*>(out + pair * Int8Columns::PAIR);
       _mm256_storeu_si256(at, _mm512_cvtepi16_epi8(left));
       _mm256_storeu_si256(at + 1, _mm512_cvtepi16_epi8(right));
     });
   } else {
-    for_pairs(numbers, m, panel, [&](int64_t pair, __m512i left, __m512i right) {
+    for_pairs<bf16>(rows, m, panel, [&](int64_t pair, __m512i left, __m512i right) {
       uint64_t found;
       CompressedColumns::store(left, right, m.top, out + pair * CompressedColumns::PAIR, found);
       if (!found) return;
@@ -314,26 +322,26 @@ void pack_panel(const void* weight, const Matrix& m, int64_t panel, char* out, E
 
 using namespace weft;
 
-void weft_pack(const void* weight, const Matrix* matrix, void* out, Escape* escapes) {
+void weft_pack(const void* const* rows, const Matrix* matrix, void* out, Escape* escapes) {
   const Matrix& m = *matrix;
   const int64_t bytes = (m.k + 1) / 2 * (m.format == PLAIN  ? PlainColumns::PAIR
                                          : m.format == INT8 ? Int8Columns::PAIR
                                                             : CompressedColumns::PAIR);
 #pragma omp parallel for schedule(dynamic)
   for (int64_t panel = 0; panel < panels_of(m); ++panel)
-    pack_panel(weight, m, panel, static_cast<char*>(out) + panel * bytes,
+    pack_panel(rows, m, panel, static_cast<char*>(out) + panel * bytes,
                m.format == COMPRESSED ? escapes + m.escape_start[panel] : nullptr);
 }
 
-void weft_count_escapes(const bf16* weight, const Matrix* matrix, int64_t* counts) {
+void weft_count_escapes(const void* const* rows, const Matrix* matrix, int64_t* counts) {
   const Matrix& m = *matrix;
 #pragma omp parallel for schedule(dynamic)
   for (int64_t panel = 0; panel < panels_of(m); ++panel) {
     counts[panel] = 0;
     for (int64_t c = 0; c < COLUMNS; ++c) {
-      const int64_t column = m.gated ? panel * 16 + c % 16 : panel * COLUMNS + c;
-      if (column >= m.n) continue;
-      const bf16* row = weight + (m.gated && c >= 16 ? m.n + column : column) * m.k;
+      const int64_t at = row_of(m, panel, c);
+      if (at < 0) continue;
+      const bf16* row = static_cast<const bf16*>(rows[at]);
       for (int64_t i = 0; i < m.k; i += 32) {
         const __mmask32 lanes = first_lanes(m.k - i) | __mmask32{first_lanes(m.k - i - 16)} << 16;
         counts[panel] += __builtin_popcount(

@@ -72,14 +72,15 @@ class Buffer {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// weight [n, k], or gate and up of a gated layer [2 n, k], int8 or bfloat16 -> out
+// A weight [n, k], or gate and up of a gated layer [2 n, k], int8 or bfloat16 -> out
 // [panels][ceil(k / 2)][pair of k of 32 columns], in the matrix's format: 32 rows of the weight to
-// a panel, or 16 of the gate and their 16 of up. Of a compressed one also the escapes. Of the
-// matrix, `weight` and `escapes` are not read.
-void weft_pack(const void* weight, const weft::Matrix* matrix, void* out, weft::Escape* escapes);
+// a panel, or 16 of the gate and their 16 of up. Of a compressed one also the escapes. `rows` is
+// where each row of the weight begins; of the matrix, `weight` and `escapes` are not read.
+void weft_pack(const void* const* rows, const weft::Matrix* matrix, void* out,
+               weft::Escape* escapes);
 
 // How many escapes each panel will have, if compressed with the matrix's `top`.
-void weft_count_escapes(const weft::bf16* weight, const weft::Matrix* matrix, int64_t* counts);
+void weft_count_escapes(const void* const* rows, const weft::Matrix* matrix, int64_t* counts);
 
 // Rows of a weight of bfloat16, plain or compressed, that is not gated: out [count, k].
 void weft_weight_rows(const weft::Matrix* matrix, const int64_t* index, int64_t count,
