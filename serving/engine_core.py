@@ -215,6 +215,7 @@ def settle_garbage_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)
+    gc.enable()
 
 
 def _info(config: EngineConfig, model: LoadedModel, load_seconds: float) -> EngineInfo:
@@ -252,6 +253,7 @@ def find(path: str) -> Any:
 
 def main() -> None:
     """Be the engine process."""
+    gc.disable()  # imports make little garbage; see settle_garbage_collector
     import zmq
 
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -1,6 +1,7 @@
 """`weft serve`: the HTTP server and the engine behind it, from start to end.
 
-HTTP is up first, so that /health answers while the model loads. At SIGTERM or
+The engine's process starts first, and imports torch while this one imports its
+HTTP server. That is up long before the model is loaded: /health answers. At SIGTERM or
 SIGINT the server stops being ready but keeps answering, running requests get
 `drain_timeout` seconds to finish, and it exits with 0. A second signal
 does not wait. When the engine ends by itself, so does the server, with an error.
@@ -14,21 +15,18 @@ import errno
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import uvicorn
 import uvloop
 
 from weft.errors import ConfigError, EngineError
-from weft.serving.api.app import build_app
-from weft.serving.api.protocol import BoundedProtocol
-from weft.serving.api.state import ServerState
 from weft.serving.config import EngineConfig, ServerConfig
 from weft.serving.engine import LOAD_MODEL, AsyncEngine
 
-_KEEP_ALIVE = 75  # seconds; longer than load balancers keep idle connections, so that they close
-_BACKLOG = 2048
-_LAST_RESPONSES = 5  # seconds that readers get for answers that are complete
+if TYPE_CHECKING:
+    from weft.serving.api.http import HttpServer
+    from weft.serving.api.state import ServerState
+
 _HEALTH_PERIOD = 0.2
 
 
@@ -71,14 +69,6 @@ def _bind(config: ServerConfig) -> socket.socket:
     return listener
 
 
-class _Http(uvicorn.Server):
-    """uvicorn, with its handling of signals left to `_Server`."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 class _Server:
     """One run of the server; see the module's text."""
 
@@ -93,64 +83,62 @@ class _Server:
         self._runner_factory = runner_factory
         self._server_config = server_config
         self._listener = listener
-        self._state = ServerState.of(engine_config, server_config)
+        self._state: ServerState | None = None
         self._stop = asyncio.Event()
         self._abort = asyncio.Event()
-        self._http = _Http(
-            uvicorn.Config(
-                build_app(self._state),
-                http=BoundedProtocol,
-                ws="none",
-                lifespan="off",
-                backlog=_BACKLOG,
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=_KEEP_ALIVE,
-                timeout_graceful_shutdown=_LAST_RESPONSES,
-            )
-        )
 
     async def run(self) -> int:
         """Everything, in its order; returns the exit status."""
         loop = asyncio.get_running_loop()
         for sig in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sig, self._on_signal)
-        http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        loading = asyncio.create_task(
+            AsyncEngine.start(self._engine_config, runner_factory=self._runner_factory)
+        )
+        state, server = await asyncio.to_thread(self._build_http)
+        self._state = state
+        state.draining = self._stop.is_set()
+        http = asyncio.create_task(server.serve(sockets=[self._listener]))
         try:
-            await self._load()
-            if self._state.engine is not None:
-                print(f"weft serves {self._state.model} at {self._url()}", file=sys.stderr)
-                await self._watch(self._state.engine)
-                await self._drain(self._state.engine)
+            if await self._loaded(loading):
+                state.engine = engine = loading.result()
+                print(f"weft serves {state.model} at {self._url()}", file=sys.stderr)
+                await self._watch(engine)
+                await self._drain(engine)
         finally:
-            self._http.should_exit = True
-            self._http.force_exit = self._abort.is_set()
+            server.should_exit = True
+            server.force_exit = self._abort.is_set()
             await http
         return 1 if self._abort.is_set() else 0
 
+    def _build_http(self) -> tuple[ServerState, HttpServer]:
+        from weft.serving.api.http import HttpServer
+        from weft.serving.api.state import ServerState
+
+        state = ServerState.of(self._engine_config, self._server_config)
+        return state, HttpServer(state)
+
     def _on_signal(self) -> None:
+        state = self._state
         if self._stop.is_set():
             self._abort.set()
-        elif self._state.engine is not None and (running := self._state.engine.live):
+        elif state is not None and state.engine is not None and (running := state.engine.live):
             print(
                 f"weft ends; {running} under way get {self._server_config.drain_timeout:g} s "
                 "to finish, a second signal ends them",
                 file=sys.stderr,
             )
-        self._state.draining = True
+        if state is not None:
+            state.draining = True
         self._stop.set()
 
-    async def _load(self) -> None:
-        """Start the engine, unless a signal comes first."""
-        loading = asyncio.create_task(
-            AsyncEngine.start(self._engine_config, runner_factory=self._runner_factory)
-        )
+    async def _loaded(self, loading: asyncio.Task[AsyncEngine]) -> bool:
+        """Wait for the engine; False if a signal comes first."""
         if await _first(loading, self._stop):
-            self._state.engine = loading.result()
-        else:
-            loading.cancel()
-            await asyncio.wait((loading,))
+            return True
+        loading.cancel()
+        await asyncio.wait((loading,))
+        return False
 
     async def _watch(self, engine: AsyncEngine) -> None:
         """Return at the first signal; raise EngineError when the engine ends."""
