@@ -43,6 +43,7 @@ from weft.serving.messages import (
     Abort,
     Add,
     EngineInfo,
+    Orders,
     Outputs,
     Ready,
     Shutdown,
@@ -229,20 +230,6 @@ def _info(config: EngineConfig, model: LoadedModel, load_seconds: float) -> Engi
         dtype=model.dtype,
         load_seconds=load_seconds,
     )
-
-
-class Orders(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The first line on the core's stdin.
-
-    Attributes:
-        config: of the engine.
-        address: the front's, see channel.py.
-        load_model: "module:function" that loads the model.
-    """
-
-    config: EngineConfig
-    address: str
-    load_model: str
 
 
 def find(path: str) -> Any:

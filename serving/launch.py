@@ -19,7 +19,7 @@ import msgspec
 
 from weft.errors import WeftError
 from weft.serving.config import EngineConfig
-from weft.serving.engine_core import Orders, find, serve
+from weft.serving.messages import Orders
 
 if TYPE_CHECKING:
     import zmq
@@ -93,6 +93,9 @@ class CoreThread:
     ) -> None:
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[str | None] = loop.create_future()
+
+        # Not by a front that starts a process, which can do without numpy until that is under way.
+        from weft.serving.engine_core import find, serve
 
         def run() -> None:
             how: str | None = "failed; see the log"

@@ -11,9 +11,24 @@ from typing import Literal
 
 import msgspec
 
+from weft.serving.config import EngineConfig
 from weft.serving.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Orders(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The first line on the core's stdin.
+
+    Attributes:
+        config: of the engine.
+        address: the front's, see channel.py.
+        load_model: "module:function" that loads the model.
+    """
+
+    config: EngineConfig
+    address: str
+    load_model: str
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):

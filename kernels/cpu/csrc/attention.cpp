@@ -180,8 +180,10 @@ void softmax(const AttentionStep& s, const Tile& tile, int64_t first, int row, i
         _mm512_store_ps(at, _mm512_mul_ps(_mm512_load_ps(at), _mm512_set1_ps(keep)));
       }
   }
-  for (int i = 0; i < KEYS / 32; ++i)
-    store_pairs(packed[i], rows, 16, work.weights + i * 32 * rows);
+  with_rows(rows, [&](auto count) {
+    for (int i = 0; i < KEYS / 32; ++i)
+      store_pairs<count()>(packed[i], 16, work.weights + i * 32 * rows);
+  });
 }
 
 // Blocks of a tile have nearly equal heights; sums are [block][panel][row][COLUMNS].
@@ -209,8 +211,10 @@ void attend(const AttentionStep& s, const Tile& tile, const Tile& next, const Su
         const int64_t head = tile.kv_head * group + (row + r) % group;
         numbers[r] = _mm512_maskz_loadu_epi32(lanes, s.q + query * s.q_stride + head * s.dim + d);
       }
-      store_pairs(numbers, height, static_cast<int>(std::min<int64_t>(16, pairs - d / 2)),
-                  work.q + row * s.dim + d * height);
+      const int some = static_cast<int>(std::min<int64_t>(16, pairs - d / 2));
+      with_rows(height, [&](auto count) {
+        store_pairs<count()>(numbers, some, work.q + row * s.dim + d * height);
+      });
     }
   });
   std::fill_n(work.largest, rows, NONE);

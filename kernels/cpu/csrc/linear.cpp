@@ -74,30 +74,36 @@ float inverse_rms(const bf16* x, int64_t k, float eps) {
   return 1.f / std::sqrt(_mm512_reduce_add_ps(sum) / static_cast<float>(k) + eps);
 }
 
-// A block of rows, normalised, as [k / 2][rows][2].
+// A block of R rows, normalised, as [k / 2][R][2].
+template <int R>
 void pack_rows(const Rows& x, const Block& block, int64_t k, bf16* out) {
-  const bf16* row[MAX_ROWS];
-  __m512 factor[MAX_ROWS];
-  for (int r = 0; r < block.rows; ++r) {
+  const bf16* row[R];
+  __m512 factor[R];
+  for (int r = 0; r < R; ++r) {
     const int64_t at = block.first + r;
     row[r] = x.data + (x.index ? x.index[at] : at) * x.stride;
     if (x.norm) factor[r] = _mm512_set1_ps(inverse_rms(row[r], k, x.eps));
   }
   for (int64_t i = 0; i < k; i += 32) {
-    __m512i numbers[16];
+    __m512i numbers[R];
     const __mmask16 left = first_lanes(k - i), right = first_lanes(k - i - 16);
-    for (int r = 0; r < block.rows; ++r) {
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r)
       numbers[r] = _mm512_maskz_loadu_epi16(left | __mmask32{right} << 16, row[r] + i);
-      if (!x.norm) continue;
-      const __m512 low = widen(_mm512_castsi512_si256(numbers[r]));
-      const __m512 high = widen(_mm512_extracti64x4_epi64(numbers[r], 1));
-      numbers[r] = (__m512i)_mm512_cvtne2ps_pbh(
-          _mm512_mul_ps(_mm512_mul_ps(high, factor[r]), load_bf16(x.norm + i + 16, right)),
-          _mm512_mul_ps(_mm512_mul_ps(low, factor[r]), load_bf16(x.norm + i, left)));
+    if (x.norm) {
+      const __m512 low_norm = load_bf16(x.norm + i, left), high_norm = load_bf16(x.norm + i + 16, right);
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) {
+        const __m512 low = widen(_mm512_castsi512_si256(numbers[r]));
+        const __m512 high = widen(_mm512_extracti64x4_epi64(numbers[r], 1));
+        numbers[r] = (__m512i)_mm512_cvtne2ps_pbh(
+            _mm512_mul_ps(_mm512_mul_ps(high, factor[r]), high_norm),
+            _mm512_mul_ps(_mm512_mul_ps(low, factor[r]), low_norm));
+      }
     }
     const int pairs = static_cast<int>(std::min<int64_t>(16, (k - i + 1) / 2));
-    store_pairs(numbers, block.rows, pairs, out);
-    out += 2 * block.rows * pairs;
+    store_pairs<R>(numbers, pairs, out);
+    out += 2 * R * pairs;
   }
 }
 
@@ -232,7 +238,9 @@ void product(const std::vector<Group>& groups, const Rows& x, const bf16* residu
     alignas(64) float sums[BLOCKS_AT_ONCE * MAX_ROWS * COLUMNS];
 #pragma omp for schedule(static)
     for (size_t b = 0; b < blocks.size(); ++b)
-      pack_rows(x, blocks[b], any.k, packed + blocks[b].first * pairs * 2);
+      with_rows(blocks[b].rows, [&](auto rows) {
+        pack_rows<rows()>(x, blocks[b], any.k, packed + blocks[b].first * pairs * 2);
+      });
 #pragma omp for schedule(dynamic) nowait
     for (size_t t = 0; t < tasks.size(); ++t) {
       const Matrix& m = *blocks[tasks[t].block].matrix;

@@ -15,6 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #include "weft.h"
@@ -65,41 +66,62 @@ inline __m512 silu(__m512 x) {
 // rows[i][j] <-> rows[j][i], of 32-bit numbers: pairs of bfloat16.
 inline void transpose(__m512i rows[16]) {
   __m512i t[16];
+#pragma GCC unroll 8
   for (int i = 0; i < 16; i += 2) {
     t[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
     t[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
   }
+#pragma GCC unroll 4
   for (int i = 0; i < 16; i += 4)
+#pragma GCC unroll 2
     for (int j = 0; j < 2; ++j) {
       rows[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
       rows[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
     }
+#pragma GCC unroll 2
   for (int half = 0; half < 16; half += 8)
+#pragma GCC unroll 4
     for (int i = half; i < half + 4; ++i) {
       t[i] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0x88);
       t[i + 4] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0xdd);
     }
+#pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
     rows[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
     rows[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
   }
 }
 
-// Rows of 16 pairs -> [pairs][rows][2], what the product reads; `numbers` is overwritten.
-inline void store_pairs(__m512i numbers[16], int rows, int pairs, bf16* out) {
-  if (rows == 1) {
+// Calls f with `rows`, from 1 to MAX_ROWS, as a constant of the compiler.
+template <typename F, int... R>
+inline void with_rows(std::integer_sequence<int, R...>, int rows, F f) {
+  ((rows == R + 1 ? f(std::integral_constant<int, R + 1>{}) : void()), ...);
+}
+
+template <typename F>
+inline void with_rows(int rows, F f) {
+  with_rows(std::make_integer_sequence<int, MAX_ROWS>{}, rows, f);
+}
+
+// R rows of 16 pairs -> [pairs][R][2], what the product reads. All loops are unrolled: numbers that
+// stay in registers take half the time.
+template <int R>
+inline void store_pairs(const __m512i* numbers, int pairs, bf16* out) {
+  if constexpr (R == 1) {
     _mm512_mask_storeu_epi32(out, first_lanes(pairs), numbers[0]);
     return;
   }
-  for (int r = rows; r < 16; ++r) numbers[r] = _mm512_setzero_si512();
-  transpose(numbers);
-  for (int p = 0; p < pairs; ++p) {
-    // What a store has too much of the next ones put right; masks, which cost, are for the end.
-    bf16* at = out + 2 * rows * p;
-    if (rows * p + 16 <= rows * pairs)
-      _mm512_storeu_si512(at, numbers[p]);
-    else
-      _mm512_mask_storeu_epi32(at, first_lanes(rows), numbers[p]);
+  __m512i columns[16];
+#pragma GCC unroll 16
+  for (int r = 0; r < 16; ++r) columns[r] = r < R ? numbers[r] : _mm512_setzero_si512();
+  transpose(columns);
+  // What a store has too much of the next ones put right; masks, which cost, are for the end.
+#pragma GCC unroll 16
+  for (int p = 0; p < 16; ++p) {
+    if (pairs == 16 && R * p + 16 <= R * 16)
+      _mm512_storeu_si512(out + 2 * R * p, columns[p]);
+    else if (p < pairs)
+      _mm512_mask_storeu_epi32(out + 2 * R * p, first_lanes(R), columns[p]);
   }
 }
 
