@@ -45,7 +45,7 @@ LOADS = {"dense": ("one", "many", "crowd", "prompt"), "moe": ("one", "many")}
 SHAPES = {"dense": "qwen2.5-0.5b", "moe": "moe-1b"}
 SLACK = 600_000_000  # bytes that weft may take besides weights and cache
 START_BOUND = 3.0  # seconds
-ROUNDS = 4  # of one user in a repetition: short turns, since the memory's speed changes quickly
+ROUNDS = {"one": 4, "prompt": 4}  # in a repetition: short turns, for the machine's speed changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ def race(
         bytes_read = checkpoint.bytes_read(sizes.prompt + sizes.output / 2)
         seed = 0
         for repetition in range(options.repetitions):
-            loads = ["one"] * ROUNDS + [load for load in LOADS[shape] if load != "one"]
+            loads = [load for load in LOADS[shape] for _ in range(ROUNDS.get(load, 1))]
             for number, load in enumerate(loads):
                 if load == "one":
                     found = measured_limits(len(options.cores))

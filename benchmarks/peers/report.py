@@ -69,8 +69,8 @@ def markdown(run: Run, picture: str | None = None) -> str:
         "Written by `benchmarks/vs_peers.py`; `make bench-peers` runs it again.",
         "## Goals",
         f"Ratio: weft's figure over that of the other in the same round, {run.repetitions} "
-        "repetitions (one user: of several rounds each); the median, in parentheses the lowest "
-        "and highest.",
+        "repetitions (one user and the long prompt: of several rounds each); the median, in "
+        "parentheses the lowest and highest.",
         goals_table(run),
         *([f"![Ratio over goal]({picture})"] if picture else []),
         "## Figures",
