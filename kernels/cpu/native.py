@@ -192,6 +192,10 @@ _SIGNATURES = {
         *(c_void_p, c_void_p, c_void_p),
     ),
     "weft_mlp": (POINTER(MlpLayer), c_void_p, c_int64, c_void_p),
+    "weft_layers": (
+        *(POINTER(AttentionLayer), POINTER(MlpLayer), c_int64, POINTER(Batch)),
+        *(c_void_p, c_void_p, c_void_p, POINTER(c_void_p), POINTER(c_void_p), c_void_p),
+    ),
     "weft_argmax": (c_void_p, c_int64, c_int64, c_void_p, c_void_p),
 }
 

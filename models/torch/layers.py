@@ -69,13 +69,13 @@ class Attention:
         self._qkv = qkv = fuse((spec.q, spec.k, spec.v), load)
         self._o = o = fuse((spec.o,), load)
         heads, kv_heads, head_dim = model.num_heads, model.num_kv_heads, model.head_dim
-        self._native = None
+        self.native = None
         if (
             isinstance(qkv, NativeLinear)
             and isinstance(o, NativeLinear)
             and native.takes_heads(heads, kv_heads, head_dim)
         ):
-            self._native = NativeAttention(
+            self.native = NativeAttention(
                 *(qkv, o, norm, self._head_norms),
                 heads=heads,
                 kv_heads=kv_heads,
@@ -89,8 +89,8 @@ class Attention:
     ) -> Tensor:
         """[T, hidden] -> [T, hidden]; the tokens' keys and values are written to the cache."""
         keys, values = cache
-        if self._native is not None:
-            return self._native(x, rotation, keys, values, plan)
+        if self.native is not None:
+            return self.native(x, rotation, keys, values, plan)
         q = rotate_into_cache(
             self._qkv(x, norm=self._norm),
             rotation,
@@ -111,14 +111,14 @@ class Mlp:
         self._norm = norm
         self._gate_up = gate_up = fuse((spec.gate, spec.up), load, gated=True)
         self._down = down = fuse((spec.down,), load)
-        self._native = None
+        self.native = None
         if isinstance(gate_up, NativeLinear) and isinstance(down, NativeLinear):
-            self._native = NativeMlp(gate_up, down, norm)
+            self.native = NativeMlp(gate_up, down, norm)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
-        if self._native is not None:
-            return self._native(x)
+        if self.native is not None:
+            return self.native(x)
         return self._down(self._gate_up(x, norm=self._norm), residual=x)
 
 

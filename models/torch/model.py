@@ -17,6 +17,7 @@ from torch.nn.functional import embedding
 
 from weft.kernels.cpu.attention import AttentionPlan
 from weft.kernels.cpu.int8 import make_int8_linear
+from weft.kernels.cpu.layer import NativeAttention, NativeLayers, NativeMlp
 from weft.kernels.cpu.linear import NativeLinear, RMSNorm, make_linear
 from weft.kernels.cpu.moe import MakeLinear
 from weft.kernels.cpu.rope import Rotation
@@ -49,6 +50,14 @@ class Layer:
         """[T, hidden] -> [T, hidden], or of the tokens `rows` alone, [S, hidden]."""
         x = self._attention(x, rotation, cache, plan)
         return self._feed_forward(x if rows is None else x[rows])
+
+    @property
+    def native(self) -> tuple[NativeAttention, NativeMlp] | None:
+        """Its halves, if both are compiled."""
+        mlp = self._feed_forward
+        if isinstance(mlp, Moe) or mlp.native is None or self._attention.native is None:
+            return None
+        return self._attention.native, mlp.native
 
 
 class _Load:
@@ -94,6 +103,10 @@ class Model:
         self._dtype = dtype
         self._inv_freq = torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim))
         self._layers = [Layer(spec, layer, load) for layer in spec.layers]
+        # All but the last, which may be asked for few tokens, in one call where that is possible.
+        native = [layer.native for layer in self._layers[:-1]]
+        compiled = [layer for layer in native if layer is not None]
+        self._native = NativeLayers(compiled) if compiled and compiled == native else None
         self._norm = RMSNorm(load(spec.norm), spec.norm_eps)
         self._lm_head = lm_head = load.make(load(spec.lm_head or spec.embedding))
         if spec.lm_head is None and quantization == "none" and isinstance(lm_head, NativeLinear):
@@ -125,11 +138,12 @@ class Model:
         """
         x = self._embed(token_ids)
         rotation = Rotation.of(positions, self._inv_freq, self._dtype)
-        *layers, last = zip(self._layers, cache, strict=True)
-        for layer, layer_cache in layers:
-            x = layer(x, rotation, layer_cache, plan)
-        layer, layer_cache = last
-        return layer(x, rotation, layer_cache, plan, rows)
+        if self._native is not None:
+            x = self._native(x, rotation, cache[:-1], plan)
+        else:
+            for layer, layer_cache in zip(self._layers[:-1], cache[:-1], strict=True):
+                x = layer(x, rotation, layer_cache, plan)
+        return self._layers[-1](x, rotation, cache[-1], plan, rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden] of the tokens that matter -> [S, vocab_size]."""

@@ -153,6 +153,12 @@ struct MlpLayer {
 // out [tokens, hidden] = x + down(gate_up(norm(x))).
 void weft_mlp(const MlpLayer* layer, const weft::bf16* x, int64_t tokens, weft::bf16* out);
 
+// Layers one after the other: x [tokens, hidden] -> out. keys and values are those of each layer.
+void weft_layers(const AttentionLayer* attention, const MlpLayer* mlp, int64_t count,
+                 const Batch* batch, const weft::bf16* x, const weft::bf16* cos,
+                 const weft::bf16* sin, weft::bf16* const* keys, weft::bf16* const* values,
+                 weft::bf16* out);
+
 // x [rows, n] -> the largest of each row, or NaN if it has one, and where that is first.
 void weft_argmax(const weft::bf16* x, int64_t rows, int64_t n, float* largest, int64_t* index);
 }

@@ -1,4 +1,4 @@
-"""Halves of a layer in one call give what their kernels give one after the other."""
+"""Halves of a layer, and layers, in one call give what their kernels give one after the other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.kernels import compiled_kernels
 
 from weft.kernels.cpu.attention import AttentionPlan, paged_attention
-from weft.kernels.cpu.layer import NativeAttention, NativeMlp
+from weft.kernels.cpu.layer import NativeAttention, NativeLayers, NativeMlp
 from weft.kernels.cpu.linear import NativeLinear, RMSNorm
 from weft.kernels.cpu.rope import HeadNorms, Rotation, rotate_into_cache
 
@@ -98,6 +98,56 @@ def test_mlp(tokens: int, hidden: int, inner: int, seed: int) -> None:
         down = NativeLinear(normal(hidden, inner))
         wanted = down(gate_up(x, norm=norm), residual=x)
         assert torch.equal(NativeMlp(gate_up, down, norm)(x), wanted)
+
+
+def small_layer(hidden: int, window: int | None) -> tuple[NativeAttention, NativeMlp]:
+    """Of two heads that share keys of 8 numbers."""
+    attention = NativeAttention(
+        *(NativeLinear(normal(4 * 8, hidden)), NativeLinear(normal(hidden, 2 * 8))),
+        *(RMSNorm(normal(hidden), 1e-5), None),
+        heads=2,
+        kv_heads=1,
+        head_dim=8,
+        scale=0.3,
+        sliding_window=window,
+    )
+    gate_up = NativeLinear(normal(2 * 12, hidden), gated=True)
+    return attention, NativeMlp(
+        gate_up, NativeLinear(normal(hidden, 12)), RMSNorm(normal(hidden), 1e-5)
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    new=st.lists(st.integers(1, 9), max_size=3),
+    windows=st.lists(st.sampled_from([None, 3]), min_size=1, max_size=4),
+    hidden=st.integers(1, 40),
+    seed=st.integers(0, 2**31),
+)
+def test_layers(new: list[int], windows: list[int | None], hidden: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    plan = AttentionPlan.build(
+        np.cumsum([0, *new], dtype=np.int32),
+        np.array(new, np.int32),
+        np.arange(len(new) * 3, dtype=np.int32).reshape(len(new), 3),
+        block_size=4,
+    )
+    # Pages that hold what was there before: each layer must write its own.
+    cache = [(normal(9, 1, 4, 8), normal(9, 1, 4, 8)) for _ in windows]
+    other = [(keys.clone(), values.clone()) for keys, values in cache]
+    x = normal(sum(new), hidden)
+    with compiled_kernels(True):
+        positions = torch.cat([torch.empty(0), *map(torch.arange, new)])
+        rotation = Rotation.of(positions, torch.rand(4), x.dtype)
+        layers = [small_layer(hidden, window) for window in windows]
+        wanted = x
+        for (attention, mlp), (keys, values) in zip(layers, other, strict=True):
+            wanted = mlp(attention(wanted, rotation, keys, values, plan))
+        assert torch.equal(NativeLayers(layers)(x, rotation, cache, plan), wanted)
+        for pair, other_pair in zip(cache, other, strict=True):
+            assert all(map(torch.equal, pair, other_pair))
+        with pytest.raises(ValueError, match="cache is of"):
+            NativeLayers(layers)(x, rotation, cache[1:], plan)
 
 
 def test_other_shapes_are_refused() -> None:
