@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import msgspec
-import numpy as np
 from msgspec.structs import replace
 
 from weft.errors import RequestError
@@ -46,6 +45,8 @@ def _check_types(params: SamplingParams) -> None:
 
 
 def _check_tokens(prompt: Sequence[int], vocab_size: int) -> None:
+    import numpy as np  # not with the module: the engine's process is started before
+
     if not len(prompt):
         raise RequestError("the prompt is empty", param="prompt")
     ids = np.asarray(prompt)

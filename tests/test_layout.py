@@ -96,3 +96,11 @@ def test_import_is_light(statement: str) -> None:
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert loaded.returncode == 0, loaded.stderr
     assert HEAVY.isdisjoint(loaded.stdout.split())
+
+
+def test_the_engine_is_started_before_http_is_imported() -> None:
+    """Which takes as long as half of the engine's own imports."""
+    code = "import sys; import weft.serving.api.server; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert loaded.returncode == 0, loaded.stderr
+    assert (HEAVY - {"zmq"}).isdisjoint(loaded.stdout.split())
