@@ -95,6 +95,7 @@ class _Server:
         loading = asyncio.create_task(
             AsyncEngine.start(self._engine_config, runner_factory=self._runner_factory)
         )
+        await asyncio.sleep(0)  # until the process is there: no fork while a thread imports
         state, server = await asyncio.to_thread(self._build_http)
         self._state = state
         state.draining = self._stop.is_set()

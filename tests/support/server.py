@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import msgspec
@@ -90,7 +90,7 @@ def start_server(
     log: Path,
     *,
     loader: str | None = None,
-    ready: bool = True,
+    until: Literal["started", "healthy", "ready"] = "ready",
     python: Path = Path(sys.executable),
     **settings: Any,
 ) -> Iterator[Server]:
@@ -100,8 +100,8 @@ def start_server(
         model: a checkpoint's directory.
         log: a directory for the server's stderr, and to run it in.
         loader: "module:function" that stands in for loading a model; may be in tests/.
-        ready: wait until requests are served; else only until /health answers, for which `port`
-            must be set.
+        until: what to wait for: the process, /health (for which `port` must be set), or that
+            requests are served.
         python: of the environment that weft is installed in.
         settings: as `weft serve` has them, with underscores; `port` is a free one by default.
     """
@@ -117,9 +117,9 @@ def start_server(
             env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
         )
     try:
-        if ready:
+        if until == "ready":
             url = _wait_ready(process, file)
-        else:
+        elif until == "healthy":
             _wait_healthy(process, file, url)
         with httpx.Client(base_url=url, timeout=TIMEOUT) as http:
             yield Server(url, model.name, process, file, http)

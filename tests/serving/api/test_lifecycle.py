@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +20,7 @@ import httpx
 import psutil
 import pytest
 from support.mock_runner import CRASH_TOKEN, HANG_TOKEN, NOT_FINITE_TOKEN, expected
-from support.server import Server, start_server
+from support.server import TESTS, Server, start_server
 from support.tokenizers import write_byte_level
 
 SLOW_MOCK = "support.mock_runner:load_slowly"
@@ -156,7 +159,7 @@ def test_many_at_once_get_their_own_answers(mock: Server) -> None:
 def test_while_loading_it_is_alive_but_not_ready(tmp_path: Path) -> None:
     settings = {"loader": "support.server:load_when_told", "port": free_port()}
     model = write_byte_level(tmp_path / "mock")
-    with start_server(model, tmp_path, ready=False, **settings) as server:
+    with start_server(model, tmp_path, until="healthy", **settings) as server:
         client = server.http
         assert client.get("/ready").status_code == 503
         assert client.get("/ready").json() == {"status": "loading"}
@@ -174,9 +177,105 @@ def test_while_loading_it_is_alive_but_not_ready(tmp_path: Path) -> None:
 def test_a_signal_while_loading_ends_it(tmp_path: Path) -> None:
     settings = {"loader": "support.server:load_when_told", "port": free_port()}
     model = write_byte_level(tmp_path / "mock")
-    with start_server(model, tmp_path, ready=False, **settings) as server:
+    with start_server(model, tmp_path, until="healthy", **settings) as server:
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(timeout=60) == 0
+
+
+# `weft serve` as cli.py calls it, whose HTTP server is imported once there is a line on stdin. argv
+# is the model and the loader's name.
+_HTTP_WAITS = """
+import sys
+from weft.errors import WeftError
+from weft.serving.api import server
+from weft.serving.config import EngineConfig, ServerConfig
+
+def build(self):
+    print("importing", flush=True)
+    if sys.stdin.readline() == "fail\\n":
+        raise ImportError("there is no HTTP")
+    return build_http(self)
+
+build_http, server._Server._build_http = server._Server._build_http, build
+config = EngineConfig(sys.argv[1], threads=1)
+try:
+    sys.exit(server.serve(config, ServerConfig(port=0), runner_factory=sys.argv[2]))
+except WeftError as error:
+    sys.exit(f"weft: error: {error}")
+"""
+
+
+@contextlib.contextmanager
+def before_http(path: Path, loader: str) -> Iterator[tuple[subprocess.Popen[str], psutil.Process]]:
+    """A server that has started its engine, and waits before it imports HTTP; and the engine."""
+    model = write_byte_level(path / "mock")
+    with subprocess.Popen(
+        [sys.executable, "-c", _HTTP_WAITS, str(model), loader],
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(TESTS)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "importing\n"
+            (engine,) = psutil.Process(process.pid).children()
+            yield process, engine
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(("signals", "status"), [(1, 0), (2, 1)])
+def test_a_signal_while_http_is_imported_ends_it(tmp_path: Path, signals: int, status: int) -> None:
+    with before_http(tmp_path, "support.server:load_when_told") as (process, engine):
+        for _ in range(signals):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.1)  # else they would be one
+        _, log = process.communicate("go\n", timeout=60)
+        assert (process.returncode, log) == (status, "")
+        engine.wait(timeout=10)
+
+
+def test_an_engine_that_fails_before_http_is_there_ends_the_server(tmp_path: Path) -> None:
+    with before_http(tmp_path, "support.mock_runner:miss") as (process, engine):
+        engine.wait(timeout=60)
+        _, log = process.communicate("go\n", timeout=60)
+        assert (process.returncode, log) == (1, "weft: error: no weights in model.safetensors\n")
+
+
+def test_no_engine_is_left_without_http(tmp_path: Path) -> None:
+    with before_http(tmp_path, "support.server:load_when_told") as (process, engine):
+        _, log = process.communicate("fail\n", timeout=60)
+        assert process.returncode == 1
+        assert log.splitlines()[-1] == "ImportError: there is no HTTP"
+        engine.wait(timeout=10)
+
+
+@pytest.mark.parametrize("moment", range(6))
+def test_a_signal_at_any_moment_of_the_start_ends_it(tmp_path: Path, moment: int) -> None:
+    """By itself from when the engine's process is there, by the signal before; and no orphan."""
+    delay = random.Random(moment).uniform(0, 1.0)
+    model = write_byte_level(tmp_path / "mock")
+    settings = {"loader": "support.server:load_when_told", "until": "started"}
+    with start_server(model, tmp_path, **settings) as server:
+        time.sleep(delay)
+        seen = psutil.Process(server.process.pid).children()
+        server.process.send_signal(signal.SIGTERM)
+        status = server.process.wait(timeout=60)
+        assert status == 0 if seen else status in (0, -signal.SIGTERM)
+        assert server.log.read_text() == ""
+    deadline = time.monotonic() + 10
+    while any(cwd(process) == tmp_path for process in psutil.process_iter()):
+        assert time.monotonic() < deadline, "a process is left"
+        time.sleep(0.05)
+
+
+def cwd(process: psutil.Process) -> Path | None:
+    try:
+        return Path(process.cwd())
+    except psutil.Error:
+        return None
 
 
 def test_sigterm_drains(own: Server) -> None:
