@@ -265,8 +265,12 @@ def _top_exponent(parts: Sequence[Tensor]) -> int:
     stride = sum(part.numel() for part in parts) // SAMPLE + 1
     while gcd(stride, parts[0].shape[1]) > 1:  # else it would not go through all columns
         stride += 1
-    sample = torch.cat([part.view(torch.int16).flatten()[::stride] for part in parts])
-    counts = torch.bincount(sample.to(torch.int32) >> 8 & 0x7F, minlength=128)
+    samples, start = [], 0
+    for part in parts:  # the very numbers that would be taken of the whole
+        samples.append(part.view(torch.int16).flatten()[start::stride])
+        start = (start - part.numel()) % stride
+    sample = torch.cat(samples).to(torch.int32)
+    counts = torch.bincount(sample >> 8 & 0x7F, minlength=128)
     counts[0] = 0  # has a code of its own
     windows = counts.unfold(0, native.EXPONENT_CODES, 1).sum(dim=1)
     return int(windows.argmax()) + native.EXPONENT_CODES - 1

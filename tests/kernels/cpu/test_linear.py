@@ -144,6 +144,79 @@ def test_weight_may_be_a_view(compiled: bool) -> None:
         torch.testing.assert_close(make_linear(weight)(x), x @ weight.T, atol=3e-2, rtol=3e-2)
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    heights=st.lists(st.integers(0, 70), min_size=1, max_size=4).filter(any),
+    k=st.integers(1, 130),
+    rows=st.integers(1, 25),
+    gated=st.booleans(),
+    with_bias=st.booleans(),
+    copied=st.booleans(),
+    way=st.sampled_from(["compressed", "plain", "int8", "torch", "torch int8"]),
+    dtype=DTYPES,
+)
+def test_a_weight_may_be_in_parts(
+    heights: list[int],
+    k: int,
+    rows: int,
+    gated: bool,
+    with_bias: bool,
+    copied: bool,
+    way: str,
+    dtype: torch.dtype,
+) -> None:
+    """Its layer is that of the whole, to the last bit; `copied`: the parts are not contiguous."""
+    if gated:
+        heights = [*heights, sum(heights)]
+    if way in ("compressed", "plain", "int8"):
+        dtype = torch.bfloat16
+    n = sum(heights)
+    weight = (torch.randn(n, k) * torch.exp2(torch.randint(-9, 1, (n, 1)))).to(dtype)
+    bias = torch.randn(n).to(dtype) if with_bias else None
+    parts = list((weight.T.contiguous().T if copied else weight).split(heights))
+    x = torch.randn(rows, k).to(dtype)
+    with compiled_kernels(not way.startswith("torch")):
+        whole, joined = (
+            make_int8_linear(given, bias, gated=gated)
+            if way.endswith("int8")
+            else NativeLinear(given, bias, gated=gated, compress=way == "compressed")
+            if way != "torch"
+            else make_linear(given, bias, gated=gated)
+            for given in (weight, parts)
+        )
+        for part in parts:
+            part.fill_(torch.nan)  # else the layer might be reading it
+        if way == "torch" and not module.can_pack(dtype):
+            return
+        assert torch.equal(joined(x), whole(x))
+
+
+@settings(max_examples=30, deadline=None)
+@given(heights=st.lists(st.integers(0, 900), min_size=2, max_size=4), k=st.integers(33, 130))
+def test_parts_are_compressed_as_the_whole_is(heights: list[int], k: int) -> None:
+    """Also where the exponents are guessed from a sample."""
+    n = sum(heights)
+    weight = torch.randn(n, k) * torch.exp2(torch.randint(-14, 1, (n, 1)))
+    with compiled_kernels(True), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MAX_ESCAPES", 1.0)
+        patch.setattr(module, "SAMPLE", 64)
+        whole, joined = map(NativeLinear, (weight.bfloat16(), weight.bfloat16().split(heights)))
+    assert joined.matrix.top == whole.matrix.top
+    assert joined.nbytes == whole.nbytes
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    first = torch.zeros(3, 5).bfloat16()
+    for other in (torch.zeros(3, 6).bfloat16(), torch.zeros(3, 5), torch.zeros(5).bfloat16()):
+        for make in (make_linear, make_int8_linear):
+            with pytest.raises(ValueError, match=r"weight has shape .* like a part of \(3, 5\)"):
+                make((first, other))
+    with pytest.raises(ValueError, match="weight has 5 rows; a gated layer"):
+        make_linear((first, first[:2]), gated=True)
+    with pytest.raises(ValueError, match=r"bias is torch.bfloat16 \(3,\).*\(6,\)"):
+        make_linear((first, first), torch.zeros(3).bfloat16())
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 def test_the_plain_weight_is_not_kept(compiled: bool) -> None:
     x, weight = torch.randn(3, 20).bfloat16(), torch.randn(7, 20).bfloat16()
