@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -209,3 +211,14 @@ def test_when_the_runner_raises_everyone_is_told() -> None:
     assert failed == Failed("EngineError", message)
     front.close()
     assert str(front.raised) == message
+
+
+def test_garbage_is_collected_again_once_the_model_is_there() -> None:
+    """The engine's process does without while it imports and loads."""
+    code = (
+        "import gc; gc.disable()\n"
+        "from weft.serving.engine_core import settle_garbage_collector\n"
+        "settle_garbage_collector()\n"
+        "assert gc.isenabled() and gc.get_freeze_count()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
