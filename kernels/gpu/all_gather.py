@@ -13,31 +13,20 @@ the next call already, and those must not stand for others of this.
 
 Protocols, of call n:
 
-- push. Program (d, c) of rank r copies chunk c of r's shard to row r of the slot
-  of rank (r + d) mod W, and then sets that rank's signal [c, r]. Each rank
-  begins with its own copy and goes round from there, so that no rank is sent to
-  by all at once. `collect_chunks` waits for each chunk and copies it out.
+- push. Program (c, d) of rank r copies chunk c of r's shard to row r of the slot
+  of rank (r + 1 + d) mod W, and then sets that rank's signal [c, r]
+  (`push_chunks`). `collect_chunks` waits for each chunk and copies it out.
 - pull. The same, but a rank copies its shard to its own slot only, tells all
   ranks, and they fetch it from there.
 - copy_engine. As push, by copies that the host has queued, which use no
   processors of the GPU. A queued copy cannot choose its slot by the number of
   the call (a CUDA graph replays the same addresses), so there is one slot, and
   all ranks meet (`meet`) before it is written to again.
-- ll, ll128. As push, but data carries its own flag (low_latency.py): one launch,
-  no signals. Item (b, d) is block b for rank r + d, and block b of rank r - d. A
-  program first sends all its items, and then waits for the same ones, which the
-  program of its number sends on the other ranks: there is no cycle.
+- ll, ll128. As push, but data carries its own flag: all_gather_ll.py.
 - multimem. A rank stores its shard to all ranks at once through the switch
   (multimem.py), then sets signal [c, r] of each.
-- two_level, for several nodes. A shard crosses to each other node once: rank l of
-  a node sends its own to the ranks l of all nodes (`push_across`), which sets
-  their signals [c, r], and passes on what it gets, and its own, to the other
-  ranks of its node (`fan_out`), which sets their signals passed [c, r].
-  To a rank that it has no address of (beyond NVLink) it sends chunk c by a put
-  from row r of its own slot, which NVSHMEM follows with signal [c, a] of that
-  rank's `across`, where a is r's node. Row r is stored to again two calls later,
-  and each call begins with a `quiet`. Who gets chunk c sets its own signal
-  [c, r], for `collect_chunks`, in r's stead: there, two_level is the only method.
+- two_level, for several nodes. A shard crosses to each other node once, and is
+  passed on within it: all_gather_two_level.py.
 
 In each of them a rank hears from every other one in every call, be it through a
 third, so two slots are enough, and calls may differ in method: gpu/workspace.py.
@@ -46,14 +35,15 @@ third, so two slots are enough, and calls may differ in method: gpu/workspace.py
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.gpu import nvshmem
+from weft.kernels.gpu.all_gather_ll import run_ll, run_ll128
+from weft.kernels.gpu.all_gather_two_level import send_two_level
+from weft.kernels.gpu.chunks import BLOCK, CHUNK, copy_chunk, push_chunks
 from weft.kernels.gpu.collective import (
     LOW_LATENCY,
     MAX_LL_BYTES,
@@ -62,60 +52,10 @@ from weft.kernels.gpu.collective import (
     count_chunks,
     waiting,
 )
-from weft.kernels.gpu.low_latency import (
-    get_ll,
-    get_ll128,
-    load_words,
-    put_ll,
-    put_ll128,
-    store_words,
-)
 from weft.kernels.gpu.multimem import load_16_bytes, multimem_store
 from weft.kernels.gpu.signals import meet, notify, peer_pointer, tell, wait
-from weft.kernels.gpu.workspace import SLOTS, triton_type
+from weft.kernels.gpu.workspace import SLOTS
 from weft.kernels.symmetric.memory import Home
-
-CHUNK = 1 << 14
-"""Numbers that have a signal of their own."""
-
-BLOCK = 1024
-"""Numbers that a program moves at a time."""
-
-LL_BLOCK, LL128_LINES = 512, 32
-"""Words of 4 bytes, and lines of 120, that a program of LL and LL128 moves."""
-
-
-@triton.jit
-def copy_chunk(to, x, index, numel, chunk, BLOCK: tl.constexpr):
-    """Copy one chunk of x [numel] to `to` [numel]."""
-    begin = index * chunk
-    end = tl.minimum(begin + chunk, numel)
-    for start in range(begin, end, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        tl.store(to + at, tl.load(x + at, mask=at < end), mask=at < end)
-
-
-@triton.jit(do_not_specialize=["rank"])
-def push_chunks(
-    x,  # [numel]; this rank's shard
-    buffers,  # int64 [W]; addresses of [2, W, numel]
-    signals,  # int64 [W]; addresses of int32 [chunks, W]
-    calls,  # int32 [1]
-    rank,
-    numel,  # of a shard
-    slot_numel,  # of a slot of the buffer
-    chunk,  # numbers of a chunk
-    dtype: tl.constexpr,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Copy one chunk to one rank and tell it. Grid: (chunks * W,)."""
-    peer = (rank + tl.program_id(0)) % WORLD
-    index = tl.program_id(0) // WORLD
-    call = tl.load(calls)
-    to = peer_pointer(buffers, peer, dtype) + (call % 2) * slot_numel + rank * numel
-    copy_chunk(to, x, index, numel, chunk, BLOCK)
-    notify(signals, peer, index * WORLD + rank, call)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -162,11 +102,11 @@ def collect_chunks(
 ):
     """Wait for chunks and copy them out of the buffer. Grid: (programs,), persistent.
 
-    In the order in which they come: rank r - d sends to rank r in its d-th place.
+    In the order in which they come: rank r - d sends to rank r in its d-th place, itself last.
     """
     call = tl.load(calls)
     for item in range(tl.program_id(0), WORLD * tl.cdiv(numel, chunk), tl.num_programs(0)):
-        source = (rank + WORLD - item % WORLD) % WORLD
+        source = (rank + WORLD - 1 - item % WORLD) % WORLD
         index = item // WORLD
         first = tl.where(source % NODE == rank % NODE, 0, passed)
         wait(signals, rank, first + index * WORLD + source, call, fault, max_polls)
@@ -203,78 +143,6 @@ def multicast_chunks(
 
 
 @triton.jit(do_not_specialize=["rank"])
-def gather_ll(
-    x,  # int32 or int16 [numel]; this rank's shard
-    out,  # the same [W, numel]
-    buffers,  # int64 [W]; addresses of int64 [2, W, words]
-    calls,  # int32 [1]
-    fault,  # int32 [4]
-    rank,
-    numel,
-    words,  # of 4 bytes, in a shard
-    slot_words,
-    WORLD: tl.constexpr,
-    WIDE: tl.constexpr,  # elements of 4 bytes
-    BLOCK: tl.constexpr,
-    max_polls,
-):
-    """Send blocks to all ranks, then take theirs. Grid: (programs,), persistent."""
-    call = tl.load(calls)
-    slot = (call % 2) * slot_words
-    items = WORLD * tl.cdiv(words, BLOCK)
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        peer = (rank + item) % WORLD
-        at = item // WORLD * BLOCK + tl.arange(0, BLOCK)
-        to = peer_pointer(buffers, peer, tl.int64) + slot + rank * words
-        put_ll(to + at, load_words(x, at, numel, WIDE), call, at < words)
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        source = (rank + WORLD - item % WORLD) % WORLD
-        first = item // WORLD * BLOCK
-        at = first + tl.arange(0, BLOCK)
-        come = peer_pointer(buffers, rank, tl.int64) + slot + source * words
-        got = get_ll(come + at, call, at < words, fault, rank, source * words + first, max_polls)
-        store_words(out + source * numel, at, got, numel, WIDE)
-
-
-@triton.jit(do_not_specialize=["rank"])
-def gather_ll128(
-    x,  # int64 [words]; this rank's shard
-    out,  # int64 [W, words]
-    buffers,  # int64 [W]; addresses of int64 [2, W, lines, 16]
-    calls,  # int32 [1]
-    fault,  # int32 [4]
-    rank,
-    words,  # of 8 bytes, in a shard
-    lines,  # of 15 words
-    slot_lines,
-    WORLD: tl.constexpr,
-    LINES: tl.constexpr,
-    max_polls,
-):
-    """Send lines to all ranks, then take theirs. Grid: (programs,), persistent."""
-    call = tl.load(calls)
-    column = tl.arange(0, 16)[None, :]
-    slot = (call % 2) * slot_lines
-    items = WORLD * tl.cdiv(lines, LINES)
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        peer = (rank + item) % WORLD
-        first = item // WORLD * LINES
-        line = first + tl.arange(0, LINES)
-        at = line[:, None] * 15 + column
-        inside = (column < 15) & (at < words)
-        to = peer_pointer(buffers, peer, tl.int64) + (slot + rank * lines + first) * 16
-        put_ll128(to, tl.load(x + at, mask=inside, other=0), call, line < lines)
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        source = (rank + WORLD - item % WORLD) % WORLD
-        first = item // WORLD * LINES
-        line = first + tl.arange(0, LINES)
-        at = line[:, None] * 15 + column
-        come = peer_pointer(buffers, rank, tl.int64) + (slot + source * lines + first) * 16
-        got = get_ll128(come, call, line < lines, fault, rank, source * lines + first, max_polls)
-        tl.store(out + source * words + at, got, mask=(column < 15) & (at < words))
-
-
-@triton.jit(do_not_specialize=["rank"])
 def wait_for_all(
     signals,  # int64 [W]; addresses of int32 [W]
     calls,  # int32 [1]
@@ -287,95 +155,6 @@ def wait_for_all(
     call = tl.load(calls)
     for source in range(WORLD):
         wait(signals, rank, source, call, fault, max_polls)
-
-
-@triton.jit(do_not_specialize=["rank"])
-def push_across(
-    x,  # [numel]; this rank's shard
-    buffers,  # int64 [W]; addresses of [2, W, numel], 0 for ranks that NVLink does not reach
-    signals,  # int64 [W]; addresses of int32 [chunks, W]
-    across,  # int64 [W]; addresses of int64 [chunks, W / NODE]
-    calls,  # int32 [1]
-    rank,
-    numel,
-    slot_numel,
-    chunk,
-    dtype: tl.constexpr,
-    WORLD: tl.constexpr,
-    NODE: tl.constexpr,  # ranks of a node
-    FAR: tl.constexpr,  # there are ranks without an address
-    BLOCK: tl.constexpr,
-):
-    """Copy one chunk to the same rank of all nodes and tell them. Grid: (chunks,).
-
-    To the own slot first: puts send from there.
-    """
-    index = tl.program_id(0)
-    call = tl.load(calls)
-    row = (call % 2) * slot_numel + rank * numel
-    own = peer_pointer(buffers, rank, dtype) + row
-    copy_chunk(own, x, index, numel, chunk, BLOCK)
-    notify(signals, rank, index * WORLD + rank, call)
-    nodes: tl.constexpr = WORLD // NODE
-    for distance in range(1, nodes):
-        peer = (rank + distance * NODE) % WORLD
-        address = tl.load(buffers + peer)
-        if FAR:
-            begin = index * chunk
-            count = (tl.minimum(begin + chunk, numel) - begin).to(tl.int64)
-            nbytes = count * (dtype.primitive_bitwidth // 8)
-            source = (own + begin).to(tl.int64)
-            signal = tl.load(across + rank) + 8 * (index * nodes + rank // NODE)
-            if address == 0:
-                nvshmem.put_signal(source, source, nbytes, signal, call.to(tl.int64), peer)
-        if address != 0:
-            copy_chunk(peer_pointer(buffers, peer, dtype) + row, x, index, numel, chunk, BLOCK)
-            notify(signals, peer, index * WORLD + rank, call)
-
-
-@triton.jit(do_not_specialize=["rank"])
-def fan_out(
-    buffers,  # int64 [W]; addresses of [2, W, numel], 0 for ranks that NVLink does not reach
-    signals,  # int64 [W]; addresses of int32 [chunks, W], and from `passed` on of as many again
-    across,  # int64 [W]; addresses of int64 [chunks, W / NODE]
-    calls,  # int32 [1]
-    fault,  # int32 [4]
-    rank,
-    numel,
-    slot_numel,
-    chunk,
-    passed,  # the first of the signals of what is passed on
-    dtype: tl.constexpr,
-    WORLD: tl.constexpr,
-    NODE: tl.constexpr,  # ranks of a node
-    FAR: tl.constexpr,  # there are ranks without an address
-    BLOCK: tl.constexpr,
-    max_polls,
-):
-    """Pass chunks on to the other ranks of the node. Grid: (programs,), persistent.
-
-    And tell this rank itself of what came by a put.
-    """
-    call = tl.load(calls)
-    nodes: tl.constexpr = WORLD // NODE
-    first: tl.constexpr = 0 if FAR else 1  # of the steps from this rank to the others of its node
-    steps: tl.constexpr = NODE - first
-    for item in range(tl.program_id(0), nodes * steps * tl.cdiv(numel, chunk), tl.num_programs(0)):
-        distance = item // steps % nodes  # in nodes; they come in this order
-        source = (rank + WORLD - distance * NODE) % WORLD
-        peer = rank // NODE * NODE + (rank + first + item % steps) % NODE
-        index = item // (nodes * steps)
-        if (peer != rank) | (tl.load(buffers + source) == 0):
-            at, at_across = index * WORLD + source, index * nodes + source // NODE
-            nvshmem.wait_across(
-                buffers, source, signals, at, across, at_across, rank, call, fault, FAR, max_polls
-            )
-            row = (call % 2) * slot_numel + source * numel
-            shard = peer_pointer(buffers, rank, dtype) + row
-            if peer != rank:
-                to = peer_pointer(buffers, peer, dtype) + row
-                copy_chunk(to, shard, index, numel, chunk, BLOCK)
-            notify(signals, peer, at + tl.where(peer == rank, 0, passed), call)
 
 
 class AllGatherWorkspace(CollectiveWorkspace):
@@ -485,25 +264,16 @@ def all_gather(
     return out
 
 
-def _launch(
-    workspace: AllGatherWorkspace, numel: int
-) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-    """Chunks of a shard; the tables and the sizes that kernels take; their constants."""
-    tables = (workspace.buffer.addresses, workspace.signals.addresses, workspace.calls)
-    sizes = (workspace.rank, numel, workspace.numel, workspace.chunk)
-    constants = {"dtype": triton_type(workspace.dtype), "WORLD": workspace.world_size}
-    return -(-numel // workspace.chunk), (tables, sizes), {**constants, "BLOCK": BLOCK}
-
-
 def _push(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
-    chunks, (tables, sizes), constants = _launch(workspace, x.numel())
+    numel = x.numel()
+    chunks, tables, sizes, constants = workspace.chunked(numel)
     workspace.begin()
-    push_chunks[(workspace.world_size * chunks,)](x, *tables, *sizes, **constants)
-    _collect(out, workspace, x.numel())
+    push_chunks[(workspace.world_size * chunks,)](x, *tables, *sizes, 0, numel, **constants)
+    _collect(out, workspace, numel)
 
 
 def _pull(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
-    chunks, (tables, sizes), constants = _launch(workspace, x.numel())
+    chunks, tables, sizes, constants = workspace.chunked(x.numel())
     workspace.begin()
     publish_chunks[(chunks,)](x, *tables, *sizes, **constants)
     _collect(out, workspace, x.numel(), pull=True)
@@ -512,7 +282,7 @@ def _pull(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
 def _collect(
     out: Tensor, workspace: AllGatherWorkspace, numel: int, *, pull: bool = False, node: int = 1
 ) -> None:
-    chunks, (tables, sizes), constants = _launch(workspace, numel)
+    chunks, tables, sizes, constants = workspace.chunked(numel)
     collect_chunks[(workspace.resident(workspace.world_size * chunks),)](
         *(out, *tables, workspace.fault, *sizes, workspace.passed),
         **{**constants, **waiting(workspace), "PULL": pull, "NODE": node},
@@ -535,34 +305,6 @@ def _copy_engine(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
     out.view(-1).copy_(workspace.copied.local[: size * numel], non_blocking=True)
 
 
-def _ll(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
-    size, bits = workspace.world_size, torch.int32 if x.itemsize == 4 else torch.int16
-    words = -(-x.nbytes // 4)
-    workspace.begin()
-    gather_ll[(workspace.resident(size * -(-words // LL_BLOCK)),)](
-        *(x.view(bits), out.view(bits), workspace.ll.addresses, workspace.calls, workspace.fault),
-        *(workspace.rank, x.numel(), words, size * workspace.ll_words),
-        WORLD=size,
-        WIDE=x.itemsize == 4,
-        BLOCK=LL_BLOCK,
-        max_polls=workspace.max_polls,
-    )
-
-
-def _ll128(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
-    size, words = workspace.world_size, x.nbytes // 8
-    lines = -(-words // 15)
-    workspace.begin()
-    gather_ll128[(workspace.resident(size * -(-lines // LL128_LINES)),)](
-        *(x.view(-1).view(torch.int64), out.view(-1).view(torch.int64)),
-        *(workspace.ll128.addresses, workspace.calls, workspace.fault),
-        *(workspace.rank, words, lines, size * workspace.ll128_lines),
-        WORLD=size,
-        LINES=LL128_LINES,
-        max_polls=workspace.max_polls,
-    )
-
-
 def _multimem(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
     numel, itemsize = x.numel(), x.itemsize
     chunks = -(-numel // workspace.chunk)
@@ -578,29 +320,17 @@ def _multimem(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
 
 
 def _two_level(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
-    chunks, (tables, sizes), constants = _launch(workspace, x.numel())
-    buffers, signals, calls = tables
-    tables = (buffers, signals, workspace.across.addresses, calls)
-    node, far = workspace.ranks_per_node, workspace.far
-    constants |= {"NODE": node, "FAR": far, **workspace.link}
     workspace.begin()
-    if far:
-        nvshmem.quiet[(1,)](num_warps=1, **workspace.link)
-    push_across[(chunks,)](x, *tables, *sizes, **constants)
-    if steps := workspace.world_size if far else workspace.world_size // node * (node - 1):
-        fan_out[(workspace.resident(steps * chunks),)](
-            *(*tables, workspace.fault, *sizes, workspace.passed),
-            **{**constants, **waiting(workspace)},
-        )
-    _collect(out, workspace, x.numel(), node=node)
+    send_two_level(x, workspace)
+    _collect(out, workspace, x.numel(), node=workspace.ranks_per_node)
 
 
 METHODS: dict[str, Callable[[Tensor, Tensor, AllGatherWorkspace], None]] = {
     "push": _push,
     "pull": _pull,
     "copy_engine": _copy_engine,
-    "ll": _ll,
-    "ll128": _ll128,
+    "ll": run_ll,
+    "ll128": run_ll128,
     "multimem": _multimem,
     "two_level": _two_level,
 }

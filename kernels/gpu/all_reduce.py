@@ -6,7 +6,7 @@ Numbers travel in the dtype of x, are added in float32 and rounded once.
 
 Protocols, of call n; the slot is n mod 2:
 
-- one_shot. Every rank pushes x to all ranks (`push_chunks` of all_gather.py), and
+- one_shot. Every rank pushes x to all ranks (`push_chunks` of chunks.py), and
   each of them adds the W rows of its slot in the order of the ranks
   (`add_rows` of reduce_scatter.py). One trip, W times the traffic: for
   little data.
@@ -14,7 +14,7 @@ Protocols, of call n; the slot is n mod 2:
   a program sends its blocks of x to all ranks, then takes the same blocks of every
   rank, in their order, and adds. It waits only for programs of its own number.
 - two_shot. x is cut into W parts. Every rank pushes part p to rank p
-  (`push_parts`); for chunk c `reduce_and_send` waits until it has come from all
+  (`push_chunks`, too); for chunk c `reduce_and_send` waits until it has come from all
   ranks, adds in their order, and stores the sum to row r of the second
   buffer of all ranks, whose second signal [c, r] it sets; `collect_parts` waits
   for those. Two trips, twice the traffic of one x: for much data.
@@ -39,13 +39,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.gpu.all_gather import (
-    BLOCK,
-    CHUNK,
-    LL_BLOCK,
-    copy_chunk,
-    push_chunks,
-)
+from weft.kernels.gpu.chunks import BLOCK, CHUNK, copy_chunk, push_chunks, sum_rows
 from weft.kernels.gpu.collective import (
     MAX_LL_BYTES,
     RESIDENT_BLOCK,
@@ -53,9 +47,9 @@ from weft.kernels.gpu.collective import (
     count_chunks,
     waiting,
 )
-from weft.kernels.gpu.low_latency import get_ll, load_words, put_ll, store_words
+from weft.kernels.gpu.low_latency import LL_BLOCK, get_ll, load_words, put_ll, store_words
 from weft.kernels.gpu.multimem import multimem_store, multimem_sum
-from weft.kernels.gpu.reduce_scatter import add_rows, push_parts, sum_rows
+from weft.kernels.gpu.reduce_scatter import add_rows
 from weft.kernels.gpu.signals import notify, peer_pointer, wait
 from weft.kernels.gpu.workspace import SLOTS, triton_type
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
@@ -327,29 +321,21 @@ def all_reduce(x: Tensor, workspace: AllReduceWorkspace, *, method: str | None =
 
 
 def _one_shot(x: Tensor, out: Tensor, workspace: AllReduceWorkspace) -> None:
-    size, numel, chunk = workspace.world_size, x.numel(), workspace.chunk
-    chunks = -(-numel // chunk)
-    tables = (workspace.buffer.addresses, workspace.signals.addresses, workspace.calls)
-    constants = {"dtype": triton_type(x.dtype), "BLOCK": BLOCK}
+    numel = x.numel()
+    chunks, tables, sizes, constants = workspace.chunked(numel)
     workspace.begin()
-    push_chunks[(size * chunks,)](
-        *(x, *tables, workspace.rank, numel, workspace.numel, chunk),
-        **{**constants, "WORLD": size},
-    )
+    push_chunks[(workspace.world_size * chunks,)](x, *tables, *sizes, 0, numel, **constants)
     add_rows(out, workspace)
 
 
 def _two_shot(x: Tensor, out: Tensor, workspace: AllReduceWorkspace) -> None:
     size, rank, total = workspace.world_size, workspace.rank, x.numel()
     chunk, numel = workspace.chunk, part_numel(total, size)
-    chunks, length = -(-numel // chunk), max(0, min(numel, total - rank * numel))
-    buffers, sums = workspace.buffer.addresses, workspace.sums.addresses
-    signals = (workspace.signals.addresses, workspace.calls)
-    constants = {"dtype": triton_type(x.dtype), "WORLD": size, "BLOCK": BLOCK}
+    length = max(0, min(numel, total - rank * numel))
+    chunks, tables, sizes, constants = workspace.chunked(numel)
+    (buffers, *signals), sums = tables, workspace.sums.addresses
     workspace.begin()
-    push_parts[(size * chunks,)](
-        *(x, buffers, *signals, rank, total, numel, workspace.numel, chunk), **constants
-    )
+    push_chunks[(size * chunks,)](x, *tables, *sizes, numel, total, **constants)
     reduce_and_send[(workspace.resident(chunks),)](
         *(buffers, sums, *signals, workspace.fault, rank, length, numel, workspace.numel),
         *(workspace.sums_numel, chunk, workspace.second),

@@ -7,13 +7,15 @@ be used with, and each call says which.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.kernels.gpu import nvshmem
+from weft.kernels.gpu.chunks import BLOCK
 from weft.kernels.gpu.tune import Choice
-from weft.kernels.gpu.workspace import SLOTS, Workspace, agreed, require_counts
+from weft.kernels.gpu.workspace import SLOTS, Workspace, agreed, require_counts, triton_type
 from weft.kernels.symmetric.memory import Home
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -117,6 +119,20 @@ class CollectiveWorkspace(Workspace):
         with agreed(name, {}, home.exchange) as check:
             for method in self.methods:
                 check("method", repr(method), *able.get(method, (True, "")))
+
+    def chunked(
+        self, numel: int
+    ) -> tuple[int, tuple[Tensor, ...], tuple[int, ...], dict[str, Any]]:
+        """What kernels that move rows of so many numbers, chunk by chunk, are launched with.
+
+        Returns:
+            How many chunks a row has; tables: the addresses of buffers and signals, and the count
+            of calls; sizes: this rank, numbers of a row, of a slot and of a chunk; constants.
+        """
+        tables = (self.buffer.addresses, self.signals.addresses, self.calls)
+        sizes = (self.rank, numel, self.numel, self.chunk)
+        constants = {"dtype": triton_type(self.dtype), "WORLD": self.world_size, "BLOCK": BLOCK}
+        return -(-numel // self.chunk), tables, sizes, constants
 
     def choose_method(self, x: Tensor, rows: int) -> str:
         """What was tuned for this device, world size, shape and dtype, else what the model prefers.

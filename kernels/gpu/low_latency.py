@@ -48,6 +48,9 @@ from weft.kernels.gpu.signals import polls_left, report
 WORDS = tl.constexpr(16)
 """Of 8 bytes in a line of LL128; the last is the flag."""
 
+LL_BLOCK, LL128_LINES = 512, 32
+"""Words of 4 bytes, and lines of 120, that a program of LL and LL128 moves at a time."""
+
 
 @triton.jit
 def put_ll(to, words, call, mask):

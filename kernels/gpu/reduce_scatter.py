@@ -12,27 +12,11 @@ in every run.
 
 Protocols, of call n:
 
-- push. Program (d, c) of rank r copies chunk c of part r + 1 + d to row r of that
+- push. Program (c, d) of rank r copies chunk c of part r + 1 + d to row r of that
   rank's slot, its own part last, and then sets its signal. Program c of
   `reduce_chunks` waits for chunk c from every rank and adds.
-- two_level, for several nodes. Each number crosses to each other node once. On
-  node a, rank l gathers what its node has for the ranks l of all nodes: rank
-  (a, k) stores its part for (b, l) to row b * NODE + k of (a, l)'s slot
-  (`scatter_local`), and sets (a, l)'s signal scattered [c, that row].
-  `reduce_local` adds the NODE partial sums for node b in the order of the ranks,
-  and stores the sum to row a of the second buffer of (b, l), whose second signals
-  [c, a] say so. `reduce_nodes` adds those, in the order of the nodes. What
-  crosses is rounded to x's dtype.
-  To a rank that it has no address of (beyond NVLink), `reduce_local` stores the
-  sum to row b of its own `sent`, and puts it from there, followed by signal
-  [c, a] of that rank's `across`. `sent` has one slot: a `quiet` stands before the
-  `reduce_local` of each call.
-
-  The three steps run at once, node by node, the next one first and the own one
-  last: the scatter on a stream of its own, the additions on the caller's, chunk
-  by chunk as signals come; and neither waits for what crosses, which is the
-  network's to carry. Programs of `reduce_local` wait for the scatter of this rank
-  and must leave it room: there is at most one for each processor but one.
+- two_level, for several nodes. Each number crosses to each other node once, as a
+  sum of what a node has: reduce_scatter_two_level.py.
 
 Every rank hears from every other one, be it through a third, so two slots are
 enough: gpu/workspace.py.
@@ -47,74 +31,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.gpu import nvshmem
-from weft.kernels.gpu.all_gather import BLOCK, CHUNK, copy_chunk
+from weft.kernels.gpu.chunks import CHUNK, add_chunk, push_chunks
 from weft.kernels.gpu.collective import RESIDENT_BLOCK, CollectiveWorkspace, count_chunks, waiting
-from weft.kernels.gpu.signals import notify, peer_pointer, wait
+from weft.kernels.gpu.reduce_scatter_two_level import run_two_level
+from weft.kernels.gpu.signals import peer_pointer, wait
 from weft.kernels.gpu.workspace import SLOTS, triton_type
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
-
-
-@triton.jit(do_not_specialize=["rank"])
-def push_parts(
-    x,  # [total]; parts of numel numbers, the last ones shorter or empty if W * numel > total
-    buffers,  # int64 [W]; addresses of [2, W, numel]
-    signals,  # int64 [W]; addresses of int32 [chunks, W]
-    calls,  # int32 [1]
-    rank,
-    total,
-    numel,  # of a part
-    slot_numel,  # of a slot of the buffer
-    chunk,  # numbers of a chunk
-    dtype: tl.constexpr,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Copy one chunk of a part to its rank and tell it. Grid: (chunks * W,)."""
-    peer = (rank + 1 + tl.program_id(0)) % WORLD
-    index = tl.program_id(0) // WORLD
-    call = tl.load(calls)
-    to = peer_pointer(buffers, peer, dtype) + (call % 2) * slot_numel + rank * numel
-    length = tl.minimum(numel, total - peer * numel)
-    copy_chunk(to, x + peer * numel, index, length, chunk, BLOCK)
-    notify(signals, peer, index * WORLD + rank, call)
-
-
-@triton.jit
-def sum_rows(
-    rows,  # [COUNT, numel]
-    at,  # [BLOCK]
-    numel,
-    end,  # of what is wanted of a row
-    COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The sum of the rows in their order: float32 [BLOCK]."""
-    total = tl.zeros((BLOCK,), tl.float32)
-    for row in range(COUNT):
-        total += tl.load(rows + row * numel + at, mask=at < end, other=0.0).to(tl.float32)
-    return total
-
-
-@triton.jit
-def add_chunk(
-    out,  # [length]
-    rows,  # [COUNT, numel]
-    index,  # of the chunk
-    length,  # of the sum; at most numel
-    numel,
-    chunk,
-    dtype: tl.constexpr,
-    COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Add one chunk of the rows, in their order."""
-    begin = index * chunk
-    end = tl.minimum(begin + chunk, length)
-    for start in range(begin, end, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        total = sum_rows(rows, at, numel, end, COUNT, BLOCK)
-        tl.store(out + at, total.to(dtype), mask=at < end)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -142,133 +64,6 @@ def reduce_chunks(
         for row in range(COUNT):
             wait(signals, rank, first + index * COUNT + row, call, fault, max_polls)
         add_chunk(out, rows, index, length, numel, chunk, dtype, COUNT, BLOCK)
-
-
-@triton.jit(do_not_specialize=["rank"])
-def scatter_local(
-    x,  # [W, numel]
-    buffers,  # int64 [W]; addresses of [2, W, numel]
-    signals,  # int64 [W]; addresses of int32 [scattered + chunks * W]
-    calls,  # int32 [1]
-    rank,
-    numel,
-    slot_numel,
-    chunk,
-    scattered,  # the first of the signals
-    dtype: tl.constexpr,
-    WORLD: tl.constexpr,
-    NODE: tl.constexpr,  # ranks of a node
-    BLOCK: tl.constexpr,
-):
-    """Copy one chunk of a part to the rank of this node that sends it on. Grid: (chunks * W,).
-
-    Chunk by chunk for the next node, then for the one after it, for the own one last.
-    """
-    chunks = tl.cdiv(numel, chunk)
-    node, local = rank // NODE, rank % NODE
-    to_node = (node + 1 + tl.program_id(0) // (NODE * chunks)) % (WORLD // NODE)
-    to_local = (local + 1 + tl.program_id(0) % NODE) % NODE
-    peer = node * NODE + to_local
-    row = to_node * NODE + local
-    index = tl.program_id(0) // NODE % chunks
-    call = tl.load(calls)
-    to = peer_pointer(buffers, peer, dtype) + (call % 2) * slot_numel + row * numel
-    copy_chunk(to, x + (to_node * NODE + to_local) * numel, index, numel, chunk, BLOCK)
-    notify(signals, peer, scattered + index * WORLD + row, call)
-
-
-@triton.jit(do_not_specialize=["rank"])
-def reduce_local(
-    buffers,  # int64 [W]; addresses of [2, W, numel]
-    sums,  # int64 [W]; addresses of [2, W / NODE, numel], 0 for ranks that NVLink does not reach
-    sent,  # [W / NODE, numel]; symmetric, this rank's; what is put
-    signals,  # int64 [W]; addresses of int32 [first + chunks * W / NODE]
-    across,  # int64 [W]; addresses of int64 [chunks, W / NODE]
-    calls,  # int32 [1]
-    fault,  # int32 [4]
-    rank,
-    numel,
-    slot_numel,
-    sums_slot_numel,
-    chunk,
-    scattered,  # the first of the signals that are waited for
-    first,  # of those that are set
-    dtype: tl.constexpr,
-    WORLD: tl.constexpr,
-    NODE: tl.constexpr,
-    FAR: tl.constexpr,  # there are ranks without an address
-    BLOCK: tl.constexpr,
-    max_polls,
-):
-    """Add chunks, send each to its node and tell. Grid: (programs,), persistent.
-
-    In the order of `scatter_local`.
-    """
-    chunks = tl.cdiv(numel, chunk)
-    nodes: tl.constexpr = WORLD // NODE
-    node = rank // NODE
-    call = tl.load(calls)
-    row_of_sums = (call % 2) * sums_slot_numel + node * numel
-    for item in range(tl.program_id(0), nodes * chunks, tl.num_programs(0)):
-        to_node = (node + 1 + item // chunks) % nodes
-        peer = to_node * NODE + rank % NODE
-        index = item % chunks
-        for local in range(NODE):
-            row = to_node * NODE + local
-            wait(signals, rank, scattered + index * WORLD + row, call, fault, max_polls)
-        rows = peer_pointer(buffers, rank, dtype) + (call % 2) * slot_numel
-        rows += to_node * NODE * numel
-        address = tl.load(sums + peer)
-        to = peer_pointer(sums, peer, dtype) + row_of_sums
-        if FAR:
-            staged = sent + to_node * numel
-            if address == 0:
-                to = staged
-        add_chunk(to, rows, index, numel, numel, chunk, dtype, NODE, BLOCK)
-        if FAR:
-            size: tl.constexpr = dtype.primitive_bitwidth // 8
-            begin = index * chunk
-            nbytes = (tl.minimum(begin + chunk, numel) - begin).to(tl.int64) * size
-            row = tl.load(sums + rank) + (row_of_sums + begin).to(tl.int64) * size
-            source = (to + begin).to(tl.int64)
-            signal = tl.load(across + rank) + 8 * (index * nodes + node)
-            if address == 0:
-                nvshmem.put_signal(row, source, nbytes, signal, call.to(tl.int64), peer)
-        if address != 0:
-            notify(signals, peer, first + index * nodes + node, call)
-
-
-@triton.jit(do_not_specialize=["rank"])
-def reduce_nodes(
-    out,  # [numel]
-    sums,  # int64 [W]; addresses of [2, W / NODE, numel], 0 for ranks that NVLink does not reach
-    signals,  # int64 [W]; addresses of int32 [first + chunks * W / NODE]
-    across,  # int64 [W]; addresses of int64 [chunks, W / NODE]
-    calls,  # int32 [1]
-    fault,  # int32 [4]
-    rank,
-    numel,
-    sums_slot_numel,
-    chunk,
-    first,  # of the signals
-    dtype: tl.constexpr,
-    WORLD: tl.constexpr,
-    NODE: tl.constexpr,
-    FAR: tl.constexpr,  # there are ranks without an address
-    BLOCK: tl.constexpr,
-    max_polls,
-):
-    """Wait for chunks of all nodes' sums and add them. Grid: (programs,), persistent."""
-    nodes: tl.constexpr = WORLD // NODE
-    call = tl.load(calls)
-    rows = peer_pointer(sums, rank, dtype) + (call % 2) * sums_slot_numel
-    for index in range(tl.program_id(0), tl.cdiv(numel, chunk), tl.num_programs(0)):
-        for node in range(nodes):
-            sender, at = node * NODE + rank % NODE, index * nodes + node
-            nvshmem.wait_across(
-                sums, sender, signals, first + at, across, at, rank, call, fault, FAR, max_polls
-            )
-        add_chunk(out, rows, index, numel, numel, chunk, dtype, nodes, BLOCK)
 
 
 class ReduceScatterWorkspace(CollectiveWorkspace):
@@ -382,51 +177,14 @@ def add_rows(out: Tensor, workspace: CollectiveWorkspace) -> None:
 
 
 def _push(x: Tensor, out: Tensor, workspace: ReduceScatterWorkspace) -> None:
-    size, numel, chunk = workspace.world_size, out.numel(), workspace.chunk
-    chunks = -(-numel // chunk)
-    tables = (workspace.buffer.addresses, workspace.signals.addresses, workspace.calls)
-    constants = {"dtype": triton_type(x.dtype), "BLOCK": BLOCK}
+    numel = out.numel()
+    chunks, tables, sizes, constants = workspace.chunked(numel)
     workspace.begin()
-    push_parts[(size * chunks,)](
-        *(x, *tables, workspace.rank, x.numel(), numel, workspace.numel, chunk),
-        **{**constants, "WORLD": size},
-    )
+    push_chunks[(workspace.world_size * chunks,)](x, *tables, *sizes, numel, x.numel(), **constants)
     add_rows(out, workspace)
-
-
-def _two_level(x: Tensor, out: Tensor, workspace: ReduceScatterWorkspace) -> None:
-    size, numel, chunk = workspace.world_size, out.numel(), workspace.chunk
-    node, rank, fault = workspace.ranks_per_node, workspace.rank, workspace.fault
-    nodes, chunks = size // node, -(-numel // chunk)
-    buffers, sums = workspace.buffer.addresses, workspace.sums.addresses
-    signals, calls = workspace.signals.addresses, workspace.calls
-    across, far = workspace.across.addresses, workspace.far
-    constants = {"dtype": triton_type(x.dtype), "WORLD": size, "NODE": node, "BLOCK": BLOCK}
-    waits = {**constants, "FAR": far, **waiting(workspace), **workspace.link}
-    waits["BLOCK"] = RESIDENT_BLOCK // 2  # of which several rows are in registers
-    workspace.begin()
-    with workspace.beside():
-        scatter_local[(size * chunks,)](
-            *(x, buffers, signals, calls, rank, numel, workspace.numel, chunk),
-            workspace.scattered,
-            **constants,
-        )
-    if far:
-        nvshmem.quiet[(1,)](num_warps=1, **workspace.link)
-    reduce_local[(min(nodes * chunks, max(1, workspace.processors - 1)),)](
-        *(buffers, sums, workspace.sent.local, signals, across, calls, fault, rank, numel),
-        *(workspace.numel, workspace.sums_numel, chunk, workspace.scattered, workspace.second),
-        **waits,
-    )
-    workspace.rejoin()
-    reduce_nodes[(workspace.resident(chunks),)](
-        *(out, sums, signals, across, calls, fault, rank, numel),
-        *(workspace.sums_numel, chunk, workspace.second),
-        **waits,
-    )
 
 
 METHODS: dict[str, Callable[[Tensor, Tensor, ReduceScatterWorkspace], None]] = {
     "push": _push,
-    "two_level": _two_level,
+    "two_level": run_two_level,
 }

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import HangError, run
-from weft.kernels.gpu import all_gather, all_gather_matmul, matmul_reduce_scatter, signals
+from weft.kernels.gpu import all_gather, all_gather_matmul, chunks, matmul_reduce_scatter, signals
 from weft.kernels.symmetric.memory import Home
 
 SIZE, CALLS, SEEDS = 3, 4, range(6)
@@ -83,7 +83,9 @@ def test_a_dropped_wait_is_found(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", OPS)
 def test_a_slot_that_is_reused_one_call_early_is_found(name: str, tmp_path: Path) -> None:
     module, op = OPS[name]
-    faulty = planted(module, tmp_path, ("(call % 2) * slot_numel", "0 * slot_numel"))
+    faulty = planted(
+        module, tmp_path, ("(call % 2) * slot_numel", "0 * slot_numel"), parts=[chunks]
+    )
     assert any("no order between" in finding for finding in findings(faulty, op))
 
 
@@ -110,18 +112,15 @@ def test_signals_that_order_nothing_are_found(
     name: str, old: str, new: str, tmp_path: Path
 ) -> None:
     module, op = OPS[name]
-    weak = planted(signals, tmp_path, (old, new))
-    faulty = planted(module, tmp_path)
-    faulty.notify, faulty.wait = weak.notify, weak.wait  # type: ignore[attr-defined]
+    faulty = planted(module, tmp_path, (old, new), parts=[signals, chunks])
     assert any("no order between" in finding for finding in findings(faulty, op))
 
 
 @pytest.mark.parametrize("name", ["all_gather", "matmul_reduce_scatter"])
 def test_a_signal_to_the_wrong_rank_is_found(name: str, tmp_path: Path) -> None:
     module, op = OPS[name]
-    faulty = planted(
-        module, tmp_path, ("notify(signals, peer,", "notify(signals, (peer + WORLD - 1) % WORLD,")
-    )
+    change = ("notify(signals, peer,", "notify(signals, (peer + WORLD - 1) % WORLD,")
+    faulty = planted(module, tmp_path, change, parts=[chunks])
     assert findings(faulty, op)
 
 
@@ -130,6 +129,7 @@ def test_a_signal_that_is_never_sent_is_a_hang_that_names_who_waits(tmp_path: Pa
         all_gather,
         tmp_path,
         (f"\n    {TELL}", f"\n    if rank != 1:\n        {TELL}"),
+        parts=[chunks],
     )
     with pytest.raises(HangError) as hang:
         run(lambda home: gather(faulty, home), SIZE)
@@ -139,6 +139,7 @@ def test_a_signal_that_is_never_sent_is_a_hang_that_names_who_waits(tmp_path: Pa
 
 
 def test_a_signal_before_its_data_is_found(tmp_path: Path) -> None:
-    copy = "copy_chunk(to, x, index, numel, chunk, BLOCK)"
-    faulty = planted(all_gather, tmp_path, (f"    {copy}\n    {TELL}", f"    {TELL}\n    {copy}"))
+    copy = "copy_chunk(to, x + peer * stride, index, length, chunk, BLOCK)"
+    change = (f"    {copy}\n    {TELL}", f"    {TELL}\n    {copy}")
+    faulty = planted(all_gather, tmp_path, change, parts=[chunks])
     assert any("no order between" in finding for finding in findings(faulty, gather))

@@ -21,7 +21,13 @@ from torch import Tensor
 from weft.kernels import reference
 from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import RankError, run
-from weft.kernels.gpu import all_gather, nvshmem, reduce_scatter
+from weft.kernels.gpu import (
+    all_gather,
+    all_gather_two_level,
+    nvshmem,
+    reduce_scatter,
+    reduce_scatter_two_level,
+)
 from weft.kernels.symmetric.memory import Home
 
 CHUNK = 16
@@ -268,6 +274,7 @@ def test_only_symmetric_memory_is_put() -> None:
 
 
 OPS = {"all_gather": all_gather, "reduce_scatter": reduce_scatter}
+PARTS = {"all_gather": [all_gather_two_level], "reduce_scatter": [reduce_scatter_two_level]}
 NUMEL = 40
 
 
@@ -343,12 +350,14 @@ def test_nothing_is_found_without_a_fault(op: str) -> None:
     ],
 )
 def test_a_fault_is_found(op: str, old: str, new: str, symptom: str, tmp_path: Path) -> None:
-    assert symptom in symptoms(planted(OPS[op], tmp_path, (old, new)), op, symptom)
+    faulty = planted(OPS[op], tmp_path, (old, new), parts=PARTS[op])
+    assert symptom in symptoms(faulty, op, symptom)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_plain_store_instead_of_a_put_is_found(op: str, tmp_path: Path) -> None:
     """There is no address to store to."""
-    faulty = planted(OPS[op], tmp_path, ('"FAR": far', '"FAR": False'), ("address != 0", "True"))
+    changes = [('"FAR": far', '"FAR": False'), ("address != 0", "True")]
+    faulty = planted(OPS[op], tmp_path, *changes, parts=PARTS[op])
     with pytest.raises(RankError, match="in no memory of any rank"):
         symptoms(faulty, op)

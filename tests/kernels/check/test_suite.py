@@ -15,7 +15,7 @@ from torch import Tensor
 from weft.errors import ConfigError
 from weft.kernels.check.ops import OPS, Op
 from weft.kernels.check.suite import Check, checks, perform
-from weft.kernels.gpu import all_gather
+from weft.kernels.gpu import all_gather, chunks
 from weft.kernels.gpu.workspace import Workspace
 
 GATHER = OPS[0]
@@ -96,7 +96,7 @@ def test_wrong_results_are_found(function: Callable[..., Tensor], finding: str) 
 )
 def test_faults_of_a_protocol_are_found(old: str, new: str, finding: str, tmp_path: Path) -> None:
     changes = {(old.format(who), new.format(who)) for who in ("rank", "source")}
-    faulty = planted(all_gather, tmp_path, *sorted(changes))
+    faulty = planted(all_gather, tmp_path, *sorted(changes), parts=[chunks])
     op = replace(GATHER, function=faulty.all_gather)
     found = [f for seed in range(3) for f in perform(Check(op, 3, seed)).findings]
     assert any(finding in f for f in found)

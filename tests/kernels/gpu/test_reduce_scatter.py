@@ -15,6 +15,7 @@ from support.overlapped import DTYPES, SEEDS, SLOWNESS
 from torch import Tensor
 
 from weft.kernels import reference
+from weft.kernels.gpu import chunks, reduce_scatter_two_level
 from weft.kernels.gpu import reduce_scatter as module
 from weft.kernels.gpu.reduce_scatter import METHODS, reduce_scatter, reduce_scatter_workspace
 
@@ -113,6 +114,8 @@ def test_what_does_not_fit_is_refused() -> None:
 
 # Planted faults.
 
+PARTS = (chunks, reduce_scatter_two_level)
+
 
 def symptoms(faulty: ModuleType, *methods: str, wanted: str = "") -> set[str]:
     """Of four ranks on two nodes."""
@@ -152,11 +155,12 @@ def test_nothing_is_found_without_a_fault(method: str) -> None:
         ("push", "signals, peer, index", "signals, (peer + 1) % WORLD, index", "race"),
         ("two_level", "signals, peer, first", "signals, (peer + 1) % WORLD, first", "race"),
         ("two_level", "row = to_node * NODE + local\n    index", "row = local\n    index", "hang"),
-        ("push", "x + peer * numel", "x + rank * numel", "wrong"),
+        ("push", "x + peer * stride", "x + rank * stride", "wrong"),
     ],
 )
 def test_a_fault_is_found(method: str, old: str, new: str, symptom: str, tmp_path: Path) -> None:
-    assert symptom in symptoms(planted(module, tmp_path, (old, new)), method, wanted=symptom)
+    faulty = planted(module, tmp_path, (old, new), parts=PARTS)
+    assert symptom in symptoms(faulty, method, wanted=symptom)
 
 
 def test_a_signal_that_two_ranks_set_is_found(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def grids(work: Callable[[], object]) -> dict[str, tuple[int, ...]]:
     return seen
 
 
-SEND_ONLY = {"push_chunks", "publish_chunks", "multicast_chunks", "push_across", "push_parts"}
+SEND_ONLY = {"push_chunks", "publish_chunks", "multicast_chunks", "push_across"}
 SEND_ONLY |= {"scatter_local", "publish_parts", "push_rows", "put"}
 """Kernels that wait for nobody: of them there may be as many programs as there is work."""
 
