@@ -8,7 +8,7 @@ aot` (aot.py) compiles every kernel that it launches, and `weft check timeline`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import torch
@@ -211,25 +211,53 @@ def _gather_gate_up_oracle(
     ]
 
 
-def _gather_fp8(x: Tensor, w: Tensor, workspace: GatherWorkspace, **options: Any) -> Tensor:
-    """all_gather_matmul of e4m3 operands, scaled; the weight is the transpose of [N, K]."""
-    x_scale = torch.full((len(x),), 0.5, device=x.device)
-    w_scale = torch.full((1,), 2.0, device=x.device)
-    epilogue = Epilogue(x_scale=x_scale, w_scale=w_scale, out_dtype=x.dtype)
-    w = w.T.contiguous().to(FP8).T
-    return all_gather_matmul(x.to(FP8), w, workspace, epilogue=epilogue, **options)
+def in_fp8(op: Op, *, gathers: bool) -> Op:
+    """The same of e4m3 operands, scaled by row and by column; the weight is transposed.
+
+    Args:
+        gathers: x travels, and not a product of it.
+    """
+
+    def function(
+        x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, workspace: Any, **options: Any
+    ) -> Tensor:
+        epilogue = Epilogue(_positive(x_scale), _positive(w_scale), out_dtype=x.dtype)
+        w = w.T.contiguous().to(FP8).T
+        return op.function(x.to(FP8), w, workspace, epilogue=epilogue, **options)
+
+    def oracle(
+        xs: Sequence[Tensor],
+        ws: Sequence[Tensor],
+        x_scales: Sequence[Tensor],
+        w_scales: Sequence[Tensor],
+    ) -> list[Tensor]:
+        left = [
+            x.to(FP8).float() * _positive(s)[:, None] for x, s in zip(xs, x_scales, strict=True)
+        ]
+        right = [w.to(FP8).float() * _positive(s) for w, s in zip(ws, w_scales, strict=True)]
+        return op.oracle(left, right)
+
+    def shapes(sizes: Sizes) -> Shapes:
+        x, w = op.shapes(sizes)
+        return [x, w, x[:1], w[1:]]
+
+    return replace(
+        op,
+        name=f"{op.name}_fp8",
+        function=function,
+        oracle=oracle,
+        shapes=shapes,
+        workspace=lambda home, s: op.workspace(home, replace(s, dtype=FP8) if gathers else s),
+        targets=HOPPER,
+    )
 
 
-def _gather_fp8_oracle(xs: Sequence[Tensor], ws: Sequence[Tensor]) -> list[Tensor]:
-    return reference.all_gather_matmul([x.to(FP8) for x in xs], [w.to(FP8) for w in ws])
+def _positive(scale: Tensor) -> Tensor:
+    """At most 1, so that a sum is no less exact than without: float32."""
+    return scale.float().sigmoid()
 
 
-OPS = (
-    *(_all_gather(method) for method in GATHERS),
-    *(_reduce_scatter(method) for method in SCATTERS),
-    _all_gather("two_level", far=True),
-    _reduce_scatter("two_level", far=True),
-    *(_all_reduce(method) for method in REDUCES),
+OVERLAPPED = (
     Op(
         "all_gather_matmul",
         all_gather_matmul,
@@ -254,6 +282,15 @@ OPS = (
         lambda home, s: matmul_all_reduce_workspace(home, s.m, s.n, s.dtype, *s.tile[:2]),
         tiled=True,
     ),
+)
+
+OPS = (
+    *(_all_gather(method) for method in GATHERS),
+    *(_reduce_scatter(method) for method in SCATTERS),
+    _all_gather("two_level", far=True),
+    _reduce_scatter("two_level", far=True),
+    *(_all_reduce(method) for method in REDUCES),
+    *OVERLAPPED,
     Op(
         "all_gather_matmul_mesh",
         _product_beside_rows,
@@ -271,15 +308,7 @@ OPS = (
         lambda home, s: all_gather_matmul_workspace(home, s.m, s.k, s.dtype, *s.tile[:1]),
         tiled=True,
     ),
-    Op(
-        "all_gather_matmul_fp8",
-        _gather_fp8,
-        _gather_fp8_oracle,
-        lambda s: [(s.m, s.k), (s.k, s.n)],
-        lambda home, s: all_gather_matmul_workspace(home, s.m, s.k, FP8, *s.tile[:1]),
-        tiled=True,
-        targets=HOPPER,
-    ),
+    *(in_fp8(op, gathers=op.name == "all_gather_matmul") for op in OVERLAPPED),
     Op(
         "matmul",
         lambda x, w, workspace, **options: matmul(x, w, **options),

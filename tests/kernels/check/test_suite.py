@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from support.faults import planted
 from torch import Tensor
 
 from weft.errors import ConfigError
-from weft.kernels.check.ops import OPS, Op
+from weft.kernels.check.ops import OPS, OVERLAPPED, Op, in_fp8
 from weft.kernels.check.suite import Check, checks, perform
-from weft.kernels.gpu import all_gather, chunks
+from weft.kernels.gpu import all_gather, all_gather_matmul, chunks, matmul_reduce_scatter
 from weft.kernels.gpu.workspace import Workspace
 
 GATHER = OPS[0]
@@ -100,6 +101,37 @@ def test_faults_of_a_protocol_are_found(old: str, new: str, finding: str, tmp_pa
     op = replace(GATHER, function=faulty.all_gather)
     found = [f for seed in range(3) for f in perform(Check(op, 3, seed)).findings]
     assert any(finding in f for f in found)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "old", "new"),
+    [
+        (
+            all_gather_matmul,
+            "all_gather_matmul",
+            "tl.where(step > 0, gathered_scales + first + own, x_scale)",
+            "x_scale",
+        ),
+        (matmul_reduce_scatter, "matmul_reduce_scatter", "x_scale + first if", "x_scale if"),
+        (
+            matmul_reduce_scatter,
+            "matmul_all_reduce",
+            "w_scale, row, m, column, N, SCALE_ROWS",
+            "w_scale, row, m, 0, N, SCALE_ROWS",
+        ),
+    ],
+    ids=["of this rank's rows", "of the first owner's rows", "of the first columns"],
+)
+def test_scales_of_others_are_found(
+    module: ModuleType, name: str, old: str, new: str, tmp_path: Path
+) -> None:
+    faulty = planted(module, tmp_path, (old, new))
+    (op,) = (op for op in OVERLAPPED if op.name == name)
+    scaled = in_fp8(
+        replace(op, function=getattr(faulty, name)), gathers=name == "all_gather_matmul"
+    )
+    found = [f for seed in range(3) for f in perform(Check(scaled, 3, seed)).findings]
+    assert any("differ from the oracle's" in f for f in found)
 
 
 def test_ops_have_names_of_their_own() -> None:
