@@ -1,8 +1,8 @@
 """Finds races between ranks: accesses to symmetric memory with no order between them.
 
 Every program of a launch is a thread of its own here, as on a GPU, whatever the
-order in which the interpreter ran them. Order comes from four things (vector
-clocks; Lamport 1978, FastTrack: Flanagan and Freund 2009):
+order in which the interpreter ran them. Order comes from four things (as vector
+clocks: clocks.py):
 
 - a rank's launches on one stream follow each other: a program comes after all
   programs of the launches before it. What is launched beside is on a second
@@ -30,29 +30,28 @@ Atomics are kept as loads are. Accesses within one program are in order.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from weft.kernels.check import interpreter
+from weft.kernels.check.clocks import (
+    COMES,
+    LEAVES,
+    NETWORK,
+    SIGNALS,
+    Access,
+    Clock,
+    Event,
+    Put,
+    Stream,
+    Task,
+)
 from weft.kernels.check.interpreter import Array, Atomic, Kind, Program
 from weft.kernels.symmetric.memory import SymmetricTensor
 
 Int32 = npt.NDArray[np.int32]
-Stream = tuple[int, int]
-"""(rank, 0 or 1); or (rank, NETWORK), whose launches are what the rank has put."""
-
-NETWORK = 2
-LEAVES, COMES, SIGNALS = (0, 0, 0), (1, 0, 0), (2, 0, 0)
-"""Programs of a put: what reads its source, what stores its data, and what sets its signal."""
-
-Task = tuple[Stream, int, Program]
-"""A program: (stream, launch, index)."""
-
-Access = Literal["load", "store", "atomic", "poll", "take"]
-"""A poll is an atomic that changes nothing; a take loads words that carry their own signal."""
 
 CONFLICTS: dict[Access, tuple[Access, ...]] = {
     "load": ("store", "atomic"),
@@ -70,73 +69,6 @@ MAX_FINDINGS = 20
 
 GUARD = 1 << 16
 """Bytes before and after each tensor that belong to nobody."""
-
-
-@dataclass(slots=True)
-class Clock:
-    """What has happened before, as far as one program knows.
-
-    Attributes:
-        launches: of each stream, how many launches are over.
-        tasks: of programs in launches that are not known to be over, how many events.
-    """
-
-    launches: dict[Stream, int] = field(default_factory=dict)
-    tasks: dict[Task, int] = field(default_factory=dict)
-
-    def join(self, other: Clock) -> None:
-        """Know what `other` knows, too."""
-        for stream, count in other.launches.items():
-            self.launches[stream] = max(count, self.launches.get(stream, 0))
-        for task, time in other.tasks.items():
-            self.tasks[task] = max(time, self.tasks.get(task, 0))
-
-    def copy(self) -> Clock:
-        return Clock(dict(self.launches), dict(self.tasks))
-
-    def knows(self, event: Event) -> bool:
-        """Whether the event is over."""
-        stream, launch, _ = event.task
-        return self.launches.get(stream, 0) > launch or self.tasks.get(event.task, -1) >= event.time
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """An access: which program's, the how manieth, and where in its code."""
-
-    task: Task
-    time: int
-    kind: Access
-    where: str
-
-    def __str__(self) -> str:
-        (rank, second), launch, program = self.task
-        if second == NETWORK:
-            return f"{self.kind} by put {launch} of rank {rank} at {self.where}"
-        beside = " beside" if second else ""
-        return (
-            f"{self.kind} by rank {rank} (launch {launch}{beside}, program {program}) "
-            f"at {self.where}"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Put:
-    """One over the network, knowing what was known when it was issued."""
-
-    stream: Stream
-    number: int
-    clock: Clock
-    where: str
-
-    def event(self, program: Program, kind: Access) -> Event:
-        return Event((self.stream, self.number, program), 0, kind, self.where)
-
-    def after(self, *programs: Program) -> Clock:
-        """What is known when these programs of it are through."""
-        clock = self.clock.copy()
-        clock.tasks.update(((self.stream, self.number, program), 0) for program in programs)
-        return clock
 
 
 @dataclass(slots=True)
@@ -195,7 +127,7 @@ class RaceDetector:
         self._arrivals: dict[int, int] = {}
         self._carried: dict[int, Clock] = {}
         self._doubts: dict[int, list[_Doubt]] = {}  # of the rank whose program loaded
-        self._puts: list[_Put] = []
+        self._puts: list[Put] = []
         self._seen: set[tuple[str, str]] = set()
 
     def watch(self, rank: int, tensor: SymmetricTensor) -> None:
@@ -355,7 +287,7 @@ class RaceDetector:
         """The program that runs begins a put, to these addresses; its number."""
         task, clock = self._now[rank]
         number = len(self._puts)
-        put = _Put((rank, NETWORK), number, clock.copy(), interpreter.where())
+        put = Put((rank, NETWORK), number, clock.copy(), interpreter.where())
         self._puts.append(put)
         clock.tasks[task] += 1
         return number

@@ -1,0 +1,124 @@
+"""The cost model: candidates fit, come in one order, and follow what is known of the links."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.kernels.gpu.costs import (
+    DEVICES,
+    PAYLOADS,
+    UNKNOWN,
+    Config,
+    Device,
+    Problem,
+    cost,
+    device_named,
+    link_time,
+    space,
+)
+from weft.kernels.gpu.workspace import KernelError
+
+H100 = device_named("NVIDIA H100 80GB HBM3")
+
+PROBLEMS = st.builds(
+    Problem,
+    op=st.sampled_from(sorted(PAYLOADS)),
+    world_size=st.integers(1, 8),
+    rows=st.integers(1, 16384),
+    n=st.integers(1, 16384),
+    k=st.integers(1, 16384),
+    dtype=st.sampled_from(["bfloat16", "float32", "float8_e4m3fn"]),
+)
+SOME_METHODS = ["push", "copy_engine", "one_shot"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(problem=PROBLEMS, device=st.sampled_from(DEVICES))
+def test_candidates_fit_and_come_in_one_order(problem: Problem, device: Device) -> None:
+    configs = space(problem, device, SOME_METHODS)
+    costs = [cost(problem, config, device) for config in configs]
+    assert all(0 < each < math.inf for each in costs)
+    assert costs == sorted(costs)
+    assert len(set(configs)) == len(configs)
+    assert space(problem, device, SOME_METHODS[::-1]) == configs
+    for config in configs:
+        loaded = (config.block_m + config.block_n) * config.block_k * problem.itemsize
+        assert loaded * config.stages <= device.shared
+        assert (config.block_m > 0) == problem.multiplies
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=PROBLEMS, pick=st.integers(0, 1 << 20))
+def test_more_rows_or_slower_links_are_never_cheaper(problem: Problem, pick: int) -> None:
+    configs = space(problem, H100, SOME_METHODS)
+    config = configs[pick % len(configs)]
+    doubled = replace(problem, rows=2 * problem.rows)
+    assert cost(problem, config, H100) <= cost(doubled, config, H100)
+    slower = replace(H100, link=H100.link / 2)
+    assert cost(problem, config, H100) <= cost(problem, config, slower)
+
+
+def test_one_rank_has_no_link() -> None:
+    assert link_time(Problem("all_gather", 1, 512, 64, 0), Config(method="push"), H100) == 0
+
+
+@pytest.mark.parametrize(
+    ("op", "methods", "small", "large"),
+    [
+        ("all_gather", ["push", "ll"], "ll", "push"),
+        ("all_gather", ["ll", "ll128"], "ll", "ll128"),
+        ("all_reduce", ["one_shot", "two_shot"], "one_shot", "two_shot"),
+        ("all_reduce", ["two_shot", "multimem"], "multimem", "multimem"),
+    ],
+)
+def test_methods_are_chosen_by_size(op: str, methods: list[str], small: str, large: str) -> None:
+    def best(rows: int) -> str:
+        return space(Problem(op, 8, rows, 4096, 0), H100, methods)[0].method
+
+    if (small, large) != ("ll", "ll128"):  # those two have the same latency
+        assert best(1) == small
+    assert best(16384) == large
+
+
+def test_the_scaling_books_costs() -> None:
+    """An all-gather moves the array once over the link, an all-reduce twice, at any size."""
+    config = Config(method="push")
+    two_shot = Config(method="two_shot")
+    for size in (64, 128):
+        gather = Problem("all_gather", size, 1 << 20, 8192, 0)
+        reduce = Problem("all_reduce", size, 1 << 20, 8192, 0)
+        once = gather.payload / H100.link
+        assert link_time(gather, config, H100) == pytest.approx(once, rel=0.02)
+        assert link_time(reduce, two_shot, H100) == pytest.approx(2 * once, rel=0.02)
+
+
+def test_a_large_product_hides_its_gather() -> None:
+    problem = Problem("all_gather_matmul", 8, 8192, 8192, 8192)
+    best = space(problem, H100, ["push"])[0]
+    alone = cost(Problem("all_gather_matmul", 1, 8192, 8192, 8192), best, H100)
+    assert cost(problem, best, H100) == pytest.approx(alone, rel=0.05)
+    assert best.block_m * best.block_n >= 128 * 128
+
+
+def test_devices_are_known_by_the_drivers_name() -> None:
+    assert device_named("NVIDIA H200").name == "H200"
+    assert device_named("AMD Instinct MI300X").name == "MI300X"
+    assert device_named("a new one") is UNKNOWN
+
+
+def test_what_cannot_be_modelled_is_refused() -> None:
+    problem = Problem("all_gather", 2, 16, 16, 0)
+    with pytest.raises(KernelError, match="method is 'fax'; it must be one of push,"):
+        space(problem, H100, ["push", "fax"])
+    with pytest.raises(KernelError, match="op is 'gossip'; it must be one of all_gather,"):
+        Problem("gossip", 2, 16, 16, 0)
+    with pytest.raises(KernelError, match="dtype is 'int3'; it must be one of float32,"):
+        Problem("all_gather", 2, 16, 16, 0, "int3")
+    tight = Device("tight", "sm_90", 1e12, 1e12, 1e12, 1e9, 4, shared=1000)
+    with pytest.raises(KernelError, match="no tile fits 1000 bytes"):
+        space(Problem("all_gather_matmul", 2, 16, 16, 16), tight, ["push"])
