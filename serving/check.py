@@ -156,7 +156,7 @@ def _print_compiled(rows: Sequence[Compiled]) -> None:
     wide = max([len(row.op) for row in rows], default=0) + 2
     print(
         f"{'target':<8}{'op':<{wide}}{'kernel':<20}{'dtype':<7}{'tile':<12}{'warps':>5}{'stages':>7}"
-        f"{'registers':>10}{'spilled':>8}{'shared':>8}{'mma':>5}{'releases':>9}"
+        f"{'registers':>10}{'stack':>6}{'spilled':>8}{'shared':>8}{'mma':>5}{'releases':>9}"
     )
     for row in rows:
         mma = str(row.tensor_core_instructions) if row.multiplies else "-"
@@ -165,8 +165,8 @@ def _print_compiled(rows: Sequence[Compiled]) -> None:
         tile = "x".join(sides) or "-"
         print(
             f"{row.target:<8}{row.op:<{wide}}{row.kernel:<20}{dtype:<7}{tile:<12}{row.warps:>5}"
-            f"{row.stages:>7}{row.registers:>10}{row.spills:>8}{row.shared:>8}{mma:>5}"
-            f"{row.releases:>9}"
+            f"{row.stages:>7}{row.registers:>10}{row.stack:>6}{row.spills:>8}{row.shared:>8}"
+            f"{mma:>5}{row.releases:>9}"
         )
     for row in rows:
         for problem in row.problems:

@@ -7,12 +7,10 @@ what is launched, and nothing is listed twice. `cases` says for which rank, size
 dtypes and tiles: Triton compiles anew for an integer argument that is 1, and for
 one that 16 divides, and so do ops for sizes that their tiles divide.
 
-For each kernel and target: registers, spills, shared memory, tensor-core
-instructions, and whether barriers stand where signals need them (one thread
-releases; the others' stores must come first. One thread acquires; the others'
-loads must come later). That is looked at twice: in Triton's IR, which has the
-barriers that the source has and no others, and in the machine's, which shows that
-none was lost. `problems` names what would be wrong on a device.
+For each kernel and target: registers, spills (machine_code.py), shared memory, tensor-core
+instructions, and whether barriers stand where signals need them (barriers.py), in
+the source and in what the compiler has made of it. `problems` names what would be
+wrong on a device.
 
 Triton's jit is either interpreted or compiled for a whole process, and a kernel
 that a target cannot take may end the process: each target is compiled in a
@@ -32,15 +30,16 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
 from weft.errors import ConfigError, WeftError
+from weft.kernels.check.barriers import Signals, count_releases
+from weft.kernels.check.machine_code import read_amd, read_nvidia
 from weft.kernels.symmetric.memory import Home, SymmetricMemoryError
 from weft.kernels.symmetric.nvshmem import bitcode
 
@@ -79,14 +78,17 @@ class Compiled:
         op: that launches it; the first one, if several launch the same.
         constants: its constexpr arguments.
         case: in which call; the first one.
-        spills: bytes of registers of a thread that are kept in memory.
+        stack: bytes of memory of a thread, for registers and for variables of a library.
+        spills: how many of them are for registers that did not fit.
+        looped_spills: loads and stores of them in the innermost loop that multiplies; those before
+            and after it, once for a tile, cost nothing.
         shared: bytes of a program.
         multiplies: it has a tl.dot.
         releases: of signals, in its code; how many have no barrier directly before them.
         bare_releases: how many have none before them in its source.
         bare_acquires: how many signals it waits for with none after them in its source, before it
             looks at the data.
-        linked: with a library, whose functions keep registers in memory where they are called.
+        linked: with a library: NVSHMEM's device code.
         error: why it does not compile.
     """
 
@@ -98,7 +100,9 @@ class Compiled:
     warps: int = 0
     stages: int = 0
     registers: int = 0
+    stack: int = 0
     spills: int = 0
+    looped_spills: int = 0
     shared: int = 0
     multiplies: bool = False
     tensor_core_instructions: int = 0
@@ -115,8 +119,9 @@ class Compiled:
         found = []
         if self.error:
             found.append(f"does not compile: {self.error}")
-        if self.spills and not self.linked:
-            found.append(f"{self.spills} bytes of registers are spilled")
+        if self.spills and (self.looped_spills or not self.multiplies):
+            where = ", some in the loop that multiplies" if self.looped_spills else ""
+            found.append(f"{self.spills} bytes of registers are spilled{where}")
         if self.multiplies and not self.tensor_core_instructions:
             found.append("no tensor-core instruction")
         if self.unordered_releases:
@@ -434,12 +439,15 @@ def describe(op: str, target: str, launch: Launch, case: str = "") -> Compiled:
         told = [line.strip() for line in str(cause).splitlines() if re.search(r"\w", line)]
         error = f"{type(cause).__name__}: {' '.join(told[-1:])}"
         return Compiled(op, name, target, constants, case, error=error)
-    read = _read_nvidia if target.startswith("sm_") else _read_amd
-    registers, spills, listing, assembly = read(result)
-    releases, unordered = count_releases(assembly)
     signals = Signals(result.asm["ttir"])
     low = int(constants.get("BLOCK_M", LOWEST_TILE)) < LOWEST_TILE
     cores = LOW_TILES.get(target, TENSOR_CORES[target]) if low else TENSOR_CORES[target]
+    linked = "extern_libs" in launch.kwargs
+    if target.startswith("sm_"):
+        machine = read_nvidia(result, target, cores, linked=linked)
+    else:
+        machine = read_amd(result)
+    releases, unordered = count_releases(machine.assembly)
     return Compiled(
         op=op,
         kernel=name,
@@ -448,202 +456,19 @@ def describe(op: str, target: str, launch: Launch, case: str = "") -> Compiled:
         case=case,
         warps=result.metadata.num_warps,
         stages=result.metadata.num_stages,
-        registers=registers,
-        spills=spills,
+        registers=machine.registers,
+        stack=machine.stack,
+        spills=machine.spills,
+        looped_spills=machine.looped_spills,
         shared=result.metadata.shared,
         multiplies="tt.dot" in result.asm["ttir"],
-        tensor_core_instructions=len(re.findall(cores, listing)),
+        tensor_core_instructions=len(re.findall(cores, machine.listing)),
         releases=releases,
         unordered_releases=unordered,
         bare_releases=len(signals.bare_releases),
         bare_acquires=len(signals.bare_acquires),
-        linked="extern_libs" in launch.kwargs,
+        linked=linked,
     )
-
-
-def _read_nvidia(binary: Any) -> tuple[int, int, str, str]:
-    """Registers, bytes of them that are spilled, machine code as text, PTX.
-
-    The machine code is taken apart only where there is something to be looked for: it takes longer
-    than to compile it.
-    """
-    import triton
-
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary.asm["cubin"])
-        file.flush()
-        usage = _output([str(tools / "cuobjdump"), "--dump-resource-usage", file.name])
-        found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
-        if found is None:
-            raise WeftError(f"cuobjdump says nothing of resources:\n{usage[:500]}")
-        spills = int(found[2]) + int(found[3])
-        listing = ""
-        if spills or "tt.dot" in binary.asm["ttir"]:
-            listing = _output([str(tools / "nvdisasm"), "-c", file.name])
-    # A kernel may have a stack that it makes no use of: what is spilled is stored and loaded.
-    if not re.search(r"\b(?:STL|LDL)\b", listing):
-        spills = 0
-    return int(found[1]), spills, listing, binary.asm["ptx"]
-
-
-def _read_amd(binary: Any) -> tuple[int, int, str, str]:
-    """Vector registers, bytes of a lane's scratch memory, assembly, and that again."""
-    listing = binary.asm["amdgcn"]
-
-    def number(name: str) -> int:
-        found = re.search(rf"\.{name}:\s+(\d+)", listing)
-        if found is None:
-            raise WeftError(f"the assembly says nothing of {name}")
-        return int(found[1])
-
-    return number("vgpr_count"), number("private_segment_fixed_size"), listing, listing
-
-
-def _output(command: list[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-_BARRIER = re.compile(r"\b(?:bar|barrier)(?:\.cta)?\.sync\b|\bs_barrier\b")
-_STORE = re.compile(r"\bst\.(?!shared|local|async)|\bglobal_store|\bbuffer_store|\bflat_store")
-_LABEL = re.compile(r"^(?:\$L__BB|\.LBB)\w+:")  # others are for debuggers
-# At system scope. PTX: an atomic, reduction or store with release semantics, or a fence. AMD: what
-# the memory model puts before each of them, a write-back of the L2 cache.
-_RELEASE = re.compile(
-    r"\b(?:atom|red|st|multimem|fence)\.(?=\S*\bsys\b)\S*(?:release|acq_rel)"
-    r"|\bbuffer_wbl2 sc0 sc1\b"
-)
-
-
-def count_releases(assembly: str) -> tuple[int, int]:
-    """Releases at system scope, and how many have no barrier directly before them.
-
-    Directly: neither a store to global memory nor a place that is jumped to stands between, so
-    that there is no way to the release around the barrier.
-    """
-    releases, unordered, ordered = 0, 0, False
-    for line in assembly.splitlines():
-        code = line.split("//")[0].split(";;")[0].strip()
-        if _BARRIER.search(code):
-            ordered = True
-        elif _RELEASE.search(code):
-            releases += 1
-            unordered += not ordered
-        elif _STORE.search(code) or _LABEL.match(code):
-            ordered = False
-    return releases, unordered
-
-
-# The same in Triton's IR. A put of NVSHMEM's takes what all threads have stored, as a release does.
-_TTIR_BARRIER = re.compile(r"\b(?:ttg|gpu)\.barrier\b")
-_TTIR_RELEASE = re.compile(
-    r"\btt\.atomic\w* .*\b(?:release|acq_rel), sys\b"
-    r"|\btt\.elementwise_inline_asm (?=.*\.sys\b).*\.(?:release|acq_rel)\b"
-    r"|\btt\.extern_elementwise .*\bnvshmemx?_put"
-)
-_TTIR_ACQUIRE = re.compile(
-    r"\btt\.atomic\w* .*\b(?:acquire|acq_rel), sys\b"
-    r"|\btt\.elementwise_inline_asm (?=.*\.sys\b).*\.(?:acquire|acq_rel)\b"
-    r"|\btt\.extern_elementwise .*\bnvshmemx?_(?:signal_|quiet)"
-)
-_TTIR_STORE = re.compile(
-    r"\btt\.(?:store|descriptor_(?:store|reduce|scatter))\b"
-    r"|\btt\.elementwise_inline_asm .*\b(?:st|red|atom)\."
-)
-_TTIR_LOAD = re.compile(
-    r"\btt\.(?:load|descriptor_(?:load|gather))\b"
-    r"|\btt\.elementwise_inline_asm .*\b(?:ld|ld_reduce)\."
-)
-_TTIR_LOCATION = re.compile(r"\s*loc\([^()]*(?:\([^()]*\))?\)$")
-
-
-class Signals:
-    """The barriers beside the signals of a kernel, in Triton's IR: as in its source, inlined.
-
-    All ways through the kernel are followed, and loops round twice. A scalar is stored by one
-    thread, so that what `signals.wait` writes when it gives up needs no barrier before it.
-
-    Attributes:
-        releases, acquires: their lines.
-        bare_releases: those to which a way leads from a store, or from the beginning, that has no
-            barrier on it.
-        bare_acquires: those from which such a way leads to a load, or a store of a block.
-    """
-
-    def __init__(self, ttir: str) -> None:
-        self.releases: set[int] = set()
-        self.acquires: set[int] = set()
-        self.bare_releases: set[int] = set()
-        self.bare_acquires: set[int] = set()
-        lines = [_TTIR_LOCATION.sub("", line.strip()) for line in ttir.splitlines()]
-        self._lines = [line for line in lines if line and not line.startswith("#")]
-        body, end = self._parse(0)
-        if end != len(self._lines):
-            raise WeftError(f"Triton's IR is not understood: {self._lines[end]!r} ends nothing")
-        self._follow(body, False, frozenset())
-
-    def _parse(self, at: int) -> tuple[list[_Operation], int]:
-        """The operations from a line on, to the end of their region."""
-        operations: list[_Operation] = []
-        while at < len(self._lines) and not self._lines[at].startswith("}"):
-            first, regions = at, []
-            while self._lines[at].endswith("{"):
-                region, at = self._parse(at + 1)
-                regions.append(region)
-            operations.append(_Operation(first, self._lines[first], regions))
-            at += 1
-        return operations, at
-
-    def _follow(
-        self, operations: Sequence[_Operation], ordered: bool, acquired: frozenset[int]
-    ) -> tuple[bool, frozenset[int]]:
-        """Whether a barrier is behind, and which acquires have had none; at the end, if so before.
-
-        Args:
-            ordered: a barrier comes after all stores up to here.
-            acquired: no barrier comes after these.
-        """
-        for one in operations:
-            if one.regions:
-                ordered, acquired = self._follow_regions(one, ordered, acquired)
-                continue
-            if _TTIR_BARRIER.search(one.text):
-                ordered, acquired = True, frozenset()
-            if _TTIR_RELEASE.search(one.text):
-                self.releases.add(one.line)
-                if not ordered:
-                    self.bare_releases.add(one.line)
-            stores = _TTIR_STORE.search(one.text) is not None
-            if stores:
-                ordered = False
-            if _TTIR_LOAD.search(one.text) or (stores and "tensor<" in one.text):
-                self.bare_acquires |= acquired
-            if _TTIR_ACQUIRE.search(one.text):
-                self.acquires.add(one.line)
-                acquired |= {one.line}
-        return ordered, acquired
-
-    def _follow_regions(
-        self, one: _Operation, ordered: bool, acquired: frozenset[int]
-    ) -> tuple[bool, frozenset[int]]:
-        ends = [(ordered, acquired)]
-        if "scf.if" in one.text:
-            ends = [self._follow(region, ordered, acquired) for region in one.regions]
-            if len(ends) == 1:
-                ends.append((ordered, acquired))
-        elif "scf.for" in one.text or "scf.while" in one.text:
-            for region in 2 * one.regions:
-                ends.append(self._follow(region, *ends[-1]))
-        else:  # of a function, or of what a reduction does with two numbers
-            for region in one.regions:
-                ends = [self._follow(region, *ends[-1])]
-        return all(end[0] for end in ends), frozenset[int]().union(*(end[1] for end in ends))
-
-
-class _Operation(NamedTuple):
-    line: int
-    text: str
-    regions: list[list[_Operation]]
 
 
 def main(target: str, *arguments: str) -> None:

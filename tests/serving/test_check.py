@@ -23,7 +23,7 @@ ops.OPS = (replace(ops.OPS[0], function=lambda x, workspace: all_gather(x, works
 """
 PROBLEM = """
 from weft.kernels.check import aot
-row = aot.Compiled("all_gather", "push_chunks", "sm_90", {"WORLD": "8"}, spills=4)
+row = aot.Compiled("all_gather", "push_chunks", "sm_90", {"WORLD": "8"}, stack=4, spills=4)
 aot.compile_all = lambda targets, ops, everything: iter([row])
 """
 
