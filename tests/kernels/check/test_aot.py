@@ -159,6 +159,9 @@ def test_kernels_that_put_are_linked_with_nvshmem(target: str) -> None:
     assert problems(rows) == []
     linked = {row.kernel for row in rows if row.linked}
     assert linked == {"quiet", "push_across", "fan_out", "reduce_local", "reduce_nodes"}
+    # Variables of NVSHMEM's functions, and of registers less than fit a request to a network card.
+    assert all(row.spills < row.stack for row in rows if row.linked and row.stack)
+    assert all(row.spills <= 128 for row in rows)
 
 
 def test_an_op_that_puts_says_what_it_lacks() -> None:
@@ -237,6 +240,7 @@ def test_every_kernel_that_is_launched_is_compiled(rows: list[Compiled]) -> None
 )
 def test_problems_are_named(changes: dict[str, object], problem: str) -> None:
     assert FINE.problems == replace(FINE, stack=64, spills=8).problems == []
+    assert replace(FINE, multiplies=False, stack=64, spills=8, linked=True).problems == []
     assert replace(FINE, **changes).problems == [problem]
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from weft.kernels import reference
 from weft.kernels.gpu import all_reduce as module
+from weft.kernels.gpu import chunks, reduce_scatter
 from weft.kernels.gpu.all_reduce import METHODS, all_reduce, all_reduce_workspace
 from weft.kernels.gpu.workspace import KernelError
 from weft.kernels.symmetric.shared import SharedHome
@@ -122,6 +123,7 @@ def symptoms(faulty: ModuleType, method: str, wanted: str = "") -> set[str]:
 
 
 WAIT = "        wait(signals, rank, index * WORLD + source, call, fault, max_polls)\n"
+WAIT_ROW = "        wait(signals, rank, first + index * COUNT + row, call, fault, max_polls)\n"
 WAIT_PART = "        wait(signals, rank, first + index * WORLD + part, call, fault, max_polls)\n"
 
 
@@ -133,16 +135,23 @@ def test_nothing_is_found_without_a_fault(method: str) -> None:
 @pytest.mark.parametrize(
     ("method", "old", "new", "symptom"),
     [
+        ("one_shot", WAIT_ROW, "        pass\n", "race"),
+        ("one_shot", "(call % 2)", "0", "race"),
+        ("one_shot", "notify(signals, peer", "notify(signals, (peer + 1) % WORLD", "race"),
         ("two_shot", WAIT, "        pass\n", "race"),
+        ("two_shot", "(call % 2) * slot_numel", "0", "race"),
+        ("two_shot", "(call % 2) * sums_slot_numel", "0", "race"),
         ("two_shot", WAIT_PART, "", "race"),
         ("two_shot", "signals, (rank + 1 + step)", "signals, (rank + 0 * step)", "hang"),
         ("two_shot", "+ rank * numel\n    for", "+ (rank + 1) % WORLD * numel\n    for", "wrong"),
         ("multimem", WAIT, "        pass\n", "race"),
         ("multimem", WAIT_PART, "", "race"),
+        ("multimem", "(call % 2)", "0", "race"),
         ("multimem", "signals, part,", "signals, (part + 1) % WORLD,", "race"),
         ("ll", "(call % 2)", "0", "race"),
         ("ll", "(rank + 1 + step) % WORLD", "(rank + step // 2) % WORLD", "hang"),
     ],
 )
 def test_a_fault_is_found(method: str, old: str, new: str, symptom: str, tmp_path: Path) -> None:
-    assert symptom in symptoms(planted(module, tmp_path, (old, new)), method, symptom)
+    faulty = planted(module, tmp_path, (old, new), parts=[chunks, reduce_scatter])
+    assert symptom in symptoms(faulty, method, symptom)
