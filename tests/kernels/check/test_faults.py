@@ -75,7 +75,7 @@ def test_nothing_is_found_without_a_fault(name: str) -> None:
 @pytest.mark.parametrize("name", OPS)
 def test_a_dropped_wait_is_found(name: str, tmp_path: Path) -> None:
     module, op = OPS[name]
-    found = findings(planted(module, tmp_path, (WAITS[name], "pass")), op)
+    found = findings(planted(module, tmp_path, (WAITS[name], "pass"), parts=[chunks]), op)
     assert any("no order between" in finding or "ever" in finding for finding in found)
     assert any(".buffer[" in finding and "planted_" in finding for finding in found)
 

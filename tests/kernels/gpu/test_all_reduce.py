@@ -132,6 +132,8 @@ def test_nothing_is_found_without_a_fault(method: str) -> None:
     assert symptoms(module, method) == set()
 
 
+# Of two_shot and multimem there would be one slot enough: whoever stores to it in a call has waited
+# for what its owner sends after it has read what was there. So no race shows without the second.
 @pytest.mark.parametrize(
     ("method", "old", "new", "symptom"),
     [
@@ -139,14 +141,11 @@ def test_nothing_is_found_without_a_fault(method: str) -> None:
         ("one_shot", "(call % 2)", "0", "race"),
         ("one_shot", "notify(signals, peer", "notify(signals, (peer + 1) % WORLD", "race"),
         ("two_shot", WAIT, "        pass\n", "race"),
-        ("two_shot", "(call % 2) * slot_numel", "0", "race"),
-        ("two_shot", "(call % 2) * sums_slot_numel", "0", "race"),
         ("two_shot", WAIT_PART, "", "race"),
         ("two_shot", "signals, (rank + 1 + step)", "signals, (rank + 0 * step)", "hang"),
         ("two_shot", "+ rank * numel\n    for", "+ (rank + 1) % WORLD * numel\n    for", "wrong"),
         ("multimem", WAIT, "        pass\n", "race"),
         ("multimem", WAIT_PART, "", "race"),
-        ("multimem", "(call % 2)", "0", "race"),
         ("multimem", "signals, part,", "signals, (part + 1) % WORLD,", "race"),
         ("ll", "(call % 2)", "0", "race"),
         ("ll", "(rank + 1 + step) % WORLD", "(rank + step // 2) % WORLD", "hang"),
