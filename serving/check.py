@@ -79,8 +79,11 @@ def timeline(op: str, output: Path, world_size: int) -> int:
     """Draw what each rank does in one call of an op.
 
     Raises:
-        ConfigError: there is no such op, the output's suffix is unknown, or there is no Triton.
+        ConfigError: there is no such op, the output's suffix is unknown, its directory is not
+            there, or there is no Triton.
     """
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output is {output}; there is no directory {output.parent}")
     _interpret()
     import torch
 
@@ -141,6 +144,8 @@ def _print_outcomes(outcomes: Sequence[Outcome]) -> None:
     for (op, size), group in groupby(outcomes, lambda o: (o.op, o.world_size)):
         found = [len(outcome.findings) for outcome in group]
         print(f"{op:<{wide}}{size:>6}{len(found):>8}{sum(found):>10}")
+    findings = sum(len(outcome.findings) for outcome in outcomes)
+    print(f"{len(outcomes)} checks, {findings} findings")
     for outcome in outcomes:
         if outcome.findings:
             slow = f", slow ranks {list(outcome.slow_ranks)}" if outcome.slow_ranks else ""

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
+import triton
 from torch import Tensor
 
 from weft.errors import WeftError
@@ -465,7 +466,12 @@ def run(
     Raises:
         HangError: all ranks wait.
         RankError: `work` raised on a rank; that error is the cause.
+        ValueError: there are no ranks, or Triton was imported without its interpreter.
     """
+    if world_size < 1:
+        raise ValueError(f"world_size is {world_size}; it must be at least 1")
+    if not triton.knobs.runtime.interpret:
+        raise ValueError("set TRITON_INTERPRET=1 before weft.kernels.gpu is imported")
     ranks = Ranks(world_size, seed, slowness, races)
     world = VirtualWorld(world_size, ranks, guard=GUARD, ranks_per_node=ranks_per_node)
     results: dict[int, Result] = {}

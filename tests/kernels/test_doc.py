@@ -35,6 +35,14 @@ def found(folder: Path) -> str:
     return done.stdout
 
 
+def test_the_call_of_the_doc_works(folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "call_all_gather_matmul.py"], capture_output=True, text=True, cwd=folder
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0: [12, 16]", "rank 1: [12, 16]"]
+
+
 def test_the_op_of_the_doc_is_right_and_free_of_races(folder: Path) -> None:
     assert found(folder) == ""
 

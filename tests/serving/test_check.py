@@ -57,6 +57,7 @@ def test_kernels_are_checked(run: Run) -> None:
         ["op", "ranks", "checks", "findings"],
         ["all_gather", "1", "2", "0"],
         ["all_gather", "2", "2", "0"],
+        ["4", "checks,", "0", "findings"],
     ]
     outcomes = json.loads(run(*arguments, "--json").stdout)
     assert [(o["world_size"], o["seed"]) for o in outcomes] == [(1, 0), (1, 1), (2, 0), (2, 1)]
@@ -147,3 +148,10 @@ def test_timelines_are_written(run: Run, tmp_path: Path) -> None:
     done = run(*arguments, "-o", "overlap.png")
     assert done.returncode == 2
     assert "output is 'overlap.png'; it must end in .svg or .json" in done.stderr
+
+
+def test_a_timeline_for_no_directory_is_refused_at_once(run: Run, tmp_path: Path) -> None:
+    output = tmp_path / "none" / "timeline.svg"
+    done = run("timeline", "all_gather", "--output", str(output))
+    assert done.returncode == 2
+    assert f"--output is {output}; there is no directory {output.parent}" in done.stderr
