@@ -5,6 +5,7 @@ kernels that is not enough, and `installed` puts a builder of ours in its place
 that
 
 - computes bfloat16, which Triton 3.6 to 3.9 keep as uint16 and add as such;
+- sums int32 in 32 bits, where Triton goes on with 64 and writes as many to an int32;
 - keeps the running program's index for each thread, so that ranks can be
   threads;
 - tells an Observer of every load, store and atomic, with the addresses, before
@@ -347,6 +348,18 @@ class _Results:
         return Handle(self._outputs[index], tl.int32)
 
 
+def _sum(operation: Any, x: Any) -> Any:
+    """A sum in the dtype of what is added, as on a GPU; NumPy widens integers."""
+    data = x.handle.data
+    total = np.sum(data, axis=operation.axis, keepdims=operation.keep_dims, dtype=data.dtype)
+    return operation.to_tensor(total, x.dtype)
+
+
+def _cumsum(operation: Any, x: Any) -> Any:
+    data = x.handle.data
+    return [operation.to_tensor(np.cumsum(data, axis=operation.axis, dtype=data.dtype), x.dtype)]
+
+
 _original_call = interpreter.GridExecutor.__call__
 
 
@@ -366,6 +379,7 @@ def installed() -> Iterator[None]:
     """Within, kernels that were imported with TRITON_INTERPRET=1 run on a RankBuilder."""
     module: Any = interpreter
     before = (module.interpreter_builder, module.interpreter_semantic, module._patch_lang)
+    sums = (module.ReduceOps.sum, module.ScanOps.cumsum)
     module.interpreter_builder = RankBuilder()
     module.interpreter_semantic = TritonSemantic(module.interpreter_builder)
     # Once for all threads: each launch would otherwise patch the language and undo it at its end.
@@ -373,10 +387,12 @@ def installed() -> Iterator[None]:
     module._patch_builtin(nvshmem, module.interpreter_builder, scope)
     module._patch_lang = lambda fn: module._LangPatchScope()
     module.GridExecutor.__call__ = _call
+    module.ReduceOps.sum, module.ScanOps.cumsum = _sum, _cumsum
     try:
         yield
     finally:
         module.GridExecutor.__call__ = _original_call
+        module.ReduceOps.sum, module.ScanOps.cumsum = sums
         module.interpreter_builder, module.interpreter_semantic, module._patch_lang = before
         scope.restore()
 
