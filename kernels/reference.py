@@ -220,3 +220,68 @@ def epilogue(
         gates, ups = total[:, [g for g, _ in pairs]], total[:, [u for _, u in pairs]]
         total = gates * torch.sigmoid(gates) * ups
     return total if residual is None else total + residual.float()
+
+
+def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+    """Rows offsets[e] to offsets[e + 1] of x [T, K] times w[e], of w [E, K, N]: float32 [T, N].
+
+    Rows of no group are 0.
+    """
+    out = torch.zeros(len(x), w.shape[2])
+    for e, matrix in enumerate(w):
+        begin, end = int(offsets[e]), int(offsets[e + 1])
+        out[begin:end] = x[begin:end].float() @ matrix.float()
+    return out
+
+
+def all_gather_grouped_matmul(
+    x_shards: Sequence[Tensor], ws: Sequence[Tensor], plans: Sequence[Tensor], top_k: int
+) -> list[Tensor]:
+    """Each rank's columns of the experts' products with the tokens of all ranks.
+
+    Args:
+        x_shards: [m, K] of each rank.
+        ws: [E, K, N / W] of each rank.
+        plans: int32 [E + 1 + 2 P] of each rank, with P = m * top_k: E + 1 offsets of experts among
+            the pairs that follow, (token, choice) as token * top_k + choice, and the bits of their
+            weights.
+
+    Returns:
+        float32 [W * P, N / W] on each rank: for each rank's plan a row for each of its pairs.
+    """
+    results = []
+    for w in ws:
+        parts = []
+        for x, plan in zip(x_shards, plans, strict=True):
+            pairs = len(x) * top_k
+            offsets, order = plan[: len(w) + 1], plan[len(w) + 1 :][:pairs]
+            parts.append(grouped_matmul(x[order // top_k], w, offsets))
+        results.append(torch.cat(parts))
+    return results
+
+
+def grouped_matmul_reduce_scatter(
+    xs: Sequence[Tensor], ws: Sequence[Tensor], plans: Sequence[Tensor], top_k: int
+) -> list[Tensor]:
+    """What all ranks' parts of the experts make of each rank's tokens: float32 [m, N] on each.
+
+    Args:
+        xs: [W * P, K / W] of each rank, in the order of all_gather_grouped_matmul's result.
+        ws: [E, K / W, N] of each rank.
+        plans: of each rank's tokens, as there.
+    """
+    experts, size = len(ws[0]), len(xs)
+    pairs = len(xs[0]) // size
+    results = []
+    for rank, plan in enumerate(plans):
+        offsets, order = plan[: experts + 1], plan[experts + 1 :][:pairs]
+        weights = plan[experts + 1 + pairs :].view(torch.float32)
+        parts = [x[rank * pairs :][:pairs] for x in xs]
+        products = [grouped_matmul(x, w, offsets) for x, w in zip(parts, ws, strict=True)]
+        rows = torch.stack(products).sum(dim=0)
+        out = torch.zeros(pairs // top_k, ws[0].shape[2])
+        for i in range(int(offsets[0]), int(offsets[-1])):
+            pair = int(order[i])
+            out[pair // top_k] += weights[pair] * rows[i]
+        results.append(out)
+    return results

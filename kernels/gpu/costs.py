@@ -76,6 +76,8 @@ class Problem:
         rows: M of all ranks together, as they are multiplied.
         n, k: of the weight on one rank; for ops without a product n is the width of a row, k is 0.
         dtype: of the operands, by its torch name.
+        groups: of rows, each with a weight of its own (experts).
+        top_k: how often the same row is multiplied, by weights of different groups.
     """
 
     op: str
@@ -84,6 +86,8 @@ class Problem:
     n: int
     k: int
     dtype: str = "bfloat16"
+    groups: int = 1
+    top_k: int = 1
 
     def __post_init__(self) -> None:
         if self.op not in PAYLOADS:
@@ -92,8 +96,10 @@ class Problem:
             raise KernelError(
                 f"{self.op}: dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}"
             )
-        if self.world_size < 1:
-            raise KernelError(f"{self.op}: world size is {self.world_size}; it must be at least 1")
+        for name in ("world_size", "groups", "top_k"):
+            if (value := getattr(self, name)) < 1:
+                called = name.replace("_", " ")
+                raise KernelError(f"{self.op}: {called} is {value}; it must be at least 1")
 
     @property
     def itemsize(self) -> int:
@@ -106,8 +112,17 @@ class Problem:
     @property
     def payload(self) -> int:
         """Bytes of the whole array that is gathered or reduced."""
+        if PAYLOADS[self.op] == "nothing":
+            return 0
         width = self.k if PAYLOADS[self.op] == "input" else self.n
-        return self.rows * width * self.itemsize
+        return self.rows // self.top_k * width * self.itemsize
+
+    @property
+    def parts(self) -> int:
+        """How many of the rows begin a tile of their own: one of each rank, or of each group."""
+        if "grouped" in self.op:
+            return self.groups
+        return 1 if self.op == "matmul_all_reduce" else self.world_size
 
 
 PAYLOADS = {
@@ -117,8 +132,14 @@ PAYLOADS = {
     "all_gather_matmul": "input",
     "matmul_reduce_scatter": "output",
     "matmul_all_reduce": "output",
+    "grouped_matmul": "nothing",
+    "all_gather_grouped_matmul": "input",
+    "grouped_matmul_reduce_scatter": "output",
 }
 """Of each op, whether its product's input or its output travels."""
+
+SENDING = ("all_gather_matmul", "all_gather_grouped_matmul", "grouped_matmul_reduce_scatter")
+"""Ops with programs that do nothing but send."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +166,7 @@ METHODS = {
     "multimem": Method(hops=2),
     "one_shot": Method(hops=2),
     "two_shot": Method(hops=4),
+    "local": Method(factor=0.0, hops=0),  # within one rank
 }
 ONE_SHOT = ("one_shot", "ll")
 """Of an all-reduce: every rank gets everything of every other one."""
@@ -207,7 +229,7 @@ def device_for(target: str) -> Device:
 def link_time(problem: Problem, config: Config, device: Device) -> float:
     """Seconds until all data has come, if nothing else ran."""
     size, method = problem.world_size, METHODS[config.method]
-    if size == 1:
+    if size == 1 or not problem.payload:
         return 0.0
     traffic = float(problem.payload) * (size - 1) / size
     if problem.op.endswith("all_reduce"):
@@ -228,9 +250,8 @@ def compute_time(problem: Problem, config: Config, device: Device) -> float:
     """Seconds of the product alone, on the processors that communication leaves."""
     if not problem.multiplies:
         return 0.0
-    parts = 1 if problem.op == "matmul_all_reduce" else problem.world_size
-    rows = -(-problem.rows // parts)
-    tiles = parts * -(-rows // config.block_m) * -(-problem.n // config.block_n)
+    rows = -(-problem.rows // problem.parts)
+    tiles = problem.parts * -(-rows // config.block_m) * -(-problem.n // config.block_n)
     processors = max(1, device.processors - config.senders)
     area = config.block_m * config.block_n
     loaded = (config.block_m + config.block_n) * config.block_k * problem.itemsize
@@ -241,7 +262,8 @@ def compute_time(problem: Problem, config: Config, device: Device) -> float:
         MEMORY_LATENCY / max(1, config.stages - 1),
     )
     tile = -(-problem.k // config.block_k) * (step + STEP) + MEMORY_LATENCY
-    arrays = problem.rows * problem.k + problem.k * problem.n + problem.rows * problem.n
+    weights = problem.groups * problem.k * problem.n
+    arrays = problem.rows * problem.k + weights + problem.rows * problem.n
     return max(-(-tiles // processors) * tile, arrays * problem.itemsize / device.memory)
 
 
@@ -249,14 +271,16 @@ def cost(problem: Problem, config: Config, device: Device) -> float:
     """Seconds that one call takes."""
     link, compute = link_time(problem, config, device), compute_time(problem, config, device)
     size = problem.world_size
-    if problem.op == "all_gather_matmul":
+    if problem.multiplies and PAYLOADS[problem.op] == "input":
         total = max(compute, link + compute / size)
-    elif problem.op == "matmul_reduce_scatter":
+    elif problem.op.endswith("matmul_reduce_scatter"):
         total = max(compute, compute / size + link)
     elif problem.op == "matmul_all_reduce":
         total = compute + link  # few rows: the tiles are done at about the same time
     else:
-        total = link
+        total = link + compute  # of which it has one
+    if problem.op == "grouped_matmul_reduce_scatter":  # the rows are written, and read to be added
+        total += 2 * problem.rows * problem.n * problem.itemsize / device.memory
     if "reduce" in problem.op:  # the parts are read, and their sum is written
         parts = size if problem.op.endswith("all_reduce") and config.method in ONE_SHOT else 1
         total += problem.payload * parts * (1 + 1 / size) / device.memory
@@ -275,6 +299,8 @@ MAX_ACCUMULATORS = 128
 """Numbers of the result that one thread keeps in registers; more would spill."""
 FEW_ACCUMULATORS = 64
 """With which blocks of K may have more than 128 bytes to a row; with more they, too, spill."""
+APART = ("all_gather_grouped_matmul", "grouped_matmul_reduce_scatter")
+"""Ops that multiply rows which lie apart: the addresses of each take registers, too."""
 
 
 def space(problem: Problem, device: Device, methods: Sequence[str]) -> list[Config]:
@@ -298,7 +324,7 @@ def space(problem: Problem, device: Device, methods: Sequence[str]) -> list[Conf
         Config(method, *tile, senders)
         for method in methods
         for tile in tiles
-        for senders in (SENDERS if problem.op == "all_gather_matmul" else (0,))
+        for senders in (SENDERS if problem.op in SENDING else (0,))
     ]
     if not configs:
         raise KernelError(f"{problem.op}: no tile fits {device.shared} bytes of shared memory")
@@ -314,8 +340,7 @@ def space(problem: Problem, device: Device, methods: Sequence[str]) -> list[Conf
 
 def _tiles(problem: Problem, device: Device) -> list[tuple[int, int, int, int, int]]:
     """block_m, block_n, block_k, stages and warps that fit, none much larger than the problem."""
-    parts = 1 if problem.op == "matmul_all_reduce" else problem.world_size
-    most_m = max(16, 2 * -(-problem.rows // parts) - 1)
+    most_m = max(16, 2 * -(-problem.rows // problem.parts) - 1)
     return [
         (m, n, k, stages, warps)
         for m, n in TILES
@@ -324,7 +349,15 @@ def _tiles(problem: Problem, device: Device) -> list[tuple[int, int, int, int, i
         for warps in WARPS
         if m <= most_m
         and (m + n) * k * stages * problem.itemsize <= device.shared
-        and m * n <= MAX_ACCUMULATORS * warps * 32
-        # Found by compiling them all (`weft check aot --all`).
-        and (m * n <= FEW_ACCUMULATORS * warps * 32 or k * problem.itemsize <= 128)
+        and _has_registers(problem, m * n / (32 * warps), m, k, stages)
     ]
+
+
+def _has_registers(problem: Problem, accumulators: float, m: int, k: int, stages: int) -> bool:
+    """Whether nothing spills, as was found by compiling them all (`weft check aot --all`)."""
+    if problem.op in APART:
+        row = k * max(2, problem.itemsize)
+        narrow = k == min(BLOCKS_K) or row <= (128 if m >= 64 else 64)
+        return narrow and stages <= 3 and accumulators <= FEW_ACCUMULATORS
+    few = accumulators <= FEW_ACCUMULATORS or k * problem.itemsize <= 128
+    return few and accumulators <= MAX_ACCUMULATORS

@@ -38,10 +38,13 @@ Require = Callable[[str, object, bool, str], None]
 class Epilogue:
     """Of a product [M, N] of x [M, K] and w [K, N], or of several weights with N columns in all.
 
+    Of weights of E groups of rows (grouped_matmul.py) w_scale and bias have a row for each group.
+
     Attributes:
         x_scale: float32 [M], one for each row, or [1]; only with fp8 operands.
-        w_scale: float32 [N], one for each column, or [1]; likewise.
-        bias: [N]; those of several weights one after the other.
+        w_scale: float32 [N], one for each column, or [1]; likewise. Of groups: [E, N], [E, 1] or
+            [1].
+        bias: [N]; those of several weights one after the other. Of groups: [E, N].
         silu_multiply: the result is silu(gate) * up [M, N / 2]. Of two weights the first is the
             gate; of one the even columns are.
         residual: [M, N'], as the result is; added last.
@@ -63,7 +66,9 @@ class Epilogue:
         """Of the result of a product of such operands."""
         return self.out_dtype or (torch.bfloat16 if operands == FP8 else operands)
 
-    def check(self, require: Require, x: Tensor, widths: list[int], out_rows: int) -> None:
+    def check(
+        self, require: Require, x: Tensor, widths: list[int], out_rows: int, groups: int = 0
+    ) -> None:
         """Refuse what does not go with a product.
 
         Args:
@@ -71,8 +76,10 @@ class Epilogue:
             x: [rows, K], this rank's left operand.
             widths: columns of each weight.
             out_rows: of the result.
+            groups: of rows, that have weights of their own; 0 if all rows have the same.
         """
         n = sum(widths)
+        columns: tuple[tuple[int, ...], ...] = ((groups, n),) if groups else ((n,),)
         if self.silu_multiply:
             if len(widths) == 1:
                 require("w's columns", n, n % 2 == 0, "be even, for gate and up alternate")
@@ -81,14 +88,16 @@ class Epilogue:
                 require("w's columns", widths, even, "be those of one weight, or twice the same")
         out = self.dtype(x.dtype)
         require("out_dtype", out, out in RESULTS, _one_of(RESULTS))
-        for name, scale, count in (("x_scale", self.x_scale, len(x)), ("w_scale", self.w_scale, n)):
+        for name, scale, shapes in (
+            ("x_scale", self.x_scale, ((len(x),), (1,))),
+            ("w_scale", self.w_scale, (*columns, *([(groups, 1)] if groups else []), (1,))),
+        ):
             if scale is not None:
                 require(name, f"given with {x.dtype}", x.dtype == FP8, f"come with {FP8} only")
                 require(f"{name}'s dtype", scale.dtype, scale.dtype == torch.float32, "be float32")
-                shapes = ((count,), (1,))
                 _require_shape(require, name, scale, x, shapes)
         if self.bias is not None:
-            _require_shape(require, "bias", self.bias, x, ((n,),))
+            _require_shape(require, "bias", self.bias, x, columns)
         if self.residual is not None:
             _require_shape(require, "residual", self.residual, x, ((out_rows, self.columns(n)),))
         for name, tensor in (("bias", self.bias), ("residual", self.residual)):
@@ -101,8 +110,12 @@ class Epilogue:
             "x_scale": self.x_scale,
             "w_scale": self.w_scale,
             "SCALE_ROWS": self.x_scale is not None and self.x_scale.numel() > 1,
-            "SCALE_COLUMNS": self.w_scale is not None and self.w_scale.numel() > 1,
+            "SCALE_COLUMNS": self.w_scale is not None and self.w_scale.shape[-1] > 1,
         }
+
+    def scale_stride(self) -> int:
+        """Numbers of w_scale from one group's to the next one's."""
+        return self.w_scale.shape[1] if self.w_scale is not None and self.w_scale.dim() > 1 else 0
 
     def ending(self) -> dict[str, object]:
         """Arguments of a kernel that calls `finish`."""
@@ -148,7 +161,7 @@ def _require_shape(
 @triton.jit
 def scale(
     total,  # float32 [BLOCK_M, BLOCK_N]
-    x_scale,  # float32 [rows] or [1], or None
+    x_scale,  # float32 [rows] or [1], or None; or pointers to each row's: multiply_and_finish
     w_scale,  # float32, from the weight's first column on, or [1], or None
     row,
     rows,
@@ -161,7 +174,8 @@ def scale(
     if x_scale is not None:
         if SCALE_ROWS:
             at_m = row + tl.arange(0, total.shape[0])
-            total = total * tl.load(x_scale + at_m, mask=at_m < rows, other=0.0)[:, None]
+            at = x_scale if len(x_scale.shape) else x_scale + at_m
+            total = total * tl.load(at, mask=at_m < rows, other=0.0)[:, None]
         else:
             total = total * tl.load(x_scale)
     if w_scale is not None:
@@ -204,7 +218,7 @@ def multiply_halves(total):
 def store_tile(
     total,  # float32 [BLOCK_M, BLOCK_N]
     residual,  # [rows, stride], or None
-    out,  # [rows, stride]
+    out,  # [rows, stride]; or pointers to rows, as then of residual: multiply_and_finish
     row,
     rows,
     column,  # of out
@@ -214,8 +228,12 @@ def store_tile(
 ):
     """Add the residual, cast, and store: the end of every product."""
     at_m, at_n = row + tl.arange(0, total.shape[0]), column + tl.arange(0, total.shape[1])
-    corner = tl.cast(row, tl.int64) * stride
-    place = corner + (at_m - row)[:, None] * stride + at_n[None, :]
+    if len(out.shape):
+        out, place = out[:, None], at_n[None, :]
+        residual = None if residual is None else residual[:, None]
+    else:
+        corner = tl.cast(row, tl.int64) * stride
+        place = corner + (at_m - row)[:, None] * stride + at_n[None, :]
     inside = (at_m[:, None] < rows) & (at_n[None, :] < N)
     if residual is not None:
         if EVEN:

@@ -74,7 +74,7 @@ def tile_at(index, rows, columns, GROUP: tl.constexpr):
 
 @triton.jit
 def load_left(
-    x,  # pointer to [rows, K], or TMA descriptor of it
+    x,  # pointer to [rows, K], TMA descriptor of it, or pointers to rows: multiply_and_finish
     row,
     rows,
     start,
@@ -90,7 +90,10 @@ def load_left(
         block = x.load([row, start])
     else:
         m, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
-        at = x + (tl.cast(row, tl.int64) * K + start) + (m[:, None] * K + k[None, :])
+        if len(x.shape):
+            at = x[:, None] + (start + k)[None, :]
+        else:
+            at = x + (tl.cast(row, tl.int64) * K + start) + (m[:, None] * K + k[None, :])
         if EVEN_M and EVEN_K:
             block = tl.load(at)
         elif EVEN_K:
@@ -231,7 +234,11 @@ def multiply_and_finish(
     EVEN_K: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """One tile of the result, from its operands to memory."""
+    """One tile of the result, from its operands to memory.
+
+    Where its rows do not follow each other, x, x_scale, residual and out are blocks of pointers
+    [BLOCK_M] to each of them, of which the first `rows` count, and row is 0.
+    """
     if SILU and WEIGHTS == 2:
         at = index * BLOCK_N
         gate, up = multiply_two_tiles(
@@ -332,7 +339,8 @@ class Weights:
     """The right operands of a product: one, or several that count as one beside the other.
 
     Attributes:
-        tensors: each [K, N_i], or [N_i, K] if transposed; all contiguous.
+        tensors: each [K, N_i], or [N_i, K] if transposed; all contiguous. Of groups of rows, as
+            many of these: [E, K, N_i] or [E, N_i, K].
         widths: the N_i.
         transposed: whether they are stored as [N_i, K].
     """
@@ -343,9 +351,17 @@ class Weights:
 
     @classmethod
     def of(
-        cls, w: Tensor | Sequence[Tensor], x: Tensor, require: Require, limit: int = MAX_WEIGHTS
+        cls,
+        w: Tensor | Sequence[Tensor],
+        x: Tensor,
+        require: Require,
+        limit: int = MAX_WEIGHTS,
+        groups: int = 0,
     ) -> Weights:
-        """Those that a caller gave, once they go with x [M, K] and with each other."""
+        """Those that a caller gave, once they go with x [M, K] and with each other.
+
+        Of so many groups of rows, if not 0, each has a matrix of its own.
+        """
         tensors = (w,) if isinstance(w, Tensor) else tuple(w)
         count = len(tensors)
         require("w", f"{count} weights", 1 <= count <= limit, f"be 1 to {limit}")
@@ -353,8 +369,12 @@ class Weights:
         require("x's stride", x.stride(), x.is_contiguous(), "be contiguous")
         for tensor in tensors:
             shape, k = list(tensor.shape), x.shape[1]
-            require("w's shape", shape, tensor.dim() == 2, "be a matrix")
-            require("w's shape", shape, shape[0] == k, f"have {k} rows, as x has columns")
+            if groups:
+                fits = tensor.dim() == 3 and len(tensor) == groups
+                require("w's shape", shape, fits, f"be {groups} matrices, one for each group")
+            else:
+                require("w's shape", shape, tensor.dim() == 2, "be a matrix")
+            require("w's shape", shape, shape[-2] == k, f"have {k} rows, as x has columns")
             require("w's dtype", tensor.dtype, tensor.dtype == x.dtype, f"be {x.dtype}, as x's")
             require(
                 "w's device", tensor.device, tensor.device == x.device, f"be {x.device}, as x's"
@@ -364,10 +384,10 @@ class Weights:
             require(
                 "w's strides",
                 [tensor.stride() for tensor in tensors],
-                all(tensor.T.is_contiguous() for tensor in tensors),
+                all(tensor.mT.is_contiguous() for tensor in tensors),
                 "be contiguous, or the transposes of contiguous matrices, all alike",
             )
-        return cls(tensors, [tensor.shape[1] for tensor in tensors], transposed)
+        return cls(tensors, [tensor.shape[-1] for tensor in tensors], transposed)
 
     def arguments(self, silu_multiply: bool) -> dict[str, object]:
         """Of a kernel that calls `multiply_and_finish`."""
@@ -396,10 +416,12 @@ def choose_tiling(
     stages: int,
     require: Require,
     silu_multiply: bool = False,
+    apart: bool = False,
 ) -> Tiling:
     """What a caller asks for, or what suits a product with m rows on x's device.
 
     Of gate and up a tile has two sums: with the columns of one there would be no registers left.
+    Nor with the most columns where rows are apart, for their addresses take registers, too.
 
     Raises:
         KernelError: a block's side is no power of two of at least 16, or x's dtype is not one
@@ -415,10 +437,10 @@ def choose_tiling(
         aligned = all(size % 16 == 0 for size in (x.shape[1], *weights.widths))
         wide = capability >= 90 and low == 128 and x.element_size() <= 2
         pair = silu_multiply and len(weights.tensors) == 2
-        columns = 64 if pair else 256 if wide else 128
+        columns = 64 if pair else 256 if wide and not apart else 128
         blocks = (low, columns, 128 // max(2, x.element_size()))
         if not aligned:  # each number is loaded by itself, and takes registers for its address
-            blocks = (min(low, 64), 32 if pair else 64, 32)
+            blocks = (min(low, 64), 32 if pair or apart else 64, 32)
     fine = all(side >= 16 and side & (side - 1) == 0 for side in blocks)
     require("blocks", blocks, len(blocks) == 3 and fine, "be three powers of two of at least 16")
     require("warps", warps, warps in (0, 1, 2, 4, 8, 16), "be 1, 2, 4, 8 or 16, or 0 to choose")

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from weft.kernels.gpu import tuned
 from weft.kernels.gpu.clock import Call, Clock, gpu_clock, host_clock
-from weft.kernels.gpu.costs import Config, Problem, device_named, space
+from weft.kernels.gpu.costs import SENDING, Config, Problem, device_named, space
 from weft.kernels.gpu.epilogue import OPERANDS
 from weft.kernels.gpu.launches import is_refusal, loaded
 from weft.kernels.gpu.matmul import Weights
@@ -53,6 +53,9 @@ PRODUCT_METHODS = {
     "all_gather_matmul": ("push",),
     "matmul_reduce_scatter": ("push",),
     "matmul_all_reduce": ("one_shot",),
+    "grouped_matmul": ("local",),
+    "all_gather_grouped_matmul": ("push",),
+    "grouped_matmul_reduce_scatter": ("push",),
 }
 """Of each op that multiplies."""
 
@@ -80,7 +83,7 @@ def options_of(problem: Problem, config: Config) -> dict[str, Any]:
         return {"method": config.method}
     blocks = (config.block_m, config.block_n, config.block_k)
     options = {"blocks": blocks, "warps": config.warps, "stages": config.stages}
-    return options | ({"senders": config.senders} if problem.op == "all_gather_matmul" else {})
+    return options | ({"senders": config.senders} if problem.op in SENDING else {})
 
 
 def tune(
@@ -193,7 +196,7 @@ class Choice:
         def look() -> str:
             table = tuned.load(path or tuned.default_path())
             found = [
-                ((key.dtype, key.rows, key.n, key.k), entry.config)
+                ((key.dtype, key.rows, key.n, key.k, key.groups, key.top_k), entry.config)
                 for key, entry in table.items()
                 if (key.op, key.device, key.world_size, key.triton)
                 == (op, home.device_name, home.world_size, triton.__version__)
@@ -201,7 +204,7 @@ class Choice:
             return msgspec.json.encode(found).decode()
 
         found = _from_first_rank(home, look)
-        kind = list[tuple[tuple[str, int, int, int], Config]]
+        kind = list[tuple[tuple[str, int, int, int, int, int], Config]]
         self._tuned = dict(msgspec.json.decode(found, type=kind))
 
     def __call__(
@@ -212,24 +215,34 @@ class Choice:
         k: int = 0,
         *,
         methods: tuple[str, ...],
+        groups: int = 1,
+        top_k: int = 1,
     ) -> Config:
         """A configuration; the same for all rows of a bucket.
 
         Args:
             dtype: of the operands.
-            rows, n, k: as of a `costs.Problem`.
+            rows, n, k, groups, top_k: as of a `costs.Problem`.
             methods: that this call can take, of `costs.METHODS`.
         """
         largest = tuned.bucket(rows)
-        key = (dtype, largest, n, k, methods)
+        key = (dtype, largest, n, k, groups, top_k, methods)
         config = self._chosen.get(key)
         if config is None:
-            config = self._choose(dtype, largest, n, k, methods)
+            name = str(dtype).removeprefix("torch.")
+            problem = Problem(self._op, self._world_size, largest, n, k, name, groups, top_k)
+            config = self._choose(problem, methods)
             self._chosen[key] = config
         return config
 
     def of_product(
-        self, x: Tensor, weights: Weights, rows: int, silu_multiply: bool = False
+        self,
+        x: Tensor,
+        weights: Weights,
+        rows: int,
+        silu_multiply: bool = False,
+        groups: int = 1,
+        top_k: int = 1,
     ) -> Config | None:
         """Of an op that multiplies, for operands as its caller gave them.
 
@@ -243,21 +256,15 @@ class Choice:
         k, n = x.shape[1], sum(weights.widths)
         if x.dtype not in OPERANDS or any(size % 16 for size in (k, *weights.widths)):
             return None
-        config = self(x.dtype, rows, n, k, methods=PRODUCT_METHODS[self._op])
+        methods = PRODUCT_METHODS[self._op]
+        config = self(x.dtype, rows, n, k, methods=methods, groups=groups, top_k=top_k)
         if silu_multiply and len(weights.tensors) == 2:
             config = structs.replace(config, block_n=min(64, config.block_n // 2))
         return config
 
-    def _choose(
-        self,
-        dtype: torch.dtype,
-        rows: int,
-        n: int,
-        k: int,
-        methods: tuple[str, ...],
-    ) -> Config:
-        problem = Problem(self._op, self._world_size, rows, n, k, str(dtype).removeprefix("torch."))
-        config = self._tuned.get((problem.dtype, rows, n, k))
+    def _choose(self, problem: Problem, methods: tuple[str, ...]) -> Config:
+        shape = (problem.rows, problem.n, problem.k, problem.groups, problem.top_k)
+        config = self._tuned.get((problem.dtype, *shape))
         if config is not None and config.method in methods and self._has_signals(problem, config):
             return config
         configs = space(problem, self._device, methods)
@@ -265,8 +272,7 @@ class Choice:
 
     def _has_signals(self, problem: Problem, config: Config) -> bool:
         """Whether the workspace has one for each tile: of that size, or of one that covers all."""
-        parts = 1 if problem.op == "matmul_all_reduce" else problem.world_size
-        needed = (-(-problem.rows // parts), problem.n)
+        needed = (-(-problem.rows // problem.parts), problem.n)
         sides = (config.block_m, config.block_n)
         return all(
             not least or side >= least or side >= need

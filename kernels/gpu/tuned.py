@@ -40,12 +40,13 @@ class TuningError(WeftError):
     """The file of tuned configurations cannot be read or written; the message names it."""
 
 
-class Key(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
+class Key(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True, kw_only=True):
     """What a configuration was tuned for.
 
     Attributes:
         device: as the driver calls it.
         rows: the bucket's largest.
+        groups, top_k: as of a `costs.Problem`.
         triton: version.
     """
 
@@ -56,10 +57,12 @@ class Key(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
     rows: Positive
     n: Positive
     k: Count
+    groups: Positive = 1
+    top_k: Positive = 1
     triton: Text
 
 
-class Entry(Key, frozen=True, order=True, forbid_unknown_fields=True):
+class Entry(Key, frozen=True, order=True, forbid_unknown_fields=True, kw_only=True):
     """A key and what was best for it, with the time of one call on the slowest rank."""
 
     config: Config
@@ -103,6 +106,8 @@ def key_of(problem: Problem, device: str) -> Key:
         rows=bucket(problem.rows),
         n=problem.n,
         k=problem.k,
+        groups=problem.groups,
+        top_k=problem.top_k,
         triton=triton.__version__,
     )
 
