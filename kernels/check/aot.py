@@ -256,7 +256,8 @@ def _tuned_cases(op: Op, target: str) -> Iterator[Case]:
         fp8 = "_fp8" if DTYPES[key.dtype].itemsize == 1 else ""
         if key.op + fp8 == op.name and any(name in key.device for name in names):
             problem = Problem(key.op, key.world_size, key.rows, key.n, key.k, key.dtype)
-            m = key.rows if key.op == "matmul_all_reduce" else key.rows // key.world_size
+            together = key.op in ("matmul_all_reduce", "grouped_matmul")
+            m = key.rows if together else key.rows // key.world_size // key.top_k
             dtype = torch.bfloat16 if fp8 else DTYPES[key.dtype]
             sizes = Sizes(key.world_size, max(1, m), key.n, key.k, dtype)
             yield Case(key.world_size - 1, sizes, options_of(problem, entry.config))
@@ -282,7 +283,8 @@ def _tiled_cases(op: Op, target: str, *, everything: bool) -> Iterator[Case]:
         kind: tuple[int, ...] = (*tile, config.stages, config.warps) if everything else tile[:2]
         found.setdefault(kind, Case(3, Sizes(8, m, n, k, torch.bfloat16, tile), options))
     kinds = sorted(found)
-    products = [product for product in PAYLOADS if "matmul" in product]
+    grouped = "grouped" in name
+    products = [op for op in PAYLOADS if "matmul" in op and ("grouped" in op) == grouped]
     for kind in kinds if everything else kinds[products.index(name) :: len(products)]:
         yield found[kind]
 

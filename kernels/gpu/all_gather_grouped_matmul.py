@@ -50,7 +50,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.gpu.all_gather import copy_chunk
 from weft.kernels.gpu.all_gather_matmul import (
     BLOCK,
     Topology,
@@ -59,6 +58,7 @@ from weft.kernels.gpu.all_gather_matmul import (
     collect_rows,
     step_and_part,
 )
+from weft.kernels.gpu.chunks import copy_chunk
 from weft.kernels.gpu.collective import waiting
 from weft.kernels.gpu.epilogue import NOTHING, Epilogue
 from weft.kernels.gpu.grouped_matmul import constants_of, group_of, group_sizes, report

@@ -20,10 +20,20 @@ import torch
 from torch import Tensor
 
 from weft.kernels.gpu.all_gather import all_gather, all_gather_workspace
+from weft.kernels.gpu.all_gather_grouped_matmul import (
+    all_gather_grouped_matmul,
+    all_gather_grouped_matmul_workspace,
+    make_plan,
+)
 from weft.kernels.gpu.all_gather_matmul import all_gather_matmul, all_gather_matmul_workspace
 from weft.kernels.gpu.all_reduce import all_reduce, all_reduce_workspace
 from weft.kernels.gpu.clock import Call
 from weft.kernels.gpu.costs import DTYPES, PAYLOADS, Config, Problem
+from weft.kernels.gpu.grouped_matmul import grouped_matmul
+from weft.kernels.gpu.grouped_matmul_reduce_scatter import (
+    grouped_matmul_reduce_scatter,
+    grouped_matmul_reduce_scatter_workspace,
+)
 from weft.kernels.gpu.matmul_reduce_scatter import (
     matmul_all_reduce,
     matmul_all_reduce_workspace,
@@ -52,6 +62,9 @@ PRODUCTS: dict[str, Callable[..., Tensor]] = {
     "all_gather_matmul": all_gather_matmul,
     "matmul_reduce_scatter": matmul_reduce_scatter,
     "matmul_all_reduce": matmul_all_reduce,
+    "grouped_matmul": grouped_matmul,
+    "all_gather_grouped_matmul": all_gather_grouped_matmul,
+    "grouped_matmul_reduce_scatter": grouped_matmul_reduce_scatter,
 }
 
 
@@ -68,9 +81,14 @@ def tune_op(home: Home, problem: Problem, **options: Any) -> list[Measured]:
 
 def prepare_op(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
     """The methods that the op has on this home, and what makes calls of it. Collective."""
-    size, rows = home.world_size, problem.rows
-    if rows % size:
-        raise KernelError(f"{problem.op}: rows is {rows}; it must be a multiple of {size} ranks")
+    size, rows, top_k = home.world_size, problem.rows, problem.top_k
+    if problem.op != "grouped_matmul" and rows % (size * top_k):
+        tokens = f", {top_k} for each token" if top_k > 1 else ""
+        raise KernelError(
+            f"{problem.op}: rows is {rows}; it must be a multiple of {size} ranks{tokens}"
+        )
+    if "grouped" in problem.op:
+        return _prepare_groups(home, problem)
     return (_prepare_product if problem.multiplies else _prepare_collective)(home, problem)
 
 
@@ -111,6 +129,41 @@ def _prepare_product(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
 
     def prepare(config: Config) -> Call:
         return partial(function, x, w, workspace, **options_of(problem, config))
+
+    return list(METHODS[problem.op]), prepare
+
+
+def _prepare_groups(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
+    """Tokens go to any experts, equally likely, the same on all ranks."""
+    size, rows, experts, top_k = home.world_size, problem.rows, problem.groups, problem.top_k
+    w = _random(home, problem, experts * problem.k, problem.n).view(experts, problem.k, problem.n)
+    numbers = torch.Generator().manual_seed(rows)
+    plans = []
+    for _ in range(size):
+        ids = torch.randint(experts, (rows // size // top_k, top_k), generator=numbers)
+        plans.append(make_plan(ids, torch.ones(ids.shape), experts).to(home.device))
+    tokens = len(ids)
+    operands: tuple[Any, ...]
+    if problem.op == "grouped_matmul":
+        ids = torch.randint(experts, (rows,), generator=numbers)
+        offsets = torch.searchsorted(ids.sort().values, torch.arange(experts + 1))
+        operands = (_random(home, problem, rows, problem.k), w, offsets.int().to(home.device))
+    elif PAYLOADS[problem.op] == "input":
+        dtype = DTYPES[problem.dtype]
+        x = _random(home, problem, tokens, problem.k)
+        gather = all_gather_grouped_matmul_workspace(home, tokens, problem.k, experts, top_k, dtype)
+        operands = (x, w, plans[home.rank], gather)
+    else:
+        x = _random(home, problem, rows, problem.k)
+        travels = torch.bfloat16 if x.itemsize == 1 else x.dtype
+        scatter = grouped_matmul_reduce_scatter_workspace(
+            home, tokens, problem.n, experts, top_k, travels
+        )
+        operands = (x, w, torch.stack(plans), scatter)
+    function = PRODUCTS[problem.op]
+
+    def prepare(config: Config) -> Call:
+        return partial(function, *operands, **options_of(problem, config))
 
     return list(METHODS[problem.op]), prepare
 

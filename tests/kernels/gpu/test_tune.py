@@ -293,7 +293,7 @@ def launches(work: Callable[[Home], object]) -> list[tuple[str, dict[str, object
     return seen
 
 
-@pytest.mark.parametrize("op", sorted(tune.PRODUCT_METHODS))
+@pytest.mark.parametrize("op", sorted(WORKSPACES))
 def test_products_take_what_was_tuned(
     op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -186,7 +186,8 @@ def test_those_who_write_at_once_keep_each_others_entries(tmp_path: Path) -> Non
         fields = entry(n=n)
         config = Config(method="push")
         one = Entry(**{**fields, "config": config})  # type: ignore[arg-type]
-        key = Key(**{name: fields[name] for name in Key.__struct_fields__})  # type: ignore[arg-type]
+        named = {name: fields[name] for name in Key.__struct_fields__ if name in fields}
+        key = Key(**named)  # type: ignore[arg-type]
         tuned.record(path, {key: one})
 
     threads = [threading.Thread(target=add, args=(n,)) for n in range(1, 13)]
