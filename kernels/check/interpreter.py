@@ -4,7 +4,8 @@ Stock Triton runs kernels on NumPy with TRITON_INTERPRET=1. For overlapped
 kernels that is not enough, and `installed` puts a builder of ours in its place
 that
 
-- computes bfloat16, which Triton 3.6 to 3.9 keep as uint16 and add as such;
+- computes bfloat16, which Triton 3.6 to 3.9 keep as uint16 and add as such, and
+  rounds to fp8 as GPUs do;
 - sums int32 in 32 bits, where Triton goes on with 64 and writes as many to an int32;
 - keeps the running program's index for each thread, so that ranks can be
   threads;
@@ -151,6 +152,15 @@ def to_bfloat16(numbers: Array) -> Array:
     return np.where(np.isnan(numbers), np.uint16(0x7FC0), rounded)
 
 
+def to_float8(numbers: Array) -> Array:
+    """Floats -> float8e4nv as uint8, as GPUs do: to nearest, ties to even, at most 448.
+
+    Triton's interpreter rounds ties up, and loses the carry into the exponent.
+    """
+    bounded = torch.from_numpy(np.clip(np.asarray(numbers, np.float32), -448.0, 448.0))
+    return bounded.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+
 def _is_bfloat16(handle: Handle) -> bool:
     return bool(handle.dtype.scalar == tl.bfloat16 and handle.data.dtype == np.uint16)
 
@@ -261,6 +271,8 @@ class RankBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
         )
 
     def create_fp_to_fp(self, src: Handle, dst_type: Any, rounding_mode: Any) -> Handle:
+        if dst_type.scalar == tl.float8e4nv:
+            return Handle(to_float8(_widened(src).data), tl.float8e4nv)
         if _is_bfloat16(src) or (dst_type.scalar == tl.bfloat16 and src.dtype == tl.float32):
             return self.cast_impl(src, dst_type)
         return super().create_fp_to_fp(src, dst_type, rounding_mode)
