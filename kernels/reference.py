@@ -47,6 +47,30 @@ def rope(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
     return out
 
 
+def quantize(x: Tensor, group: int = 0) -> tuple[Tensor, Tensor]:
+    """float8_e4m3fn with a scale for each row, or for each `group` columns of a row.
+
+    A scale is the largest magnitude over 448, the largest number of the format; 1 for zeros.
+
+    Args:
+        x: [T, N].
+
+    Returns:
+        float8_e4m3fn [T, N], and float32 [T], or [T, ceil(N / group)].
+    """
+    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn)
+    parts = range(0, x.shape[1], group or x.shape[1])
+    scale = torch.ones(len(x), len(parts))
+    for t in range(len(x)):
+        for i, first in enumerate(parts):
+            columns = slice(first, first + (group or x.shape[1]))
+            part = x[t, columns].float()
+            if part.any():
+                scale[t, i] = part.abs().max() / 448.0
+            out[t, columns] = (part / scale[t, i]).to(out.dtype)
+    return out, scale if group else scale[:, 0]
+
+
 def paged_attention(
     q: Tensor,
     keys: Tensor,
@@ -94,6 +118,81 @@ def paged_attention(
     return out
 
 
+def route(
+    logits: Tensor,
+    top_k: int,
+    *,
+    normalize: bool,
+    scoring: str = "softmax",
+    bias: Tensor | None = None,
+    groups: int = 1,
+    top_groups: int = 1,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Each token's best experts (Shazeer et al. 2017), those of the best groups of them only.
+
+    A group is as good as its best expert, or with a bias as the sum of its two best (DeepSeek-V3,
+    section 2.1.2). The bias counts for the choice alone. Of equals the lowest comes first.
+
+    Args:
+        logits: [T, E].
+        top_k: experts of a token.
+        normalize: divide a token's weights by their sum.
+        scoring: "softmax" over the experts, or "sigmoid" of each.
+        bias: [E].
+        groups: of E / groups consecutive experts; top_groups of them are chosen from.
+        scale: of the weights, at last.
+
+    Returns:
+        ids int32 [T, top_k], best first, and weights float32 [T, top_k].
+    """
+    tokens, experts = logits.shape
+    ids = torch.empty(tokens, top_k, dtype=torch.int32)
+    weights = torch.empty(tokens, top_k)
+    for t in range(tokens):
+        logit = logits[t].double()
+        scores = logit.softmax(0) if scoring == "softmax" else logit.sigmoid()
+        # A softmax keeps the order of the logits, and would make equals of different ones.
+        choice = scores.float() if bias is None else scores.float() + bias.float()
+        if scoring == "softmax" and bias is None:
+            choice = logit
+        good = choice.tolist()
+        members = list(torch.arange(experts).chunk(groups))
+        quality = [
+            sum(sorted((good[e] for e in group.tolist()), reverse=True)[: 1 if bias is None else 2])
+            for group in members
+        ]
+        best_groups = sorted(range(groups), key=lambda g: (-quality[g], g))[:top_groups]
+        allowed = [e for g in best_groups for e in members[g].tolist()]
+        chosen = sorted(allowed, key=lambda e: (-good[e], e))[:top_k]
+        ids[t] = torch.tensor(chosen)
+        weight = scores[chosen]
+        weights[t] = scale * (weight / weight.sum() if normalize else weight)
+    return ids, weights
+
+
+def sort_by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The pairs of token and expert in the order of the experts; stable.
+
+    Args:
+        ids: int [T, k].
+        experts: E; pairs whose id is not in [0, E) come last.
+
+    Returns:
+        offsets int32 [E + 1], where each expert's pairs begin; order int32 [T * k], the pair at
+        each place; inverse int32 [T, k], the place of each pair, or -1; status int32 [T], 1 for
+        tokens with an id out of range.
+    """
+    flat = ids.flatten().tolist()
+    good = [0 <= e < experts for e in flat]
+    order = sorted(range(len(flat)), key=lambda i: flat[i] if good[i] else experts)
+    offsets = [sum(good[i] and flat[i] < e for i in order) for e in range(experts + 1)]
+    inverse = [order.index(i) if good[i] else -1 for i in range(len(flat))]
+    status = ((ids < 0) | (ids >= experts)).any(dim=1)
+    as_int = [torch.tensor(numbers, dtype=torch.int32) for numbers in (offsets, order, inverse)]
+    return as_int[0], as_int[1], as_int[2].view(ids.shape), status.to(torch.int32)
+
+
 def moe(
     x: Tensor,
     gate: Tensor,
@@ -120,6 +219,18 @@ def moe(
             g, u = linear(x[t], gate[expert]), linear(x[t], up[expert])
             out[t] += weight * linear(g * torch.sigmoid(g) * u, down[expert])
     return out
+
+
+def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row [R, V], in the order of their columns; of equals the lowest.
+
+    Returns:
+        float32 [R, k], int32 [R, k].
+    """
+    rows = x.float().tolist()
+    chosen = [sorted(sorted(range(len(row)), key=lambda i: (-row[i], i))[:k]) for row in rows]
+    ids = torch.tensor(chosen, dtype=torch.int64).view(len(x), k)
+    return x.float().gather(1, ids), ids.to(torch.int32)
 
 
 def sampling_distribution(
@@ -174,6 +285,19 @@ def reduce_scatter(xs: Sequence[Tensor]) -> list[Tensor]:
 def all_reduce(xs: Sequence[Tensor]) -> list[Tensor]:
     """Any shape -> the sum over the ranks, on each of them: float32."""
     return [torch.stack([x.float() for x in xs]).sum(dim=0)] * len(xs)
+
+
+def all_reduce_rms_norm(
+    xs: Sequence[Tensor], residuals: Sequence[Tensor], weight: Tensor, eps: float
+) -> list[tuple[Tensor, Tensor]]:
+    """xs and residuals [T, N] of each rank -> the norm of the residual and the sum of xs, and what
+    it is of, rounded to the dtype of xs; float32 [T, N] each, on each rank.
+    """
+    totals = [
+        (total + residual.float()).to(xs[0].dtype).float()
+        for total, residual in zip(all_reduce(xs), residuals, strict=True)
+    ]
+    return [(rms_norm(total, weight, eps), total) for total in totals]
 
 
 def all_gather_matmul(x_shards: Sequence[Tensor], ws: Sequence[Tensor]) -> list[Tensor]:
