@@ -16,6 +16,7 @@ from weft.kernels.gpu import decomposed
 from weft.kernels.gpu.all_gather import all_gather, all_gather_workspace
 from weft.kernels.gpu.all_gather_matmul import all_gather_matmul, all_gather_matmul_workspace
 from weft.kernels.gpu.all_reduce import all_reduce, all_reduce_workspace
+from weft.kernels.gpu.all_reduce_norm import all_reduce_rms_norm, all_reduce_rms_norm_workspace
 from weft.kernels.gpu.launches import Action, decided, loaded
 from weft.kernels.gpu.matmul_reduce_scatter import (
     matmul_all_reduce,
@@ -56,6 +57,12 @@ OPS: dict[str, tuple[Callable[..., Any], dict[str, Any], Callable[..., Any], dic
         {"max_numel": 256, "dtype": F32, **REDUCES},
         all_reduce,
         {"x": X, "method": "one_shot"},
+    ),
+    "all_reduce_rms_norm": (
+        all_reduce_rms_norm_workspace,
+        {"max_rows": 16, "max_columns": 16, "dtype": F32},
+        all_reduce_rms_norm,
+        {"x": X, "residual": X, "weight": X[0], "eps": 1e-5},
     ),
     "all_gather_matmul": (
         all_gather_matmul_workspace,
@@ -148,6 +155,7 @@ DIFFERENT_WORKSPACES = [
     ("all_reduce", "methods", ("two_shot",)),
     *((op, "dtype", F16) for op in OPS),
     *((op, "max_rows", 17) for op in OPS if "matmul" in op),
+    ("all_reduce_rms_norm", "max_columns", 24),
     ("all_gather_matmul", "k", 24),
     ("matmul_reduce_scatter", "n", 24),
     *((op, "block_m", 32) for op in OPS if "block_m" in OPS[op][1]),
@@ -199,6 +207,7 @@ def test_a_workspace_that_one_rank_refuses(
 
 
 DIFFERENT_CALLS = [
+    ("all_reduce_rms_norm", "eps", 1e-6),
     ("all_gather", "method", "two_level"),
     ("reduce_scatter", "method", "two_level"),
     ("all_reduce", "method", "two_shot"),
