@@ -16,6 +16,7 @@ from torch import Tensor
 
 from weft.errors import ConfigError
 from weft.kernels import reference
+from weft.kernels.check.row_ops import EPS, ROW_OPS, RowOp, beside
 from weft.kernels.gpu import decomposed
 from weft.kernels.gpu.all_gather import METHODS as GATHERS
 from weft.kernels.gpu.all_gather import all_gather, all_gather_workspace
@@ -32,6 +33,7 @@ from weft.kernels.gpu.all_gather_matmul import (
 )
 from weft.kernels.gpu.all_reduce import METHODS as REDUCES
 from weft.kernels.gpu.all_reduce import all_reduce, all_reduce_workspace
+from weft.kernels.gpu.all_reduce_norm import all_reduce_rms_norm, all_reduce_rms_norm_workspace
 from weft.kernels.gpu.epilogue import FP8, Epilogue
 from weft.kernels.gpu.grouped_matmul import grouped_matmul
 from weft.kernels.gpu.grouped_matmul_reduce_scatter import (
@@ -94,6 +96,7 @@ class Op:
         options: further ones.
         targets: of aot.py, that have what it takes; all if empty.
         far: ranks have no address of those of other nodes, and put to them.
+        tolerance: absolute and relative, where it is more than suite.py's.
     """
 
     name: str
@@ -105,6 +108,7 @@ class Op:
     options: dict[str, Any] = field(default_factory=dict)
     targets: tuple[str, ...] = ()
     far: bool = False
+    tolerance: float = 0.0
 
     def reach(self, world_size: int) -> int | None:
         """Of how many ranks, its node's, a rank has addresses; None for all."""
@@ -120,7 +124,11 @@ class Op:
 
 NVIDIA = ("sm_80", "sm_90", "sm_100")
 HOPPER = ("sm_90", "sm_100")
+CONVERTS = (*HOPPER, "gfx942")
+"""That have fp8, be it to store it only."""
 METHOD_TARGETS = {"ll128": NVIDIA, "multimem": HOPPER}
+FP8_TOLERANCE = 0.07
+"""Of numbers that are rounded to 3 bits behind the leading one."""
 
 
 def _node(world_size: int) -> int:
@@ -383,6 +391,32 @@ def _of_experts(
     return Op(name, function, expected, shapes, workspace, tiled=True, targets=targets)
 
 
+def _alone(op: RowOp) -> Op:
+    return Op(
+        op.name,
+        lambda *tensors: op.function(*tensors[:-1]),
+        lambda *tensors: [op.oracle(*mine) for mine in zip(*tensors, strict=True)],
+        op.shapes,
+        lambda home, s: Workspace(home, op.name, 1, s.dtype, 1),
+        targets=CONVERTS if op.fp8 else (),
+        tolerance=FP8_TOLERANCE if op.fp8 else 0.0,
+    )
+
+
+def _all_reduce_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, workspace: Any) -> Tensor:
+    return beside(all_reduce_rms_norm(x, residual, weight[0], EPS, workspace))
+
+
+def _all_reduce_rms_norm_oracle(
+    xs: Sequence[Tensor], residuals: Sequence[Tensor], weights: Sequence[Tensor]
+) -> list[Tensor]:
+    """Here, each rank has a weight of its own."""
+    return [
+        beside(reference.all_reduce_rms_norm(xs, residuals, weight[0], EPS)[rank])
+        for rank, weight in enumerate(weights)
+    ]
+
+
 OVERLAPPED = (
     Op(
         "all_gather_matmul",
@@ -479,6 +513,14 @@ OPS = (
         reference.matmul_all_reduce,
         lambda s: [(s.m, s.k), (s.k, s.n)],
         lambda home, s: decomposed.matmul_all_reduce_workspace(home, s.m, s.n, s.dtype),
+    ),
+    *(_alone(op) for op in ROW_OPS),
+    Op(
+        "all_reduce_rms_norm",
+        _all_reduce_rms_norm,
+        _all_reduce_rms_norm_oracle,
+        lambda s: [(s.m, s.k), (s.m, s.k), (1, s.k)],
+        lambda home, s: all_reduce_rms_norm_workspace(home, s.m, s.k, s.dtype),
     ),
 )
 

@@ -136,9 +136,10 @@ def perform(check: Check) -> Outcome:
     except (HangError, RankError) as error:
         wrong.append(str(error))
     else:
+        tolerance = max(TOLERANCE[dtype], check.op.tolerance)
         for call, tensors in enumerate(calls):
             got = [results[call] for results in by_rank]
-            wrong += _differences(call, got, check.op.oracle(*tensors), TOLERANCE[dtype])
+            wrong += _differences(call, got, check.op.oracle(*tensors), tolerance)
     return Outcome(
         op=check.op.name,
         world_size=check.world_size,

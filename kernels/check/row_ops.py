@@ -1,0 +1,194 @@
+"""The ops of one rank alone that go row by row, as the checks call them; see ops.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from weft.kernels import reference
+from weft.kernels.cpu.rope import HeadNorms, Rotation
+from weft.kernels.gpu.activation import GROUP, quantize, silu_multiply, silu_multiply_quantize
+from weft.kernels.gpu.epilogue import FP8
+from weft.kernels.gpu.norm import rms_norm
+from weft.kernels.gpu.rope import CacheScales, rotate_into_cache
+from weft.kernels.gpu.routing import route, sort_by_expert
+from weft.kernels.gpu.sampling import argmax, top_k
+
+if TYPE_CHECKING:
+    from weft.kernels.check.ops import Shapes, Sizes
+
+EPS = 1e-5
+HEADS, KV_HEADS, BLOCK_SIZE = 6, 2, 4
+CACHE_SCALE = 0.5
+TOP_K = 5
+
+
+class RowOp(NamedTuple):
+    """One op; its oracle takes the same tensors, and gives what it gives in float32."""
+
+    name: str
+    function: Callable[..., Tensor]
+    oracle: Callable[..., Tensor]
+    shapes: Callable[[Sizes], Shapes]
+    fp8: bool = False
+
+
+def beside(parts: Sequence[Tensor]) -> Tensor:
+    """Several results [T, ...] as one: float32 [T, n]."""
+    return torch.cat([part.float().reshape(len(part), -1) for part in parts], dim=1)
+
+
+def restored(quantized: tuple[Tensor, Tensor]) -> Tensor:
+    """What fp8 numbers [T, N] stand for, by their scales [T] or [T, groups]."""
+    out, scale = quantized
+    columns = scale[:, None] if scale.dim() == 1 else scale.repeat_interleave(GROUP, dim=1)
+    return out.float() * columns[:, : out.shape[1]]
+
+
+def _routed(choose: Callable[..., Sequence[Tensor]], logits: Tensor) -> Tensor:
+    return beside(choose(logits, min(TOP_K, logits.shape[1]), normalize=True))
+
+
+def _routed_by_groups(choose: Callable[..., Sequence[Tensor]], logits: Tensor) -> Tensor:
+    """2 of 4 groups. Scores are equal or far apart, so that rounding decides nothing."""
+    logits = (logits * 4).round().abs() / 4
+    experts = logits.shape[1]
+    options: dict[str, Any] = {"normalize": True, "scoring": "sigmoid", "scale": 2.5}
+    options["bias"] = torch.arange(experts, dtype=torch.float32, device=logits.device) % 5
+    return beside(choose(logits, min(TOP_K, experts // 4), groups=4, top_groups=2, **options))
+
+
+def _by_expert(sort: Callable[..., Sequence[Tensor]], x: Tensor) -> Tensor:
+    """Of ids that are made of numbers; some may be out of range."""
+    ids = (x[:, :8].float() * 2).abs().to(torch.int32)
+    return torch.cat([part.float().flatten() for part in sort(ids, x.shape[1])])
+
+
+def _rms_norm(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    out, total, _ = rms_norm(x, weight[0], EPS, residual=residual)
+    assert total is not None
+    return beside([out, total])
+
+
+def _rms_norm_oracle(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    total = (x.float() + residual.float()).to(x.dtype)
+    return beside([reference.rms_norm(total, weight[0], EPS), total])
+
+
+def _rms_norm_fp8(x: Tensor, weight: Tensor) -> Tensor:
+    out, _, scale = rms_norm(x, weight[0], EPS, fp8=True)
+    assert scale is not None
+    return restored((out, scale))
+
+
+def _turns(tokens: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Positions, and radians per position."""
+    each = torch.arange(dim // 2, device=device)
+    return torch.arange(tokens, device=device) * 7, 100.0 ** (-each / dim)
+
+
+def _rotated(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, *, fp8: bool = False) -> Tensor:
+    """Queries, and what the cache then has of keys and values."""
+    (_, dim), tokens, device = q_norm.shape, len(qkv), qkv.device
+    place = torch.arange(tokens, device=device)
+    pages, slots = place // BLOCK_SIZE, place % BLOCK_SIZE
+    keys = qkv.new_empty(tokens, KV_HEADS, BLOCK_SIZE, dim, dtype=FP8 if fp8 else qkv.dtype)
+    values = torch.empty_like(keys)
+    scale = torch.full((KV_HEADS,), CACHE_SCALE, device=device)
+    rotation = Rotation.of(*_turns(tokens, dim, device), torch.float32)
+    queries, _ = rotate_into_cache(
+        *(qkv, rotation, keys, values, pages, slots),
+        heads=HEADS,
+        norms=HeadNorms(q_norm[0], k_norm[0], EPS),
+        scales=CacheScales(scale, scale) if fp8 else None,
+    )
+    written = [cache.float()[pages, :, slots] for cache in (keys, values)]
+    return beside([queries, *(part * CACHE_SCALE if fp8 else part for part in written)])
+
+
+def _rotated_oracle(qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> Tensor:
+    heads = qkv.view(len(qkv), HEADS + 2 * KV_HEADS, -1)
+    q, k, v = heads.tensor_split((HEADS, HEADS + KV_HEADS), dim=1)
+    turns = _turns(len(qkv), heads.shape[2], qkv.device)
+    q, k = (
+        reference.rope(reference.rms_norm(x, weight[0], EPS), *turns)
+        for x, weight in ((q, q_norm), (k, k_norm))
+    )
+    return beside([q, k, v])
+
+
+def _rotated_shapes(s: Sizes) -> Shapes:
+    dim = max(2, s.k // 4 * 2)
+    return [(s.m, (HEADS + 2 * KV_HEADS) * dim), (1, dim), (1, dim)]
+
+
+def _multiplied(x: Tensor) -> Tensor:
+    return reference.epilogue(x, gate_up="halves")
+
+
+ROW_OPS = (
+    RowOp(
+        "route",
+        lambda logits: _routed(route, logits),
+        lambda logits: _routed(reference.route, logits),
+        lambda s: [(s.m, s.n)],
+    ),
+    RowOp(
+        "route_grouped",
+        lambda logits: _routed_by_groups(route, logits),
+        lambda logits: _routed_by_groups(reference.route, logits),
+        lambda s: [(s.m, 4 * max(2, s.n // 4))],
+    ),
+    RowOp(
+        "sort_by_expert",
+        lambda x: _by_expert(sort_by_expert, x),
+        lambda x: _by_expert(reference.sort_by_expert, x),
+        lambda s: [(s.m, s.n)],
+    ),
+    RowOp("rms_norm", _rms_norm, _rms_norm_oracle, lambda s: [(s.m, s.k), (1, s.k), (s.m, s.k)]),
+    RowOp(
+        "rms_norm_fp8",
+        _rms_norm_fp8,
+        lambda x, weight: reference.rms_norm(x, weight[0], EPS),
+        lambda s: [(s.m, 96 * s.k), (1, 96 * s.k)],
+        fp8=True,
+    ),
+    RowOp("rotate_into_cache", _rotated, _rotated_oracle, _rotated_shapes),
+    RowOp(
+        "rotate_into_cache_fp8",
+        lambda *tensors: _rotated(*tensors, fp8=True),
+        _rotated_oracle,
+        _rotated_shapes,
+        fp8=True,
+    ),
+    RowOp("silu_multiply", silu_multiply, _multiplied, lambda s: [(s.m, 2 * s.n)]),
+    RowOp(
+        "silu_multiply_quantize",
+        lambda x: restored(silu_multiply_quantize(x, "group")),
+        _multiplied,
+        lambda s: [(s.m, 16 * s.n)],
+        fp8=True,
+    ),
+    RowOp(
+        "quantize",
+        lambda x: restored(quantize(x)),
+        lambda x: restored(reference.quantize(x)),
+        lambda s: [(s.m, 96 * s.k)],
+        fp8=True,
+    ),
+    RowOp(
+        "argmax",
+        lambda x: beside(argmax(x)),
+        lambda x: beside(reference.top_k(x, 1)),
+        lambda s: [(s.m, s.n)],
+    ),
+    RowOp(
+        "top_k",
+        lambda x: beside(top_k(x, min(TOP_K, x.shape[1]))),
+        lambda x: beside(reference.top_k(x, min(TOP_K, x.shape[1]))),
+        lambda s: [(s.m, s.n)],
+    ),
+)
