@@ -38,6 +38,9 @@ from weft.kernels.gpu.signals import notify, peer_pointer, wait
 from weft.kernels.gpu.workspace import SLOTS, Workspace, agreed, require_counts, triton_type
 from weft.kernels.symmetric.memory import Home
 
+MAX_BYTES = 1 << 15
+"""Of a row: with addresses of all ranks beside it, a longer one does not fit the registers."""
+
 
 @triton.jit(do_not_specialize=["rank"])
 def reduce_and_normalize(
@@ -137,7 +140,7 @@ def all_reduce_rms_norm(
     """The norm of the residual and the sum over all ranks. Collective.
 
     Args:
-        x: [T, N], contiguous, the workspace's dtype, a row of at most 64 KiB; of the same shape
+        x: [T, N], contiguous, the workspace's dtype, a row of at most 32 KiB; of the same shape
             on all ranks.
         residual: [T, N], x's dtype; the same on all ranks.
         weight: [N], float32, float16 or bfloat16; the same on all ranks.
@@ -151,7 +154,7 @@ def all_reduce_rms_norm(
     check = workspace.require
     with workspace.agreed({"x's shape": tuple(x.shape), "eps": eps}):
         workspace.require_tensor("x", x)
-        require_rows(check, "x", x)
+        require_rows(check, "x", x, MAX_BYTES // x.itemsize)
         rows, columns = x.shape
         most = workspace.max_rows
         check(
