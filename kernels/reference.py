@@ -9,6 +9,7 @@ for; the kernel may return a lower precision.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,6 +82,11 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of a ragged batch over a paged KV cache, one token and head at a time.
 
@@ -94,6 +100,10 @@ def paged_attention(
         query_start: [B + 1].
         context_len: [B].
         block_table: [B, n].
+        softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
+        sinks: [H], one more score of each head, whose weight goes nowhere (gpt-oss).
+        k_scale, v_scale: [Hk]; what keys and values are multiplied with.
+        lse: float32 [T, H], written: the log of the sum of exp(score), the sink's included.
 
     Returns:
         float32 [T, H, D].
@@ -110,11 +120,19 @@ def paged_attention(
                 (block_table[b][j // block_size], j % block_size) for j in range(first, last + 1)
             ]
             for head in range(q.shape[1]):
-                k = torch.stack([keys[page, head // group, slot] for page, slot in places]).float()
-                v = torch.stack(
-                    [values[page, head // group, slot] for page, slot in places]
-                ).float()
-                out[row, head] = torch.softmax(k @ q[row, head].float() * scale, dim=0) @ v
+                kv = head // group
+                k = torch.stack([keys[page, kv, slot] for page, slot in places]).float()
+                v = torch.stack([values[page, kv, slot] for page, slot in places]).float()
+                k = k if k_scale is None else k * k_scale[kv]
+                v = v if v_scale is None else v * v_scale[kv]
+                scores = k @ q[row, head].float() * scale
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[head, None].float()])
+                out[row, head] = torch.softmax(scores, dim=0)[: len(v)] @ v
+                if lse is not None:
+                    lse[row, head] = torch.logsumexp(scores, dim=0)
     return out
 
 
@@ -409,3 +427,34 @@ def grouped_matmul_reduce_scatter(
             out[pair // top_k] += weights[pair] * rows[i]
         results.append(out)
     return results
+
+
+def distributed_decode_attention(
+    qs: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    context_len: Sequence[int],
+    block_tables: Sequence[Sequence[Sequence[int]]],
+    **options: Any,
+) -> list[Tensor]:
+    """One query per request, the same on all ranks, over pages that are dealt out to the ranks.
+
+    Args:
+        qs: of each rank [B, H, D], all alike.
+        keys, values: of each rank [num_blocks, Hk, block_size, D].
+        context_len: [B].
+        block_tables: of each rank [B, n]; page p of a request is entry p // W of rank p % W.
+        options: of `paged_attention`.
+
+    Returns:
+        float32 [B, H, D] of each rank.
+    """
+    size, block_size = len(qs), keys[0].shape[2]
+    first = [sum(len(pool) for pool in keys[:rank]) for rank in range(size)]  # in one pool
+    table = [
+        [first[p % size] + block_tables[p % size][b][p // size] for p in range(pages)]
+        for b, pages in enumerate(-(-context // block_size) for context in context_len)
+    ]
+    starts = range(len(context_len) + 1)
+    pools = torch.cat(list(keys)), torch.cat(list(values))
+    return [paged_attention(qs[0], *pools, starts, context_len, table, **options)] * size
