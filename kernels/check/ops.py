@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,6 +35,12 @@ from weft.kernels.gpu.all_gather_matmul import (
 from weft.kernels.gpu.all_reduce import METHODS as REDUCES
 from weft.kernels.gpu.all_reduce import all_reduce, all_reduce_workspace
 from weft.kernels.gpu.all_reduce_norm import all_reduce_rms_norm, all_reduce_rms_norm_workspace
+from weft.kernels.gpu.attention import PagedBatch, paged_attention
+from weft.kernels.gpu.decode_attention import decode_attention
+from weft.kernels.gpu.distributed_decode_attention import (
+    distributed_decode_attention,
+    distributed_decode_attention_workspace,
+)
 from weft.kernels.gpu.epilogue import FP8, Epilogue
 from weft.kernels.gpu.grouped_matmul import grouped_matmul
 from weft.kernels.gpu.grouped_matmul_reduce_scatter import (
@@ -417,6 +424,94 @@ def _all_reduce_rms_norm_oracle(
     ]
 
 
+HEADS, KV_HEADS, PAGE, SCALE = 8, 2, 16, 0.2
+CONTEXTS = (40, 1, 17, 90)
+"""Of the requests that decode, in turns."""
+
+
+def _head_dim(s: Sizes) -> int:
+    return -(-s.k // 2) * 2 if s.k <= 256 else 128
+
+
+def _step(m: int, decodes: bool, world: int = 1) -> tuple[Any, Any, Any]:
+    """query_start, context_len and block_table of a step with m queries; the latter of each rank.
+
+    They are m decodes, or a chunk of a prefill and another one, which is empty if m is 1.
+    """
+    queries = [1] * m if decodes else [m - m // 2, m // 2]
+    contexts = [CONTEXTS[b % 4] if decodes else count + 7 for b, count in enumerate(queries)]
+    width = -(-max(contexts) // (PAGE * world))
+    table = np.arange(len(queries) * width, dtype=np.int32)[::-1].reshape(-1, width)
+    return np.cumsum([0, *queries], dtype=np.int32), np.array(contexts, np.int32), table
+
+
+def _cast_to_fp8(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """The cache in fp8, and all that attention has besides."""
+    half, sinks = torch.full((KV_HEADS,), 0.5), torch.arange(HEADS) / HEADS
+    scales = {"k_scale": half.to(keys.device), "v_scale": 2 * half.to(keys.device)}
+    more = {"sliding_window": 9, "softcap": 2.0, "sinks": sinks.to(keys.device), **scales}
+    return keys.to(FP8), values.to(FP8), more
+
+
+def _common(q: Tensor) -> Tensor:
+    """The same on all ranks."""
+    return torch.arange(q.numel(), device=q.device).sin().to(q.dtype).view(q.shape)
+
+
+def _attention(name: str, decodes: bool, fp8: bool = False, **options: Any) -> Op:
+    """One of the attention ops, over a cache [blocks, KV_HEADS, PAGE, D]."""
+    shared = name == "distributed_decode_attention"
+
+    def attend(
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        workspace: Any,
+        blocks: Any = None,
+        programs: int = 0,
+    ) -> Tensor:
+        size = workspace.world_size if shared else 1
+        step = _step(len(q), decodes, size)
+        batch = PagedBatch.build(*step, block_size=PAGE, device=q.device, world_size=size)
+        if fp8:
+            keys, values, more = _cast_to_fp8(keys, values)
+        how = {**options, **(more if fp8 else {}), "scale": SCALE, "blocks": blocks and blocks[:2]}
+        if shared:
+            return distributed_decode_attention(_common(q), keys, values, batch, workspace, **how)
+        op = decode_attention if decodes else paged_attention
+        return op(q, keys, values, batch, **how)
+
+    def oracle(
+        qs: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor]
+    ) -> list[Tensor]:
+        starts, lengths, table = (x.tolist() for x in _step(len(qs[0]), decodes))
+        if shared:
+            tables = [_step(len(qs[0]), True, len(qs))[2].tolist()] * len(qs)
+            return reference.distributed_decode_attention(
+                [_common(q) for q in qs], keys, values, lengths, tables, scale=SCALE
+            )
+        out = []
+        for q, k, v in zip(qs, keys, values, strict=True):
+            k, v, more = _cast_to_fp8(k, v) if fp8 else (k, v, {})
+            step = (starts, lengths, table)
+            out.append(reference.paged_attention(q, k, v, *step, scale=SCALE, **more))
+        return out
+
+    def shapes(s: Sizes) -> Shapes:
+        blocks = _step(s.m, decodes, s.world if shared else 1)[2].size
+        cache = (blocks, KV_HEADS, PAGE, _head_dim(s))
+        return [(s.m, HEADS, _head_dim(s)), cache, cache]
+
+    def workspace(home: Home, s: Sizes) -> Workspace:
+        if shared:
+            made = (s.m, HEADS, _head_dim(s), s.dtype)
+            return distributed_decode_attention_workspace(home, *made)
+        return Workspace(home, name, 1, s.dtype, 1)
+
+    targets = (*HOPPER, "gfx942") if fp8 else ()
+    return Op(name, attend, oracle, shapes, workspace, tiled=True, targets=targets)
+
+
 OVERLAPPED = (
     Op(
         "all_gather_matmul",
@@ -522,6 +617,10 @@ OPS = (
         lambda s: [(s.m, s.k), (s.m, s.k), (1, s.k)],
         lambda home, s: all_reduce_rms_norm_workspace(home, s.m, s.k, s.dtype),
     ),
+    _attention("paged_attention", decodes=False),
+    _attention("paged_attention_fp8", decodes=False, fp8=True),
+    _attention("decode_attention", decodes=True, splits=4),
+    _attention("distributed_decode_attention", decodes=True, splits=2),
 )
 
 

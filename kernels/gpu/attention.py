@@ -365,9 +365,14 @@ class PagedBatch:
             fits = count <= context <= most
             must = f"be at least its {count} queries, and at most {most}, which its table holds"
             check(f"request {request}'s context_len", context, fits, must)
-        arrays = (np.array(x, np.int32) for x in (query_start, context_len, block_table))
+
+        def copied(array: Int32) -> Tensor:
+            return torch.from_numpy(np.array(array, np.int32)).to(device)
+
         return cls(
-            *(torch.from_numpy(array).to(device) for array in arrays),
+            copied(query_start),
+            copied(context_len),
+            copied(block_table),
             torch.zeros(requests, dtype=torch.int32, device=device),
             int(queries.max()),
             int(context_len.max()),
@@ -431,10 +436,11 @@ def choose_tile(group: int, queries: int, head_dim: int, itemsize: int, *, cast:
     most = max(128 if wide <= 128 else 64, triton.next_power_of_2(group))
     block_m = min(most, max(16, triton.next_power_of_2(group * queries)))
     block_n = 64 if wide <= 128 else 32
-    if cast and (block_m == 32 or (backend == "hip" and wide > 128)):
-        block_n //= 2  # the cast takes registers, too: these would spill (weft check aot)
-    warps = 8 if block_m * wide >= 128 * 128 else 4
-    stages = 2 if backend == "cuda" and capability < 90 and block_m > 16 else 3
+    block_m = 64 if block_m == 32 else block_m  # else registers spill, as in the next two lines
+    if cast and backend == "hip" and wide > 128:
+        block_n = 16
+    warps = 8 if block_m >= 128 or block_m * wide >= 128 * 128 else 4
+    stages = 2 if backend == "cuda" and capability < 90 else 3
     return Tile(block_m, block_n, warps, 1 if backend == "hip" else stages)
 
 

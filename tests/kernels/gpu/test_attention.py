@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
@@ -20,6 +23,7 @@ from support.paged import FP8, GARBAGE, Case, Shape, shapes
 from torch import Tensor
 
 from weft.kernels.check import interpreter
+from weft.kernels.check.aot import TENSOR_CORES
 from weft.kernels.check.interpreter import Array, Atomic, Kind, Program
 from weft.kernels.gpu import attention as module
 from weft.kernels.gpu.attention import (
@@ -57,7 +61,7 @@ def attend(case: Case, **options: Any) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(shape=shapes, requests=REQUESTS, blocks=BLOCKS, seed=SEEDS)
 def test_equals_the_reference(
     shape: Shape, requests: list[tuple[int, int]], blocks: tuple[int, int] | None, seed: int
@@ -471,3 +475,43 @@ def test_the_samples_are_right_without_a_fault() -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault: str, tmp_path: Path) -> None:
     assert is_wrong(planted(module, tmp_path, FAULTS[fault]).paged_attention)
+
+
+# What the interpreter cannot show.
+
+EVERY_TILE = """
+import sys
+import numpy as np, torch
+from weft.kernels.check.aot import compiling, describe
+from weft.kernels.gpu.attention import PagedBatch, paged_attention
+target = sys.argv[1]
+caches = [torch.bfloat16] + [torch.float8_e4m3fn] * (target != "sm_80")
+for dim in (64, 80, 128, 256):
+    for cache in caches:
+        for queries in (1, 4, 8, 100):
+            table = np.zeros((2, 8), np.int32)
+            starts, contexts = np.array([0, queries, queries + 1]), np.array([120, 120])
+            batch = PagedBatch.build(starts, contexts, table, block_size=16)
+            q = torch.empty(queries + 1, 8, dim, dtype=torch.bfloat16)
+            keys = torch.empty(9, 2, 16, dim, dtype=cache)
+            options = {"scale": 0.1, "sliding_window": 9, "softcap": 2.0, "sinks": torch.ones(8)}
+            with compiling(target) as launches:
+                paged_attention(q, keys, keys, batch, **options, lse=torch.empty(len(q), 8))
+            row = describe("paged_attention", target, launches[0])
+            for problem in row.problems:
+                print(dim, cache, queries, row.constants, problem)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TENSOR_CORES)
+def test_no_tile_of_its_choice_spills(target: str) -> None:
+    """With all that attention has besides, at each height of a tile."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-W", "ignore", "-c", EVERY_TILE, target],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"TRITON_INTERPRET": "0"},
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
