@@ -387,7 +387,7 @@ def _of_experts(
         if gathers:
             return all_gather_grouped_matmul_workspace(home, s.m, s.k, *of)
         if scatters:
-            sides = (min(side, 32) for side in s.tile[:2])
+            sides = (16, 16) if s.tile else ()
             return grouped_matmul_reduce_scatter_workspace(home, s.m, s.n, *of, *sides)
         return Workspace(home, "grouped_matmul", 1, s.dtype, 1)
 
