@@ -29,10 +29,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.gpu.chunks import sum_rows
 from weft.kernels.gpu.collective import DTYPES, MAX_NUMEL
 from weft.kernels.gpu.epilogue import RESULTS
 from weft.kernels.gpu.norm import normalize
-from weft.kernels.gpu.reduce_scatter import sum_rows
 from weft.kernels.gpu.rows import require_rows, require_tensor, row_blocks
 from weft.kernels.gpu.signals import notify, peer_pointer, wait
 from weft.kernels.gpu.workspace import SLOTS, Workspace, agreed, require_counts, triton_type
