@@ -103,12 +103,16 @@ def grids(work: Callable[[], object]) -> dict[str, tuple[int, ...]]:
 
 
 SEND_ONLY = {"push_chunks", "publish_chunks", "multicast_chunks", "push_across"}
-SEND_ONLY |= {"scatter_local", "publish_parts", "push_rows", "put"}
+SEND_ONLY |= {"scatter_local", "publish_parts", "push_rows", "put", "attend", "merge_splits"}
 """Kernels that wait for nobody: of them there may be as many programs as there is work."""
 
 
+ALONE = ("matmul", "paged_attention", "paged_attention_fp8", "decode_attention")
+"""Ops of one rank."""
+
+
 @pytest.mark.parametrize("processors", [1, 3])
-@pytest.mark.parametrize("op", [op for op in OPS if op.name != "matmul"], ids=lambda op: op.name)
+@pytest.mark.parametrize("op", [op for op in OPS if op.name not in ALONE], ids=lambda op: op.name)
 def test_no_more_programs_wait_than_there_are_processors(
     op: Op, processors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
