@@ -433,7 +433,8 @@ def choose_tile(group: int, queries: int, head_dim: int, itemsize: int, *, cast:
     """
     backend, capability = target()
     wide = triton.next_power_of_2(head_dim) * max(1, itemsize // 2)
-    most = max(128 if wide <= 128 else 64, triton.next_power_of_2(group))
+    low = backend == "cuda" and capability < 90 and wide <= 64  # 128 rows spill there
+    most = max(64 if low or wide > 128 else 128, triton.next_power_of_2(group))
     block_m = min(most, max(16, triton.next_power_of_2(group * queries)))
     block_n = 64 if wide <= 128 else 32
     block_m = 64 if block_m == 32 else block_m  # else registers spill, as in the next two lines
