@@ -424,7 +424,7 @@ def _all_reduce_rms_norm_oracle(
     ]
 
 
-HEADS, KV_HEADS, PAGE, SCALE = 8, 2, 16, 0.2
+HEADS, KV_HEADS, PAGE, SCALE = 4, 2, 16, 0.2
 CONTEXTS = (40, 1, 17, 90)
 """Of the requests that decode, in turns."""
 
@@ -497,14 +497,17 @@ def _attention(name: str, decodes: bool, fp8: bool = False, **options: Any) -> O
             out.append(reference.paged_attention(q, k, v, *step, scale=SCALE, **more))
         return out
 
+    def rows(s: Sizes) -> int:  # fewer, for each has programs of its own
+        return -(-s.m // (8 if decodes else 2))
+
     def shapes(s: Sizes) -> Shapes:
-        blocks = _step(s.m, decodes, s.world if shared else 1)[2].size
+        blocks = _step(rows(s), decodes, s.world if shared else 1)[2].size
         cache = (blocks, KV_HEADS, PAGE, _head_dim(s))
-        return [(s.m, HEADS, _head_dim(s)), cache, cache]
+        return [(rows(s), HEADS, _head_dim(s)), cache, cache]
 
     def workspace(home: Home, s: Sizes) -> Workspace:
         if shared:
-            made = (s.m, HEADS, _head_dim(s), s.dtype)
+            made = (rows(s), HEADS, _head_dim(s), s.dtype)
             return distributed_decode_attention_workspace(home, *made)
         return Workspace(home, name, 1, s.dtype, 1)
 

@@ -433,15 +433,17 @@ def choose_tile(group: int, queries: int, head_dim: int, itemsize: int, *, cast:
     """
     backend, capability = target()
     wide = triton.next_power_of_2(head_dim) * max(1, itemsize // 2)
-    low = backend == "cuda" and capability < 90 and wide <= 64  # 128 rows spill there
-    most = max(64 if low or wide > 128 else 128, triton.next_power_of_2(group))
+    old = backend == "cuda" and capability < 90
+    most = max(64 if wide > 128 or (old and wide <= 64) else 128, triton.next_power_of_2(group))
     block_m = min(most, max(16, triton.next_power_of_2(group * queries)))
     block_n = 64 if wide <= 128 else 32
-    block_m = 64 if block_m == 32 else block_m  # else registers spill, as in the next two lines
+    block_m = 64 if block_m == 32 else block_m  # else registers spill; and so below
     if cast and backend == "hip" and wide > 128:
         block_n = 16
+    if old and block_m == 64 and wide == 128:
+        block_n = 32
     warps = 8 if block_m >= 128 or block_m * wide >= 128 * 128 else 4
-    stages = 2 if backend == "cuda" and capability < 90 else 3
+    stages = 2 if old else 3
     return Tile(block_m, block_n, warps, 1 if backend == "hip" else stages)
 
 
