@@ -251,6 +251,79 @@ def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return x.float().gather(1, ids), ids.to(torch.int32)
 
 
+def moe_routes(
+    expert_ids: Sequence[Tensor], slots: Sequence[int]
+) -> list[list[tuple[int, int, int]]]:
+    """Which tokens go to which slot of expert parallelism: (rank, token, choice), in that order.
+
+    Token t of rank r goes to the ((r + t) mod count)-th of the slots that have its expert, and
+    nowhere with an id that no slot has.
+
+    Args:
+        expert_ids: int [T, k] of each rank.
+        slots: the expert in each slot; those of a rank follow each other.
+    """
+    routes: list[list[tuple[int, int, int]]] = [[] for _ in slots]
+    for rank, ids in enumerate(expert_ids):
+        for token in range(len(ids)):
+            for choice, expert in enumerate(ids[token].tolist()):
+                replicas = [slot for slot, other in enumerate(slots) if other == expert]
+                if replicas:
+                    slot = replicas[(rank + token) % len(replicas)]
+                    routes[slot].append((rank, token, choice))
+    return routes
+
+
+def moe_dispatch(
+    xs: Sequence[Tensor], expert_ids: Sequence[Tensor], slots: Sequence[int]
+) -> list[tuple[Tensor, list[int]]]:
+    """Tokens at the ranks of their experts: (rows [R, K], offsets [L + 1]) of each rank.
+
+    Slot e of a rank has the rows offsets[e]:offsets[e + 1], in the order of `moe_routes`.
+
+    Args:
+        xs: [T, K] of each rank; T may differ.
+        expert_ids, slots: as of `moe_routes`.
+    """
+    routes = moe_routes(expert_ids, slots)
+    local = len(slots) // len(xs)
+    out = []
+    for rank in range(len(xs)):
+        rows, offsets = [xs[0].new_empty(0, xs[0].shape[1])], [0]
+        for route in routes[rank * local : (rank + 1) * local]:
+            rows += [xs[source][token : token + 1] for source, token, _ in route]
+            offsets.append(offsets[-1] + len(route))
+        out.append((torch.cat(rows), offsets))
+    return out
+
+
+def moe_combine(
+    ys: Sequence[Tensor],
+    expert_ids: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    slots: Sequence[int],
+) -> list[Tensor]:
+    """The experts' outputs times the router's weights, added by token in the order of its choices.
+
+    Args:
+        ys: [R, K] of each rank, where `moe_dispatch` has put the tokens; rows beyond may follow.
+        expert_ids, slots: as of `moe_routes`.
+        weights: float [T, k] of each rank.
+
+    Returns:
+        float32 [T, K] of each rank.
+    """
+    outputs: dict[tuple[int, int, int], Tensor] = {}
+    local = len(slots) // len(ys)
+    for rank, y in enumerate(ys):
+        routes = moe_routes(expert_ids, slots)[rank * local : (rank + 1) * local]
+        outputs.update(zip((place for route in routes for place in route), y, strict=False))
+    sums = [torch.zeros(len(each), ys[0].shape[1]) for each in weights]
+    for (rank, token, choice), output in sorted(outputs.items(), key=lambda item: item[0]):
+        sums[rank][token] += weights[rank][token, choice] * output.float()
+    return sums
+
+
 def sampling_distribution(
     logits: Tensor,
     *,

@@ -54,6 +54,13 @@ from weft.kernels.gpu.matmul_reduce_scatter import (
     matmul_reduce_scatter,
     matmul_reduce_scatter_workspace,
 )
+from weft.kernels.gpu.moe_dispatch import (
+    ExpertWorkspace,
+    moe_combine,
+    moe_dispatch,
+    moe_workspace,
+)
+from weft.kernels.gpu.placement import Placement, balanced
 from weft.kernels.gpu.reduce_scatter import METHODS as SCATTERS
 from weft.kernels.gpu.reduce_scatter import reduce_scatter, reduce_scatter_workspace
 from weft.kernels.gpu.workspace import Workspace
@@ -515,6 +522,53 @@ def _attention(name: str, decodes: bool, fp8: bool = False, **options: Any) -> O
     return Op(name, attend, oracle, shapes, workspace, tiled=True, targets=targets)
 
 
+def _top_k(world_size: int) -> int:
+    """Experts of a token, in the ops that route."""
+    return min(8, world_size + 1)
+
+
+def _few(m: int) -> int:
+    """Tokens of a rank in decode: fewer than other ops have rows."""
+    return -(-m // 4)
+
+
+def _placement(world_size: int) -> Placement:
+    """Of one expert more than ranks, in two slots of each rank: most have a replica."""
+    return balanced([1.0] * (world_size + 1), world_size, 2)
+
+
+def _route(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The ids and weights of the best experts: int32 and float32 [m, k]."""
+    best = scores.float().topk(_top_k(scores.shape[1] - 1))
+    return best.indices.to(torch.int32), best.values.softmax(dim=1)
+
+
+def _as_experts(rows: Tensor, offsets: Tensor, experts: Sequence[int]) -> Tensor:
+    """Experts that multiply by their number and 1."""
+    at = torch.arange(len(rows), device=rows.device, dtype=torch.int32)
+    slots = torch.searchsorted(offsets, at, right=True).clamp(1, len(experts)) - 1
+    factors = torch.tensor(experts, device=rows.device)[slots] + 1
+    return (rows * factors[:, None]).to(rows.dtype)
+
+
+def _moe(x: Tensor, scores: Tensor, workspace: ExpertWorkspace) -> Tensor:
+    """moe_dispatch, such experts, and moe_combine."""
+    ids, weights = _route(scores)
+    sent = moe_dispatch(x, ids, workspace)
+    experts = workspace.placement.experts(workspace.rank)
+    return moe_combine(_as_experts(sent.rows, sent.offsets, experts), weights, sent, workspace)
+
+
+def _moe_oracle(xs: Sequence[Tensor], scores: Sequence[Tensor]) -> list[Tensor]:
+    placement = _placement(len(xs))
+    ids, weights = zip(*map(_route, scores), strict=True)
+    ys = [
+        _as_experts(rows.float(), torch.tensor(offsets), placement.experts(rank))
+        for rank, (rows, offsets) in enumerate(reference.moe_dispatch(xs, ids, placement.slots))
+    ]
+    return reference.moe_combine(ys, ids, weights, placement.slots)
+
+
 OVERLAPPED = (
     Op(
         "all_gather_matmul",
@@ -624,6 +678,15 @@ OPS = (
     _attention("paged_attention_fp8", decodes=False, fp8=True),
     _attention("decode_attention", decodes=True, splits=4),
     _attention("distributed_decode_attention", decodes=True, splits=2),
+    Op(
+        "moe_dispatch_combine",
+        _moe,
+        _moe_oracle,
+        lambda s: [(_few(s.m), s.k), (_few(s.m), s.world + 1)],
+        lambda home, s: moe_workspace(
+            home, _few(s.m), s.k, _top_k(s.world), s.dtype, _placement(s.world)
+        ),
+    ),
 )
 
 

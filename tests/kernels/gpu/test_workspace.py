@@ -105,7 +105,7 @@ def grids(work: Callable[[], object]) -> dict[str, tuple[int, ...]]:
 
 SEND_ONLY = {"push_chunks", "publish_chunks", "multicast_chunks", "push_across"}
 SEND_ONLY |= {"scatter_local", "publish_parts", "push_rows", "put", "attend", "merge_splits"}
-SEND_ONLY |= {"push_shard", "find_pairs"}
+SEND_ONLY |= {"push_shard", "find_pairs", "place_tokens", "return_tokens"}
 SEND_ONLY |= {"add_and_send"}  # waits for its own rank's product alone, which waits for nobody
 """Kernels that wait for nobody: of them there may be as many programs as there is work."""
 

@@ -1,0 +1,541 @@
+"""Expert parallelism's all-to-alls against their oracles; what they refuse, and planted faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.faults import planted
+from support.overlapped import DTYPES, SEEDS, SLOWNESS, run_calls
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft.kernels import reference
+from weft.kernels.check import interpreter
+from weft.kernels.check.races import RaceDetector
+from weft.kernels.check.ranks import HangError, RankError, run
+from weft.kernels.gpu import moe_dispatch as module
+from weft.kernels.gpu import signals
+from weft.kernels.gpu.moe_dispatch import (
+    Dispatched,
+    ExpertWorkspace,
+    moe_combine,
+    moe_dispatch,
+    moe_workspace,
+)
+from weft.kernels.gpu.placement import Placement, balanced, even
+from weft.kernels.gpu.workspace import KernelError
+from weft.kernels.symmetric.memory import Home
+from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
+
+F32 = torch.float32
+CALLS = 3
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """What torch allocates begins as garbage."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(1).isnan()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@dataclass
+class Call:
+    """What each rank gives in a call."""
+
+    xs: list[Tensor]
+    ids: list[Tensor]
+    weights: list[Tensor]
+
+
+def draw_call(
+    tokens: Sequence[int], width: int, top_k: int, experts: int, dtype: torch.dtype, routing: str
+) -> Call:
+    """New numbers, and a routing: any, all to one expert, or with ids that are no experts."""
+    ids = [torch.randint(experts, (count, top_k), dtype=torch.int32) for count in tokens]
+    if routing == "one":
+        ids = [torch.full_like(each, experts - 1) for each in ids]
+    elif routing == "none":
+        strange = torch.tensor([-1, -1, experts, -2, 2**31 - 1, -(2**31)], dtype=torch.int32)
+        for each in ids:
+            lost = torch.rand(each.shape) < 0.5
+            each[lost] = strange[torch.randint(len(strange), (int(lost.sum()),))]
+    return Call(
+        [torch.randn(count, width).to(dtype) for count in tokens],
+        ids,
+        [torch.randn(count, top_k) for count in tokens],
+    )
+
+
+def apply(rows: Tensor, offsets: Sequence[int], experts: Sequence[int]) -> Tensor:
+    """Experts that multiply by their number and 1, exactly; what is beyond is garbage."""
+    y = torch.full_like(rows, torch.nan)
+    for slot, expert in enumerate(experts):
+        y[offsets[slot] : offsets[slot + 1]] = rows[offsets[slot] : offsets[slot + 1]] * (
+            expert + 1
+        )
+    return y
+
+
+def finish(sent: Dispatched, weights: Tensor, workspace: ExpertWorkspace, op: Any) -> Tensor:
+    experts = workspace.placement.experts(workspace.rank)
+    return op(apply(sent.rows, sent.offsets.tolist(), experts), weights, sent, workspace)
+
+
+def perform(
+    home: Home,
+    make: Callable[[Home], ExpertWorkspace],
+    calls: Sequence[Call],
+    ahead: int = 0,
+    ops: ModuleType = module,
+) -> list[tuple[Dispatched, Tensor]]:
+    """All calls on one rank, so many dispatches ahead of their combine."""
+    workspace = make(home)
+    sent: list[Dispatched] = []
+    out: list[Tensor] = []
+    for number in range(len(calls) + ahead):
+        if number < len(calls):
+            call = calls[number]
+            sent.append(ops.moe_dispatch(call.xs[home.rank], call.ids[home.rank], workspace))
+        if number >= ahead:
+            done = number - ahead
+            weights = calls[done].weights[home.rank]
+            out.append(finish(sent[done], weights, workspace, ops.moe_combine))
+    workspace.check()
+    return list(zip(sent, out, strict=True))
+
+
+def differences(
+    call: Call, got: Sequence[tuple[Dispatched, Tensor]], placement: Placement
+) -> list[str]:
+    """What is not the oracle's, bit by bit."""
+    found = []
+    oracle = reference.moe_dispatch(call.xs, call.ids, placement.slots)
+    ys = [
+        apply(rows, offsets, placement.experts(rank)) for rank, (rows, offsets) in enumerate(oracle)
+    ]
+    sums = reference.moe_combine(ys, call.ids, call.weights, placement.slots)
+    for rank, (sent, out) in enumerate(got):
+        rows, offsets = oracle[rank]
+        ids = call.ids[rank]
+        refused = ((ids < -1) | (ids >= placement.num_experts)).any(dim=1)
+        same = {
+            "offsets": sent.offsets.tolist() == offsets,
+            "rows": torch.equal(sent.rows[: len(rows)], rows),
+            "status": torch.equal(sent.status, refused.int()),
+            "sums": torch.equal(out, sums[rank].to(out.dtype)),
+        }
+        found += [f"{what} of rank {rank}" for what, right in same.items() if not right]
+    return found
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    size=st.integers(1, 4),
+    tokens=st.lists(
+        st.lists(st.integers(0, 5), min_size=4, max_size=4), min_size=CALLS, max_size=CALLS
+    ),
+    width=st.sampled_from([1, 5, 16, 24, 40]),
+    top_k=st.integers(1, 5),
+    spare=st.integers(0, 2),
+    experts=st.integers(1, 9),
+    chunk=st.sampled_from([1, 2, 4, 8]),
+    routing=st.sampled_from(["any", "any", "one", "none"]),
+    ahead=st.integers(0, 1),
+    dtype=DTYPES,
+    slowness=SLOWNESS,
+    seed=SEEDS,
+)
+def test_any_routing(
+    size: int,
+    tokens: list[list[int]],
+    width: int,
+    top_k: int,
+    spare: int,
+    experts: int,
+    chunk: int,
+    routing: str,
+    ahead: int,
+    dtype: torch.dtype,
+    slowness: list[float],
+    seed: int,
+) -> None:
+    """Other tokens in each call and on each rank; none at all is one of them."""
+    torch.manual_seed(seed)
+    loads = torch.rand(experts).tolist()
+    placement = balanced(loads, size, -(-experts // size) + spare)
+    calls = [draw_call(each[:size], width, top_k, experts, dtype, routing) for each in tokens]
+
+    def make(home: Home) -> ExpertWorkspace:
+        return moe_workspace(home, 5, width, top_k, dtype, placement, chunk=chunk)
+
+    for call, got in zip(
+        calls,
+        run_calls(lambda home: perform(home, make, calls, ahead), size, seed, slowness),
+        strict=True,
+    ):
+        assert differences(call, got, placement) == []
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_more_experts_than_are_counted_at_a_time(size: int) -> None:
+    """35 slots on a rank, and 34 chunks or more, none of which is a whole number of blocks."""
+    torch.manual_seed(size)
+    placement = even(35 * size, size)
+    calls = [draw_call([17] * size, 4, 3, 35 * size, F32, "any")]
+
+    def make(home: Home) -> ExpertWorkspace:
+        return moe_workspace(home, 17, 4, 3, F32, placement, chunk=1)
+
+    (got,) = run_calls(lambda home: perform(home, make, calls), size, size)
+    assert differences(calls[0], got, placement) == []
+
+
+def test_a_sum_does_not_depend_on_other_tokens_nor_on_where_experts_are() -> None:
+    """The same token alone on one of two ranks, or among others; and with replicas."""
+    torch.manual_seed(0)
+    call = draw_call([5, 4], 24, 4, 6, torch.bfloat16, "any")
+    alone = Call(
+        [call.xs[0][:0], call.xs[1][2:3]],
+        [call.ids[0][:0], call.ids[1][2:3]],
+        [call.weights[0][:0], call.weights[1][2:3]],
+    )
+    sums = []
+    for given_call, row, placement in [
+        (call, 2, even(6, 2)),
+        (alone, 0, even(6, 2)),
+        (call, 2, balanced([5, 1, 1, 1, 9, 1], 2, 5)),
+    ]:
+
+        def work(home: Home, used: Call = given_call, to: Placement = placement) -> list[Any]:
+            def make(home: Home) -> ExpertWorkspace:
+                return moe_workspace(home, 5, 24, 4, torch.bfloat16, to)
+
+            return perform(home, make, [used])
+
+        (got,) = run_calls(work, 2, 0)
+        sums.append(got[1][1][row])
+    assert torch.equal(sums[0], sums[1])
+    assert torch.equal(sums[0], sums[2])
+
+
+def test_experts_move_between_calls() -> None:
+    """The tables stay where they are, and kernels read what is in them."""
+    torch.manual_seed(1)
+    placements = [even(4, 2), Placement((3, 2, 1, 0), 2), even(4, 2)]
+    calls = [draw_call([3, 4], 8, 2, 4, F32, "any") for _ in placements]
+
+    def work(home: Home) -> list[tuple[Dispatched, Tensor]]:
+        workspace = moe_workspace(home, 4, 8, 2, F32, placements[0])
+        tables = (workspace.replicas.data_ptr(), workspace.replica_counts.data_ptr())
+        got = []
+        for placement, call in zip(placements, calls, strict=True):
+            workspace.move(placement)
+            sent = moe_dispatch(call.xs[home.rank], call.ids[home.rank], workspace)
+            got.append((sent, finish(sent, call.weights[home.rank], workspace, moe_combine)))
+        assert tables == (workspace.replicas.data_ptr(), workspace.replica_counts.data_ptr())
+        return got
+
+    for placement, call, got in zip(placements, calls, run_calls(work, 2, 1), strict=True):
+        assert differences(call, got, placement) == []
+
+
+class Reads(TorchDispatchMode):
+    """Notes operators with which the host would wait for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = func._schema.name
+        if name in ("aten::_local_scalar_dense", "aten::nonzero", "aten::_to_copy", "aten::equal"):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_reads_nothing_of_the_routing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured graph would not see it. The kernels themselves are left out."""
+    launched = []
+
+    class Launches(dict[Any, Any]):
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *args, **kwargs: launched.append(grid)
+
+    for name in ("exchange_tokens", "place_tokens", "return_tokens", "sum_tokens"):
+        monkeypatch.setattr(module, name, Launches())
+    monkeypatch.setattr(signals, "begin_call", Launches())
+    workspace = moe_workspace(VirtualHome(VirtualWorld(1), 0), 4, 8, 2, F32, even(4, 1))
+    call = draw_call([4], 8, 2, 4, F32, "any")
+    with Reads() as reads:
+        sent = moe_dispatch(call.xs[0], call.ids[0], workspace)
+        moe_combine(sent.rows, call.weights[0], sent, workspace)
+    assert len(launched) == 5
+    assert reads.seen == []
+
+
+# Refusals.
+
+
+def refused(change: Callable[[dict[str, Any]], None], **made: Any) -> str:
+    """What one rank says to a call, or to a workspace, with something changed."""
+
+    def work(home: Home) -> None:
+        options = {"max_tokens": 4, "width": 8, "top_k": 2, "dtype": F32, "chunk": 2}
+        options |= {"placement": even(4, 2)} | made
+        workspace = moe_workspace(home, **options)
+        call: dict[str, Any] = {
+            "x": torch.zeros(3, 8),
+            "ids": torch.zeros(3, 2, dtype=torch.int32),
+            "y": torch.zeros(workspace.max_rows, 8),
+            "weights": torch.zeros(3, 2),
+            "workspace": workspace,
+            "ahead": 0,
+        }
+        change(call)
+        sent = moe_dispatch(call["x"], call["ids"], workspace)
+        for _ in range(call["ahead"]):
+            moe_dispatch(call["x"], call["ids"], workspace)
+        moe_combine(call["y"], call["weights"], sent, workspace)
+
+    with pytest.raises(RankError) as error:
+        run(work, 2)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(5, 8)}, r"x's shape is [5, 8]; it must be at most 4 tokens of 8"),
+        ({"x": torch.zeros(3, 9)}, r"x's shape is [3, 9]; it must be at most 4 tokens of 8"),
+        ({"x": torch.zeros(8)}, "x's shape is [8]; it must be"),
+        ({"x": torch.zeros(3, 8).half()}, "x's dtype is torch.float16; it must be torch.float32"),
+        ({"x": torch.zeros(8, 3).T}, "x's stride is (1, 3); it must be contiguous"),
+        ({"ids": torch.zeros(3, 2)}, "expert_ids's dtype is torch.float32; it must be torch.int32"),
+        (
+            {"ids": torch.zeros(3, 3, dtype=torch.int32)},
+            "expert_ids's shape is [3, 3]; it must be [3, 2]",
+        ),
+        ({"y": torch.zeros(3, 8)}, "moe_combine: y's shape is [3, 8]; it must be [16, 8]"),
+        ({"weights": torch.zeros(3, 2).half()}, "weights's dtype is torch.float16; it must be"),
+        ({"weights": torch.zeros(2, 2)}, "weights's shape is [2, 2]; it must be [3, 2]"),
+        ({"ahead": 2}, "sent is 2 dispatches old; it must be at most 1 old"),
+    ],
+)
+def test_calls_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
+    assert message in refused(lambda call: call.update(change))
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0; it must be a whole number of at least 1"),
+        ({"top_k": 33}, "top_k is 33; it must be at most 32"),
+        ({"chunk": 3}, "chunk is 3; it must be a power of 2, and at most 4096"),
+        ({"dtype": torch.float8_e4m3fn}, "dtype is torch.float8_e4m3fn; it must be one of torch."),
+        ({"placement": even(4, 4)}, "placement is for 4 ranks; it must be for 2"),
+        ({"max_tokens": 2**27}, "numbers; it must be at most 2147483647: make it for fewer"),
+    ],
+)
+def test_workspaces_that_cannot_be_are_refused(made: dict[str, Any], message: str) -> None:
+    assert message in refused(lambda call: None, **made)
+
+
+def test_ranks_that_place_experts_differently_are_told() -> None:
+    def work(home: Home) -> None:
+        slots = (0, 1) if home.rank else (1, 0)
+        moe_workspace(home, 4, 8, 2, F32, Placement(slots, 2))
+
+    with pytest.raises(RankError, match=r"moe: placement is .* it must be the same on all ranks"):
+        run(work, 2)
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [
+        (even(6, 2), "num_experts is 6; it must stay 4"),
+        (Placement((0, 1, 2, 3, 0, 1), 2), "slots_per_rank is 3; it must stay 2"),
+        (even(4, 1), "world_size is 1; it must stay 2"),
+    ],
+)
+def test_a_placement_of_other_sizes_is_refused(placement: Placement, message: str) -> None:
+    def work(home: Home) -> None:
+        moe_workspace(home, 4, 8, 2, F32, even(4, 2)).move(placement)
+
+    with pytest.raises(RankError, match=message):
+        run(work, 2)
+
+
+def test_what_never_came_is_reported_and_trusted_with_no_address() -> None:
+    """A rank that does not come, in whose place there is garbage."""
+    world = VirtualWorld(2)
+    with ThreadPoolExecutor(2) as pool:
+        homes = [VirtualHome(world, rank) for rank in range(2)]
+        workspace, _ = pool.map(
+            lambda home: moe_workspace(home, 4, 8, 2, F32, even(4, 2), chunk=2), homes
+        )
+    workspace.max_polls = 20
+    for garbage in (2**31 - 1, -(2**31), 1):
+        workspace.wanted.local.fill_(garbage)
+        call = draw_call([4], 8, 2, 4, F32, "any")
+        with interpreter.installed():
+            sent = moe_dispatch(call.xs[0], call.ids[0], workspace)
+            moe_combine(torch.zeros_like(sent.rows), call.weights[0], sent, workspace)
+        assert int(sent.positions.max()) < len(sent.rows)
+        assert int(sent.offsets[-1]) <= len(sent.rows)
+        with pytest.raises(KernelError, match="moe: rank 0 gave up waiting for its signal"):
+            workspace.check()
+
+
+# Planted faults.
+
+
+SIZE = 2
+
+
+def symptoms(
+    faulty: ModuleType,
+    wanted: str = "",
+    ahead: int = 0,
+    *,
+    only_dispatch: bool = False,
+    tokens: Sequence[int] = (3, 2),
+) -> set[str]:
+    """What goes wrong over some interleavings, until the wanted one, or any, is found."""
+    found = set[str]()
+    placement = balanced([3, 1, 1], SIZE, 2)
+    for seed in range(8 if wanted else 1):
+        if wanted in found or (wanted == "any" and found):
+            break
+        torch.manual_seed(seed)
+        calls = [draw_call(tokens, 5, 2, 3, F32, "any") for _ in range(4 if ahead else 3)]
+
+        def work(home: Home, calls: list[Call] = calls) -> Any:
+            def make(home: Home) -> ExpertWorkspace:
+                return faulty.moe_workspace(home, 4, 5, 2, F32, placement, chunk=2)
+
+            if not only_dispatch:
+                return perform(home, make, calls, ahead, faulty)
+            workspace = make(home)
+            for call in calls:
+                faulty.moe_dispatch(call.xs[home.rank], call.ids[home.rank], workspace)
+            return []
+
+        races = RaceDetector()
+        try:
+            by_rank = run(work, SIZE, seed=seed, races=races)
+        except HangError:
+            found.add("hang")
+        else:
+            for call, *got in zip(calls, *by_rank, strict=False):
+                found |= {"wrong"} if differences(call, got, placement) else set()
+        found |= {
+            "race" if "no order between" in finding else "unwritten" for finding in races.findings
+        }
+    return found
+
+
+DISPATCH_WAIT = "wait(signals, rank, index * WORLD + source, call, fault, max_polls)"
+COMBINE_WAIT = "wait(signals, rank, combined + index * WORLD + source, call, fault, max_polls)"
+TELL = "notify(signals, peer, index * WORLD + rank, call)"
+TELL_BACK = "notify(signals, peer, combined + index * WORLD + rank, call)"
+NEXT = "(peer + 1) % WORLD"
+
+
+@pytest.mark.parametrize(("ahead", "only_dispatch"), [(0, False), (1, False), (0, True)])
+def test_nothing_is_found_without_a_fault(ahead: int, only_dispatch: bool) -> None:
+    assert symptoms(module, ahead=ahead, only_dispatch=only_dispatch) == set()
+    assert symptoms(module, ahead=ahead, tokens=(0, 3)) == set()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "symptom"),
+    [
+        # a dropped wait
+        (DISPATCH_WAIT, "pass", "race"),
+        (COMBINE_WAIT, "pass", "race"),
+        # a signal to the wrong rank, or before its data
+        (TELL, TELL.replace("peer", NEXT), "any"),
+        (TELL_BACK, TELL_BACK.replace("peer", NEXT), "any"),
+        (TELL, "pass", "hang"),
+        (TELL_BACK, "pass", "hang"),
+        # tokens, their slots, or outputs to the wrong rank
+        ("peer_pointer(buffers, peer", f"peer_pointer(buffers, {NEXT}", "any"),
+        ("peer_pointer(wanted, peer", f"peer_pointer(wanted, {NEXT}", "any"),
+        ("peer_pointer(returned, peer", f"peer_pointer(returned, {NEXT}", "any"),
+        # a wrong place
+        ("others < block", "others <= block", "wrong"),
+        ("tl.cumsum(chosen, axis=0) - chosen", "tl.cumsum(chosen, axis=0)", "wrong"),
+        ("tl.cumsum(total, axis=0) - total", "tl.cumsum(total, axis=0)", "wrong"),
+        ("turn = (rank + tokens", "turn = (tokens", "wrong"),
+        ("total += weight * output", "total += output", "wrong"),
+    ],
+)
+def test_a_fault_is_found(old: str, new: str, symptom: str, tmp_path: Path) -> None:
+    found = symptoms(planted(module, tmp_path, (old, new)), symptom)
+    assert found if symptom == "any" else symptom in found
+
+
+def test_a_slot_that_is_reused_one_call_early_is_found(tmp_path: Path) -> None:
+    """Of dispatch, where no combine is between; of combine, where two are on their way."""
+    dispatch = planted(
+        module,
+        tmp_path,
+        ("(call % 2) * slot_numel", "0 * slot_numel"),
+        ("(call % 2) * (WORLD * capacity * K)", "0"),
+    )
+    assert "race" in symptoms(dispatch, "race", only_dispatch=True)
+    names = planted(
+        module,
+        tmp_path,
+        ("(call % 2) * slot_entries", "0 * slot_entries"),
+        ("(call % 2) * (WORLD * capacity * TOP_K)", "0"),
+    )
+    assert "race" in symptoms(names, "race", only_dispatch=True)
+    combine = planted(
+        module,
+        tmp_path,
+        ("(call % 2) * (capacity * TOP_K * K)", "0"),
+        ("(call % 2) * (chunks * TOKENS * TOP_K * K)", "0"),
+    )
+    assert "race" in symptoms(combine, "race", ahead=1)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('sem="release", scope="sys")', 'sem="relaxed", scope="sys")'),
+        ('value, sem="release", scope="sys")', 'value, sem="release", scope="gpu")'),
+        (
+            'seen = tl.atomic_add(signal, 0, sem="acquire"',
+            'seen = tl.atomic_add(signal, 0, sem="relaxed"',
+        ),
+        ('0, sem="acquire", scope="sys")', '0, sem="acquire", scope="gpu")'),
+    ],
+)
+def test_signals_that_order_nothing_are_found(old: str, new: str, tmp_path: Path) -> None:
+    weak = planted(signals, tmp_path, (old, new))
+    faulty = planted(module, tmp_path)
+    faulty.notify, faulty.wait = weak.notify, weak.wait  # type: ignore[attr-defined]
+    assert "race" in symptoms(faulty, "race")
+
+
+def test_a_third_dispatch_before_the_first_combine_is_a_race(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Why that is refused: a rank without tokens waits for nobody in a combine."""
+    monkeypatch.setattr(module, "require", lambda *_: None)
+    assert "race" in symptoms(module, "race", ahead=3, tokens=(0, 3))
