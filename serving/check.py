@@ -159,20 +159,23 @@ def _print_outcomes(outcomes: Sequence[Outcome]) -> None:
 
 def _print_compiled(rows: Sequence[Compiled]) -> None:
     wide = max([len(row.op) for row in rows], default=0) + 2
-    print(
+    lines = [
         f"{'target':<8}{'op':<{wide}}{'kernel':<20}{'dtype':<7}{'tile':<12}{'warps':>5}{'stages':>7}"
         f"{'registers':>10}{'stack':>6}{'spilled':>8}{'shared':>8}{'mma':>5}{'releases':>9}"
-    )
+    ]
     for row in rows:
         mma = str(row.tensor_core_instructions) if row.multiplies else "-"
         dtype = row.constants.get("dtype", "-")
         sides = [row.constants[name] for name in BLOCKS if name in row.constants]
         tile = "x".join(sides) or "-"
-        print(
+        lines.append(
             f"{row.target:<8}{row.op:<{wide}}{row.kernel:<20}{dtype:<7}{tile:<12}{row.warps:>5}"
             f"{row.stages:>7}{row.registers:>10}{row.stack:>6}{row.spills:>8}{row.shared:>8}"
             f"{mma:>5}{row.releases:>9}"
         )
+    problems = sum(len(row.problems) for row in rows)
+    # Compilations that differ in other constants alone may look the same here.
+    print(*dict.fromkeys(lines), f"{len(rows)} compilations, {problems} problems", sep="\n")
     for row in rows:
         for problem in row.problems:
             constants = " ".join(f"{name}={value}" for name, value in row.constants.items())

@@ -7,6 +7,7 @@ aot` (aot.py) compiles every kernel that it launches, and `weft check timeline`
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
@@ -699,5 +700,7 @@ def named(names: Sequence[str]) -> tuple[Op, ...]:
     known = [op.name for op in OPS]
     for name in names:
         if name not in known:
-            raise ConfigError(f"op is {name!r}; it must be one of {', '.join(known)}")
+            near = difflib.get_close_matches(name, known, n=1)
+            meant = f" (did you mean {near[0]}?)" if near else ""
+            raise ConfigError(f"op is {name!r}{meant}; it must be one of {', '.join(known)}")
     return tuple(op for op in OPS if not names or op.name in names)

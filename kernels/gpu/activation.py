@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.gpu.arguments import require
 from weft.kernels.gpu.epilogue import FP8
 from weft.kernels.gpu.epilogue import silu_multiply as multiply
 from weft.kernels.gpu.rows import (
@@ -28,7 +29,6 @@ from weft.kernels.gpu.rows import (
     require_rows,
     row_blocks,
 )
-from weft.kernels.gpu.workspace import require
 
 TILE = 1024
 """Columns of a program, where a row needs no more than one."""

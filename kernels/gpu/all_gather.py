@@ -244,14 +244,17 @@ def all_gather(
         KernelError: the shard does not fit the workspace or the method, on one rank; or it is not
             the same on all of them.
     """
-    size, numel, shape = workspace.world_size, x_shard.numel(), tuple(x_shard.shape)
-    if method is None:
-        method = workspace.choose_method(x_shard, size * len(x_shard) if x_shard.dim() else 1)
-        if x_shard.data_ptr() % UNITS.get(method, 1):
-            x_shard = x_shard.clone()
-    with workspace.agreed({"method": repr(method), "x_shard's shape": shape}):
-        workspace.require_method(method)
+    size = workspace.world_size
+    asked: dict[str, object] = {}
+    with workspace.agreed("all_gather", asked):
         workspace.require_tensor("x_shard", x_shard)
+        shape = tuple(x_shard.shape)
+        if method is None:
+            method = workspace.choose_method(x_shard, size * len(x_shard) if x_shard.dim() else 1)
+            if x_shard.data_ptr() % UNITS.get(method, 1):
+                x_shard = x_shard.clone()
+        asked |= {"method": repr(method), "x_shard's shape": shape}
+        workspace.require_method(method)
         workspace.require("x_shard's shape", shape, x_shard.dim() > 0, "have at least one axis")
         workspace.require_max_numel("x_shard", x_shard)
         if method in LOW_LATENCY:
@@ -259,7 +262,7 @@ def all_gather(
         if method in UNITS:
             workspace.require_units("x_shard", x_shard, UNITS[method], method)
     out = x_shard.new_empty(size * x_shard.shape[0], *x_shard.shape[1:])
-    if numel:
+    if x_shard.numel():
         METHODS[method](x_shard, out, workspace)
     return out
 

@@ -58,6 +58,7 @@ from weft.kernels.gpu.all_gather_matmul import (
     collect_rows,
     step_and_part,
 )
+from weft.kernels.gpu.arguments import KernelError, require_counts, require_tensor
 from weft.kernels.gpu.chunks import copy_chunk
 from weft.kernels.gpu.collective import waiting
 from weft.kernels.gpu.epilogue import NOTHING, Epilogue
@@ -73,15 +74,7 @@ from weft.kernels.gpu.matmul import (
 )
 from weft.kernels.gpu.signals import notify, peer_pointer, wait
 from weft.kernels.gpu.tune import Choice
-from weft.kernels.gpu.workspace import (
-    SLOTS,
-    KernelError,
-    Workspace,
-    agreed,
-    require_counts,
-    require_dtype,
-    triton_type,
-)
+from weft.kernels.gpu.workspace import SLOTS, Workspace, agreed, require_dtype, triton_type
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
 CHUNK = 1 << 16
@@ -453,11 +446,13 @@ def all_gather_grouped_matmul(
             `workspace.check` raises.
     """
     size, require, silu = workspace.world_size, workspace.require, epilogue.silu_multiply
-    experts, top_k = workspace.experts, workspace.top_k
-    asked = {"topology": topology, "ranks_per_node": ranks_per_node, "blocks": blocks}
-    asked |= {"warps": warps, "stages": stages, "programs": programs, "senders": senders}
-    with workspace.agreed({"x_shard's shape": tuple(x_shard.shape), **asked}):
+    asked: dict[str, object] = {"topology": topology, "ranks_per_node": ranks_per_node}
+    asked |= {"blocks": blocks, "warps": warps, "stages": stages}
+    asked |= {"programs": programs, "senders": senders}
+    with workspace.agreed("all_gather_grouped_matmul", asked):
         workspace.require_tensor("x_shard", x_shard)
+        asked["x_shard's shape"] = tuple(x_shard.shape)
+        experts, top_k = workspace.experts, workspace.top_k
         weights = Weights.of(w, x_shard, require, groups=experts)
         (m, k), n = x_shard.shape, sum(weights.widths)
         pairs = m * top_k
@@ -485,9 +480,9 @@ def all_gather_grouped_matmul(
         require("senders", senders, senders >= 0, "be positive, or 0 for one for each part")
         workspace.require_room("x_shard", size * m * k)
         require("x_shard's rows", m, size * m <= workspace.slot_rows, "fit the workspace")
-        require_plan(workspace, "plan", plan, [length])
+        require_tensor(require, "plan", plan, [length], workspace.device, torch.int32)
         if plans is not None:
-            require_plan(workspace, "plans", plans, [size, length])
+            require_tensor(require, "plans", plans, [size, length], workspace.device, torch.int32)
     columns = epilogue.columns(n)
     out = x_shard.new_empty(size * pairs, columns, dtype=epilogue.dtype(x_shard.dtype))
     if not m:
@@ -565,13 +560,3 @@ def all_gather_grouped_matmul(
         )
     workspace.rejoin()
     return out
-
-
-def require_plan(workspace: Workspace, name: str, plan: Tensor, shape: list[int]) -> None:
-    """Refuse what is no plan of that shape."""
-    found, device = list(plan.shape), plan.device
-    workspace.require(f"{name}'s shape", found, found == shape, f"be {shape}")
-    workspace.require(f"{name}'s dtype", plan.dtype, plan.dtype == torch.int32, "be torch.int32")
-    same = device == workspace.device
-    workspace.require(f"{name}'s device", device, same, f"be {workspace.device}")
-    workspace.require(f"{name}'s stride", plan.stride(), plan.is_contiguous(), "be contiguous")

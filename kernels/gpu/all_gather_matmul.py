@@ -51,6 +51,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.gpu.arguments import require_counts
 from weft.kernels.gpu.collective import waiting
 from weft.kernels.gpu.epilogue import NOTHING, Epilogue
 from weft.kernels.gpu.matmul import (
@@ -64,14 +65,7 @@ from weft.kernels.gpu.matmul import (
 )
 from weft.kernels.gpu.signals import notify, peer_pointer, wait
 from weft.kernels.gpu.tune import Choice
-from weft.kernels.gpu.workspace import (
-    SLOTS,
-    Workspace,
-    agreed,
-    require_counts,
-    require_dtype,
-    triton_type,
-)
+from weft.kernels.gpu.workspace import SLOTS, Workspace, agreed, require_dtype, triton_type
 from weft.kernels.symmetric.memory import Home
 
 BLOCK_M = 16
@@ -341,10 +335,12 @@ def all_gather_matmul(
             the ranks differ in the shard's shape or in an option.
     """
     size, require, silu = workspace.world_size, workspace.require, epilogue.silu_multiply
-    asked = {"topology": topology, "ranks_per_node": ranks_per_node, "blocks": blocks}
-    asked |= {"warps": warps, "stages": stages, "programs": programs, "senders": senders}
-    with workspace.agreed({"x_shard's shape": tuple(x_shard.shape), **asked}):
+    asked: dict[str, object] = {"topology": topology, "ranks_per_node": ranks_per_node}
+    asked |= {"blocks": blocks, "warps": warps, "stages": stages}
+    asked |= {"programs": programs, "senders": senders}
+    with workspace.agreed("all_gather_matmul", asked):
         workspace.require_tensor("x_shard", x_shard)
+        asked["x_shard's shape"] = tuple(x_shard.shape)
         weights = Weights.of(w, x_shard, require)
         (m, k), n = x_shard.shape, sum(weights.widths)
         chosen = None

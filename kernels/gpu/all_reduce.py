@@ -303,11 +303,13 @@ def all_reduce(x: Tensor, workspace: AllReduceWorkspace, *, method: str | None =
         KernelError: the tensor does not fit the workspace or the method, on one rank; or it is not
             the same on all of them.
     """
-    if method is None:
-        method = workspace.choose_method(x, len(x) if x.dim() else 1)
-    with workspace.agreed({"method": repr(method), "x's shape": tuple(x.shape)}):
-        workspace.require_method(method)
+    asked: dict[str, object] = {}
+    with workspace.agreed("all_reduce", asked):
         workspace.require_tensor("x", x)
+        if method is None:
+            method = workspace.choose_method(x, len(x) if x.dim() else 1)
+        asked |= {"method": repr(method), "x's shape": tuple(x.shape)}
+        workspace.require_method(method)
         workspace.require_max_numel("x", x)
         if method == "ll":
             workspace.require_few_bytes("x", x, MAX_LL_BYTES, method)

@@ -29,13 +29,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.gpu.arguments import require_counts, require_tensor
 from weft.kernels.gpu.chunks import sum_rows
 from weft.kernels.gpu.collective import DTYPES, MAX_NUMEL
 from weft.kernels.gpu.epilogue import RESULTS
 from weft.kernels.gpu.norm import normalize
-from weft.kernels.gpu.rows import require_rows, require_tensor, row_blocks
+from weft.kernels.gpu.rows import require_rows, row_blocks
 from weft.kernels.gpu.signals import notify, peer_pointer, wait
-from weft.kernels.gpu.workspace import SLOTS, Workspace, agreed, require_counts, triton_type
+from weft.kernels.gpu.workspace import SLOTS, Workspace, agreed, triton_type
 from weft.kernels.symmetric.memory import Home
 
 MAX_BYTES = 1 << 15
@@ -152,8 +153,10 @@ def all_reduce_rms_norm(
             not of the same shape on all of them.
     """
     check = workspace.require
-    with workspace.agreed({"x's shape": tuple(x.shape), "eps": eps}):
+    asked: dict[str, object] = {"eps": eps}
+    with workspace.agreed("all_reduce_rms_norm", asked):
         workspace.require_tensor("x", x)
+        asked["x's shape"] = tuple(x.shape)
         require_rows(check, "x", x, MAX_BYTES // x.itemsize)
         rows, columns = x.shape
         most = workspace.max_rows
@@ -163,8 +166,8 @@ def all_reduce_rms_norm(
         fits, most = x.numel() <= workspace.max_numel, workspace.max_numel
         must = f"be at most {most}, which the workspace was made for"
         check("x's size", f"{x.numel()} numbers", fits, must)
-        require_tensor(check, "residual", residual, (rows, columns), x, x.dtype)
-        require_tensor(check, "weight", weight, (columns,), x, *RESULTS)
+        require_tensor(check, "residual", residual, (rows, columns), x.device, x.dtype)
+        require_tensor(check, "weight", weight, (columns,), x.device, *RESULTS)
         check("eps", eps, eps > 0, "be positive")
     out, total = torch.empty_like(x), torch.empty_like(x)
     if rows:

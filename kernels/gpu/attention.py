@@ -48,9 +48,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.gpu.epilogue import FP8, RESULTS, Require
+from weft.kernels.gpu.arguments import KernelError, Require, require, require_tensor
+from weft.kernels.gpu.epilogue import FP8, RESULTS
 from weft.kernels.gpu.matmul import target
-from weft.kernels.gpu.workspace import KernelError, require
 
 Int32 = npt.NDArray[np.int32]
 
@@ -582,6 +582,7 @@ def check_attention(
     device = q.device
     check("q's shape", list(q.shape), q.dim() == 3, "be [T, H, D]")
     check("q's dtype", q.dtype, q.dtype in RESULTS, f"be one of {', '.join(map(str, RESULTS))}")
+    require_tensor(check, "keys", keys, None, device, q.dtype, FP8)
     (tokens, heads, dim), shape = q.shape, list(keys.shape)
     together = q.stride()[1:] == (dim, 1) or not q.numel()
     check("q's stride", q.stride(), together, "have a token's heads contiguous")
@@ -596,7 +597,6 @@ def check_attention(
     group = heads // kv_heads
     check("H / Hk", group, group <= MAX_GROUP, f"be at most {MAX_GROUP}")
     cached = keys.dtype
-    check("keys' dtype", cached, cached in (q.dtype, FP8), f"be {q.dtype}, as q's, or {FP8}")
     if cached == FP8:
         backend, capability = target()
         able = backend != "cuda" or capability >= 89
@@ -606,13 +606,8 @@ def check_attention(
         name: str, tensor: Tensor | None, shape: list[int], *dtypes: torch.dtype
     ) -> None:
         if tensor is not None:
-            expected = " or ".join(map(str, dtypes))
-            check(f"{name}'s dtype", tensor.dtype, tensor.dtype in dtypes, f"be {expected}")
-            check(f"{name}'s shape", list(tensor.shape), list(tensor.shape) == shape, f"be {shape}")
-            check(f"{name}'s device", tensor.device, tensor.device == device, f"be {device}")
-            check(f"{name}'s stride", tensor.stride(), tensor.is_contiguous(), "be contiguous")
+            require_tensor(check, name, tensor, shape, device, *dtypes)
 
-    check_tensor("keys", keys, shape, cached)
     check_tensor("values", values, shape, cached)
     requests, int32 = len(batch.context_len), torch.int32
     check_tensor("context_len", batch.context_len, [requests], int32)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from weft.kernels.gpu import nvshmem
+from weft.kernels.gpu.arguments import require_counts
 from weft.kernels.gpu.chunks import BLOCK
 from weft.kernels.gpu.tune import Choice
-from weft.kernels.gpu.workspace import SLOTS, Workspace, agreed, require_counts, triton_type
+from weft.kernels.gpu.workspace import SLOTS, Workspace, agreed, triton_type
 from weft.kernels.symmetric.memory import Home
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

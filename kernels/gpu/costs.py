@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from weft.kernels.gpu.workspace import KernelError
+from weft.kernels.gpu.arguments import KernelError
 
 DTYPES = {
     "float32": torch.float32,

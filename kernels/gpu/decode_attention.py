@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.gpu.arguments import require
 from weft.kernels.gpu.attention import (
     LN2,
     LOG2E,
@@ -39,7 +40,6 @@ from weft.kernels.gpu.attention import (
     launch_attend,
 )
 from weft.kernels.gpu.matmul import count_processors
-from weft.kernels.gpu.workspace import require
 
 MAX_SPLITS = 64
 KEYS_OF_A_SPLIT = 256

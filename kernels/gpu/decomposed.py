@@ -39,11 +39,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.gpu.arguments import require_counts
 from weft.kernels.gpu.epilogue import FP8, NOTHING, Epilogue
 from weft.kernels.gpu.matmul import Weights
 from weft.kernels.gpu.matmul_reduce_scatter import result_shape
 from weft.kernels.gpu.signals import meet, peer_pointer, tell, wait
-from weft.kernels.gpu.workspace import Workspace, agreed, require_counts, require_dtype, triton_type
+from weft.kernels.gpu.workspace import Workspace, agreed, require_dtype, triton_type
 from weft.kernels.symmetric.memory import Home
 
 Method = Literal["chunks", "ring"]
@@ -196,8 +197,10 @@ def all_gather_matmul(
             the ranks differ in the operands' shapes or the method.
     """
     size, rank, require = workspace.world_size, workspace.rank, workspace.require
-    with workspace.agreed({"method": repr(method), "x_shard's shape": tuple(x_shard.shape)}):
+    asked: dict[str, object] = {"method": repr(method)}
+    with workspace.agreed("decomposed all_gather_matmul", asked):
         workspace.require_tensor("x_shard", x_shard)
+        asked["x_shard's shape"] = tuple(x_shard.shape)
         weights = _check(x_shard, w, workspace, method)
         m, k = x_shard.shape
         epilogue.check(require, x_shard, weights.widths, size * m)
@@ -266,9 +269,11 @@ def matmul_reduce_scatter(
             the ranks differ in the operands' shapes or the method.
     """
     size, rank, require = workspace.world_size, workspace.rank, workspace.require
-    with workspace.agreed({"method": repr(method), **result_shape(x, w)}):
+    asked: dict[str, object] = {"method": repr(method)}
+    with workspace.agreed("decomposed matmul_reduce_scatter", asked):
         workspace.require_tensor("x", x)
         weights = _check(x, w, workspace, method, limit=1)
+        asked |= result_shape(x, weights)
         require("x's rows", len(x), len(x) % size == 0, f"be a multiple of {size} ranks")
         m, n = len(x) // size, weights.widths[0]
         epilogue.check(require, x, weights.widths, m)
@@ -328,9 +333,11 @@ def matmul_all_reduce(
             the ranks differ in the operands' shapes or the method.
     """
     size, rank, require = workspace.world_size, workspace.rank, workspace.require
-    with workspace.agreed(result_shape(x, w)):
+    asked: dict[str, object] = {}
+    with workspace.agreed("decomposed matmul_all_reduce", asked):
         workspace.require_tensor("x", x)
         weights = _check(x, w, workspace, "chunks", limit=1)
+        asked |= result_shape(x, weights)
         m, n = len(x), weights.widths[0]
         epilogue.check(require, x, weights.widths, m)
         columns = -(-n // COLUMN_CHUNKS)

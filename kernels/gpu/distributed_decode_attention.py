@@ -33,6 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.gpu.arguments import require_counts
 from weft.kernels.gpu.attention import (
     LN2,
     LOG2E,
@@ -46,7 +47,7 @@ from weft.kernels.gpu.decode_attention import MAX_SPLITS, choose_splits, launch_
 from weft.kernels.gpu.epilogue import RESULTS
 from weft.kernels.gpu.low_latency import get_ll, load_words, put_ll
 from weft.kernels.gpu.signals import peer_pointer
-from weft.kernels.gpu.workspace import SLOTS, Workspace, agreed, require_counts, triton_type
+from weft.kernels.gpu.workspace import SLOTS, Workspace, agreed, triton_type
 from weft.kernels.symmetric.memory import Home
 
 EXCHANGED_WORDS = 512
@@ -231,18 +232,17 @@ def distributed_decode_attention(
         KernelError: on every rank, if one cannot take its arguments, or they do not agree.
     """
     options = Options(scale, sliding_window, softcap, sinks, k_scale, v_scale, lse)
-    arguments = {
-        "q's shape": tuple(q.shape),
-        "page": keys.shape[2:3],
+    asked: dict[str, object] = {
         "scale": scale,
         "sliding_window": sliding_window,
         "softcap": softcap,
         "sinks": "given" if sinks is not None else None,
     }
-    with workspace.agreed(arguments):
+    with workspace.agreed("distributed_decode_attention", asked):
         require = workspace.require
         workspace.require_tensor("q", q)
         check_attention(require, q, keys, values, batch, options, workspace.world_size)
+        asked |= {"q's shape": tuple(q.shape), "page": keys.shape[2]}
         requests, heads, dim = q.shape
         shape, made = [heads, dim], [workspace.heads, workspace.head_dim]
         must = f"be {made}, which the workspace was made for"

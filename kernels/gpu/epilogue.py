@@ -17,7 +17,6 @@ program computes side by side.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,12 +25,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from weft.kernels.gpu.arguments import Require, require_tensor
+
 FP8 = torch.float8_e4m3fn
 OPERANDS = (torch.float32, torch.float16, torch.bfloat16, FP8)
 RESULTS = (torch.float32, torch.float16, torch.bfloat16)
-
-Require = Callable[[str, object, bool, str], None]
-"""(argument, value, whether it is allowed, what it must do): raises if it is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,22 +85,19 @@ class Epilogue:
                 even = len(widths) == 2 and widths[0] == widths[1]
                 require("w's columns", widths, even, "be those of one weight, or twice the same")
         out = self.dtype(x.dtype)
-        require("out_dtype", out, out in RESULTS, _one_of(RESULTS))
+        require("out_dtype", out, out in RESULTS, f"be one of {', '.join(map(str, RESULTS))}")
         for name, scale, shapes in (
             ("x_scale", self.x_scale, ((len(x),), (1,))),
             ("w_scale", self.w_scale, (*columns, *([(groups, 1)] if groups else []), (1,))),
         ):
             if scale is not None:
                 require(name, f"given with {x.dtype}", x.dtype == FP8, f"come with {FP8} only")
-                require(f"{name}'s dtype", scale.dtype, scale.dtype == torch.float32, "be float32")
-                _require_shape(require, name, scale, x, shapes)
+                _require_operand(require, name, scale, x, shapes, torch.float32)
         if self.bias is not None:
-            _require_shape(require, "bias", self.bias, x, columns)
+            _require_operand(require, "bias", self.bias, x, columns, *RESULTS)
         if self.residual is not None:
-            _require_shape(require, "residual", self.residual, x, ((out_rows, self.columns(n)),))
-        for name, tensor in (("bias", self.bias), ("residual", self.residual)):
-            if tensor is not None:
-                require(f"{name}'s dtype", tensor.dtype, tensor.dtype in RESULTS, _one_of(RESULTS))
+            shape = (out_rows, self.columns(n))
+            _require_operand(require, "residual", self.residual, x, (shape,), *RESULTS)
 
     def scales(self) -> dict[str, object]:
         """Arguments of a kernel that calls `scale`."""
@@ -144,18 +139,17 @@ NOTHING = Epilogue()
 """The product as it is, in the dtype of its operands."""
 
 
-def _one_of(dtypes: tuple[torch.dtype, ...]) -> str:
-    return f"be one of {', '.join(str(dtype) for dtype in dtypes)}"
-
-
-def _require_shape(
-    require: Require, name: str, tensor: Tensor, x: Tensor, shapes: tuple[tuple[int, ...], ...]
+def _require_operand(
+    require: Require,
+    name: str,
+    tensor: Tensor,
+    x: Tensor,
+    shapes: tuple[tuple[int, ...], ...],
+    *dtypes: torch.dtype,
 ) -> None:
-    shape = tuple(tensor.shape)
-    must = f"be {' or '.join(str(list(allowed)) for allowed in shapes)}"
-    require(f"{name}'s shape", list(shape), shape in shapes, must)
-    require(f"{name}'s device", tensor.device, tensor.device == x.device, f"be {x.device}, as x's")
-    require(f"{name}'s stride", tensor.stride(), tensor.is_contiguous(), "be contiguous")
+    require_tensor(require, name, tensor, None, x.device, *dtypes)
+    must = f"be {' or '.join(str(list(shape)) for shape in shapes)}"
+    require(f"{name}'s shape", list(tensor.shape), tuple(tensor.shape) in shapes, must)
 
 
 @triton.jit

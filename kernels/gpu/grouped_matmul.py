@@ -30,7 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.gpu.epilogue import NOTHING, Epilogue, Require
+from weft.kernels.gpu.arguments import KernelError, Require, require
+from weft.kernels.gpu.epilogue import NOTHING, Epilogue
 from weft.kernels.gpu.matmul import (
     GROUP,
     Weights,
@@ -42,7 +43,6 @@ from weft.kernels.gpu.matmul import (
     tile_at,
 )
 from weft.kernels.gpu.tune import Choice
-from weft.kernels.gpu.workspace import KernelError, require
 
 LEAST_GROUPS = 128
 """Groups that a kernel is compiled for at least: one for each thread."""

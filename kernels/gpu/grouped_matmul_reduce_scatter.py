@@ -51,16 +51,16 @@ from weft.kernels.gpu.all_gather_grouped_matmul import (
     find_rows,
     pick,
     plan_length,
-    require_plan,
 )
 from weft.kernels.gpu.all_gather_matmul import ahead_of
+from weft.kernels.gpu.arguments import require_counts, require_tensor
 from weft.kernels.gpu.epilogue import NOTHING, Epilogue
 from weft.kernels.gpu.grouped_matmul import constants_of, group_of, group_sizes, report
 from weft.kernels.gpu.matmul import GROUP, Weights, choose_tiling, multiply_and_finish, tile_at
-from weft.kernels.gpu.matmul_reduce_scatter import reduce_partials, tile_offsets
+from weft.kernels.gpu.matmul_reduce_scatter import reduce_partials, result_shape, tile_offsets
 from weft.kernels.gpu.signals import notify, peer_pointer, wait
 from weft.kernels.gpu.tune import Choice
-from weft.kernels.gpu.workspace import agreed, require_counts, require_dtype, triton_type
+from weft.kernels.gpu.workspace import agreed, require_dtype, triton_type
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
 BLOCK_M, BLOCK_N = 32, 256
@@ -347,18 +347,13 @@ def grouped_matmul_reduce_scatter(
             `workspace.check` raises.
     """
     size, require = workspace.world_size, workspace.require
-    experts, top_k = workspace.experts, workspace.top_k
-    asked: dict[str, object] = {
-        "x's rows": list(x.shape[:1]),
-        "w's columns": list(w.shape[2:]),
-        "blocks": blocks,
-    }
-    asked |= {"ranks_per_node": ranks_per_node, "warps": warps, "stages": stages}
-    asked |= {"programs": programs, "senders": senders}
-    with workspace.agreed(asked):
-        device = workspace.device
-        require("x's device", x.device, x.device == device, f"be {device}, the workspace's")
+    asked: dict[str, object] = {"blocks": blocks, "warps": warps, "stages": stages}
+    asked |= {"ranks_per_node": ranks_per_node, "programs": programs, "senders": senders}
+    with workspace.agreed("grouped_matmul_reduce_scatter", asked):
+        experts, top_k, device = workspace.experts, workspace.top_k, workspace.device
         weights = Weights.of(w, x, require, limit=1, groups=experts)
+        asked |= result_shape(x, weights)
+        require("x's device", x.device, x.device == device, f"be {device}, the workspace's")
         (rows, k), n = x.shape, weights.widths[0]
         whole = rows % (size * top_k) == 0
         require("x's rows", rows, whole, f"be {top_k} for each token of {size} ranks")
@@ -384,7 +379,8 @@ def grouped_matmul_reduce_scatter(
         available = max(1, workspace.processors - senders)
         why = "those that send need processors"
         workspace.require_programs(programs, available, why)
-        require_plan(workspace, "plans", plans, [size, plan_length(experts, pairs)])
+        plans_shape = [size, plan_length(experts, pairs)]
+        require_tensor(require, "plans", plans, plans_shape, device, torch.int32)
         workspace.require_room("the result", size * m * n)
         sent_m, sent_n = workspace.tile
         tiles = -(-m // sent_m) * -(-n // sent_n)

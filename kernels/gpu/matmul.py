@@ -33,19 +33,18 @@ from torch import Tensor
 from triton.runtime.driver import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from weft.kernels.gpu.arguments import Require, require
 from weft.kernels.gpu.epilogue import (
     FP8,
     NOTHING,
     OPERANDS,
     Epilogue,
-    Require,
     add_bias,
     finish,
     scale,
     silu_multiply,
     store_tile,
 )
-from weft.kernels.gpu.workspace import require
 
 GROUP = 8
 """Rows of tiles that are gone over together."""
@@ -362,7 +361,11 @@ class Weights:
 
         Of so many groups of rows, if not 0, each has a matrix of its own.
         """
-        tensors = (w,) if isinstance(w, Tensor) else tuple(w)
+        several = isinstance(w, (tuple, list))
+        tensors = tuple(w) if several else (w,)
+        for name, tensor in (("x", x), *(("w", tensor) for tensor in tensors)):
+            kind = f"a {type(tensor).__name__}"
+            require(name, kind, isinstance(tensor, Tensor), "be a tensor")
         count = len(tensors)
         require("w", f"{count} weights", 1 <= count <= limit, f"be 1 to {limit}")
         require("x's shape", list(x.shape), x.dim() == 2, "be a matrix")

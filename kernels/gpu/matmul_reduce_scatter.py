@@ -37,6 +37,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.gpu.all_gather_matmul import Topology, ahead_of, step_and_part
+from weft.kernels.gpu.arguments import require_counts
 from weft.kernels.gpu.epilogue import NOTHING, Epilogue, finish, scale
 from weft.kernels.gpu.matmul import (
     GROUP,
@@ -48,7 +49,7 @@ from weft.kernels.gpu.matmul import (
 )
 from weft.kernels.gpu.signals import notify, peer_pointer, wait
 from weft.kernels.gpu.tune import Choice
-from weft.kernels.gpu.workspace import Workspace, agreed, require_counts, require_dtype, triton_type
+from weft.kernels.gpu.workspace import Workspace, agreed, require_dtype, triton_type
 from weft.kernels.symmetric.memory import Home
 
 BLOCK_M, BLOCK_N = 16, 64
@@ -385,9 +386,10 @@ def matmul_reduce_scatter(
     """
     size, require = workspace.world_size, workspace.require
     options = {"blocks": blocks, "warps": warps, "stages": stages, "programs": programs}
-    asked = {"topology": topology, "ranks_per_node": ranks_per_node, **options}
-    with workspace.agreed({**result_shape(x, w), **asked}):
+    asked: dict[str, object] = {"topology": topology, "ranks_per_node": ranks_per_node, **options}
+    with workspace.agreed("matmul_reduce_scatter", asked):
         weights = Weights.of(w, x, require, limit=1)
+        asked |= result_shape(x, weights)
         require("x's rows", len(x), len(x) % size == 0, f"be a multiple of {size} ranks")
         node = ranks_per_node or size
         fits = node > 0 and size % node == 0
@@ -441,11 +443,13 @@ def matmul_all_reduce(
         KernelError: the operands do not go together, or not with the workspace, on one rank; or
             the ranks differ in the operands' shapes or in an option.
     """
-    options = {"blocks": blocks, "warps": warps, "stages": stages, "programs": programs}
-    with workspace.agreed({**result_shape(x, w), **options}):
+    asked: dict[str, object] = {"blocks": blocks, "warps": warps}
+    asked |= {"stages": stages, "programs": programs}
+    with workspace.agreed("matmul_all_reduce", asked):
         why = "no more run at once"
         workspace.require_programs(programs, workspace.processors, why)
         weights = Weights.of(w, x, workspace.require, limit=1)
+        asked |= result_shape(x, weights)
         call = _Call(x, weights, len(x), workspace, epilogue, blocks, warps, stages, programs)
     if call.out.numel():
         workspace.begin()
@@ -455,10 +459,9 @@ def matmul_all_reduce(
     return call.out
 
 
-def result_shape(x: Tensor, w: Tensor) -> dict[str, object]:
+def result_shape(x: Tensor, weights: Weights) -> dict[str, object]:
     """What ranks must agree on of the operands: not K / W, which may differ."""
-    columns = list(w.shape[1:]) if isinstance(w, Tensor) else len(w)
-    return {"x's rows": list(x.shape[:1]), "w's columns": columns}
+    return {"x's rows": len(x), "w's columns": sum(weights.widths)}
 
 
 class _Call:

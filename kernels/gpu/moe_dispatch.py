@@ -53,6 +53,7 @@ trusted with an address: after a wait has run out they may be anything.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,17 +61,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.gpu.arguments import require, require_counts, require_tensor
 from weft.kernels.gpu.collective import DTYPES, MAX_NUMEL
 from weft.kernels.gpu.placement import Placement
 from weft.kernels.gpu.signals import notify, peer_pointer, wait
-from weft.kernels.gpu.workspace import (
-    SLOTS,
-    Workspace,
-    agreed,
-    require,
-    require_counts,
-    triton_type,
-)
+from weft.kernels.gpu.workspace import SLOTS, Workspace, agreed, triton_type
 from weft.kernels.symmetric.memory import Home
 
 CHUNK = 8
@@ -533,14 +528,15 @@ def moe_dispatch(x: Tensor, expert_ids: Tensor, workspace: ExpertWorkspace) -> D
         KernelError: an argument does not fit; on this rank only, for ranks may differ: the waits
             of the others run out.
     """
-    _require_tensor("moe_dispatch", "x", x, workspace.dtype, workspace)
-    _require_tensor("moe_dispatch", "expert_ids", expert_ids, torch.int32, workspace)
+    check = partial(require, "moe_dispatch")
+    require_tensor(check, "x", x, None, workspace.device, workspace.dtype)
     most, width = workspace.max_tokens, workspace.width
     fits = x.dim() == 2 and len(x) <= most and x.shape[1] == width
     must = f"be at most {most} tokens of {width} numbers, which the workspace was made for"
-    require("moe_dispatch", "x's shape", list(x.shape), fits, must)
+    check("x's shape", list(x.shape), fits, must)
     tokens, top_k = len(x), workspace.top_k
-    _require_shape("moe_dispatch", "expert_ids", expert_ids, (tokens, top_k))
+    ids_shape = [tokens, top_k]
+    require_tensor(check, "expert_ids", expert_ids, ids_shape, workspace.device, torch.int32)
     size, chunks = workspace.world_size, workspace.chunks
     slots, experts = workspace.placement.slots_per_rank, workspace.placement.num_experts
     status = expert_ids.new_empty(tokens)
@@ -583,12 +579,11 @@ def moe_combine(y: Tensor, weights: Tensor, sent: Dispatched, workspace: ExpertW
     Raises:
         KernelError: an argument does not fit; on this rank only.
     """
-    _require_tensor("moe_combine", "y", y, workspace.dtype, workspace)
-    _require_tensor("moe_combine", "weights", weights, torch.float32, workspace)
-    _require_shape("moe_combine", "y", y, tuple(sent.rows.shape))
-    _require_shape("moe_combine", "weights", weights, tuple(sent.expert_ids.shape))
+    check, device = partial(require, "moe_combine"), workspace.device
+    require_tensor(check, "y", y, sent.rows.shape, device, workspace.dtype)
+    require_tensor(check, "weights", weights, sent.expert_ids.shape, device, torch.float32)
     age = workspace.dispatches - sent.number
-    require("moe_combine", "sent", f"{age} dispatches old", 0 <= age <= 1, "be at most 1 old")
+    check("sent", f"{age} dispatches old", 0 <= age <= 1, "be at most 1 old")
     size, chunks, width = workspace.world_size, workspace.chunks, workspace.width
     tokens = len(weights)
     out = y.new_empty(tokens, width)
@@ -606,20 +601,3 @@ def moe_combine(y: Tensor, weights: Tensor, sent: Dispatched, workspace: ExpertW
         max_polls=workspace.max_polls,
     )
     return out
-
-
-def _require_tensor(
-    op: str, argument: str, tensor: Tensor, dtype: torch.dtype, workspace: Workspace
-) -> None:
-    """Refuse a tensor of another dtype or device, or one that is not contiguous."""
-    device = workspace.device
-    require(op, f"{argument}'s dtype", tensor.dtype, tensor.dtype == dtype, f"be {dtype}")
-    require(op, f"{argument}'s device", tensor.device, tensor.device == device, f"be {device}")
-    stride, contiguous = tensor.stride(), tensor.is_contiguous()
-    require(op, f"{argument}'s stride", stride, contiguous, "be contiguous")
-
-
-def _require_shape(op: str, argument: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    """Refuse a tensor of another shape."""
-    given = list(tensor.shape)
-    require(op, f"{argument}'s shape", given, given == list(shape), f"be {list(shape)}")

@@ -18,16 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.gpu.arguments import require, require_tensor
 from weft.kernels.gpu.epilogue import FP8, RESULTS
-from weft.kernels.gpu.rows import (
-    cast,
-    fp8_scale,
-    require_fp8,
-    require_rows,
-    require_tensor,
-    row_blocks,
-)
-from weft.kernels.gpu.workspace import require
+from weft.kernels.gpu.rows import cast, fp8_scale, require_fp8, require_rows, row_blocks
 
 
 @triton.jit
@@ -112,10 +105,10 @@ def rms_norm(
     check = functools.partial(require, "rms_norm")
     require_rows(check, "x", x)
     rows, columns = x.shape
-    require_tensor(check, "weight", weight, (columns,), x, *RESULTS)
+    require_tensor(check, "weight", weight, (columns,), x.device, *RESULTS)
     check("eps", eps, eps > 0, "be positive")
     if residual is not None:
-        require_tensor(check, "residual", residual, (rows, columns), x, x.dtype)
+        require_tensor(check, "residual", residual, (rows, columns), x.device, x.dtype)
     if fp8:
         require_fp8(check)
     out = torch.empty_like(x, dtype=FP8 if fp8 else x.dtype)

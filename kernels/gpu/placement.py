@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.kernels.gpu.workspace import require
+from weft.kernels.gpu.arguments import require
 
 
 @dataclass(frozen=True, slots=True)

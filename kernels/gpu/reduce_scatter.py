@@ -148,12 +148,15 @@ def reduce_scatter(
         KernelError: the shape does not go with the ranks, the workspace or the method, on one
             rank; or it is not the same on all of them.
     """
-    size, shape = workspace.world_size, tuple(x.shape)
-    if method is None:
-        method = workspace.choose_method(x, len(x) if x.dim() else 1)
-    with workspace.agreed({"method": repr(method), "x's shape": shape}):
-        workspace.require_method(method)
+    size = workspace.world_size
+    asked: dict[str, object] = {}
+    with workspace.agreed("reduce_scatter", asked):
         workspace.require_tensor("x", x)
+        shape = tuple(x.shape)
+        if method is None:
+            method = workspace.choose_method(x, len(x) if x.dim() else 1)
+        asked |= {"method": repr(method), "x's shape": tuple(x.shape)}
+        workspace.require_method(method)
         workspace.require("x's shape", shape, x.dim() > 0, "have at least one axis")
         workspace.require("x's rows", len(x), len(x) % size == 0, f"be a multiple of {size} ranks")
         workspace.require_room("x", x.numel())

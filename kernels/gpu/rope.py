@@ -23,9 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.cpu.rope import HeadNorms, Rotation
+from weft.kernels.gpu.arguments import require, require_tensor
 from weft.kernels.gpu.epilogue import FP8, RESULTS
-from weft.kernels.gpu.rows import cast, require_fp8, require_tensor
-from weft.kernels.gpu.workspace import require
+from weft.kernels.gpu.rows import cast, require_fp8
 
 MAX_DIM = 1024
 """Of a head."""
@@ -160,21 +160,21 @@ def rotate_into_cache(
     check("heads", heads, heads >= 0, "be at least 0")
     check("qkv's shape", list(qkv.shape), qkv.dim() == 2, "be a matrix")
     tokens = len(qkv)
-    require_tensor(check, "qkv", qkv, (tokens, (heads + 2 * kv_heads) * dim), qkv, *RESULTS)
+    require_tensor(check, "qkv", qkv, (tokens, (heads + 2 * kv_heads) * dim), qkv.device, *RESULTS)
     for name, table in (("cos", rotation.cos), ("sin", rotation.sin)):
-        require_tensor(check, f"rotation.{name}", table, (tokens, dim), qkv, *RESULTS)
+        require_tensor(check, f"rotation.{name}", table, (tokens, dim), qkv.device, *RESULTS)
     dtype = qkv.dtype if scales is None else FP8
     for name, cache in (("keys", keys), ("values", values)):
-        require_tensor(check, name, cache, tuple(keys.shape), qkv, dtype)
+        require_tensor(check, name, cache, tuple(keys.shape), qkv.device, dtype)
     for name, index in (("pages", pages), ("slots", slots)):
-        require_tensor(check, name, index, (tokens,), qkv, torch.int32, torch.int64)
+        require_tensor(check, name, index, (tokens,), qkv.device, torch.int32, torch.int64)
     if norms is not None:
-        require_tensor(check, "norms.q", norms.q, (dim,), qkv, *RESULTS)
-        require_tensor(check, "norms.k", norms.k, (dim,), qkv, *RESULTS)
+        require_tensor(check, "norms.q", norms.q, (dim,), qkv.device, *RESULTS)
+        require_tensor(check, "norms.k", norms.k, (dim,), qkv.device, *RESULTS)
     if scales is not None:
         require_fp8(check)
-        require_tensor(check, "scales.k", scales.k, (kv_heads,), qkv, torch.float32)
-        require_tensor(check, "scales.v", scales.v, (kv_heads,), qkv, torch.float32)
+        require_tensor(check, "scales.k", scales.k, (kv_heads,), qkv.device, torch.float32)
+        require_tensor(check, "scales.v", scales.v, (kv_heads,), qkv.device, torch.float32)
     queries = qkv.new_empty(tokens, heads, dim)
     status = torch.empty(tokens, dtype=torch.int32, device=qkv.device)
     if not tokens:

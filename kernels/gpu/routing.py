@@ -28,9 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.gpu.arguments import require, require_counts, require_tensor
 from weft.kernels.gpu.epilogue import RESULTS
-from weft.kernels.gpu.rows import require_tensor
-from weft.kernels.gpu.workspace import require, require_counts
 
 MAX_EXPERTS, MAX_TOP_K = 1024, 32
 MAX_PAIRS = 2**31 - 1
@@ -163,7 +162,7 @@ def route(
     check = functools.partial(require, "route")
     check("logits's shape", list(logits.shape), logits.dim() == 2, "be a matrix")
     tokens, experts = logits.shape
-    require_tensor(check, "logits", logits, (tokens, experts), logits, *RESULTS)
+    require_tensor(check, "logits", logits, (tokens, experts), logits.device, *RESULTS)
     check("experts", experts, 1 <= experts <= MAX_EXPERTS, f"be from 1 to {MAX_EXPERTS}")
     require_counts(check, 1, top_k=top_k, groups=groups, top_groups=top_groups)
     check("scoring", repr(scoring), scoring in ("softmax", "sigmoid"), "be softmax or sigmoid")
@@ -174,7 +173,7 @@ def route(
     check("top_k", top_k, top_k <= most, f"be at most {most}, the experts of {top_groups} groups")
     check("top_k", top_k, top_k <= MAX_TOP_K, f"be at most {MAX_TOP_K}")
     if bias is not None:
-        require_tensor(check, "bias", bias, (experts,), logits, torch.float32)
+        require_tensor(check, "bias", bias, (experts,), logits.device, torch.float32)
         pairs = top_groups == groups or size > 1
         check("groups", groups, pairs, "have two experts or more each, to be scored by two")
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
@@ -306,7 +305,7 @@ def sort_by_expert(ids: Tensor, experts: int) -> Permutation:
     shape = list(ids.shape)
     fits = len(shape) == 2 and 1 <= shape[1] <= MAX_TOP_K
     check("ids's shape", shape, fits, f"be [T, k], k from 1 to {MAX_TOP_K}")
-    require_tensor(check, "ids", ids, tuple(shape), ids, torch.int32)
+    require_tensor(check, "ids", ids, tuple(shape), ids.device, torch.int32)
     require_counts(check, 1, experts=experts)
     check("experts", experts, experts <= MAX_EXPERTS, f"be at most {MAX_EXPERTS}")
     (tokens, k), pairs = shape, ids.numel()

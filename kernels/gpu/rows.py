@@ -6,12 +6,12 @@ row needs no second look at memory. That bounds a row: MAX_BYTES.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.gpu.epilogue import FP8, RESULTS, Require
+from weft.kernels.gpu.arguments import Require, require_tensor
+from weft.kernels.gpu.epilogue import FP8, RESULTS
 from weft.kernels.gpu.matmul import target
 
 MAX_BYTES = 1 << 16
@@ -27,29 +27,10 @@ def row_blocks(columns: int) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}
 
 
-def require_tensor(
-    check: Require,
-    name: str,
-    tensor: Tensor,
-    shape: tuple[int, ...],
-    like: Tensor,
-    *dtypes: torch.dtype,
-) -> None:
-    """Refuse a tensor of another shape, of none of the dtypes, elsewhere than another one is, or
-    not contiguous.
-    """
-    given, device = list(tensor.shape), like.device
-    check(f"{name}'s shape", given, given == list(shape), f"be {list(shape)}")
-    allowed = " or ".join(map(str, dtypes))
-    check(f"{name}'s dtype", tensor.dtype, tensor.dtype in dtypes, f"be {allowed}")
-    check(f"{name}'s device", tensor.device, tensor.device == device, f"be {device}")
-    check(f"{name}'s stride", tensor.stride(), tensor.is_contiguous(), "be contiguous")
-
-
 def require_rows(check: Require, name: str, x: Tensor, most: int = 0) -> None:
     """Refuse what is not a matrix of floats, with 1 to `most` columns: those of MAX_BYTES if 0."""
     check(f"{name}'s shape", list(x.shape), x.dim() == 2, "be a matrix")
-    require_tensor(check, name, x, tuple(x.shape), x, *RESULTS)
+    require_tensor(check, name, x, None, x.device, *RESULTS)
     most = most or MAX_BYTES // x.itemsize
     fits = 1 <= x.shape[1] <= most
     check(f"{name}'s columns", x.shape[1], fits, f"be from 1 to {most}")

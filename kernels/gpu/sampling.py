@@ -31,9 +31,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.gpu.epilogue import Require
+from weft.kernels.gpu.arguments import Require, require, require_counts
 from weft.kernels.gpu.rows import require_rows
-from weft.kernels.gpu.workspace import require, require_counts
 
 SPAN, BLOCK = 1 << 13, 1 << 12
 """Columns of a program of argmax; columns that top_k looks at together."""

@@ -27,6 +27,7 @@ from weft.kernels.gpu.all_gather_grouped_matmul import (
 )
 from weft.kernels.gpu.all_gather_matmul import all_gather_matmul, all_gather_matmul_workspace
 from weft.kernels.gpu.all_reduce import all_reduce, all_reduce_workspace
+from weft.kernels.gpu.arguments import KernelError
 from weft.kernels.gpu.clock import Call
 from weft.kernels.gpu.costs import DTYPES, PAYLOADS, Config, Problem
 from weft.kernels.gpu.grouped_matmul import grouped_matmul
@@ -42,7 +43,7 @@ from weft.kernels.gpu.matmul_reduce_scatter import (
 )
 from weft.kernels.gpu.reduce_scatter import reduce_scatter, reduce_scatter_workspace
 from weft.kernels.gpu.tune import PRODUCT_METHODS, Measured, Prepare, options_of, tune
-from weft.kernels.gpu.workspace import KernelError, Workspace
+from weft.kernels.gpu.workspace import Workspace
 from weft.kernels.symmetric.memory import Home
 
 METHODS = {

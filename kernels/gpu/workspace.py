@@ -29,9 +29,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from weft.errors import WeftError
 from weft.kernels.gpu import signals
-from weft.kernels.gpu.epilogue import Require
+from weft.kernels.gpu.arguments import KernelError, Require, require, require_counts, require_tensor
 from weft.kernels.gpu.launches import is_loading
 from weft.kernels.symmetric.memory import Home, SymmetricMemoryError, SymmetricTensor
 
@@ -49,28 +48,6 @@ TRITON_TYPES = {
 def triton_type(dtype: torch.dtype) -> tl.dtype:
     """Triton's name of a torch dtype."""
     return TRITON_TYPES[dtype]
-
-
-class KernelError(WeftError):
-    """An op was called with what it cannot take, or a wait inside one ran out."""
-
-
-def require(op: str, argument: str, value: object, allowed: bool, must: str) -> None:
-    """Refuse an argument before anything is launched.
-
-    Raises:
-        KernelError: naming op, argument, value and what is allowed.
-    """
-    if not allowed:
-        raise KernelError(f"{op}: {argument} is {value}; it must {must}")
-
-
-def require_counts(check: Require, least: int, **counts: object) -> None:
-    """Refuse what is not a whole number of at least so much."""
-    for argument, count in counts.items():
-        whole = isinstance(count, int) and not isinstance(count, bool)
-        fits = whole and count >= least  # type: ignore[operator]
-        check(argument, count, fits, f"be a whole number of at least {least}")
 
 
 def require_dtype(check: Require, dtype: torch.dtype) -> None:
@@ -135,12 +112,13 @@ def _disagreement(op: str, answers: list[tuple[str, str, dict[str, str]]]) -> st
     ]
     columns = {"the op": [name for name, _, _ in answers]}
     for argument in dict.fromkeys(name for _, _, given in answers for name in given):
-        columns[argument] = [given.get(argument, "not given") for _, _, given in answers]
+        columns[argument] = [
+            given.get(argument, "" if refusal else "not given") for _, refusal, given in answers
+        ]  # a rank that refuses one may not have come to the others
     for argument, values in columns.items():
-        if len(set(values)) > 1:
-            by_value = " and ".join(
-                f"{value} on {_ranks(values, value)}" for value in dict.fromkeys(values)
-            )
+        if len({value for value in values if value}) > 1:
+            given = dict.fromkeys(filter(None, values))
+            by_value = " and ".join(f"{value} on {_ranks(values, value)}" for value in given)
             found.append(f"{argument} is {by_value}; it must be the same on all ranks")
     return f"{op}: {'. '.join(found)}" if found else ""
 
@@ -217,8 +195,11 @@ class Workspace:
         self._known: set[str] = set()
 
     @contextmanager
-    def agreed(self, arguments: Mapping[str, object]) -> Iterator[None]:
+    def agreed(self, op: str, arguments: Mapping[str, object]) -> Iterator[None]:
         """`agreed` of a call's arguments: when they are new to this workspace, or refused.
+
+        A workspace of another op is refused. The arguments are read at the end, so that what
+        depends on an operand may be added within, once the operand is known to be a tensor.
 
         Ranks that have made the same calls so far are all told. What only some have seen before
         cannot be: those launch, and their waits run out. Nor are arguments compared of calls that
@@ -227,7 +208,8 @@ class Workspace:
         if is_loading():
             yield
             return
-        with agreed(self.name, arguments, self.compare, self._known):
+        with agreed(op, arguments, self.compare, self._known) as check:
+            check("workspace", f"one of {self.name}", op == self.name, f"be one of {op}")
             yield
 
     def resident(self, items: int) -> int:
@@ -257,13 +239,8 @@ class Workspace:
             )
 
     def require_tensor(self, argument: str, tensor: Tensor) -> None:
-        """Refuse a tensor of another dtype or device, or one that is not contiguous."""
-        dtype, device = tensor.dtype, tensor.device
-        self.require(f"{argument}'s dtype", dtype, dtype == self.dtype, f"be {self.dtype}")
-        self.require(f"{argument}'s device", device, device == self.device, f"be {self.device}")
-        self.require(
-            f"{argument}'s stride", tensor.stride(), tensor.is_contiguous(), "be contiguous"
-        )
+        """Refuse what is no tensor of the workspace's dtype and device, or not contiguous."""
+        require_tensor(self.require, argument, tensor, None, self.device, self.dtype)
 
     def require_room(self, argument: str, numel: int) -> None:
         """Refuse what is larger than a slot of the buffer."""

@@ -79,7 +79,11 @@ def test_what_is_found_is_told_and_is_the_exit_status(run: Run) -> None:
 def test_kernels_are_compiled(run: Run) -> None:
     done = run("aot", "--target", "sm_90", "--only", "all_gather")
     assert done.returncode == 0, done.stderr
-    header, *rows = [line.split() for line in done.stdout.splitlines()]
+    lines = done.stdout.splitlines()
+    assert len(set(lines)) == len(lines)
+    header, *rows, last = [line.split() for line in lines]
+    assert last[1:] == ["compilations,", "0", "problems"]
+    assert int(last[0]) >= len(rows)
     assert header[:5] == ["target", "op", "kernel", "dtype", "tile"]
     push = next(row for row in rows if row[2] == "push_chunks")
     assert push[:2] == ["sm_90", "all_gather"]
@@ -101,13 +105,14 @@ def test_problems_of_compiled_kernels_are_told_and_are_the_exit_status(run: Run)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["kernels", "--only", "gather"], "op is 'gather'; it must be one of all_gather, "),
+        (["kernels", "--only", "gather"], "op is 'gather' (did you mean all_gather?); it must be one of "),
+        (["kernels", "--only", "frob"], "op is 'frob'; it must be one of all_gather, "),
         (["kernels", "--world-size", "0"], "world size is 0; it must be in [1, 16]"),
         (["kernels", "--world-size", "two"], "--world-size is 'two'; it must be whole numbers"),
         (["kernels", "--seeds", "9-5"], "--seeds is '9-5'; it must be a count, as 3, or a range"),
         (["kernels", "--seeds", "0"], "--seeds is '0'; it must be a count, as 3, or a range"),
         (["aot", "--target", "sm_12"], "target is 'sm_12'; it must be one of sm_80, "),
-        (["aot", "--only", "gather"], "op is 'gather'; it must be one of all_gather, "),
+        (["aot", "--only", "gather"], "op is 'gather' (did you mean all_gather?); it must be one of "),
         (["frobnicate"], "frobnicate"),
     ],
 )

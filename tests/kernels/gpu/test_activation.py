@@ -18,7 +18,7 @@ from weft.kernels import reference
 from weft.kernels.check.row_ops import restored
 from weft.kernels.gpu import activation, rows
 from weft.kernels.gpu.activation import GROUP, quantize, silu_multiply, silu_multiply_quantize
-from weft.kernels.gpu.workspace import KernelError
+from weft.kernels.gpu.arguments import KernelError
 
 COLUMNS = st.one_of(st.integers(1, 300), st.sampled_from([127, 128, 129, 1024, 1025, 2500]))
 SCALES = st.sampled_from(["row", "group"])

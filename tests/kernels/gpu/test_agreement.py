@@ -17,6 +17,7 @@ from weft.kernels.gpu.all_gather import all_gather, all_gather_workspace
 from weft.kernels.gpu.all_gather_matmul import all_gather_matmul, all_gather_matmul_workspace
 from weft.kernels.gpu.all_reduce import all_reduce, all_reduce_workspace
 from weft.kernels.gpu.all_reduce_norm import all_reduce_rms_norm, all_reduce_rms_norm_workspace
+from weft.kernels.gpu.arguments import KernelError
 from weft.kernels.gpu.launches import Action, decided, loaded
 from weft.kernels.gpu.matmul_reduce_scatter import (
     matmul_all_reduce,
@@ -25,7 +26,7 @@ from weft.kernels.gpu.matmul_reduce_scatter import (
     matmul_reduce_scatter_workspace,
 )
 from weft.kernels.gpu.reduce_scatter import reduce_scatter, reduce_scatter_workspace
-from weft.kernels.gpu.workspace import KernelError, Workspace
+from weft.kernels.gpu.workspace import Workspace
 from weft.kernels.symmetric.memory import Home, SymmetricMemoryError
 from weft.kernels.symmetric.virtual import ThreadMeeting, VirtualHome, VirtualWorld
 
@@ -242,6 +243,12 @@ BAD_CALLS = [
     *((op, "programs", -1) for op in OPS if "blocks" in OPS[op][3]),
     *((op, "blocks", (16, 16, 24)) for op in OPS if "blocks" in OPS[op][3]),
     ("all_gather_matmul", "gathered", torch.zeros(16, 16)),
+    *(
+        (op, argument, [[1.0]])
+        for op in OPS
+        for argument, value in OPS[op][3].items()
+        if isinstance(value, torch.Tensor)
+    ),
 ]
 
 
@@ -250,6 +257,20 @@ def test_a_call_that_one_rank_refuses(op: str, argument: str, value: object) -> 
     message = told(op, {}, {argument: value})
     assert f"on rank 2 {argument}" in message
     assert "must" in message
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_workspace_of_another_op(op: str) -> None:
+    make, made_for, call, called_with = OPS[op]
+    other = "all_reduce" if op == "all_gather" else "all_gather"
+    make_other, other_for, _, _ = OPS[other]
+
+    def work(home: Home) -> None:
+        own, others = make(home, **made_for), make_other(home, **other_for)
+        call(workspace=others if home.rank == ODD else own, **called_with)
+
+    for error in errors(work):
+        assert str(error) == f"{op}: on rank 2 workspace is one of {other}; it must be one of {op}"
 
 
 def test_ranks_that_call_different_ops_are_told() -> None:
@@ -276,13 +297,13 @@ def test_what_was_agreed_on_is_not_compared_again() -> None:
 
     workspace = Workspace(Listening(VirtualWorld(1), 0), "op", 1, F32, 1)
     for rows in (1, 2, 1, 2):
-        with workspace.agreed({"rows": rows}):
+        with workspace.agreed("op", {"rows": rows}):
             pass
     assert len(compared) == 2
     for _ in range(2):  # a refusal is, for another rank may not refuse
         with (
             pytest.raises(KernelError, match="op: rows is 1; it must be 2"),
-            workspace.agreed({"rows": 1}),
+            workspace.agreed("op", {"rows": 1}),
         ):
             workspace.require("rows", 1, False, "be 2")
     assert len(compared) == 4
@@ -292,10 +313,10 @@ def test_calls_that_only_load_kernels_are_not_collective() -> None:
     def work(home: Home) -> None:
         workspace = Workspace(home, "op", 1, F32, 1)
         if home.rank == 0:
-            with loaded(), workspace.agreed({"rows": 1}):
+            with loaded(), workspace.agreed("op", {"rows": 1}):
                 pass
         home.exchange("loaded")
-        with workspace.agreed({"rows": 1}):  # was not compared yet
+        with workspace.agreed("op", {"rows": 1}):  # was not compared yet
             workspace.require("rows", 1, home.rank != 1, "be 2")
 
     for error in errors(work, size=2):
@@ -307,7 +328,7 @@ def test_a_rank_that_does_not_come_is_named_and_a_refusal_is_not_lost() -> None:
         workspace = Workspace(home, "op", 1, F32, 1)
         if home.rank == 0:
             return
-        with workspace.agreed({"rows": 1}):
+        with workspace.agreed("op", {"rows": 1}):
             workspace.require("rows", 1, home.rank != 1, "be 2")
 
     absent, refused, waited = errors(work, size=3, timeout=1.0)

@@ -23,7 +23,7 @@ from weft.kernels.check.ranks import RankError, run
 from weft.kernels.gpu import all_gather as module
 from weft.kernels.gpu import all_gather_ll, all_gather_two_level, chunks, low_latency, multimem
 from weft.kernels.gpu.all_gather import METHODS, all_gather, all_gather_workspace
-from weft.kernels.gpu.workspace import KernelError
+from weft.kernels.gpu.arguments import KernelError
 from weft.kernels.symmetric.memory import Home
 from weft.kernels.symmetric.shared import SharedHome
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld

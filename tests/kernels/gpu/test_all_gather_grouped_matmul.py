@@ -33,8 +33,8 @@ from weft.kernels.gpu.all_gather_grouped_matmul import (
     all_gather_grouped_matmul_workspace,
     make_plan,
 )
+from weft.kernels.gpu.arguments import KernelError
 from weft.kernels.gpu.epilogue import Epilogue
-from weft.kernels.gpu.workspace import KernelError
 from weft.kernels.symmetric.memory import Home
 
 

@@ -37,8 +37,8 @@ from weft.kernels.gpu.all_gather_matmul import (
     behind,
     step_and_part,
 )
+from weft.kernels.gpu.arguments import KernelError
 from weft.kernels.gpu.epilogue import Epilogue
-from weft.kernels.gpu.workspace import KernelError
 from weft.kernels.symmetric.memory import Home
 
 

@@ -18,7 +18,7 @@ from weft.kernels import reference
 from weft.kernels.gpu import all_reduce as module
 from weft.kernels.gpu import chunks, reduce_scatter
 from weft.kernels.gpu.all_reduce import METHODS, all_reduce, all_reduce_workspace
-from weft.kernels.gpu.workspace import KernelError
+from weft.kernels.gpu.arguments import KernelError
 from weft.kernels.symmetric.shared import SharedHome
 
 CALLS, MAX_NUMEL, CHUNK = collectives.CALLS, 2200, 64

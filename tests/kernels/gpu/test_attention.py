@@ -26,6 +26,7 @@ from weft.kernels.check import interpreter
 from weft.kernels.check.aot import TENSOR_CORES
 from weft.kernels.check.interpreter import Array, Atomic, Kind, Program
 from weft.kernels.gpu import attention as module
+from weft.kernels.gpu.arguments import KernelError
 from weft.kernels.gpu.attention import (
     LONGER_THAN_TABLE,
     OUT_OF_POOL,
@@ -34,7 +35,6 @@ from weft.kernels.gpu.attention import (
     paged_attention,
 )
 from weft.kernels.gpu.decode_attention import decode_attention
-from weft.kernels.gpu.workspace import KernelError
 
 
 @pytest.fixture(autouse=True, scope="module")

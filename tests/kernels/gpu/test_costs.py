@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.kernels.gpu.arguments import KernelError
 from weft.kernels.gpu.costs import (
     DEVICES,
     PAYLOADS,
@@ -21,7 +22,6 @@ from weft.kernels.gpu.costs import (
     link_time,
     space,
 )
-from weft.kernels.gpu.workspace import KernelError
 
 H100 = device_named("NVIDIA H100 80GB HBM3")
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from weft.kernels.check import interpreter
 from weft.kernels.gpu import attention
 from weft.kernels.gpu import decode_attention as module
+from weft.kernels.gpu.arguments import KernelError
 from weft.kernels.gpu.attention import Options, Tile, paged_attention
 from weft.kernels.gpu.decode_attention import (
     MAX_SPLITS,
@@ -26,7 +27,6 @@ from weft.kernels.gpu.decode_attention import (
     count_splits,
     decode_attention,
 )
-from weft.kernels.gpu.workspace import KernelError
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -12,9 +12,9 @@ from support.overlapped import DTYPES, FP8, SEEDS, close
 
 from weft.kernels import reference
 from weft.kernels.check import interpreter
+from weft.kernels.gpu.arguments import KernelError
 from weft.kernels.gpu.epilogue import Epilogue
 from weft.kernels.gpu.matmul import matmul
-from weft.kernels.gpu.workspace import KernelError
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -19,12 +19,12 @@ from weft.kernels.check import interpreter
 from weft.kernels.check.ranks import run
 from weft.kernels.gpu import grouped_matmul as module
 from weft.kernels.gpu import tuned
+from weft.kernels.gpu.arguments import KernelError
 from weft.kernels.gpu.costs import Config, Problem
 from weft.kernels.gpu.epilogue import Epilogue
 from weft.kernels.gpu.grouped_matmul import LEAST_GROUPS, grouped_matmul, raise_for
 from weft.kernels.gpu.tune import Choice
 from weft.kernels.gpu.tuned import Entry
-from weft.kernels.gpu.workspace import KernelError
 
 NAN = float("nan")
 

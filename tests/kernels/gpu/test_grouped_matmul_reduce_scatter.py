@@ -34,12 +34,12 @@ from weft.kernels.gpu.all_gather_grouped_matmul import (
     all_gather_grouped_matmul_workspace,
     make_plan,
 )
+from weft.kernels.gpu.arguments import KernelError
 from weft.kernels.gpu.epilogue import Epilogue
 from weft.kernels.gpu.grouped_matmul_reduce_scatter import (
     grouped_matmul_reduce_scatter,
     grouped_matmul_reduce_scatter_workspace,
 )
-from weft.kernels.gpu.workspace import KernelError
 from weft.kernels.symmetric.memory import Home
 
 TILE = (16, 16)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from support.overlapped import BLOCKS, DTYPES, FP8, SEEDS, close
 
 from weft.kernels.check import interpreter
+from weft.kernels.gpu.arguments import KernelError
 from weft.kernels.gpu.matmul import Weights, matmul, takes_tma, tile_at
-from weft.kernels.gpu.workspace import KernelError
 
 
 @pytest.fixture(autouse=True, scope="module")

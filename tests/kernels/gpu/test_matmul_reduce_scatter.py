@@ -27,6 +27,7 @@ from weft.kernels import reference
 from weft.kernels.check.ranks import RankError, run
 from weft.kernels.gpu import matmul_reduce_scatter as module
 from weft.kernels.gpu import signals
+from weft.kernels.gpu.arguments import KernelError
 from weft.kernels.gpu.epilogue import Epilogue
 from weft.kernels.gpu.matmul_reduce_scatter import (
     matmul_all_reduce,
@@ -34,7 +35,6 @@ from weft.kernels.gpu.matmul_reduce_scatter import (
     matmul_reduce_scatter,
     matmul_reduce_scatter_workspace,
 )
-from weft.kernels.gpu.workspace import KernelError
 from weft.kernels.symmetric.memory import Home
 
 OPS = {

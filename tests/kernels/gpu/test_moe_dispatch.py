@@ -24,6 +24,7 @@ from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import HangError, RankError, run
 from weft.kernels.gpu import moe_dispatch as module
 from weft.kernels.gpu import signals
+from weft.kernels.gpu.arguments import KernelError
 from weft.kernels.gpu.moe_dispatch import (
     Dispatched,
     ExpertWorkspace,
@@ -32,7 +33,6 @@ from weft.kernels.gpu.moe_dispatch import (
     moe_workspace,
 )
 from weft.kernels.gpu.placement import Placement, balanced, even
-from weft.kernels.gpu.workspace import KernelError
 from weft.kernels.symmetric.memory import Home
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 

@@ -16,8 +16,8 @@ from support.rows import bounded, finds, same
 
 from weft.kernels import reference
 from weft.kernels.gpu import norm, rows
+from weft.kernels.gpu.arguments import KernelError
 from weft.kernels.gpu.norm import rms_norm
-from weft.kernels.gpu.workspace import KernelError
 
 EPS = 1e-5
 

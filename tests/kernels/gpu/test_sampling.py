@@ -18,8 +18,8 @@ from support.rows import bounded, finds, same
 from weft.kernels import reference
 from weft.kernels.cpu.argmax import argmax as argmax_on_cpu
 from weft.kernels.gpu import sampling
+from weft.kernels.gpu.arguments import KernelError
 from weft.kernels.gpu.sampling import argmax, top_k
-from weft.kernels.gpu.workspace import KernelError
 
 SIZES = st.one_of(st.integers(1, 60), st.sampled_from([4095, 4097, 8193, 20000]))
 

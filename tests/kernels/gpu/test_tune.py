@@ -21,6 +21,7 @@ from weft.kernels.check.ranks import RankError, run
 from weft.kernels.gpu import tune, tuned
 from weft.kernels.gpu.all_gather import all_gather_workspace
 from weft.kernels.gpu.all_gather_matmul import all_gather_matmul_workspace
+from weft.kernels.gpu.arguments import KernelError
 from weft.kernels.gpu.clock import Call
 from weft.kernels.gpu.costs import UNKNOWN, Config, Problem, space
 from weft.kernels.gpu.matmul import Weights
@@ -30,7 +31,6 @@ from weft.kernels.gpu.matmul_reduce_scatter import (
 )
 from weft.kernels.gpu.tunable import COLLECTIVES, PRODUCTS
 from weft.kernels.gpu.tuned import Entry, TuningError
-from weft.kernels.gpu.workspace import KernelError
 from weft.kernels.symmetric.memory import Home
 
 SIZE = 3

@@ -21,8 +21,9 @@ from weft.kernels.check.ops import OPS, Op, Sizes
 from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import CheckedHome, RankError, run
 from weft.kernels.check.row_ops import ROW_OPS
+from weft.kernels.gpu.arguments import KernelError
 from weft.kernels.gpu.signals import polls_left, report
-from weft.kernels.gpu.workspace import KernelError, Workspace
+from weft.kernels.gpu.workspace import Workspace
 from weft.kernels.symmetric.memory import Home
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 
