@@ -61,7 +61,7 @@ def check(scale: Scale, op: Op, world: int) -> Figure:
         for number, tensors in enumerate(inputs)
         for rank, expected in enumerate(op.oracle(*tensors))
     )
-    most = TOLERANCE[scale.dtype]
+    most = max(TOLERANCE[scale.dtype], op.tolerance)
     return Figure(worst, "of the largest", worst, worst, f"at most {most:g}", worst <= most)
 
 
