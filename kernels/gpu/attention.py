@@ -588,19 +588,19 @@ def check_attention(
     check("q's stride", q.stride(), together, "have a token's heads contiguous")
     check("D", dim, 0 < dim <= MAX_HEAD_DIM, f"be from 1 to {MAX_HEAD_DIM}")
     check(
-        "keys' shape", shape, keys.dim() == 4 and shape[3] == dim, f"be [blocks, Hk, page, {dim}]"
+        "keys's shape", shape, keys.dim() == 4 and shape[3] == dim, f"be [blocks, Hk, page, {dim}]"
     )
-    check("keys' shape", shape, keys.numel() > 0, "have no side of 0")
+    check("keys's shape", shape, keys.numel() > 0, "have no side of 0")
     kv_heads = shape[1]
     divides = heads % kv_heads == 0 and heads > 0
-    check("keys' heads", kv_heads, divides, f"divide q's {heads}")
+    check("keys's heads", kv_heads, divides, f"divide q's {heads}")
     group = heads // kv_heads
     check("H / Hk", group, group <= MAX_GROUP, f"be at most {MAX_GROUP}")
     cached = keys.dtype
     if cached == FP8:
         backend, capability = target()
         able = backend != "cuda" or capability >= 89
-        check("keys' dtype", cached, able, f"be {q.dtype}: sm_{capability} has no e4m3")
+        check("keys's dtype", cached, able, f"be {q.dtype}: sm_{capability} has no e4m3")
 
     def check_tensor(
         name: str, tensor: Tensor | None, shape: list[int], *dtypes: torch.dtype
