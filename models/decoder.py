@@ -133,7 +133,7 @@ class Decoder:
         gate, up, down = (f"{name}.experts.{{expert}}.{matrix}.weight" for matrix in matrices)
         inner, outer = (count, width, self.hidden), (count, self.hidden, width)
         return MoeSpec(
-            router=WeightSpec(f"{name}.gate.weight", (count, self.hidden), ("expert", "hidden")),
+            router=WeightSpec(f"{name}.gate.weight", (count, self.hidden), ("choice", "hidden")),
             gate=WeightSpec(gate, inner, ("expert", "moe_intermediate", "hidden")),
             up=WeightSpec(up, inner, ("expert", "moe_intermediate", "hidden")),
             down=WeightSpec(down, outer, ("expert", "hidden", "moe_intermediate")),

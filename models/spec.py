@@ -28,6 +28,7 @@ Axis = Literal[
     "kv_heads",  # key/value heads x head_dim; may be cut between heads only
     "head_dim",  # inside one head; never cut
     "intermediate",  # width of a dense MLP
+    "choice",  # what a router chooses among: each rank looks at all experts
     "expert",  # experts of a layer
     "moe_intermediate",  # width of one expert
 ]

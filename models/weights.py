@@ -6,9 +6,10 @@
    unexpected or mis-shaped tensor, a type that is not plain floating point, or
    a file that is shorter than its header says, is a ModelError naming file and
    tensor. Nothing is skipped but what `_is_harmless` lists.
-3. `Weights.read` gives one tensor at a time, mapped into memory and not copied:
-   the caller converts, packs or shards it and drops it, so that loading needs
-   the model's memory plus the tensor in hand.
+3. `Weights.read` gives one tensor at a time, or this rank's part of it, mapped
+   into memory and not copied: the caller converts or packs it and drops it, so
+   that loading needs the model's memory plus the tensor in hand, and reads what
+   the rank keeps.
 
 Not here: pickled checkpoints (they can run code), quantised weights, and
 writing. A file that is overwritten in place while it is mapped ends the
@@ -18,6 +19,7 @@ process (SIGBUS); replacing it by renaming is safe.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,7 @@ from torch import Tensor
 
 from weft.errors import ModelError
 from weft.models.checkpoint import read_json
+from weft.models.layout import WHOLE, Layout
 from weft.models.spec import ModelSpec, WeightSpec
 
 SINGLE_FILE = "model.safetensors"
@@ -48,24 +51,29 @@ class Weights:
         path: the checkpoint's directory.
         spec: what must be in it.
         progress: told after each tensor how far reading has come.
+        layout: whose parts are read.
 
     Raises:
         ModelError: the checkpoint is not what `spec` describes; see the module's text.
     """
 
-    def __init__(self, path: Path, spec: ModelSpec, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        spec: ModelSpec,
+        progress: Progress | None = None,
+        layout: Layout = WHOLE,
+    ) -> None:
         self._entries = _check_files(path, spec)
-        self._total = sum(
-            weight.tensor_size * self._entries[name].itemsize
-            for weight in spec.weights
-            for name in weight.tensor_names
-        )
+        self._spec = spec
+        self.layout = layout
+        self._total = sum(size for weight in spec.weights for *_, size in self._to_read(weight))
         self._done = 0
         self._read: set[str] = set()
         self._progress = progress
 
     def read(self, weight: WeightSpec) -> Tensor:
-        """A weight that is one tensor, in the checkpoint's type, shape `weight.shape`.
+        """This rank's part of a weight that is one tensor, in the checkpoint's type.
 
         It is a view of the mapped file and must not be written to. The file is mapped anew for
         each weight: the pages that it has touched then leave the process with it.
@@ -74,19 +82,33 @@ class Weights:
         return tensor
 
     def read_each(self, weight: WeightSpec) -> Iterator[Tensor]:
-        """The tensors that a weight consists of (one per expert), one at a time, as in `read`.
+        """Those of the tensors that a weight consists of (one per expert) that are this rank's.
+
+        One at a time, as in `read`; of experts that are cut, the part that is this rank's.
 
         Small ones share a mapping, for else the file's header is read for each of them.
         """
         file, handle, mapped = None, None, 0
-        for name in weight.tensor_names:
+        for name, part, size in self._to_read(weight):
             entry = self._entries[name]
             if handle is None or file != entry.file or mapped > REMAP_BYTES:
                 file, handle, mapped = entry.file, _open(entry.file), 0
-            yield handle.get_tensor(name)
-            size = weight.tensor_size * entry.itemsize
+            yield handle.get_tensor(name)[part]
             mapped += size
             self._count(name, size)
+
+    def parts(self, weight: WeightSpec) -> tuple[slice, ...]:
+        """Which part of a weight is read, by axis."""
+        return self.layout.parts(self._spec, weight)
+
+    def _to_read(self, weight: WeightSpec) -> Iterator[tuple[str, tuple[slice, ...], int]]:
+        """Of each tensor of a weight that this rank reads: name, part and bytes of the part."""
+        names, part = weight.tensor_names, self.parts(weight)
+        if weight.is_per_expert:
+            names, part = names[part[0]], part[1:]
+        numbers = math.prod(axis.stop - axis.start for axis in part)
+        for name in names:
+            yield name, part, numbers * self._entries[name].itemsize
 
     def _count(self, name: str, size: int) -> None:
         """Tell how far reading has come; a tensor that is read again counts once."""

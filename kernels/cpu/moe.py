@@ -13,8 +13,9 @@
 On CPUs with AVX-512 BF16, 2 to 4 are one call of csrc/linear.cpp, whose threads share
 the panels of all experts; elsewhere experts are torch's layers, one by one.
 
-Not handled: experts on other ranks (every id must be in [0, E)), biases and
-activations other than SiLU.
+Of experts that are not here (those of other ranks) nothing is added.
+
+Not handled: biases, and activations other than SiLU.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tenso
 
 
 class PackedExperts:
-    """The E expert MLPs of one layer, each SwiGLU (Shazeer 2020).
+    """E expert MLPs of one layer, each SwiGLU (Shazeer 2020).
 
     The weights are taken one expert at a time, so that an iterable which reads them from a file
     never has more than one expert in hand.
@@ -84,6 +85,7 @@ class PackedExperts:
         up: of each expert, [I, K].
         down: of each expert, [K, I].
         make: makes a layer of a weight.
+        first: the first one's number among all experts of the layer.
     """
 
     def __init__(
@@ -92,7 +94,10 @@ class PackedExperts:
         up: Iterable[Tensor],
         down: Iterable[Tensor],
         make: MakeLinear = make_linear,
+        *,
+        first: int = 0,
     ) -> None:
+        self._first = first
         self._gate_up: list[Linear] = []
         self._down: list[Linear] = []
         for expert, (g, u, d) in enumerate(zip(gate, up, down, strict=True)):
@@ -118,7 +123,7 @@ class PackedExperts:
 
         Args:
             x: [T, K], the weights' dtype.
-            expert_ids: int [T, k], each in [0, E).
+            expert_ids: int [T, k]; those that are not in [first, first + E) are not run.
             expert_weights: float32 [T, k], used as they are (the router normalises).
             norm: comes first.
             residual: [T, K], added to the result.
@@ -130,7 +135,7 @@ class PackedExperts:
         if gate_up is not None and down is not None:
             x = x.contiguous()
             out = torch.empty_like(x)
-            ids = expert_ids.to(torch.int32).contiguous()
+            ids = (expert_ids - self._first).to(torch.int32).contiguous()
             weights = expert_weights.contiguous()
             if residual is not None:
                 residual = residual.contiguous()
@@ -140,16 +145,18 @@ class PackedExperts:
                 *(ids.data_ptr(), weights.data_ptr(), native.address(residual), out.data_ptr()),
             )
             return out
-        out = self._one_by_one(x if norm is None else norm(x), expert_ids, expert_weights)
+        ids = expert_ids - self._first
+        out = self._one_by_one(x if norm is None else norm(x), ids, expert_weights)
         return out if residual is None else residual + out
 
     def _one_by_one(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         tokens, k = expert_ids.shape
-        flat_ids = expert_ids.reshape(-1)
+        elsewhere = (expert_ids < 0) | (expert_ids >= len(self._down))
+        flat_ids = expert_ids.masked_fill(elsewhere, len(self._down)).reshape(-1)
         order = flat_ids.argsort(stable=True)
-        counts = torch.bincount(flat_ids, minlength=len(self._down)).tolist()
+        counts = torch.bincount(flat_ids, minlength=len(self._down) + 1).tolist()[:-1]
         sorted_x = x.index_select(0, order // k)
-        sorted_out = torch.empty_like(sorted_x)
+        sorted_out = torch.zeros_like(sorted_x)
         start = 0
         for expert, count in enumerate(counts):
             if count:

@@ -423,17 +423,21 @@ void weft_experts(const Matrix* gate_up, const Matrix* down, int64_t experts, co
                   int64_t tokens, int64_t top_k, const int32_t* ids, const float* weights,
                   const bf16* residual, bf16* out) {
   if (tokens == 0) return;
-  const int64_t count = tokens * top_k, width = down[0].n;
+  const int64_t pairs = tokens * top_k, width = down[0].n;
+  const auto is_here = [&](int32_t expert) { return expert >= 0 && expert < experts; };
   // Counting sort: the pairs of an expert are consecutive, in the order of their tokens.
   std::vector<int64_t> start(experts + 1, 0);
-  for (int64_t i = 0; i < count; ++i) ++start[ids[i] + 1];
+  for (int64_t i = 0; i < pairs; ++i)
+    if (is_here(ids[i])) ++start[ids[i] + 1];
   for (int64_t e = 0; e < experts; ++e) start[e + 1] += start[e];
+  const int64_t count = start[experts];
   std::vector<int32_t> token(count);
-  std::vector<int64_t> place(count), filled(start.begin(), start.end() - 1);
-  for (int64_t i = 0; i < count; ++i) {
-    place[i] = filled[ids[i]]++;
-    token[place[i]] = static_cast<int32_t>(i / top_k);
-  }
+  std::vector<int64_t> place(pairs, -1), filled(start.begin(), start.end() - 1);
+  for (int64_t i = 0; i < pairs; ++i)
+    if (is_here(ids[i])) {
+      place[i] = filled[ids[i]]++;
+      token[place[i]] = static_cast<int32_t>(i / top_k);
+    }
   std::vector<Group> up, back;
   for (int64_t e = 0; e < experts; ++e)
     if (const int64_t rows = start[e + 1] - start[e]) {
@@ -445,16 +449,19 @@ void weft_experts(const Matrix* gate_up, const Matrix* down, int64_t experts, co
   bf16* result = result_buffer.get(count * width);
   Rows gathered = *x;
   gathered.index = token.data();
-  product(up, gathered, nullptr, inner);
-  product(back, {inner, down[0].k, nullptr, nullptr, 0}, nullptr, result);
+  if (count) {
+    product(up, gathered, nullptr, inner);
+    product(back, {inner, down[0].k, nullptr, nullptr, 0}, nullptr, result);
+  }
 #pragma omp parallel for if (tokens > 16)
   for (int64_t t = 0; t < tokens; ++t)
     for (int64_t i = 0; i < width; i += 16) {
       const __mmask16 lanes = first_lanes(width - i);
       __m512 sum = residual ? load_bf16(residual + t * width + i, lanes) : _mm512_setzero_ps();
       for (int64_t c = 0; c < top_k; ++c)
-        sum = _mm512_fmadd_ps(_mm512_set1_ps(weights[t * top_k + c]),
-                              load_bf16(result + place[t * top_k + c] * width + i, lanes), sum);
+        if (const int64_t at = place[t * top_k + c]; at >= 0)
+          sum = _mm512_fmadd_ps(_mm512_set1_ps(weights[t * top_k + c]),
+                                load_bf16(result + at * width + i, lanes), sum);
       store_bf16(out + t * width + i, sum, lanes);
     }
 }

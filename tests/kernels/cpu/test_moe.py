@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -102,6 +104,28 @@ def test_routes_to_the_most_probable(
         expected = expected / expected.sum(dim=-1, keepdim=True)
     assert torch.equal(ids.long(), order[:, :k])
     torch.testing.assert_close(weights, expected)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("parts", [(0, 2, 6), (0, 0, 5, 6)])
+def test_experts_elsewhere_add_nothing(parts: tuple[int, ...], compiled: bool) -> None:
+    """So that what each rank's experts give adds up to what all give."""
+    gate, up, down = random_experts(6, 48, 64, torch.bfloat16)
+    x = torch.randn(9, 64).bfloat16()
+    ids, scale = random_routes(9, 6, 3)
+    with compiled_kernels(compiled):
+        whole = PackedExperts(gate, up, down)(x, ids, scale)
+        total = torch.zeros(9, 64)
+        for first, end in pairwise(parts):
+            here = slice(first, end)
+            if first == end:  # those of a rank that no token wants
+                unwanted = torch.full_like(ids, 7)
+                out = PackedExperts(gate, up, down)(x, unwanted, scale)
+                assert not out.any()
+                continue
+            some = PackedExperts(gate[here], up[here], down[here], first=first)
+            total += some(x, ids, scale).float()
+    torch.testing.assert_close(total, whole.float(), atol=0.02, rtol=0.02)
 
 
 def test_compiled_int8_experts_are_near_those_of_bfloat16() -> None:

@@ -1,0 +1,152 @@
+"""How a model is split over ranks: which part of each weight is whose.
+
+A weight's axes say how it may be cut (spec.py); a Layout says how many parts an
+axis has and which of them a rank holds:
+
+| axis | parts | |
+| --- | --- | --- |
+| vocab, q_heads, intermediate | tp | |
+| kv_heads | tp, or one for each head if there are fewer | heads are then on several ranks |
+| expert | ep | |
+| moe_intermediate | tp / ep | experts are cut where there are more ranks than parts of them |
+| hidden, head_dim, choice | 1 | |
+
+There are max(tp, ep) ranks. With ep above tp, ep / tp ranks hold the same part of
+what is not an expert. Parts are of equal size, but for the vocabulary, whose last
+parts may be smaller. (Megatron-LM, Shoeybi et al. 2019, section 3; GShard, Lepikhin
+et al. 2020, for experts.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TypeVar
+
+from weft.errors import ConfigError
+from weft.models.spec import Axis, MlpSpec, ModelSpec, MoeSpec, WeightSpec
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One rank of a model's.
+
+    Attributes:
+        tp: parts of attention, of dense MLPs and of the vocabulary.
+        ep: parts of the experts; divides tp or is a multiple of it.
+        rank: this one, in [0, world_size).
+    """
+
+    tp: int = 1
+    ep: int = 1
+    rank: int = 0
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return max(self.tp, self.ep)
+
+    def part(self, spec: ModelSpec, axis: Axis, size: int) -> slice:
+        """This rank's part of an axis of that many numbers, of a weight of the model."""
+        tp = self.rank % self.tp
+        if axis in ("hidden", "head_dim", "choice"):
+            return slice(0, size)
+        if axis == "kv_heads":
+            parts = min(self.tp, spec.num_kv_heads)
+            return _part(size, parts, tp * parts // self.tp)
+        if axis == "expert":
+            return _part(size, self.ep, self.rank * self.ep // self.world_size)
+        if axis == "moe_intermediate":
+            parts = max(1, self.tp // self.ep)
+            return _part(size, parts, self.rank % parts)
+        return _part(size, self.tp, tp)
+
+    def parts(self, spec: ModelSpec, weight: WeightSpec) -> tuple[slice, ...]:
+        """This rank's part of a weight, by axis."""
+        sizes = zip(weight.axes, weight.shape, strict=True)
+        return tuple(self.part(spec, axis, size) for axis, size in sizes)
+
+    def local(self, spec: ModelSpec) -> ModelSpec:
+        """The model that this rank has: with its shapes, its heads and its experts."""
+
+        def cut(value: Value) -> Value:
+            if isinstance(value, WeightSpec):
+                parts = self.parts(spec, value)
+                return replace(value, shape=tuple(map(_length, parts)))
+            if isinstance(value, tuple):
+                return tuple(map(cut, value))  # type: ignore[return-value]
+            if is_dataclass(value) and not isinstance(value, type):
+                return replace(
+                    value, **{f.name: cut(getattr(value, f.name)) for f in fields(value)}
+                )
+            return value
+
+        return replace(
+            cut(spec),
+            num_heads=_length(self.part(spec, "q_heads", spec.num_heads)),
+            num_kv_heads=_length(self.part(spec, "kv_heads", spec.num_kv_heads)),
+        )
+
+
+WHOLE = Layout()
+"""One rank, which has everything."""
+
+
+def check_layout(spec: ModelSpec, tp: int, ep: int) -> None:
+    """Refuse a split that the model's sizes do not allow.
+
+    Raises:
+        ConfigError: naming the flag, what does not divide, and the sizes that work.
+    """
+    if problem := _problem(spec, tp, 1):
+        works = [size for size in range(1, spec.num_heads + 1) if not _problem(spec, size, 1)]
+        raise ConfigError(f"--tp is {tp}; {problem}. These sizes work: {_listed(works)}")
+    if problem := _problem(spec, tp, ep):
+        most = max([tp, *(moe.gate.shape[0] for moe in _moes(spec))])
+        works = [size for size in range(1, most + 1) if not _problem(spec, tp, size)]
+        beside = f" beside --tp {tp}" if tp > 1 else ""
+        raise ConfigError(f"--ep is {ep}{beside}; {problem}. These sizes work: {_listed(works)}")
+
+
+def _problem(spec: ModelSpec, tp: int, ep: int) -> str | None:
+    """Why the model cannot be split like that, if it cannot."""
+    if tp % ep and ep % tp:
+        return "one of the two must be a multiple of the other"
+    if spec.num_heads % tp:
+        return f"it must divide the model's {spec.num_heads} heads"
+    if spec.num_kv_heads % tp and tp % spec.num_kv_heads:
+        return f"it must divide the model's {spec.num_kv_heads} KV heads or be a multiple of them"
+    for layer in spec.layers:
+        block = layer.feed_forward
+        if isinstance(block, MlpSpec) and block.gate.weight.shape[0] % tp:
+            return f"it must divide the MLP's width of {block.gate.weight.shape[0]}"
+    moes = _moes(spec)
+    if ep > 1 and not moes:
+        return "the model has no experts"
+    for moe in moes:
+        experts, width, _ = moe.gate.shape
+        if experts % ep:
+            return f"it must divide the model's {experts} experts"
+        if width % max(1, tp // ep):
+            return f"tp / ep, {tp // ep}, must divide the experts' width of {width}"
+    return None
+
+
+def _moes(spec: ModelSpec) -> list[MoeSpec]:
+    blocks = (layer.feed_forward for layer in spec.layers)
+    return [block for block in blocks if isinstance(block, MoeSpec)]
+
+
+def _listed(sizes: list[int]) -> str:
+    return ", ".join(map(str, sizes))
+
+
+def _length(part: slice) -> int:
+    return int(part.stop) - int(part.start)
+
+
+def _part(size: int, parts: int, index: int) -> slice:
+    """Part `index` of so many of an axis, the last of which may be smaller, or empty."""
+    each = -(-size // parts)
+    return slice(min(size, index * each), min(size, (index + 1) * each))

@@ -1,0 +1,129 @@
+"""Every number of a model is with a rank, and with no more of them than the layout says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.checkpoints import make_checkpoint
+
+from weft.errors import ConfigError
+from weft.models.checkpoint import read_spec
+from weft.models.layout import Layout, check_layout
+from weft.models.spec import ModelSpec
+
+LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2), (2, 4), (4, 2)]
+
+
+@pytest.fixture(scope="module")
+def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelSpec]:
+    return {
+        family: read_spec(make_checkpoint(tmp_path_factory.mktemp(family), family))
+        for family in ("llama", "qwen3_moe")
+    }
+
+
+def holders(axis: str, tp: int, ep: int, kv_heads: int) -> int:
+    """Ranks that have the same part of an axis, if it is the only one that is cut."""
+    parts = {
+        "hidden": 1,
+        "head_dim": 1,
+        "choice": 1,
+        "kv_heads": min(tp, kv_heads),
+        "expert": ep,
+        "moe_intermediate": max(1, tp // ep),
+    }.get(axis, tp)
+    return max(tp, ep) // parts
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "ep"),
+    [
+        (family, tp, ep)
+        for family in ("llama", "qwen3_moe")
+        for tp, ep in LAYOUTS
+        if family != "llama" or ep == 1
+    ],
+)
+def test_the_parts_make_up_every_weight(
+    family: str, tp: int, ep: int, specs: dict[str, ModelSpec]
+) -> None:
+    spec = specs[family]
+    check_layout(spec, tp, ep)
+    ranks = [Layout(tp, ep, rank) for rank in range(max(tp, ep))]
+    for weight in spec.weights:
+        count = np.zeros(weight.shape, np.int32)
+        for layout in ranks:
+            count[layout.parts(spec, weight)] += 1
+        if "expert" in weight.axes and "moe_intermediate" in weight.axes:
+            expected = 1 if tp >= ep else holders("expert", tp, ep, 0)
+        else:
+            cut = (holders(axis, tp, ep, spec.num_kv_heads) for axis in weight.axes)
+            expected = min(cut)
+        assert (count == expected).all(), weight.name
+
+
+def test_the_heads_of_a_rank_are_those_of_its_weights(specs: dict[str, ModelSpec]) -> None:
+    spec = specs["llama"]  # 4 heads, 2 KV heads
+    for rank in range(4):
+        local = Layout(tp=4, rank=rank).local(spec)
+        assert (local.num_heads, local.num_kv_heads) == (1, 1)
+        attention = local.layers[0].attention
+        assert attention.q.weight.shape == (spec.head_dim, spec.hidden_size)
+        assert attention.k.weight.shape == (spec.head_dim, spec.hidden_size)
+        assert attention.o.weight.shape == (spec.hidden_size, spec.head_dim)
+    parts = [Layout(4, 1, r).parts(spec, spec.layers[0].attention.k.weight)[0] for r in range(4)]
+    assert [part.start // spec.head_dim for part in parts] == [0, 0, 1, 1]
+
+
+def test_a_vocabulary_that_does_not_divide_is_cut_all_the_same(
+    specs: dict[str, ModelSpec],
+) -> None:
+    spec = specs["llama"]  # 320 tokens
+    layouts = [Layout(tp=3, rank=rank) for rank in range(3)]
+    parts = [layout.part(spec, "vocab", spec.vocab_size) for layout in layouts]
+    assert [(part.start, part.stop) for part in parts] == [(0, 107), (107, 214), (214, 320)]
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "ep", "message"),
+    [
+        (
+            "llama",
+            3,
+            1,
+            "--tp is 3; it must divide the model's 4 heads. These sizes work: 1, 2, 4",
+        ),
+        ("llama", 1, 2, "--ep is 2; the model has no experts. These sizes work: 1"),
+        (
+            "qwen3_moe",
+            1,
+            3,
+            "--ep is 3; it must divide the model's 8 experts. These sizes work: 1, 2, 4, 8",
+        ),
+        (
+            "qwen3_moe",
+            4,
+            3,
+            "--ep is 3 beside --tp 4; one of the two must be a multiple of the other. "
+            "These sizes work: 1, 2, 4, 8",
+        ),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_what_does(
+    family: str, tp: int, ep: int, message: str, specs: dict[str, ModelSpec]
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_layout(specs[family], tp, ep)
+    assert str(raised.value) == message
+
+
+def test_kv_heads_that_are_neither_divisor_nor_multiple(tmp_path: Path) -> None:
+    spec = read_spec(
+        make_checkpoint(
+            tmp_path, "llama", num_attention_heads=12, num_key_value_heads=3, hidden_size=96
+        )
+    )
+    with pytest.raises(ConfigError, match=r"3 KV heads or be a multiple of them.*: 1, 3, 6, 12"):
+        check_layout(spec, 2, 1)
