@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
-from weft.errors import EngineError, WeftError
+from weft.errors import EngineError
 from weft.serving.messages import Failed, FromCore, ToCore
 
 if TYPE_CHECKING:
@@ -56,10 +56,8 @@ class CoreChannel:
         trace: TracebackType | None,
     ) -> None:
         if error is not None:
-            expected = isinstance(error, WeftError)
-            name = type(error).__name__ if expected else "EngineError"
             with suppress(EngineError):  # nobody to tell
-                self.send(Failed(name, str(error) if expected else repr(error)))
+                self.send(Failed.of(error))
         self._inbox.close(linger=0)
         self._outbox.close(linger=LINGER)
 

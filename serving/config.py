@@ -21,6 +21,7 @@ from weft.errors import ConfigError
 
 Dtype = Literal["auto", "bfloat16", "float32"]
 Quantization = Literal["none", "int8"]
+Kernels = Literal["auto", "overlapped", "plain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,17 @@ class EngineConfig:
     compress_weights: Annotated[
         bool, Help("keep bfloat16 matrices in 12 bits a number, without loss, to read fewer bytes")
     ] = True
+    tp: Annotated[
+        int, Help("ranks that share each layer (tensor parallel), a process each", ge=1)
+    ] = 1
+    ep: Annotated[
+        int,
+        Help("parts of the experts (expert parallel), beside --tp or beyond it", ge=1),
+    ] = 1
+    kernels: Annotated[
+        Kernels,
+        Help("overlapped hides the ranks' traffic in products; on CPUs interpreted, slow"),
+    ] = "auto"
     max_model_len: Annotated[
         int | None,
         Help("most tokens of a request, prompt and output; else the model's limit", ge=1),
@@ -78,6 +90,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check(self)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks: processes that the model is split over."""
+        return max(self.tp, self.ep)
 
 
 @dataclass(frozen=True, slots=True)

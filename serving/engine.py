@@ -27,7 +27,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from weft.errors import ConfigError, EngineError, ModelError, RequestError, WeftError
+from weft.errors import ConfigError, EngineError, RequestError
 from weft.serving.channel import MAX_PATH, addresses
 from weft.serving.config import EngineConfig
 from weft.serving.launch import Core, CoreProcess, CoreThread
@@ -274,7 +274,7 @@ class AsyncEngine:
             raise EngineError(f"the engine {how} while it was loading")
         message = self._decoder.decode(receive.result())
         if isinstance(message, Failed):
-            raise _error_of(message)
+            raise message.error
         assert isinstance(message, Ready)
         return message.info
 
@@ -378,8 +378,3 @@ def _load_tokenizer(config: EngineConfig) -> Tokenizer:
 
     model = locate(config.model)
     return Tokenizer.load(config.tokenizer or model, model=model)
-
-
-def _error_of(message: Failed) -> WeftError:
-    kinds: dict[str, type[WeftError]] = {k.__name__: k for k in (ConfigError, ModelError)}
-    return kinds.get(message.kind, EngineError)(message.message)

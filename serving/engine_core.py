@@ -8,37 +8,31 @@ A request that fails ends alone. When the runner itself raises, nothing can be
 said about the cache any more: every request ends with an error, the front is
 told, and the core ends.
 
-As a process (`python -m weft.serving.engine_core`, started by launch.py only)
-its first line on stdin says what to do, as JSON; stdin then stays open for as
-long as the parent lives, and its end is this process's end.
+It is a process (`python -m weft.serving.engine_core`, see child.py) that launch.py
+starts, or a thread.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import logging
-import os
-import signal
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from weft.errors import EngineError, RequestError, WeftError
-from weft.models.interface import ModelRunner, StepOutput
+from weft.models.interface import StepOutput
+from weft.serving import child
 from weft.serving.channel import CoreChannel
 from weft.serving.config import EngineConfig
 from weft.serving.executor.base import Executor
 from weft.serving.executor.in_process import InProcessExecutor
+from weft.serving.executor.processes import ProcessExecutor
 from weft.serving.kv_cache import KVCache
-from weft.serving.loading import LoadedModel, show_progress
+from weft.serving.loading import LoadedModel, ModelInfo, show_progress
 from weft.serving.messages import (
     Abort,
     Add,
@@ -180,16 +174,9 @@ def serve(
     """
     with CoreChannel(context, address) as channel:
         begin = time.monotonic()
-        loaded: list[LoadedModel] = []
-
-        def load() -> ModelRunner:
-            with show_progress("loading") as progress:
-                loaded.append(load_model(config, progress))
-            return loaded[0].runner
-
-        executor = InProcessExecutor(load)
+        executor = start_executor(config, load_model)
         try:
-            model = loaded[0]
+            model = executor.model
             kv = KVCache(
                 model.num_blocks, config.block_size, config.max_num_seqs, model.max_model_len
             )
@@ -200,7 +187,7 @@ def serve(
                 prefix_caching=config.prefix_caching,
             )
             if own_process:
-                settle_garbage_collector()
+                child.settle_garbage_collector()
             channel.send(Ready(_info(config, model, time.monotonic() - begin)))
             heartbeat = min(HEARTBEAT, config.stall_timeout / 4)
             EngineCore(channel, executor, scheduler, heartbeat=heartbeat).run()
@@ -208,18 +195,23 @@ def serve(
             executor.close()
 
 
-def settle_garbage_collector() -> None:
-    """Look for garbage cycles rarely, and never among what is there now, which stays.
+def start_executor(config: EngineConfig, load_model: LoadModel) -> Executor:
+    """Load the model: here, or in a process for each rank.
 
-    A step makes some objects for each request, and drops them without a cycle.
+    Raises:
+        WeftError: it cannot be loaded.
     """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000)
-    gc.enable()
+    if config.world_size > 1:
+        return ProcessExecutor(config, load_model, config.world_size)
+
+    def load() -> LoadedModel:
+        with show_progress("loading") as progress:
+            return load_model(config, progress)
+
+    return InProcessExecutor(load)
 
 
-def _info(config: EngineConfig, model: LoadedModel, load_seconds: float) -> EngineInfo:
+def _info(config: EngineConfig, model: ModelInfo, load_seconds: float) -> EngineInfo:
     return EngineInfo(
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,
@@ -232,38 +224,18 @@ def _info(config: EngineConfig, model: LoadedModel, load_seconds: float) -> Engi
     )
 
 
-def find(path: str) -> Any:
-    """The object that "module:name" names."""
-    module, name = path.split(":")
-    return getattr(import_module(module), name)
-
-
 def main() -> None:
     """Be the engine process."""
-    gc.disable()  # imports make little garbage; see settle_garbage_collector
+    gc.disable()  # imports make little garbage; see child.settle_garbage_collector
     import zmq
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the parent decides when this process ends
-    faulthandler.enable()  # on SIGABRT, every thread's stack goes to stderr
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=Orders)
-    threading.Thread(target=_end_with_parent, name="weft-parent", daemon=True).start()
+    orders = child.begin(Orders)
     try:
         with zmq.Context() as context:
-            load_model = find(orders.load_model)
+            load_model = child.find(orders.load_model)
             serve(orders.config, load_model, context, orders.address, own_process=True)
     except WeftError:
         sys.exit(1)  # the front has been told, and says so
-
-
-def _end_with_parent() -> None:
-    # Not through sys.stdin, whose lock a clean exit of the main thread would need.
-    while os.read(sys.stdin.fileno(), 1):
-        pass
-    os._exit(1)
 
 
 if __name__ == "__main__":

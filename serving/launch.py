@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from weft.errors import WeftError
+from weft.serving.child import how_it_ended
 from weft.serving.config import EngineConfig
 from weft.serving.messages import Orders
 
@@ -65,10 +66,7 @@ class CoreProcess:
         return cls(process)
 
     async def _wait(self) -> str | None:
-        code = await self._process.wait()
-        if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"exited with status {code}" if code else None
+        return how_it_ended(await self._process.wait())
 
     async def kill(self, *, dump: bool = False) -> None:
         if dump and not self.ended.done():
@@ -95,7 +93,8 @@ class CoreThread:
         self.ended: asyncio.Future[str | None] = loop.create_future()
 
         # Not by a front that starts a process, which can do without numpy until that is under way.
-        from weft.serving.engine_core import find, serve
+        from weft.serving.child import find
+        from weft.serving.engine_core import serve
 
         def run() -> None:
             how: str | None = "failed; see the log"

@@ -6,17 +6,27 @@ does not fit is refused at once, with the flag to change.
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from weft.errors import ConfigError
 from weft.models.interface import ModelRunner
 from weft.models.spec import ModelSpec
 from weft.serving.config import EngineConfig
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+    from weft.kernels.symmetric.memory import Home
 
 LINE_EVERY = 10.0  # seconds between two lines of a log
 
@@ -26,31 +36,59 @@ Progress = Callable[[int, int], None]
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A runner that is ready for its first step.
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What the engine must know of a model that is loaded.
 
     Attributes:
-        num_blocks: of its KV cache.
+        num_blocks: of the KV cache.
         dtype: that it computes in.
     """
 
-    runner: ModelRunner
     num_blocks: int
     vocab_size: int
     max_model_len: int
     dtype: str
 
 
-def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
-    """Load the checkpoint that the settings name.
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A runner that is ready for its first step, of a model or of one rank's part."""
+
+    runner: ModelRunner
+    info: ModelInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which rank this process is.
+
+    Attributes:
+        rank, world_size: its number, and how many there are.
+        find_port: tells where ranks meet, on this machine: called with the port by the first,
+            which has opened it, and with None by the others.
+        count_exchange: called when this rank comes to an exchange with others.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    find_port: Callable[[int | None], int] = lambda own: own or 0
+    count_exchange: Callable[[], None] = lambda: None
+
+
+ALONE = Place()
+
+
+def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -> LoadedModel:
+    """Load the checkpoint that the settings name, or this rank's part of it.
 
     Raises:
         ConfigError: a setting does not suit the model, or it does not fit in memory.
         ModelError: the checkpoint cannot be found, understood or loaded.
     """
     from weft.models.checkpoint import locate, read_spec
+    from weft.models.layout import Layout, check_layout
     from weft.models.memory import available_memory, plan_memory
+    from weft.models.torch.group import meet, split
     from weft.models.torch.runner import TorchRunner
 
     path = locate(config.model)
@@ -59,11 +97,17 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     dtype = spec.compute_dtype(config.dtype)
     if config.dtype == "auto" and dtype != spec.dtype:
         logger.info("%s is stored in %s and computed in %s", config.model, spec.dtype, dtype)
+    check_layout(spec, config.tp, config.ep)
+    if config.kernels == "overlapped" and config.quantization != "none":
+        raise ConfigError(
+            f"--quantization is '{config.quantization}'; with --kernels overlapped it must be none"
+        )
+    layout = Layout(config.tp, config.ep, place.rank)
     ledger = plan_memory(
-        spec,
+        layout.local(spec),
         dtype=dtype,
         quantization=config.quantization,
-        available=available_memory(),
+        available=available_memory() // place.world_size,
         memory_fraction=config.memory_fraction,
         kv_cache_memory=config.kv_cache_memory,
         block_size=config.block_size,
@@ -71,7 +115,13 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
     )
-    logger.info("memory\n%s", ledger.render())
+    if place.rank == 0:
+        whose = f" of each of {place.world_size} ranks" if place.world_size > 1 else ""
+        logger.info("memory%s\n%s", whose, ledger.render())
+    store = None
+    if place.world_size > 1:
+        store = meet(place.rank, place.world_size, place.find_port, timeout=config.stall_timeout)
+    groups = split(layout, place.count_exchange)
     runner = TorchRunner.load(
         path,
         spec,
@@ -82,12 +132,36 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
         max_model_len=max_model_len,
         quantization=config.quantization,
         compress_weights=config.compress_weights,
-        threads=config.threads,
+        threads=config.threads or _share_of_cores(place.world_size),
         progress=progress,
+        layout=layout,
+        groups=groups,
+        home=_symmetric_memory(place, store) if config.kernels == "overlapped" else None,
     )
-    runner.allocate_kv_cache(ledger.num_blocks)
+    num_blocks = groups.least(ledger.num_blocks)
+    runner.allocate_kv_cache(num_blocks)
     runner.warm_up()
-    return LoadedModel(runner, ledger.num_blocks, spec.vocab_size, max_model_len, dtype)
+    return LoadedModel(runner, ModelInfo(num_blocks, spec.vocab_size, max_model_len, dtype))
+
+
+def _symmetric_memory(place: Place, store: Store | None) -> Home:
+    """Where overlapped kernels of this rank find the others'; on a CPU they are interpreted."""
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel's module is imported
+    from weft.kernels.check.interpreter import installed
+    from weft.kernels.symmetric.shared import SharedHome
+    from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
+
+    scope = ExitStack()
+    scope.enter_context(installed())
+    atexit.register(scope.close)
+    if store is None:
+        return VirtualHome(VirtualWorld(1), 0)
+    return SharedHome(store, place.rank, place.world_size)
+
+
+def _share_of_cores(ranks: int) -> int | None:
+    """Threads of each of several ranks on this machine; as torch likes for one alone."""
+    return max(1, len(os.sched_getaffinity(0)) // ranks) if ranks > 1 else None
 
 
 def context_length(config: EngineConfig, spec: ModelSpec) -> int:

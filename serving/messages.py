@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from weft.errors import ConfigError, EngineError, ModelError, WeftError
 from weft.serving.config import EngineConfig
 from weft.serving.sampling_params import SamplingParams
 
@@ -154,10 +155,23 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """Core -> front: the core ends. `kind` is the name of a class in weft.errors."""
+    """Core -> front, rank -> core: it ends. `kind` is the name of a class in weft.errors."""
 
     kind: str
     message: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failed:
+        """What to say of an error."""
+        if isinstance(error, WeftError):
+            return cls(type(error).__name__, str(error))
+        return cls(EngineError.__name__, repr(error))
+
+    @property
+    def error(self) -> WeftError:
+        """What to raise for it."""
+        kinds: dict[str, type[WeftError]] = {k.__name__: k for k in (ConfigError, ModelError)}
+        return kinds.get(self.kind, EngineError)(self.message)
 
 
 ToCore = Add | Abort | Shutdown

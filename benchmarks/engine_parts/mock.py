@@ -11,7 +11,7 @@ import numpy as np
 
 from weft.models.interface import FINITE, StepInput, StepOutput
 from weft.serving.config import EngineConfig
-from weft.serving.loading import LoadedModel, Progress
+from weft.serving.loading import ALONE, LoadedModel, ModelInfo, Place, Progress
 
 VOCAB_SIZE = 151936
 PIECE = "zq"  # in no key or id of an answer: where it stands in a stream is a token
@@ -53,8 +53,8 @@ class MockRunner:
         )
 
 
-def load_instant(config: EngineConfig, progress: Progress) -> LoadedModel:
-    """A model that takes no time."""
+def load_instant(config: EngineConfig, progress: Progress, place: Place = ALONE) -> LoadedModel:
+    """A model, or a rank's part of one, that takes no time."""
     return _loaded(config, MockRunner())
 
 
@@ -65,4 +65,5 @@ def load_paced(config: EngineConfig, progress: Progress) -> LoadedModel:
 
 def _loaded(config: EngineConfig, runner: MockRunner) -> LoadedModel:
     assert config.max_model_len is not None, "the mock has no length of its own"
-    return LoadedModel(runner, NUM_BLOCKS, VOCAB_SIZE, config.max_model_len, "none")
+    info = ModelInfo(NUM_BLOCKS, VOCAB_SIZE, config.max_model_len, "none")
+    return LoadedModel(runner, info)

@@ -4,7 +4,9 @@ Every layer takes and gives a ragged batch: [T, ...], the tokens of all
 requests one after the other. Matrices are packed when a layer is made
 (kernels/cpu/linear.py); projections that read the same input are one matrix,
 and norms and residuals belong to the layers, since the kernels compute them
-with the products. Nothing here trains, and nothing is a nn.Module.
+with the products. Where ranks share a layer, each has some heads and some of an
+MLP's width or experts, and what they give is summed: the first one's has the
+residual and the bias in it. Nothing here trains, and nothing is a nn.Module.
 """
 
 from __future__ import annotations
@@ -29,10 +31,15 @@ from weft.models.spec import (
     MoeSpec,
     WeightSpec,
 )
+from weft.models.torch.group import Groups
 
 
 class Load(Protocol):
-    """Gives weights in the type to compute in, and makes layers of them."""
+    """Gives this rank's part of weights in the type to compute in, and makes layers of them."""
+
+    @property
+    def groups(self) -> Groups:
+        """The ranks that have the other parts."""
 
     @property
     def make(self) -> MakeLinear:
@@ -48,6 +55,9 @@ class Load(Protocol):
     def each(self, weight: WeightSpec) -> Iterator[Tensor]:
         """The tensors of a weight that has one per expert, one at a time."""
 
+    def parts(self, weight: WeightSpec) -> tuple[slice, ...]:
+        """Which part of a weight is this rank's, by axis."""
+
 
 KVCache = tuple[Tensor, Tensor]
 """One layer's keys and values, [num_blocks, kv_heads, block_size, head_dim] each."""
@@ -57,6 +67,8 @@ class Attention:
     """x + attention(norm(x)): grouped-query, over the paged cache, from one fused projection."""
 
     def __init__(self, model: ModelSpec, spec: AttentionSpec, norm: RMSNorm, load: Load) -> None:
+        """`model` is this rank's part."""
+        self._group = group = load.groups.tensor
         self._heads = model.num_heads
         self._head_dim = model.head_dim
         self._window = spec.sliding_window
@@ -67,11 +79,12 @@ class Attention:
             q_norm, k_norm = load(spec.q_norm).clone(), load(spec.k_norm).clone()
             self._head_norms = HeadNorms(q_norm, k_norm, model.norm_eps)
         self._qkv = qkv = fuse((spec.q, spec.k, spec.v), load)
-        self._o = o = fuse((spec.o,), load)
+        self._o = o = fuse((spec.o,), load, biased=group.is_first)
         heads, kv_heads, head_dim = model.num_heads, model.num_kv_heads, model.head_dim
         self.native = None
         if (
-            isinstance(qkv, NativeLinear)
+            group.size == 1
+            and isinstance(qkv, NativeLinear)
             and isinstance(o, NativeLinear)
             and native.takes_heads(heads, kv_heads, head_dim)
         ):
@@ -101,47 +114,60 @@ class Attention:
             norms=self._head_norms,
         )
         out = paged_attention(q, keys, values, plan, scale=self._scale, sliding_window=self._window)
-        return self._o(out.view(len(x), -1), residual=x)
+        residual = x if self._group.is_first else None
+        return self._group.sum(self._o(out.view(len(x), -1), residual=residual))
 
 
 class Mlp:
     """x + down(silu(gate(norm(x))) * up(norm(x))), gate and up in one matrix (Shazeer 2020)."""
 
     def __init__(self, spec: MlpSpec, norm: RMSNorm, load: Load) -> None:
+        self._group = group = load.groups.tensor
         self._norm = norm
         self._gate_up = gate_up = fuse((spec.gate, spec.up), load, gated=True)
-        self._down = down = fuse((spec.down,), load)
+        self._down = down = fuse((spec.down,), load, biased=group.is_first)
         self.native = None
-        if isinstance(gate_up, NativeLinear) and isinstance(down, NativeLinear):
+        if group.size == 1 and isinstance(gate_up, NativeLinear) and isinstance(down, NativeLinear):
             self.native = NativeMlp(gate_up, down, norm)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
         if self.native is not None:
             return self.native(x)
-        return self._down(self._gate_up(x, norm=self._norm), residual=x)
+        residual = x if self._group.is_first else None
+        return self._group.sum(self._down(self._gate_up(x, norm=self._norm), residual=residual))
 
 
 class Moe:
     """x + the experts of norm(x), to which a router sends it: the `top_k` most probable."""
 
     def __init__(self, spec: MoeSpec, norm: RMSNorm, load: Load) -> None:
+        self._group = load.groups.expert
         self._norm = norm
         self._top_k = spec.top_k
         self._normalize = spec.normalize
         self._router = load.make_plain(load(spec.router))
         gate, up, down = map(load.each, (spec.gate, spec.up, spec.down))
-        self._experts = PackedExperts(gate, up, down, load.make)
+        first = load.parts(spec.gate)[0].start
+        self._experts = PackedExperts(gate, up, down, load.make, first=first)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
         logits = self._router(x, norm=self._norm)
         experts, weights = route(logits, self._top_k, normalize=self._normalize)
-        return self._experts(x, experts, weights, norm=self._norm, residual=x)
+        residual = x if self._group.is_first else None
+        return self._group.sum(
+            self._experts(x, experts, weights, norm=self._norm, residual=residual)
+        )
 
 
-def fuse(linears: tuple[LinearSpec, ...], load: Load, *, gated: bool = False) -> Linear:
-    """One matrix for projections of the same input; their outputs follow each other."""
+def fuse(
+    linears: tuple[LinearSpec, ...], load: Load, *, gated: bool = False, biased: bool = True
+) -> Linear:
+    """One matrix for projections of the same input; their outputs follow each other.
+
+    Without the biases if not `biased`: another rank adds them.
+    """
     weights = [load(linear.weight) for linear in linears]
-    biases = [load(linear.bias) for linear in linears if linear.bias is not None]
+    biases = [load(linear.bias) for linear in linears if biased and linear.bias is not None]
     return load.make(weights, torch.cat(biases) if biases else None, gated=gated)

@@ -22,6 +22,7 @@ from weft.kernels.cpu.linear import NativeLinear, RMSNorm, make_linear
 from weft.kernels.cpu.moe import MakeLinear
 from weft.kernels.cpu.rope import Rotation
 from weft.models.spec import LayerSpec, ModelSpec, MoeSpec, WeightSpec
+from weft.models.torch.group import ALONE, Groups
 from weft.models.torch.layers import Attention, KVCache, Load, Mlp, Moe
 from weft.models.weights import Weights
 
@@ -64,9 +65,16 @@ class _Load:
     """Reads weights in the type to compute in; see layers.Load."""
 
     def __init__(
-        self, weights: Weights, dtype: torch.dtype, quantization: str, compress: bool
+        self,
+        weights: Weights,
+        groups: Groups,
+        dtype: torch.dtype,
+        quantization: str,
+        compress: bool,
     ) -> None:
         self._weights = weights
+        self.groups = groups
+        self.parts = weights.parts
         self._dtype = dtype
         self.make_plain: MakeLinear = partial(make_linear, compress=compress)
         self.make: MakeLinear = make_int8_linear if quantization == "int8" else self.make_plain
@@ -88,6 +96,7 @@ class Model:
         quantization: of the matrices: "none" or "int8". Norms, biases, routers and the embedding
             stay as they are.
         compress: matrices of bfloat16, without loss; see linear.NativeLinear.
+        groups: the ranks that have the parts that `weights` does not give.
     """
 
     def __init__(
@@ -98,11 +107,13 @@ class Model:
         *,
         quantization: str = "none",
         compress: bool = True,
+        groups: Groups = ALONE,
     ) -> None:
-        load = _Load(weights, dtype, quantization, compress)
+        load = _Load(weights, groups, dtype, quantization, compress)
+        local = weights.layout.local(spec)
         self._dtype = dtype
         self._inv_freq = torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim))
-        self._layers = [Layer(spec, layer, load) for layer in spec.layers]
+        self._layers = [Layer(local, layer, load) for layer in spec.layers]
         # All but the last, which may be asked for few tokens, in one call where that is possible.
         native = [layer.native for layer in self._layers[:-1]]
         compiled = [layer for layer in native if layer is not None]
@@ -110,10 +121,13 @@ class Model:
         self._norm = RMSNorm(load(spec.norm), spec.norm_eps)
         self._lm_head = lm_head = load.make(load(spec.lm_head or spec.embedding))
         if spec.lm_head is None and quantization == "none" and isinstance(lm_head, NativeLinear):
-            self._embed: Callable[[Tensor], Tensor] = lm_head.weight_rows
+            self._rows: Callable[[Tensor], Tensor] = lm_head.weight_rows
         else:
             table = weights.read(spec.embedding)
-            self._embed = lambda token_ids: embedding(token_ids, table).to(dtype)
+            self._rows = lambda token_ids: embedding(token_ids, table).to(dtype)
+        self._group = groups.tensor
+        self._vocabulary = weights.parts(spec.embedding)[0]
+        self._vocab_size = spec.vocab_size
 
     def __call__(
         self,
@@ -146,5 +160,13 @@ class Model:
         return self._layers[-1](x, rotation, cache[-1], plan, rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden] of the tokens that matter -> [S, vocab_size]."""
-        return self._lm_head(hidden, norm=self._norm)
+        """[S, hidden] of the tokens that matter -> [S, vocab_size]; the same on all ranks."""
+        return self._group.gather_columns(self._lm_head(hidden, norm=self._norm), self._vocab_size)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """[T] -> [T, hidden]; each rank knows some tokens (Shoeybi et al. 2019, section 3)."""
+        if self._group.size == 1:
+            return self._rows(token_ids)
+        here = (token_ids >= self._vocabulary.start) & (token_ids < self._vocabulary.stop)
+        x = self._rows(torch.where(here, token_ids - self._vocabulary.start, 0))
+        return self._group.sum(x.masked_fill_(~here[:, None], 0))

@@ -1,16 +1,16 @@
-"""Runs a model on the CPU, one step after another: see models/interface.ModelRunner.
+"""Runs a model, or one rank's part of it, on the CPU: see models/interface.ModelRunner.
 
 A step is: name the tokens that were sampled on the device, plan attention, run
 the layers, sample, remember the sampled tokens. State between steps is the KV
-cache, the sampler's slots, and each slot's newest token.
-
-Not handled: more than one process.
+cache, the sampler's slots, and each slot's newest token. Ranks that share a
+model are given the same steps; each of them samples, the same tokens.
 """
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +18,18 @@ import torch
 from torch import Tensor
 
 from weft.kernels.cpu.attention import AttentionPlan
+from weft.kernels.symmetric.memory import Home
 from weft.models.interface import Int32, Logprobs, SlotSampling, StepInput, StepOutput
+from weft.models.layout import WHOLE, Layout
 from weft.models.spec import ModelSpec
+from weft.models.torch.group import ALONE, Groups
 from weft.models.torch.layers import KVCache
 from weft.models.torch.model import Model
 from weft.models.torch.sampler import Sampler
 from weft.models.weights import Progress, Weights
+
+if TYPE_CHECKING:
+    from weft.models.torch.overlapped import OverlappedModel
 
 Int64 = npt.NDArray[np.int64]
 
@@ -39,21 +45,23 @@ class TorchRunner:
 
     def __init__(
         self,
-        model: Model,
+        model: Model | OverlappedModel,
         spec: ModelSpec,
         *,
+        vocab_size: int,
         dtype: str,
         block_size: int,
         max_num_seqs: int,
         max_tokens: int,
     ) -> None:
+        """`spec` is this rank's part of the model; `vocab_size` is of all ranks."""
         self._model = model
         self._spec = spec
         self._dtype = dtype
         self._block_size = block_size
         self._max_tokens = max_tokens
         self._cache: list[KVCache] = []
-        self._sampler = Sampler(spec.vocab_size, max_num_seqs)
+        self._sampler = Sampler(vocab_size, max_num_seqs)
         self._newest_token = torch.zeros(max_num_seqs, dtype=torch.int64)
 
     @classmethod
@@ -71,8 +79,11 @@ class TorchRunner:
         compress_weights: bool = True,
         threads: int | None = None,
         progress: Progress | None = None,
+        layout: Layout = WHOLE,
+        groups: Groups = ALONE,
+        home: Home | None = None,
     ) -> TorchRunner:
-        """Read and pack the weights of the checkpoint in `path`.
+        """Read and pack this rank's weights of the checkpoint in `path`.
 
         Args:
             path: the checkpoint's directory.
@@ -87,6 +98,9 @@ class TorchRunner:
                 there are kernels for it.
             threads: of torch, in this whole process; as they are if None.
             progress: told how far reading has come, in bytes.
+            layout: how the model is split, and which part is this rank's.
+            groups: the ranks that have the others.
+            home: of this rank's symmetric memory, to run on overlapped kernels; plain if None.
 
         Raises:
             ModelError: the checkpoint does not hold what `spec` says.
@@ -95,17 +109,29 @@ class TorchRunner:
             torch.set_num_threads(threads)
         dtype = spec.compute_dtype(dtype)
         with torch.inference_mode():
-            weights = Weights(path, spec, progress)
-            model = Model(
-                spec,
-                weights,
-                getattr(torch, dtype),
-                quantization=quantization,
-                compress=compress_weights,
-            )
+            weights = Weights(path, spec, progress, layout)
+            compute: torch.dtype = getattr(torch, dtype)
+            max_tokens = max_num_batched_tokens
+            model: Model | OverlappedModel
+            if home is not None:
+                from weft.models.torch.overlapped import OverlappedModel  # imports triton
+
+                model = OverlappedModel(
+                    spec, weights, compute, home=home, group=groups.tensor, max_tokens=max_tokens
+                )
+            else:
+                model = Model(
+                    spec,
+                    weights,
+                    compute,
+                    quantization=quantization,
+                    compress=compress_weights,
+                    groups=groups,
+                )
         return cls(
             model,
-            spec,
+            layout.local(spec),
+            vocab_size=spec.vocab_size,
             dtype=dtype,
             block_size=block_size,
             max_num_seqs=max_num_seqs,

@@ -6,10 +6,17 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from weft.models.interface import StepInput, StepOutput
+from weft.serving.loading import ModelInfo
 
 
 class Executor(Protocol):
-    """Runs steps in the order in which they are submitted."""
+    """Runs steps in the order in which they are submitted.
+
+    Attributes:
+        model: what has been loaded.
+    """
+
+    model: ModelInfo
 
     def submit(self, batch: StepInput) -> Future[StepOutput]:
         """Queue a step; the future holds its output, or what the runner raised."""

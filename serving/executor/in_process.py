@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from weft.models.interface import ModelRunner, StepInput, StepOutput
+from weft.models.interface import StepInput, StepOutput
+from weft.serving.loading import LoadedModel
 
 
 class InProcessExecutor:
@@ -17,15 +18,19 @@ class InProcessExecutor:
 
     Args:
         load: makes the runner, ready for its first step; what it raises is raised here.
+
+    Attributes:
+        model: what has been loaded.
     """
 
-    def __init__(self, load: Callable[[], ModelRunner]) -> None:
+    def __init__(self, load: Callable[[], LoadedModel]) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-runner")
         try:
-            self._runner = self._thread.submit(load).result()
+            loaded = self._thread.submit(load).result()
         except BaseException:
             self._thread.shutdown(wait=False)
             raise
+        self._runner, self.model = loaded.runner, loaded.info
 
     def submit(self, batch: StepInput) -> Future[StepOutput]:
         """See `Executor.submit`."""

@@ -171,7 +171,7 @@ class HeldUp(MockRunner):
 def load_held_up(config: EngineConfig, progress: Progress) -> LoadedModel:
     loaded = load(config, progress)
     runner = HeldUp(config.block_size)
-    runner.allocate_kv_cache(loaded.num_blocks)
+    runner.allocate_kv_cache(loaded.info.num_blocks)
     return replace(loaded, runner=runner)
 
 
@@ -217,7 +217,7 @@ def test_garbage_is_collected_again_once_the_model_is_there() -> None:
     """The engine's process does without while it imports and loads."""
     code = (
         "import gc; gc.disable()\n"
-        "from weft.serving.engine_core import settle_garbage_collector\n"
+        "from weft.serving.child import settle_garbage_collector\n"
         "settle_garbage_collector()\n"
         "assert gc.isenabled() and gc.get_freeze_count()\n"
     )

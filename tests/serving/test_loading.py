@@ -64,11 +64,12 @@ def test_the_ledger_and_the_progress_are_shown(
 ) -> None:
     caplog.set_level("INFO")
     seen: list[tuple[int, int]] = []
-    model = load_model(config, lambda done, total: seen.append((done, total)))
+    loaded = load_model(config, lambda done, total: seen.append((done, total)))
+    model = loaded.info
     assert seen[-1][0] == seen[-1][1] > 0
     assert (model.max_model_len, model.vocab_size, model.dtype) == (64, 320, "float32")
     assert f"{model.num_blocks:,} blocks of 8 tokens" in caplog.text
-    model.runner.close()
+    loaded.runner.close()
 
 
 def test_a_context_above_the_models_is_refused(config: EngineConfig) -> None:

@@ -25,7 +25,7 @@ from weft.models.interface import (
     StepOutput,
 )
 from weft.serving.config import EngineConfig
-from weft.serving.loading import LoadedModel, Progress
+from weft.serving.loading import LoadedModel, ModelInfo, Progress
 
 VOCAB_SIZE = 64
 END = 0  # about one token in 64: outputs end by themselves now and then
@@ -173,13 +173,13 @@ def load(config: EngineConfig, progress: Progress) -> LoadedModel:
     if config.kv_cache_memory is not None:
         num_blocks = config.kv_cache_memory // runner.bytes_per_block
     runner.allocate_kv_cache(num_blocks)
-    return LoadedModel(
-        runner=runner,
+    info = ModelInfo(
         num_blocks=num_blocks,
         vocab_size=VOCAB_SIZE,
         max_model_len=config.max_model_len or 512,
         dtype="int64",
     )
+    return LoadedModel(runner, info)
 
 
 def load_slowly(config: EngineConfig, progress: Progress) -> LoadedModel:

@@ -10,6 +10,7 @@ import pytest
 
 from weft.models.interface import StepInput, StepOutput
 from weft.serving.executor.in_process import InProcessExecutor
+from weft.serving.loading import LoadedModel, ModelInfo
 
 EMPTY = np.empty(0, np.int32)
 
@@ -52,9 +53,9 @@ def batch(step: int) -> StepInput:
 def start() -> tuple[InProcessExecutor, Runner]:
     runners: list[Runner] = []
 
-    def load() -> Runner:
+    def load() -> LoadedModel:
         runners.append(Runner())
-        return runners[0]
+        return LoadedModel(runners[0], ModelInfo(1, 1, 1, "none"))
 
     return InProcessExecutor(load), runners[0]
 
@@ -92,7 +93,7 @@ def test_close_drops_what_has_not_begun() -> None:
 
 
 def test_what_loading_raises_is_raised() -> None:
-    def load() -> Runner:
+    def load() -> LoadedModel:
         raise ValueError("no weights")
 
     with pytest.raises(ValueError, match="no weights"):

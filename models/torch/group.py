@@ -1,0 +1,138 @@
+"""The ranks that hold one model between them, and what they tell each other in a step.
+
+Plain torch.distributed, on any machine and between machines. Results have the
+same bits on all ranks, so that every rank samples the same tokens from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+from torch.nn.functional import pad
+
+from weft.models.layout import Layout
+
+
+class Group:
+    """Some ranks, of which this is one.
+
+    Args:
+        ranks: their numbers among all.
+        rank: this one's.
+        group: of torch.distributed; None if it is one rank alone.
+        count: called when this rank comes to an exchange with the others.
+    """
+
+    def __init__(
+        self,
+        ranks: range,
+        rank: int,
+        group: dist.ProcessGroup | None,
+        count: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.size = len(ranks)
+        self.index = ranks.index(rank)
+        self._group = group
+        self._count = count
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank adds what is to be in a sum once."""
+        return self.index == 0
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x, which may be changed; the same bits on all."""
+        if self._group is not None:
+            self._count()
+            dist.all_reduce(x, group=self._group)
+        return x
+
+    def gather_columns(self, x: Tensor, columns: int) -> Tensor:
+        """[S, n] -> [S, columns]: all ranks' x side by side.
+
+        Each has ceil(columns / size) columns, but for the last ones, which may have fewer.
+        """
+        if self._group is None:
+            return x
+        self._count()
+        each = -(-columns // self.size)
+        parts = [x.new_empty(len(x), each) for _ in range(self.size)]
+        dist.all_gather(parts, pad(x, (0, each - x.shape[1])).contiguous(), group=self._group)
+        return torch.cat(parts, dim=1)[:, :columns]
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """This rank's groups.
+
+    Attributes:
+        tensor: ranks with the parts of attention, dense MLPs and the vocabulary.
+        expert: ranks with the parts of the experts: all.
+    """
+
+    tensor: Group
+    expert: Group
+
+    def least(self, number: int) -> int:
+        """The least of all ranks' numbers. Collective."""
+        if self.expert.size == 1:
+            return number
+        least = torch.tensor(number)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        return int(least)
+
+
+ALONE = Groups(Group(range(1), 0, None), Group(range(1), 0, None))
+
+
+def meet(
+    rank: int, world_size: int, find_port: Callable[[int | None], int], timeout: float
+) -> Store:
+    """Meet the other ranks, on this machine, once in a process. Collective.
+
+    Args:
+        rank, world_size: this one's number, and how many there are.
+        find_port: where they meet: called with the port by the first one, which has opened it,
+            and with None by the others.
+        timeout: seconds that a rank waits for another, here and in every step.
+
+    Returns:
+        what they may find more of each other in.
+
+    Raises:
+        RuntimeError: they did not come.
+    """
+    wait = timedelta(seconds=timeout)
+    store_of = dist.TCPStore  # type: ignore[attr-defined]
+    open_store = partial(store_of, "127.0.0.1", world_size=world_size, timeout=wait)
+    if rank == 0:
+        store = open_store(port=0, is_master=True, wait_for_workers=False)
+        find_port(store.port)
+    else:
+        store = open_store(port=find_port(None), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=wait)
+    return store
+
+
+def split(layout: Layout, count: Callable[[], None] = lambda: None) -> Groups:
+    """The groups of a layout, once all ranks have met; `count` as of Group. Collective."""
+    size, tp, rank = layout.world_size, layout.tp, layout.rank
+    if size == 1:
+        return ALONE
+    everyone = Group(range(size), rank, dist.group.WORLD, count)
+    if tp == size:
+        return Groups(everyone, everyone)
+    mine = ALONE.tensor
+    for first in range(0, size, tp):
+        ranks = range(first, first + tp)
+        made = dist.new_group(list(ranks)) if tp > 1 else None  # every rank makes every group
+        if rank in ranks:
+            mine = Group(ranks, rank, made, count)
+    return Groups(mine, everyone)

@@ -1,0 +1,272 @@
+"""A decoder whose ranks talk to each other inside its matrix products: kernels/gpu.
+
+    few tokens (decode): all on all ranks              many (prefill): some on each rank
+
+     x [T, hidden]                                      x [T / W, hidden]
+     norm                                               norm
+     matmul              qkv: own heads, all tokens     all_gather_matmul
+     rotate_into_cache                                  rotate_into_cache
+     paged_attention     own heads                      paged_attention
+     matmul_all_reduce   o, + x                         matmul_reduce_scatter
+     norm                                               norm
+     matmul              silu(gate) * up: own width     all_gather_matmul
+     matmul_all_reduce   down, + x                      matmul_reduce_scatter
+
+(Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2, for tokens that
+are split between products.) It runs on GPUs, and in Triton's interpreter on a CPU:
+slowly, but through the very same calls.
+
+Not handled: experts, quantisation, and CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, pad
+
+from weft.errors import ConfigError
+from weft.kernels.cpu.attention import AttentionPlan
+from weft.kernels.cpu.rope import HeadNorms, Rotation
+from weft.kernels.gpu.all_gather import AllGatherWorkspace, all_gather, all_gather_workspace
+from weft.kernels.gpu.all_gather_matmul import (
+    GatherWorkspace,
+    all_gather_matmul,
+    all_gather_matmul_workspace,
+)
+from weft.kernels.gpu.attention import PagedBatch, paged_attention
+from weft.kernels.gpu.epilogue import Epilogue
+from weft.kernels.gpu.matmul import matmul
+from weft.kernels.gpu.matmul_reduce_scatter import (
+    ReduceWorkspace,
+    matmul_all_reduce,
+    matmul_all_reduce_workspace,
+    matmul_reduce_scatter,
+    matmul_reduce_scatter_workspace,
+)
+from weft.kernels.gpu.norm import rms_norm
+from weft.kernels.gpu.rope import rotate_into_cache
+from weft.kernels.symmetric.memory import Home
+from weft.models.spec import LayerSpec, ModelSpec, MoeSpec, WeightSpec
+from weft.models.torch.group import Group
+from weft.models.torch.layers import KVCache
+from weft.models.weights import Weights
+
+FEW_TOKENS = 64
+"""At most so many are the same on all ranks; more are split between the products."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What all layers are told of a step.
+
+    Attributes:
+        rotation: of its tokens.
+        plan: where their keys and values are written.
+        batch: which requests they belong to.
+        few: whether all ranks have all tokens.
+    """
+
+    rotation: Rotation
+    plan: AttentionPlan
+    batch: PagedBatch
+    few: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Workspaces:
+    """Of the layers, one after the other: each op's next call waits for its last."""
+
+    gather: GatherWorkspace
+    scatter: ReduceWorkspace
+    reduce: ReduceWorkspace
+
+    @classmethod
+    def make(cls, home: Home, max_tokens: int, hidden: int, dtype: torch.dtype) -> _Workspaces:
+        """For steps of at most so many tokens. Collective."""
+        rows = -(-max_tokens // home.world_size)
+        return cls(
+            all_gather_matmul_workspace(home, rows, hidden, dtype),
+            matmul_reduce_scatter_workspace(home, rows, hidden, dtype),
+            matmul_all_reduce_workspace(home, min(max_tokens, FEW_TOKENS), hidden, dtype),
+        )
+
+
+class _Linear:
+    """Some columns or rows of one or several matrices: w [K, N] each, as products take them."""
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
+        self.weights = [weight.contiguous().mT for weight in weights]
+        self.bias = torch.cat(list(biases)) if biases else None
+
+
+class _Layer:
+    """One layer's part on this rank."""
+
+    def __init__(
+        self, model: ModelSpec, spec: LayerSpec, load: _Load, workspaces: _Workspaces
+    ) -> None:
+        attention, mlp = spec.attention, spec.feed_forward
+        if isinstance(mlp, MoeSpec):
+            raise ConfigError(
+                "--kernels is 'overlapped'; a model with experts runs with 'plain' only"
+            )
+        self._model = model
+        self._window = attention.sliding_window
+        self._ws = workspaces
+        self._norms = load(spec.attention_norm), load(spec.feed_forward_norm)
+        self._head_norms = None
+        if attention.q_norm is not None and attention.k_norm is not None:
+            q, k = load(attention.q_norm), load(attention.k_norm)
+            self._head_norms = HeadNorms(q, k, model.norm_eps)
+
+        def linear(*specs: object) -> _Linear:
+            return _Linear(
+                [load(s.weight) for s in specs],  # type: ignore[attr-defined]
+                [load(s.bias) for s in specs if s.bias is not None],  # type: ignore[attr-defined]
+            )
+
+        self._qkv = linear(attention.q, attention.k, attention.v)
+        self._o = linear(attention.o)
+        self._gate_up = linear(mlp.gate, mlp.up)
+        self._down = linear(mlp.down)
+
+    def __call__(self, x: Tensor, step: _Step, cache: KVCache) -> Tensor:
+        """[T, hidden], or this rank's rows [T / W, hidden], to the same."""
+        tokens = len(step.plan.pages)
+        qkv = self._begin(x, self._norms[0], self._qkv, step)[:tokens]
+        q, _ = rotate_into_cache(
+            qkv.contiguous(),
+            step.rotation,
+            *cache,
+            step.plan.pages,
+            step.plan.slots,
+            heads=self._model.num_heads,
+            norms=self._head_norms,
+        )
+        out = paged_attention(
+            q,
+            *cache,
+            step.batch,
+            scale=self._model.head_dim**-0.5,
+            sliding_window=self._window,
+        )
+        x = self._end(out.view(tokens, -1), self._o, x, step)
+        inner = self._begin(x, self._norms[1], self._gate_up, step, silu_multiply=True)
+        return self._end(inner[:tokens], self._down, x, step)
+
+    def _begin(
+        self, x: Tensor, norm: Tensor, linear: _Linear, step: _Step, *, silu_multiply: bool = False
+    ) -> Tensor:
+        """All tokens' norm times this rank's columns."""
+        normed = rms_norm(x, norm, self._model.norm_eps).out
+        epilogue = Epilogue(bias=linear.bias, silu_multiply=silu_multiply)
+        if step.few:
+            return matmul(normed, linear.weights, epilogue=epilogue)
+        return all_gather_matmul(normed, linear.weights, self._ws.gather, epilogue=epilogue)
+
+    def _end(self, x: Tensor, linear: _Linear, residual: Tensor, step: _Step) -> Tensor:
+        """All tokens times this rank's rows, summed over the ranks; plus the residual."""
+        epilogue = Epilogue(bias=linear.bias, residual=residual)
+        (weight,) = linear.weights
+        if step.few:
+            return matmul_all_reduce(x, weight, self._ws.reduce, epilogue=epilogue)
+        rows = len(residual) * self._ws.scatter.world_size
+        x = pad(x, (0, 0, 0, rows - len(x)))
+        return matmul_reduce_scatter(x, weight, self._ws.scatter, epilogue=epilogue)
+
+
+class _Load:
+    """Reads this rank's part of weights, in the type to compute in."""
+
+    def __init__(self, weights: Weights, dtype: torch.dtype, device: torch.device) -> None:
+        self._weights, self._dtype, self._device = weights, dtype, device
+
+    def __call__(self, weight: WeightSpec) -> Tensor:
+        return self._weights.read(weight).to(self._device, self._dtype, copy=True)
+
+
+class OverlappedModel:
+    """`model.Model`, on overlapped kernels.
+
+    Args:
+        spec: what it is.
+        weights: where this rank's tensors come from.
+        dtype: to compute in.
+        home: of the ranks' symmetric memory.
+        group: the ranks, for what is not worth overlapping: embedding and logits.
+        max_tokens: of a step.
+
+    Raises:
+        ConfigError: the model has experts.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        dtype: torch.dtype,
+        *,
+        home: Home,
+        group: Group,
+        max_tokens: int,
+    ) -> None:
+        load = _Load(weights, dtype, home.device)
+        local = weights.layout.local(spec)
+        self._home, self._group, self._dtype = home, group, dtype
+        self._inv_freq = torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim))
+        workspaces = _Workspaces.make(home, max_tokens, spec.hidden_size, dtype)
+        self._layers = [_Layer(local, layer, load, workspaces) for layer in spec.layers]
+        rows = -(-max_tokens // home.world_size)
+        self._gather: AllGatherWorkspace = all_gather_workspace(
+            home, rows * spec.hidden_size, dtype
+        )
+        self._norm, self._eps = load(spec.norm), spec.norm_eps
+        self._table = load(spec.embedding)
+        head = self._table if spec.lm_head is None else load(spec.lm_head)
+        self._lm_head = _Linear([head], [])
+        self._vocabulary = weights.parts(spec.embedding)[0]
+        self._vocab_size = spec.vocab_size
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        cache: Sequence[KVCache],
+        plan: AttentionPlan,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Run the layers; see `model.Model`."""
+        tokens, size, rank = len(token_ids), self._home.world_size, self._home.rank
+        batch = PagedBatch.build(
+            plan.query_start,
+            plan.context_len,
+            plan.block_table,
+            block_size=plan.block_size,
+            device=self._home.device,
+        )
+        rotation = Rotation.of(positions, self._inv_freq, self._dtype)
+        told = _Step(rotation, plan, batch, tokens <= FEW_TOKENS)
+        x = self._embed(token_ids)
+        if not told.few:
+            each = -(-tokens // size)
+            x = pad(x, (0, 0, 0, each * size - tokens))[rank * each :][:each].contiguous()
+        for layer, layer_cache in zip(self._layers, cache, strict=True):
+            x = layer(x, told, layer_cache)
+        if not told.few:
+            x = all_gather(x, self._gather)[:tokens]
+        return x if rows is None else x[rows]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, hidden] of the tokens that matter -> [S, vocab_size]; the same on all ranks."""
+        normed = rms_norm(hidden.contiguous(), self._norm, self._eps).out
+        return self._group.gather_columns(matmul(normed, self._lm_head.weights), self._vocab_size)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """[T] -> [T, hidden]; each rank knows some tokens."""
+        here = (token_ids >= self._vocabulary.start) & (token_ids < self._vocabulary.stop)
+        x = embedding(torch.where(here, token_ids - self._vocabulary.start, 0), self._table)
+        return self._group.sum(x.masked_fill(~here[:, None], 0))

@@ -1,0 +1,66 @@
+"""What the engine's process and the processes of ranks have in common.
+
+Each is told what to do in one line on its stdin, as JSON. That pipe then stays
+open: its end tells the child that its parent is gone, however it went, so no
+orphan is left.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+from importlib import import_module
+from typing import Any, TypeVar
+
+import msgspec
+
+Orders = TypeVar("Orders")
+
+
+def begin(orders: type[Orders]) -> Orders:
+    """Become a child: read what to do, and end with the parent from now on."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the parent decides when this process ends
+    faulthandler.enable()  # on SIGABRT, every thread's stack goes to stderr
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    told = msgspec.json.decode(sys.stdin.buffer.readline(), type=orders)
+    threading.Thread(target=_end_with_parent, name="weft-parent", daemon=True).start()
+    return told
+
+
+def _end_with_parent() -> None:
+    # Not through sys.stdin, whose lock a clean exit of the main thread would need.
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    os._exit(1)
+
+
+def settle_garbage_collector() -> None:
+    """Look for garbage cycles rarely, and never among what is there now, which stays.
+
+    A step makes some objects for each request, and drops them without a cycle.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000)
+    gc.enable()
+
+
+def find(path: str) -> Any:
+    """The object that "module:name" names."""
+    module, name = path.split(":")
+    return getattr(import_module(module), name)
+
+
+def how_it_ended(code: int) -> str | None:
+    """A process's exit status, in words that follow its name; None if it ended as it should."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"exited with status {code}" if code else None

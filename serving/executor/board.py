@@ -1,0 +1,82 @@
+"""Shared memory in which a controller tells the ranks of one machine what to do.
+
+    controller                                  rank r
+    writes step n to slot n mod SLOTS           is woken by a byte on its socket
+    wakes each rank                             begun[r] = n
+    ...                                         reads the slot, runs the step
+    waits before it writes to a slot            done[r] = n
+      until all ranks have done[r] >= n - SLOTS
+
+The counters also tell which rank is stuck, in which step, and before which of the
+exchanges with other ranks, which each counts as it comes to them. The memory has no
+name (memfd), so that nothing of it is left behind however the processes end.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import numpy as np
+import numpy.typing as npt
+
+SLOTS = 4
+SLOT_BYTES = 64 << 20
+"""Of address space; memory is what the largest step has taken."""
+
+Int64 = npt.NDArray[np.int64]
+
+
+class Board:
+    """The memory, of which `fd` may be given to other processes.
+
+    Attributes:
+        begun, done: int64 [ranks]; the last step that each has begun and done, from 1.
+        exchanges: int64 [ranks]; how many each has come to.
+    """
+
+    def __init__(self, ranks: int, fd: int | None = None) -> None:
+        header = 3 * 8 * ranks
+        size = SLOTS * SLOT_BYTES + header
+        if fd is None:
+            fd = os.memfd_create("weft-steps", os.MFD_CLOEXEC)
+            os.ftruncate(fd, size)
+        self.fd = fd
+        self._memory = mmap.mmap(fd, size)
+        counters = np.frombuffer(self._memory, np.int64, 3 * ranks, SLOTS * SLOT_BYTES)
+        self._counters = counters
+        self.begun: Int64
+        self.done: Int64
+        self.exchanges: Int64
+        self.begun, self.done, self.exchanges = counters.reshape(3, ranks)
+
+    def close(self) -> None:
+        """Give the descriptor back; the memory goes with the last process that has it."""
+        os.close(self.fd)
+
+    @property
+    def progress(self) -> int:
+        """A number that changes when any rank does something."""
+        return int(self._counters.sum())
+
+    def has_room(self, step: int) -> bool:
+        """Whether all ranks have read what step `step` would write over."""
+        return bool(self.done.min() >= step - SLOTS)
+
+    def write(self, step: int, data: bytes) -> None:
+        """Put a step up.
+
+        Raises:
+            ValueError: it is larger than a slot.
+        """
+        if len(data) > SLOT_BYTES - 8:
+            raise ValueError(f"step {step} takes {len(data)} bytes; at most {SLOT_BYTES - 8} fit")
+        at = step % SLOTS * SLOT_BYTES
+        self._memory[at : at + 8] = len(data).to_bytes(8, "little")
+        self._memory[at + 8 : at + 8 + len(data)] = data
+
+    def read(self, step: int) -> bytes:
+        """What `write` was given."""
+        at = step % SLOTS * SLOT_BYTES
+        length = int.from_bytes(self._memory[at : at + 8], "little")
+        return self._memory[at + 8 : at + 8 + length]

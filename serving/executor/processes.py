@@ -1,0 +1,286 @@
+"""A model whose ranks are processes of this machine, all given the same steps.
+
+    engine core     submit(step n) ──► board ──► rank 0 ─┐
+                                          ├────► rank 1  │ the model's own collectives
+                                          └────► rank 2 ─┘
+                    future n ◄── receiver thread ◄── rank 0: what step n has produced
+
+Steps are dispatched ahead and in one order (Pathways: Barham et al. 2022, section 4.5): a rank
+begins the next one without hearing from anybody. When a rank ends or raises, the
+others cannot go on: they are killed, and every future gets an error that names the
+rank, how it ended and in which step. So they are when none of them gets on any more:
+the one that is behind is named, and the stacks of all are written to stderr.
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+
+import msgspec
+
+from weft.errors import EngineError, WeftError
+from weft.models.interface import StepInput, StepOutput
+from weft.serving.child import how_it_ended
+from weft.serving.config import EngineConfig
+from weft.serving.executor.board import Board
+from weft.serving.executor.rank import RankOrders
+from weft.serving.executor.wire import Address, Done, FromRank, Loaded, encoder, rank_decoder
+from weft.serving.loading import LoadedModel, ModelInfo
+from weft.serving.messages import Failed
+
+CLOSE_GRACE = 5.0
+"""Seconds that ranks get to end by themselves."""
+
+BLAME_GRACE = 0.5
+"""Seconds after the first failure for others to be seen: a rank's end makes the rest fail, too."""
+
+STUCK = 0.75
+"""Of `stall_timeout`, after which ranks that do nothing are stuck: before the front says so."""
+
+STACKS_GRACE = 2.0
+"""Seconds for the stacks of stuck ranks to be written."""
+
+ROOM_POLL = 50e-6
+"""Seconds between two looks whether the slowest rank has read an old step."""
+
+
+class ProcessExecutor:
+    """Owns the processes of the ranks.
+
+    Args:
+        config: of the engine.
+        load_model: `loading.load_model`, or what stands in for it; named in the processes by its
+            module and name.
+        world_size: how many ranks.
+
+    Attributes:
+        model: what has been loaded.
+
+    Raises:
+        WeftError: a rank could not load its part.
+    """
+
+    def __init__(
+        self, config: EngineConfig, load_model: Callable[..., LoadedModel], world_size: int
+    ) -> None:
+        self._board = Board(world_size)
+        self._failure: WeftError | None = None
+        self._pending: deque[Future[StepOutput]] = deque()
+        self._lock = threading.Lock()
+        self._step = 0
+        self._closing = False
+        self._patience = config.stall_timeout * STUCK
+        name = f"{load_model.__module__}:{load_model.__qualname__}"
+        self._ranks = [
+            _Rank.start(config, name, rank, world_size, self._board) for rank in range(world_size)
+        ]
+        self._selector = selectors.DefaultSelector()
+        for rank in self._ranks:
+            self._selector.register(rank.channel, selectors.EVENT_READ, rank)
+        try:
+            self.model = self._load()
+        except BaseException:
+            self._end(grace=0.0)
+            self._release()
+            raise
+        self._receiver = threading.Thread(target=self._receive, name="weft-ranks", daemon=True)
+        self._receiver.start()
+
+    def submit(self, batch: StepInput) -> Future[StepOutput]:
+        """See `Executor.submit`."""
+        data, future = encoder.encode(batch), Future[StepOutput]()
+        step = self._step = self._step + 1
+        while not self._board.has_room(step) and self._failure is None:
+            time.sleep(ROOM_POLL)
+        with self._lock:
+            if self._failure is not None:
+                future.set_exception(self._failure)
+                return future
+            self._pending.append(future)
+        self._board.write(step, data)
+        for rank in self._ranks:
+            rank.wake()
+        return future
+
+    def close(self) -> None:
+        """See `Executor.close`."""
+        self._closing = True
+        self._end(CLOSE_GRACE)
+        self._receiver.join()
+        self._release()
+
+    def _load(self) -> ModelInfo:
+        loaded: dict[int, ModelInfo] = {}
+        while len(loaded) < len(self._ranks):
+            for rank, message in self._messages():
+                match message:
+                    case Address():
+                        for other in self._ranks[1:]:
+                            other.channel.sendall(message.port.to_bytes(8, "little"))
+                    case Loaded():
+                        loaded[rank.number] = message.info
+                    case _:
+                        raise self._blame(rank, message)
+        return loaded[0]
+
+    def _receive(self) -> None:
+        """Hand out what comes from the ranks until they are gone, or stuck."""
+        progress, since = self._board.progress, time.monotonic()
+        while True:
+            for rank, message in self._messages(self._patience / 4):
+                if isinstance(message, Done):
+                    self._pending.popleft().set_result(message.output)
+                    continue
+                closed = EngineError("the ranks have been closed")
+                self._fail(closed if self._closing else self._blame(rank, message))
+                return
+            if progress != self._board.progress or self._board.done.min() == self._step:
+                progress, since = self._board.progress, time.monotonic()
+            elif time.monotonic() - since > self._patience:
+                self._fail(self._name_stuck())
+                return
+
+    def _fail(self, error: WeftError) -> None:
+        """Give every future that error, also those to come."""
+        with self._lock:
+            self._failure = error
+            while self._pending:
+                self._pending.popleft().set_exception(error)
+
+    def _messages(self, timeout: float | None = None) -> Iterator[tuple[_Rank, FromRank | None]]:
+        """What has come; None of a rank whose process has hung up."""
+        for key, _ in self._selector.select(timeout):
+            yield key.data, key.data.receive()
+
+    def _blame(self, rank: _Rank, message: FromRank | None) -> WeftError:
+        """End all ranks, and say what the one did that failed first."""
+        failed = {rank.number: message}
+        deadline = time.monotonic() + BLAME_GRACE
+        while len(failed) < len(self._ranks) and time.monotonic() < deadline:
+            for key, _ in self._selector.select(timeout=deadline - time.monotonic()):
+                told = key.data.receive()
+                if told is None or isinstance(told, Failed):
+                    failed.setdefault(key.data.number, told)
+                    self._selector.unregister(key.fileobj)
+        # One that ended without a word is the cause; those that raise may only have missed it.
+        number = min(failed, key=lambda number: (failed[number] is not None, number != rank.number))
+        culprit, said = self._ranks[number], failed[number]
+        when = self._when(number)
+        self._end(grace=0.0)
+        if isinstance(said, Failed):
+            error = said.error
+            named = EngineError(f"rank {number} failed{when}: {error}")
+            return named if isinstance(error, EngineError) else error
+        how = how_it_ended(culprit.process.wait()) or "ended"
+        return EngineError(f"rank {number} (process {culprit.process.pid}) {how}{when}")
+
+    def _release(self) -> None:
+        self._selector.close()
+        self._board.close()
+        for rank in self._ranks:
+            rank.channel.close()
+            if rank.process.stdin is not None:
+                rank.process.stdin.close()
+
+    def _name_stuck(self) -> WeftError:
+        """End all ranks, and say which one is behind."""
+        done, exchanges = self._board.done.tolist(), self._board.exchanges.tolist()
+        number = min(range(len(self._ranks)), key=lambda rank: (done[rank], exchanges[rank]))
+        error = EngineError(
+            f"rank {number} (process {self._ranks[number].process.pid}) is stuck"
+            f"{self._when(number)}, before its exchange {exchanges[number] + 1} with other ranks, "
+            f"for {self._patience:g} s; the others have come to {max(exchanges)}"
+        )
+        for rank in self._ranks:
+            rank.process.send_signal(signal.SIGABRT)  # faulthandler writes the stacks
+        self._end(STACKS_GRACE)
+        return error
+
+    def _when(self, number: int) -> str:
+        begun, done = int(self._board.begun[number]), int(self._board.done[number])
+        if not begun:
+            return " while it loaded"
+        return f" in step {begun}" if begun > done else f" after step {done}"
+
+    def _end(self, grace: float) -> None:
+        """Let the ranks end, and kill those that do not."""
+        for rank in self._ranks:
+            rank.hang_up()
+        deadline = time.monotonic() + grace
+        for rank in self._ranks:
+            try:
+                rank.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                rank.process.kill()
+        for rank in self._ranks:
+            rank.process.wait()
+
+
+class _Rank:
+    """A rank's process, and this end of its socket."""
+
+    def __init__(
+        self, number: int, process: subprocess.Popen[bytes], channel: socket.socket
+    ) -> None:
+        self.number = number
+        self.process = process
+        self.channel = channel
+
+    @classmethod
+    def start(
+        cls, config: EngineConfig, load_model: str, number: int, world_size: int, board: Board
+    ) -> _Rank:
+        """Start it; its stdin stays open for as long as this process lives."""
+        own, other = socket.socketpair()
+        with other:
+            orders = RankOrders(config, load_model, number, world_size, other.fileno(), board.fd)
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "weft.serving.executor.rank"],
+                stdin=subprocess.PIPE,
+                stdout=2,  # stdout belongs to the parent's output; stray prints go to stderr
+                pass_fds=(other.fileno(), board.fd),
+            )
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(orders) + b"\n")
+        process.stdin.flush()
+        return cls(number, process, own)
+
+    def wake(self) -> None:
+        """Tell it that there is one more step."""
+        with suppress(OSError):  # it is gone, as the receiver sees
+            self.channel.send(b"\0")
+
+    def receive(self) -> FromRank | None:
+        """The next message; None if the process has ended."""
+        header = self._read(8)
+        data = self._read(int.from_bytes(header, "little")) if header else b""
+        return rank_decoder.decode(data) if data else None
+
+    def _read(self, count: int) -> bytes:
+        """So many bytes, or none if they will not come."""
+        parts: list[bytes] = []
+        while count:
+            try:
+                part = self.channel.recv(count)
+            except ConnectionResetError:
+                part = b""
+            if not part:
+                return b""
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts)
+
+    def hang_up(self) -> None:
+        """Let it end once it has run what it was woken for."""
+        with suppress(OSError):  # it is gone
+            self.channel.shutdown(socket.SHUT_WR)

@@ -1,0 +1,119 @@
+"""One rank of a model, in a process of its own: does what its controller puts on the board.
+
+A process (`python -m weft.serving.executor.rank`, see child.py) that processes.py
+starts. A byte on its socket wakes it for each step, in the order of the steps;
+on the socket it says that it is ready, what steps have produced if it is the
+first rank, and why it ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import socket
+import sys
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from weft.errors import WeftError
+from weft.serving import child
+from weft.serving.config import EngineConfig
+from weft.serving.executor.board import Board
+from weft.serving.executor.wire import Address, Done, FromRank, Loaded, encoder, step_decoder
+from weft.serving.loading import LoadedModel, Place, show_progress
+from weft.serving.messages import Failed
+
+if TYPE_CHECKING:
+    from weft.models.interface import ModelRunner
+
+
+class RankOrders(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a rank is told at its start.
+
+    Attributes:
+        config: of the engine.
+        load_model: "module:function" that loads this rank's part of the model.
+        rank, world_size: this one's number, and how many there are.
+        socket, board: file descriptors that it has been given.
+    """
+
+    config: EngineConfig
+    load_model: str
+    rank: int
+    world_size: int
+    socket: int
+    board: int
+
+
+def serve(orders: RankOrders, channel: socket.socket) -> None:
+    """Load this rank's part, then run each step, until the controller hangs up.
+
+    Raises:
+        Exception: what loading or a step raised; the controller has been told.
+    """
+    send = partial(_send, channel)
+
+    def find_port(own: int | None) -> int:
+        if own is not None:
+            send(Address(own))
+            return own
+        return int.from_bytes(channel.recv(8, socket.MSG_WAITALL), "little")
+
+    board = Board(orders.world_size, orders.board)
+
+    def count_exchange() -> None:
+        board.exchanges[orders.rank] += 1
+
+    place = Place(orders.rank, orders.world_size, find_port, count_exchange)
+    try:
+        load = child.find(orders.load_model)
+        if orders.rank:
+            loaded: LoadedModel = load(orders.config, lambda done, total: None, place)
+        else:
+            with show_progress("loading") as progress:
+                loaded = load(orders.config, progress, place)
+        child.settle_garbage_collector()
+        send(Loaded(loaded.info))
+        _run(loaded.runner, orders.rank, board, channel)
+    except Exception as error:
+        send(Failed.of(error))
+        raise
+
+
+def _run(runner: ModelRunner, rank: int, board: Board, channel: socket.socket) -> None:
+    step = 0
+    while channel.recv(1):
+        step += 1
+        board.begun[rank] = step
+        output = runner.step(step_decoder.decode(board.read(step)))
+        board.done[rank] = step
+        if rank == 0:
+            _send(channel, Done(output))
+    runner.close()
+
+
+def _send(channel: socket.socket, message: FromRank) -> None:
+    data = encoder.encode(message)
+    channel.sendall(len(data).to_bytes(8, "little") + data)
+
+
+def main() -> None:
+    """Be the process of a rank."""
+    gc.disable()  # imports make little garbage; see child.settle_garbage_collector
+    orders = child.begin(RankOrders)
+    with socket.socket(fileno=orders.socket) as channel:
+        try:
+            serve(orders, channel)
+        except WeftError:
+            sys.exit(1)  # the controller has been told, and says so
+    # Nothing is left to be done. Taking Python down while a thread runs frees little, of which
+    # the kernels' interpreter would complain.
+    logging.shutdown()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

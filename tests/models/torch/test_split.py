@@ -1,0 +1,122 @@
+"""A model that ranks share gives the tokens that the whole one gives."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.checkpoints import VOCAB_SIZE, make_checkpoint
+from support.split import Case, be_rank, generate
+
+from weft.models.checkpoint import read_spec
+from weft.models.layout import Layout
+from weft.models.torch.group import ALONE
+from weft.models.weights import Weights
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "tied": ("qwen3", {"tie_word_embeddings": True}),
+    "odd vocabulary": ("llama", {"vocab_size": VOCAB_SIZE + 1}),
+    "experts": ("qwen3_moe", {"norm_topk_prob": True}),
+    "mixtral": ("mixtral", {}),
+}
+CASES = [  # model, dtype, tp, ep
+    *((model, "float32", tp, 1) for tp in (2, 4) for model in MODELS),
+    ("llama", "bfloat16", 2, 1),
+    ("experts", "float32", 1, 2),
+    ("experts", "float32", 2, 2),
+    ("mixtral", "bfloat16", 1, 2),
+    ("experts", "float32", 1, 4),
+    ("mixtral", "float32", 2, 4),
+    ("experts", "bfloat16", 4, 2),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        name: make_checkpoint(tmp_path_factory.mktemp("model"), family, **options)
+        for name, (family, options) in MODELS.items()
+    }
+
+
+@contextmanager
+def running(
+    size: int, cases: list[tuple[str, Path, Case]], few_tokens: int | None = None
+) -> Iterator[list[Connection]]:
+    """The ranks' pipes; in the end, all have ended well."""
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for rank in range(size):
+        own, other = context.Pipe()
+        process = context.Process(
+            target=be_rank, args=(rank, size, cases, other, few_tokens), daemon=True
+        )
+        process.start()
+        other.close()
+        pipes.append(own)
+        processes.append(process)
+    port = pipes[0].recv()
+    for pipe in pipes[1:]:
+        pipe.send(port)
+    yield pipes
+    for process in processes:
+        process.join(30)
+        assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_tokens_are_those_of_one_rank(size: int, checkpoints: dict[str, Path]) -> None:
+    cases = [
+        (str(case), checkpoints[case[0]], case) for case in CASES if max(case[2], case[3]) == size
+    ]
+    with running(size, cases) as pipes:
+        for name, path, (_, dtype, _, _) in cases:
+            tokens, logprobs = generate(path, dtype, Layout(), ALONE)
+            assert len({tuple(row) for row in tokens.T}) == 2
+            for pipe in pipes:
+                told, their_tokens, their_logprobs = pipe.recv()
+                assert told == name
+                if dtype == "float32":
+                    assert (their_tokens == tokens).all(), name
+                else:  # the sum is rounded otherwise
+                    assert (their_tokens[0] == tokens[0]).all(), name
+                close = 1e-4 if dtype == "float32" else 0.15
+                assert abs(their_logprobs[0] - logprobs[0]).max() < close, name
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_overlapped_kernels_give_the_tokens_of_plain_ones(
+    size: int, checkpoints: dict[str, Path]
+) -> None:
+    """Prefill is split between the products, decode is not."""
+    models = ("llama", "tied", "odd vocabulary") if size == 2 else ("llama",)
+    cases = [(model, checkpoints[model], (model, "float32", size, 1)) for model in models]
+    with running(size, cases, few_tokens=4) as pipes:
+        for name, path, _ in cases:
+            tokens, logprobs = generate(path, "float32", Layout(), ALONE)
+            for pipe in pipes:
+                told, their_tokens, their_logprobs = pipe.recv()
+                assert told == name
+                assert (their_tokens == tokens).all(), name
+                assert abs(their_logprobs - logprobs).max() < 1e-4, name
+
+
+def test_a_rank_reads_its_share(checkpoints: dict[str, Path]) -> None:
+    for name, tp, ep in (("llama", 2, 1), ("llama", 4, 1), ("experts", 2, 2), ("experts", 1, 4)):
+        spec = read_spec(checkpoints[name])
+        for rank in range(max(tp, ep)):
+            told: list[tuple[int, int]] = []
+            layout = Layout(tp, ep, rank)
+            weights = Weights(
+                checkpoints[name], spec, lambda *state, told=told: told.append(state), layout
+            )
+            share = layout.local(spec)
+            for weight in spec.weights:
+                list(weights.read_each(weight))
+            assert told[-1][0] == told[-1][1] == share.parameters * 4, (name, tp, ep)

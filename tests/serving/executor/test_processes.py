@@ -1,0 +1,204 @@
+"""Ranks in processes: the same steps for all, in order, and a failure that names its rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.mock_ranks import load
+from support.processes import wait_until_gone
+
+from weft.errors import ConfigError, EngineError
+from weft.models.interface import SlotSampling, StepInput, StepOutput
+from weft.serving.config import EngineConfig
+from weft.serving.executor import processes
+from weft.serving.executor.board import SLOTS
+from weft.serving.executor.processes import ProcessExecutor
+from weft.serving.executor.wire import encoder, step_decoder
+
+
+@pytest.fixture(autouse=True)
+def mocks_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the processes of ranks."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+
+
+def batch(step: int, tokens: int = 3) -> StepInput:
+    ids = np.arange(tokens, dtype=np.int32) * (step + 1)
+    slots = np.arange(2, dtype=np.int32)
+    return StepInput(
+        step,
+        token_ids=ids,
+        positions=ids,
+        query_start=np.array([0, tokens], np.int32),
+        context_len=np.array([tokens], np.int32),
+        block_table=np.zeros((1, 4), np.int32),
+        slot=slots[:1],
+        sample_index=slots,
+        sample_slot=slots,
+        output_index=slots,
+    )
+
+
+@contextmanager
+def started(path: Path, ranks: int, fault: str = "none") -> Iterator[ProcessExecutor]:
+    executor = ProcessExecutor(EngineConfig(model=fault, tokenizer=str(path)), load, ranks)
+    try:
+        yield executor
+    finally:
+        executor.close()
+        wait_until_gone(pids(executor))
+
+
+def pids(executor: ProcessExecutor) -> list[int]:
+    return [rank.process.pid for rank in executor._ranks]
+
+
+def notes(path: Path, rank: int) -> list[str]:
+    return (path / f"rank{rank}").read_text().splitlines()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_ranks_run_the_same_steps_in_order(ranks: int, tmp_path: Path) -> None:
+    with started(tmp_path, ranks) as executor:
+        assert executor.model.num_blocks == 8
+        futures = [executor.submit(batch(step, tokens=10 + step)) for step in range(20)]
+        for step, future in enumerate(futures):
+            output = future.result(10)
+            assert output.step == step
+            assert output.token_ids.tolist() == [100 * step, 100 * step + 1]
+    ran = [f"{step} {batch(step, tokens=10 + step).token_ids.sum()}" for step in range(20)]
+    for rank in range(ranks):
+        assert notes(tmp_path, rank) == [*ran, "closed"]
+
+
+def test_a_rank_that_lags_is_waited_for_before_its_steps_are_written_over(tmp_path: Path) -> None:
+    count = 5 * SLOTS
+    with started(tmp_path, 2, "1 lags in 0") as executor:
+        for step in range(count):  # the first rank alone answers, and is far ahead
+            executor.submit(batch(step)).result(10)
+            assert executor._board.done.max() - executor._board.done.min() <= SLOTS + 1
+    assert notes(tmp_path, 1) == notes(tmp_path, 0)
+    assert len(notes(tmp_path, 1)) == count + 1
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("fault", "how"),
+    [
+        ("raises", r"rank {rank} failed in step 4: ValueError\('a bad step'\)"),
+        ("dies", r"rank {rank} \(process \d+\) was killed by SIGKILL in step 4"),
+    ],
+)
+def test_a_rank_that_fails_is_named_and_ends_all(
+    rank: int, fault: str, how: str, tmp_path: Path
+) -> None:
+    with started(tmp_path, 3, f"{rank} {fault} in 3") as executor:
+        futures = [executor.submit(batch(step)) for step in range(3)]
+        assert [future.result(10).step for future in futures] == [0, 1, 2]
+        failed: list[Future[StepOutput]] = []
+        while not failed or failed[-1].exception(10) is None:  # rank 0 may answer step 3
+            failed.append(executor.submit(batch(3 + len(failed))))
+        with pytest.raises(EngineError, match=how.format(rank=rank)):
+            failed[-1].result(0)
+        with pytest.raises(EngineError, match=how.format(rank=rank)):
+            executor.submit(batch(9)).result(0)
+        wait_until_gone(pids(executor))
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_ranks_that_do_not_get_on_end_with_the_one_behind_named(
+    rank: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = EngineConfig(model=f"{rank} hangs in 1", tokenizer=str(tmp_path), stall_timeout=0.8)
+    executor = ProcessExecutor(config, load, 3)
+    assert executor.submit(batch(0)).result(10).step == 0
+    futures = [executor.submit(batch(step)) for step in range(1, 9)]  # the last waits for room
+    with pytest.raises(EngineError, match=rf"rank {rank} \(process \d+\) is stuck in step 2, "):
+        futures[-1].result(20)
+    wait_until_gone(pids(executor))
+    assert "mock_ranks.py" in capfd.readouterr().err  # where it hangs
+    executor.close()
+
+
+def test_a_rank_that_hangs_is_killed_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "CLOSE_GRACE", 0.2)
+    executor = ProcessExecutor(EngineConfig(model="1 hangs in 0", tokenizer=str(tmp_path)), load, 2)
+    assert executor.submit(batch(0)).result(10).step == 0
+    executor.close()
+    wait_until_gone(pids(executor))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_rank_refuses_is_raised(rank: int, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--model is not to my liking"):
+        ProcessExecutor(
+            EngineConfig(model=f"{rank} refuses in 0", tokenizer=str(tmp_path)), load, 2
+        )
+
+
+CONTROLLER = """
+import sys
+from support.mock_ranks import load
+from weft.serving.config import EngineConfig
+from weft.serving.executor.processes import ProcessExecutor
+executor = ProcessExecutor(EngineConfig(model="none"), load, 2)
+print(*(rank.process.pid for rank in executor._ranks), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_ranks_end_with_their_controller_however_it_ends() -> None:
+    controller = subprocess.Popen(
+        [sys.executable, "-P", "-c", CONTROLLER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert controller.stdout is not None
+    ranks = [int(pid) for pid in controller.stdout.readline().split()]
+    assert len(ranks) == 2
+    controller.send_signal(signal.SIGKILL)
+    controller.communicate()
+    wait_until_gone(ranks)
+
+
+@given(
+    st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40),
+    st.integers(0, 2**63),
+    st.dictionaries(st.integers(0, 999), st.floats(-100, 100), max_size=4),
+)
+def test_steps_are_decoded_as_they_were(
+    tokens: list[int], seed: int, bias: dict[int, float]
+) -> None:
+    ids = np.array(tokens, np.int32)
+    sampling = SlotSampling(
+        slot=3,
+        seed=seed,
+        logit_bias=bias,
+        prompt_token_ids=tuple(tokens),
+        end_token_ids=(1, 2),
+    )
+    sent = replace(batch(5), token_ids=ids, new_slots=(sampling,))
+    got = step_decoder.decode(encoder.encode(sent))
+    assert got.token_ids.dtype == np.int32
+    assert got.token_ids.tolist() == tokens
+    assert got.token_ids.flags.writeable
+    assert got.block_table.shape == (1, 4)
+    (told,) = got.new_slots
+    assert (told.slot, told.seed, told.logit_bias) == (3, seed, bias)
+    assert list(told.prompt_token_ids) == tokens
+    assert told.end_token_ids == (1, 2)

@@ -1,0 +1,91 @@
+"""A model on several ranks, served over HTTP."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+from support.checkpoints import make_checkpoint
+from support.processes import wait_until_gone
+from support.server import Server, start_server
+
+PROMPT = "the user asks the assistant for"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_moe")
+
+
+def complete(server: Server) -> str:
+    body = {"model": server.model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    response = server.http.post("/v1/completions", json=body | {"ignore_eos": True})
+    assert response.status_code == 200, response.text
+    text: str = response.json()["choices"][0]["text"]
+    return text
+
+
+def ranks_of(server: Server) -> list[psutil.Process]:
+    (engine,) = psutil.Process(server.process.pid).children()
+    return sorted(engine.children(), key=lambda process: process.pid)
+
+
+def test_two_ranks_answer_as_one_and_a_dead_one_is_named(model: Path, tmp_path: Path) -> None:
+    sizes = {"kv_cache_memory": 2**22, "max_num_seqs": 4}
+    with start_server(model, tmp_path, **sizes) as server:
+        expected = complete(server)
+    with start_server(model, tmp_path, tp=2, ep=2, **sizes) as server:
+        ranks = ranks_of(server)
+        assert len(ranks) == 2
+        assert complete(server) == expected
+        body = {"model": server.model, "prompt": PROMPT, "max_tokens": 400, "stream": True}
+        with server.http.stream("POST", "/v1/completions", json=body | {"ignore_eos": True}) as got:
+            lines = (line for line in got.iter_lines() if line)
+            assert next(lines).startswith("data: ")
+            ranks[1].kill()
+            *_, last = (line for line in lines if "[DONE]" not in line)
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert f"rank 1 (process {ranks[1].pid}) was killed by SIGKILL in step " in error["message"]
+        assert server.process.wait(30) != 0
+        wait_until_gone([rank.pid for rank in ranks])
+
+
+def test_overlapped_kernels_answer_as_plain_ones(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", "llama")
+    sizes = {"kv_cache_memory": 2**20, "max_num_seqs": 2, "max_num_batched_tokens": 64}
+    with start_server(model, tmp_path, **sizes) as server:
+        expected = complete(server)
+    with start_server(model, tmp_path, tp=2, kernels="overlapped", **sizes) as server:
+        assert complete(server) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tp": 2}, "--kernels is 'overlapped'; a model with experts runs with 'plain' only"),
+        (
+            {"quantization": "int8"},
+            "--quantization is 'int8'; with --kernels overlapped it must be none",
+        ),
+    ],
+)
+def test_what_overlapped_kernels_cannot_do_is_refused(
+    settings: dict[str, object], message: str, model: Path, tmp_path: Path
+) -> None:
+    with start_server(
+        model, tmp_path, until="started", kernels="overlapped", kv_cache_memory=2**22, **settings
+    ) as server:
+        assert server.process.wait(60) == 2
+        assert message in server.log.read_text()
+
+
+def test_a_size_that_does_not_divide_is_refused_before_anything_is_loaded(
+    model: Path, tmp_path: Path
+) -> None:
+    with start_server(model, tmp_path, until="started", tp=3) as server:
+        assert server.process.wait(60) == 2
+        assert server.log.read_text().splitlines()[-1] == (
+            "weft: error: --tp is 3; it must divide the model's 4 heads. These sizes work: 1, 2, 4"
+        )

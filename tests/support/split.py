@@ -1,0 +1,123 @@
+"""A model that ranks share, run in a process for each of them."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from support.checkpoints import VOCAB_SIZE
+from weft.kernels.symmetric.memory import Home
+from weft.models.checkpoint import read_spec
+from weft.models.interface import SlotSampling, StepInput
+from weft.models.layout import Layout
+from weft.models.torch.group import Groups, meet, split
+from weft.models.torch.runner import TorchRunner
+
+BLOCK, BLOCKS, PROMPT, DECODES = 4, 16, 13, 6
+
+Case = tuple[str, str, int, int]
+
+
+def steps() -> list[StepInput]:
+    """Two requests: a prompt in two chunks, then decodes; the other samples by seed."""
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(0, VOCAB_SIZE, (2, PROMPT)).astype(np.int32)
+    table = np.arange(BLOCKS, dtype=np.int32).reshape(2, -1)[:, ::-1].copy()
+    slots = np.arange(2, dtype=np.int32)
+    sampling = (
+        SlotSampling(slot=0, logprobs=3),
+        SlotSampling(slot=1, temperature=0.8, seed=7, top_k=20, repetition_penalty=1.2),
+    )
+
+    def step(number: int, tokens: Any, start: int, new: tuple[SlotSampling, ...]) -> StepInput:
+        count = tokens.shape[1]
+        positions = np.tile(np.arange(start, start + count, dtype=np.int32), 2)
+        last = start + count >= PROMPT
+        return StepInput(
+            step=number,
+            token_ids=np.ascontiguousarray(tokens, dtype=np.int32).ravel(),
+            positions=positions,
+            query_start=np.array([0, count, 2 * count], np.int32),
+            context_len=np.full(2, start + count, np.int32),
+            block_table=table,
+            slot=slots,
+            sample_index=np.array([count - 1, 2 * count - 1], np.int32) if last else slots[:0],
+            sample_slot=slots if last else slots[:0],
+            output_index=np.full(2 if last else 0, start + count - PROMPT, np.int32),
+            new_slots=new,
+        )
+
+    made = [
+        step(0, prompts[:, :5], 0, ()),
+        step(1, prompts[:, 5:], 5, sampling),
+    ]
+    newest = (-1 - slots)[:, None]
+    made += [step(2 + i, newest, PROMPT + i, ()) for i in range(DECODES)]
+    return made
+
+
+def generate(
+    path: Path, dtype: str, layout: Layout, groups: Groups, home: Home | None = None
+) -> tuple[Any, Any]:
+    """Sampled tokens, and log probabilities of the greedy request."""
+    runner = TorchRunner.load(
+        path,
+        read_spec(path),
+        dtype=dtype,
+        block_size=BLOCK,
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
+        max_model_len=32,
+        layout=layout,
+        groups=groups,
+        home=home,
+    )
+    runner.allocate_kv_cache(BLOCKS)
+    outputs = [runner.step(step) for step in steps()]
+    runner.close()
+    tokens = np.array([output.token_ids for output in outputs[1:]])
+    logprobs = np.array([o.logprobs.chosen[0] for o in outputs[1:] if o.logprobs is not None])
+    return tokens, logprobs
+
+
+def be_rank(
+    rank: int,
+    size: int,
+    cases: list[tuple[str, Path, Case]],
+    pipe: Connection,
+    few_tokens: int | None = None,
+) -> None:
+    """A process: run each case, and send what came out.
+
+    Overlapped if `few_tokens` is given, which are then the same on all ranks.
+    """
+    torch.set_num_threads(1)
+
+    def find_port(own: int | None) -> int:
+        if own is not None:
+            pipe.send(own)
+            return own
+        port: int = pipe.recv()
+        return port
+
+    store = meet(rank, size, find_port, timeout=60)
+    with ExitStack() as stack:
+        home = None
+        if few_tokens is not None:
+            os.environ["TRITON_INTERPRET"] = "1"
+            from weft.kernels.check.interpreter import installed
+            from weft.kernels.symmetric.shared import SharedHome
+            from weft.models.torch import overlapped
+
+            overlapped.FEW_TOKENS = few_tokens
+            stack.enter_context(installed())
+            home = stack.enter_context(SharedHome(store, rank, size))
+        for name, path, (_, dtype, tp, ep) in cases:
+            layout = Layout(tp, ep, rank)
+            pipe.send((name, *generate(path, dtype, layout, split(layout), home)))
