@@ -16,6 +16,7 @@ import torch
 from engine_parts.measure import Case, per_call
 from engine_parts.mock import VOCAB_SIZE
 from weft.models.interface import SlotSampling
+from weft.models.torch.logits import Logits
 from weft.models.torch.sampler import Sampler
 
 ROWS = (16, 64, 256)
@@ -48,7 +49,7 @@ def _sample(logits: torch.Tensor, kind: SlotSampling) -> Callable[[], object]:
     )
     slots = torch.arange(rows)
     output_index = torch.full((rows,), half)
-    return lambda: sampler.sample(logits, slots, output_index)
+    return lambda: sampler.sample(Logits.whole(logits), slots, output_index)
 
 
 @contextmanager

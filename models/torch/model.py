@@ -24,6 +24,7 @@ from weft.kernels.cpu.rope import Rotation
 from weft.models.spec import LayerSpec, ModelSpec, MoeSpec, WeightSpec
 from weft.models.torch.group import ALONE, Groups
 from weft.models.torch.layers import Attention, KVCache, Load, Mlp, Moe
+from weft.models.torch.logits import Logits
 from weft.models.weights import Weights
 
 
@@ -159,9 +160,10 @@ class Model:
                 x = layer(x, rotation, layer_cache, plan)
         return self._layers[-1](x, rotation, cache[-1], plan, rows)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden] of the tokens that matter -> [S, vocab_size]; the same on all ranks."""
-        return self._group.gather_columns(self._lm_head(hidden, norm=self._norm), self._vocab_size)
+    def logits(self, hidden: Tensor) -> Logits:
+        """[S, hidden] of the tokens that matter -> [S, vocab_size]."""
+        local = self._lm_head(hidden, norm=self._norm)
+        return Logits(local, self._vocab_size, self._group)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """[T] -> [T, hidden]; each rank knows some tokens (Shoeybi et al. 2019, section 3)."""

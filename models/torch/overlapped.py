@@ -53,6 +53,7 @@ from weft.kernels.symmetric.memory import Home
 from weft.models.spec import LayerSpec, ModelSpec, MoeSpec, WeightSpec
 from weft.models.torch.group import Group
 from weft.models.torch.layers import KVCache
+from weft.models.torch.logits import Logits
 from weft.models.weights import Weights
 
 FEW_TOKENS = 64
@@ -260,10 +261,10 @@ class OverlappedModel:
             x = all_gather(x, self._gather)[:tokens]
         return x if rows is None else x[rows]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden] of the tokens that matter -> [S, vocab_size]; the same on all ranks."""
+    def logits(self, hidden: Tensor) -> Logits:
+        """[S, hidden] of the tokens that matter -> [S, vocab_size]."""
         normed = rms_norm(hidden.contiguous(), self._norm, self._eps).out
-        return self._group.gather_columns(matmul(normed, self._lm_head.weights), self._vocab_size)
+        return Logits(matmul(normed, self._lm_head.weights), self._vocab_size, self._group)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """[T] -> [T, hidden]; each rank knows some tokens."""

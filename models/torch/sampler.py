@@ -9,7 +9,8 @@ bit for bit, whatever else is in the batch.
 The tokens that penalties look at are kept here, on the device, because the
 next step is dispatched before the host has seen the newest token. Penalties
 touch only the logits of those tokens: nothing here is as wide as a vocabulary
-but the logits themselves. A batch of greedy rows is one max.
+but the logits themselves. A batch of greedy rows is one max, and where ranks share
+the vocabulary, only rows that are not greedy are put together.
 
 Not handled: grammars and beam search.
 """
@@ -25,9 +26,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from weft.kernels.cpu.argmax import argmax
 from weft.models.interface import FINITE, NOT_FINITE, Logprobs, SlotSampling
 from weft.models.torch.draw import draw, uniform
+from weft.models.torch.logits import Logits
 
 CHUNK_NUMBERS = 1 << 20
 """Logits that are worked on at once: 4 MiB of float32, which stay in cache."""
@@ -83,11 +84,11 @@ class Sampler:
                 self._reserve_history(len(tokens))
                 self._history[settings.slot, : len(tokens)] = tokens.to(self._device)
 
-    def sample(self, logits: Tensor, slots: Tensor, output_index: Tensor) -> SampledTokens:
+    def sample(self, logits: Logits, slots: Tensor, output_index: Tensor) -> SampledTokens:
         """Sample one token per row.
 
         Args:
-            logits: [S, V], any float dtype; left as it is.
+            logits: [S, V].
             slots: int64 [S]; each row's slot, no slot twice.
             output_index: int [S]; tokens that the slot's request has sampled before.
         """
@@ -95,7 +96,7 @@ class Sampler:
             raise ValueError(f"logits have {logits.shape[1]} columns, not {self._vocab_size}")
         settings = [self._settings[slot] for slot in slots.tolist()]
         index: list[int] = output_index.tolist()
-        largest, token_ids = argmax(logits)
+        largest, token_ids = logits.argmax()
         finite = largest.isfinite()
         status = torch.where(finite, FINITE, NOT_FINITE).to(torch.int32)
 
@@ -103,7 +104,7 @@ class Sampler:
         step = max(1, CHUNK_NUMBERS // self._vocab_size)
         for start in range(0, len(special), step):
             rows = special[start : start + step]
-            own = logits[rows].float()
+            own = logits.rows(rows).float()
             if not finite[rows].all():
                 own.masked_fill_(~finite[rows, None], 0.0)
             token_ids[rows] = self._choose(
@@ -112,9 +113,9 @@ class Sampler:
         self._remember(token_ids, settings, index)
         return SampledTokens(token_ids, status, _sampled_logprobs(logits, token_ids, settings))
 
-    def prompt_logprobs(self, logits: Tensor, targets: Tensor, top: int) -> Logprobs:
+    def prompt_logprobs(self, logits: Logits, targets: Tensor, top: int) -> Logprobs:
         """Log probabilities of given tokens: logits [P, V], targets int64 [P]."""
-        return _logprobs(logits, targets, top)
+        return _logprobs(logits.rows(slice(None)), targets, top)
 
     def _choose(
         self, logits: Tensor, settings: Sequence[SlotSampling], index: Sequence[int]
@@ -205,13 +206,13 @@ def _add_bias(logits: Tensor, settings: Sequence[SlotSampling]) -> None:
 
 
 def _sampled_logprobs(
-    logits: Tensor, token_ids: Tensor, settings: Sequence[SlotSampling]
+    logits: Logits, token_ids: Tensor, settings: Sequence[SlotSampling]
 ) -> Logprobs | None:
     """Log probabilities of the rows that asked; zeros in the others."""
     rows = [i for i, s in enumerate(settings) if s.logprobs >= 0]
     if not rows:
         return None
-    asked = _logprobs(logits[rows], token_ids[rows], max(s.logprobs for s in settings))
+    asked = _logprobs(logits.rows(rows), token_ids[rows], max(s.logprobs for s in settings))
 
     def spread(part: npt.NDArray[Any]) -> npt.NDArray[Any]:
         whole = np.zeros((len(settings), *part.shape[1:]), part.dtype)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from weft.models.checkpoint import read_spec
 from weft.models.interface import SlotSampling, StepInput
 from weft.models.layout import Layout
 from weft.models.torch.group import Groups, meet, split
+from weft.models.torch.logits import Logits
 from weft.models.torch.runner import TorchRunner
 
 BLOCK, BLOCKS, PROMPT, DECODES = 4, 16, 13, 6
@@ -86,6 +89,28 @@ def generate(
     return tokens, logprobs
 
 
+def take_part(rank: int, columns: int, cases: list[torch.Tensor], pipe: Connection) -> None:
+    """A process: hold some columns of logits [S, columns], and send what it is told of all."""
+    torch.set_num_threads(1)
+    size = 4
+    meet(rank, size, lambda own: _port(own, pipe), timeout=60)
+    group = split(Layout(tp=size, rank=rank)).tensor
+    each = -(-columns // size)
+    for case in cases:
+        logits = Logits(case[:, rank * each : (rank + 1) * each], columns, group)
+        largest, index = logits.argmax()
+        pipe.send((largest.tolist(), index.tolist(), logits.rows([2, 0]).tolist()))
+    torch.distributed.destroy_process_group()
+
+
+def _port(own: int | None, pipe: Connection) -> int:
+    if own is not None:
+        pipe.send(own)
+        return own
+    port: int = pipe.recv()
+    return port
+
+
 def be_rank(
     rank: int,
     size: int,
@@ -98,15 +123,7 @@ def be_rank(
     Overlapped if `few_tokens` is given, which are then the same on all ranks.
     """
     torch.set_num_threads(1)
-
-    def find_port(own: int | None) -> int:
-        if own is not None:
-            pipe.send(own)
-            return own
-        port: int = pipe.recv()
-        return port
-
-    store = meet(rank, size, find_port, timeout=60)
+    store = meet(rank, size, lambda own: _port(own, pipe), timeout=60)
     with ExitStack() as stack:
         home = None
         if few_tokens is not None:
@@ -121,3 +138,27 @@ def be_rank(
         for name, path, (_, dtype, tp, ep) in cases:
             layout = Layout(tp, ep, rank)
             pipe.send((name, *generate(path, dtype, layout, split(layout), home)))
+    torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def running(
+    size: int, body: Callable[..., None], *arguments: Any, after: Any = ()
+) -> Iterator[list[Connection]]:
+    """The pipes of processes body(rank, *arguments, pipe, *after); in the end, all ended well."""
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for rank in range(size):
+        own, other = context.Pipe()
+        process = context.Process(target=body, args=(rank, *arguments, other, *after), daemon=True)
+        process.start()
+        other.close()
+        pipes.append(own)
+        processes.append(process)
+    port = pipes[0].recv()
+    for pipe in pipes[1:]:
+        pipe.send(port)
+    yield pipes
+    for process in processes:
+        process.join(30)
+        assert process.exitcode == 0

@@ -24,6 +24,7 @@ from weft.models.interface import FINITE, NOT_FINITE, SlotSampling
 from weft.models.torch import draw as draw_module
 from weft.models.torch import sampler as sampler_module
 from weft.models.torch.draw import uniform
+from weft.models.torch.logits import Logits
 from weft.models.torch.sampler import SampledTokens, Sampler
 
 SHAPES: list[dict[str, Any]] = [
@@ -47,7 +48,7 @@ def run(
     slots = [replace(s, slot=i) for i, s in enumerate(slots)]
     sampler.set_slots(tuple(slots))
     index = torch.tensor(output_index or [0] * len(slots))
-    return sampler.sample(logits, torch.arange(len(slots)), index)
+    return sampler.sample(Logits.whole(logits), torch.arange(len(slots)), index)
 
 
 def expected_token(logits: Tensor, slot: SlotSampling, index: int) -> set[int]:
@@ -259,10 +260,14 @@ def test_history_follows_the_sampled_tokens(width: int) -> None:
     produced: list[int] = []
     for step in range(30):
         logits = torch.randn(2, 400, generator=generator)
-        token = sampler.sample(logits, torch.tensor([0, 1]), torch.tensor([9, step])).token_ids[1]
+        token = sampler.sample(
+            Logits.whole(logits), torch.tensor([0, 1]), torch.tensor([9, step])
+        ).token_ids[1]
         resumed = Sampler(400, 3)
         resumed.set_slots((replace(slot, slot=2, output_token_ids=tuple(produced)),))
-        again = resumed.sample(logits[1:], torch.tensor([2]), torch.tensor([step])).token_ids[0]
+        again = resumed.sample(
+            Logits.whole(logits[1:]), torch.tensor([2]), torch.tensor([step])
+        ).token_ids[0]
         assert token == again
         produced.append(int(token))
 
@@ -270,7 +275,7 @@ def test_history_follows_the_sampled_tokens(width: int) -> None:
 def test_without_penalties_nothing_is_remembered() -> None:
     sampler = Sampler(100, 4)
     sampler.set_slots((SlotSampling(0, temperature=1.0, prompt_token_ids=(1, 2)),))
-    sampler.sample(torch.randn(1, 100), torch.tensor([0]), torch.tensor([0]))
+    sampler.sample(Logits.whole(torch.randn(1, 100)), torch.tensor([0]), torch.tensor([0]))
     assert sampler._history.numel() == 0
 
 
@@ -369,15 +374,17 @@ def test_prompt_logprobs() -> None:
     logits = torch.randn(5, 50)
     targets = torch.tensor([0, 49, 7, 7, 3])
     sampler = Sampler(50, 1)
-    got = sampler.prompt_logprobs(logits, targets, 0)
+    got = sampler.prompt_logprobs(Logits.whole(logits), targets, 0)
     oracle = logits.log_softmax(-1)
     np.testing.assert_allclose(got.chosen, oracle[torch.arange(5), targets], atol=1e-5)
     assert got.top_ids.shape == got.top.shape == (5, 0)
-    assert sampler.prompt_logprobs(logits[:0], targets[:0], 2).top.shape == (0, 2)
+    assert sampler.prompt_logprobs(Logits.whole(logits[:0]), targets[:0], 2).top.shape == (0, 2)
     with pytest.raises(ValueError, match="top is 51"):
-        sampler.prompt_logprobs(logits, targets, 51)
+        sampler.prompt_logprobs(Logits.whole(logits), targets, 51)
 
 
 def test_wrong_vocabulary_is_refused() -> None:
     with pytest.raises(ValueError, match="31 columns, not 30"):
-        Sampler(30, 1).sample(torch.zeros(1, 31), torch.tensor([0]), torch.tensor([0]))
+        Sampler(30, 1).sample(
+            Logits.whole(torch.zeros(1, 31)), torch.tensor([0]), torch.tensor([0])
+        )

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterator
-from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.checkpoints import VOCAB_SIZE, make_checkpoint
-from support.split import Case, be_rank, generate
+from support.split import be_rank, generate, running
 
 from weft.models.checkpoint import read_spec
 from weft.models.layout import Layout
@@ -45,37 +41,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@contextmanager
-def running(
-    size: int, cases: list[tuple[str, Path, Case]], few_tokens: int | None = None
-) -> Iterator[list[Connection]]:
-    """The ranks' pipes; in the end, all have ended well."""
-    context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    for rank in range(size):
-        own, other = context.Pipe()
-        process = context.Process(
-            target=be_rank, args=(rank, size, cases, other, few_tokens), daemon=True
-        )
-        process.start()
-        other.close()
-        pipes.append(own)
-        processes.append(process)
-    port = pipes[0].recv()
-    for pipe in pipes[1:]:
-        pipe.send(port)
-    yield pipes
-    for process in processes:
-        process.join(30)
-        assert process.exitcode == 0
-
-
 @pytest.mark.parametrize("size", [2, 4])
 def test_tokens_are_those_of_one_rank(size: int, checkpoints: dict[str, Path]) -> None:
     cases = [
         (str(case), checkpoints[case[0]], case) for case in CASES if max(case[2], case[3]) == size
     ]
-    with running(size, cases) as pipes:
+    with running(size, be_rank, size, cases) as pipes:
         for name, path, (_, dtype, _, _) in cases:
             tokens, logprobs = generate(path, dtype, Layout(), ALONE)
             assert len({tuple(row) for row in tokens.T}) == 2
@@ -97,7 +68,7 @@ def test_overlapped_kernels_give_the_tokens_of_plain_ones(
     """Prefill is split between the products, decode is not."""
     models = ("llama", "tied", "odd vocabulary") if size == 2 else ("llama",)
     cases = [(model, checkpoints[model], (model, "float32", size, 1)) for model in models]
-    with running(size, cases, few_tokens=4) as pipes:
+    with running(size, be_rank, size, cases, after=(4,)) as pipes:
         for name, path, _ in cases:
             tokens, logprobs = generate(path, "float32", Layout(), ALONE)
             for pipe in pipes:
