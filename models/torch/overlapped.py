@@ -13,10 +13,17 @@
      matmul_all_reduce   down, + x                      matmul_reduce_scatter
 
 (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2, for tokens that
-are split between products.) It runs on GPUs, and in Triton's interpreter on a CPU:
-slowly, but through the very same calls.
+are split between products.) Of experts, each rank runs its part for all tokens:
 
-Not handled: experts, quantisation, and CUDA graphs.
+     all_gather, if tokens are split; route, sort_by_expert
+     grouped_matmul          silu(gate) * up, then down: own experts, or own width of all
+     all_reduce              or reduce_scatter, if tokens are split; + x
+
+It runs on GPUs, and in Triton's interpreter on a CPU: slowly, but through the very same
+calls.
+
+Not handled: experts on more ranks than attention, unless that is whole on each; quantisation;
+CUDA graphs.
 """
 
 from __future__ import annotations
@@ -37,8 +44,10 @@ from weft.kernels.gpu.all_gather_matmul import (
     all_gather_matmul,
     all_gather_matmul_workspace,
 )
+from weft.kernels.gpu.all_reduce import AllReduceWorkspace, all_reduce, all_reduce_workspace
 from weft.kernels.gpu.attention import PagedBatch, paged_attention
 from weft.kernels.gpu.epilogue import Epilogue
+from weft.kernels.gpu.grouped_matmul import grouped_matmul
 from weft.kernels.gpu.matmul import matmul
 from weft.kernels.gpu.matmul_reduce_scatter import (
     ReduceWorkspace,
@@ -48,7 +57,13 @@ from weft.kernels.gpu.matmul_reduce_scatter import (
     matmul_reduce_scatter_workspace,
 )
 from weft.kernels.gpu.norm import rms_norm
+from weft.kernels.gpu.reduce_scatter import (
+    ReduceScatterWorkspace,
+    reduce_scatter,
+    reduce_scatter_workspace,
+)
 from weft.kernels.gpu.rope import rotate_into_cache
+from weft.kernels.gpu.routing import route, sort_by_expert
 from weft.kernels.symmetric.memory import Home
 from weft.models.spec import LayerSpec, ModelSpec, MoeSpec, WeightSpec
 from weft.models.torch.group import Group
@@ -79,20 +94,33 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Workspaces:
-    """Of the layers, one after the other: each op's next call waits for its last."""
+    """Of the ops; all layers use them, one after the other.
 
-    gather: GatherWorkspace
-    scatter: ReduceWorkspace
-    reduce: ReduceWorkspace
+    Attributes:
+        begin, end: of products of split tokens.
+        sum: of products of tokens that all ranks have.
+        gather, scatter, reduce: of what is no product.
+    """
+
+    begin: GatherWorkspace
+    end: ReduceWorkspace
+    sum: ReduceWorkspace
+    gather: AllGatherWorkspace
+    scatter: ReduceScatterWorkspace
+    reduce: AllReduceWorkspace
 
     @classmethod
     def make(cls, home: Home, max_tokens: int, hidden: int, dtype: torch.dtype) -> _Workspaces:
         """For steps of at most so many tokens. Collective."""
         rows = -(-max_tokens // home.world_size)
+        few = min(max_tokens, FEW_TOKENS)
         return cls(
             all_gather_matmul_workspace(home, rows, hidden, dtype),
             matmul_reduce_scatter_workspace(home, rows, hidden, dtype),
-            matmul_all_reduce_workspace(home, min(max_tokens, FEW_TOKENS), hidden, dtype),
+            matmul_all_reduce_workspace(home, few, hidden, dtype),
+            all_gather_workspace(home, rows * hidden, dtype),
+            reduce_scatter_workspace(home, rows * hidden, dtype),
+            all_reduce_workspace(home, max_tokens * hidden, dtype),
         )
 
 
@@ -104,17 +132,44 @@ class _Linear:
         self.bias = torch.cat(list(biases)) if biases else None
 
 
+class _Experts:
+    """This rank's experts, or its part of all."""
+
+    def __init__(self, spec: MoeSpec, load: _Load) -> None:
+        self._router = load(spec.router).mT
+        self._first = load.parts(spec.gate)[0].start
+        self._gate_up = [load.stack(spec.gate).mT, load.stack(spec.up).mT]
+        self._down = load.stack(spec.down).mT
+        self._top_k = spec.top_k
+        self._normalize = spec.normalize
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden] -> [T, hidden], to be summed over the ranks."""
+        ids, weights = route(matmul(x, self._router), self._top_k, normalize=self._normalize)
+        places = sort_by_expert(ids - self._first, len(self._down))
+        rows = x[places.order // self._top_k]
+        silu = Epilogue(silu_multiply=True)
+        inner = grouped_matmul(rows, self._gate_up, places.offsets, epilogue=silu)
+        out = grouped_matmul(inner, self._down, places.offsets)
+        own = out[places.inverse.clamp(min=0)].float()  # [T, k, hidden]
+        own.masked_fill_((places.inverse < 0)[..., None], 0)  # of other ranks
+        return (own * weights[..., None]).sum(1).to(x.dtype)
+
+
 class _Layer:
     """One layer's part on this rank."""
 
     def __init__(
-        self, model: ModelSpec, spec: LayerSpec, load: _Load, workspaces: _Workspaces
+        self,
+        model: ModelSpec,
+        spec: LayerSpec,
+        load: _Load,
+        workspaces: _Workspaces,
+        *,
+        alone: bool,
     ) -> None:
-        attention, mlp = spec.attention, spec.feed_forward
-        if isinstance(mlp, MoeSpec):
-            raise ConfigError(
-                "--kernels is 'overlapped'; a model with experts runs with 'plain' only"
-            )
+        attention, block = spec.attention, spec.feed_forward
+        self._alone = alone
         self._model = model
         self._window = attention.sliding_window
         self._ws = workspaces
@@ -132,8 +187,12 @@ class _Layer:
 
         self._qkv = linear(attention.q, attention.k, attention.v)
         self._o = linear(attention.o)
-        self._gate_up = linear(mlp.gate, mlp.up)
-        self._down = linear(mlp.down)
+        self._experts = None
+        if isinstance(block, MoeSpec):
+            self._experts = _Experts(block, load)
+        else:
+            self._gate_up = linear(block.gate, block.up)
+            self._down = linear(block.down)
 
     def __call__(self, x: Tensor, step: _Step, cache: KVCache) -> Tensor:
         """[T, hidden], or this rank's rows [T / W, hidden], to the same."""
@@ -156,6 +215,8 @@ class _Layer:
             sliding_window=self._window,
         )
         x = self._end(out.view(tokens, -1), self._o, x, step)
+        if self._experts is not None:
+            return self._mix(self._experts, x, step)
         inner = self._begin(x, self._norms[1], self._gate_up, step, silu_multiply=True)
         return self._end(inner[:tokens], self._down, x, step)
 
@@ -167,17 +228,25 @@ class _Layer:
         epilogue = Epilogue(bias=linear.bias, silu_multiply=silu_multiply)
         if step.few:
             return matmul(normed, linear.weights, epilogue=epilogue)
-        return all_gather_matmul(normed, linear.weights, self._ws.gather, epilogue=epilogue)
+        return all_gather_matmul(normed, linear.weights, self._ws.begin, epilogue=epilogue)
 
     def _end(self, x: Tensor, linear: _Linear, residual: Tensor, step: _Step) -> Tensor:
         """All tokens times this rank's rows, summed over the ranks; plus the residual."""
         epilogue = Epilogue(bias=linear.bias, residual=residual)
         (weight,) = linear.weights
+        if self._alone:
+            return matmul(x, weight, epilogue=epilogue)
         if step.few:
-            return matmul_all_reduce(x, weight, self._ws.reduce, epilogue=epilogue)
-        rows = len(residual) * self._ws.scatter.world_size
-        x = pad(x, (0, 0, 0, rows - len(x)))
-        return matmul_reduce_scatter(x, weight, self._ws.scatter, epilogue=epilogue)
+            return matmul_all_reduce(x, weight, self._ws.sum, epilogue=epilogue)
+        x = pad(x, (0, 0, 0, len(residual) * self._ws.end.world_size - len(x)))
+        return matmul_reduce_scatter(x, weight, self._ws.end, epilogue=epilogue)
+
+    def _mix(self, experts: _Experts, x: Tensor, step: _Step) -> Tensor:
+        """x and what the experts of all ranks add to it."""
+        normed = rms_norm(x, self._norms[1], self._model.norm_eps).out
+        if step.few:
+            return x + all_reduce(experts(normed), self._ws.reduce)
+        return x + reduce_scatter(experts(all_gather(normed, self._ws.gather)), self._ws.scatter)
 
 
 class _Load:
@@ -189,6 +258,15 @@ class _Load:
     def __call__(self, weight: WeightSpec) -> Tensor:
         return self._weights.read(weight).to(self._device, self._dtype, copy=True)
 
+    def stack(self, weight: WeightSpec) -> Tensor:
+        """Of a weight that has a tensor per expert, those of this rank."""
+        tensors = (x.to(self._device, self._dtype) for x in self._weights.read_each(weight))
+        return torch.stack(list(tensors))
+
+    def parts(self, weight: WeightSpec) -> tuple[slice, ...]:
+        """Which part of a weight that is, by axis."""
+        return self._weights.parts(weight)
+
 
 class OverlappedModel:
     """`model.Model`, on overlapped kernels.
@@ -198,11 +276,11 @@ class OverlappedModel:
         weights: where this rank's tensors come from.
         dtype: to compute in.
         home: of the ranks' symmetric memory.
-        group: the ranks, for what is not worth overlapping: embedding and logits.
+        group: those that share attention, for what is not worth overlapping: embedding, logits.
         max_tokens: of a step.
 
     Raises:
-        ConfigError: the model has experts.
+        ConfigError: experts are on more ranks than attention, which is split, too.
     """
 
     def __init__(
@@ -215,16 +293,21 @@ class OverlappedModel:
         group: Group,
         max_tokens: int,
     ) -> None:
+        tp, ep = weights.layout.tp, weights.layout.ep
+        if 1 < tp < ep:
+            raise ConfigError(
+                f"--ep is {ep}; with --kernels overlapped and --tp {tp} it must be at most {tp}"
+            )
+        self._alone = tp == 1
         load = _Load(weights, dtype, home.device)
         local = weights.layout.local(spec)
         self._home, self._group, self._dtype = home, group, dtype
         self._inv_freq = torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim))
         workspaces = _Workspaces.make(home, max_tokens, spec.hidden_size, dtype)
-        self._layers = [_Layer(local, layer, load, workspaces) for layer in spec.layers]
-        rows = -(-max_tokens // home.world_size)
-        self._gather: AllGatherWorkspace = all_gather_workspace(
-            home, rows * spec.hidden_size, dtype
-        )
+        self._layers = [
+            _Layer(local, layer, load, workspaces, alone=self._alone) for layer in spec.layers
+        ]
+        self._gather = workspaces.gather
         self._norm, self._eps = load(spec.norm), spec.norm_eps
         self._table = load(spec.embedding)
         head = self._table if spec.lm_head is None else load(spec.lm_head)
@@ -250,7 +333,7 @@ class OverlappedModel:
             device=self._home.device,
         )
         rotation = Rotation.of(positions, self._inv_freq, self._dtype)
-        told = _Step(rotation, plan, batch, tokens <= FEW_TOKENS)
+        told = _Step(rotation, plan, batch, self._alone or tokens <= FEW_TOKENS)
         x = self._embed(token_ids)
         if not told.few:
             each = -(-tokens // size)

@@ -52,19 +52,21 @@ def test_two_ranks_answer_as_one_and_a_dead_one_is_named(model: Path, tmp_path: 
         wait_until_gone([rank.pid for rank in ranks])
 
 
-def test_overlapped_kernels_answer_as_plain_ones(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path / "model", "llama")
+def test_overlapped_kernels_answer_as_plain_ones(model: Path, tmp_path: Path) -> None:
     sizes = {"kv_cache_memory": 2**20, "max_num_seqs": 2, "max_num_batched_tokens": 64}
     with start_server(model, tmp_path, **sizes) as server:
         expected = complete(server)
-    with start_server(model, tmp_path, tp=2, kernels="overlapped", **sizes) as server:
+    with start_server(model, tmp_path, ep=2, kernels="overlapped", **sizes) as server:
         assert complete(server) == expected
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tp": 2}, "--kernels is 'overlapped'; a model with experts runs with 'plain' only"),
+        (
+            {"tp": 2, "ep": 4},
+            "--ep is 4; with --kernels overlapped and --tp 2 it must be at most 2",
+        ),
         (
             {"quantization": "int8"},
             "--quantization is 'int8'; with --kernels overlapped it must be none",

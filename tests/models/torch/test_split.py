@@ -66,8 +66,14 @@ def test_overlapped_kernels_give_the_tokens_of_plain_ones(
     size: int, checkpoints: dict[str, Path]
 ) -> None:
     """Prefill is split between the products, decode is not."""
-    models = ("llama", "tied", "odd vocabulary") if size == 2 else ("llama",)
-    cases = [(model, checkpoints[model], (model, "float32", size, 1)) for model in models]
+    layouts = [("llama", size, 1)]
+    if size == 2:
+        layouts += [("tied", 2, 1), ("odd vocabulary", 2, 1), ("mixtral", 2, 1)]
+        layouts += [("experts", 2, 2), ("experts", 1, 2)]
+    cases = [
+        (f"{model} {tp} {ep}", checkpoints[model], (model, "float32", tp, ep))
+        for model, tp, ep in layouts
+    ]
     with running(size, be_rank, size, cases, after=(4,)) as pipes:
         for name, path, _ in cases:
             tokens, logprobs = generate(path, "float32", Layout(), ALONE)
