@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import pytest
@@ -91,3 +96,44 @@ def test_a_size_that_does_not_divide_is_refused_before_anything_is_loaded(
         assert server.log.read_text().splitlines()[-1] == (
             "weft: error: --tp is 3; it must divide the model's 4 heads. These sizes work: 1, 2, 4"
         )
+
+
+def family(process: psutil.Process) -> list[psutil.Process]:
+    return [process, *process.children(recursive=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_is_killed_and_when_nothing_is_left(
+    seed: int, model: Path, tmp_path: Path
+) -> None:
+    """The engine or a rank, while it loads or serves: the server ends, and says of what."""
+    rng = random.Random(seed)
+    sizes = {"kv_cache_memory": 2**22, "max_num_seqs": 4}
+    before = set(os.listdir("/dev/shm"))
+    until: Literal["started", "ready"] = "started" if seed % 3 == 0 else "ready"
+    with start_server(model, tmp_path, until=until, tp=2, **sizes) as server:
+        server_process = psutil.Process(server.process.pid)
+        if until == "started":
+            deadline = time.monotonic() + 60
+            while len(family(server_process)) < 4:  # server, engine, two ranks
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            time.sleep(rng.uniform(0, 4))
+        everyone = family(server_process)
+        victim = everyone[rng.choice([1, 2, 3])]
+        body = {"model": server.model, "prompt": PROMPT, "max_tokens": 400, "ignore_eos": True}
+        with ThreadPoolExecutor(1) as pool:
+            if until == "ready":
+                answer = pool.submit(server.http.post, "/v1/completions", json=body)
+                time.sleep(rng.uniform(0, 1))
+            victim.kill()
+            assert server.process.wait(60) not in (0, None)
+            if until == "ready":
+                got = answer.result()
+                assert got.status_code in (200, 500, 503), got.text
+                if got.status_code != 200:
+                    assert "SIGKILL" in got.json()["error"]["message"]
+        assert "SIGKILL" in server.log.read_text()
+    wait_until_gone([process.pid for process in everyone])
+    assert set(os.listdir("/dev/shm")) == before
