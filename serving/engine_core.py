@@ -136,6 +136,8 @@ class EngineCore:
                 self._fail(error)
             self._outputs += self._scheduler.finish(step.result())
             self._send()
+        elif not self._steps and self._executor.failure is not None:
+            self._fail(self._executor.failure)
         elif self._outputs or time.monotonic() - self._last_sent >= self._heartbeat:
             self._send()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Protocol
 
+from weft.errors import WeftError
 from weft.models.interface import StepInput, StepOutput
 from weft.serving.loading import ModelInfo
 
@@ -14,9 +15,11 @@ class Executor(Protocol):
 
     Attributes:
         model: what has been loaded.
+        failure: why no step can run any more, also where none was submitted since.
     """
 
     model: ModelInfo
+    failure: WeftError | None
 
     def submit(self, batch: StepInput) -> Future[StepOutput]:
         """Queue a step; the future holds its output, or what the runner raised."""

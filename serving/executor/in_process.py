@@ -21,7 +21,10 @@ class InProcessExecutor:
 
     Attributes:
         model: what has been loaded.
+        failure: none; what a step raises is in its future.
     """
+
+    failure = None
 
     def __init__(self, load: Callable[[], LoadedModel]) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-runner")

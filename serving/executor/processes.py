@@ -65,6 +65,7 @@ class ProcessExecutor:
 
     Attributes:
         model: what has been loaded.
+        failure: which rank has failed, and how.
 
     Raises:
         WeftError: a rank could not load its part.
@@ -74,7 +75,7 @@ class ProcessExecutor:
         self, config: EngineConfig, load_model: Callable[..., LoadedModel], world_size: int
     ) -> None:
         self._board = Board(world_size)
-        self._failure: WeftError | None = None
+        self.failure: WeftError | None = None
         self._pending: deque[Future[StepOutput]] = deque()
         self._lock = threading.Lock()
         self._step = 0
@@ -100,11 +101,11 @@ class ProcessExecutor:
         """See `Executor.submit`."""
         data, future = encoder.encode(batch), Future[StepOutput]()
         step = self._step = self._step + 1
-        while not self._board.has_room(step) and self._failure is None:
+        while not self._board.has_room(step) and self.failure is None:
             time.sleep(ROOM_POLL)
         with self._lock:
-            if self._failure is not None:
-                future.set_exception(self._failure)
+            if self.failure is not None:
+                future.set_exception(self.failure)
                 return future
             self._pending.append(future)
         self._board.write(step, data)
@@ -153,7 +154,7 @@ class ProcessExecutor:
     def _fail(self, error: WeftError) -> None:
         """Give every future that error, also those to come."""
         with self._lock:
-            self._failure = error
+            self.failure = error
             while self._pending:
                 self._pending.popleft().set_exception(error)
 
