@@ -57,6 +57,13 @@ def test_two_ranks_answer_as_one_and_a_dead_one_is_named(model: Path, tmp_path: 
         wait_until_gone([rank.pid for rank in ranks])
 
 
+def test_a_rank_that_dies_while_nothing_is_asked_is_noticed(model: Path, tmp_path: Path) -> None:
+    with start_server(model, tmp_path, tp=2, kv_cache_memory=2**22) as server:
+        ranks_of(server)[0].kill()
+        assert server.process.wait(30) != 0
+        assert "rank 0 " in server.log.read_text()
+
+
 def test_overlapped_kernels_answer_as_plain_ones(model: Path, tmp_path: Path) -> None:
     sizes = {"kv_cache_memory": 2**20, "max_num_seqs": 2, "max_num_batched_tokens": 64}
     with start_server(model, tmp_path, **sizes) as server:
