@@ -23,74 +23,18 @@ status 3. Exit status 1: a result was wrong or a goal was missed.
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
-import threading
-import time
-from pathlib import Path
 
-CASE_SECONDS = 120.0
-"""That a case may take, compiling included. Python cannot interrupt a kernel that hangs."""
+from harness.command import Loaded, main
 
 
-def main() -> int:
-    """Read the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--parts", default="correct,product,waiting,overlap", metavar="A,B")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, in the interpreter")
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="for overlap.{json,md}")
-    parser.add_argument("--seconds", type=float, default=420.0, help="to begin cases in (420)")
-    parser.add_argument("--repetitions", type=int, default=7, help="of each measurement (7)")
-    options = parser.parse_args()
-    if options.repetitions < 1:
-        parser.error(f"--repetitions is {options.repetitions}; it must be at least 1")
-    # Both are read once, by Triton and by the driver, when they are loaded.
-    os.environ["TRITON_INTERPRET"] = "1" if options.tiny else "0"
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
-
-    import torch
+def load(tiny: bool) -> Loaded:
+    """The parts, and what makes their scale."""
     from overlap_parts.parts import PARTS
-    from overlap_parts.report import Report
     from overlap_parts.scale import TINY, full
 
-    known = list(PARTS)
-    parts = options.parts.split(",")
-    if unknown := sorted(set(parts) - set(known)):
-        parser.error(f"there is no part {unknown[0]!r}; there are {', '.join(known)}")
-    if not options.tiny and not torch.cuda.is_available():
-        parser.error("there is no GPU; --tiny runs the same without one")
-    report = Report(options.output, sys.argv[1:], tiny=options.tiny)
-    begin = time.monotonic()
-    scale = TINY if options.tiny else full()
-    for part in parts:
-        for case in PARTS[part](scale, options.repetitions):
-            left = options.seconds - (time.monotonic() - begin)
-            if left <= 0:
-                report.leave_out(part, case.name, f"{options.seconds:g} s are over")
-            else:
-                watch = watchdog(report, CASE_SECONDS)
-                report.begin(part, case.name)
-                report.add(part, case)
-                watch.cancel()
-    report.finish()
-    return 0 if report.good else 1
-
-
-def watchdog(report: object, seconds: float) -> threading.Timer:
-    """Writes the report and ends the process, unless it is cancelled in time."""
-
-    def end() -> None:
-        report.hung()  # type: ignore[attr-defined]
-        os._exit(3)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    return timer
+    return PARTS, (lambda: TINY) if tiny else full
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("overlap", __doc__, load))

@@ -29,7 +29,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Imports one of its modules."""
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    return lambda name: importlib.import_module(f"overlap_parts.{name}")
+    return importlib.import_module
 
 
 def test_every_part_runs_and_is_written(tmp_path: Path) -> None:
@@ -77,8 +77,8 @@ def test_no_case_begins_after_the_time(tmp_path: Path) -> None:
 
 
 def test_a_wrong_result_is_seen(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    correct: ModuleType = parts("correct")
-    tiny = parts("scale").TINY
+    correct: ModuleType = parts("overlap_parts.correct")
+    tiny = parts("overlap_parts.scale").TINY
     op = next(op for op in OPS if op.name == "all_gather")
     assert correct.check(tiny, op, 2).good is True
 
@@ -101,14 +101,13 @@ def test_a_wrong_result_is_seen(parts: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_product_alone_is_the_product(parts: Any) -> None:
     """It computes the same, and neither counts the call nor sends anything."""
-    timing: ModuleType = parts("timing")
-    ranks: ModuleType = parts("ranks")
-    speed: ModuleType = parts("speed")
+    timing: ModuleType = parts("harness.timing")
+    ranks: ModuleType = parts("harness.ranks")
     from weft.kernels.gpu.all_gather_matmul import all_gather_matmul, all_gather_matmul_workspace
 
     def work(home: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
         workspace = all_gather_matmul_workspace(home, 4, 4, torch.float32, 16)
-        speed.receive_all(workspace, 4)
+        ranks.receive_all(workspace, 4)
         x, w = torch.arange(16.0).view(4, 4), torch.ones(4, 4)
 
         def call() -> torch.Tensor:
@@ -123,8 +122,8 @@ def test_the_product_alone_is_the_product(parts: Any) -> None:
 
 
 def test_a_copy_without_waits_does_not_wait(parts: Any) -> None:
-    timing: ModuleType = parts("timing")
-    ranks: ModuleType = parts("ranks")
+    timing: ModuleType = parts("harness.timing")
+    ranks: ModuleType = parts("harness.ranks")
     from weft.kernels.check.ranks import HangError
     from weft.kernels.gpu.all_gather_matmul import all_gather_matmul, all_gather_matmul_workspace
 
@@ -140,12 +139,12 @@ def test_a_copy_without_waits_does_not_wait(parts: Any) -> None:
 
 
 def figure(parts: Any, value: float, good: bool | None) -> Any:
-    return parts("report").Figure(value, "", value, value, "at most 1", good)
+    return parts("harness.report").Figure(value, "", value, value, "at most 1", good)
 
 
 def test_a_case_that_fails_does_not_end_the_others(parts: Any, tmp_path: Path) -> None:
-    module: ModuleType = parts("report")
-    report = module.Report(tmp_path, ["--tiny"], tiny=True)
+    module: ModuleType = parts("harness.report")
+    report = module.Report("overlap", "Heading", tmp_path, ["--tiny"], tiny=True)
 
     def fail() -> Any:
         raise ZeroDivisionError("in a kernel")
@@ -165,8 +164,8 @@ def test_a_case_that_fails_does_not_end_the_others(parts: Any, tmp_path: Path) -
 
 @pytest.mark.parametrize(("good", "status"), [(True, True), (None, True), (False, False)])
 def test_a_missed_goal_is_told(parts: Any, good: bool | None, status: bool) -> None:
-    module: ModuleType = parts("report")
-    report = module.Report(None, [], tiny=True)
+    module: ModuleType = parts("harness.report")
+    report = module.Report("overlap", "Heading", None, [], tiny=True)
     report.add("a", module.Case("x", lambda: figure(parts, 2.0, good)))
     assert report.good is status
 
@@ -174,8 +173,8 @@ def test_a_missed_goal_is_told(parts: Any, good: bool | None, status: bool) -> N
 def test_a_hang_is_reported_with_what_was_being_done(
     parts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module: ModuleType = parts("report")
-    report = module.Report(tmp_path, [], tiny=True)
+    module: ModuleType = parts("harness.report")
+    report = module.Report("overlap", "Heading", tmp_path, [], tiny=True)
     report.begin("correct", "all_gather, 8 ranks")
     report.hung()
     assert not report.good
@@ -188,10 +187,10 @@ def test_the_watchdog_ends_the_process(tmp_path: Path) -> None:
     code = f"""
 import sys, threading, time
 sys.path.insert(0, {str(SCRIPT.parent)!r})
-import overlap
+from harness.command import watchdog
 class Report:
     def hung(self): print("told", flush=True)
-overlap.watchdog(Report(), 0.2)
+watchdog(Report(), 0.2)
 threading.Event().wait()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -200,7 +199,7 @@ threading.Event().wait()
 
 
 def test_times_add_and_compare_repetition_by_repetition(parts: Any) -> None:
-    timing: ModuleType = parts("timing")
+    timing: ModuleType = parts("harness.timing")
     a, b = timing.Times((1.0, 2.0, 9.0)), timing.Times((2.0, 4.0, 3.0))
     assert (a + b).values == (3.0, 6.0, 12.0)
     assert a.median == 2.0
@@ -208,7 +207,7 @@ def test_times_add_and_compare_repetition_by_repetition(parts: Any) -> None:
 
 
 def test_calls_take_turns(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    timing: ModuleType = parts("timing")
+    timing: ModuleType = parts("harness.timing")
     order: list[str] = []
     monkeypatch.setattr(timing, "host_clock", lambda call, calls: float(bool(call()) or 1.0))
     calls = {name: (lambda name=name: order.append(name)) for name in ("a", "b")}
@@ -226,7 +225,7 @@ import torch
 sys.path.insert(0, sys.argv[1])
 from overlap_parts.scale import TILINGS, TINY, Shape
 from overlap_parts.speed import OVERLAPPED, matmul
-from overlap_parts.timing import without_waits
+from harness.timing import without_waits
 from weft.kernels.check import aot
 
 scale = replace(TINY, dtype=torch.bfloat16, tilings=TILINGS)

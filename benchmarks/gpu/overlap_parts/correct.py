@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+from harness.ranks import prepare, run
+from harness.report import Case, Figure, LeftOut
 from torch import Tensor
 
-from overlap_parts.ranks import prepare, run
-from overlap_parts.report import Case, Figure, LeftOut
 from overlap_parts.scale import Scale
 from weft.kernels.check.ops import OPS, Op, Sizes
 from weft.kernels.symmetric.memory import Home

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from harness.command import Parts
 
 from overlap_parts.correct import correct
-from overlap_parts.report import Case
-from overlap_parts.scale import Scale
 from overlap_parts.speed import overlap, product, waiting
 
-PARTS: dict[str, Callable[[Scale, int], Iterator[Case]]] = {
+PARTS: Parts = {
     "correct": correct,
     "product": product,
     "waiting": waiting,

@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-
-from overlap_parts.ranks import run
-from overlap_parts.report import Case, Figure
-from overlap_parts.scale import Scale, Shape
-from overlap_parts.timing import (
+from harness.ranks import alone, run
+from harness.report import Case, Figure
+from harness.timing import (
     Times,
     interleaved,
     only_product,
     ratio,
     without_waits,
 )
+from torch import Tensor
+
+from overlap_parts.scale import Scale, Shape
 from weft.kernels.gpu import all_gather_matmul as gather_module
 from weft.kernels.gpu import decomposed
 from weft.kernels.gpu import matmul_reduce_scatter as scatter_module
@@ -32,9 +32,6 @@ from weft.kernels.gpu.matmul import matmul
 from weft.kernels.gpu.reduce_scatter import reduce_scatter, reduce_scatter_workspace
 from weft.kernels.gpu.workspace import Workspace
 from weft.kernels.symmetric.memory import Home
-
-SET = 1 << 30
-"""A signal that no call waits beyond."""
 
 TORCH, COLLECTIVE = "torch.matmul", "collective"
 WAYS = ("chunks", "ring")
@@ -245,30 +242,8 @@ def _alone(
     measure: Callable[[Home, list[Workspace]], dict[str, Times]],
 ) -> dict[str, Times]:
     """What `measure` says on the first of `scale.world` ranks, while the others wait."""
-
-    def work(home: Home) -> dict[str, Times]:
-        workspaces = [each(home, scale, shape) for each in make]
-        home.barrier()
-        times: dict[str, Times] = {}
-        if home.rank == 0:
-            for workspace in workspaces:
-                receive_all(workspace, scale.programs)
-            times = measure(home, workspaces)
-            for workspace in workspaces:
-                workspace.check()
-        home.exchange("measured")
-        return times
-
-    return run(work, scale.world, tiny=scale.tiny)[0]
-
-
-def receive_all(workspace: Workspace, processors: int) -> None:
-    """As if all ranks had sent something, for all calls to come: this one may go on alone."""
-    workspace.compare = lambda value: [value] * workspace.world_size
-    workspace.processors = processors
-    workspace.concurrent = False  # nothing is waited for
-    workspace.buffer.local.normal_()
-    workspace.signals.local.fill_(SET)
+    workspaces = [lambda home, each=each: each(home, scale, shape) for each in make]
+    return alone(measure, workspaces, scale.world, scale.programs, tiny=scale.tiny)
 
 
 def _operands(scale: Scale, home: Home, shape: Shape) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ from typing import TypeVar
 import torch
 
 from weft.kernels.gpu.launches import loaded
+from weft.kernels.gpu.workspace import Workspace
 from weft.kernels.symmetric.memory import Home, SymmetricMemoryError
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 
@@ -107,3 +108,48 @@ def prepare(home: Home, calls: Sequence[Callable[[], object]]) -> None:
             del kept
         home.exchange("loaded")
     home.barrier()
+
+
+SET = 1 << 30
+"""A signal that no call waits beyond."""
+
+
+def alone(
+    work: Callable[[Home, list[Workspace]], Result],
+    make: Sequence[Callable[[Home], Workspace]],
+    world_size: int,
+    processors: int,
+    *,
+    tiny: bool,
+) -> Result:
+    """What `work` says on the first of so many ranks, while the others wait.
+
+    Args:
+        work: of the home and the workspaces, in which all that the others send has come.
+        make: the workspaces, on every rank.
+        processors: that the rank may fill.
+    """
+
+    def on_rank(home: Home) -> list[Result]:
+        workspaces = [each(home) for each in make]
+        home.barrier()
+        result = []
+        if home.rank == 0:
+            for workspace in workspaces:
+                receive_all(workspace, processors)
+            result.append(work(home, workspaces))
+            for workspace in workspaces:
+                workspace.check()
+        home.exchange("measured")
+        return result
+
+    return run(on_rank, world_size, tiny=tiny)[0][0]
+
+
+def receive_all(workspace: Workspace, processors: int) -> None:
+    """As if all ranks had sent something, for all calls to come: this one may go on alone."""
+    workspace.compare = lambda value: [value] * workspace.world_size
+    workspace.processors = processors
+    workspace.concurrent = False  # nothing is waited for
+    workspace.buffer.local.normal_()
+    workspace.signals.local.fill_(SET)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import statistics
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +17,7 @@ import triton
 
 from weft.kernels.gpu.clock import Call, gpu_clock, host_clock
 from weft.kernels.gpu.launches import Action, decided, is_refusal, loaded
+from weft.kernels.symmetric.memory import Home
 
 THREADS = 8
 AT_LEAST = 0.01
@@ -45,16 +48,24 @@ class Ratio(NamedTuple):
     high: float
 
 
-def ratio(over: Times, under: Times) -> Ratio:
-    """Of times that were taken in the same repetition."""
-    values = [a / b for a, b in zip(over.values, under.values, strict=True)]
+def ratio(over: Times, under: Times, factor: float = 1.0) -> Ratio:
+    """Of times that were taken in the same repetition; times a factor."""
+    values = [factor * a / b for a, b in zip(over.values, under.values, strict=True)]
     return Ratio(statistics.median(values), "", min(values), max(values))
 
 
-def interleaved(calls: dict[str, Call], repetitions: int, *, tiny: bool) -> dict[str, Times]:
-    """Every call so often, in turns: a device that slows down touches all alike."""
+def interleaved(
+    calls: dict[str, Call], repetitions: int, *, tiny: bool, graphs: bool = False
+) -> dict[str, Times]:
+    """Every call so often, in turns: a device that slows down touches all alike.
+
+    Args:
+        graphs: the calls are captured, so that what the host takes for each does not count.
+    """
     clock = host_clock if tiny else gpu_clock
     calls = that_load(calls, tiny=tiny)
+    if graphs and not tiny:
+        calls = {name: captured(call) for name, call in calls.items()}
     counts = {}
     for name, call in calls.items():
         call()
@@ -64,6 +75,44 @@ def interleaved(calls: dict[str, Call], repetitions: int, *, tiny: bool) -> dict
         for name, call in calls.items():
             values[name].append(clock(call, counts[name]))
     return {name: Times(tuple(times)) for name, times in values.items()}
+
+
+def captured(call: Call) -> Call:
+    """A CUDA graph of the call."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def in_step(
+    home: Home, calls: dict[str, Call], repetitions: int, count: int, *, tiny: bool
+) -> dict[str, Times]:
+    """Calls of all ranks together, captured, in turns: of each, the slowest rank's times.
+
+    Collective; every rank calls each so often.
+    """
+    clock = host_clock if tiny else gpu_clock
+    if not tiny:
+        calls = {name: captured(call) for name, call in calls.items()}
+    values: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repetitions):
+        for name, call in calls.items():
+            home.barrier()
+            call()  # lines the ranks up
+            values[name].append(clock(call, count))
+    by_rank = [json.loads(text) for text in home.exchange(json.dumps(values))]
+    return {
+        name: Times(tuple(map(max, zip(*(times[name] for times in by_rank), strict=True))))
+        for name in calls
+    }
+
+
+def copying(nbytes: int, device: str) -> Call:
+    """A copy that reads and writes so many bytes in all."""
+    source = torch.randint(256, (nbytes // 2,), dtype=torch.uint8, device=device)
+    return partial(torch.empty_like(source).copy_, source)
 
 
 def that_load(calls: dict[str, Call], *, tiny: bool) -> dict[str, Call]:

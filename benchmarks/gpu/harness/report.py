@@ -63,15 +63,27 @@ class Report:
     """All rows.
 
     Args:
-        folder: where overlap.json and overlap.md are written; nowhere if None.
+        name: of the script, and of the files that are written.
+        heading: of the page.
+        folder: where NAME.json and NAME.md are written; nowhere if None.
         arguments: of the command.
     """
 
-    def __init__(self, folder: Path | None, arguments: Sequence[str], *, tiny: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        heading: str,
+        folder: Path | None,
+        arguments: Sequence[str],
+        *,
+        tiny: bool,
+    ) -> None:
         self.rows: list[Row] = []
+        self._name = name
+        self._heading = heading
         self._folder = folder
         self._about = {
-            "command": " ".join(["python benchmarks/gpu/overlap.py", *arguments]),
+            "command": " ".join([f"python benchmarks/gpu/{name}.py", *arguments]),
             **environment(tiny=tiny),
         }
         self._now = ("", "")
@@ -117,7 +129,8 @@ class Report:
         """Print the table."""
         print(render(self.rows), flush=True)
         if self._folder is not None:
-            print(f"written: {self._folder / 'overlap.json'} and overlap.md", file=sys.stderr)
+            path = self._folder / f"{self._name}.json"
+            print(f"written: {path} and {self._name}.md", file=sys.stderr)
 
     def _append(self, row: Row) -> None:
         taken = time.monotonic() - self._begin
@@ -128,8 +141,9 @@ class Report:
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
             content = {**self._about, "rows": [asdict(row) for row in self.rows]}
-            (self._folder / "overlap.json").write_text(json.dumps(content, indent=1) + "\n")
-            (self._folder / "overlap.md").write_text(markdown(self._about, self.rows))
+            (self._folder / f"{self._name}.json").write_text(json.dumps(content, indent=1) + "\n")
+            page = markdown(self._heading, self._about, self.rows)
+            (self._folder / f"{self._name}.md").write_text(page)
 
 
 def environment(*, tiny: bool) -> dict[str, Any]:
@@ -185,11 +199,11 @@ def render(rows: Sequence[Row]) -> str:
     )
 
 
-def markdown(about: dict[str, Any], rows: Sequence[Row]) -> str:
+def markdown(heading: str, about: dict[str, Any], rows: Sequence[Row]) -> str:
     """The report as a page."""
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     lines = [
-        "# Overlapped ops on one GPU",
+        f"# {heading}",
         "",
         f"{about['device']}; {versions}; {about['date']}.",
         "",

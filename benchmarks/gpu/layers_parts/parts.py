@@ -1,0 +1,19 @@
+"""The parts of layers.py, in their order."""
+
+from __future__ import annotations
+
+from harness.command import Parts
+
+from layers_parts.attention import decode, prefill
+from layers_parts.exchange import exchange, nccl
+from layers_parts.experts import experts
+from layers_parts.rows import rows
+
+PARTS: Parts = {
+    "decode": decode,
+    "prefill": prefill,
+    "experts": experts,
+    "exchange": exchange,
+    "rows": rows,
+    "nccl": nccl,
+}
