@@ -245,7 +245,8 @@ def attend(
     end = tl.where((fault == 0) & (first < queries), end, begin)
 
     # In blocks, of this split.
-    first_block, end_block = begin // BLOCK_N, tl.cdiv(end, BLOCK_N)
+    first_block = begin // BLOCK_N
+    end_block = tl.where(begin < end, tl.cdiv(end, BLOCK_N), first_block)
     if SPLITS > 1:
         each = tl.cdiv(end_block - first_block, SPLITS)
         last_block = end_block

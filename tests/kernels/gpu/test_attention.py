@@ -107,6 +107,12 @@ def test_a_prefill_in_chunks_is_a_prefill_at_once() -> None:
         torch.testing.assert_close(attend(chunk)[0], expected[start:end], atol=1e-5, rtol=1e-5)
 
 
+def test_programs_that_are_left_over_look_at_nothing() -> None:
+    """The second request's 18 queries fill one tile; that of a third begins behind its last key."""
+    case = Case(Shape(1, 1, 8, 1, window=1), [(18, 18), (33, 18)])
+    case.close(*attend(case, blocks=(32, 16)))
+
+
 def test_no_queries() -> None:
     case = Case(Shape(), [(0, 0), (3, 0)])
     assert attend(case)[0].shape == (0, 4, 16)
