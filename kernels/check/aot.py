@@ -67,7 +67,7 @@ DECODE = (16, 8192, 1024)
 """m, n, k of one in decode: what ends attention there, 16 tokens."""
 
 TILED = (1024, 1024, 1024)
-"""m, n, k for which every tile is compiled; all of them divide it."""
+"""m, n, k for which every tile of a product is compiled; all of them divide it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +256,7 @@ def _tuned_cases(op: Op, target: str) -> Iterator[Case]:
         fp8 = "_fp8" if DTYPES[key.dtype].itemsize == 1 else ""
         if key.op + fp8 == op.name and any(name in key.device for name in names):
             problem = Problem(key.op, key.world_size, key.rows, key.n, key.k, key.dtype)
-            together = key.op in ("matmul_all_reduce", "grouped_matmul")
+            together = problem.attends or key.op in ("matmul_all_reduce", "grouped_matmul")
             m = key.rows if together else key.rows // key.world_size // key.top_k
             dtype = torch.bfloat16 if fp8 else DTYPES[key.dtype]
             sizes = Sizes(key.world_size, max(1, m), key.n, key.k, dtype)
@@ -264,17 +264,18 @@ def _tuned_cases(op: Op, target: str) -> Iterator[Case]:
 
 
 def _tiled_cases(op: Op, target: str, *, everything: bool) -> Iterator[Case]:
-    """All that tuning may choose; or one of each tile, dealt out to the ops."""
+    """All that tuning may choose; or one of each tile, dealt out to the products."""
     from weft.kernels.check.ops import Sizes
     from weft.kernels.gpu.costs import PAYLOADS, Problem, device_for, space
     from weft.kernels.gpu.tunable import METHODS
     from weft.kernels.gpu.tune import options_of
 
     name = op.name.removesuffix("_fp8")
-    if name not in PAYLOADS:
+    attends = "attention" in name
+    if name not in PAYLOADS or (attends and not everything):
         return
     dtype = "bfloat16" if name == op.name else "float8_e4m3fn"
-    m, n, k = TILED
+    m, n, k = (*TILED[:2], 128) if attends else TILED
     problem = Problem(name, 8, 8 * m, n, k, dtype)
     found: dict[tuple[int, ...], Case] = {}
     for config in space(problem, device_for(target), METHODS[name][:1]):

@@ -477,13 +477,15 @@ def _attention(name: str, decodes: bool, fp8: bool = False, **options: Any) -> O
         workspace: Any,
         blocks: Any = None,
         programs: int = 0,
+        **tile: Any,
     ) -> Tensor:
         size = workspace.world_size if shared else 1
         step = _step(len(q), decodes, size)
         batch = PagedBatch.build(*step, block_size=PAGE, device=q.device, world_size=size)
         if fp8:
             keys, values, more = _cast_to_fp8(keys, values)
-        how = {**options, **(more if fp8 else {}), "scale": SCALE, "blocks": blocks and blocks[:2]}
+        how = {**options, **tile, **(more if fp8 else {}), "scale": SCALE}
+        how["blocks"] = blocks and blocks[:2]
         if shared:
             return distributed_decode_attention(_common(q), keys, values, batch, workspace, **how)
         op = decode_attention if decodes else paged_attention

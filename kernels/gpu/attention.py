@@ -49,8 +49,10 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.gpu.arguments import KernelError, Require, require, require_tensor
+from weft.kernels.gpu.costs import Config
 from weft.kernels.gpu.epilogue import FP8, RESULTS
 from weft.kernels.gpu.matmul import target
+from weft.kernels.gpu.tune import Choice
 
 Int32 = npt.NDArray[np.int32]
 
@@ -464,6 +466,7 @@ def paged_attention(
     blocks: tuple[int, int] | None = None,
     warps: int = 0,
     stages: int = 0,
+    choice: Choice | None = None,
 ) -> Tensor:
     """Causal attention of the step's queries over their requests' pages.
 
@@ -476,6 +479,7 @@ def paged_attention(
         scale, sliding_window, softcap, sinks, k_scale, v_scale, lse: see Options.
         blocks: BLOCK_M and BLOCK_N of a tile; chosen if None.
         warps, stages: that the kernel is compiled with; chosen if 0.
+        choice: of a tile where blocks is None, if one was tuned.
 
     Returns:
         [T, H, D], q's dtype. Zeros for a request that is flagged, in part or as a whole.
@@ -486,7 +490,10 @@ def paged_attention(
     check = functools.partial(require, "paged_attention")
     options = Options(scale, sliding_window, softcap, sinks, k_scale, v_scale, lse)
     check_attention(check, q, keys, values, batch, options)
-    tile = checked_tile(check, q, keys, batch, blocks, warps, stages)
+    config = None
+    if choice and blocks is None:
+        config = choice.of_attention(q, keys, batch.max_queries, batch.max_context)
+    tile = checked_tile(check, q, keys, batch, blocks, warps, stages, config)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     launch_attend(q, keys, values, batch, out, lse, tile, options)
     return out
@@ -556,11 +563,15 @@ def checked_tile(
     blocks: tuple[int, int] | None,
     warps: int,
     stages: int,
+    config: Config | None = None,
 ) -> Tile:
-    """What a caller asks for, or what suits the batch."""
+    """What a caller asks for, or what was tuned, or what suits the batch."""
     group, dim = q.shape[1] // keys.shape[1], q.shape[2]
     cast = keys.element_size() < q.element_size()
     chosen = choose_tile(group, batch.max_queries, dim, q.element_size(), cast=cast)
+    if config:  # no higher than the batch has rows for
+        low = min(config.block_m, chosen.block_m)
+        chosen = Tile(low, config.block_n, config.warps, config.stages)
     sides = chosen[:2] if blocks is None else blocks
     fine = len(sides) == 2 and all(side >= 16 and side & (side - 1) == 0 for side in sides)
     must = f"be two powers of two of at least 16, the first not below H / Hk, which is {group}"

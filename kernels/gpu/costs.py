@@ -39,10 +39,12 @@ class Config(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True
 
     Attributes:
         method: by which data travels; of `METHODS`.
-        block_m, block_n, block_k: of a tile; 0 in ops without a product.
-        stages, warps: of the product's kernel; 0 likewise.
+        block_m, block_n, block_k: of a tile; 0 in ops without a product. Attention has no block_k;
+            moe_dispatch has a block_m, the tokens that have a signal of their own.
+        stages, warps: of the kernel that multiplies; 0 likewise.
         senders: programs that do nothing but send, in ops that have such; 0 for as many as the op
             takes by itself.
+        splits: programs that share the keys of a tile, in decode_attention; 0 elsewhere.
     """
 
     method: str
@@ -52,6 +54,7 @@ class Config(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True
     stages: int = 0
     warps: int = 0
     senders: int = 0
+    splits: int = 0
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -62,7 +65,7 @@ class Config(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True
             value = getattr(self, name)
             if value < 0 or value & (value - 1):
                 raise ValueError(f"{name} is {value}; it must be a power of two, or 0 for none")
-        for name in ("stages", "senders"):
+        for name in ("stages", "senders", "splits"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
 
@@ -76,8 +79,13 @@ class Problem:
         rows: M of all ranks together, as they are multiplied.
         n, k: of the weight on one rank; for ops without a product n is the width of a row, k is 0.
         dtype: of the operands, by its torch name.
-        groups: of rows, each with a weight of its own (experts).
-        top_k: how often the same row is multiplied, by weights of different groups.
+        groups: of rows, each with a weight of its own: experts, or KV heads.
+        top_k: how often the same row is multiplied, by weights of different groups; query heads
+            that share a KV head.
+
+    Of attention, rows are the queries of the longest request, or of all requests if they decode; n
+    are the keys of the longest one; k is the size of a head; dtype is the cache's. Of moe_dispatch,
+    rows are a token for each of its experts.
     """
 
     op: str
@@ -110,10 +118,18 @@ class Problem:
         return "matmul" in self.op
 
     @property
+    def attends(self) -> bool:
+        return "attention" in self.op
+
+    @property
     def payload(self) -> int:
-        """Bytes of the whole array that is gathered or reduced."""
+        """Bytes of the whole array that is gathered or reduced; those that come to a rank in
+        moe_dispatch, at most.
+        """
         if PAYLOADS[self.op] == "nothing":
             return 0
+        if self.op == "moe_dispatch":
+            return self.rows // self.world_size * self.n * self.itemsize
         width = self.k if PAYLOADS[self.op] == "input" else self.n
         return self.rows // self.top_k * width * self.itemsize
 
@@ -135,8 +151,11 @@ PAYLOADS = {
     "grouped_matmul": "nothing",
     "all_gather_grouped_matmul": "input",
     "grouped_matmul_reduce_scatter": "output",
+    "moe_dispatch": "output",
+    "paged_attention": "nothing",
+    "decode_attention": "nothing",
 }
-"""Of each op, whether its product's input or its output travels."""
+"""Of each op, whether its product's input or its output travels; the output is all without one."""
 
 SENDING = ("all_gather_matmul", "all_gather_grouped_matmul", "grouped_matmul_reduce_scatter")
 """Ops with programs that do nothing but send."""
@@ -267,9 +286,51 @@ def compute_time(problem: Problem, config: Config, device: Device) -> float:
     return max(-(-tiles // processors) * tile, arrays * problem.itemsize / device.memory)
 
 
+def attention_time(problem: Problem, config: Config, device: Device) -> float:
+    """Seconds of attention, with the steps of a product: a block of keys is one of BLOCK_K."""
+    decodes = problem.op == "decode_attention"
+    requests, queries = (problem.rows, 1) if decodes else (1, problem.rows)
+    splits, width = max(1, config.splits), 1 << (problem.k - 1).bit_length()
+    tiles = requests * -(-queries * problem.top_k // config.block_m) * problem.groups * splits
+    flops = device.flops * 2 / max(2, problem.itemsize)  # narrower keys are cast
+    step = max(
+        4 * config.block_m * config.block_n * width * device.processors / flops,
+        2 * config.block_n * width * problem.itemsize * device.processors / device.l2,
+        MEMORY_LATENCY / max(1, config.stages - 1),
+    )
+    tile = -(-problem.n // (config.block_n * splits)) * (step + STEP) + MEMORY_LATENCY
+    read = 2 * requests * problem.groups * problem.n * problem.k * problem.itemsize
+    total = max(-(-tiles // device.processors) * tile, read / device.memory)
+    if splits > 1:  # parts in float32 are written, and read to be merged
+        parts = problem.rows * problem.groups * problem.top_k * problem.k * splits
+        total += LAUNCH + 2 * 4 * parts / device.memory
+    return total
+
+
+def exchange_time(problem: Problem, config: Config, device: Device) -> float:
+    """Seconds that sending tokens and placing them takes, in chunks of block_m tokens.
+
+    Before it places a chunk, a program reads how many tokens of each chunk are for each expert: of
+    many small chunks it reads more, and of few large ones there are not enough for all processors.
+    """
+    tokens = -(-problem.rows // (problem.top_k * problem.world_size))
+    chunks = problem.world_size * -(-tokens // config.block_m)
+    row = problem.n * problem.itemsize
+    counts = chunks * -(-problem.groups // problem.world_size) * 4
+    send = config.block_m * 2 * row / device.memory
+    place = config.block_m * 2 * row / device.memory + counts / device.l2
+    rounds = -(-chunks // device.processors)
+    return rounds * (device.processors * (send + place) + 2 * MEMORY_LATENCY)
+
+
 def cost(problem: Problem, config: Config, device: Device) -> float:
     """Seconds that one call takes."""
-    link, compute = link_time(problem, config, device), compute_time(problem, config, device)
+    link = link_time(problem, config, device)
+    if problem.attends:
+        return attention_time(problem, config, device) + LAUNCH
+    if problem.op == "moe_dispatch":
+        return link + exchange_time(problem, config, device) + 3 * LAUNCH
+    compute = compute_time(problem, config, device)
     size = problem.world_size
     if problem.multiplies and PAYLOADS[problem.op] == "input":
         total = max(compute, link + compute / size)
@@ -302,6 +363,17 @@ FEW_ACCUMULATORS = 64
 APART = ("all_gather_grouped_matmul", "grouped_matmul_reduce_scatter")
 """Ops that multiply rows which lie apart: the addresses of each take registers, too."""
 
+ATTENTION_M, ATTENTION_N = (16, 64, 128), (16, 32, 64, 128)
+ATTENTION_STAGES = (1, 2, 3, 4)
+SPLITS = (1, 2, 4, 8, 16, 32, 64)
+ATTENTION_ACCUMULATORS = 96
+"""Sums and scores that one thread of attention keeps in registers."""
+
+CHUNKS = (4, 8, 16, 32)
+"""Tokens of moe_dispatch that have a signal of their own."""
+MAX_CHOICES = 512
+"""Experts of a chunk's tokens, whose slots a program keeps in registers."""
+
 
 def space(problem: Problem, device: Device, methods: Sequence[str]) -> list[Config]:
     """Every configuration that fits the device, the cheapest first; the order is total.
@@ -319,12 +391,19 @@ def space(problem: Problem, device: Device, methods: Sequence[str]) -> list[Conf
         raise KernelError(
             f"{problem.op}: method is {unknown[0]!r}; it must be one of {', '.join(METHODS)}"
         )
-    tiles = _tiles(problem, device) if problem.multiplies else [(0, 0, 0, 0, 0)]
+    tiles = [(0, 0, 0, 0, 0)]
+    if problem.multiplies:
+        tiles = _tiles(problem, device)
+    elif problem.attends:
+        tiles = _attention_tiles(problem, device)
+    elif problem.op == "moe_dispatch":
+        tiles = [(chunk, 0, 0, 0, 0) for chunk in _chunks(problem)]
     configs = [
-        Config(method, *tile, senders)
+        Config(method, *tile, senders, splits)
         for method in methods
         for tile in tiles
         for senders in (SENDERS if problem.op in SENDING else (0,))
+        for splits in (_splits(problem) if problem.op == "decode_attention" else (0,))
     ]
     if not configs:
         raise KernelError(f"{problem.op}: no tile fits {device.shared} bytes of shared memory")
@@ -361,3 +440,38 @@ def _has_registers(problem: Problem, accumulators: float, m: int, k: int, stages
         return narrow and stages <= 3 and accumulators <= FEW_ACCUMULATORS
     few = accumulators <= FEW_ACCUMULATORS or k * problem.itemsize <= 128
     return few and accumulators <= MAX_ACCUMULATORS
+
+
+def _attention_tiles(problem: Problem, device: Device) -> list[tuple[int, int, int, int, int]]:
+    """The same of attention, whose block_k is 0."""
+    queries = 1 if problem.op == "decode_attention" else problem.rows
+    most_m = max(16, 2 * queries * problem.top_k - 1)
+    lowest = next(m for m in ATTENTION_M if m >= min(problem.top_k, ATTENTION_M[-1]))
+    width = 1 << (problem.k - 1).bit_length()
+    block = 2 * width * max(2, problem.itemsize)  # of keys and values, for each of n
+    fewest = (lowest, ATTENTION_N[0], WARPS[-1])
+    return [
+        (m, n, 0, stages, warps)
+        for m in ATTENTION_M
+        for n in ATTENTION_N
+        for stages in ATTENTION_STAGES
+        for warps in WARPS
+        if m == lowest or lowest < m <= most_m
+        if n * block * stages <= device.shared
+        if (m, n, warps) == fewest or m * (width + n) <= 32 * warps * ATTENTION_ACCUMULATORS
+    ]
+
+
+def _splits(problem: Problem) -> list[int]:
+    """With at least 64 keys each."""
+    return [splits for splits in SPLITS if splits == 1 or splits * 64 <= problem.n]
+
+
+def _chunks(problem: Problem) -> list[int]:
+    tokens = -(-problem.rows // (problem.top_k * problem.world_size))
+    choices = 1 << (problem.top_k - 1).bit_length()
+    return [
+        chunk
+        for chunk in CHUNKS
+        if chunk == CHUNKS[0] or (chunk < 2 * tokens and chunk * choices <= MAX_CHOICES)
+    ]

@@ -40,6 +40,7 @@ from weft.kernels.gpu.attention import (
     launch_attend,
 )
 from weft.kernels.gpu.matmul import count_processors
+from weft.kernels.gpu.tune import Choice
 
 MAX_SPLITS = 64
 KEYS_OF_A_SPLIT = 256
@@ -141,6 +142,7 @@ def decode_attention(
     blocks: tuple[int, int] | None = None,
     warps: int = 0,
     stages: int = 0,
+    choice: Choice | None = None,
 ) -> Tensor:
     """`paged_attention` for small batches: one query for each request, or a few.
 
@@ -148,6 +150,7 @@ def decode_attention(
         q, keys, values, batch, blocks, warps, stages: as of `paged_attention`.
         scale, sliding_window, softcap, sinks, k_scale, v_scale, lse: see attention.Options.
         splits: programs that share the keys of a tile, at most MAX_SPLITS; chosen if 0.
+        choice: of a tile and splits where blocks is None, if tuned for as many decodes.
 
     Returns:
         [T, H, D], q's dtype.
@@ -158,9 +161,13 @@ def decode_attention(
     check = functools.partial(require, "decode_attention")
     options = Options(scale, sliding_window, softcap, sinks, k_scale, v_scale, lse)
     check_attention(check, q, keys, values, batch, options)
-    tile = checked_tile(check, q, keys, batch, blocks, warps, stages)
+    config = None
+    if choice and blocks is None and is_decode(q, batch):
+        config = choice.of_attention(q, keys, len(q), batch.max_context)
+    tile = checked_tile(check, q, keys, batch, blocks, warps, stages, config)
     must = f"be from 1 to {MAX_SPLITS}, or 0 to choose"
     check("splits", splits, 0 <= splits <= MAX_SPLITS, must)
+    splits = splits or (config.splits if config else 0)
     splits = splits or choose_splits(q, keys, batch, tile, options, count_processors(q.device))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     launch_split(q, keys, values, batch, out, lse, tile, options, splits)

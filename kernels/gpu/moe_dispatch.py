@@ -65,11 +65,9 @@ from weft.kernels.gpu.arguments import require, require_counts, require_tensor
 from weft.kernels.gpu.collective import DTYPES, MAX_NUMEL
 from weft.kernels.gpu.placement import Placement
 from weft.kernels.gpu.signals import notify, peer_pointer, wait
+from weft.kernels.gpu.tune import Choice
 from weft.kernels.gpu.workspace import SLOTS, Workspace, agreed, triton_type
 from weft.kernels.symmetric.memory import Home
-
-CHUNK = 8
-"""Tokens that have a signal of their own."""
 
 TILE = 4096
 """Numbers that a program moves at a time."""
@@ -391,7 +389,8 @@ class ExpertWorkspace(Workspace):
         top_k: k, experts of a token.
         dtype: of tokens and outputs.
         placement: of the experts.
-        chunk: tokens that have a signal of their own.
+        chunk: tokens that have a signal of their own; what was tuned for this device, or what the
+            cost model prefers, if 0.
 
     Attributes:
         placement: the present one; `move` changes it.
@@ -409,7 +408,7 @@ class ExpertWorkspace(Workspace):
         top_k: int,
         dtype: torch.dtype,
         placement: Placement,
-        chunk: int = CHUNK,
+        chunk: int = 0,
     ) -> None:
         size = home.world_size
         asked = {
@@ -421,7 +420,8 @@ class ExpertWorkspace(Workspace):
             "chunk": chunk,
         }
         with agreed("moe", asked, home.exchange) as check:
-            require_counts(check, 1, max_tokens=max_tokens, width=width, top_k=top_k, chunk=chunk)
+            require_counts(check, 1, max_tokens=max_tokens, width=width, top_k=top_k)
+            require_counts(check, 0, chunk=chunk)
             check("top_k", top_k, top_k <= MAX_TOP_K, f"be at most {MAX_TOP_K}")
             fits = chunk & (chunk - 1) == 0 and chunk <= TILE
             check("chunk", chunk, fits, f"be a power of 2, and at most {TILE}")
@@ -429,6 +429,12 @@ class ExpertWorkspace(Workspace):
             check("dtype", dtype, dtype in DTYPES, f"be one of {allowed}")
             ranks = placement.world_size
             check("placement", f"for {ranks} ranks", ranks == size, f"be for {size}")
+        if not chunk:
+            rows, choose = size * max_tokens * top_k, Choice(home, "moe_dispatch")
+            groups = placement.num_experts
+            config = choose(dtype, rows, width, methods=("push",), groups=groups, top_k=top_k)
+            chunk = config.block_m
+        with agreed("moe", {}, home.exchange) as check:
             self.chunks = -(-max_tokens // chunk)
             capacity = self.chunks * chunk
             largest = SLOTS * capacity * max(size, top_k) * max(width, top_k)
@@ -485,7 +491,7 @@ def moe_workspace(
     dtype: torch.dtype,
     placement: Placement,
     *,
-    chunk: int = CHUNK,
+    chunk: int = 0,
 ) -> ExpertWorkspace:
     """For `moe_dispatch` and `moe_combine`. Collective; arguments as of ExpertWorkspace."""
     return ExpertWorkspace(home, max_tokens, width, top_k, dtype, placement, chunk)

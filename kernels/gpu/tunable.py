@@ -3,8 +3,9 @@
     tune_op(home, Problem("all_gather_matmul", 8, rows=8192, n=7168, k=8192))
 
 Operands are random: a GPU multiplies zeros faster. A product has one workspace,
-made for the smallest tile that is tried; a collective has one for each of its
-methods, for those that the home lacks (multicast) are refused when it is made.
+made for the smallest tile that is tried; moe_dispatch has one for each chunk, and a
+collective for each of its methods, for those that the home lacks (multicast) are
+refused when it is made.
 
 Not handled: epilogues, several weights, and methods between nodes. What is
 tuned for one weight as wide as all together serves for several.
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,8 +30,10 @@ from weft.kernels.gpu.all_gather_grouped_matmul import (
 from weft.kernels.gpu.all_gather_matmul import all_gather_matmul, all_gather_matmul_workspace
 from weft.kernels.gpu.all_reduce import all_reduce, all_reduce_workspace
 from weft.kernels.gpu.arguments import KernelError
+from weft.kernels.gpu.attention import PagedBatch, paged_attention
 from weft.kernels.gpu.clock import Call
-from weft.kernels.gpu.costs import DTYPES, PAYLOADS, Config, Problem
+from weft.kernels.gpu.costs import CHUNKS, DTYPES, PAYLOADS, Config, Problem
+from weft.kernels.gpu.decode_attention import decode_attention
 from weft.kernels.gpu.grouped_matmul import grouped_matmul
 from weft.kernels.gpu.grouped_matmul_reduce_scatter import (
     grouped_matmul_reduce_scatter,
@@ -41,6 +45,8 @@ from weft.kernels.gpu.matmul_reduce_scatter import (
     matmul_reduce_scatter,
     matmul_reduce_scatter_workspace,
 )
+from weft.kernels.gpu.moe_dispatch import moe_combine, moe_dispatch, moe_workspace
+from weft.kernels.gpu.placement import even
 from weft.kernels.gpu.reduce_scatter import reduce_scatter, reduce_scatter_workspace
 from weft.kernels.gpu.tune import PRODUCT_METHODS, Measured, Prepare, options_of, tune
 from weft.kernels.gpu.workspace import Workspace
@@ -51,6 +57,9 @@ METHODS = {
     "reduce_scatter": ("push",),
     "all_reduce": ("one_shot", "two_shot", "ll", "multimem"),
     **PRODUCT_METHODS,
+    "moe_dispatch": ("push",),
+    "paged_attention": ("local",),
+    "decode_attention": ("local",),
 }
 """Of each op, within a node."""
 
@@ -69,6 +78,10 @@ PRODUCTS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+PAGE = 16
+"""Tokens in a block of the cache."""
+
+
 def tune_op(home: Home, problem: Problem, **options: Any) -> list[Measured]:
     """`tune.tune` of a problem's op, with its options. Collective.
 
@@ -83,11 +96,15 @@ def tune_op(home: Home, problem: Problem, **options: Any) -> list[Measured]:
 def prepare_op(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
     """The methods that the op has on this home, and what makes calls of it. Collective."""
     size, rows, top_k = home.world_size, problem.rows, problem.top_k
+    if problem.attends:
+        return _prepare_attention(home, problem)
     if problem.op != "grouped_matmul" and rows % (size * top_k):
         tokens = f", {top_k} for each token" if top_k > 1 else ""
         raise KernelError(
             f"{problem.op}: rows is {rows}; it must be a multiple of {size} ranks{tokens}"
         )
+    if problem.op == "moe_dispatch":
+        return _prepare_exchange(home, problem)
     if "grouped" in problem.op:
         return _prepare_groups(home, problem)
     return (_prepare_product if problem.multiplies else _prepare_collective)(home, problem)
@@ -165,6 +182,60 @@ def _prepare_groups(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
 
     def prepare(config: Config) -> Call:
         return partial(function, *operands, **options_of(problem, config))
+
+    return list(METHODS[problem.op]), prepare
+
+
+def _prepare_exchange(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
+    """moe_dispatch and moe_combine, one after the other; tokens go to any experts, as above."""
+    size, experts, top_k = home.world_size, problem.groups, problem.top_k
+    tokens, dtype = problem.rows // size // top_k, DTYPES[problem.dtype]
+    numbers = torch.Generator().manual_seed(home.rank)
+    ids = torch.rand(tokens, experts, generator=numbers).topk(top_k).indices.int().to(home.device)
+    x = _random(home, problem, tokens, problem.n)
+    weights = torch.full(ids.shape, 1 / top_k, device=home.device)
+    made = (tokens, problem.n, top_k, dtype, even(experts, size))
+    workspaces = {chunk: moe_workspace(home, *made, chunk=chunk) for chunk in CHUNKS}
+
+    def prepare(config: Config) -> Call:
+        workspace = workspaces[options_of(problem, config)["chunk"]]
+
+        def there_and_back(x: Tensor) -> Tensor:
+            sent = moe_dispatch(x, ids, workspace)
+            return moe_combine(sent.rows, weights, sent, workspace)
+
+        return partial(there_and_back, x)
+
+    return list(METHODS[problem.op]), prepare
+
+
+def _prepare_attention(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
+    """As many requests that decode as there are rows, or the prefill of one; of problem.n tokens.
+
+    Each rank is alone. The cache's blocks lie in no order.
+    """
+    decodes = problem.op == "decode_attention"
+    requests, queries = (problem.rows, 1) if decodes else (1, problem.rows)
+    context = max(problem.n, queries)
+    pages = -(-context // PAGE)
+    dtype = DTYPES[problem.dtype]
+    cache = (requests * pages, problem.groups, PAGE, problem.k)
+    keys, values = (torch.randn(cache, device=home.device).to(dtype) for _ in range(2))
+    heads = problem.groups * problem.top_k
+    q = torch.randn(problem.rows, heads, problem.k, device=home.device)
+    q = q.to(dtype if dtype.itemsize > 1 else torch.bfloat16)
+    batch = PagedBatch.build(
+        np.arange(requests + 1, dtype=np.int32) * queries,
+        np.full(requests, context, np.int32),
+        np.random.default_rng(0).permutation(cache[0]).astype(np.int32).reshape(requests, pages),
+        block_size=PAGE,
+        device=home.device,
+    )
+    op = decode_attention if decodes else paged_attention
+
+    def prepare(config: Config) -> Call:
+        options = options_of(problem, config)
+        return partial(op, q, keys, values, batch, scale=problem.k**-0.5, **options)
 
     return list(METHODS[problem.op]), prepare
 

@@ -10,7 +10,7 @@ a call of the op on all ranks, and its time is the slowest rank's.
     3. repetition by repetition, all ranks meet, call the next candidate, and
        time the calls; a machine that slows down for a while touches all alike
     4. the times of all ranks are exchanged, so all choose the same winner; the
-       variations of stages, warps and senders around it are timed in the same way
+       variations of stages, warps, senders and splits around it are timed alike
     5. the first rank writes the winner down (tuned.py)
 
 Ranks come from a meeting on the host at different times. So the op is called
@@ -18,7 +18,7 @@ once before the clock starts: each rank of it waits for all others, which lines
 them up on their devices far better than the host can.
 
 A `Choice` answers what to run: what was tuned, else what the cost model prefers.
-The ops ask it where their caller does not say.
+The ops ask it where their caller does not say; those without a workspace, one that they are given.
 """
 
 from __future__ import annotations
@@ -78,11 +78,18 @@ class Measured:
 
 
 def options_of(problem: Problem, config: Config) -> dict[str, Any]:
-    """A configuration as the keyword arguments of the problem's op."""
+    """A configuration as the keyword arguments of the problem's op; or, of moe_dispatch, of its
+    workspace.
+    """
+    if problem.op == "moe_dispatch":
+        return {"chunk": config.block_m}
+    options: dict[str, Any] = {"warps": config.warps, "stages": config.stages}
+    if problem.attends:
+        splits = {"splits": config.splits} if problem.op == "decode_attention" else {}
+        return {"blocks": (config.block_m, config.block_n), **options, **splits}
     if not problem.multiplies:
         return {"method": config.method}
-    blocks = (config.block_m, config.block_n, config.block_k)
-    options = {"blocks": blocks, "warps": config.warps, "stages": config.stages}
+    options["blocks"] = (config.block_m, config.block_n, config.block_k)
     return options | ({"senders": config.senders} if problem.op in SENDING else {})
 
 
@@ -262,6 +269,21 @@ class Choice:
             config = structs.replace(config, block_n=min(64, config.block_n // 2))
         return config
 
+    def of_attention(self, q: Tensor, keys: Tensor, rows: int, context: int) -> Config | None:
+        """Of attention, for q [T, H, D] and keys [num_blocks, Hk, page, D].
+
+        Args:
+            rows: as of a `costs.Problem`.
+            context: keys of the longest request.
+
+        Returns:
+            None if nothing was tuned for this. Then the ops' own rules are better than the model,
+            which knows no lengths but the longest.
+        """
+        kv_heads, name = keys.shape[1], str(keys.dtype).removeprefix("torch.")
+        shape = (tuned.bucket(rows), tuned.bucket(context), q.shape[2], kv_heads)
+        return self._tuned.get((name, *shape, q.shape[1] // kv_heads))
+
     def _choose(self, problem: Problem, methods: tuple[str, ...]) -> Config:
         shape = (problem.rows, problem.n, problem.k, problem.groups, problem.top_k)
         config = self._tuned.get((problem.dtype, *shape))
@@ -289,13 +311,13 @@ def _distinct_tiles(configs: Sequence[Config]) -> list[Config]:
 
 
 def _variations(center: Config, configs: Sequence[Config]) -> list[Config]:
-    """The center, and what differs from it in stages, warps or senders, one of them at a time."""
+    """The center, and what differs from it in stages, warps, senders or splits, one at a time."""
 
     def differences(config: Config) -> list[str]:
         fields = Config.__struct_fields__
         return [field for field in fields if getattr(config, field) != getattr(center, field)]
 
-    free: tuple[list[str], ...] = ([], ["stages"], ["warps"], ["senders"])
+    free: tuple[list[str], ...] = ([], ["stages"], ["warps"], ["senders"], ["splits"])
     return [config for config in configs if differences(config) in free]
 
 

@@ -45,7 +45,7 @@ class Key(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True, k
 
     Attributes:
         device: as the driver calls it.
-        rows: the bucket's largest.
+        rows: the bucket's largest; of attention, n too.
         groups, top_k: as of a `costs.Problem`.
         triton: version.
     """
@@ -104,7 +104,7 @@ def key_of(problem: Problem, device: str) -> Key:
         world_size=problem.world_size,
         dtype=problem.dtype,
         rows=bucket(problem.rows),
-        n=problem.n,
+        n=bucket(problem.n) if problem.attends else problem.n,
         k=problem.k,
         groups=problem.groups,
         top_k=problem.top_k,

@@ -25,14 +25,22 @@ from weft.kernels.gpu.costs import (
 
 H100 = device_named("NVIDIA H100 80GB HBM3")
 
+SIZES = {
+    "world_size": st.integers(1, 8),
+    "rows": st.integers(1, 16384),
+    "n": st.integers(1, 16384),
+    "dtype": st.sampled_from(["bfloat16", "float32", "float8_e4m3fn"]),
+}
+ATTENTION = {op for op in PAYLOADS if "attention" in op}
 PROBLEMS = st.builds(
+    Problem, op=st.sampled_from(sorted(set(PAYLOADS) - ATTENTION)), k=st.integers(1, 16384), **SIZES
+) | st.builds(
     Problem,
-    op=st.sampled_from(sorted(PAYLOADS)),
-    world_size=st.integers(1, 8),
-    rows=st.integers(1, 16384),
-    n=st.integers(1, 16384),
-    k=st.integers(1, 16384),
-    dtype=st.sampled_from(["bfloat16", "float32", "float8_e4m3fn"]),
+    op=st.sampled_from(sorted(ATTENTION)),
+    k=st.integers(1, 256),
+    groups=st.integers(1, 16),
+    top_k=st.integers(1, 128),
+    **SIZES,
 )
 SOME_METHODS = ["push", "copy_engine", "one_shot"]
 
@@ -49,7 +57,9 @@ def test_candidates_fit_and_come_in_one_order(problem: Problem, device: Device) 
     for config in configs:
         loaded = (config.block_m + config.block_n) * config.block_k * problem.itemsize
         assert loaded * config.stages <= device.shared
-        assert (config.block_m > 0) == problem.multiplies
+        assert (config.block_k > 0) == problem.multiplies
+        if problem.attends:
+            assert config.block_m >= problem.top_k
 
 
 @settings(max_examples=60, deadline=None)
@@ -103,6 +113,36 @@ def test_a_large_product_hides_its_gather() -> None:
     alone = cost(Problem("all_gather_matmul", 1, 8192, 8192, 8192), best, H100)
     assert cost(problem, best, H100) == pytest.approx(alone, rel=0.05)
     assert best.block_m * best.block_n >= 128 * 128
+
+
+def test_few_decodes_share_their_keys() -> None:
+    """Of one request as many programs as there are processors, of many each has one."""
+
+    def splits(requests: int) -> int:
+        problem = Problem("decode_attention", 1, requests, 32768, 128, groups=8, top_k=4)
+        return space(problem, H100, ["local"])[0].splits
+
+    assert 8 * splits(1) in range(H100.processors // 2, 4 * H100.processors)
+    assert splits(256) == 1
+
+
+def test_a_prefill_fills_its_tiles() -> None:
+    best = space(Problem("paged_attention", 1, 4096, 4096, 128, groups=8, top_k=4), H100, ["local"])
+    assert best[0].block_m == 128
+    few = space(Problem("paged_attention", 1, 1, 4096, 128, groups=8, top_k=4), H100, ["local"])
+    assert {config.block_m for config in few} == {16}
+
+
+def test_chunks_grow_with_the_tokens() -> None:
+    """Few tokens are spread over the processors; many small chunks would count each other."""
+
+    def chunk(tokens: int) -> int:
+        problem = Problem("moe_dispatch", 8, 8 * 8 * tokens, 7168, 0, groups=256, top_k=8)
+        return space(problem, H100, ["push"])[0].block_m
+
+    found = [chunk(tokens) for tokens in (1, 16, 128, 512)]
+    assert found == sorted(found)
+    assert found[0] == 4 < found[-1]
 
 
 def test_devices_are_known_by_the_drivers_name() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from weft.kernels import reference
 from weft.kernels.check.ranks import RankError, run
 from weft.kernels.gpu import tune, tuned
 from weft.kernels.gpu.costs import PAYLOADS, Config, Problem
@@ -16,9 +17,15 @@ from weft.kernels.gpu.tunable import METHODS, prepare_op, tune_op
 from weft.kernels.symmetric.memory import Home
 
 
+def problem_of(op: str, world_size: int, rows: int, n: int) -> Problem:
+    k = 16 if "matmul" in op or "attention" in op else 0
+    groups = world_size if op == "moe_dispatch" else 1
+    return Problem(op, world_size, rows, n, k, "float32", groups=groups)
+
+
 @pytest.mark.parametrize("op", sorted(PAYLOADS))
 def test_an_op_is_tuned_as_a_whole(op: str, tmp_path: Path) -> None:
-    problem = Problem(op, 2, 24, 20, 16 if "matmul" in op else 0, "float32")
+    problem = problem_of(op, 2, 24, 20)
     size = {"candidates": 8 if "all_" in op and "matmul" not in op else 2}
 
     def work(home: Home) -> list[tune.Measured]:
@@ -32,15 +39,16 @@ def test_an_op_is_tuned_as_a_whole(op: str, tmp_path: Path) -> None:
     assert written.config.method in METHODS[op]
 
 
-@pytest.mark.parametrize("op", sorted(PAYLOADS))
+@pytest.mark.parametrize("op", sorted(op for op in PAYLOADS if "attention" not in op))
 def test_what_is_timed_is_the_op(op: str) -> None:
     """Every method's call, on one rank, computes it: with one rank, what it has or x w."""
-    problem = Problem(op, 1, 8, 12, 16 if "matmul" in op else 0, "float32")
+    problem = problem_of(op, 1, 8, 12)
 
     def work(home: Home) -> list[tuple[str, tuple[int, ...]]]:
         methods, prepare = prepare_op(home, problem)
+        chunk = {"block_m": 4} if op == "moe_dispatch" else {}
         blocks = {"block_m": 16, "block_n": 16, "block_k": 16, "warps": 4, "stages": 2}
-        configs = [Config(m, **(blocks if problem.multiplies else {})) for m in methods]
+        configs = [Config(m, **(blocks if problem.multiplies else chunk)) for m in methods]
         calls = [(config.method, prepare(config)) for config in configs]
         results = []
         for method, call in calls:
@@ -55,6 +63,26 @@ def test_what_is_timed_is_the_op(op: str) -> None:
     (results,) = run(work, 1)
     assert {method for method, _ in results} <= set(METHODS[op])
     assert {shape for _, shape in results} == {(8, 12)}
+
+
+@pytest.mark.parametrize(("op", "rows"), [("decode_attention", 3), ("paged_attention", 7)])
+def test_what_is_timed_is_attention(op: str, rows: int) -> None:
+    """Of as many decodes, or of one prefill, with every number of splits."""
+    problem = Problem(op, 1, rows, 40, 16, "float32", groups=2, top_k=2)
+
+    def work(home: Home) -> None:
+        (method,), prepare = prepare_op(home, problem)
+        for splits in (1, 2) if op == "decode_attention" else (0,):
+            call = prepare(Config(method, 16, 16, stages=2, warps=4, splits=splits))
+            assert isinstance(call, partial)
+            q, keys, values, batch = call.args
+            step = (batch.query_start, batch.context_len, batch.block_table)
+            lists = (part.tolist() for part in step)
+            expected = reference.paged_attention(q, keys, values, *lists, scale=0.25)
+            assert batch.context_len.tolist() == [40] * (3 if op == "decode_attention" else 1)
+            torch.testing.assert_close(call(), expected, atol=1e-4, rtol=1e-4)
+
+    run(work, 1)
 
 
 def test_rows_that_do_not_divide_are_refused() -> None:

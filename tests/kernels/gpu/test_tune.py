@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,13 +23,17 @@ from weft.kernels.gpu import tune, tuned
 from weft.kernels.gpu.all_gather import all_gather_workspace
 from weft.kernels.gpu.all_gather_matmul import all_gather_matmul_workspace
 from weft.kernels.gpu.arguments import KernelError
+from weft.kernels.gpu.attention import PagedBatch, paged_attention
 from weft.kernels.gpu.clock import Call
 from weft.kernels.gpu.costs import UNKNOWN, Config, Problem, space
+from weft.kernels.gpu.decode_attention import decode_attention
 from weft.kernels.gpu.matmul import Weights
 from weft.kernels.gpu.matmul_reduce_scatter import (
     matmul_all_reduce_workspace,
     matmul_reduce_scatter_workspace,
 )
+from weft.kernels.gpu.moe_dispatch import moe_workspace
+from weft.kernels.gpu.placement import even
 from weft.kernels.gpu.tunable import COLLECTIVES, PRODUCTS
 from weft.kernels.gpu.tuned import Entry, TuningError
 from weft.kernels.symmetric.memory import Home
@@ -385,6 +390,67 @@ def test_collectives_take_what_was_tuned(
         if op == "all_reduce" and method == "ll":
             expected = "reduce_ll"
         assert expected in kernels()
+
+
+def test_attention_takes_what_was_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For as many decodes; of a prefill for as many queries; and no higher than there are rows."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = tmp_path / "weft" / "tuning.json"
+
+    def decoded(home: Home) -> None:
+        choice = tune.Choice(home, "decode_attention")
+        for queries in ([1, 1, 1], [1, 2]):  # the latter are no decodes
+            q, *cache = attended(queries)
+            decode_attention(q, *cache, scale=1.0, choice=choice)
+        decode_attention(q, *cache, scale=1.0, choice=choice, blocks=(64, 32))
+
+    def prefilled(home: Home) -> None:
+        choice = tune.Choice(home, "paged_attention")
+        for queries in ([30, 1], [3, 3, 3]):
+            q, *cache = attended(queries)
+            paged_attention(q, *cache, scale=1.0, choice=choice)
+
+    def tiles(work: Callable[[Home], None]) -> list[tuple[object, ...]]:
+        names = ("BLOCK_M", "BLOCK_N", "SPLITS", "num_stages", "num_warps")
+        found = [kwargs for name, kwargs in launches(work) if name == "attend"]
+        return [tuple(kwargs[name] for name in names) for kwargs in found]
+
+    rule = [(16, 64, 1, 3, 4), (16, 64, 1, 3, 4), (64, 32, 1, 3, 4)]
+    assert tiles(decoded) == rule
+    problem = Problem("decode_attention", 2, 3, 40, 16, "float32", groups=2, top_k=2)
+    recorded(path, problem, Config("local", 64, 32, stages=2, warps=8, splits=2))
+    assert tiles(decoded) == [(16, 32, 2, 2, 8), *rule[1:]]
+    assert tiles(prefilled) == [(64, 64, 1, 3, 4), (16, 64, 1, 3, 4)]
+    problem = Problem("paged_attention", 2, 30, 40, 16, "float32", groups=2, top_k=2)
+    recorded(path, problem, Config("local", 128, 16, stages=1, warps=2))
+    assert tiles(prefilled) == [(64, 16, 1, 1, 2), (16, 64, 1, 3, 4)]
+
+
+def attended(queries: list[int]) -> tuple[Tensor, Tensor, Tensor, PagedBatch]:
+    """q, keys, values and a batch of requests of 40 tokens, of which so many are queries."""
+    requests = len(queries)
+    table = np.arange(3 * requests, dtype=np.int32).reshape(requests, 3)
+    starts = np.cumsum([0, *queries], dtype=np.int32)
+    batch = PagedBatch.build(starts, np.full(requests, 40, np.int32), table, block_size=16)
+    keys, values = torch.randn(2, table.size, 2, 16, 16)
+    return torch.randn(sum(queries), 4, 16), keys, values, batch
+
+
+def test_an_exchange_takes_the_chunk_that_was_tuned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    problem = Problem("moe_dispatch", 2, 2 * 40 * 3, 24, 0, "float16", groups=4, top_k=3)
+
+    def chunks(home: Home) -> list[int]:
+        made = (home, 40, 24, 3, torch.float16, even(4, 2))
+        return [moe_workspace(*made).chunk, moe_workspace(*made, chunk=2).chunk]
+
+    modelled = space(problem, UNKNOWN, ["push"])[0].block_m
+    assert run(chunks, 2) == [[modelled, 2]] * 2
+    recorded(tmp_path / "weft" / "tuning.json", problem, Config("push", block_m=32))
+    assert modelled != 32
+    assert run(chunks, 2) == [[32, 2]] * 2
 
 
 def test_a_method_is_chosen_that_takes_the_data(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ CONFIGS = st.builds(
     stages=st.integers(0, 8),
     warps=POWERS,
     senders=st.integers(0, 1000),
+    splits=st.integers(0, 64),
 )
 TEXTS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
 KEYS = st.fixed_dictionaries(
