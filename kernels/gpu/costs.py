@@ -368,6 +368,8 @@ ATTENTION_STAGES = (1, 2, 3, 4)
 SPLITS = (1, 2, 4, 8, 16, 32, 64)
 ATTENTION_ACCUMULATORS = 96
 """Sums and scores that one thread of attention keeps in registers."""
+ATTENTION_BLOCK = 8192
+"""Numbers of a block of keys that AMD's GPUs have registers for, beside 64 rows or more."""
 
 CHUNKS = (4, 8, 16, 32)
 """Tokens of moe_dispatch that have a signal of their own."""
@@ -458,6 +460,7 @@ def _attention_tiles(problem: Problem, device: Device) -> list[tuple[int, int, i
         for warps in WARPS
         if m == lowest or lowest < m <= most_m
         if n * block * stages <= device.shared
+        if m < 64 or n * width <= ATTENTION_BLOCK or not device.target.startswith("gfx")
         if (m, n, warps) == fewest or m * (width + n) <= 32 * warps * ATTENTION_ACCUMULATORS
     ]
 
