@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -22,6 +23,11 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 SLOWNESS = st.lists(st.sampled_from([1.0, 1.0, 20.0]), min_size=4, max_size=4)
 SEEDS = st.integers(0, 2**31)
+
+IN_PARTS = pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 5))]
+)
+"""A test by examples: some of them, and four times as many more in the long run."""
 
 
 def close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:

@@ -16,6 +16,7 @@ from support.overlapped import (
     CALLS,
     DTYPES,
     FP8,
+    IN_PARTS,
     SEEDS,
     SLOWNESS,
     close,
@@ -38,7 +39,8 @@ from weft.kernels.gpu.epilogue import Epilogue
 from weft.kernels.symmetric.memory import Home
 
 
-@settings(max_examples=10, deadline=None)
+@IN_PARTS
+@settings(max_examples=5, deadline=None)
 @given(
     size=st.integers(1, 4),
     m=st.integers(0, 12),
@@ -57,6 +59,7 @@ from weft.kernels.symmetric.memory import Home
     seed=SEEDS,
 )
 def test_any_routing(
+    part: int,
     size: int,
     m: int,
     widths: list[int],
@@ -285,7 +288,7 @@ def faulty_calls(faulty: ModuleType, **options: object) -> list[str]:
         return findings(work)
 
 
-@pytest.mark.parametrize("topology", ["switch", "mesh"])
+@pytest.mark.parametrize("topology", ["switch", pytest.param("mesh", marks=pytest.mark.slow)])
 def test_nothing_is_found_without_a_fault(topology: str) -> None:
     assert faulty_calls(module, topology=topology) == []
 

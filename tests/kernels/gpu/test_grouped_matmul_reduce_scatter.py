@@ -16,6 +16,7 @@ from support.overlapped import (
     CALLS,
     DTYPES,
     FP8,
+    IN_PARTS,
     SEEDS,
     SLOWNESS,
     close,
@@ -45,7 +46,8 @@ from weft.kernels.symmetric.memory import Home
 TILE = (16, 16)
 
 
-@settings(max_examples=8, deadline=None)
+@IN_PARTS
+@settings(max_examples=4, deadline=None)
 @given(
     size=st.integers(1, 4),
     m=st.integers(0, 18),
@@ -64,6 +66,7 @@ TILE = (16, 16)
     seed=SEEDS,
 )
 def test_any_routing(
+    part: int,
     size: int,
     m: int,
     n: int,
@@ -341,7 +344,8 @@ def test_wrong_numbers_are_found(fault: str, tmp_path: Path) -> None:
 # Bad plans and input.
 
 
-@settings(max_examples=10, deadline=None)
+@IN_PARTS
+@settings(max_examples=5, deadline=None)
 @given(
     place=st.integers(0, 11),
     value=st.sampled_from([-(2**31), -1, 8, 9, 2**31 - 1]),
@@ -349,7 +353,7 @@ def test_wrong_numbers_are_found(fault: str, tmp_path: Path) -> None:
     seed=SEEDS,
 )
 def test_bad_plans_are_flagged_and_hurt_no_other(
-    place: int, value: int, bad: int, seed: int
+    part: int, place: int, value: int, bad: int, seed: int
 ) -> None:
     """Offsets (places 0 to 3) and pairs (4 to 11) of one rank's plan, of which 8 is too much."""
     torch.manual_seed(seed)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.faults import planted
-from support.overlapped import DTYPES, SEEDS, SLOWNESS, run_calls
+from support.overlapped import DTYPES, IN_PARTS, SEEDS, SLOWNESS, run_calls
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -140,7 +140,8 @@ def differences(
     return found
 
 
-@settings(max_examples=10, deadline=None)
+@IN_PARTS
+@settings(max_examples=4, deadline=None)
 @given(
     size=st.integers(1, 4),
     tokens=st.lists(
@@ -158,6 +159,7 @@ def differences(
     seed=SEEDS,
 )
 def test_any_routing(
+    part: int,
     size: int,
     tokens: list[list[int]],
     width: int,
