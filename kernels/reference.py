@@ -9,6 +9,7 @@ for; the kernel may return a lower precision.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ def paged_attention(
     """
     block_size = keys.shape[2]
     group = q.shape[1] // keys.shape[1]
-    out = torch.empty(q.shape, dtype=torch.float32)
+    out = torch.empty(*q.shape[:2], values.shape[3])
     for b, context in enumerate(context_len):
         queries = query_start[b + 1] - query_start[b]
         for n in range(queries):
@@ -134,6 +135,29 @@ def paged_attention(
                 if lse is not None:
                     lse[row, head] = torch.logsumexp(scores, dim=0)
     return out
+
+
+def mla_decode_attention(
+    q: Tensor,
+    latents: Tensor,
+    query_start: Sequence[int],
+    context_len: Sequence[int],
+    block_table: Sequence[Sequence[int]],
+    *,
+    kv_lora_rank: int,
+    scale: float,
+    kv_scale: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """Multi-head latent attention with absorbed projections: float32 [T, H, kv_lora_rank].
+
+    Latents [num_blocks, block_size, D] are the keys of all heads, and their first kv_lora_rank
+    numbers the values; the rest is as of `paged_attention`.
+    """
+    keys = latents[:, None]
+    values, step = keys[..., :kv_lora_rank], (query_start, context_len, block_table)
+    scales = {"k_scale": kv_scale, "v_scale": kv_scale}
+    return paged_attention(q, keys, values, *step, scale=scale, **scales, lse=lse)
 
 
 def route(
@@ -531,3 +555,45 @@ def distributed_decode_attention(
     starts = range(len(context_len) + 1)
     pools = torch.cat(list(keys)), torch.cat(list(values))
     return [paged_attention(qs[0], *pools, starts, context_len, table, **options)] * size
+
+
+def sequence_parallel_attention(
+    qs: Sequence[Tensor],
+    ks: Sequence[Tensor],
+    vs: Sequence[Tensor],
+    *,
+    scale: float,
+    query_start: Sequence[int] | None = None,
+    zigzag: bool = False,
+    lses: Sequence[Tensor] | None = None,
+) -> list[Tensor]:
+    """Causal attention among the tokens of all ranks, which follow each other.
+
+    Args:
+        qs: of each rank [m, H, D].
+        ks, vs: of each rank [m, Hk, D].
+        query_start: [B + 1]; where in all tokens the sequences begin, and where the last one ends;
+            what comes behind it is one more. One sequence if None.
+        zigzag: of 2 W parts of the tokens, rank r has parts r and 2 W - 1 - r.
+        lses: of each rank float32 [m, H], written; as of `paged_attention`.
+
+    Returns:
+        float32 [m, H, D] of each rank.
+    """
+    size, m = len(qs), len(qs[0])
+    places = torch.arange(size * m).chunk(2 * size if zigzag else size)
+    mine = [
+        torch.cat([places[rank], places[2 * size - 1 - rank]]) if zigzag else places[rank]
+        for rank in range(size)
+    ]
+    order = torch.cat(mine).argsort()
+    q, k, v = (torch.cat(list(shards))[order] for shards in (qs, ks, vs))
+    starts = list(query_start or [0])
+    starts += [len(q)] if starts[-1] < len(q) else []
+    tables = [list(range(*pair)) for pair in pairwise(starts)]  # in pages of one token
+    lengths, lse = [len(table) for table in tables], torch.empty(q.shape[:2])
+    pools = k[:, :, None], v[:, :, None]
+    out = paged_attention(q, *pools, starts, lengths, tables, scale=scale, lse=lse)
+    for part, place in zip(lses or (), mine, strict=False):
+        part.copy_(lse[place])
+    return [out[place] for place in mine]

@@ -32,7 +32,7 @@ A page that is not in the pool is never loaded: the program loads page 0 in its
 place, flags the request, and stores zeros with an LSE of +inf. Nobody may look at
 the output of a flagged request.
 
-Not handled: MLA, attention that is not causal, gradients.
+Not handled: attention that is not causal, gradients.
 """
 
 from __future__ import annotations
@@ -109,14 +109,55 @@ def find_request(query_start, tile, requests, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
+def load_block(
+    x,  # of rows of numbers
+    rows,  # [BLOCK_N]; where each row begins
+    needed,  # bool [BLOCK_N]; the others are 0
+    D: tl.constexpr,
+    EDGE: tl.constexpr,  # not all are needed
+    BLOCK_D: tl.constexpr,
+):
+    """The first D numbers of rows: [BLOCK_N, BLOCK_D], zeros behind them."""
+    d = tl.arange(0, BLOCK_D)
+    places = x + rows[:, None] + d[None, :]
+    if EDGE and D < BLOCK_D:
+        block = tl.load(places, mask=needed[:, None] & (d < D)[None, :], other=0.0)
+    elif EDGE:
+        block = tl.load(places, mask=needed[:, None], other=0.0)
+    elif D < BLOCK_D:
+        block = tl.load(places, mask=(d < D)[None, :], other=0.0)
+    else:
+        block = tl.load(places)
+    return block
+
+
+@triton.jit
+def soften(
+    scores,  # float32 [BLOCK_M, BLOCK_N]; log 2 of weights
+    top,  # float32 [BLOCK_M]; the largest so far
+    weight,  # float32 [BLOCK_M]; sum of weights so far, in units of 2^top
+):
+    """A step of the online softmax: weights of scores, what earlier ones fade to; top and weight.
+
+    Milakov and Gimelshein 2018.
+    """
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    anchor = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing is seen yet
+    weights = tl.exp2(scores - anchor[:, None])
+    fade = tl.exp2(top - anchor)
+    return weights, fade, new_top, weight * fade + tl.sum(weights, axis=1)
+
+
+@triton.jit
 def attend_block(
     q,  # [BLOCK_M, BLOCK_D]
+    q_rope,  # [BLOCK_M, BLOCK_R], or None; what follows the first D numbers of each query
     total,  # float32 [BLOCK_M, BLOCK_D]; sum of weights times values
     top,  # float32 [BLOCK_M]; the largest score
     weight,  # float32 [BLOCK_M]; sum of weights, in units of 2^top
     bad,  # int32 [BLOCK_N]; 1 where a page was out of the pool
-    keys,  # [num_blocks, KV_HEADS, PAGE, D]
-    values,
+    keys,  # [num_blocks, KV_HEADS, PAGE, D + ROPE]
+    values,  # [num_blocks, KV_HEADS, PAGE, D], or None: the first D numbers of each key
     table,  # int32 [n]; this request's pages
     num_blocks,
     head,
@@ -130,33 +171,30 @@ def attend_block(
     KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,
     D: tl.constexpr,
+    ROPE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     EDGE: tl.constexpr,  # some row may not see some key
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):
     """One block of keys and values: a step of the online softmax."""
     at = start + tl.arange(0, BLOCK_N)
-    d = tl.arange(0, BLOCK_D)
+    needed = (at >= begin) & (at < end)
     if EDGE:  # before begin and from end on there may be no page, or what another request left
-        needed = (at >= begin) & (at < end)
         page = tl.load(table + at // PAGE, mask=needed, other=0)
     else:
         page = tl.load(table + at // PAGE)
     out_of_pool = (page < 0) | (page >= num_blocks)
     bad = bad | out_of_pool.to(tl.int32)
     page = tl.where(out_of_pool, 0, page)
-    rows = ((page.to(tl.int64) * KV_HEADS + head) * PAGE + at % PAGE) * D
-    places = rows[:, None] + d[None, :]
-    if EDGE:
-        inside = needed[:, None] & (d < D)[None, :]
-        k = tl.load(keys + places, mask=inside, other=0.0).to(q.dtype)
-    elif D < BLOCK_D:
-        k = tl.load(keys + places, mask=(d < D)[None, :], other=0.0).to(q.dtype)
-    else:
-        k = tl.load(keys + places).to(q.dtype)
+    slots = (page.to(tl.int64) * KV_HEADS + head) * PAGE + at % PAGE
+    k = load_block(keys, slots * (D + ROPE), needed, D, EDGE, BLOCK_D).to(q.dtype)
     scores = tl.dot(q, k.T, input_precision="ieee")
+    if ROPE > 0:
+        k_rope = load_block(keys + D, slots * (D + ROPE), needed, ROPE, EDGE, BLOCK_R)
+        scores = tl.dot(q_rope, k_rope.to(q.dtype).T, scores, input_precision="ieee")
     if SOFTCAP > 0:  # tanh, by what does not overflow
         shrunk = scores * (scale / SOFTCAP)
         small = tl.exp2(tl.abs(shrunk) * (-2 * LOG2E))
@@ -170,26 +208,19 @@ def attend_block(
         if WINDOW > 0:
             seen = seen & (key > position[:, None] - WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, axis=1))
-    anchor = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing is seen yet
-    weights = tl.exp2(scores - anchor[:, None])
-    fade = tl.exp2(top - anchor)
-    weight = weight * fade + tl.sum(weights, axis=1)
-    if EDGE:
-        v = tl.load(values + places, mask=inside, other=0.0).to(q.dtype)
-    elif D < BLOCK_D:
-        v = tl.load(values + places, mask=(d < D)[None, :], other=0.0).to(q.dtype)
-    else:
-        v = tl.load(values + places).to(q.dtype)
+    weights, fade, top, weight = soften(scores, top, weight)
+    v = k
+    if values is not None:
+        v = load_block(values, slots * D, needed, D, EDGE, BLOCK_D).to(q.dtype)
     total = tl.dot(weights.to(q.dtype), v, total * fade[:, None], input_precision="ieee")
-    return total, new_top, weight, bad
+    return total, top, weight, bad
 
 
 @triton.jit(do_not_specialize=["tokens", "requests", "table_width", "num_blocks", "rank"])
 def attend(
-    q,  # [tokens, HEADS, D]; a token is q_stride numbers after the one before
-    keys,  # [num_blocks, KV_HEADS, PAGE, D]
-    values,
+    q,  # [tokens, HEADS, D + ROPE]; a token is q_stride numbers after the one before
+    keys,  # [num_blocks, KV_HEADS, PAGE, D + ROPE]
+    values,  # [num_blocks, KV_HEADS, PAGE, D], or None: the first D numbers of each key
     query_start,  # int32 [requests + 1]
     context_len,  # int32 [requests]
     block_table,  # int32 [requests, table_width]; of this rank's pages
@@ -209,8 +240,10 @@ def attend(
     WORLD: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # heads of a tile, which share a KV head
     PAGE: tl.constexpr,
     D: tl.constexpr,
+    ROPE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0 for none
     SOFTCAP: tl.constexpr,  # 0 for none
     SINGLE: tl.constexpr,  # each request has one query
@@ -218,12 +251,13 @@ def attend(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):
-    """One tile of one KV head, over a split of its keys. Grid: (tiles, KV_HEADS, SPLITS)."""
-    GROUP: tl.constexpr = HEADS // KV_HEADS
+    """One tile of GROUP heads, over a split of its keys. Grid: (tiles, HEADS / GROUP, SPLITS)."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    head, split = tl.program_id(1), tl.program_id(2)
+    first_head, split = tl.program_id(1) * GROUP, tl.program_id(2)
+    head = first_head // (HEADS // KV_HEADS)
     if SINGLE:
         request, first_row, first, queries = tile, tile, 0, 1
     else:
@@ -259,13 +293,16 @@ def attend(
     inner_last = tl.minimum(tl.maximum(inner_end // BLOCK_N, inner_first), end_block)
 
     row = tl.arange(0, BLOCK_M)
-    query, q_head = first + row // GROUP, head * GROUP + row % GROUP
+    query, q_head = first + row // GROUP, first_head + row % GROUP
     stored = (row < BLOCK_Q * GROUP) & (query < queries)
     token = first_row + query
     d = tl.arange(0, BLOCK_D)
     inside = stored[:, None] & (d < D)[None, :]
-    q_places = (token.to(tl.int64) * q_stride + q_head * D)[:, None] + d[None, :]
-    block_q = tl.load(q + q_places, mask=inside, other=0.0)
+    q_rows = token.to(tl.int64) * q_stride + q_head * (D + ROPE)
+    block_q = load_block(q, q_rows, stored, D, True, BLOCK_D)
+    q_rope = None
+    if ROPE > 0:
+        q_rope = load_block(q + D, q_rows, stored, ROPE, True, BLOCK_R)
     position = context - queries + query
     if k_scale is not None:
         scale = scale * tl.load(k_scale + head)
@@ -281,17 +318,17 @@ def attend(
     table = block_table + tl.cast(request, tl.int64) * table_width
     for block in range(inner_first, inner_last):
         total, top, weight, bad = attend_block(
-            block_q, total, top, weight, bad, keys, values, table, num_blocks, head,
+            block_q, q_rope, total, top, weight, bad, keys, values, table, num_blocks, head,
             block * BLOCK_N, begin, end, position, scale, rank,
-            WORLD, KV_HEADS, PAGE, D, WINDOW, SOFTCAP, False, BLOCK_N, BLOCK_D,
+            WORLD, KV_HEADS, PAGE, D, ROPE, WINDOW, SOFTCAP, False, BLOCK_N, BLOCK_D, BLOCK_R,
         )  # fmt: skip
     interior = inner_last - inner_first
     for edge in range(first_block, end_block - interior):
         block = edge + tl.where(edge >= inner_first, interior, 0)
         total, top, weight, bad = attend_block(
-            block_q, total, top, weight, bad, keys, values, table, num_blocks, head,
+            block_q, q_rope, total, top, weight, bad, keys, values, table, num_blocks, head,
             block * BLOCK_N, begin, end, position, scale, rank,
-            WORLD, KV_HEADS, PAGE, D, WINDOW, SOFTCAP, True, BLOCK_N, BLOCK_D,
+            WORLD, KV_HEADS, PAGE, D, ROPE, WINDOW, SOFTCAP, True, BLOCK_N, BLOCK_D, BLOCK_R,
         )  # fmt: skip
 
     fault = fault | tl.where(tl.max(bad, axis=0) > 0, _OUT_OF_POOL, 0)
@@ -502,7 +539,7 @@ def paged_attention(
 def launch_attend(
     q: Tensor,
     keys: Tensor,
-    values: Tensor,
+    values: Tensor | None,
     batch: PagedBatch,
     out: Tensor,
     lse: Tensor | None,
@@ -517,6 +554,7 @@ def launch_attend(
     """Launch `attend` on what has been checked.
 
     Args:
+        values: None, if they are the first D numbers of the keys.
         out: [splits, T, H, D], or without the first axis.
         lse: float32 [splits, T, H], likewise, or None.
         sinks: whether they count here, and not where parts are merged.
@@ -524,30 +562,43 @@ def launch_attend(
     """
     if not q.numel():
         return
-    (tokens, heads, dim), (num_blocks, kv_heads, page, _) = q.shape, keys.shape
-    requests = len(batch.context_len)
-    single = is_decode(q, batch)
-    tiles = requests if single else tokens // (tile.block_m // (heads // kv_heads)) + requests
-    attend[(tiles, kv_heads, splits)](
+    (tokens, heads, width), (num_blocks, kv_heads, page, _) = q.shape, keys.shape
+    dim = out.shape[-1]
+    group = heads_of_tile(heads // kv_heads, tile)
+    attend[(count_tiles(q, batch, tile, group), heads // group, splits)](
         *(q, keys, values, batch.query_start, batch.context_len, batch.block_table, batch.status),
         *(options.sinks if sinks else None, options.k_scale, options.v_scale),
-        *(out, lse, options.scale, tokens, requests, batch.block_table.shape[1], num_blocks),
-        *(q.stride(0), rank),
+        *(out, lse, options.scale, tokens, len(batch.context_len), batch.block_table.shape[1]),
+        *(num_blocks, q.stride(0), rank),
         WORLD=world_size,
         HEADS=heads,
         KV_HEADS=kv_heads,
+        GROUP=group,
         PAGE=page,
         D=dim,
+        ROPE=width - dim,
         WINDOW=options.sliding_window or 0,
         SOFTCAP=options.softcap or 0.0,
-        SINGLE=single,
+        SINGLE=is_decode(q, batch),
         SPLITS=splits,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        BLOCK_R=max(16, triton.next_power_of_2(width - dim)),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
+
+
+def heads_of_tile(group: int, tile: Tile) -> int:
+    """How many of the heads that share a KV head a tile has: all, or as many as divide them."""
+    return next(n for n in range(min(group, tile.block_m), 0, -1) if group % n == 0)
+
+
+def count_tiles(q: Tensor, batch: PagedBatch, tile: Tile, group: int) -> int:
+    """At least as many as a batch's queries have, with so many heads in a tile; see the top."""
+    requests = len(batch.context_len)
+    return requests if is_decode(q, batch) else len(q) // (tile.block_m // group) + requests
 
 
 def is_decode(q: Tensor, batch: PagedBatch) -> bool:
@@ -572,6 +623,18 @@ def checked_tile(
     if config:  # no higher than the batch has rows for
         low = min(config.block_m, chosen.block_m)
         chosen = Tile(low, config.block_n, config.warps, config.stages)
+    return asked_tile(check, chosen, blocks, warps, stages, group)
+
+
+def asked_tile(
+    check: Require,
+    chosen: Tile,
+    blocks: tuple[int, int] | None,
+    warps: int,
+    stages: int,
+    group: int = 1,
+) -> Tile:
+    """`chosen`, but for what a caller asks for; with room for so many heads."""
     sides = chosen[:2] if blocks is None else blocks
     fine = len(sides) == 2 and all(side >= 16 and side & (side - 1) == 0 for side in sides)
     must = f"be two powers of two of at least 16, the first not below H / Hk, which is {group}"
@@ -579,6 +642,60 @@ def checked_tile(
     check("warps", warps, warps in (0, 1, 2, 4, 8, 16), "be 1, 2, 4, 8 or 16, or 0 to choose")
     check("stages", stages, 0 <= stages <= 8, "be from 1 to 8, or 0 to choose")
     return Tile(*sides, warps or chosen.warps, stages or chosen.stages)
+
+
+def check_queries(check: Require, q: Tensor, most: int = MAX_HEAD_DIM) -> None:
+    """Refuse queries that are not [T, H, D], of a dtype that is multiplied, with at most that D."""
+    check("q", f"a {type(q).__name__}", isinstance(q, Tensor), "be a tensor")
+    check("q's shape", list(q.shape), q.dim() == 3, "be [T, H, D]")
+    check("q's dtype", q.dtype, q.dtype in RESULTS, f"be one of {', '.join(map(str, RESULTS))}")
+    dim = q.shape[2]
+    check("D", dim, 0 < dim <= most, f"be from 1 to {most}")
+    together = q.stride()[1:] == (dim, 1) or not q.numel()
+    check("q's stride", q.stride(), together, "have a token's heads contiguous")
+
+
+def check_heads(check: Require, name: str, q: Tensor, kv_heads: int) -> None:
+    """Refuse KV heads that do not divide q's, or by too many for a tile."""
+    heads = q.shape[1]
+    divides = kv_heads > 0 and heads % kv_heads == 0 and heads > 0
+    check(name, kv_heads, divides, f"divide q's {heads}")
+    group = heads // kv_heads
+    check("H / Hk", group, group <= MAX_GROUP, f"be at most {MAX_GROUP}")
+
+
+def check_cache(check: Require, name: str, cache: Tensor, q: Tensor) -> None:
+    """Refuse a cache that is not of q's dtype or e4m3, or not where this GPU has that."""
+    require_tensor(check, name, cache, None, q.device, q.dtype, FP8)
+    if cache.dtype == FP8:
+        backend, capability = target()
+        able = backend != "cuda" or capability >= 89
+        check(f"{name}'s dtype", FP8, able, f"be {q.dtype}: sm_{capability} has no e4m3")
+
+
+def check_batch(check: Require, q: Tensor, page: int, batch: PagedBatch, ranks: int = 1) -> None:
+    """Refuse a batch that does not go together, or not with its queries."""
+    requests, width = len(batch.context_len), batch.block_table.shape[-1]
+    for name, shape in (
+        ("context_len", [requests]),
+        ("query_start", [requests + 1]),
+        ("status", [requests]),
+        ("block_table", [requests, width]),
+    ):
+        require_tensor(check, name, getattr(batch, name), shape, q.device, torch.int32)
+    most, context, queries = width * page * ranks, batch.max_context, batch.max_queries
+    check("max_context", context, context <= most, f"be at most {most}, which the tables hold")
+    check("max_queries", queries, queries <= len(q), f"be at most {len(q)}, all queries of q")
+
+
+def check_scale(
+    check: Require, name: str, scale: Tensor | None, shape: list[int], cache: Tensor
+) -> None:
+    """Refuse a scale that does not go with the cache."""
+    fits = scale is None or cache.dtype == FP8
+    check(name, f"given with {cache.dtype}", fits, f"come with {FP8} only")
+    if scale is not None:
+        require_tensor(check, name, scale, shape, cache.device, torch.float32)
 
 
 def check_attention(
@@ -591,52 +708,22 @@ def check_attention(
     world_size: int = 1,
 ) -> None:
     """Refuse what does not go together. `check` raises the error."""
-    device = q.device
-    check("q's shape", list(q.shape), q.dim() == 3, "be [T, H, D]")
-    check("q's dtype", q.dtype, q.dtype in RESULTS, f"be one of {', '.join(map(str, RESULTS))}")
-    require_tensor(check, "keys", keys, None, device, q.dtype, FP8)
-    (tokens, heads, dim), shape = q.shape, list(keys.shape)
-    together = q.stride()[1:] == (dim, 1) or not q.numel()
-    check("q's stride", q.stride(), together, "have a token's heads contiguous")
-    check("D", dim, 0 < dim <= MAX_HEAD_DIM, f"be from 1 to {MAX_HEAD_DIM}")
+    check_queries(check, q)
+    check_cache(check, "keys", keys, q)
+    (tokens, heads, dim), shape, device = q.shape, list(keys.shape), q.device
     check(
         "keys's shape", shape, keys.dim() == 4 and shape[3] == dim, f"be [blocks, Hk, page, {dim}]"
     )
     check("keys's shape", shape, keys.numel() > 0, "have no side of 0")
-    kv_heads = shape[1]
-    divides = heads % kv_heads == 0 and heads > 0
-    check("keys's heads", kv_heads, divides, f"divide q's {heads}")
-    group = heads // kv_heads
-    check("H / Hk", group, group <= MAX_GROUP, f"be at most {MAX_GROUP}")
-    cached = keys.dtype
-    if cached == FP8:
-        backend, capability = target()
-        able = backend != "cuda" or capability >= 89
-        check("keys's dtype", cached, able, f"be {q.dtype}: sm_{capability} has no e4m3")
-
-    def check_tensor(
-        name: str, tensor: Tensor | None, shape: list[int], *dtypes: torch.dtype
-    ) -> None:
-        if tensor is not None:
-            require_tensor(check, name, tensor, shape, device, *dtypes)
-
-    check_tensor("values", values, shape, cached)
-    requests, int32 = len(batch.context_len), torch.int32
-    check_tensor("context_len", batch.context_len, [requests], int32)
-    check_tensor("query_start", batch.query_start, [requests + 1], int32)
-    check_tensor("status", batch.status, [requests], int32)
-    width = batch.block_table.shape[-1]
-    check_tensor("block_table", batch.block_table, [requests, width], int32)
-    most = width * shape[2] * world_size
-    context = batch.max_context
-    check("max_context", context, context <= most, f"be at most {most}, which the tables hold")
-    queries = batch.max_queries
-    check("max_queries", queries, queries <= tokens, f"be at most {tokens}, all queries of q")
-    for name, scale in (("k_scale", options.k_scale), ("v_scale", options.v_scale)):
-        check(name, f"given with {cached}", scale is None or cached == FP8, f"come with {FP8} only")
-        check_tensor(name, scale, [kv_heads], torch.float32)
-    check_tensor("sinks", options.sinks, [heads], *RESULTS)
-    check_tensor("lse", options.lse, [tokens, heads], torch.float32)
+    check_heads(check, "keys's heads", q, shape[1])
+    require_tensor(check, "values", values, shape, device, keys.dtype)
+    check_batch(check, q, shape[2], batch, world_size)
+    check_scale(check, "k_scale", options.k_scale, shape[1:2], keys)
+    check_scale(check, "v_scale", options.v_scale, shape[1:2], keys)
+    if options.sinks is not None:
+        require_tensor(check, "sinks", options.sinks, [heads], device, *RESULTS)
+    if options.lse is not None:
+        require_tensor(check, "lse", options.lse, [tokens, heads], device, torch.float32)
     window, softcap = options.sliding_window, options.softcap
     check("sliding_window", window, window is None or window > 0, "be at least 1, or None")
     check("softcap", softcap, softcap is None or softcap > 0, "be above 0, or None")

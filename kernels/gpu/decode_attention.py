@@ -36,7 +36,8 @@ from weft.kernels.gpu.attention import (
     Tile,
     check_attention,
     checked_tile,
-    is_decode,
+    count_tiles,
+    heads_of_tile,
     launch_attend,
 )
 from weft.kernels.gpu.matmul import count_processors
@@ -184,21 +185,20 @@ def choose_splits(
     world_size: int = 1,
 ) -> int:
     """`count_splits` of a batch."""
-    requests, kv_heads = len(batch.context_len), keys.shape[1]
-    tiles = requests
-    if not is_decode(q, batch):
-        tiles = len(q) // (tile.block_m // (q.shape[1] // kv_heads)) + requests
+    heads, kv_heads = q.shape[1], keys.shape[1]
+    group = heads_of_tile(heads // kv_heads, tile)
+    tiles = count_tiles(q, batch, tile, group) * (heads // group)
     longest = -(-batch.max_context // world_size)
     if options.sliding_window is not None:
         longest = min(longest, options.sliding_window + batch.max_queries)
     blocks = max(1, -(-longest // tile.block_n))
-    return count_splits(tiles * kv_heads, blocks, processors, KEYS_OF_A_SPLIT // tile.block_n)
+    return count_splits(tiles, blocks, processors, KEYS_OF_A_SPLIT // tile.block_n)
 
 
 def launch_split(
     q: Tensor,
     keys: Tensor,
-    values: Tensor,
+    values: Tensor | None,
     batch: PagedBatch,
     out: Tensor,
     lse: Tensor | None,
@@ -219,8 +219,8 @@ def launch_split(
             world_size=world_size,
         )
         return
-    tokens, heads, dim = q.shape
-    parts = torch.empty((splits, *q.shape), dtype=torch.float32, device=q.device)
+    tokens, heads, dim = out.shape
+    parts = torch.empty((splits, *out.shape), dtype=torch.float32, device=q.device)
     parts_lse = torch.empty((splits, tokens, heads), dtype=torch.float32, device=q.device)
     launch_attend(
         *(q, keys, values, batch, parts, parts_lse, tile, options),
