@@ -55,6 +55,7 @@ from weft.kernels.gpu.matmul_reduce_scatter import (
     matmul_reduce_scatter,
     matmul_reduce_scatter_workspace,
 )
+from weft.kernels.gpu.mla_attention import mla_decode_attention
 from weft.kernels.gpu.moe_dispatch import (
     ExpertWorkspace,
     moe_combine,
@@ -64,6 +65,11 @@ from weft.kernels.gpu.moe_dispatch import (
 from weft.kernels.gpu.placement import Placement, balanced
 from weft.kernels.gpu.reduce_scatter import METHODS as SCATTERS
 from weft.kernels.gpu.reduce_scatter import reduce_scatter, reduce_scatter_workspace
+from weft.kernels.gpu.sequence_parallel_attention import (
+    CHUNK,
+    sequence_parallel_attention,
+    sequence_parallel_attention_workspace,
+)
 from weft.kernels.gpu.workspace import Workspace
 from weft.kernels.symmetric.memory import Home
 
@@ -525,6 +531,87 @@ def _attention(name: str, decodes: bool, fp8: bool = False, **options: Any) -> O
     return Op(name, attend, oracle, shapes, workspace, tiled=True, targets=targets)
 
 
+def _latents(s: Sizes) -> tuple[int, int, int]:
+    """H, R and P: those of DeepSeek-V2 on one rank or on 8, or small ones."""
+    return (128 if s.k > 512 else 16, 512, 64) if s.k > 128 else (HEADS, s.k, 8)
+
+
+def _mla_decode_attention(fp8: bool = False) -> Op:
+    def cached(latents: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        rope = 64 if latents.shape[2] > 136 else 8
+        more: dict[str, Any] = {"kv_lora_rank": latents.shape[2] - rope, "scale": SCALE}
+        if fp8:
+            latents, more["kv_scale"] = latents.to(FP8), torch.full((1,), 0.5).to(latents.device)
+        return latents, more
+
+    def attend(
+        q: Tensor, latents: Tensor, workspace: Any, blocks: Any = None, programs: int = 0
+    ) -> Tensor:
+        batch = PagedBatch.build(*_step(len(q), True), block_size=PAGE, device=q.device)
+        latents, more = cached(latents)
+        return mla_decode_attention(
+            q, latents, batch, splits=2, blocks=blocks and blocks[:2], **more
+        )
+
+    def oracle(qs: Sequence[Tensor], latents: Sequence[Tensor]) -> list[Tensor]:
+        step = [x.tolist() for x in _step(len(qs[0]), True)]
+        return [
+            reference.mla_decode_attention(q, each, *step, **more)
+            for q, (each, more) in zip(qs, map(cached, latents), strict=True)
+        ]
+
+    def shapes(s: Sizes) -> Shapes:
+        heads, rank, rope = _latents(s)
+        rows = -(-s.m // 8)
+        return [(rows, heads, rank + rope), (_step(rows, True)[2].size, PAGE, rank + rope)]
+
+    return Op(
+        "mla_decode_attention" + ("_fp8" if fp8 else ""),
+        attend,
+        oracle,
+        shapes,
+        lambda home, s: Workspace(home, "mla_decode_attention", 1, s.dtype, 1),
+        tiled=True,
+        targets=CONVERTS if fp8 else (),
+    )
+
+
+def _sequence_parallel_attention(zigzag: bool) -> Op:
+    """Of one sequence, or of three by zigzag; m is even."""
+
+    def starts(m: int, world: int) -> Any:
+        return [0, m * world // 3, m * world // 2] if zigzag else None
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, workspace: Any, blocks: Any = None, programs: int = 0
+    ) -> Tensor:
+        begun = starts(len(q), workspace.world_size)
+        if begun is not None:
+            begun = torch.tensor(begun, dtype=torch.int32, device=q.device)
+        how = {"query_start": begun, "zigzag": zigzag, "blocks": blocks and blocks[:2]}
+        return sequence_parallel_attention(
+            *(q, k, v, workspace), scale=SCALE, programs=programs, **how
+        )
+
+    def oracle(qs: Sequence[Tensor], *kv: Sequence[Tensor]) -> list[Tensor]:
+        order = {"query_start": starts(len(qs[0]), len(qs)), "zigzag": zigzag}
+        return reference.sequence_parallel_attention(qs, *kv, scale=SCALE, **order)
+
+    def rows(s: Sizes) -> int:
+        return 2 * -(-s.m // 8)
+
+    return Op(
+        "sequence_parallel_attention" + ("_zigzag" if zigzag else ""),
+        attend,
+        oracle,
+        lambda s: [(rows(s), heads, _head_dim(s)) for heads in (HEADS, KV_HEADS, KV_HEADS)],
+        lambda home, s: sequence_parallel_attention_workspace(
+            *(home, rows(s), KV_HEADS, _head_dim(s), s.dtype), 4 if s.tile else CHUNK
+        ),
+        tiled=True,
+    )
+
+
 def _top_k(world_size: int) -> int:
     """Experts of a token, in the ops that route."""
     return min(8, world_size + 1)
@@ -681,6 +768,10 @@ OPS = (
     _attention("paged_attention_fp8", decodes=False, fp8=True),
     _attention("decode_attention", decodes=True, splits=4),
     _attention("distributed_decode_attention", decodes=True, splits=2),
+    _mla_decode_attention(),
+    _mla_decode_attention(fp8=True),
+    _sequence_parallel_attention(zigzag=False),
+    _sequence_parallel_attention(zigzag=True),
     Op(
         "moe_dispatch_combine",
         _moe,
