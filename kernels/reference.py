@@ -156,8 +156,9 @@ def mla_decode_attention(
     """
     keys = latents[:, None]
     values, step = keys[..., :kv_lora_rank], (query_start, context_len, block_table)
-    scales = {"k_scale": kv_scale, "v_scale": kv_scale}
-    return paged_attention(q, keys, values, *step, scale=scale, **scales, lse=lse)
+    return paged_attention(
+        *(q, keys, values, *step), scale=scale, k_scale=kv_scale, v_scale=kv_scale, lse=lse
+    )
 
 
 def route(
