@@ -51,6 +51,7 @@ from weft.kernels.gpu.attention import (
     LN2,
     LOG2E,
     MAX_HEAD_DIM,
+    Tile,
     asked_tile,
     check_heads,
     check_queries,
@@ -60,6 +61,7 @@ from weft.kernels.gpu.attention import (
 )
 from weft.kernels.gpu.chunks import copy_chunk
 from weft.kernels.gpu.epilogue import RESULTS
+from weft.kernels.gpu.matmul import target
 from weft.kernels.gpu.signals import notify, peer_pointer, wait
 from weft.kernels.gpu.workspace import Workspace, agreed, triton_type
 from weft.kernels.symmetric.memory import Home
@@ -359,6 +361,15 @@ def sequence_parallel_attention_workspace(
     return SequenceParallelWorkspace(home, max_tokens, kv_heads, head_dim, dtype, chunk)
 
 
+def choose_part_tile(group: int, queries: int, head_dim: int, itemsize: int) -> Tile:
+    """As `choose_tile`; but more is kept here, so that where its tiles spill keys are fewer."""
+    tile = choose_tile(group, queries, head_dim, itemsize, cast=False)
+    backend, capability = target()
+    if head_dim > 64 and (backend == "hip" or capability >= 100):
+        return tile._replace(block_n=max(16, tile.block_n // 2))
+    return tile
+
+
 def sequence_parallel_attention(
     q: Tensor,
     k: Tensor,
@@ -429,7 +440,7 @@ def sequence_parallel_attention(
         if lse is not None:
             require_tensor(require, "lse", lse, [m, heads], q.device, torch.float32)
         group = heads // workspace.kv_heads
-        chosen = choose_tile(group, m, dim, q.element_size(), cast=False)
+        chosen = choose_part_tile(group, m, dim, q.element_size())
         tile = asked_tile(require, chosen, blocks, warps, stages, group)
         available = max(1, workspace.processors - (size > 1))
         why = "copies to other ranks need a processor"
