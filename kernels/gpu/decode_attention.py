@@ -38,6 +38,7 @@ from weft.kernels.gpu.attention import (
     checked_tile,
     count_tiles,
     heads_of_tile,
+    is_decode,
     launch_attend,
 )
 from weft.kernels.gpu.matmul import count_processors
