@@ -69,7 +69,8 @@ def agreed(
         op: in messages.
         arguments: by name, that must be the same on all ranks.
         exchange: this rank's value for those of all ranks.
-        known: arguments that were compared before, and are not again unless they are refused.
+        known: arguments that were compared before, and are not again unless they are refused; and
+            not even then if there are none.
 
     Yields:
         what refuses an argument.
@@ -85,9 +86,12 @@ def agreed(
     except KernelError as error:
         refusal = error
     mine = {argument: str(value) for argument, value in arguments.items()}
+    if known is not None and json.dumps([op, "", mine]) in known:
+        if refusal is None:
+            return
+        if not mine:  # of what was compared nothing can be new: the others do not come
+            raise refusal
     value = json.dumps([op, str(refusal or ""), mine])
-    if refusal is None and known is not None and value in known:
-        return
     try:
         answers = [json.loads(answer) for answer in exchange(value)]
     except SymmetricMemoryError as error:
@@ -142,6 +146,7 @@ class Workspace:
     Attributes:
         far: there are ranks without an address (beyond NVLink: symmetric/nvshmem.py).
         processors, beside, rejoin, compare: the home's.
+        ops: that take it, by name.
         max_polls: after which a wait gives up; may be set at any time, and holds for the calls
             after that (a CUDA graph keeps what it was captured with).
         concurrent: whether launches on two streams run at once, as on a GPU.
@@ -164,6 +169,7 @@ class Workspace:
             require_dtype(check, dtype)
             require_counts(check, 0, numel=numel, num_signals=num_signals)
         self.name = name
+        self.ops: tuple[str, ...] = (name,)
         self.rank = home.rank
         self.world_size = home.world_size
         self.numel = numel
@@ -209,7 +215,7 @@ class Workspace:
             yield
             return
         with agreed(op, arguments, self.compare, self._known) as check:
-            check("workspace", f"one of {self.name}", op == self.name, f"be one of {op}")
+            check("workspace", f"one of {self.name}", op in self.ops, f"be one of {op}")
             yield
 
     def resident(self, items: int) -> int:

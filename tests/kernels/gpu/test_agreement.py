@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -307,6 +308,27 @@ def test_what_was_agreed_on_is_not_compared_again() -> None:
         ):
             workspace.require("rows", 1, False, "be 2")
     assert len(compared) == 4
+
+
+def test_without_arguments_a_later_refusal_is_not_compared() -> None:
+    """All ranks have compared them, so nobody else would come."""
+    compared: list[str] = []
+
+    class Listening(VirtualHome):
+        def compare(self, value: str) -> list[str]:
+            compared.append(value)
+            return super().compare(value)
+
+    workspace = Workspace(Listening(VirtualWorld(1), 0), "op", 1, F32, 1)
+    for refuses in (True, False, False, True):
+        with (
+            pytest.raises(KernelError, match="op: x is 1; it must be 2")
+            if refuses
+            else nullcontext(),
+            workspace.agreed("op", {}),
+        ):
+            workspace.require("x", 1, not refuses, "be 2")
+    assert len(compared) == 2
 
 
 def test_calls_that_only_load_kernels_are_not_collective() -> None:
