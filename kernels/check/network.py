@@ -106,7 +106,7 @@ class Network:
         signal_there = self._on(rank, signal, 8, peer) if signal else 0
         number = NO_NUMBER
         if self._races is not None:
-            number = self._races.put(rank, _halves(there, nbytes), signal_there)
+            number = self._races.put(rank, _each_byte(there, nbytes), signal_there)
         data = source if signal else ctypes.string_at(source, nbytes)
         self.puts.append(Put(number, rank, there, data, nbytes, signal_there, value))
 
@@ -131,11 +131,11 @@ class Network:
             data = put.source
             if isinstance(data, int):
                 if self._races is not None:
-                    self._races.left(put.number, _halves(data, put.nbytes))
+                    self._races.left(put.number, _each_byte(data, put.nbytes))
                 data = ctypes.string_at(data, put.nbytes)
             ctypes.memmove(put.to, data, put.nbytes)
             if self._races is not None:
-                self._races.came(put.number, _halves(put.to, put.nbytes))
+                self._races.came(put.number, _each_byte(put.to, put.nbytes))
             put.has_come = True
         self._changed()
 
@@ -159,6 +159,6 @@ class Network:
 NO_NUMBER = -1
 
 
-def _halves(start: int, nbytes: int) -> Array:
-    """Every second byte's address: so that elements of any size are found."""
-    return np.arange(start, start + nbytes, 2, dtype=np.uint64)
+def _each_byte(start: int, nbytes: int) -> Array:
+    """Every byte's address: so that elements of any size are found."""
+    return np.arange(start, start + nbytes, dtype=np.uint64)

@@ -426,7 +426,7 @@ class _TurnTaker:
             self._ranks.step(self._rank)
             self._ranks.progressed(self._rank)
         else:  # the source is read before it returns
-            self.access("load", np.arange(source, source + nbytes, 2, dtype=np.uint64), 2)
+            self.access("load", np.arange(source, source + nbytes, dtype=np.uint64), 1)
         self._ranks.network.put(self._rank, to, source, nbytes, signal, value, peer)
 
     def fetched(self, signal: int, value: int) -> None:
