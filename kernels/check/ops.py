@@ -18,8 +18,9 @@ from torch import Tensor
 
 from weft.errors import ConfigError
 from weft.kernels import reference
-from weft.kernels.check.row_ops import EPS, ROW_OPS, RowOp, beside
+from weft.kernels.check.row_ops import EPS, ROW_OPS, RowOp, beside, restored
 from weft.kernels.gpu import decomposed
+from weft.kernels.gpu.activation import GROUP
 from weft.kernels.gpu.all_gather import METHODS as GATHERS
 from weft.kernels.gpu.all_gather import all_gather, all_gather_workspace
 from weft.kernels.gpu.all_gather_grouped_matmul import (
@@ -43,6 +44,7 @@ from weft.kernels.gpu.distributed_decode_attention import (
     distributed_decode_attention_workspace,
 )
 from weft.kernels.gpu.epilogue import FP8, Epilogue
+from weft.kernels.gpu.expert_tokens import Arrived, ExpertWorkspace
 from weft.kernels.gpu.grouped_matmul import grouped_matmul
 from weft.kernels.gpu.grouped_matmul_reduce_scatter import (
     grouped_matmul_reduce_scatter,
@@ -57,7 +59,7 @@ from weft.kernels.gpu.matmul_reduce_scatter import (
 )
 from weft.kernels.gpu.mla_attention import mla_decode_attention
 from weft.kernels.gpu.moe_dispatch import (
-    ExpertWorkspace,
+    LowLatencyWorkspace,
     moe_combine,
     moe_dispatch,
     moe_workspace,
@@ -641,12 +643,18 @@ def _as_experts(rows: Tensor, offsets: Tensor, experts: Sequence[int]) -> Tensor
     return (rows * factors[:, None]).to(rows.dtype)
 
 
-def _moe(x: Tensor, scores: Tensor, workspace: ExpertWorkspace) -> Tensor:
+def _outputs(sent: Arrived, workspace: ExpertWorkspace) -> Tensor:
+    """What such experts make of what has come to a rank."""
+    rows = sent.rows if sent.scales is None else restored((sent.rows, sent.scales))
+    experts = workspace.placement.experts(workspace.rank)
+    return _as_experts(rows.to(workspace.dtype), sent.offsets, experts)
+
+
+def _moe(x: Tensor, scores: Tensor, workspace: LowLatencyWorkspace) -> Tensor:
     """moe_dispatch, such experts, and moe_combine."""
     ids, weights = _route(scores)
     sent = moe_dispatch(x, ids, workspace)
-    experts = workspace.placement.experts(workspace.rank)
-    return moe_combine(_as_experts(sent.rows, sent.offsets, experts), weights, sent, workspace)
+    return moe_combine(_outputs(sent, workspace), weights, sent, workspace)
 
 
 def _moe_oracle(xs: Sequence[Tensor], scores: Sequence[Tensor]) -> list[Tensor]:
@@ -657,6 +665,29 @@ def _moe_oracle(xs: Sequence[Tensor], scores: Sequence[Tensor]) -> list[Tensor]:
         for rank, (rows, offsets) in enumerate(reference.moe_dispatch(xs, ids, placement.slots))
     ]
     return reference.moe_combine(ys, ids, weights, placement.slots)
+
+
+def _moe_fp8_oracle(xs: Sequence[Tensor], scores: Sequence[Tensor]) -> list[Tensor]:
+    rounded = [restored(reference.quantize(x, GROUP)).to(x.dtype) for x in xs]
+    return _moe_oracle(rounded, scores)
+
+
+def _all_to_all(name: str, *, fp8: bool = False) -> Op:
+    """Expert parallelism's; rows are wide where they have several scales."""
+    width, wire = (16, FP8) if fp8 else (1, None)
+
+    def workspace(home: Home, s: Sizes) -> Workspace:
+        made = (_few(s.m), width * s.k, _top_k(s.world), s.dtype, _placement(s.world))
+        return moe_workspace(home, *made, wire=wire)
+
+    return Op(
+        name,
+        _moe,
+        _moe_fp8_oracle if fp8 else _moe_oracle,
+        lambda s: [(_few(s.m), width * s.k), (_few(s.m), s.world + 1)],
+        workspace,
+        targets=CONVERTS if fp8 else (),
+    )
 
 
 OVERLAPPED = (
@@ -772,15 +803,8 @@ OPS = (
     _mla_decode_attention(fp8=True),
     _sequence_parallel_attention(zigzag=False),
     _sequence_parallel_attention(zigzag=True),
-    Op(
-        "moe_dispatch_combine",
-        _moe,
-        _moe_oracle,
-        lambda s: [(_few(s.m), s.k), (_few(s.m), s.world + 1)],
-        lambda home, s: moe_workspace(
-            home, _few(s.m), s.k, _top_k(s.world), s.dtype, _placement(s.world)
-        ),
-    ),
+    _all_to_all("moe_dispatch_combine"),
+    _all_to_all("moe_dispatch_combine_fp8", fp8=True),
 )
 
 

@@ -1,10 +1,9 @@
-"""Expert parallelism's all-to-alls against their oracles; what they refuse, and planted faults."""
+"""Expert parallelism's low-latency all-to-alls against their oracles; refusals, planted faults."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,26 +12,26 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.dispatched import Call, Reads, differences, draw_call, left_out, outputs
 from support.faults import planted
-from support.overlapped import DTYPES, IN_PARTS, SEEDS, SLOWNESS, run_calls
+from support.overlapped import DTYPES, FP8, SEEDS, SLOWNESS, run_calls
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.kernels import reference
 from weft.kernels.check import interpreter
 from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import HangError, RankError, run
+from weft.kernels.gpu import expert_tokens, signals
 from weft.kernels.gpu import moe_dispatch as module
-from weft.kernels.gpu import signals
 from weft.kernels.gpu.arguments import KernelError
 from weft.kernels.gpu.moe_dispatch import (
     Dispatched,
-    ExpertWorkspace,
+    LowLatencyWorkspace,
     moe_combine,
     moe_dispatch,
     moe_workspace,
 )
 from weft.kernels.gpu.placement import Placement, balanced, even
+from weft.kernels.gpu.workspace import Workspace
 from weft.kernels.symmetric.memory import Home
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 
@@ -50,52 +49,14 @@ def poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
-@dataclass
-class Call:
-    """What each rank gives in a call."""
-
-    xs: list[Tensor]
-    ids: list[Tensor]
-    weights: list[Tensor]
-
-
-def draw_call(
-    tokens: Sequence[int], width: int, top_k: int, experts: int, dtype: torch.dtype, routing: str
-) -> Call:
-    """New numbers, and a routing: any, all to one expert, or with ids that are no experts."""
-    ids = [torch.randint(experts, (count, top_k), dtype=torch.int32) for count in tokens]
-    if routing == "one":
-        ids = [torch.full_like(each, experts - 1) for each in ids]
-    elif routing == "none":
-        strange = torch.tensor([-1, -1, experts, -2, 2**31 - 1, -(2**31)], dtype=torch.int32)
-        for each in ids:
-            lost = torch.rand(each.shape) < 0.5
-            each[lost] = strange[torch.randint(len(strange), (int(lost.sum()),))]
-    return Call(
-        [torch.randn(count, width).to(dtype) for count in tokens],
-        ids,
-        [torch.randn(count, top_k) for count in tokens],
-    )
-
-
-def apply(rows: Tensor, offsets: Sequence[int], experts: Sequence[int]) -> Tensor:
-    """Experts that multiply by their number and 1, exactly; what is beyond is garbage."""
-    y = torch.full_like(rows, torch.nan)
-    for slot, expert in enumerate(experts):
-        y[offsets[slot] : offsets[slot + 1]] = rows[offsets[slot] : offsets[slot + 1]] * (
-            expert + 1
-        )
-    return y
-
-
-def finish(sent: Dispatched, weights: Tensor, workspace: ExpertWorkspace, op: Any) -> Tensor:
+def finish(sent: Dispatched, weights: Tensor, workspace: LowLatencyWorkspace, op: Any) -> Tensor:
     experts = workspace.placement.experts(workspace.rank)
-    return op(apply(sent.rows, sent.offsets.tolist(), experts), weights, sent, workspace)
+    return op(outputs(sent, experts, workspace.dtype), weights, sent, workspace)
 
 
 def perform(
     home: Home,
-    make: Callable[[Home], ExpertWorkspace],
+    make: Callable[[Home], LowLatencyWorkspace],
     calls: Sequence[Call],
     ahead: int = 0,
     ops: ModuleType = module,
@@ -116,38 +77,13 @@ def perform(
     return list(zip(sent, out, strict=True))
 
 
-def differences(
-    call: Call, got: Sequence[tuple[Dispatched, Tensor]], placement: Placement
-) -> list[str]:
-    """What is not the oracle's, bit by bit."""
-    found = []
-    oracle = reference.moe_dispatch(call.xs, call.ids, placement.slots)
-    ys = [
-        apply(rows, offsets, placement.experts(rank)) for rank, (rows, offsets) in enumerate(oracle)
-    ]
-    sums = reference.moe_combine(ys, call.ids, call.weights, placement.slots)
-    for rank, (sent, out) in enumerate(got):
-        rows, offsets = oracle[rank]
-        ids = call.ids[rank]
-        refused = ((ids < -1) | (ids >= placement.num_experts)).any(dim=1)
-        same = {
-            "offsets": sent.offsets.tolist() == offsets,
-            "rows": torch.equal(sent.rows[: len(rows)], rows),
-            "status": torch.equal(sent.status, refused.int()),
-            "sums": torch.equal(out, sums[rank].to(out.dtype)),
-        }
-        found += [f"{what} of rank {rank}" for what, right in same.items() if not right]
-    return found
-
-
-@IN_PARTS
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     size=st.integers(1, 4),
     tokens=st.lists(
         st.lists(st.integers(0, 5), min_size=4, max_size=4), min_size=CALLS, max_size=CALLS
     ),
-    width=st.sampled_from([1, 5, 16, 24, 40]),
+    width=st.sampled_from([1, 5, 16, 24, 130]),
     top_k=st.integers(1, 5),
     spare=st.integers(0, 2),
     experts=st.integers(1, 9),
@@ -155,11 +91,11 @@ def differences(
     routing=st.sampled_from(["any", "any", "one", "none"]),
     ahead=st.integers(0, 1),
     dtype=DTYPES,
+    fp8=st.booleans(),
     slowness=SLOWNESS,
     seed=SEEDS,
 )
 def test_any_routing(
-    part: int,
     size: int,
     tokens: list[list[int]],
     width: int,
@@ -170,6 +106,7 @@ def test_any_routing(
     routing: str,
     ahead: int,
     dtype: torch.dtype,
+    fp8: bool,
     slowness: list[float],
     seed: int,
 ) -> None:
@@ -179,8 +116,9 @@ def test_any_routing(
     placement = balanced(loads, size, -(-experts // size) + spare)
     calls = [draw_call(each[:size], width, top_k, experts, dtype, routing) for each in tokens]
 
-    def make(home: Home) -> ExpertWorkspace:
-        return moe_workspace(home, 5, width, top_k, dtype, placement, chunk=chunk)
+    def make(home: Home) -> LowLatencyWorkspace:
+        wire = FP8 if fp8 else None
+        return moe_workspace(home, 5, width, top_k, dtype, placement, chunk=chunk, wire=wire)
 
     for call, got in zip(
         calls,
@@ -197,7 +135,7 @@ def test_more_experts_than_are_counted_at_a_time(size: int) -> None:
     placement = even(35 * size, size)
     calls = [draw_call([17] * size, 4, 3, 35 * size, F32, "any")]
 
-    def make(home: Home) -> ExpertWorkspace:
+    def make(home: Home) -> LowLatencyWorkspace:
         return moe_workspace(home, 17, 4, 3, F32, placement, chunk=1)
 
     (got,) = run_calls(lambda home: perform(home, make, calls), size, size)
@@ -208,11 +146,7 @@ def test_a_sum_does_not_depend_on_other_tokens_nor_on_where_experts_are() -> Non
     """The same token alone on one of two ranks, or among others; and with replicas."""
     torch.manual_seed(0)
     call = draw_call([5, 4], 24, 4, 6, torch.bfloat16, "any")
-    alone = Call(
-        [call.xs[0][:0], call.xs[1][2:3]],
-        [call.ids[0][:0], call.ids[1][2:3]],
-        [call.weights[0][:0], call.weights[1][2:3]],
-    )
+    alone = call.only(1, 2)
     sums = []
     for given_call, row, placement in [
         (call, 2, even(6, 2)),
@@ -221,7 +155,7 @@ def test_a_sum_does_not_depend_on_other_tokens_nor_on_where_experts_are() -> Non
     ]:
 
         def work(home: Home, used: Call = given_call, to: Placement = placement) -> list[Any]:
-            def make(home: Home) -> ExpertWorkspace:
+            def make(home: Home) -> LowLatencyWorkspace:
                 return moe_workspace(home, 5, 24, 4, torch.bfloat16, to)
 
             return perform(home, make, [used])
@@ -253,39 +187,15 @@ def test_experts_move_between_calls() -> None:
         assert differences(call, got, placement) == []
 
 
-class Reads(TorchDispatchMode):
-    """Notes operators with which the host would wait for the device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        name = func._schema.name
-        if name in ("aten::_local_scalar_dense", "aten::nonzero", "aten::_to_copy", "aten::equal"):
-            self.seen.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-def test_the_host_reads_nothing_of_the_routing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_reads_nothing_of_the_routing() -> None:
     """A captured graph would not see it. The kernels themselves are left out."""
-    launched = []
-
-    class Launches(dict[Any, Any]):
-        def __getitem__(self, grid: Any) -> Any:
-            return lambda *args, **kwargs: launched.append(grid)
-
-    for name in ("exchange_tokens", "place_tokens", "return_tokens", "sum_tokens"):
-        monkeypatch.setattr(module, name, Launches())
-    monkeypatch.setattr(signals, "begin_call", Launches())
     workspace = moe_workspace(VirtualHome(VirtualWorld(1), 0), 4, 8, 2, F32, even(4, 1))
     call = draw_call([4], 8, 2, 4, F32, "any")
-    with Reads() as reads:
+    with left_out() as launched, Reads() as reads:
         sent = moe_dispatch(call.xs[0], call.ids[0], workspace)
         moe_combine(sent.rows, call.weights[0], sent, workspace)
-    assert len(launched) == 5
+    kernels = ["exchange_tokens", "place_tokens", "return_tokens", "sum_tokens"]
+    assert launched == ["begin_call", *kernels]
     assert reads.seen == []
 
 
@@ -347,7 +257,12 @@ def test_calls_that_do_not_fit_are_refused(change: dict[str, Any], message: str)
         ({"max_tokens": 0}, "max_tokens is 0; it must be a whole number of at least 1"),
         ({"top_k": 33}, "top_k is 33; it must be at most 32"),
         ({"chunk": 3}, "chunk is 3; it must be a power of 2, and at most 4096"),
-        ({"dtype": torch.float8_e4m3fn}, "dtype is torch.float8_e4m3fn; it must be one of torch."),
+        ({"dtype": FP8}, "dtype is torch.float8_e4m3fn; it must be one of torch."),
+        (
+            {"wire": torch.float16},
+            "wire is torch.float16; it must be torch.float32 or torch.float8",
+        ),
+        ({"wire": FP8, "chunk": 64}, "chunk is 64; it must be a power of 2, and at most 32"),
         ({"placement": even(4, 4)}, "placement is for 4 ranks; it must be for 2"),
         ({"max_tokens": 2**27}, "numbers; it must be at most 2147483647: make it for fewer"),
     ],
@@ -381,21 +296,76 @@ def test_a_placement_of_other_sizes_is_refused(placement: Placement, message: st
         run(work, 2)
 
 
-def test_what_never_came_is_reported_and_trusted_with_no_address() -> None:
-    """A rank that does not come, in whose place there is garbage."""
+def told(x: Tensor) -> list[str]:
+    """What two ranks say to their first call, where the second one has another x."""
     world = VirtualWorld(2)
+
+    def work(rank: int) -> str:
+        workspace = moe_workspace(VirtualHome(world, rank), 4, 8, 2, F32, even(4, 2))
+        ids = torch.zeros(3, 2, dtype=torch.int32)
+        with left_out() as launched, pytest.raises(KernelError) as error:
+            moe_dispatch(x if rank else torch.zeros(3, 8), ids, workspace)
+        assert launched == []
+        return str(error.value)
+
     with ThreadPoolExecutor(2) as pool:
-        homes = [VirtualHome(world, rank) for rank in range(2)]
-        workspace, _ = pool.map(
-            lambda home: moe_workspace(home, 4, 8, 2, F32, even(4, 2), chunk=2), homes
-        )
+        return list(pool.map(work, range(2)))
+
+
+def test_what_one_rank_refuses_in_the_first_call_all_are_told() -> None:
+    shape = "x's shape is [3, 9]; it must be at most 4 tokens of 8 numbers, which the workspace"
+    for message in told(torch.zeros(3, 9)):
+        assert message.startswith(f"moe_dispatch: on rank 1 {shape}")
+
+
+def test_a_workspace_of_another_op_is_refused() -> None:
+    def work(home: Home) -> None:
+        workspace = Workspace(home, "all_gather", 1, F32, 1)
+        x, ids = torch.zeros(3, 8), torch.zeros(3, 2, dtype=torch.int32)
+        moe_dispatch(x, ids, workspace)  # type: ignore[arg-type]
+
+    with pytest.raises(RankError, match="workspace is one of all_gather; it must be one of moe_"):
+        run(work, 2)
+
+
+def alone(make: Callable[[Home], LowLatencyWorkspace]) -> LowLatencyWorkspace:
+    """The first of two ranks, whose calls the other one has agreed to and will never make."""
+    world = VirtualWorld(2)
+
+    def work(rank: int) -> LowLatencyWorkspace:
+        workspace = make(VirtualHome(world, rank))
+        for op in workspace.ops:
+            with workspace.agreed(op, {}):
+                pass
+        return workspace
+
+    with ThreadPoolExecutor(2) as pool:
+        return next(pool.map(work, range(2)))
+
+
+def test_a_later_refusal_waits_for_nobody() -> None:
+    workspace = alone(lambda home: moe_workspace(home, 4, 8, 2, F32, even(4, 2)))
+    with pytest.raises(KernelError, match=r"moe_dispatch: x's dtype is torch\.float16") as error:
+        moe_dispatch(torch.zeros(3, 8).half(), torch.zeros(3, 2, dtype=torch.int32), workspace)
+    assert error.value.__cause__ is None  # not after the other one did not come
+
+
+@pytest.mark.parametrize("wire", [None, FP8])
+def test_what_never_came_is_reported_and_trusted_with_no_address(
+    wire: torch.dtype | None,
+) -> None:
+    """A rank that does not come, in whose place there is garbage."""
+    workspace = alone(
+        lambda home: moe_workspace(home, 4, 8, 2, F32, even(4, 2), chunk=2, wire=wire)
+    )
     workspace.max_polls = 20
     for garbage in (2**31 - 1, -(2**31), 1):
         workspace.wanted.local.fill_(garbage)
         call = draw_call([4], 8, 2, 4, F32, "any")
         with interpreter.installed():
             sent = moe_dispatch(call.xs[0], call.ids[0], workspace)
-            moe_combine(torch.zeros_like(sent.rows), call.weights[0], sent, workspace)
+            y = torch.zeros(sent.rows.shape)
+            moe_combine(y, call.weights[0], sent, workspace)
         assert int(sent.positions.max()) < len(sent.rows)
         assert int(sent.offsets[-1]) <= len(sent.rows)
         with pytest.raises(KernelError, match="moe: rank 0 gave up waiting for its signal"):
@@ -414,20 +384,22 @@ def symptoms(
     ahead: int = 0,
     *,
     only_dispatch: bool = False,
+    fp8: bool = False,
     tokens: Sequence[int] = (3, 2),
 ) -> set[str]:
     """What goes wrong over some interleavings, until the wanted one, or any, is found."""
     found = set[str]()
     placement = balanced([3, 1, 1], SIZE, 2)
+    width, wire = (130, FP8) if fp8 else (5, None)
     for seed in range(8 if wanted else 1):
         if wanted in found or (wanted == "any" and found):
             break
         torch.manual_seed(seed)
-        calls = [draw_call(tokens, 5, 2, 3, F32, "any") for _ in range(4 if ahead else 3)]
+        calls = [draw_call(tokens, width, 2, 3, F32, "any") for _ in range(4 if ahead else 3)]
 
         def work(home: Home, calls: list[Call] = calls) -> Any:
-            def make(home: Home) -> ExpertWorkspace:
-                return faulty.moe_workspace(home, 4, 5, 2, F32, placement, chunk=2)
+            def make(home: Home) -> LowLatencyWorkspace:
+                return faulty.moe_workspace(home, 4, width, 2, F32, placement, chunk=2, wire=wire)
 
             if not only_dispatch:
                 return perform(home, make, calls, ahead, faulty)
@@ -455,12 +427,13 @@ COMBINE_WAIT = "wait(signals, rank, combined + index * WORLD + source, call, fau
 TELL = "notify(signals, peer, index * WORLD + rank, call)"
 TELL_BACK = "notify(signals, peer, combined + index * WORLD + rank, call)"
 NEXT = "(peer + 1) % WORLD"
+DTYPE = {"buffers": "dtype", "wanted": "tl.int32", "scales": "tl.float32"}
 
 
 @pytest.mark.parametrize(("ahead", "only_dispatch"), [(0, False), (1, False), (0, True)])
 def test_nothing_is_found_without_a_fault(ahead: int, only_dispatch: bool) -> None:
     assert symptoms(module, ahead=ahead, only_dispatch=only_dispatch) == set()
-    assert symptoms(module, ahead=ahead, tokens=(0, 3)) == set()
+    assert symptoms(module, ahead=ahead, tokens=(0, 3), fp8=True) == set()
 
 
 @pytest.mark.parametrize(
@@ -487,26 +460,45 @@ def test_nothing_is_found_without_a_fault(ahead: int, only_dispatch: bool) -> No
     ],
 )
 def test_a_fault_is_found(old: str, new: str, symptom: str, tmp_path: Path) -> None:
-    found = symptoms(planted(module, tmp_path, (old, new)), symptom)
+    found = symptoms(planted(module, tmp_path, (old, new), parts=[expert_tokens]), symptom)
+    assert found if symptom == "any" else symptom in found
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "symptom"),
+    [
+        ("peer_pointer(scales, peer", f"peer_pointer(scales, {NEXT}", "any"),
+        (
+            "peer_pointer(scales, rank, tl.float32) + slot",
+            "peer_pointer(scales, rank, tl.float32) + 0",
+            "any",
+        ),
+        ("y / divisor[:, :, None]", "y", "wrong"),
+        ("tl.store(to_scales + group, divisor", "tl.store(to_scales + group, 1.0", "wrong"),
+        (
+            "copy_rows(row_scales, row, came_scales, tokens,",
+            "copy_rows(row_scales, row, came_scales, 0 * tokens,",
+            "any",
+        ),
+    ],
+)
+def test_a_fault_of_scales_is_found(old: str, new: str, symptom: str, tmp_path: Path) -> None:
+    faulty = planted(module, tmp_path, (old, new), parts=[expert_tokens])
+    found = symptoms(faulty, symptom, fp8=True)
     assert found if symptom == "any" else symptom in found
 
 
 def test_a_slot_that_is_reused_one_call_early_is_found(tmp_path: Path) -> None:
     """Of dispatch, where no combine is between; of combine, where two are on their way."""
-    dispatch = planted(
-        module,
-        tmp_path,
-        ("(call % 2) * slot_numel", "0 * slot_numel"),
-        ("(call % 2) * (WORLD * capacity * K)", "0"),
-    )
-    assert "race" in symptoms(dispatch, "race", only_dispatch=True)
-    names = planted(
-        module,
-        tmp_path,
-        ("(call % 2) * slot_entries", "0 * slot_entries"),
-        ("(call % 2) * (WORLD * capacity * TOP_K)", "0"),
-    )
-    assert "race" in symptoms(names, "race", only_dispatch=True)
+    for what, width in (("buffers", "K"), ("wanted", "TOP_K"), ("scales", "groups")):
+        sent = f"peer_pointer({what}, peer, {DTYPE[what]}) + own * {width}"
+        changes = [(sent, sent.replace("own", "(own - slot)"))]
+        came = f"peer_pointer({what}, rank, {DTYPE[what]}) + slot * {width}"
+        changes.append((came, came.replace("slot", "0")))
+        if what == "wanted":
+            changes.append(("(slot + source * chunks", "(source * chunks"))
+        faulty = planted(module, tmp_path, *changes, parts=[expert_tokens])
+        assert "race" in symptoms(faulty, "race", only_dispatch=True, fp8=what == "scales")
     combine = planted(
         module,
         tmp_path,
