@@ -64,6 +64,12 @@ from weft.kernels.gpu.moe_dispatch import (
     moe_dispatch,
     moe_workspace,
 )
+from weft.kernels.gpu.moe_dispatch_two_level import (
+    TwoLevelExpertWorkspace,
+    moe_combine_two_level,
+    moe_dispatch_two_level,
+    moe_two_level_workspace,
+)
 from weft.kernels.gpu.placement import Placement, balanced
 from weft.kernels.gpu.reduce_scatter import METHODS as SCATTERS
 from weft.kernels.gpu.reduce_scatter import reduce_scatter, reduce_scatter_workspace
@@ -657,6 +663,12 @@ def _moe(x: Tensor, scores: Tensor, workspace: LowLatencyWorkspace) -> Tensor:
     return moe_combine(_outputs(sent, workspace), weights, sent, workspace)
 
 
+def _moe_two_level(x: Tensor, scores: Tensor, workspace: TwoLevelExpertWorkspace) -> Tensor:
+    """The same by way of one rank of each node."""
+    sent = moe_dispatch_two_level(x, *_route(scores), workspace)
+    return moe_combine_two_level(_outputs(sent, workspace), sent, workspace)
+
+
 def _moe_oracle(xs: Sequence[Tensor], scores: Sequence[Tensor]) -> list[Tensor]:
     placement = _placement(len(xs))
     ids, weights = zip(*map(_route, scores), strict=True)
@@ -672,21 +684,26 @@ def _moe_fp8_oracle(xs: Sequence[Tensor], scores: Sequence[Tensor]) -> list[Tens
     return _moe_oracle(rounded, scores)
 
 
-def _all_to_all(name: str, *, fp8: bool = False) -> Op:
+def _all_to_all(name: str, *, two_level: bool = False, fp8: bool = False, far: bool = False) -> Op:
     """Expert parallelism's; rows are wide where they have several scales."""
     width, wire = (16, FP8) if fp8 else (1, None)
 
     def workspace(home: Home, s: Sizes) -> Workspace:
         made = (_few(s.m), width * s.k, _top_k(s.world), s.dtype, _placement(s.world))
+        if two_level:
+            chunk = {"chunk": 8} if s.chunk else {}
+            node = _node(s.world)
+            return moe_two_level_workspace(home, *made, ranks_per_node=node, wire=wire, **chunk)
         return moe_workspace(home, *made, wire=wire)
 
     return Op(
         name,
-        _moe,
+        _moe_two_level if two_level else _moe,
         _moe_fp8_oracle if fp8 else _moe_oracle,
         lambda s: [(_few(s.m), width * s.k), (_few(s.m), s.world + 1)],
         workspace,
-        targets=CONVERTS if fp8 else (),
+        targets=NVIDIA if far else CONVERTS if fp8 else (),
+        far=far,
     )
 
 
@@ -805,6 +822,9 @@ OPS = (
     _sequence_parallel_attention(zigzag=True),
     _all_to_all("moe_dispatch_combine"),
     _all_to_all("moe_dispatch_combine_fp8", fp8=True),
+    _all_to_all("moe_two_level", two_level=True),
+    _all_to_all("moe_two_level_fp8", two_level=True, fp8=True),
+    _all_to_all("moe_two_level_far", two_level=True, far=True),
 )
 
 

@@ -241,7 +241,7 @@ def place_tokens(
         if row_scales is not None:
             groups = tl.cdiv(K, COLUMNS)
             came_scales = peer_pointer(scales, rank, tl.float32) + slot * groups
-            copy_rows(row_scales, row, came_scales, tokens, row >= 0, groups, GROUPS)
+            copy_rows(row_scales, row, came_scales, tokens, row >= 0, groups, BLOCK)
 
 
 class ExpertWorkspace(Workspace):
