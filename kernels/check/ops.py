@@ -691,7 +691,7 @@ def _all_to_all(name: str, *, two_level: bool = False, fp8: bool = False, far: b
     def workspace(home: Home, s: Sizes) -> Workspace:
         made = (_few(s.m), width * s.k, _top_k(s.world), s.dtype, _placement(s.world))
         if two_level:
-            chunk = {"chunk": 8} if s.chunk else {}
+            chunk: dict[str, Any] = {"chunk": 8} if s.chunk else {}
             node = _node(s.world)
             return moe_two_level_workspace(home, *made, ranks_per_node=node, wire=wire, **chunk)
         return moe_workspace(home, *made, wire=wire)

@@ -276,8 +276,14 @@ class LowLatencyWorkspace(ExpertWorkspace):
         wire: torch.dtype | None,
     ) -> None:
         super().__init__(
-            *(home, "moe", ("moe_dispatch", "moe_combine")),
-            *(max_tokens, width, top_k, dtype, placement),
+            home,
+            "moe",
+            ("moe_dispatch", "moe_combine"),
+            max_tokens,
+            width,
+            top_k,
+            dtype,
+            placement,
             chunk=chunk,
             wire=wire,
             node=home.world_size,
@@ -345,7 +351,7 @@ def moe_dispatch(x: Tensor, expert_ids: Tensor, workspace: LowLatencyWorkspace) 
         max_polls=workspace.max_polls,
     )
     *arrived, _ = workspace.place(tokens_of)
-    return Dispatched(*arrived, status, expert_ids)
+    return Dispatched(*arrived, status=status, expert_ids=expert_ids)
 
 
 def moe_combine(

@@ -231,7 +231,7 @@ def cross_nodes(
                     own_rows, to.to(tl.int64), begin, count,
                     K * size, across, ROWS * kinds + at, call, rank, peer,
                 )  # fmt: skip
-                if scales is not None:
+                if to_scales is not None:
                     own_scales = tl.load(scales + rank) + row.to(tl.int64) * groups * 4
                     put_rows(
                         own_scales, to_scales.to(tl.int64), begin, count,
@@ -549,8 +549,14 @@ class TwoLevelExpertWorkspace(ExpertWorkspace):
         name, size = "moe_two_level", home.world_size
         node = size if ranks_per_node is None else ranks_per_node
         super().__init__(
-            *(home, name, ("moe_dispatch_two_level", "moe_combine_two_level")),
-            *(max_tokens, width, top_k, dtype, placement),
+            home,
+            name,
+            ("moe_dispatch_two_level", "moe_combine_two_level"),
+            max_tokens,
+            width,
+            top_k,
+            dtype,
+            placement,
             chunk=chunk,
             wire=wire,
             node=node,
@@ -685,7 +691,8 @@ def moe_dispatch_two_level(
         max_polls=workspace.max_polls,
     )
     *arrived, row_weights = workspace.place(tokens_of, shares)
-    return DispatchedTwoLevel(*arrived, status, row_weights, packed, kept)
+    own = {"status": status, "row_weights": row_weights, "packed": packed, "kept": kept}
+    return DispatchedTwoLevel(*arrived, **own)
 
 
 def moe_combine_two_level(
