@@ -390,7 +390,9 @@ class ExpertWorkspace(Workspace):
         age = self.dispatches - sent.number
         check("sent", f"{age} dispatches old", 0 <= age <= 1, "be at most 1 old")
 
-    def place(self, tokens_of: Tensor, weights: SymmetricTensor | None = None) -> tuple[Any, ...]:
+    def place(
+        self, tokens_of: Tensor, weights: SymmetricTensor | None = None
+    ) -> tuple[dict[str, Any], Tensor | None]:
         """Launch `place_tokens`, which is all that is left of a dispatch.
 
         Args:
@@ -398,8 +400,8 @@ class ExpertWorkspace(Workspace):
             weights: float32 [2, W, C, k], that came with the tokens.
 
         Returns:
-            rows, scales, offsets, positions, call and number of an Arrived; float32 [R], the
-            weight of each row, if there are weights.
+            rows, scales, offsets, positions, call and number of an Arrived, by name; float32 [R],
+            the weight of each row, if there are weights.
         """
         size, chunks, slots = tokens_of.shape
         empty = tokens_of.new_empty
@@ -416,7 +418,8 @@ class ExpertWorkspace(Workspace):
             **self.choices,
         )
         self.dispatches += 1
-        return rows, scales, offsets, positions, call, self.dispatches, row_weights
+        arrived = {"rows": rows, "scales": scales, "offsets": offsets, "positions": positions}
+        return arrived | {"call": call, "number": self.dispatches}, row_weights
 
 
 def addresses(tensor: SymmetricTensor | None) -> Tensor | None:

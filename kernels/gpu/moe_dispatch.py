@@ -350,8 +350,8 @@ def moe_dispatch(x: Tensor, expert_ids: Tensor, workspace: LowLatencyWorkspace) 
         **workspace.choices,
         max_polls=workspace.max_polls,
     )
-    *arrived, _ = workspace.place(tokens_of)
-    return Dispatched(*arrived, status=status, expert_ids=expert_ids)
+    arrived, _ = workspace.place(tokens_of)
+    return Dispatched(**arrived, status=status, expert_ids=expert_ids)
 
 
 def moe_combine(

@@ -690,9 +690,10 @@ def moe_dispatch_two_level(
         **constants,
         max_polls=workspace.max_polls,
     )
-    *arrived, row_weights = workspace.place(tokens_of, shares)
-    own = {"status": status, "row_weights": row_weights, "packed": packed, "kept": kept}
-    return DispatchedTwoLevel(*arrived, **own)
+    arrived, row_weights = workspace.place(tokens_of, shares)
+    own: dict[str, Any] = {"status": status, "row_weights": row_weights}
+    own |= {"packed": packed, "kept": kept}
+    return DispatchedTwoLevel(**arrived, **own)
 
 
 def moe_combine_two_level(
