@@ -34,6 +34,7 @@ from weft.kernels.gpu.epilogue import FP8
 from weft.kernels.gpu.placement import Placement
 from weft.kernels.gpu.rows import cast, fp8_scale, require_fp8
 from weft.kernels.gpu.signals import peer_pointer
+from weft.kernels.gpu.tune import Choice
 from weft.kernels.gpu.workspace import SLOTS, Workspace, agreed, triton_type
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
@@ -256,10 +257,11 @@ class ExpertWorkspace(Workspace):
         top_k: k, experts of a token.
         dtype: of tokens and outputs.
         placement: of the experts.
-        chunk: tokens that have a signal of their own.
+        chunk: tokens that have a signal of their own; if 0, what was tuned for `tuned`.
         wire: that tokens are sent in, and their rows are of: `dtype`, or float8_e4m3fn.
         node: ranks of a node.
         of_world, of_node: signals that a chunk has for each rank, and for each node.
+        tuned: the op whose tuned chunk is taken, or else what the cost model prefers for it.
 
     Attributes:
         placement: the present one; `move` changes it.
@@ -286,8 +288,10 @@ class ExpertWorkspace(Workspace):
         node: int,
         of_world: int,
         of_node: int = 0,
+        tuned: str = "",
     ) -> None:
         size, wire = home.world_size, wire or dtype
+        most = TILE // GROUP if wire == FP8 else TILE
         asked = {
             "max_tokens": max_tokens,
             "width": width,
@@ -299,9 +303,9 @@ class ExpertWorkspace(Workspace):
             "ranks_per_node": node,
         }
         with agreed(name, asked, home.exchange) as check:
-            require_counts(check, 1, max_tokens=max_tokens, width=width, top_k=top_k, chunk=chunk)
+            require_counts(check, 1, max_tokens=max_tokens, width=width, top_k=top_k)
+            require_counts(check, 0 if tuned else 1, chunk=chunk)
             check("top_k", top_k, top_k <= MAX_TOP_K, f"be at most {MAX_TOP_K}")
-            most = TILE // GROUP if wire == FP8 else TILE
             fits = chunk & (chunk - 1) == 0 and chunk <= most
             check("chunk", chunk, fits, f"be a power of 2, and at most {most}")
             allowed = ", ".join(map(str, DTYPES))
@@ -313,6 +317,13 @@ class ExpertWorkspace(Workspace):
             check("ranks_per_node", node, fits, f"divide the {size} ranks")
             ranks = placement.world_size
             check("placement", f"for {ranks} ranks", ranks == size, f"be for {size}")
+        if not chunk:
+            rows, groups = size * max_tokens * top_k, placement.num_experts
+            config = Choice(home, tuned)(
+                dtype, rows, width, methods=("push",), groups=groups, top_k=top_k
+            )
+            chunk = min(config.block_m, most)
+        with agreed(name, {}, home.exchange) as check:
             self.chunks = -(-max_tokens // chunk)
             capacity = self.chunks * chunk
             largest = SLOTS * capacity * max(size, top_k) * max(width, 2 * top_k)

@@ -73,9 +73,6 @@ from weft.kernels.gpu.signals import notify, peer_pointer, wait
 from weft.kernels.gpu.workspace import SLOTS
 from weft.kernels.symmetric.memory import Home
 
-CHUNK = 8
-"""Tokens that have a signal of their own."""
-
 
 @triton.jit
 def send_chunk(
@@ -288,6 +285,7 @@ class LowLatencyWorkspace(ExpertWorkspace):
             wire=wire,
             node=home.world_size,
             of_world=2,
+            tuned="moe_dispatch",
         )
         self.combined = self.chunks * self.world_size  # the first of the signals of combine
         self.returned = home.empty("moe.returned", (SLOTS, self.capacity, top_k, width), dtype)
@@ -301,7 +299,7 @@ def moe_workspace(
     dtype: torch.dtype,
     placement: Placement,
     *,
-    chunk: int = CHUNK,
+    chunk: int = 0,
     wire: torch.dtype | None = None,
 ) -> LowLatencyWorkspace:
     """For `moe_dispatch` and `moe_combine`. Collective; arguments as of ExpertWorkspace."""

@@ -22,9 +22,6 @@ from weft.kernels.check.suite import Check, checks, perform
 from weft.kernels.gpu import all_gather, all_gather_matmul, chunks, matmul_reduce_scatter
 from weft.kernels.gpu.workspace import Workspace
 
-LONG = ("moe_dispatch_combine_fp8", "moe_two_level", "moe_two_level_fp8", "moe_two_level_far")
-"""Ops that take long among many ranks."""
-
 GATHER = OPS[0]
 (MATMUL,) = (op for op in OPS if op.name == "all_gather_matmul")
 
