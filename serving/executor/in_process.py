@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from weft.errors import WeftError
 from weft.models.interface import StepInput, StepOutput
 from weft.serving.loading import LoadedModel
 
@@ -24,7 +25,7 @@ class InProcessExecutor:
         failure: none; what a step raises is in its future.
     """
 
-    failure = None
+    failure: WeftError | None = None
 
     def __init__(self, load: Callable[[], LoadedModel]) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-runner")
