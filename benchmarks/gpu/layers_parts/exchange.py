@@ -27,7 +27,7 @@ from torch.multiprocessing.spawn import spawn
 from layers_parts.scale import Exchange, Scale
 from weft.kernels.gpu.clock import Call
 from weft.kernels.gpu.moe_dispatch import (
-    ExpertWorkspace,
+    LowLatencyWorkspace,
     moe_combine,
     moe_dispatch,
     moe_workspace,
@@ -54,7 +54,7 @@ def _exchange(scale: Scale, of: Exchange, repetitions: int) -> Figure:
 
     def measure(home: Home, workspaces: list[Workspace]) -> dict[str, Times]:
         (workspace,) = workspaces
-        assert isinstance(workspace, ExpertWorkspace)
+        assert isinstance(workspace, LowLatencyWorkspace)
         receive(workspace, ids)
         calls = {
             OURS: round_trip(scale, of, ids[home.rank].to(home.device), workspace),
@@ -75,7 +75,7 @@ def _programs(scale: Scale) -> int:
     return 2 if scale.tiny else torch.cuda.get_device_properties(0).multi_processor_count
 
 
-def _workspace(of: Exchange, scale: Scale, home: Home) -> ExpertWorkspace:
+def _workspace(of: Exchange, scale: Scale, home: Home) -> LowLatencyWorkspace:
     placement = even(of.experts, home.world_size)
     return moe_workspace(home, of.tokens, of.width, of.top_k, scale.dtype, placement)
 
@@ -86,7 +86,7 @@ def chosen(of: Exchange, rank: int) -> Tensor:
     return torch.rand(of.tokens, of.experts, generator=numbers).topk(of.top_k).indices.int()
 
 
-def round_trip(scale: Scale, of: Exchange, ids: Tensor, workspace: ExpertWorkspace) -> Call:
+def round_trip(scale: Scale, of: Exchange, ids: Tensor, workspace: LowLatencyWorkspace) -> Call:
     """Tokens to experts that leave them as they are, and back."""
     x = scale.random(of.tokens, of.width).to(workspace.device)
     weights = torch.full(ids.shape, 1 / of.top_k, device=workspace.device)
@@ -98,7 +98,7 @@ def round_trip(scale: Scale, of: Exchange, ids: Tensor, workspace: ExpertWorkspa
     return call
 
 
-def receive(workspace: ExpertWorkspace, ids: list[Tensor]) -> None:
+def receive(workspace: LowLatencyWorkspace, ids: list[Tensor]) -> None:
     """What all ranks' tokens want of this one, and outputs for its own, in both slots."""
     slots = workspace.placement.slots_per_rank
     workspace.wanted.local.fill_(-1)
