@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 LINE_EVERY = 10.0  # seconds between two lines of a log
 
+RANK_TIMEOUT = 1800.0
+"""Seconds that a rank waits for another: one may load for longer than the rest, or be paused with
+them all. In a step the executor sees much earlier that a rank is stuck."""
+
 Progress = Callable[[int, int], None]
 """Told how much is done, and how much there is in all."""
 
@@ -120,7 +124,7 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         logger.info("memory%s\n%s", whose, ledger.render())
     store = None
     if place.world_size > 1:
-        store = meet(place.rank, place.world_size, place.find_port, timeout=config.stall_timeout)
+        store = meet(place.rank, place.world_size, place.find_port, timeout=RANK_TIMEOUT)
     groups = split(layout, place.count_exchange)
     runner = TorchRunner.load(
         path,
@@ -132,7 +136,7 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         max_model_len=max_model_len,
         quantization=config.quantization,
         compress_weights=config.compress_weights,
-        threads=config.threads or _share_of_cores(place.world_size),
+        threads=_threads(config.threads, place.world_size),
         progress=progress,
         layout=layout,
         groups=groups,
@@ -159,9 +163,11 @@ def _symmetric_memory(place: Place, store: Store | None) -> Home:
     return SharedHome(store, place.rank, place.world_size)
 
 
-def _share_of_cores(ranks: int) -> int | None:
-    """Threads of each of several ranks on this machine; as torch likes for one alone."""
-    return max(1, len(os.sched_getaffinity(0)) // ranks) if ranks > 1 else None
+def _threads(threads: int | None, ranks: int) -> int | None:
+    """Each rank's share of the model's threads, or of the cores; as torch likes for one alone."""
+    if ranks == 1:
+        return threads
+    return max(1, (threads or len(os.sched_getaffinity(0))) // ranks)
 
 
 def context_length(config: EngineConfig, spec: ModelSpec) -> int:

@@ -6,6 +6,8 @@ same bits on all ranks, so that every rank samples the same tokens from them.
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +21,8 @@ from torch.nn.functional import pad
 
 from weft.models.layout import Layout
 
+LOOPBACK = "127.0.0.1"
+
 
 class Group:
     """Some ranks, of which this is one.
@@ -27,7 +31,7 @@ class Group:
         ranks: their numbers among all.
         rank: this one's.
         group: of torch.distributed; None if it is one rank alone.
-        count: called when this rank comes to an exchange with the others.
+        count: to be called when this rank comes to an exchange with the others.
     """
 
     def __init__(
@@ -40,7 +44,7 @@ class Group:
         self.size = len(ranks)
         self.index = ranks.index(rank)
         self._group = group
-        self._count = count
+        self.count = count
 
     @property
     def is_first(self) -> bool:
@@ -50,7 +54,7 @@ class Group:
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, which may be changed; the same bits on all."""
         if self._group is not None:
-            self._count()
+            self.count()
             dist.all_reduce(x, group=self._group)
         return x
 
@@ -61,7 +65,7 @@ class Group:
         """
         if self._group is None:
             return x
-        self._count()
+        self.count()
         each = -(-columns // self.size)
         parts = [x.new_empty(len(x), each) for _ in range(self.size)]
         dist.all_gather(parts, pad(x, (0, each - x.shape[1])).contiguous(), group=self._group)
@@ -97,6 +101,8 @@ def meet(
 ) -> Store:
     """Meet the other ranks, on this machine, once in a process. Collective.
 
+    Nothing of it can be reached from other machines.
+
     Args:
         rank, world_size: this one's number, and how many there are.
         find_port: where they meet: called with the port by the first one, which has opened it,
@@ -110,11 +116,18 @@ def meet(
         RuntimeError: they did not come.
     """
     wait = timedelta(seconds=timeout)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else the interface that has the host's name
     store_of = dist.TCPStore  # type: ignore[attr-defined]
-    open_store = partial(store_of, "127.0.0.1", world_size=world_size, timeout=wait)
+    open_store = partial(store_of, LOOPBACK, world_size=world_size, timeout=wait)
     if rank == 0:
-        store = open_store(port=0, is_master=True, wait_for_workers=False)
-        find_port(store.port)
+        # Its own socket would listen on all interfaces; it takes over this one.
+        listener = socket.create_server((LOOPBACK, 0))
+        port = listener.getsockname()[1]
+        listening = listener.detach()
+        store = open_store(
+            port=port, is_master=True, wait_for_workers=False, master_listen_fd=listening
+        )
+        find_port(port)
     else:
         store = open_store(port=find_port(None), is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=wait)

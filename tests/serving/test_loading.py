@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from support.checkpoints import make_checkpoint, make_tokenizer
 from weft.errors import ConfigError, ModelError
 from weft.serving.config import EngineConfig
 from weft.serving.engine import AsyncEngine
-from weft.serving.loading import load_model, show_progress
+from weft.serving.loading import _threads, load_model, show_progress
 from weft.serving.messages import EngineStats
 from weft.serving.sampling_params import SamplingParams
 
@@ -92,3 +93,9 @@ def test_quick_progress_leaves_no_line_in_a_log(capsys: pytest.CaptureFixture[st
         progress(1, 2)
         progress(2, 2)
     assert capsys.readouterr().err == ""
+
+
+def test_ranks_share_the_threads() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert [_threads(threads, 1) for threads in (None, 5)] == [None, 5]
+    assert [_threads(threads, 2) for threads in (None, 5, 1)] == [max(1, cores // 2), 2, 1]

@@ -44,6 +44,9 @@ def test_two_ranks_answer_as_one_and_a_dead_one_is_named(model: Path, tmp_path: 
     with start_server(model, tmp_path, tp=2, ep=2, **sizes) as server:
         ranks = ranks_of(server)
         assert len(ranks) == 2
+        sockets = [socket for rank in ranks for socket in rank.net_connections()]
+        listening = [socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN]
+        assert set(listening) == {"127.0.0.1"}
         assert complete(server) == expected
         body = {"model": server.model, "prompt": PROMPT, "max_tokens": 400, "stream": True}
         with server.http.stream("POST", "/v1/completions", json=body | {"ignore_eos": True}) as got:
