@@ -13,7 +13,7 @@ axis has and which of them a rank holds:
 
 There are max(tp, ep) ranks. With ep above tp, ep / tp ranks hold the same part of
 what is not an expert. Parts are of equal size, but for the vocabulary, whose last
-parts may be smaller. (Megatron-LM, Shoeybi et al. 2019, section 3; GShard, Lepikhin
+part may be smaller. (Megatron-LM, Shoeybi et al. 2019, section 3; GShard, Lepikhin
 et al. 2020, for experts.)
 """
 
@@ -117,6 +117,8 @@ def _problem(spec: ModelSpec, tp: int, ep: int) -> str | None:
         return f"it must divide the model's {spec.num_heads} heads"
     if spec.num_kv_heads % tp and tp % spec.num_kv_heads:
         return f"it must divide the model's {spec.num_kv_heads} KV heads or be a multiple of them"
+    if spec.vocab_size <= (tp - 1) * -(-spec.vocab_size // tp):
+        return f"it leaves ranks without any of the {spec.vocab_size} tokens of the vocabulary"
     for layer in spec.layers:
         block = layer.feed_forward
         if isinstance(block, MlpSpec) and block.gate.weight.shape[0] % tp:
@@ -147,6 +149,6 @@ def _length(part: slice) -> int:
 
 
 def _part(size: int, parts: int, index: int) -> slice:
-    """Part `index` of so many of an axis, the last of which may be smaller, or empty."""
+    """Part `index` of so many of an axis, the last of which may be smaller."""
     each = -(-size // parts)
     return slice(min(size, index * each), min(size, (index + 1) * each))

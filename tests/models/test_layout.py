@@ -127,3 +127,9 @@ def test_kv_heads_that_are_neither_divisor_nor_multiple(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"3 KV heads or be a multiple of them.*: 1, 3, 6, 12"):
         check_layout(spec, 2, 1)
+
+
+def test_a_vocabulary_of_which_a_rank_would_have_nothing(tmp_path: Path) -> None:
+    spec = read_spec(make_checkpoint(tmp_path, "llama", vocab_size=9))
+    with pytest.raises(ConfigError, match=r"without any of the 9 tokens .* sizes work: 1, 2$"):
+        check_layout(spec, 4, 1)
