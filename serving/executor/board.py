@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 SLOTS = 4
-SLOT_BYTES = 64 << 20
+SLOT_BYTES = 1 << 30
 """Of address space; memory is what the largest step has taken."""
 
 Int64 = npt.NDArray[np.int64]

@@ -82,13 +82,13 @@ class ProcessExecutor:
         self._closing = False
         self._patience = config.stall_timeout * STUCK
         name = f"{load_model.__module__}:{load_model.__qualname__}"
-        self._ranks = [
-            _Rank.start(config, name, rank, world_size, self._board) for rank in range(world_size)
-        ]
+        self._ranks: list[_Rank] = []
         self._selector = selectors.DefaultSelector()
-        for rank in self._ranks:
-            self._selector.register(rank.channel, selectors.EVENT_READ, rank)
         try:
+            for number in range(world_size):
+                rank = _Rank.start(config, name, number, world_size, self._board)
+                self._ranks.append(rank)
+                self._selector.register(rank.channel, selectors.EVENT_READ, rank)
             self.model = self._load()
         except BaseException:
             self._end(grace=0.0)
@@ -100,15 +100,20 @@ class ProcessExecutor:
     def submit(self, batch: StepInput) -> Future[StepOutput]:
         """See `Executor.submit`."""
         data, future = encoder.encode(batch), Future[StepOutput]()
-        step = self._step = self._step + 1
+        step = self._step + 1
         while not self._board.has_room(step) and self.failure is None:
             time.sleep(ROOM_POLL)
         with self._lock:
             if self.failure is not None:
                 future.set_exception(self.failure)
                 return future
+            try:
+                self._board.write(step, data)
+            except ValueError as error:
+                future.set_exception(EngineError(str(error)))
+                return future
+            self._step = step
             self._pending.append(future)
-        self._board.write(step, data)
         for rank in self._ranks:
             rank.wake()
         return future
@@ -127,7 +132,8 @@ class ProcessExecutor:
                 match message:
                     case Address():
                         for other in self._ranks[1:]:
-                            other.channel.sendall(message.port.to_bytes(8, "little"))
+                            with suppress(OSError):  # it is gone, and what it has said comes next
+                                other.channel.sendall(message.port.to_bytes(8, "little"))
                     case Loaded():
                         loaded[rank.number] = message.info
                     case _:
@@ -136,20 +142,31 @@ class ProcessExecutor:
 
     def _receive(self) -> None:
         """Hand out what comes from the ranks until they are gone, or stuck."""
+        failure: WeftError = EngineError("what a rank says makes no sense; see the log")
+        try:
+            failure = self._hand_out()
+        finally:
+            self._fail(failure)
+
+    def _hand_out(self) -> WeftError:
+        """Hand out what comes from the ranks; returns why nothing comes any more."""
+        tick = self._patience / 4
         progress, since = self._board.progress, time.monotonic()
         while True:
-            for rank, message in self._messages(self._patience / 4):
+            before = time.monotonic()
+            for rank, message in self._messages(tick):
                 if isinstance(message, Done):
                     self._pending.popleft().set_result(message.output)
                     continue
                 closed = EngineError("the ranks have been closed")
-                self._fail(closed if self._closing else self._blame(rank, message))
-                return
+                return closed if self._closing else self._blame(rank, message)
+            now = time.monotonic()
+            # When this process does not get to run, nor may the ranks have (a paused machine).
+            since += max(0.0, now - before - tick)
             if progress != self._board.progress or self._board.done.min() == self._step:
-                progress, since = self._board.progress, time.monotonic()
-            elif time.monotonic() - since > self._patience:
-                self._fail(self._name_stuck())
-                return
+                progress, since = self._board.progress, now
+            elif now - since > self._patience:
+                return self._name_stuck()
 
     def _fail(self, error: WeftError) -> None:
         """Give every future that error, also those to come."""

@@ -16,10 +16,13 @@ import numpy as np
 from weft.errors import ConfigError
 from weft.models.interface import StepInput, StepOutput
 from weft.serving.config import EngineConfig
-from weft.serving.loading import LoadedModel, ModelInfo, Place, Progress
+from weft.serving.loading import LoadedModel, ModelInfo, Place, Progress, load_model
 
 SLOW = 0.02
 """Seconds of a step of a rank that is slow."""
+
+WORK = 4 * (0.5,)
+"""Seconds of the parts of a step that works."""
 
 
 class RankRunner:
@@ -53,6 +56,11 @@ class RankRunner:
                 os.kill(os.getpid(), signal.SIGKILL)
             if self._fault == "hangs":
                 time.sleep(600)
+            if self._fault == "works":
+                for seconds in WORK:
+                    time.sleep(seconds)
+            if self._fault == "babbles":
+                return StepOutput("no number", batch.token_ids, batch.token_ids)  # type: ignore[arg-type]
         return StepOutput(
             batch.step,
             (100 * batch.step + batch.sample_slot).astype(np.int32),
@@ -69,3 +77,40 @@ def load(config: EngineConfig, progress: Progress, place: Place) -> LoadedModel:
     if config.model == f"{place.rank} refuses in 0":
         raise ConfigError("--model is not to my liking")
     return LoadedModel(RankRunner(config, place), ModelInfo(8, 1000, 64, "none"))
+
+
+def load_and_die(config: EngineConfig, progress: Progress, place: Place) -> LoadedModel:
+    """The first rank says where to meet; then the second dies."""
+    told = Path(config.tokenizer or os.devnull) / "told"
+    if place.rank == 0:
+        place.find_port(1)
+        told.touch()
+        time.sleep(600)
+    while not told.exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def load_late(config: EngineConfig, progress: Progress, place: Place) -> LoadedModel:
+    """A real model, of which the second rank reads a tensor for three times --stall-timeout."""
+    waits = [3 * config.stall_timeout] if place.rank == 1 else []
+    return load_model(config, lambda *_: time.sleep(waits.pop() if waits else 0), place)
+
+
+def batch(step: int, tokens: int = 3) -> StepInput:
+    """One request, of which two tokens are sampled."""
+    ids = np.arange(tokens, dtype=np.int32) * (step + 1)
+    slots = np.arange(2, dtype=np.int32)
+    return StepInput(
+        step,
+        token_ids=ids,
+        positions=ids,
+        query_start=np.array([0, tokens], np.int32),
+        context_len=np.array([tokens], np.int32),
+        block_table=np.zeros((1, 4), np.int32),
+        slot=slots[:1],
+        sample_index=slots,
+        sample_slot=slots,
+        output_index=slots,
+    )

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -16,39 +17,24 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.mock_ranks import load
+from support.checkpoints import make_checkpoint
+from support.mock_ranks import batch, load, load_and_die, load_late
 from support.processes import wait_until_gone
 
 from weft.errors import ConfigError, EngineError
-from weft.models.interface import SlotSampling, StepInput, StepOutput
+from weft.models.interface import SlotSampling, StepOutput
 from weft.serving.config import EngineConfig
-from weft.serving.executor import processes
+from weft.serving.executor import board, processes
 from weft.serving.executor.board import SLOTS
 from weft.serving.executor.processes import ProcessExecutor
 from weft.serving.executor.wire import encoder, step_decoder
+from weft.serving.loading import ModelInfo
 
 
 @pytest.fixture(autouse=True)
 def mocks_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the processes of ranks."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-
-
-def batch(step: int, tokens: int = 3) -> StepInput:
-    ids = np.arange(tokens, dtype=np.int32) * (step + 1)
-    slots = np.arange(2, dtype=np.int32)
-    return StepInput(
-        step,
-        token_ids=ids,
-        positions=ids,
-        query_start=np.array([0, tokens], np.int32),
-        context_len=np.array([tokens], np.int32),
-        block_table=np.zeros((1, 4), np.int32),
-        slot=slots[:1],
-        sample_index=slots,
-        sample_slot=slots,
-        output_index=slots,
-    )
 
 
 @contextmanager
@@ -148,6 +134,79 @@ def test_what_a_rank_refuses_is_raised(rank: int, tmp_path: Path) -> None:
         ProcessExecutor(
             EngineConfig(model=f"{rank} refuses in 0", tokenizer=str(tmp_path)), load, 2
         )
+
+
+def test_a_rank_that_dies_when_it_is_told_where_to_meet_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hear = ProcessExecutor._load
+
+    def hear_late(executor: ProcessExecutor) -> ModelInfo:
+        executor._ranks[1].process.wait(60)
+        return hear(executor)
+
+    monkeypatch.setattr(ProcessExecutor, "_load", hear_late)
+    died = r"rank 1 \(process \d+\) was killed by SIGKILL while it loaded"
+    with pytest.raises(EngineError, match=died):
+        ProcessExecutor(EngineConfig(tokenizer=str(tmp_path)), load_and_die, 2)
+
+
+def test_a_rank_may_load_for_longer_than_a_step_may_take(tmp_path: Path) -> None:
+    model = str(make_checkpoint(tmp_path / "model", "llama"))
+    config = EngineConfig(model=model, tp=2, threads=2, kv_cache_memory=2**20, stall_timeout=1.0)
+    executor = ProcessExecutor(config, load_late, 2)
+    assert executor.model.max_model_len == 512
+    executor.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_no_rank_should_say_fails_all_that_waits(tmp_path: Path) -> None:
+    with started(tmp_path, 2, "0 babbles in 1") as executor:
+        assert executor.submit(batch(0)).result(10).step == 0
+        with pytest.raises(EngineError, match="what a rank says makes no sense"):
+            executor.submit(batch(1)).result(10)
+
+
+def test_a_step_that_is_too_large_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with started(tmp_path, 2) as executor:
+        with monkeypatch.context() as patched:
+            patched.setattr(board, "SLOT_BYTES", 1000)
+            with pytest.raises(EngineError, match=r"step 1 takes \d+ bytes; at most 992 fit"):
+                executor.submit(batch(0, tokens=300)).result(0)
+        assert executor.submit(batch(0)).result(10).step == 0
+
+
+WORKING = """
+import sys, time
+from support.mock_ranks import batch, load
+from weft.serving.config import EngineConfig
+from weft.serving.executor.processes import ProcessExecutor
+config = EngineConfig(model="0 works in 0", tokenizer=sys.argv[1], stall_timeout=4.0)
+executor = ProcessExecutor(config, load, 2)
+future = executor.submit(batch(0))
+time.sleep(1)
+print("works", flush=True)
+print(future.result().step)
+executor.close()
+"""
+
+
+def test_a_machine_that_was_paused_has_no_stuck_rank(tmp_path: Path) -> None:
+    controller = subprocess.Popen(
+        [sys.executable, "-P", "-c", WORKING, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert controller.stdout is not None
+    assert controller.stdout.readline() == "works\n"
+    os.killpg(controller.pid, signal.SIGSTOP)
+    time.sleep(3.5)  # more than ranks may do nothing
+    os.killpg(controller.pid, signal.SIGCONT)
+    assert controller.communicate(timeout=30)[0] == "0\n"
+    assert controller.returncode == 0
 
 
 CONTROLLER = """
