@@ -28,7 +28,7 @@ CUDA graphs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,7 +66,7 @@ from weft.kernels.gpu.rope import rotate_into_cache
 from weft.kernels.gpu.routing import route, sort_by_expert
 from weft.kernels.symmetric.memory import Home
 from weft.models.spec import LayerSpec, ModelSpec, MoeSpec, WeightSpec
-from weft.models.torch.group import Group
+from weft.models.torch.group import Groups
 from weft.models.torch.layers import KVCache
 from weft.models.torch.logits import Logits
 from weft.models.weights import Weights
@@ -123,6 +123,14 @@ class _Workspaces:
             all_reduce_workspace(home, max_tokens * hidden, dtype),
         )
 
+    def check(self) -> None:
+        """Raise KernelError if a wait for another rank has run out: all after it is garbage."""
+        for workspace in (
+            *(self.begin, self.end, self.sum),
+            *(self.gather, self.scatter, self.reduce),
+        ):
+            workspace.check()
+
 
 class _Linear:
     """Some columns or rows of one or several matrices: w [K, N] each, as products take them."""
@@ -167,12 +175,15 @@ class _Layer:
         workspaces: _Workspaces,
         *,
         alone: bool,
+        count: Callable[[], None],
     ) -> None:
         attention, block = spec.attention, spec.feed_forward
         self._alone = alone
+        self._count = count
         self._model = model
         self._window = attention.sliding_window
         self._ws = workspaces
+        self._group = group
         self._norms = load(spec.attention_norm), load(spec.feed_forward_norm)
         self._head_norms = None
         if attention.q_norm is not None and attention.k_norm is not None:
@@ -228,6 +239,7 @@ class _Layer:
         epilogue = Epilogue(bias=linear.bias, silu_multiply=silu_multiply)
         if step.few:
             return matmul(normed, linear.weights, epilogue=epilogue)
+        self._count()
         return all_gather_matmul(normed, linear.weights, self._ws.begin, epilogue=epilogue)
 
     def _end(self, x: Tensor, linear: _Linear, residual: Tensor, step: _Step) -> Tensor:
@@ -236,6 +248,7 @@ class _Layer:
         (weight,) = linear.weights
         if self._alone:
             return matmul(x, weight, epilogue=epilogue)
+        self._count()
         if step.few:
             return matmul_all_reduce(x, weight, self._ws.sum, epilogue=epilogue)
         x = pad(x, (0, 0, 0, len(residual) * self._ws.end.world_size - len(x)))
@@ -244,6 +257,7 @@ class _Layer:
     def _mix(self, experts: _Experts, x: Tensor, step: _Step) -> Tensor:
         """x and what the experts of all ranks add to it."""
         normed = rms_norm(x, self._norms[1], self._model.norm_eps).out
+        self._count()
         if step.few:
             return x + all_reduce(experts(normed), self._ws.reduce)
         return x + reduce_scatter(experts(all_gather(normed, self._ws.gather)), self._ws.scatter)
@@ -276,7 +290,7 @@ class OverlappedModel:
         weights: where this rank's tensors come from.
         dtype: to compute in.
         home: of the ranks' symmetric memory.
-        group: those that share attention, for what is not worth overlapping: embedding, logits.
+        groups: the ranks, for what is not worth overlapping: embedding and logits.
         max_tokens: of a step.
 
     Raises:
@@ -290,7 +304,7 @@ class OverlappedModel:
         dtype: torch.dtype,
         *,
         home: Home,
-        group: Group,
+        groups: Groups,
         max_tokens: int,
     ) -> None:
         tp, ep = weights.layout.tp, weights.layout.ep
@@ -301,13 +315,13 @@ class OverlappedModel:
         self._alone = tp == 1
         load = _Load(weights, dtype, home.device)
         local = weights.layout.local(spec)
-        self._home, self._group, self._dtype = home, group, dtype
+        self._home, self._group, self._dtype = home, groups.tensor, dtype
         self._inv_freq = torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim))
-        workspaces = _Workspaces.make(home, max_tokens, spec.hidden_size, dtype)
+        self._ws = workspaces = _Workspaces.make(home, max_tokens, spec.hidden_size, dtype)
         self._layers = [
-            _Layer(local, layer, load, workspaces, alone=self._alone) for layer in spec.layers
+            _Layer(local, layer, load, workspaces, alone=self._alone, count=groups.expert.count)
+            for layer in spec.layers
         ]
-        self._gather = workspaces.gather
         self._norm, self._eps = load(spec.norm), spec.norm_eps
         self._table = load(spec.embedding)
         head = self._table if spec.lm_head is None else load(spec.lm_head)
@@ -323,7 +337,11 @@ class OverlappedModel:
         plan: AttentionPlan,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Run the layers; see `model.Model`."""
+        """Run the layers; see `model.Model`.
+
+        Raises:
+            KernelError: a wait for another rank has run out.
+        """
         tokens, size, rank = len(token_ids), self._home.world_size, self._home.rank
         batch = PagedBatch.build(
             plan.query_start,
@@ -341,7 +359,9 @@ class OverlappedModel:
         for layer, layer_cache in zip(self._layers, cache, strict=True):
             x = layer(x, told, layer_cache)
         if not told.few:
-            x = all_gather(x, self._gather)[:tokens]
+            self._group.count()
+            x = all_gather(x, self._ws.gather)[:tokens]
+        self._ws.check()
         return x if rows is None else x[rows]
 
     def logits(self, hidden: Tensor) -> Logits:

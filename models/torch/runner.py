@@ -117,7 +117,7 @@ class TorchRunner:
                 from weft.models.torch.overlapped import OverlappedModel  # imports triton
 
                 model = OverlappedModel(
-                    spec, weights, compute, home=home, group=groups.tensor, max_tokens=max_tokens
+                    spec, weights, compute, home=home, groups=groups, max_tokens=max_tokens
                 )
             else:
                 model = Model(

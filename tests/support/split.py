@@ -6,6 +6,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ def be_rank(
     pipe: Connection,
     few_tokens: int | None = None,
 ) -> None:
-    """A process: run each case, and send what came out.
+    """A process: run each case, and send what came out, and how many exchanges were counted.
 
     Overlapped if `few_tokens` is given, which are then the same on all ranks.
     """
@@ -136,8 +137,9 @@ def be_rank(
             stack.enter_context(installed())
             home = stack.enter_context(SharedHome(store, rank, size))
         for name, path, (_, dtype, tp, ep) in cases:
-            layout = Layout(tp, ep, rank)
-            pipe.send((name, *generate(path, dtype, layout, split(layout), home)))
+            layout, counted = Layout(tp, ep, rank), list[None]()
+            groups = split(layout, partial(counted.append, None))
+            pipe.send((name, *generate(path, dtype, layout, groups, home), len(counted)))
     torch.distributed.destroy_process_group()
 
 

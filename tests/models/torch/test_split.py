@@ -51,7 +51,7 @@ def test_tokens_are_those_of_one_rank(size: int, checkpoints: dict[str, Path]) -
             tokens, logprobs = generate(path, dtype, Layout(), ALONE)
             assert len({tuple(row) for row in tokens.T}) == 2
             for pipe in pipes:
-                told, their_tokens, their_logprobs = pipe.recv()
+                told, their_tokens, their_logprobs, _ = pipe.recv()
                 assert told == name
                 if dtype == "float32":
                     assert (their_tokens == tokens).all(), name
@@ -77,11 +77,15 @@ def test_overlapped_kernels_give_the_tokens_of_plain_ones(
     with running(size, be_rank, size, cases, after=(4,)) as pipes:
         for name, path, _ in cases:
             tokens, logprobs = generate(path, "float32", Layout(), ALONE)
+            counts = set()
             for pipe in pipes:
-                told, their_tokens, their_logprobs = pipe.recv()
+                told, their_tokens, their_logprobs, exchanges = pipe.recv()
                 assert told == name
+                counts.add(exchanges)
                 assert (their_tokens == tokens).all(), name
                 assert abs(their_logprobs - logprobs).max() < 1e-4, name
+            assert len(counts) == 1  # by which the rank is found that is behind
+            assert counts.pop() >= (2 * 8 if size > 1 else 0)  # in each layer and step
 
 
 def test_a_rank_reads_its_share(checkpoints: dict[str, Path]) -> None:

@@ -1,0 +1,42 @@
+"""The model on overlapped kernels, on one rank; test_split.py has several."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from support.checkpoints import make_checkpoint
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+from weft.kernels.check.interpreter import installed
+from weft.kernels.gpu.arguments import KernelError
+from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
+from weft.models.checkpoint import read_spec
+from weft.models.torch.overlapped import OverlappedModel
+from weft.models.torch.runner import TorchRunner
+
+
+def test_a_wait_that_has_run_out_fails_the_step(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama", num_hidden_layers=1)
+    with installed():
+        runner = TorchRunner.load(
+            path,
+            read_spec(path),
+            dtype="float32",
+            block_size=4,
+            max_num_seqs=1,
+            max_num_batched_tokens=16,
+            max_model_len=16,
+            home=VirtualHome(VirtualWorld(1), 0),
+        )
+        runner.allocate_kv_cache(1)
+        runner.warm_up()
+        assert isinstance(runner._model, OverlappedModel)
+        with torch.inference_mode():
+            runner._model._ws.reduce.fault[:] = torch.tensor([0, 3, 7, 6])
+        with pytest.raises(KernelError, match="rank 0 gave up waiting for its signal 3 to reach 7"):
+            runner.warm_up()
+        runner.warm_up()
