@@ -79,7 +79,7 @@ class ProcessExecutor:
         self._pending: deque[Future[StepOutput]] = deque()
         self._lock = threading.Lock()
         self._step = 0
-        self._closing = False
+        self._loaded = self._closing = False
         self._patience = config.stall_timeout * STUCK
         name = f"{load_model.__module__}:{load_model.__qualname__}"
         self._ranks: list[_Rank] = []
@@ -90,6 +90,7 @@ class ProcessExecutor:
                 self._ranks.append(rank)
                 self._selector.register(rank.channel, selectors.EVENT_READ, rank)
             self.model = self._load()
+            self._loaded = True
         except BaseException:
             self._end(grace=0.0)
             self._release()
@@ -227,7 +228,7 @@ class ProcessExecutor:
     def _when(self, number: int) -> str:
         begun, done = int(self._board.begun[number]), int(self._board.done[number])
         if not begun:
-            return " while it loaded"
+            return " before its first step" if self._loaded else " while it loaded"
         return f" in step {begun}" if begun > done else f" after step {done}"
 
     def _end(self, grace: float) -> None:

@@ -103,6 +103,15 @@ def test_a_rank_that_fails_is_named_and_ends_all(
         wait_until_gone(pids(executor))
 
 
+def test_a_rank_that_dies_before_its_first_step_is_named(tmp_path: Path) -> None:
+    with started(tmp_path, 2) as executor:
+        executor._ranks[1].process.kill()
+        executor._ranks[1].process.wait()
+        executor._receiver.join(10)
+        with pytest.raises(EngineError, match="was killed by SIGKILL before its first step"):
+            executor.submit(batch(0)).result(0)
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 def test_ranks_that_do_not_get_on_end_with_the_one_behind_named(
     rank: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
