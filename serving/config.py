@@ -22,6 +22,8 @@ from weft.errors import ConfigError
 Dtype = Literal["auto", "bfloat16", "float32"]
 Quantization = Literal["none", "int8"]
 Kernels = Literal["auto", "overlapped", "plain"]
+MAX_RANKS = 64
+"""Of one machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +56,12 @@ class EngineConfig:
         bool, Help("keep bfloat16 matrices in 12 bits a number, without loss, to read fewer bytes")
     ] = True
     tp: Annotated[
-        int, Help("ranks that share each layer (tensor parallel), a process each", ge=1)
+        int,
+        Help("ranks that share each layer (tensor parallel), as processes", ge=1, le=MAX_RANKS),
     ] = 1
     ep: Annotated[
         int,
-        Help("parts of the experts (expert parallel), beside --tp or beyond it", ge=1),
+        Help("parts of the experts (expert parallel), beside or beyond --tp", ge=1, le=MAX_RANKS),
     ] = 1
     kernels: Annotated[
         Kernels,
@@ -71,7 +74,8 @@ class EngineConfig:
     threads: Annotated[int | None, Help("CPU threads of the model; else all cores", ge=1)] = None
     block_size: Annotated[int, Help("tokens in one block of the KV cache", ge=1)] = 16
     kv_cache_memory: Annotated[
-        int | None, Help("memory for the KV cache; else what is left", ge=1, unit="bytes")
+        int | None,
+        Help("memory for a rank's KV cache; else what is left", ge=1, unit="bytes"),
     ] = None
     memory_fraction: Annotated[
         float, Help("share of the free memory that weft may take", gt=0, le=1)

@@ -183,7 +183,6 @@ class _Layer:
         self._model = model
         self._window = attention.sliding_window
         self._ws = workspaces
-        self._group = group
         self._norms = load(spec.attention_norm), load(spec.feed_forward_norm)
         self._head_norms = None
         if attention.q_norm is not None and attention.k_norm is not None:
