@@ -58,7 +58,8 @@ def choose_latent_tile(heads: int, queries: int, rank: int, itemsize: int, *, ca
         itemsize: bytes of a number of q.
         cast: whether latents are narrower.
     """
-    amd, wide = target()[0] == "hip", rank * max(1, itemsize // 2) > 512
+    amd = target()[0] == "hip"
+    wide = rank * max(1, itemsize // 2) > (512 if itemsize < 4 or not amd else 256)
     stages = 1 if amd else 2
     if heads * queries <= 16 or wide or (cast and amd):
         return Tile(16, 16 if cast or wide else 32, 4, stages)
