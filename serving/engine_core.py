@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from weft.errors import EngineError, RequestError, WeftError
 from weft.models.interface import StepOutput
-from weft.serving import child
+from weft.serving import child, loading
 from weft.serving.channel import CoreChannel
 from weft.serving.config import EngineConfig
 from weft.serving.executor.base import Executor
@@ -147,8 +147,11 @@ class EngineCore:
         self._last_sent = time.monotonic()
 
     def _fail(self, error: BaseException) -> None:
-        message = f"the model runner failed: {type(error).__name__}: {error}"
-        logger.critical(message, exc_info=error)
+        if isinstance(error, WeftError):  # says all that there is to say
+            message = f"the model runner failed: {error}"
+        else:
+            message = f"the model runner failed: {type(error).__name__}: {error}"
+            logger.critical(message, exc_info=error)
         self._outputs += self._scheduler.fail_all(message)
         self._send()
         raise EngineError(message) from error
@@ -204,6 +207,8 @@ def start_executor(config: EngineConfig, load_model: LoadModel) -> Executor:
         WeftError: it cannot be loaded.
     """
     if config.world_size > 1:
+        if load_model is loading.load_model:
+            loading.check_ranks(config)  # before so many processes are started
         return ProcessExecutor(config, load_model, config.world_size)
 
     def load() -> LoadedModel:

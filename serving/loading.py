@@ -170,6 +170,19 @@ def _threads(threads: int | None, ranks: int) -> int | None:
     return max(1, (threads or len(os.sched_getaffinity(0))) // ranks)
 
 
+def check_ranks(config: EngineConfig) -> None:
+    """Refuse a number of ranks that the model cannot be split over, by its config.json.
+
+    Raises:
+        ConfigError: naming the sizes that work.
+        ModelError: the checkpoint cannot be found or understood.
+    """
+    from weft.models.checkpoint import locate, read_spec
+    from weft.models.layout import check_layout
+
+    check_layout(read_spec(locate(config.model)), config.tp, config.ep)
+
+
 def context_length(config: EngineConfig, spec: ModelSpec) -> int:
     """Most tokens of a request; ConfigError when more are asked for than the model has."""
     if config.max_model_len is None:

@@ -157,7 +157,7 @@ class _Recorder(RaceDetector):
     def put(self, rank: int, addresses: Array, signal: int) -> int:
         start = int(addresses[0])
         itemsize = next(size for begin, end, _, size in self._owners if begin <= start < end)
-        cost = len(addresses) * 2 // itemsize * NETWORK_COST  # of every second byte
+        cost = len(addresses) // itemsize * NETWORK_COST  # of every byte
         sends = (signal,) if signal else ()
         self._put[rank] += sends
         self.add(rank, _Step(_kernel(), "communication", cost, posted="network", sends=sends))

@@ -44,7 +44,7 @@ CLOSE_GRACE = 5.0
 BLAME_GRACE = 0.5
 """Seconds after the first failure for others to be seen: a rank's end makes the rest fail, too."""
 
-STUCK = 0.75
+STUCK = 0.5
 """Of `stall_timeout`, after which ranks that do nothing are stuck: before the front says so."""
 
 STACKS_GRACE = 2.0
@@ -220,6 +220,7 @@ class ProcessExecutor:
             f"{self._when(number)}, before its exchange {exchanges[number] + 1} with other ranks, "
             f"for {self._patience:g} s; the others have come to {max(exchanges)}"
         )
+        self._fail(error)  # at once, for the front's own patience ends soon
         for rank in self._ranks:
             rank.process.send_signal(signal.SIGABRT)  # faulthandler writes the stacks
         self._end(STACKS_GRACE)

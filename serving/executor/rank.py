@@ -8,11 +8,12 @@ first rank, and why it ends.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
+import signal
 import socket
-import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,10 @@ from weft.serving.messages import Failed
 
 if TYPE_CHECKING:
     from weft.models.interface import ModelRunner
+
+
+PR_SET_PDEATHSIG = 1
+"""Of Linux's prctl: the signal that this process gets when its parent ends."""
 
 
 class RankOrders(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -103,16 +108,19 @@ def _send(channel: socket.socket, message: FromRank) -> None:
 def main() -> None:
     """Be the process of a rank."""
     gc.disable()  # imports make little garbage; see child.settle_garbage_collector
+    # With the engine's process, also if this one is stopped, or stuck in a call.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     orders = child.begin(RankOrders)
+    status = 0
     with socket.socket(fileno=orders.socket) as channel:
         try:
             serve(orders, channel)
         except WeftError:
-            sys.exit(1)  # the controller has been told, and says so
+            status = 1  # the controller has been told, and says so
     # Nothing is left to be done. Taking Python down while a thread runs frees little, of which
     # the kernels' interpreter would complain.
     logging.shutdown()
-    os._exit(0)
+    os._exit(status)
 
 
 if __name__ == "__main__":

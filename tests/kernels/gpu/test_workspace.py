@@ -107,11 +107,13 @@ def grids(work: Callable[[], object]) -> dict[str, tuple[int, ...]]:
 SEND_ONLY = {"push_chunks", "publish_chunks", "multicast_chunks", "push_across"}
 SEND_ONLY |= {"scatter_local", "publish_parts", "push_rows", "put", "attend", "merge_splits"}
 SEND_ONLY |= {"push_shard", "find_pairs", "place_tokens", "return_tokens"}
+SEND_ONLY |= {"cross_nodes", "return_sums"}
 SEND_ONLY |= {"add_and_send"}  # waits for its own rank's product alone, which waits for nobody
 """Kernels that wait for nobody: of them there may be as many programs as there is work."""
 
 
 ALONE = {"matmul", "paged_attention", "paged_attention_fp8", "decode_attention"}
+ALONE |= {"mla_decode_attention", "mla_decode_attention_fp8"}
 ALONE |= {"grouped_matmul", "grouped_gate_up", "grouped_matmul_fp8"}
 ALONE |= {op.name for op in ROW_OPS}
 """Ops of one rank."""
