@@ -47,7 +47,7 @@ BLAME_GRACE = 0.5
 STUCK = 0.5
 """Of `stall_timeout`, after which ranks that do nothing are stuck: before the front says so."""
 
-STACKS_GRACE = 2.0
+STACKS_GRACE = 1.0
 """Seconds for the stacks of stuck ranks to be written."""
 
 ROOM_POLL = 50e-6
@@ -122,7 +122,8 @@ class ProcessExecutor:
     def close(self) -> None:
         """See `Executor.close`."""
         self._closing = True
-        self._end(CLOSE_GRACE)
+        if self.failure is None:  # else the receiver ends them
+            self._end(CLOSE_GRACE)
         self._receiver.join()
         self._release()
 
