@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
@@ -122,8 +123,7 @@ class ProcessExecutor:
     def close(self) -> None:
         """See `Executor.close`."""
         self._closing = True
-        if self.failure is None:  # else the receiver ends them
-            self._end(CLOSE_GRACE)
+        self._end(CLOSE_GRACE if self.failure is None else STACKS_GRACE)
         self._receiver.join()
         self._release()
 
@@ -215,11 +215,16 @@ class ProcessExecutor:
     def _name_stuck(self) -> WeftError:
         """End all ranks, and say which one is behind."""
         done, exchanges = self._board.done.tolist(), self._board.exchanges.tolist()
-        number = min(range(len(self._ranks)), key=lambda rank: (done[rank], exchanges[rank]))
+        stopped = [rank.is_stopped for rank in self._ranks]
+        number = min(
+            range(len(self._ranks)),
+            key=lambda rank: (not stopped[rank], done[rank], exchanges[rank]),
+        )
         error = EngineError(
-            f"rank {number} (process {self._ranks[number].process.pid}) is stuck"
-            f"{self._when(number)}, before its exchange {exchanges[number] + 1} with other ranks, "
-            f"for {self._patience:g} s; the others have come to {max(exchanges)}"
+            f"rank {number} (process {self._ranks[number].process.pid}) is "
+            f"{'stopped' if stopped[number] else 'stuck'}{self._when(number)}, at its exchange "
+            f"{exchanges[number]} with other ranks, for {self._patience:g} s; others are at "
+            f"{max(exchanges)}"
         )
         self._fail(error)  # at once, for the front's own patience ends soon
         for rank in self._ranks:
@@ -275,6 +280,14 @@ class _Rank:
         process.stdin.write(msgspec.json.encode(orders) + b"\n")
         process.stdin.flush()
         return cls(number, process, own)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether somebody has stopped it (SIGSTOP, a debugger)."""
+        with suppress(OSError):  # it is gone
+            status = Path(f"/proc/{self.process.pid}/status").read_text()
+            return "\nState:\tT" in status or "\nState:\tt" in status
+        return False
 
     def wake(self) -> None:
         """Tell it that there is one more step."""

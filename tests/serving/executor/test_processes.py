@@ -127,6 +127,18 @@ def test_ranks_that_do_not_get_on_end_with_the_one_behind_named(
     executor.close()
 
 
+def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
+    config = EngineConfig(model="none", tokenizer=str(tmp_path), stall_timeout=0.8)
+    executor = ProcessExecutor(config, load, 3)
+    assert executor.submit(batch(0)).result(10).step == 0
+    os.kill(pids(executor)[1], signal.SIGSTOP)
+    futures = [executor.submit(batch(step)) for step in range(1, 9)]  # the last waits for room
+    with pytest.raises(EngineError, match=r"rank 1 \(process \d+\) is stopped "):
+        futures[-1].result(20)
+    executor.close()
+    wait_until_gone(pids(executor))
+
+
 def test_a_rank_that_hangs_is_killed_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
