@@ -5,16 +5,20 @@ axis has and which of them a rank holds:
 
 | axis | parts | |
 | --- | --- | --- |
-| vocab, q_heads, intermediate | tp | |
+| layers | pp | a stage is the layers of some ranks |
+| vocab, q_heads, intermediate | tp x cp | |
 | kv_heads | tp, or one for each head if there are fewer | heads are then on several ranks |
+| positions of the KV cache | cp | |
 | expert | ep | |
-| moe_intermediate | tp / ep | experts are cut where there are more ranks than parts of them |
+| moe_intermediate | tp x cp / ep | experts are cut where there are more ranks than parts of them |
 | hidden, head_dim, choice | 1 | |
 
-There are max(tp, ep) ranks. With ep above tp, ep / tp ranks hold the same part of
-what is not an expert. Parts are of equal size, but for the vocabulary, whose last
-part may be smaller. (Megatron-LM, Shoeybi et al. 2019, section 3; GShard, Lepikhin
-et al. 2020, for experts.)
+A stage has max(tp x cp, ep) ranks. With ep above tp x cp it has ep / (tp x cp) copies of what
+is not an expert. Ranks that are next to each other exchange most: rank = ((stage x copies +
+copy) x tp + tensor) x cp + context. Parts are of equal size, but for the vocabulary, whose
+last part may be smaller, and stages, of which the last ones may have one layer more.
+(Megatron-LM, Shoeybi et al. 2019, section 3, and Narayanan et al. 2021, section 2, for stages;
+GShard, Lepikhin et al. 2020, for experts; Helix, Bhatia et al. 2025, for cp beside tp.)
 """
 
 from __future__ import annotations
@@ -33,34 +37,73 @@ class Layout:
     """One rank of a model's.
 
     Attributes:
-        tp: parts of attention, of dense MLPs and of the vocabulary.
-        ep: parts of the experts; divides tp or is a multiple of it.
+        tp: parts of KV heads; with cp, of attention, of dense MLPs and of the vocabulary.
+        ep: parts of the experts; divides tp x cp or is a multiple of it.
         rank: this one, in [0, world_size).
+        cp: ranks that share each KV head, by position.
+        pp: stages, each of which has some layers.
     """
 
     tp: int = 1
     ep: int = 1
     rank: int = 0
+    cp: int = 1
+    pp: int = 1
+
+    @property
+    def split(self) -> int:
+        """Ranks that share what is not an expert."""
+        return self.tp * self.cp
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of a stage."""
+        return max(self.split, self.ep)
 
     @property
     def world_size(self) -> int:
         """Ranks."""
-        return max(self.tp, self.ep)
+        return self.stage_size * self.pp
+
+    @property
+    def copies(self) -> int:
+        """Of what is not an expert, in a stage."""
+        return self.stage_size // self.split
+
+    @property
+    def stage(self) -> int:
+        """This rank's, in [0, pp)."""
+        return self.rank // self.stage_size
+
+    @property
+    def copy(self) -> int:
+        """This rank's, in [0, copies)."""
+        return self.rank % self.stage_size // self.split
+
+    @property
+    def context(self) -> int:
+        """This rank's part of the positions, in [0, cp)."""
+        return self.rank % self.cp
+
+    def layers(self, count: int) -> range:
+        """This rank's, of so many."""
+        return range(self.stage * count // self.pp, (self.stage + 1) * count // self.pp)
 
     def part(self, spec: ModelSpec, axis: Axis, size: int) -> slice:
         """This rank's part of an axis of that many numbers, of a weight of the model."""
-        tp = self.rank % self.tp
+        in_stage = self.rank % self.stage_size
+        in_split = in_stage % self.split
         if axis in ("hidden", "head_dim", "choice"):
             return slice(0, size)
         if axis == "kv_heads":
             parts = min(self.tp, spec.num_kv_heads)
-            return _part(size, parts, tp * parts // self.tp)
+            return _part(size, parts, in_split // self.cp * parts // self.tp)
         if axis == "expert":
-            return _part(size, self.ep, self.rank * self.ep // self.world_size)
+            return _part(size, self.ep, in_stage * self.ep // self.stage_size)
         if axis == "moe_intermediate":
-            parts = max(1, self.tp // self.ep)
-            return _part(size, parts, self.rank % parts)
-        return _part(size, self.tp, tp)
+            parts = max(1, self.split // self.ep)
+            return _part(size, parts, in_stage % parts)
+        return _part(size, self.split, in_split)
 
     def parts(self, spec: ModelSpec, weight: WeightSpec) -> tuple[slice, ...]:
         """This rank's part of a weight, by axis."""
