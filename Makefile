@@ -11,6 +11,9 @@ VENV := .venv
 BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+# A process for each core; tests of a file share what it sets up.
+PYTEST := $(BIN)/python -m pytest --numprocesses logical --dist loadfile
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help serve test test-slow check lint types format wheel bench-peers clean
@@ -22,10 +25,10 @@ serve: $(VENV)/.serve ## serve the bundled model on http://127.0.0.1:8000 (MODEL
 	$(BIN)/weft serve $(MODEL) $(HOST:%=--host %) $(PORT:%=--port %)
 
 test: $(VENV)/.dev ## run the tests
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/.dev ## run the long sweeps
-	$(BIN)/python -m pytest -m slow --timeout 3600
+	$(PYTEST) -m slow --timeout 3600
 
 check: ## all that CI runs
 	bash .ci/run

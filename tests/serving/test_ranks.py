@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ from typing import Literal
 import psutil
 import pytest
 from support.checkpoints import make_checkpoint
-from support.processes import wait_until_gone
+from support.processes import shared_memory_left_alone, wait_until_gone
 from support.server import Server, start_server
 
 PROMPT = "the user asks the assistant for"
@@ -120,9 +119,11 @@ def test_whatever_is_killed_and_when_nothing_is_left(
     """The engine or a rank, while it loads or serves: the server ends, and says of what."""
     rng = random.Random(seed)
     sizes = {"kv_cache_memory": 2**22, "max_num_seqs": 4}
-    before = set(os.listdir("/dev/shm"))
     until: Literal["started", "ready"] = "started" if seed % 3 == 0 else "ready"
-    with start_server(model, tmp_path, until=until, tp=2, **sizes) as server:
+    with (
+        shared_memory_left_alone(),
+        start_server(model, tmp_path, until=until, tp=2, **sizes) as server,
+    ):
         server_process = psutil.Process(server.process.pid)
         if until == "started":
             deadline = time.monotonic() + 60
@@ -146,4 +147,3 @@ def test_whatever_is_killed_and_when_nothing_is_left(
                     assert "SIGKILL" in got.json()["error"]["message"]
         assert "SIGKILL" in server.log.read_text()
     wait_until_gone([process.pid for process in everyone])
-    assert set(os.listdir("/dev/shm")) == before

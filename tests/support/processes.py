@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import psutil
 
@@ -16,3 +19,14 @@ def wait_until_gone(pids: Sequence[int], timeout: float = 10.0) -> None:
         [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE], timeout
     )
     assert not left, left
+
+
+@contextmanager
+def shared_memory_left_alone(timeout: float = 10.0) -> Iterator[None]:
+    """Fail if something new stays in /dev/shm; other tests have names there for moments."""
+    before = set(os.listdir("/dev/shm"))
+    yield
+    deadline = time.monotonic() + timeout
+    while left := set(os.listdir("/dev/shm")) - before:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.processes import shared_memory_left_alone
 
 PRELUDE = """
 import sys, torch
@@ -103,7 +102,6 @@ if rank == 0:
 
 
 def test_a_killed_rank_leaves_nothing_behind(tmp_path: Path) -> None:
-    before = set(os.listdir("/dev/shm"))
     body = """
 tensor = home.zeros("x", (1 << 20,), torch.int32)
 home.barrier()
@@ -111,18 +109,15 @@ print("ready", flush=True)
 import time
 time.sleep(600)
 """
-    processes = start(tmp_path, 2, body)
-    try:
-        for process in processes:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-        maps = Path(f"/proc/{processes[0].pid}/maps").read_text()
-        assert "memfd:weft-1" in maps  # rank 0 maps what rank 1 made
-        for process in processes:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-        assert set(os.listdir("/dev/shm")) <= before
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    with shared_memory_left_alone():
+        processes = start(tmp_path, 2, body)
+        try:
+            for process in processes:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "ready\n"
+            maps = Path(f"/proc/{processes[0].pid}/maps").read_text()
+            assert "memfd:weft-1" in maps  # rank 0 maps what rank 1 made
+        finally:
+            for process in processes:
+                process.kill()
+                process.communicate()
