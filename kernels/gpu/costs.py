@@ -430,16 +430,19 @@ def _tiles(problem: Problem, device: Device) -> list[tuple[int, int, int, int, i
         for warps in WARPS
         if m <= most_m
         and (m + n) * k * stages * problem.itemsize <= device.shared
-        and _has_registers(problem, m * n / (32 * warps), m, k, stages)
+        and _has_registers(problem, device, m * n / (32 * warps), m, k, stages)
     ]
 
 
-def _has_registers(problem: Problem, accumulators: float, m: int, k: int, stages: int) -> bool:
+def _has_registers(
+    problem: Problem, device: Device, accumulators: float, m: int, k: int, stages: int
+) -> bool:
     """Whether nothing spills, as was found by compiling them all (`weft check aot --all`)."""
     if problem.op in APART:
         row = k * max(2, problem.itemsize)
         narrow = k == min(BLOCKS_K) or row <= (128 if m >= 64 else 64)
-        return narrow and stages <= 3 and accumulators <= FEW_ACCUMULATORS
+        most_stages = 2 if device.target == "sm_100" and m >= 128 and row > 64 else 3
+        return narrow and stages <= most_stages and accumulators <= FEW_ACCUMULATORS
     few = accumulators <= FEW_ACCUMULATORS or k * problem.itemsize <= 128
     return few and accumulators <= MAX_ACCUMULATORS
 
