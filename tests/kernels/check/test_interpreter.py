@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.runtime.errors import InterpreterError
 
 from weft.kernels.check import interpreter
 
@@ -35,37 +33,3 @@ def test_a_sum_of_int32_wraps_around_as_on_a_gpu() -> None:
     with interpreter.installed():
         wrap_around[(1,)](x, out, COUNT=2)
     assert out.item() == -2
-
-
-@triton.jit
-def combine(x, y, out, OPERATION: tl.constexpr):
-    left, right = tl.load(x), tl.load(y)
-    if OPERATION == "add":
-        result = left + right
-    elif OPERATION == "sub":
-        result = left - right
-    else:
-        result = left * right
-    tl.store(out, result)
-
-
-@pytest.mark.parametrize(
-    ("operation", "left", "right", "result"),
-    [
-        ("add", 2**30, 2**30 - 1, 2**31 - 1),
-        ("add", 2**30, 2**30, None),
-        ("sub", -(2**30), 2**30, -(2**31)),
-        ("sub", -(2**30), 2**30 + 1, None),
-        ("mul", 2**16, 2**15 - 1, 2**31 - 2**16),
-        ("mul", 2**16, 2**15, None),
-    ],
-)
-def test_an_overflow_is_found(operation: str, left: int, right: int, result: int | None) -> None:
-    x, y, out = torch.tensor([[left], [right], [0]], dtype=torch.int32)
-    with interpreter.installed():
-        if result is None:
-            with pytest.raises(InterpreterError, match=f"int32 overflow .* {operation}"):
-                combine[(1,)](x, y, out, OPERATION=operation)
-        else:
-            combine[(1,)](x, y, out, OPERATION=operation)
-            assert out.item() == result
