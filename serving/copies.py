@@ -60,6 +60,11 @@ class Copies:
         return [output for s in self._schedulers for output in s.fail_all(error)]
 
     @property
+    def count(self) -> int:
+        """How many have not ended."""
+        return sum(scheduler.count for scheduler in self._schedulers)
+
+    @property
     def live(self) -> tuple[str, ...]:
         """Requests that have not ended."""
         return tuple(name for s in self._schedulers for name in s.live)
@@ -81,6 +86,8 @@ class Copies:
 
     def stats(self) -> EngineStats:
         """How things stand, in all of them."""
+        if len(self._schedulers) == 1:
+            return self._schedulers[0].stats()
         parts = [scheduler.stats() for scheduler in self._schedulers]
         names = EngineStats.__struct_fields__
         total = {name: sum(getattr(part, name) for part in parts) for name in names}

@@ -100,7 +100,7 @@ class EngineCore:
 
     @property
     def _busy(self) -> bool:
-        return bool(self._steps or self._scheduler.live or self._outputs)
+        return bool(self._steps or self._scheduler.count or self._outputs)
 
     def _receive(self) -> None:
         for message in self._channel.receive(timeout=0 if self._busy else self._heartbeat):

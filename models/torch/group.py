@@ -1,7 +1,8 @@
 """The ranks that hold one model between them, and what they tell each other in a step.
 
 Plain torch.distributed, on any machine and between machines. Results have the
-same bits on all ranks, so that every rank samples the same tokens from them.
+same bits on all ranks of a copy of attention, so that each of them samples the
+same tokens from them.
 """
 
 from __future__ import annotations
@@ -93,10 +94,11 @@ class Group:
         parts = x.new_empty(self.size * own, x.shape[1])
         self.count()
         dist.all_to_all_single(parts, x, [own] * self.size, list(rows), group=self._group)
-        first, *others = parts.view(self.size, own, x.shape[1]).float()
-        for part in others:
-            first += part
-        return first
+        by_rank = parts.view(self.size, own, x.shape[1]).float()
+        total = by_rank[0]
+        for part in by_rank[1:]:
+            total += part
+        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +184,8 @@ def split(layout: Layout, count: Callable[[bool], None] = lambda of_all: None) -
     def mine(groups: Iterable[range], of_all: bool) -> Group:
         found = _ONE
         for ranks in groups:
+            if len(ranks) == size:
+                return everyone
             made = dist.new_group(list(ranks)) if len(ranks) > 1 else None  # by every rank
             if rank in ranks and made is not None:
                 found = Group(ranks, rank, made, partial(count, of_all))

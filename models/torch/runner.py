@@ -2,8 +2,8 @@
 
 A step is: name the tokens that were sampled on the device, plan attention, run
 the layers, sample, remember the sampled tokens. State between steps is the KV
-cache, the sampler's slots, and each slot's newest token. Ranks that share a
-model are given the same steps; each of them samples, the same tokens.
+cache, the sampler's slots, and each slot's newest token. Ranks that share a copy
+of attention are given the same steps; each of them samples, the same tokens.
 """
 
 from __future__ import annotations
