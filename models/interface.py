@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -80,12 +80,25 @@ class SlotSampling:
         )
 
 
+class Size(NamedTuple):
+    """Of a step, for one copy of attention.
+
+    Attributes:
+        tokens: T.
+        rows: of them, how many are sampled or scored.
+    """
+
+    tokens: int
+    rows: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepInput:
     """One step of a ragged batch of B requests and T tokens, S of which are sampled.
 
     Attributes:
-        step: counts up by one; every rank receives the steps in this order.
+        step: counts up by one, in each copy of attention; every rank receives the steps in this
+            order.
         token_ids: int32[T]; a negative entry is `-1 - slot` (see the module's text).
         positions: int32[T]; place of each token in its request, from 0.
         query_start: int32[B + 1]; request b owns tokens query_start[b]:query_start[b + 1].
@@ -96,9 +109,12 @@ class StepInput:
         sample_slot: int32[S]; the slot of each sampled row.
         output_index: int32[S]; how many tokens the request has sampled before this one.
         new_slots: sampling settings of requests that are sampled for the first time.
-        prompt_logprob_index: int32[P]; rows of T whose next *prompt* token is scored.
+        prompt_logprob_index: int32[P]; rows of T whose next *prompt* token is scored; none of
+            them is sampled.
         prompt_logprob_target: int32[P]; that next prompt token.
         prompt_logprob_top: how many of the most likely tokens go with each score.
+        copies: where there are several copies of attention, how large the step is for each, in
+            their order; this input is of one of them.
     """
 
     step: int
@@ -115,6 +131,28 @@ class StepInput:
     prompt_logprob_index: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
     prompt_logprob_target: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
     prompt_logprob_top: int = 0
+    copies: tuple[Size, ...] = ()
+
+    @property
+    def size(self) -> Size:
+        """How large it is."""
+        rows = len(self.sample_index) + len(self.prompt_logprob_index)
+        return Size(len(self.token_ids), rows)
+
+
+NOTHING = StepInput(
+    0,
+    token_ids=np.empty(0, np.int32),
+    positions=np.empty(0, np.int32),
+    query_start=np.zeros(1, np.int32),
+    context_len=np.empty(0, np.int32),
+    block_table=np.empty((0, 0), np.int32),
+    slot=np.empty(0, np.int32),
+    sample_index=np.empty(0, np.int32),
+    sample_slot=np.empty(0, np.int32),
+    output_index=np.empty(0, np.int32),
+)
+"""Of a copy of attention that has no tokens in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +195,13 @@ class StepOutput:
     seconds: float = 0.0
 
 
+Step = tuple[StepInput | None, ...]
+"""What all ranks do at one time: the input of each copy of attention, None if it has no tokens."""
+
+Result = tuple[StepOutput | None, ...]
+"""What a Step produced, copy by copy."""
+
+
 class ModelRunner(Protocol):
     """Runs one model, or one rank's part of it. Not thread-safe: one thread calls `step`."""
 
@@ -171,7 +216,10 @@ class ModelRunner(Protocol):
         """Run what the first request should not have to wait for."""
 
     def step(self, batch: StepInput) -> StepOutput:
-        """Run the model over the batch, write its keys and values, sample; blocks till done."""
+        """Run the model over the batch, write its keys and values, sample; blocks till done.
+
+        With a batch of no tokens it only takes part in what the copies of attention share.
+        """
 
     def close(self) -> None:
         """Release the memory."""

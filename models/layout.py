@@ -149,7 +149,9 @@ def check_layout(spec: ModelSpec, tp: int, ep: int) -> None:
         most = max([tp, *(moe.gate.shape[0] for moe in _moes(spec))])
         works = [size for size in range(1, most + 1) if not _problem(spec, tp, size)]
         beside = f" beside --tp {tp}" if tp > 1 else ""
-        raise ConfigError(f"--ep is {ep}{beside}; {problem}. These sizes work: {_listed(works)}")
+        raise ConfigError(
+            f"--ep is {ep}{beside}; {problem}. These sizes of --ep work: {_listed(works)}"
+        )
 
 
 def _problem(spec: ModelSpec, tp: int, ep: int) -> str | None:

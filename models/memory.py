@@ -95,6 +95,7 @@ def plan_memory(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_model_len: int | None,
+    copies: int = 1,
 ) -> Ledger:
     """Divide the memory, or say what to change.
 
@@ -109,6 +110,7 @@ def plan_memory(
         max_num_seqs: most requests in a step.
         max_num_batched_tokens: most tokens in a step.
         max_model_len: most tokens of a request; the model's own limit if None.
+        copies: of attention, each of which may have such a step.
 
     Raises:
         ConfigError: the model does not fit, or one request of full length does not.
@@ -124,6 +126,7 @@ def plan_memory(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len or spec.max_model_len,
+        copies=copies,
     )
     if not plan.fits:
         raise ConfigError(_refusal(plan))
@@ -153,6 +156,7 @@ class _Plan:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    copies: int
 
     @property
     def budget(self) -> int:
@@ -170,6 +174,7 @@ class _Plan:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.max_model_len,
+            copies=self.copies,
         )
 
     @property
@@ -205,11 +210,13 @@ def activation_bytes(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_model_len: int,
+    copies: int = 1,
 ) -> int:
     """Bytes of the temporary tensors that the largest step of a model holds at once on the CPU.
 
     The residual stream and its norm live all along; attention, the feed-forward and the sampler
     come one after the other, so that the largest of them counts.
+    Experts have the tokens of all copies of attention.
     """
     # torch is not needed to read this module, only here.
     from weft.kernels.cpu.attention import BY_HEAD_SCORES, MAX_TILE_NUMBERS
@@ -232,8 +239,11 @@ def activation_bytes(
         if isinstance(mlp, MlpSpec):
             size = tokens * 3 * mlp.gate.weight.shape[0] * item  # gate and up, their product
         else:  # inputs and results in expert order, float32 sum, one expert with all tokens
-            size = tokens * (2 * mlp.top_k * spec.hidden_size + 3 * mlp.gate.shape[1]) * item
-            size += tokens * spec.hidden_size * 4
+            rows = copies * tokens
+            size = rows * (2 * mlp.top_k * spec.hidden_size + 3 * mlp.gate.shape[1]) * item
+            size += rows * spec.hidden_size * 4
+            if copies > 1:  # what comes from the other ranks, what goes back
+                size += rows * 4 * spec.hidden_size * item
         feed_forward = max(feed_forward, size)
 
     # Logits, and those whose log probabilities are wanted; the rest is done in chunks of rows.

@@ -61,7 +61,11 @@ class EngineConfig:
     ] = 1
     ep: Annotated[
         int,
-        Help("parts of the experts (expert parallel), beside or beyond --tp", ge=1, le=MAX_RANKS),
+        Help(
+            "parts of the experts (expert parallel); beyond --tp, attention has --ep / --tp copies",
+            ge=1,
+            le=MAX_RANKS,
+        ),
     ] = 1
     kernels: Annotated[
         Kernels,
@@ -83,8 +87,12 @@ class EngineConfig:
     prefix_caching: Annotated[
         bool, Help("keep the KV cache of finished requests for prompts that start alike")
     ] = True
-    max_num_seqs: Annotated[int, Help("most requests that run at once", ge=1)] = 128
-    max_num_batched_tokens: Annotated[int, Help("most tokens of one step", ge=1)] = 2048
+    max_num_seqs: Annotated[
+        int, Help("most requests that run at once, on each copy of attention", ge=1)
+    ] = 128
+    max_num_batched_tokens: Annotated[
+        int, Help("most tokens of one step, for each copy of attention", ge=1)
+    ] = 2048
     max_queue: Annotated[int, Help("most requests that wait; more get a 429", ge=1)] = 1024
     seed: Annotated[int, Help("random seed of requests that bring none")] = 0
     stall_timeout: Annotated[
@@ -99,6 +107,11 @@ class EngineConfig:
     def world_size(self) -> int:
         """Ranks: processes that the model is split over."""
         return max(self.tp, self.ep)
+
+    @property
+    def copies(self) -> int:
+        """Of attention: each has requests and a KV cache of its own."""
+        return max(1, self.ep // self.tp)
 
 
 @dataclass(frozen=True, slots=True)

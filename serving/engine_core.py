@@ -24,10 +24,11 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING
 
 from weft.errors import EngineError, RequestError, WeftError
-from weft.models.interface import StepOutput
+from weft.models.interface import Result
 from weft.serving import child, loading
 from weft.serving.channel import CoreChannel
 from weft.serving.config import EngineConfig
+from weft.serving.copies import Copies
 from weft.serving.executor.base import Executor
 from weft.serving.executor.in_process import InProcessExecutor
 from weft.serving.executor.processes import ProcessExecutor
@@ -62,7 +63,7 @@ class EngineCore:
     Args:
         channel: to the front.
         executor: runs the steps.
-        scheduler: decides them.
+        scheduler: decides them, for each copy of attention.
         heartbeat: seconds between messages when nothing happens.
         depth: steps under way at once.
     """
@@ -71,7 +72,7 @@ class EngineCore:
         self,
         channel: CoreChannel,
         executor: Executor,
-        scheduler: Scheduler,
+        scheduler: Copies,
         *,
         heartbeat: float = HEARTBEAT,
         depth: int = DEPTH,
@@ -81,7 +82,7 @@ class EngineCore:
         self._scheduler = scheduler
         self._heartbeat = heartbeat
         self._depth = depth
-        self._steps: deque[Future[StepOutput]] = deque()
+        self._steps: deque[Future[Result]] = deque()
         self._outputs: list[TokenOutput] = []
         self._last_sent = 0.0
         self._draining = False
@@ -99,7 +100,7 @@ class EngineCore:
 
     @property
     def _busy(self) -> bool:
-        return bool(self._steps or self._scheduler.live or self._outputs)
+        return bool(self._steps or self._scheduler.count or self._outputs)
 
     def _receive(self) -> None:
         for message in self._channel.receive(timeout=0 if self._busy else self._heartbeat):
@@ -123,10 +124,10 @@ class EngineCore:
 
     def _submit(self) -> None:
         while len(self._steps) < self._depth:
-            batch = self._scheduler.schedule()
-            if batch is None:
+            step = self._scheduler.schedule()
+            if step is None:
                 return
-            self._steps.append(self._executor.submit(batch))
+            self._steps.append(self._executor.submit(step))
 
     def _finish(self) -> None:
         """Take in the oldest step once it is done, and tell the front how things stand."""
@@ -182,15 +183,7 @@ def serve(
         executor = start_executor(config, load_model)
         try:
             model = executor.model
-            kv = KVCache(
-                model.num_blocks, config.block_size, config.max_num_seqs, model.max_model_len
-            )
-            scheduler = Scheduler(
-                kv,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_model_len=model.max_model_len,
-                prefix_caching=config.prefix_caching,
-            )
+            scheduler = Copies([_scheduler(config, model) for _ in range(config.copies)])
             if own_process:
                 child.settle_garbage_collector()
             channel.send(Ready(_info(config, model, time.monotonic() - begin)))
@@ -218,13 +211,23 @@ def start_executor(config: EngineConfig, load_model: LoadModel) -> Executor:
     return InProcessExecutor(load)
 
 
+def _scheduler(config: EngineConfig, model: ModelInfo) -> Scheduler:
+    """Of one copy of attention."""
+    return Scheduler(
+        KVCache(model.num_blocks, config.block_size, config.max_num_seqs, model.max_model_len),
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=model.max_model_len,
+        prefix_caching=config.prefix_caching,
+    )
+
+
 def _info(config: EngineConfig, model: ModelInfo, load_seconds: float) -> EngineInfo:
     return EngineInfo(
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,
         block_size=config.block_size,
         num_blocks=model.num_blocks,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.copies * config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         dtype=model.dtype,
         load_seconds=load_seconds,

@@ -24,8 +24,9 @@ other memories.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -39,6 +40,14 @@ ROOT_KEY = bytes(16)
 def block_key(parent: bytes, tokens: bytes) -> bytes:
     """The key of the block that holds `tokens` (int32s) and follows the one with key `parent`."""
     return blake2b(parent + tokens, digest_size=16).digest()
+
+
+def prefix_keys(token_ids: array[int], block_size: int) -> Iterator[bytes]:
+    """The keys of the full blocks of int32 tokens, in order; each is made when it is asked for."""
+    key = ROOT_KEY
+    for end in range(block_size, len(token_ids) + 1, block_size):
+        key = block_key(key, token_ids[end - block_size : end].tobytes())
+        yield key
 
 
 class KVCache:

@@ -44,7 +44,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """What the engine must know of a model that is loaded.
 
     Attributes:
-        num_blocks: of the KV cache.
+        num_blocks: of the KV cache of each copy of attention.
         dtype: that it computes in.
     """
 
@@ -70,13 +70,14 @@ class Place:
         rank, world_size: its number, and how many there are.
         find_port: tells where ranks meet, on this machine: called with the port by the first,
             which has opened it, and with None by the others.
-        count_exchange: called when this rank comes to an exchange with others.
+        count_exchange: called when this rank comes to an exchange with others, and told whether
+            that is with all of them.
     """
 
     rank: int = 0
     world_size: int = 1
     find_port: Callable[[int | None], int] = lambda own: own or 0
-    count_exchange: Callable[[], None] = lambda: None
+    count_exchange: Callable[[bool], None] = lambda of_all: None
 
 
 ALONE = Place()
@@ -118,6 +119,7 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
+        copies=layout.copies,
     )
     if place.rank == 0:
         whose = f" of each of {place.world_size} ranks" if place.world_size > 1 else ""

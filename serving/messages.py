@@ -126,7 +126,12 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """What the front must know of the model that the core has loaded."""
+    """What the front must know of the model that the core has loaded.
+
+    Attributes:
+        num_blocks: of the KV cache of each copy of attention.
+        max_num_seqs: of all copies together.
+    """
 
     max_model_len: int
     vocab_size: int

@@ -34,9 +34,10 @@ request to schedule.
 
 from __future__ import annotations
 
+from array import array
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from operator import attrgetter
 
@@ -44,7 +45,7 @@ import numpy as np
 
 from weft.errors import RequestError
 from weft.models.interface import FINITE, Int32, StepInput, StepOutput
-from weft.serving.kv_cache import KVCache, Slots
+from weft.serving.kv_cache import KVCache, Slots, prefix_keys
 from weft.serving.messages import Add, EngineStats, FinishReason, TokenLogprob, TokenOutput
 from weft.serving.request import Request, token_logprob
 from weft.serving.step import Chunk, Flight, build_step, take_scores
@@ -148,6 +149,22 @@ class Scheduler:
         outputs = self._end_all(list(self._live.values()), "error", error)
         self._release()
         return outputs
+
+    def has(self, request_id: str) -> bool:
+        """Whether a request has not ended."""
+        return request_id in self._live
+
+    def cached(self, token_ids: Sequence[int]) -> int:
+        """How many of a prompt's first tokens the prefix cache has now."""
+        if not self._prefix_caching:
+            return 0
+        keys = prefix_keys(array("i", token_ids), self.kv.block_size)
+        return len(self.kv.find_prefix(keys)) * self.kv.block_size
+
+    @property
+    def count(self) -> int:
+        """How many have not ended."""
+        return len(self._live)
 
     @property
     def live(self) -> tuple[str, ...]:

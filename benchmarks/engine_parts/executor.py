@@ -56,7 +56,7 @@ def _us_per_step(executor: Executor, seconds: float) -> float:
     while time.perf_counter() < end:
         batch = _decodes(step)
         begin = time.perf_counter()
-        executor.submit(batch).result()
+        executor.submit((batch,)).result()
         taken.append(time.perf_counter() - begin)
         step += 1
     return statistics.median(taken) * 1e6

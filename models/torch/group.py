@@ -1,14 +1,15 @@
 """The ranks that hold one model between them, and what they tell each other in a step.
 
 Plain torch.distributed, on any machine and between machines. Results have the
-same bits on all ranks, so that every rank samples the same tokens from them.
+same bits on all ranks of a copy of attention, so that each of them samples the
+same tokens from them.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -71,6 +72,34 @@ class Group:
         dist.all_gather(parts, pad(x, (0, each - x.shape[1])).contiguous(), group=self._group)
         return torch.cat(parts, dim=1)[:, :columns]
 
+    def gather_rows(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        """[rows[index], n] -> [sum(rows), n]: all ranks' x one after the other.
+
+        Args:
+            rows: of each rank; the same on all.
+        """
+        out = x.new_empty(sum(rows), x.shape[1])
+        copies = x.repeat(self.size, 1)
+        self.count()
+        dist.all_to_all_single(out, copies, list(rows), [len(x)] * self.size, group=self._group)
+        return out
+
+    def scatter_sum(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        """[sum(rows), n] -> float32 [rows[index], n]: this rank's rows of the sum of all x.
+
+        Args:
+            rows: of each rank; the same on all.
+        """
+        own = rows[self.index]
+        parts = x.new_empty(self.size * own, x.shape[1])
+        self.count()
+        dist.all_to_all_single(parts, x, [own] * self.size, list(rows), group=self._group)
+        by_rank = parts.view(self.size, own, x.shape[1]).float()
+        total = by_rank[0]
+        for part in by_rank[1:]:
+            total += part
+        return total
+
 
 @dataclass(frozen=True, slots=True)
 class Groups:
@@ -78,10 +107,12 @@ class Groups:
 
     Attributes:
         tensor: ranks with the parts of attention, dense MLPs and the vocabulary.
+        copies: of attention: ranks that have the same parts of it as this one.
         expert: ranks with the parts of the experts: all.
     """
 
     tensor: Group
+    copies: Group
     expert: Group
 
     def least(self, number: int) -> int:
@@ -93,7 +124,8 @@ class Groups:
         return int(least)
 
 
-ALONE = Groups(Group(range(1), 0, None), Group(range(1), 0, None))
+_ONE = Group(range(1), 0, None)
+ALONE = Groups(_ONE, _ONE, _ONE)
 
 
 def meet(
@@ -134,18 +166,32 @@ def meet(
     return store
 
 
-def split(layout: Layout, count: Callable[[], None] = lambda: None) -> Groups:
-    """The groups of a layout, once all ranks have met; `count` as of Group. Collective."""
-    size, tp, rank = layout.world_size, layout.tp, layout.rank
+def split(layout: Layout, count: Callable[[bool], None] = lambda of_all: None) -> Groups:
+    """The groups of a layout, once all ranks have met. Collective.
+
+    Args:
+        layout: this rank's.
+        count: called when this rank comes to an exchange with others, and told whether every
+            rank of the model comes to it, or to one like it.
+    """
+    size, part, rank = layout.world_size, layout.split, layout.rank
     if size == 1:
         return ALONE
-    everyone = Group(range(size), rank, dist.group.WORLD, count)
-    if tp == size:
-        return Groups(everyone, everyone)
-    mine = ALONE.tensor
-    for first in range(0, size, tp):
-        ranks = range(first, first + tp)
-        made = dist.new_group(list(ranks)) if tp > 1 else None  # every rank makes every group
-        if rank in ranks:
-            mine = Group(ranks, rank, made, count)
-    return Groups(mine, everyone)
+    everyone = Group(range(size), rank, dist.group.WORLD, partial(count, True))
+    if part == size:
+        return Groups(everyone, _ONE, everyone)
+
+    def mine(groups: Iterable[range], of_all: bool) -> Group:
+        found = _ONE
+        for ranks in groups:
+            if len(ranks) == size:
+                return everyone
+            made = dist.new_group(list(ranks)) if len(ranks) > 1 else None  # by every rank
+            if rank in ranks and made is not None:
+                found = Group(ranks, rank, made, partial(count, of_all))
+        return found
+
+    stage, stages = layout.stage_size, range(0, size, layout.stage_size)
+    tensor = mine((range(i, i + part) for i in range(0, size, part)), layout.copies == 1)
+    columns = (range(i + j, i + stage, part) for i in stages for j in range(part))
+    return Groups(tensor, mine(columns, True), everyone)

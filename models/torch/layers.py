@@ -11,7 +11,7 @@ residual and the bias in it. Nothing here trains, and nothing is a nn.Module.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -139,10 +139,14 @@ class Mlp:
 
 
 class Moe:
-    """x + the experts of norm(x), to which a router sends it: the `top_k` most probable."""
+    """x + the experts of norm(x), to which a router sends it: the `top_k` most probable.
+
+    With copies of attention, each has tokens of its own, and all ranks run their experts for the
+    tokens of all.
+    """
 
     def __init__(self, spec: MoeSpec, norm: RMSNorm, load: Load) -> None:
-        self._group = load.groups.expert
+        self._group, self._copies = load.groups.tensor, load.groups.copies
         self._norm = norm
         self._top_k = spec.top_k
         self._normalize = spec.normalize
@@ -151,14 +155,28 @@ class Moe:
         first = load.parts(spec.gate)[0].start
         self._experts = PackedExperts(gate, up, down, load.make, first=first)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
+    def __call__(self, x: Tensor, rows: Sequence[int] = ()) -> Tensor:
+        """[T, hidden] -> [T, hidden].
+
+        Args:
+            rows: T of each copy of attention, if there are several.
+        """
+        if self._copies.size == 1:
+            residual = x if self._group.is_first else None
+            return self._group.sum(self._mix(x, residual))
+        if not sum(rows):
+            return x
+        mixed = self._mix(self._copies.gather_rows(x, rows), None)
+        own = self._copies.scatter_sum(mixed, rows)
+        if not len(x):
+            return x
+        return self._group.sum((x + own if self._group.is_first else own).to(x.dtype))
+
+    def _mix(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """The experts here of norm(x), and the residual."""
         logits = self._router(x, norm=self._norm)
         experts, weights = route(logits, self._top_k, normalize=self._normalize)
-        residual = x if self._group.is_first else None
-        return self._group.sum(
-            self._experts(x, experts, weights, norm=self._norm, residual=residual)
-        )
+        return self._experts(x, experts, weights, norm=self._norm, residual=residual)
 
 
 def fuse(

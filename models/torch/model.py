@@ -21,6 +21,7 @@ from weft.kernels.cpu.layer import NativeAttention, NativeLayers, NativeMlp
 from weft.kernels.cpu.linear import NativeLinear, RMSNorm, make_linear
 from weft.kernels.cpu.moe import MakeLinear
 from weft.kernels.cpu.rope import Rotation
+from weft.models.interface import Size
 from weft.models.spec import LayerSpec, ModelSpec, MoeSpec, WeightSpec
 from weft.models.torch.group import ALONE, Groups
 from weft.models.torch.layers import Attention, KVCache, Load, Mlp, Moe
@@ -48,10 +49,20 @@ class Layer:
         cache: KVCache,
         plan: AttentionPlan,
         rows: Tensor | None = None,
+        sizes: Sequence[int] = (),
     ) -> Tensor:
-        """[T, hidden] -> [T, hidden], or of the tokens `rows` alone, [S, hidden]."""
+        """[T, hidden] -> [T, hidden], or of the tokens `rows` alone, [S, hidden].
+
+        `sizes` are of the result, for each copy of attention if there are several.
+        """
         x = self._attention(x, rotation, cache, plan)
-        return self._feed_forward(x if rows is None else x[rows])
+        return self.feed_forward(x if rows is None else x[rows], sizes)
+
+    def feed_forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Its second half, which needs no cache; [T, hidden] -> [T, hidden]."""
+        if isinstance(self._feed_forward, Moe):
+            return self._feed_forward(x, sizes)
+        return self._feed_forward(x)
 
     @property
     def native(self) -> tuple[NativeAttention, NativeMlp] | None:
@@ -129,6 +140,7 @@ class Model:
         self._group = groups.tensor
         self._vocabulary = weights.parts(spec.embedding)[0]
         self._vocab_size = spec.vocab_size
+        self._hidden_size = spec.hidden_size
 
     def __call__(
         self,
@@ -137,6 +149,7 @@ class Model:
         cache: Sequence[KVCache],
         plan: AttentionPlan,
         rows: Tensor | None = None,
+        copies: Sequence[Size] = (),
     ) -> Tensor:
         """Run the layers.
 
@@ -147,6 +160,7 @@ class Model:
             plan: which requests the tokens belong to, and where their cache is.
             rows: int64 [S]; the tokens that logits are wanted of, all if None. The others leave
                 nothing behind but keys and values, and skip the end of the last layer.
+            copies: as of StepInput.
 
         Returns:
             [S, hidden]; what `logits` takes.
@@ -156,9 +170,18 @@ class Model:
         if self._native is not None:
             x = self._native(x, rotation, cache[:-1], plan)
         else:
+            tokens = [copy.tokens for copy in copies]
             for layer, layer_cache in zip(self._layers[:-1], cache[:-1], strict=True):
-                x = layer(x, rotation, layer_cache, plan)
-        return self._layers[-1](x, rotation, cache[-1], plan, rows)
+                x = layer(x, rotation, layer_cache, plan, sizes=tokens)
+        last = [copy.rows for copy in copies]
+        return self._layers[-1](x, rotation, cache[-1], plan, rows, last)
+
+    def take_part(self, copies: Sequence[Size]) -> None:
+        """Run the layers without a token, for those of other copies of attention. Collective."""
+        none = torch.empty(0, self._hidden_size, dtype=self._dtype)
+        for layer in self._layers[:-1]:
+            layer.feed_forward(none, [copy.tokens for copy in copies])
+        self._layers[-1].feed_forward(none, [copy.rows for copy in copies])
 
     def logits(self, hidden: Tensor) -> Logits:
         """[S, hidden] of the tokens that matter -> [S, vocab_size]."""

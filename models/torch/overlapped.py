@@ -19,11 +19,21 @@ are split between products.) Of experts, each rank runs its part for all tokens:
      grouped_matmul          silu(gate) * up, then down: own experts, or own width of all
      all_reduce              or reduce_scatter, if tokens are split; + x
 
+Where experts are dealt out to more ranks than attention is split over, each rank has all of
+attention and tokens of its own (models/layout.py); those go to the ranks of their experts:
+
+    route; moe_dispatch     tokens out
+    grouped_matmul          silu(gate) * up, then down: own experts, of what has come
+    moe_combine             outputs back; + x
+
+In steps of more than DISPATCH_TOKENS, so many at a time: all ranks know how many each has, so
+they make the same calls.
+
 It runs on GPUs, and in Triton's interpreter on a CPU: slowly, but through the very same
 calls.
 
-Not handled: experts on more ranks than attention, unless that is whole on each; quantisation;
-CUDA graphs.
+Not handled: experts on more ranks than attention, unless that is whole on each; tokens of
+prefill that cross once to each node (moe_dispatch_two_level); quantisation; CUDA graphs.
 """
 
 from __future__ import annotations
@@ -56,7 +66,14 @@ from weft.kernels.gpu.matmul_reduce_scatter import (
     matmul_reduce_scatter,
     matmul_reduce_scatter_workspace,
 )
+from weft.kernels.gpu.moe_dispatch import (
+    LowLatencyWorkspace,
+    moe_combine,
+    moe_dispatch,
+    moe_workspace,
+)
 from weft.kernels.gpu.norm import rms_norm
+from weft.kernels.gpu.placement import even
 from weft.kernels.gpu.reduce_scatter import (
     ReduceScatterWorkspace,
     reduce_scatter,
@@ -65,6 +82,7 @@ from weft.kernels.gpu.reduce_scatter import (
 from weft.kernels.gpu.rope import rotate_into_cache
 from weft.kernels.gpu.routing import route, sort_by_expert
 from weft.kernels.symmetric.memory import Home
+from weft.models.interface import Size
 from weft.models.spec import LayerSpec, ModelSpec, MoeSpec, WeightSpec
 from weft.models.torch.group import Groups
 from weft.models.torch.layers import KVCache
@@ -73,6 +91,9 @@ from weft.models.weights import Weights
 
 FEW_TOKENS = 64
 """At most so many are the same on all ranks; more are split between the products."""
+
+DISPATCH_TOKENS = 256
+"""Of a rank that are sent to their experts at one time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +105,14 @@ class _Step:
         plan: where their keys and values are written.
         batch: which requests they belong to.
         few: whether all ranks have all tokens.
+        tokens: how many each copy of attention has, if there are several.
     """
 
     rotation: Rotation
     plan: AttentionPlan
     batch: PagedBatch
     few: bool
+    tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +147,7 @@ class _Workspaces:
         )
 
     def check(self) -> None:
-        """Raise KernelError if a wait for another rank has run out: all after it is garbage."""
+        """Raise KernelError if a wait for another rank has run out."""
         for workspace in (
             *(self.begin, self.end, self.sum),
             *(self.gather, self.scatter, self.reduce),
@@ -153,15 +176,45 @@ class _Experts:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden], to be summed over the ranks."""
-        ids, weights = route(matmul(x, self._router), self._top_k, normalize=self._normalize)
+        ids, weights = self._route(x)
         places = sort_by_expert(ids - self._first, len(self._down))
-        rows = x[places.order // self._top_k]
-        silu = Epilogue(silu_multiply=True)
-        inner = grouped_matmul(rows, self._gate_up, places.offsets, epilogue=silu)
-        out = grouped_matmul(inner, self._down, places.offsets)
+        out = self._run(x[places.order // self._top_k], places.offsets)
         own = out[places.inverse.clamp(min=0)].float()  # [T, k, hidden]
         own.masked_fill_((places.inverse < 0)[..., None], 0)  # of other ranks
         return (own * weights[..., None]).sum(1).to(x.dtype)
+
+    def exchange(
+        self, x: Tensor, most: int, workspace: LowLatencyWorkspace, count: Callable[[], None]
+    ) -> Tensor:
+        """[T, hidden] -> [T, hidden], of the experts of all ranks. Collective.
+
+        Args:
+            x: of this rank; T may be 0.
+            most: tokens of a rank.
+            workspace: of the experts' even placement.
+            count: called before each exchange.
+        """
+        ids, weights = self._route(x)
+        mixed = []
+        for start in range(0, most, workspace.max_tokens):
+            some = slice(start, start + workspace.max_tokens)
+            count()
+            sent = moe_dispatch(x[some], ids[some], workspace)
+            # There is room for all that could come; about as many come as go.
+            out = self._run(sent.rows, sent.offsets, ids[some].numel())
+            count()
+            mixed.append(moe_combine(out, weights[some], sent, workspace))
+        return torch.cat(mixed) if mixed else x
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts of each token, int32 [T, k], and their weights, float32 [T, k]."""
+        return route(matmul(x, self._router), self._top_k, normalize=self._normalize)
+
+    def _run(self, rows: Tensor, offsets: Tensor, expected: int = 0) -> Tensor:
+        """[R, hidden], in the order of the experts here, to the same; `expected` rows, or all."""
+        silu = Epilogue(silu_multiply=True)
+        inner = grouped_matmul(rows, self._gate_up, offsets, epilogue=silu, expected=expected)
+        return grouped_matmul(inner, self._down, offsets, expected=expected)
 
 
 class _Layer:
@@ -172,7 +225,8 @@ class _Layer:
         model: ModelSpec,
         spec: LayerSpec,
         load: _Load,
-        workspaces: _Workspaces,
+        workspaces: _Workspaces | None,
+        dispatch: LowLatencyWorkspace | None,
         *,
         alone: bool,
         count: Callable[[], None],
@@ -182,7 +236,7 @@ class _Layer:
         self._count = count
         self._model = model
         self._window = attention.sliding_window
-        self._ws = workspaces
+        self._ws, self._dispatch = workspaces, dispatch
         self._norms = load(spec.attention_norm), load(spec.feed_forward_norm)
         self._head_norms = None
         if attention.q_norm is not None and attention.k_norm is not None:
@@ -236,7 +290,7 @@ class _Layer:
         """All tokens' norm times this rank's columns."""
         normed = rms_norm(x, norm, self._model.norm_eps).out
         epilogue = Epilogue(bias=linear.bias, silu_multiply=silu_multiply)
-        if step.few:
+        if step.few or self._ws is None:
             return matmul(normed, linear.weights, epilogue=epilogue)
         self._count()
         return all_gather_matmul(normed, linear.weights, self._ws.begin, epilogue=epilogue)
@@ -245,7 +299,7 @@ class _Layer:
         """All tokens times this rank's rows, summed over the ranks; plus the residual."""
         epilogue = Epilogue(bias=linear.bias, residual=residual)
         (weight,) = linear.weights
-        if self._alone:
+        if self._alone or self._ws is None:
             return matmul(x, weight, epilogue=epilogue)
         self._count()
         if step.few:
@@ -253,9 +307,21 @@ class _Layer:
         x = pad(x, (0, 0, 0, len(residual) * self._ws.end.world_size - len(x)))
         return matmul_reduce_scatter(x, weight, self._ws.end, epilogue=epilogue)
 
+    def take_part(self, none: Tensor, tokens: Sequence[int]) -> None:
+        """Without a token, [0, hidden], for those of other copies of attention."""
+        if self._experts is not None:
+            self._exchange(self._experts, none, tokens)
+
+    def _exchange(self, experts: _Experts, normed: Tensor, tokens: Sequence[int]) -> Tensor:
+        """What the experts of all ranks add, where each has tokens of its own."""
+        assert self._dispatch is not None
+        return experts.exchange(normed, max(tokens), self._dispatch, self._count)
+
     def _mix(self, experts: _Experts, x: Tensor, step: _Step) -> Tensor:
         """x and what the experts of all ranks add to it."""
         normed = rms_norm(x, self._norms[1], self._model.norm_eps).out
+        if self._ws is None:
+            return x + self._exchange(experts, normed, step.tokens)
         self._count()
         if step.few:
             return x + all_reduce(experts(normed), self._ws.reduce)
@@ -279,6 +345,17 @@ class _Load:
     def parts(self, weight: WeightSpec) -> tuple[slice, ...]:
         """Which part of a weight that is, by axis."""
         return self._weights.parts(weight)
+
+
+def _dispatch_workspace(
+    home: Home, spec: ModelSpec, max_tokens: int, dtype: torch.dtype
+) -> LowLatencyWorkspace:
+    """Of all layers with experts, which are as many in each. Collective."""
+    blocks = [layer.feed_forward for layer in spec.layers]
+    moe = next(block for block in blocks if isinstance(block, MoeSpec))
+    placement = even(moe.gate.shape[0], home.world_size)
+    most = min(max_tokens, DISPATCH_TOKENS)
+    return moe_workspace(home, most, spec.hidden_size, moe.top_k, dtype, placement)
 
 
 class OverlappedModel:
@@ -316,9 +393,16 @@ class OverlappedModel:
         local = weights.layout.local(spec)
         self._home, self._group, self._dtype = home, groups.tensor, dtype
         self._inv_freq = torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim))
-        self._ws = workspaces = _Workspaces.make(home, max_tokens, spec.hidden_size, dtype)
+        workspaces: _Workspaces | None = None
+        dispatch: LowLatencyWorkspace | None = None
+        if weights.layout.copies > 1:
+            dispatch = _dispatch_workspace(home, spec, max_tokens, dtype)
+        else:
+            workspaces = _Workspaces.make(home, max_tokens, spec.hidden_size, dtype)
+        self._ws, self._dispatch = workspaces, dispatch
+        alone, count = self._alone, groups.expert.count
         self._layers = [
-            _Layer(local, layer, load, workspaces, alone=self._alone, count=groups.expert.count)
+            _Layer(local, layer, load, workspaces, dispatch, alone=alone, count=count)
             for layer in spec.layers
         ]
         self._norm, self._eps = load(spec.norm), spec.norm_eps
@@ -326,7 +410,7 @@ class OverlappedModel:
         head = self._table if spec.lm_head is None else load(spec.lm_head)
         self._lm_head = _Linear([head], [])
         self._vocabulary = weights.parts(spec.embedding)[0]
-        self._vocab_size = spec.vocab_size
+        self._vocab_size, self._hidden_size = spec.vocab_size, spec.hidden_size
 
     def __call__(
         self,
@@ -335,6 +419,7 @@ class OverlappedModel:
         cache: Sequence[KVCache],
         plan: AttentionPlan,
         rows: Tensor | None = None,
+        copies: Sequence[Size] = (),
     ) -> Tensor:
         """Run the layers; see `model.Model`.
 
@@ -350,18 +435,32 @@ class OverlappedModel:
             device=self._home.device,
         )
         rotation = Rotation.of(positions, self._inv_freq, self._dtype)
-        told = _Step(rotation, plan, batch, self._alone or tokens <= FEW_TOKENS)
+        few = self._alone or tokens <= FEW_TOKENS
+        told = _Step(rotation, plan, batch, few, tuple(copy.tokens for copy in copies))
         x = self._embed(token_ids)
         if not told.few:
             each = -(-tokens // size)
             x = pad(x, (0, 0, 0, each * size - tokens))[rank * each :][:each].contiguous()
         for layer, layer_cache in zip(self._layers, cache, strict=True):
             x = layer(x, told, layer_cache)
-        if not told.few:
+        if not told.few and self._ws is not None:
             self._group.count()
             x = all_gather(x, self._ws.gather)[:tokens]
-        self._ws.check()
+        self._check()
         return x if rows is None else x[rows]
+
+    def take_part(self, copies: Sequence[Size]) -> None:
+        """See `model.Model.take_part`; KernelError as of a call."""
+        none = torch.empty(0, self._hidden_size, dtype=self._dtype, device=self._home.device)
+        for layer in self._layers:
+            layer.take_part(none, [copy.tokens for copy in copies])
+        self._check()
+
+    def _check(self) -> None:
+        """Raise KernelError if a wait for another rank has run out: all after it is garbage."""
+        for workspace in (self._ws, self._dispatch):
+            if workspace is not None:
+                workspace.check()
 
     def logits(self, hidden: Tensor) -> Logits:
         """[S, hidden] of the tokens that matter -> [S, vocab_size]."""

@@ -2,13 +2,14 @@
 
 A step is: name the tokens that were sampled on the device, plan attention, run
 the layers, sample, remember the sampled tokens. State between steps is the KV
-cache, the sampler's slots, and each slot's newest token. Ranks that share a
-model are given the same steps; each of them samples, the same tokens.
+cache, the sampler's slots, and each slot's newest token. Ranks that share a copy
+of attention are given the same steps; each of them samples, the same tokens.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,13 +54,18 @@ class TorchRunner:
         block_size: int,
         max_num_seqs: int,
         max_tokens: int,
+        copies: int = 1,
     ) -> None:
-        """`spec` is this rank's part of the model; `vocab_size` is of all ranks."""
+        """`spec` is this rank's part of the model; `vocab_size` is of all ranks.
+
+        `copies` are of attention.
+        """
         self._model = model
         self._spec = spec
         self._dtype = dtype
         self._block_size = block_size
         self._max_tokens = max_tokens
+        self._copies = copies
         self._cache: list[KVCache] = []
         self._sampler = Sampler(vocab_size, max_num_seqs)
         self._newest_token = torch.zeros(max_num_seqs, dtype=torch.int64)
@@ -136,6 +142,7 @@ class TorchRunner:
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_tokens=min(max_num_batched_tokens, max_model_len),
+            copies=layout.copies,
         )
 
     @property
@@ -155,13 +162,20 @@ class TorchRunner:
     def warm_up(self) -> None:
         """Run a short prompt and decode it once, in block 0, before any request owns that."""
         tokens = min(WARM_UP_TOKENS, self._block_size, self._max_tokens)
-        self.step(_single_request(range(tokens), SlotSampling(slot=0)))
-        self.step(_single_request(range(tokens - 1, tokens)))
+        for step in (
+            _single_request(range(tokens), SlotSampling(slot=0)),
+            _single_request(range(tokens - 1, tokens)),
+        ):
+            self.step(replace(step, copies=self._copies * (step.size,)))
 
     @torch.inference_mode()
     def step(self, batch: StepInput) -> StepOutput:
-        """Run the model over the batch, write its keys and values, sample."""
+        """See `ModelRunner.step`."""
         started = time.perf_counter()
+        if not len(batch.token_ids):
+            self._model.take_part(batch.copies)
+            none = np.empty(0, np.int32)
+            return StepOutput(batch.step, none, none, seconds=time.perf_counter() - started)
         plan = AttentionPlan.build(
             batch.query_start, batch.context_len, batch.block_table, block_size=self._block_size
         )
@@ -173,6 +187,7 @@ class TorchRunner:
             self._cache,
             plan,
             torch.from_numpy(rows) if len(rows) < len(batch.token_ids) else None,
+            batch.copies,
         )
         token_ids, status, logprobs = self._sample(hidden, rows, batch)
         return StepOutput(

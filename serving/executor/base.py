@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from weft.errors import WeftError
-from weft.models.interface import StepInput, StepOutput
+from weft.models.interface import Result, Step
 from weft.serving.loading import ModelInfo
 
 
@@ -21,8 +21,8 @@ class Executor(Protocol):
     model: ModelInfo
     failure: WeftError | None
 
-    def submit(self, batch: StepInput) -> Future[StepOutput]:
-        """Queue a step; the future holds its output, or what the runner raised."""
+    def submit(self, step: Step) -> Future[Result]:
+        """Queue a step; the future holds what it produced, or what a runner raised."""
 
     def close(self) -> None:
         """Drop steps that have not begun, wait for the one that has, release the model."""

@@ -24,6 +24,9 @@ SLOTS = 4
 SLOT_BYTES = 1 << 30
 """Of address space; memory is what the largest step has taken."""
 
+COUNTERS = 4
+"""Of each rank."""
+
 Int64 = npt.NDArray[np.int64]
 
 
@@ -33,22 +36,24 @@ class Board:
     Attributes:
         begun, done: int64 [ranks]; the last step that each has begun and done, from 1.
         exchanges: int64 [ranks]; how many each has come to.
+        rounds: int64 [ranks]; of these, how many are of all ranks.
     """
 
     def __init__(self, ranks: int, fd: int | None = None) -> None:
-        header = 3 * 8 * ranks
+        header = COUNTERS * 8 * ranks
         size = SLOTS * SLOT_BYTES + header
         if fd is None:
             fd = os.memfd_create("weft-steps", os.MFD_CLOEXEC)
             os.ftruncate(fd, size)
         self.fd = fd
         self._memory = mmap.mmap(fd, size)
-        counters = np.frombuffer(self._memory, np.int64, 3 * ranks, SLOTS * SLOT_BYTES)
+        counters = np.frombuffer(self._memory, np.int64, COUNTERS * ranks, SLOTS * SLOT_BYTES)
         self._counters = counters
         self.begun: Int64
         self.done: Int64
         self.exchanges: Int64
-        self.begun, self.done, self.exchanges = counters.reshape(3, ranks)
+        self.rounds: Int64
+        self.begun, self.done, self.exchanges, self.rounds = counters.reshape(COUNTERS, ranks)
 
     def close(self) -> None:
         """Give the descriptor back; the memory goes with the last process that has it."""

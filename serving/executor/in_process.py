@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from weft.errors import WeftError
-from weft.models.interface import StepInput, StepOutput
+from weft.models.interface import Result, Step
 from weft.serving.loading import LoadedModel
 
 
@@ -36,9 +36,14 @@ class InProcessExecutor:
             raise
         self._runner, self.model = loaded.runner, loaded.info
 
-    def submit(self, batch: StepInput) -> Future[StepOutput]:
-        """See `Executor.submit`."""
-        return self._thread.submit(self._runner.step, batch)
+    def submit(self, step: Step) -> Future[Result]:
+        """See `Executor.submit`; of one copy of attention."""
+        return self._thread.submit(self._run, step)
+
+    def _run(self, step: Step) -> Result:
+        (batch,) = step
+        assert batch is not None
+        return (self._runner.step(batch),)
 
     def close(self) -> None:
         """See `Executor.close`."""

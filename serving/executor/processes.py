@@ -5,6 +5,8 @@
                                           └────► rank 2 ─┘
                     future n ◄── receiver thread ◄── rank 0: what step n has produced
 
+With several copies of attention the first rank of each answers, and a step is done when all have.
+
 Steps are dispatched ahead and in one order (Pathways: Barham et al. 2022, section 4.5): a rank
 begins the next one without hearing from anybody. When a rank ends or raises, the
 others cannot go on: they are killed, and every future gets an error that names the
@@ -30,12 +32,12 @@ from pathlib import Path
 import msgspec
 
 from weft.errors import EngineError, WeftError
-from weft.models.interface import StepInput, StepOutput
+from weft.models.interface import Result, Step, StepOutput
 from weft.serving.child import how_it_ended
 from weft.serving.config import EngineConfig
 from weft.serving.executor.board import Board
 from weft.serving.executor.rank import RankOrders
-from weft.serving.executor.wire import Address, Done, FromRank, Loaded, encoder, rank_decoder
+from weft.serving.executor.wire import Address, Done, FromRank, Loaded, encode_step, rank_decoder
 from weft.serving.loading import LoadedModel, ModelInfo
 from weft.serving.messages import Failed
 
@@ -62,7 +64,7 @@ class ProcessExecutor:
         config: of the engine.
         load_model: `loading.load_model`, or what stands in for it; named in the processes by its
             module and name.
-        world_size: how many ranks.
+        world_size: how many ranks; config.copies divides it.
 
     Attributes:
         model: what has been loaded.
@@ -77,7 +79,9 @@ class ProcessExecutor:
     ) -> None:
         self._board = Board(world_size)
         self.failure: WeftError | None = None
-        self._pending: deque[Future[StepOutput]] = deque()
+        self._pending: deque[Future[Result]] = deque()
+        # By copy of attention, what came of pending steps.
+        self._came: list[deque[StepOutput | None]] = [deque() for _ in range(config.copies)]
         self._lock = threading.Lock()
         self._step = 0
         self._loaded = self._closing = False
@@ -99,22 +103,22 @@ class ProcessExecutor:
         self._receiver = threading.Thread(target=self._receive, name="weft-ranks", daemon=True)
         self._receiver.start()
 
-    def submit(self, batch: StepInput) -> Future[StepOutput]:
+    def submit(self, step: Step) -> Future[Result]:
         """See `Executor.submit`."""
-        data, future = encoder.encode(batch), Future[StepOutput]()
-        step = self._step + 1
-        while not self._board.has_room(step) and self.failure is None:
+        data, future = encode_step(step), Future[Result]()
+        number = self._step + 1
+        while not self._board.has_room(number) and self.failure is None:
             time.sleep(ROOM_POLL)
         with self._lock:
             if self.failure is not None:
                 future.set_exception(self.failure)
                 return future
             try:
-                self._board.write(step, data)
+                self._board.write(number, data)
             except ValueError as error:
                 future.set_exception(EngineError(str(error)))
                 return future
-            self._step = step
+            self._step = number
             self._pending.append(future)
         for rank in self._ranks:
             rank.wake()
@@ -158,7 +162,7 @@ class ProcessExecutor:
             before = time.monotonic()
             for rank, message in self._messages(tick):
                 if isinstance(message, Done):
-                    self._pending.popleft().set_result(message.output)
+                    self._take(rank.copy, message.output)
                     continue
                 closed = EngineError("the ranks have been closed")
                 return closed if self._closing else self._blame(rank, message)
@@ -169,6 +173,13 @@ class ProcessExecutor:
                 progress, since = self._board.progress, now
             elif now - since > self._patience:
                 return self._name_stuck()
+
+    def _take(self, copy: int, output: StepOutput | None) -> None:
+        """Keep what a copy of attention has produced until all have, in the order of the steps."""
+        self._came[copy].append(output)
+        if all(self._came):
+            result = tuple(came.popleft() for came in self._came)
+            self._pending.popleft().set_result(result)
 
     def _fail(self, error: WeftError) -> None:
         """Give every future that error, also those to come."""
@@ -214,17 +225,19 @@ class ProcessExecutor:
 
     def _name_stuck(self) -> WeftError:
         """End all ranks, and say which one is behind."""
-        done, exchanges = self._board.done.tolist(), self._board.exchanges.tolist()
+        done = self._board.done.tolist()
+        exchanges, rounds = self._board.exchanges.tolist(), self._board.rounds.tolist()
         stopped = [rank.is_stopped for rank in self._ranks]
         number = min(
             range(len(self._ranks)),
-            key=lambda rank: (not stopped[rank], done[rank], exchanges[rank]),
+            key=lambda rank: (not stopped[rank], done[rank], rounds[rank], exchanges[rank]),
         )
+        # Ranks of several copies of attention have only the exchanges of all in common.
+        at = rounds if rounds[number] < max(rounds) else exchanges
         error = EngineError(
             f"rank {number} (process {self._ranks[number].process.pid}) is "
             f"{'stopped' if stopped[number] else 'stuck'}{self._when(number)}, at its exchange "
-            f"{exchanges[number]} with other ranks, for {self._patience:g} s; others are at "
-            f"{max(exchanges)}"
+            f"{at[number]} with other ranks, for {self._patience:g} s; others are at {max(at)}"
         )
         self._fail(error)  # at once, for the front's own patience ends soon
         for rank in self._ranks:
@@ -256,9 +269,10 @@ class _Rank:
     """A rank's process, and this end of its socket."""
 
     def __init__(
-        self, number: int, process: subprocess.Popen[bytes], channel: socket.socket
+        self, number: int, copy: int, process: subprocess.Popen[bytes], channel: socket.socket
     ) -> None:
         self.number = number
+        self.copy = copy
         self.process = process
         self.channel = channel
 
@@ -268,8 +282,18 @@ class _Rank:
     ) -> _Rank:
         """Start it; its stdin stays open for as long as this process lives."""
         own, other = socket.socketpair()
+        copy, place = divmod(number, world_size // config.copies)
         with other:
-            orders = RankOrders(config, load_model, number, world_size, other.fileno(), board.fd)
+            orders = RankOrders(
+                config,
+                load_model,
+                number,
+                world_size,
+                copy=copy,
+                answers=place == 0,
+                socket=other.fileno(),
+                board=board.fd,
+            )
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "weft.serving.executor.rank"],
                 stdin=subprocess.PIPE,
@@ -279,7 +303,7 @@ class _Rank:
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(orders) + b"\n")
         process.stdin.flush()
-        return cls(number, process, own)
+        return cls(number, copy, process, own)
 
     @property
     def is_stopped(self) -> bool:

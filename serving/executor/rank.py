@@ -3,7 +3,7 @@
 A process (`python -m weft.serving.executor.rank`, see child.py) that processes.py
 starts. A byte on its socket wakes it for each step, in the order of the steps;
 on the socket it says that it is ready, what steps have produced if it is the
-first rank, and why it ends.
+first rank of a copy of attention, and why it ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weft.errors import WeftError
 from weft.serving import child
 from weft.serving.config import EngineConfig
 from weft.serving.executor.board import Board
-from weft.serving.executor.wire import Address, Done, FromRank, Loaded, encoder, step_decoder
+from weft.serving.executor.wire import Address, Done, FromRank, Loaded, decode_step, encoder
 from weft.serving.loading import LoadedModel, Place, show_progress
 from weft.serving.messages import Failed
 
@@ -42,6 +42,8 @@ class RankOrders(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         config: of the engine.
         load_model: "module:function" that loads this rank's part of the model.
         rank, world_size: this one's number, and how many there are.
+        copy: of attention, to which it belongs.
+        answers: whether it says what the copy's steps have produced.
         socket, board: file descriptors that it has been given.
     """
 
@@ -49,6 +51,8 @@ class RankOrders(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_model: str
     rank: int
     world_size: int
+    copy: int
+    answers: bool
     socket: int
     board: int
 
@@ -69,8 +73,9 @@ def serve(orders: RankOrders, channel: socket.socket) -> None:
 
     board = Board(orders.world_size, orders.board)
 
-    def count_exchange() -> None:
+    def count_exchange(of_all: bool) -> None:
         board.exchanges[orders.rank] += 1
+        board.rounds[orders.rank] += of_all
 
     place = Place(orders.rank, orders.world_size, find_port, count_exchange)
     try:
@@ -82,21 +87,22 @@ def serve(orders: RankOrders, channel: socket.socket) -> None:
                 loaded = load(orders.config, progress, place)
         child.settle_garbage_collector()
         send(Loaded(loaded.info))
-        _run(loaded.runner, orders.rank, board, channel)
+        _run(loaded.runner, orders, board, channel)
     except Exception as error:
         send(Failed.of(error))
         raise
 
 
-def _run(runner: ModelRunner, rank: int, board: Board, channel: socket.socket) -> None:
-    step = 0
+def _run(runner: ModelRunner, orders: RankOrders, board: Board, channel: socket.socket) -> None:
+    rank, step = orders.rank, 0
     while channel.recv(1):
         step += 1
         board.begun[rank] = step
-        output = runner.step(step_decoder.decode(board.read(step)))
+        batch = decode_step(board.read(step), orders.copy)
+        output = runner.step(batch)
         board.done[rank] = step
-        if rank == 0:
-            _send(channel, Done(output))
+        if orders.answers:
+            _send(channel, Done(output if len(batch.token_ids) else None))
     runner.close()
 
 

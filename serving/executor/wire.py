@@ -5,12 +5,13 @@ MessagePack by msgspec; an array is its dtype, shape and bytes. Nothing is unpic
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from weft.models.interface import StepInput, StepOutput
+from weft.models.interface import NOTHING, Step, StepInput, StepOutput
 from weft.serving.loading import ModelInfo
 from weft.serving.messages import Failed
 
@@ -28,9 +29,9 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """First rank -> controller: what a step has produced."""
+    """First rank of a copy of attention -> controller: what a step has produced there."""
 
-    output: StepOutput
+    output: StepOutput | None
 
 
 FromRank = Address | Loaded | Done | Failed
@@ -48,5 +49,20 @@ def _decode(kind: type, value: Any) -> Any:
 
 
 encoder = msgspec.msgpack.Encoder(enc_hook=_encode)
+parts_decoder = msgspec.msgpack.Decoder(tuple[msgspec.Raw, ...])
 step_decoder = msgspec.msgpack.Decoder(StepInput, dec_hook=_decode)
 rank_decoder = msgspec.msgpack.Decoder(FromRank, dec_hook=_decode)
+
+
+def encode_step(step: Step) -> bytes:
+    """A step for all ranks, with what each must know of the copies of attention it is not in."""
+    if len(step) > 1:
+        inputs = [batch or NOTHING for batch in step]
+        sizes = tuple(batch.size for batch in inputs)
+        step = tuple(replace(batch, copies=sizes) for batch in inputs)
+    return encoder.encode(step)
+
+
+def decode_step(data: bytes, copy: int) -> StepInput:
+    """The input of a copy of attention; those of the others are not looked at."""
+    return step_decoder.decode(parts_decoder.decode(data)[copy])

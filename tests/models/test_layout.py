@@ -95,19 +95,19 @@ def test_a_vocabulary_that_does_not_divide_is_cut_all_the_same(
             1,
             "--tp is 3; it must divide the model's 4 heads. These sizes work: 1, 2, 4",
         ),
-        ("llama", 1, 2, "--ep is 2; the model has no experts. These sizes work: 1"),
+        ("llama", 1, 2, "--ep is 2; the model has no experts. These sizes of --ep work: 1"),
         (
             "qwen3_moe",
             1,
             3,
-            "--ep is 3; it must divide the model's 8 experts. These sizes work: 1, 2, 4, 8",
+            "--ep is 3; it must divide the model's 8 experts. These sizes of --ep work: 1, 2, 4, 8",
         ),
         (
             "qwen3_moe",
             4,
             3,
             "--ep is 3 beside --tp 4; one of the two must be a multiple of the other. "
-            "These sizes work: 1, 2, 4, 8",
+            "These sizes of --ep work: 1, 2, 4, 8",
         ),
     ],
 )

@@ -66,6 +66,18 @@ def test_everything_is_accounted_for() -> None:
     assert parts == ledger.budget
 
 
+def test_experts_have_the_tokens_of_all_copies_of_attention() -> None:
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    shape = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 128}
+    spec = build_spec({**QWEN, **shape, **experts, "norm_topk_prob": True}, Path("config.json"))
+    step = {"max_num_seqs": 16, "max_num_batched_tokens": 2048, "max_model_len": 1024}
+    one, four = (
+        activation_bytes(spec, dtype="bfloat16", copies=copies, **step) for copies in (1, 4)
+    )
+    assert 3 * one < four < 6 * one
+    assert plan(copies=4).activations == plan().activations, "it has no experts"
+
+
 def test_the_cache_stops_at_what_requests_can_use() -> None:
     ledger = plan(max_model_len=1000, max_num_seqs=4)
     assert ledger.num_blocks == 4 * 32

@@ -15,12 +15,23 @@ from support.checkpoints import make_checkpoint
 from support.processes import shared_memory_left_alone, wait_until_gone
 from support.server import Server, start_server
 
+from weft import LLM, SamplingParams
+
 PROMPT = "the user asks the assistant for"
+PROMPTS = [f"{PROMPT} {'one more ' * i}thing" for i in range(9)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+SIZES = {"kv_cache_memory": 2**22, "max_num_seqs": 2, "max_num_batched_tokens": 24}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    with LLM(model, threads=2, **SIZES) as llm:
+        return [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)]
 
 
 def complete(server: Server) -> str:
@@ -64,6 +75,16 @@ def test_a_rank_that_dies_while_nothing_is_asked_is_noticed(model: Path, tmp_pat
         ranks_of(server)[0].kill()
         assert server.process.wait(30) != 0
         assert "rank 0 " in server.log.read_text()
+
+
+@pytest.mark.parametrize("split", [{"ep": 2}, {"tp": 2, "ep": 4}])
+def test_copies_of_attention_answer_as_one_rank(
+    split: dict[str, int], model: Path, expected: list[list[int]]
+) -> None:
+    with LLM(model, threads=2, **SIZES, **split) as llm:
+        assert llm.info.max_num_seqs == 2 * SIZES["max_num_seqs"]
+        assert [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)] == expected
+        assert [answer.token_ids for answer in llm.generate(PROMPTS[0], GREEDY)] == expected[:1]
 
 
 def test_overlapped_kernels_answer_as_plain_ones(model: Path, tmp_path: Path) -> None:

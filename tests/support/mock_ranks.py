@@ -36,6 +36,8 @@ class RankRunner:
             (int(words[0]), words[1], int(words[3])) if len(words) == 4 else (-1, "", 0)
         )
         self._at = step if rank == place.rank else -1
+        self._strands = step if self._fault == "strands" else -1
+        self._place = place
         self._notes = Path(config.tokenizer or os.devnull)
         if self._notes.is_dir():
             self._notes /= f"rank{place.rank}"
@@ -49,6 +51,8 @@ class RankRunner:
             notes.write(f"{batch.step} {batch.token_ids.sum()}\n")
         if self._fault == "lags" and self._at >= 0:
             time.sleep(SLOW)
+        if batch.step == self._strands:
+            self._strand()
         if batch.step == self._at:
             if self._fault == "raises":
                 raise ValueError("a bad step")
@@ -66,6 +70,14 @@ class RankRunner:
             (100 * batch.step + batch.sample_slot).astype(np.int32),
             np.zeros(len(batch.sample_slot), np.int32),
         )
+
+    def _strand(self) -> None:
+        """Hang: all others have come to an exchange of all ranks, this one not."""
+        for _ in range(1 + self._place.rank):
+            self._place.count_exchange(False)
+        if self._at < 0:
+            self._place.count_exchange(True)
+        time.sleep(600)
 
     def close(self) -> None:
         with self._notes.open("a") as notes:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from support.checkpoints import VOCAB_SIZE
 from weft.kernels.symmetric.memory import Home
 from weft.models.checkpoint import read_spec
-from weft.models.interface import SlotSampling, StepInput
+from weft.models.interface import NOTHING, SlotSampling, StepInput
 from weft.models.layout import Layout
 from weft.models.torch.group import Groups, meet, split
 from weft.models.torch.logits import Logits
@@ -28,9 +28,9 @@ BLOCK, BLOCKS, PROMPT, DECODES = 4, 16, 13, 6
 Case = tuple[str, str, int, int]
 
 
-def steps() -> list[StepInput]:
+def steps(seed: int = 0) -> list[StepInput]:
     """Two requests: a prompt in two chunks, then decodes; the other samples by seed."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     prompts = rng.integers(0, VOCAB_SIZE, (2, PROMPT)).astype(np.int32)
     table = np.arange(BLOCKS, dtype=np.int32).reshape(2, -1)[:, ::-1].copy()
     slots = np.arange(2, dtype=np.int32)
@@ -66,8 +66,26 @@ def steps() -> list[StepInput]:
     return made
 
 
+def together(copies: int, own: int) -> Iterator[StepInput]:
+    """What each copy of attention is given, for one of them: another one begins with every step.
+
+    So one has a chunk of a prompt, or nothing, while another decodes.
+    """
+    made = [steps(copy) for copy in range(copies)]
+    for number in range(len(made[0]) + copies - 1):
+        at = [(inputs, number - copy) for copy, inputs in enumerate(made)]
+        inputs = [some[i] if 0 <= i < len(some) else NOTHING for some, i in at]
+        yield replace(inputs[own], copies=tuple(one.size for one in inputs))
+
+
 def generate(
-    path: Path, dtype: str, layout: Layout, groups: Groups, home: Home | None = None
+    path: Path,
+    dtype: str,
+    layout: Layout,
+    groups: Groups,
+    home: Home | None = None,
+    *,
+    inputs: Iterable[StepInput] | None = None,
 ) -> tuple[Any, Any]:
     """Sampled tokens, and log probabilities of the greedy request."""
     runner = TorchRunner.load(
@@ -83,7 +101,8 @@ def generate(
         home=home,
     )
     runner.allocate_kv_cache(BLOCKS)
-    outputs = [runner.step(step) for step in steps()]
+    ran = [(step, runner.step(step)) for step in inputs or together(layout.copies, layout.copy)]
+    outputs = [output for step, output in ran if len(step.token_ids)]
     runner.close()
     tokens = np.array([output.token_ids for output in outputs[1:]])
     logprobs = np.array([o.logprobs.chosen[0] for o in outputs[1:] if o.logprobs is not None])
@@ -119,9 +138,9 @@ def be_rank(
     pipe: Connection,
     few_tokens: int | None = None,
 ) -> None:
-    """A process: run each case, and send what came out, and how many exchanges were counted.
+    """A process: run each case, and send what came out, and how many exchanges of all it counted.
 
-    Overlapped if `few_tokens` is given, which are then the same on all ranks.
+    Overlapped if `few_tokens` is given, which are then the same on all ranks, or sent at a time.
     """
     torch.set_num_threads(1)
     store = meet(rank, size, lambda own: _port(own, pipe), timeout=60)
@@ -133,13 +152,13 @@ def be_rank(
             from weft.kernels.symmetric.shared import SharedHome
             from weft.models.torch import overlapped
 
-            overlapped.FEW_TOKENS = few_tokens
+            overlapped.FEW_TOKENS = overlapped.DISPATCH_TOKENS = few_tokens
             stack.enter_context(installed())
             home = stack.enter_context(SharedHome(store, rank, size))
         for name, path, (_, dtype, tp, ep) in cases:
-            layout, counted = Layout(tp, ep, rank), list[None]()
-            groups = split(layout, partial(counted.append, None))
-            pipe.send((name, *generate(path, dtype, layout, groups, home), len(counted)))
+            layout, counted = Layout(tp, ep, rank), list[bool]()
+            groups = split(layout, counted.append)
+            pipe.send((name, *generate(path, dtype, layout, groups, home), sum(counted)))
     torch.distributed.destroy_process_group()
 
 

@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError, Future
 import numpy as np
 import pytest
 
-from weft.models.interface import StepInput, StepOutput
+from weft.models.interface import Result, StepInput, StepOutput
 from weft.serving.executor.in_process import InProcessExecutor
 from weft.serving.loading import LoadedModel, ModelInfo
 
@@ -62,10 +62,10 @@ def start() -> tuple[InProcessExecutor, Runner]:
 
 def test_steps_run_in_order_in_the_thread_that_loaded_the_model() -> None:
     executor, runner = start()
-    steps = [executor.submit(batch(i)) for i in range(3)]
+    steps = [executor.submit((batch(i),)) for i in range(3)]
     assert not any(step.done() for step in steps), "submit does not wait"
     runner.go.set()
-    assert [step.result(10).step for step in steps] == [0, 1, 2]
+    assert [step.result(10)[0].step for step in steps] == [0, 1, 2]
     assert runner.calls == [(i, runner.loaded_in) for i in range(3)]
     assert runner.loaded_in is not threading.current_thread()
     executor.close()
@@ -76,18 +76,18 @@ def test_what_the_runner_raises_is_in_the_future() -> None:
     executor, runner = start()
     runner.go.set()
     with pytest.raises(ValueError, match="step 3"):
-        executor.submit(batch(3)).result(10)
-    assert executor.submit(batch(4)).result(10).step == 4
+        executor.submit((batch(3),)).result(10)
+    assert executor.submit((batch(4),)).result(10)[0].step == 4
     executor.close()
 
 
 def test_close_drops_what_has_not_begun() -> None:
     executor, runner = start()
-    steps: list[Future[StepOutput]] = [executor.submit(batch(i)) for i in range(2)]
+    steps: list[Future[Result]] = [executor.submit((batch(i),)) for i in range(2)]
     assert runner.began.wait(10)
     threading.Timer(0.05, runner.go.set).start()
     executor.close()
-    assert steps[0].result(0).step == 0
+    assert steps[0].result(0)[0].step == 0
     with pytest.raises(CancelledError):
         steps[1].result(0)
 

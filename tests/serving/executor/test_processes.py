@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,12 +23,12 @@ from support.mock_ranks import batch, load, load_and_die, load_late
 from support.processes import wait_until_gone
 
 from weft.errors import ConfigError, EngineError
-from weft.models.interface import SlotSampling, StepOutput
+from weft.models.interface import Result, SlotSampling, Step
 from weft.serving.config import EngineConfig
 from weft.serving.executor import board, processes
 from weft.serving.executor.board import SLOTS
 from weft.serving.executor.processes import ProcessExecutor
-from weft.serving.executor.wire import encoder, step_decoder
+from weft.serving.executor.wire import decode_step, encode_step
 from weft.serving.loading import ModelInfo
 
 
@@ -38,8 +39,11 @@ def mocks_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def started(path: Path, ranks: int, fault: str = "none") -> Iterator[ProcessExecutor]:
-    executor = ProcessExecutor(EngineConfig(model=fault, tokenizer=str(path)), load, ranks)
+def started(
+    path: Path, ranks: int, fault: str = "none", **settings: Any
+) -> Iterator[ProcessExecutor]:
+    config = EngineConfig(model=fault, tokenizer=str(path), **settings)
+    executor = ProcessExecutor(config, load, ranks)
     try:
         yield executor
     finally:
@@ -51,6 +55,11 @@ def pids(executor: ProcessExecutor) -> list[int]:
     return [rank.process.pid for rank in executor._ranks]
 
 
+def steps_of(future: Future[Result]) -> list[int | None]:
+    """The number of what each copy of attention has produced."""
+    return [output and output.step for output in future.result(10)]
+
+
 def notes(path: Path, rank: int) -> list[str]:
     return (path / f"rank{rank}").read_text().splitlines()
 
@@ -59,9 +68,10 @@ def notes(path: Path, rank: int) -> list[str]:
 def test_all_ranks_run_the_same_steps_in_order(ranks: int, tmp_path: Path) -> None:
     with started(tmp_path, ranks) as executor:
         assert executor.model.num_blocks == 8
-        futures = [executor.submit(batch(step, tokens=10 + step)) for step in range(20)]
+        futures = [executor.submit((batch(step, tokens=10 + step),)) for step in range(20)]
         for step, future in enumerate(futures):
-            output = future.result(10)
+            (output,) = future.result(10)
+            assert output is not None
             assert output.step == step
             assert output.token_ids.tolist() == [100 * step, 100 * step + 1]
     ran = [f"{step} {batch(step, tokens=10 + step).token_ids.sum()}" for step in range(20)]
@@ -73,7 +83,7 @@ def test_a_rank_that_lags_is_waited_for_before_its_steps_are_written_over(tmp_pa
     count = 5 * SLOTS
     with started(tmp_path, 2, "1 lags in 0") as executor:
         for step in range(count):  # the first rank alone answers, and is far ahead
-            executor.submit(batch(step)).result(10)
+            executor.submit((batch(step),)).result(10)
             assert executor._board.done.max() - executor._board.done.min() <= SLOTS + 1
     assert notes(tmp_path, 1) == notes(tmp_path, 0)
     assert len(notes(tmp_path, 1)) == count + 1
@@ -91,15 +101,15 @@ def test_a_rank_that_fails_is_named_and_ends_all(
     rank: int, fault: str, how: str, tmp_path: Path
 ) -> None:
     with started(tmp_path, 3, f"{rank} {fault} in 3") as executor:
-        futures = [executor.submit(batch(step)) for step in range(3)]
-        assert [future.result(10).step for future in futures] == [0, 1, 2]
-        failed: list[Future[StepOutput]] = []
+        futures = [executor.submit((batch(step),)) for step in range(3)]
+        assert [steps_of(future) for future in futures] == [[0], [1], [2]]
+        failed: list[Future[Result]] = []
         while not failed or failed[-1].exception(10) is None:  # rank 0 may answer step 3
-            failed.append(executor.submit(batch(3 + len(failed))))
+            failed.append(executor.submit((batch(3 + len(failed)),)))
         with pytest.raises(EngineError, match=how.format(rank=rank)):
             failed[-1].result(0)
         with pytest.raises(EngineError, match=how.format(rank=rank)):
-            executor.submit(batch(9)).result(0)
+            executor.submit((batch(9),)).result(0)
         wait_until_gone(pids(executor))
 
 
@@ -109,7 +119,60 @@ def test_a_rank_that_dies_before_its_first_step_is_named(tmp_path: Path) -> None
         executor._ranks[1].process.wait()
         executor._receiver.join(10)
         with pytest.raises(EngineError, match="was killed by SIGKILL before its first step"):
-            executor.submit(batch(0)).result(0)
+            executor.submit((batch(0),)).result(0)
+
+
+COPIES = {"tp": 2, "ep": 4}
+"""Four ranks: two copies of attention, each of two ranks."""
+
+
+def test_copies_of_attention_have_inputs_of_their_own(tmp_path: Path) -> None:
+    steps: list[Step] = []
+    for step in range(12):
+        both = batch(step, tokens=3), batch(step, tokens=5 + step)
+        idle = both[0] if step % 3 else None, both[1] if step % 4 else None
+        steps.append(both if idle == (None, None) else idle)
+    with started(tmp_path, 4, **COPIES) as executor:
+        futures = [executor.submit(step) for step in steps]
+        for number, (step, future) in enumerate(zip(steps, futures, strict=True)):
+            assert steps_of(future) == [None if own is None else number for own in step]
+    for rank in range(4):
+        own = [step[rank // 2] for step in steps]
+        ran = [f"{i.step} {i.token_ids.sum()}" if i else "0 0" for i in own]
+        assert notes(tmp_path, rank) == [*ran, "closed"]
+
+
+def test_the_outputs_of_a_slow_copy_are_those_of_its_steps(tmp_path: Path) -> None:
+    with started(tmp_path, 4, "2 lags in 0", **COPIES) as executor:
+        futures = [executor.submit((batch(i), batch(i))) for i in range(3 * SLOTS)]
+        assert [steps_of(future) for future in futures] == [[i, i] for i in range(3 * SLOTS)]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_a_rank_that_fails_in_one_copy_ends_all(rank: int, tmp_path: Path) -> None:
+    with started(tmp_path, 4, f"{rank} dies in 1", **COPIES) as executor:
+        assert steps_of(executor.submit((batch(0), batch(0)))) == [0, 0]
+        named = rf"rank {rank} \(process \d+\) was killed by SIGKILL in step 2"
+        failed: list[Future[Result]] = []
+        while not failed or failed[-1].exception(10) is None:  # the others may answer step 1
+            failed.append(executor.submit((batch(1 + len(failed)),) * 2))
+        with pytest.raises(EngineError, match=named):
+            failed[-1].result(0)
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_the_rank_that_others_wait_for_is_named_in_whatever_copy(rank: int, tmp_path: Path) -> None:
+    """Exchanges within a copy are no measure of who is behind."""
+    config = EngineConfig(
+        model=f"{rank} strands in 1", tokenizer=str(tmp_path), stall_timeout=0.8, **COPIES
+    )
+    executor = ProcessExecutor(config, load, 4)
+    assert steps_of(executor.submit((batch(0), batch(0)))) == [0, 0]
+    named = rf"rank {rank} \(process \d+\) is stuck in step 2, at its exchange 0 .* are at 1"
+    with pytest.raises(EngineError, match=named):
+        executor.submit((batch(1), batch(1))).result(20)
+    executor.close()
+    wait_until_gone(pids(executor))
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -118,8 +181,8 @@ def test_ranks_that_do_not_get_on_end_with_the_one_behind_named(
 ) -> None:
     config = EngineConfig(model=f"{rank} hangs in 1", tokenizer=str(tmp_path), stall_timeout=0.8)
     executor = ProcessExecutor(config, load, 3)
-    assert executor.submit(batch(0)).result(10).step == 0
-    futures = [executor.submit(batch(step)) for step in range(1, 9)]  # the last waits for room
+    assert steps_of(executor.submit((batch(0),))) == [0]
+    futures = [executor.submit((batch(step),)) for step in range(1, 9)]  # the last waits for room
     with pytest.raises(EngineError, match=rf"rank {rank} \(process \d+\) is stuck in step 2, "):
         futures[-1].result(20)
     wait_until_gone(pids(executor))
@@ -130,9 +193,9 @@ def test_ranks_that_do_not_get_on_end_with_the_one_behind_named(
 def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
     config = EngineConfig(model="none", tokenizer=str(tmp_path), stall_timeout=0.8)
     executor = ProcessExecutor(config, load, 3)
-    assert executor.submit(batch(0)).result(10).step == 0
+    assert steps_of(executor.submit((batch(0),))) == [0]
     os.kill(pids(executor)[1], signal.SIGSTOP)
-    futures = [executor.submit(batch(step)) for step in range(1, 9)]  # the last waits for room
+    futures = [executor.submit((batch(step),)) for step in range(1, 9)]  # the last waits for room
     with pytest.raises(EngineError, match=r"rank 1 \(process \d+\) is stopped "):
         futures[-1].result(20)
     executor.close()
@@ -144,7 +207,7 @@ def test_a_rank_that_hangs_is_killed_at_the_end(
 ) -> None:
     monkeypatch.setattr(processes, "CLOSE_GRACE", 0.2)
     executor = ProcessExecutor(EngineConfig(model="1 hangs in 0", tokenizer=str(tmp_path)), load, 2)
-    assert executor.submit(batch(0)).result(10).step == 0
+    assert steps_of(executor.submit((batch(0),))) == [0]
     executor.close()
     wait_until_gone(pids(executor))
 
@@ -183,9 +246,9 @@ def test_a_rank_may_load_for_longer_than_a_step_may_take(tmp_path: Path) -> None
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_what_no_rank_should_say_fails_all_that_waits(tmp_path: Path) -> None:
     with started(tmp_path, 2, "0 babbles in 1") as executor:
-        assert executor.submit(batch(0)).result(10).step == 0
+        assert steps_of(executor.submit((batch(0),))) == [0]
         with pytest.raises(EngineError, match="what a rank says makes no sense"):
-            executor.submit(batch(1)).result(10)
+            executor.submit((batch(1),)).result(10)
 
 
 def test_a_step_that_is_too_large_fails_alone(
@@ -195,8 +258,8 @@ def test_a_step_that_is_too_large_fails_alone(
         with monkeypatch.context() as patched:
             patched.setattr(board, "SLOT_BYTES", 1000)
             with pytest.raises(EngineError, match=r"step 1 takes \d+ bytes; at most 992 fit"):
-                executor.submit(batch(0, tokens=300)).result(0)
-        assert executor.submit(batch(0)).result(10).step == 0
+                executor.submit((batch(0, tokens=300),)).result(0)
+        assert steps_of(executor.submit((batch(0),))) == [0]
 
 
 WORKING = """
@@ -206,10 +269,10 @@ from weft.serving.config import EngineConfig
 from weft.serving.executor.processes import ProcessExecutor
 config = EngineConfig(model="0 works in 0", tokenizer=sys.argv[1], stall_timeout=4.0)
 executor = ProcessExecutor(config, load, 2)
-future = executor.submit(batch(0))
+future = executor.submit((batch(0),))
 time.sleep(1)
 print("works", flush=True)
-print(future.result().step)
+print(future.result()[0].step)
 executor.close()
 """
 
@@ -273,7 +336,7 @@ def test_steps_are_decoded_as_they_were(
         end_token_ids=(1, 2),
     )
     sent = replace(batch(5), token_ids=ids, new_slots=(sampling,))
-    got = step_decoder.decode(encoder.encode(sent))
+    got = decode_step(encode_step((sent,)), 0)
     assert got.token_ids.dtype == np.int32
     assert got.token_ids.tolist() == tokens
     assert got.token_ids.flags.writeable
