@@ -121,7 +121,7 @@ def asking(server: Server, seed: int) -> Iterator[list[Client]]:
 
 
 def family(server: Server) -> list[psutil.Process]:
-    """Engines and ranks; those that are about to go are not counted."""
+    """Engines, and then ranks; those that are about to go are not counted."""
     return [
         process
         for process in psutil.Process(server.process.pid).children(recursive=True)
@@ -150,13 +150,15 @@ def wait_until_served(server: Server, layout: Layout, restarted: int) -> None:
     assert server.http.get("/ready").status_code == 200
 
 
-def strike(server: Server, how: Callable[[psutil.Process], None], rng: random.Random) -> list[int]:
-    """Do that to any process of the engine; returns the pids of all of them."""
+def strike(
+    server: Server, how: Callable[[psutil.Process], None], victim: int | None, rng: random.Random
+) -> list[int]:
+    """Do that to a process, by its place in the family or any; returns the pids of all of them."""
     deadline = time.monotonic() + TIMEOUT
     while not (everyone := family(server)):  # the next one is about to be started
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    how(rng.choice(everyone))
+    how(rng.choice(everyone) if victim is None else everyone[victim])
     return [process.pid for process in everyone]
 
 
@@ -166,6 +168,7 @@ def kill(
     rng: random.Random,
     *,
     how: Callable[[psutil.Process], None] = psutil.Process.kill,
+    victim: int | None = None,
     again: bool = False,
     deadline: float = DEADLINE,
 ) -> None:
@@ -173,7 +176,7 @@ def kill(
     expected, count = answer(server), restarts(server) + 1
     with asking(server, rng.randrange(1000)) as clients:
         time.sleep(rng.uniform(0, 1))
-        pids = strike(server, how, rng)
+        pids = strike(server, how, victim, rng)
         at = time.monotonic()
         while any(client.began is not None and client.began < at for client in clients):
             assert time.monotonic() < at + deadline, "a request has not ended"
@@ -182,7 +185,7 @@ def kill(
             while restarts(server) < count:
                 time.sleep(0.01)
             time.sleep(rng.uniform(0, 3))
-            pids += strike(server, how, rng)
+            pids += strike(server, how, victim, rng)
             count += 1
         wait_until_served(server, layout, count)
     assert [fault for client in clients for fault in client.faults] == []
@@ -208,16 +211,16 @@ def started(model: Path, log: Path, layout: Layout, **settings: Any) -> Iterator
 
 def test_a_killed_rank_and_a_killed_engine_come_back(model: Path, tmp_path: Path) -> None:
     with started(model, tmp_path, LAYOUTS["tp 2"]) as server:
-        kill(server, LAYOUTS["tp 2"], random.Random(1))
-        kill(server, LAYOUTS["tp 2"], random.Random(2))
+        for victim in (2, 0):
+            kill(server, LAYOUTS["tp 2"], random.Random(victim), victim=victim)
 
 
 def test_a_stopped_rank_is_replaced(model: Path, tmp_path: Path) -> None:
-    """Stuck it is after half of --stall-timeout, or after all of it if it is the engine itself."""
+    """Half of --stall-timeout later."""
     layout = LAYOUTS["tp 2"]
     with started(model, tmp_path, layout, stall_timeout=6) as server:
         stop = psutil.Process.suspend
-        kill(server, layout, random.Random(1), how=stop, deadline=DEADLINE + 6)
+        kill(server, layout, random.Random(0), how=stop, victim=1, deadline=DEADLINE + 6)
 
 
 def test_one_engine_of_two_comes_back(model: Path, tmp_path: Path) -> None:
