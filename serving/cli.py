@@ -181,7 +181,7 @@ def generate(settings: Settings, prompt: str, raw: bool, **sampling: Any) -> int
 
     params = _params(sampling)
     text = decoded(sys.stdin.buffer.read()) if prompt == "-" else prompt
-    with LLM(**asdict(settings.build(EngineConfig))) as llm:
+    with LLM.of(settings.build(EngineConfig)) as llm:
         chat = not raw and bool(llm.tokenizer.chat_templates)
         write_answer(llm, [{"role": "user", "content": text}] if chat else text, params)
     return 0
@@ -205,7 +205,7 @@ def chat(settings: Settings, system: str | None, **sampling: Any) -> int:
     from weft.serving.llm import LLM
 
     params = _params(sampling)
-    with LLM(**asdict(settings.build(EngineConfig))) as llm:
+    with LLM.of(settings.build(EngineConfig)) as llm:
         converse(llm, params, system)
     return 0
 

@@ -43,8 +43,24 @@ class Help:
 
 
 @dataclass(frozen=True, slots=True)
+class Replica:
+    """Which of the `dp` engine cores a configuration is for, and its share of the machine.
+
+    Attributes:
+        number: from 0.
+        memory: bytes that count as free for it; None for all that are.
+    """
+
+    number: int = 0
+    memory: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What the engine needs. Memory sizes are in bytes, times in seconds."""
+    """What the engine needs. Memory sizes are in bytes, times in seconds.
+
+    All fields are settings but `replica`, which the front fills in for each engine core.
+    """
 
     model: Annotated[str, Help("a checkpoint's directory, or a bundled model's name")] = "weft-demo"
     tokenizer: Annotated[str | None, Help("the tokenizer's directory, if not the model's")] = None
@@ -66,6 +82,10 @@ class EngineConfig:
             ge=1,
             le=MAX_RANKS,
         ),
+    ] = 1
+    dp: Annotated[
+        int,
+        Help("engines, each with ranks of its own, that share the requests", ge=1, le=MAX_RANKS),
     ] = 1
     kernels: Annotated[
         Kernels,
@@ -99,13 +119,14 @@ class EngineConfig:
         float,
         Help("seconds without a step, with work at hand, until the engine counts as stuck", gt=0),
     ] = 60.0
+    replica: Replica = Replica()
 
     def __post_init__(self) -> None:
         check(self)
 
     @property
     def world_size(self) -> int:
-        """Ranks: processes that the model is split over."""
+        """Ranks: processes that the model is split over. With `dp`, of each engine."""
         return max(self.tp, self.ep)
 
     @property
@@ -126,6 +147,9 @@ class ServerConfig:
     drain_timeout: Annotated[
         float, Help("seconds that running requests get to finish at shutdown", ge=0)
     ] = 30.0
+    restart: Annotated[
+        bool, Help("start an engine that fails again, and answer 503 until it serves")
+    ] = False
 
     def __post_init__(self) -> None:
         check(self)
@@ -192,8 +216,9 @@ def settings_of(config: type[EngineConfig] | type[ServerConfig]) -> list[Setting
     hints = get_type_hints(config, include_extras=True)
     settings = []
     for field in fields(config):
-        plain, help = get_args(hints[field.name])
-        settings.append(Setting(field.name, plain, field.default, help))
+        if get_origin(hints[field.name]) is Annotated:
+            plain, help = get_args(hints[field.name])
+            settings.append(Setting(field.name, plain, field.default, help))
     return settings
 
 

@@ -62,7 +62,7 @@ def examine(engine: EngineConfig, server: ServerConfig) -> list[Finding]:
         *needed,
         _processor(),
         _kernels(),
-        _cores(),
+        _cores(engine),
         _memory(),
         _shared_memory(),
         _sockets(),
@@ -123,9 +123,15 @@ def _kernels() -> Finding:
     return Finding("CPU kernels", "ok", "torch's operators; the compiled ones need AVX-512 BF16")
 
 
-def _cores() -> Finding:
+def _cores(engine: EngineConfig) -> Finding:
     usable, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     seen = f"{usable} usable, load {load:.1f}"
+    processes = engine.dp * engine.world_size
+    if processes > 1:
+        seen += f"; for {processes} ranks ({engine.dp} engines of {engine.world_size})"
+    if processes > usable:
+        advice = "use fewer ranks, or lower --dp: those that share a core wait for each other"
+        return Finding("cores", "warn", seen, advice)
     if load > usable:
         advice = "stop other programs, or set --threads to the cores that are left: sharing is slow"
         return Finding("cores", "warn", seen, advice)

@@ -1,60 +1,48 @@
-"""AsyncEngine: prompts in, streams of text out. The front of the engine core.
+"""AsyncEngine: prompts in, streams of text out. The front of the engine cores.
 
-The core runs in a process of its own (or in a thread, for the `LLM` class and
-tests: the same loop behind the same sockets). Here are the parts that work in
-text, and what is true of all requests: limits, the queue, and the core's
-health. Nothing waits for ever: when the core ends, fails or is stuck, every
-stream ends with an EngineError.
+A core runs in a process of its own (or in a thread, for the `LLM` class and tests: the same
+loop behind the same sockets); see core_client.py. With `dp` there are several, all alike, which
+share the requests. Here are the parts that work in text, and what is true of all requests:
+limits, the queue, which core has room, and what is done about a core that is lost:
 
-Everything but `encode` runs on one event loop; an AsyncEngine is not
-thread-safe.
+    one fails ──► its requests end with an error ──► the engine fails, and all else with it
+                                                 └─► with `restart`, another takes its place
+
+Everything but `encode` runs on one event loop; an AsyncEngine is not thread-safe.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import random
-import shutil
-import tempfile
 import time
-import uuid
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Sequence
 from itertools import count
 from typing import Literal
 
 import msgspec
-import zmq
-import zmq.asyncio
 
-from weft.errors import ConfigError, EngineError, RequestError
-from weft.serving.channel import MAX_PATH, addresses
+from weft.errors import EngineError, ModelError, RequestError, WeftError
 from weft.serving.config import EngineConfig
-from weft.serving.launch import Core, CoreProcess, CoreThread
+from weft.serving.core_client import CoreClient
+from weft.serving.launch import share_out
 from weft.serving.limits import check_request
-from weft.serving.messages import (
-    Abort,
-    Add,
-    EngineInfo,
-    EngineStats,
-    Failed,
-    FromCore,
-    Outputs,
-    Ready,
-    Shutdown,
-    ToCore,
-)
+from weft.serving.messages import Add, EngineInfo, EngineStats
 from weft.serving.sampling_params import SamplingParams
 from weft.serving.stream import Delta, Stream
 from weft.serving.tokenizer import Tokenizer
 
-Status = Literal["ready", "stalled", "draining", "dead"]
+Status = Literal["ready", "restarting", "stalled", "draining", "dead"]
 
 LOAD_MODEL = "weft.serving.loading:load_model"
 LONG_PROMPT = 4096  # characters from which on a prompt is encoded in a thread
-ABORT_GRACE = 2.0  # seconds for a core to abort all requests and end
-TURN = 32  # messages that are taken in before readers run: what has piled up reaches them merged
-LAST_WORDS = 0.2  # seconds that messages of a core that has ended may take to arrive
+MAX_RESTARTS = 3  # of a core, in a row, of which none works
+END_GRACE = 2.0  # seconds for a core that has failed to end by itself
+SLOW_RELOAD = 10.0  # times as long as at first that a core may load, beside `stall_timeout`
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["AsyncEngine", "Delta", "Status"]
 
@@ -64,75 +52,104 @@ class AsyncEngine:
 
     Attributes:
         config: as given.
-        info: of the model that the core has loaded.
+        info: of the model that the cores have loaded; of their KV caches, the smallest.
         tokenizer: of the model.
-        stats: as of the core's last message.
-        status: "ready"; "draining" after `shutdown`; "stalled" when no step was done for
-            `stall_timeout` seconds with work at hand; "dead" when the core has ended. The last
-            two are final.
-        failure: what went wrong, once the core has ended otherwise than by `shutdown`.
+        failure: what went wrong, once the engine has ended otherwise than by `shutdown`.
+        restarts: times that a core was started again.
     """
 
     config: EngineConfig
     info: EngineInfo
     tokenizer: Tokenizer
-    stats: EngineStats
-    status: Status
     failure: EngineError | None
+    restarts: int
 
     @classmethod
     async def start(
-        cls, config: EngineConfig, *, in_process: bool = False, runner_factory: str = LOAD_MODEL
+        cls,
+        config: EngineConfig,
+        *,
+        in_process: bool = False,
+        runner_factory: str = LOAD_MODEL,
+        restart: bool = False,
+        on_spawned: Callable[[], None] = lambda: None,
     ) -> AsyncEngine:
         """Load the model; returns when requests can be served.
 
         Args:
             config: of the engine.
-            in_process: run the core in a thread instead of a process.
+            in_process: run the cores in threads instead of processes.
             runner_factory: "module:function" that stands in for `loading.load_model`.
+            restart: start a core that has failed again. One that is in a thread and stuck
+                cannot be ended, and goes on.
+            on_spawned: called once the cores' processes are there.
 
         Raises:
-            ConfigError, ModelError: the core says that it cannot load the model.
-            EngineError: the core ended.
+            ConfigError, ModelError: a core says that it cannot load the model.
+            EngineError: a core ended.
         """
-        engine = cls(config)
+        engine = cls(config, in_process, runner_factory, restart)
         try:
-            await engine._start(in_process, runner_factory)
+            await engine._start(on_spawned)
         except BaseException:
-            await engine._close()
+            for core in engine._cores:
+                await core.close()
             raise
         return engine
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(
+        self, config: EngineConfig, in_process: bool, load_model: str, restart: bool
+    ) -> None:
         self.config = config
-        self.stats = EngineStats()
-        self.status = "dead"
         self.failure = None
-        self._core: Core | None = None
-        self._streams: dict[str, Stream] = {}
+        self.restarts = 0
+        self._in_process = in_process
+        self._load_model = load_model
+        self._restart = restart
+        self._draining = False
+        self._past = EngineStats()
+        self._shares = share_out(config)
+        self._cores = [CoreClient(share) for share in self._shares]
+        self._keepers: list[asyncio.Task[None]] = []
+        self._load_seconds = 0.0
         self._ids = count()
         self._seeds = random.Random(config.seed)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(FromCore)
-        self._last_progress = 0.0
-        self._listener: asyncio.Task[None] | None = None
-        self._context = zmq.asyncio.Context()
-        self._inbox = self._context.socket(zmq.PULL)
-        self._outbox = zmq.Context(self._context).socket(zmq.PUSH)
-        self._inbox.setsockopt(zmq.RCVHWM, 0)
-        self._outbox.setsockopt(zmq.SNDHWM, 0)
 
     # Requests.
 
     @property
     def places(self) -> int:
         """Most requests that run or wait at once."""
-        return self.info.max_num_seqs + self.config.max_queue
+        return self.config.dp * self.info.max_num_seqs + self.config.max_queue
 
     @property
     def live(self) -> int:
         """Requests that run or wait."""
-        return len(self._streams)
+        return sum(core.live for core in self._cores)
+
+    @property
+    def stats(self) -> EngineStats:
+        """Sums over the cores, as of the last message of each."""
+        return sum((core.stats for core in self._cores), self._past)
+
+    @property
+    def serving(self) -> int:
+        """Cores that serve."""
+        return sum(core.status == "ready" for core in self._cores)
+
+    @property
+    def status(self) -> Status:
+        """ "ready" while a core serves; "restarting" while none does, but will; "draining" after
+        `shutdown`. "stalled", when a core did no step for `stall_timeout` seconds with work at
+        hand, and "dead" are final.
+        """
+        states = {core.status for core in self._cores}
+        lost: Status = "stalled" if "stalled" in states else "dead"
+        if self._draining:
+            return "draining" if "ready" in states else lost
+        if self.failure is not None or not (self._restart or states == {"ready"}):
+            return lost
+        return "ready" if "ready" in states else "restarting"
 
     def validate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> SamplingParams:
         """Check a request against the model and the queue.
@@ -144,9 +161,9 @@ class AsyncEngine:
             RequestError: this request cannot be served; with status 429, not now.
         """
         params = check_request(prompt_token_ids, params, self.info)
-        if len(self._streams) >= self.places:
+        if self.live >= self.places:
             raise RequestError(
-                f"{len(self._streams)} requests are running or waiting, of at most {self.places}; "
+                f"{self.live} requests are running or waiting, of at most {self.places}; "
                 "try again later",
                 code="queue_full",
                 status=429,
@@ -176,35 +193,33 @@ class AsyncEngine:
 
         Raises:
             RequestError: see `validate`.
-            EngineError: the engine is shutting down, or has failed.
+            EngineError: the engine is shutting down or not ready, or the core has failed.
         """
         if isinstance(prompt, str):
             prompt = await self.encode(prompt)
         params = self.validate(prompt, params)
-        self._check_serving()
-        request_id = str(next(self._ids))
-        if not self._streams:
-            self._last_progress = time.monotonic()
-        stream = self._streams[request_id] = Stream(self.tokenizer, params)
+        self.check_serving()
+        core = self._least_busy()
+        number = next(self._ids)
+        request_id = str(number)
+        stream = Stream(self.tokenizer, params)
+        request = Add(
+            request_id,
+            list(map(int, prompt)),
+            params,
+            self._end_token_ids(params),
+            priority,
+            time.monotonic(),
+        )
+        core.add(number, request, stream)
         try:
-            self._send(
-                Add(
-                    request_id,
-                    list(map(int, prompt)),
-                    params,
-                    self._end_token_ids(params),
-                    priority,
-                    time.monotonic(),
-                )
-            )
             while True:
                 delta = await stream.next()
                 yield delta
                 if delta.finish_reason is not None:
                     return
         finally:
-            if self._streams.pop(request_id, None) is not None:
-                self._send(Abort((request_id,)))
+            core.drop(request_id)
 
     async def encode(self, text: str) -> list[int]:
         """Token ids of a prompt; a long one is encoded in a thread."""
@@ -212,165 +227,130 @@ class AsyncEngine:
             return self.tokenizer.encode(text)
         return await asyncio.to_thread(self.tokenizer.encode, text)
 
-    async def shutdown(self, *, drain: bool = True, timeout: float = 30.0) -> None:
-        """End the engine. May be called again, to be less patient.
-
-        Args:
-            drain: let requests finish; else they end with "abort".
-            timeout: seconds until requests are aborted, and soon after the core is ended by force.
-        """
-        if self.status == "ready":
-            self.status = "draining"
-        for patience, message in ((timeout, Shutdown(drain)), (ABORT_GRACE, Shutdown(False))):
-            if self._core is not None and not self._core.ended.done():
-                self._send(message)
-                await asyncio.wait((self._core.ended,), timeout=patience)
-        await self._close()
+    def check_serving(self) -> None:
+        """Raise EngineError, with the time to wait if that is known, when no core serves."""
+        match self.status:
+            case "ready":
+                return
+            case "draining":
+                raise EngineError("the engine is shutting down")
+            case "restarting":
+                loading = (core.age for core in self._cores if core.status == "loading")
+                left = self._load_seconds - max(loading, default=0.0)
+                raise EngineError(
+                    "the engine has failed and is being started again",
+                    retry_after=max(1, math.ceil(left)),
+                )
+            case status:
+                raise EngineError(f"the engine is {status}")
 
     def _end_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
         own = () if params.ignore_eos else self.tokenizer.eos_token_ids
         return (*own, *params.stop_token_ids)
 
-    def _check_serving(self) -> None:
-        if self.status == "draining":
-            raise EngineError("the engine is shutting down")
-        if self.status != "ready":
-            raise EngineError(f"the engine is {self.status}")
+    def _least_busy(self) -> CoreClient:
+        """The core with the fewest requests; of such, the one that has waited for one longest."""
+        ready = (core for core in self._cores if core.status == "ready")
+        return min(ready, key=lambda core: (core.live, core.latest))
 
-    # The core.
+    # The cores.
 
-    async def _start(self, in_process: bool, load_model: str) -> None:
-        base, directory = f"inproc://{uuid.uuid4().hex}", None
-        if not in_process:
-            directory = tempfile.mkdtemp(prefix="weft-")  # only this user may enter it
-            if len(directory) > MAX_PATH - len("/from-core"):
-                raise ConfigError(f"TMPDIR is too long a path for a unix socket: {directory}")
-            base = f"ipc://{directory}"
+    async def shutdown(self, *, drain: bool = True, timeout: float = 30.0) -> None:
+        """End the engine. May be called again, to be less patient.
+
+        Args:
+            drain: let requests finish; else they end with "abort".
+            timeout: seconds until requests are aborted, and soon after the cores are ended by
+                force.
+        """
+        self._draining = self.failure is None
+        for core, keeper in zip(self._cores, self._keepers, strict=True):
+            if core.status == "loading":
+                keeper.cancel()
+        await asyncio.gather(*(core.shutdown(drain=drain, timeout=timeout) for core in self._cores))
+        await asyncio.wait(self._keepers)
+
+    async def _start(self, on_spawned: Callable[[], None]) -> None:
+        for core in self._cores:
+            await core.spawn(self._load_model, in_process=self._in_process)
+        on_spawned()
+        self.tokenizer = await asyncio.to_thread(_load_tokenizer, self.config)
         try:
-            to_core, from_core = addresses(base)
-            self._outbox.bind(to_core)
-            self._inbox.bind(from_core)
-            if in_process:
-                context = zmq.Context(self._context)
-                self._core = CoreThread(self.config, load_model, base, context)
-            else:
-                self._core = await CoreProcess.start(self.config, load_model, base)
-            self.tokenizer = await asyncio.to_thread(_load_tokenizer, self.config)
-            self.info = await self._ready(self._core)
-        finally:
-            if directory is not None:  # the core is connected, or will never be
-                shutil.rmtree(directory, ignore_errors=True)
-        self.status = "ready"
-        self._last_progress = time.monotonic()
-        self._listener = asyncio.create_task(self._listen(self._core))
+            async with asyncio.TaskGroup() as group:
+                for core in self._cores:
+                    group.create_task(core.load())
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        self.info = min((core.info for core in self._cores), key=lambda info: info.num_blocks)
+        self._load_seconds = max(core.load_seconds for core in self._cores)
+        self._keepers = [asyncio.create_task(self._keep(i)) for i in range(self.config.dp)]
 
-    async def _ready(self, core: Core) -> EngineInfo:
-        """Wait for the core's first message."""
-        receive = self._receive()
-        await asyncio.wait((receive, core.ended), return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.wait((receive,), timeout=LAST_WORDS)
-        if not receive.done():
-            how = core.ended.result() or "ended"
-            raise EngineError(f"the engine {how} while it was loading")
-        message = self._decoder.decode(receive.result())
-        if isinstance(message, Failed):
-            raise message.error
-        assert isinstance(message, Ready)
-        return message.info
-
-    async def _listen(self, core: Core) -> None:
-        """Hand on what the core sends, until it ends or is stuck; then end every stream."""
-        failure: EngineError | None = EngineError(
-            "the engine's messages make no sense; see the log"
-        )
-        try:
-            failure = await self._relay(core)
-        finally:
-            if self.status != "stalled":
-                self.status = "dead"
-            self.failure = failure
-            self._end_streams(failure or EngineError("the engine has shut down"))
-
-    async def _relay(self, core: Core) -> EngineError | None:
-        """Hand on what the core sends, until it ends or is stuck; returns what went wrong."""
-        tick = min(1.0, self.config.stall_timeout / 4)
-        receive = self._receive()
+    async def _keep(self, number: int) -> None:
+        """See a core through, and those that take its place."""
+        tries = 0
         while True:
-            if core.ended.done():
-                await asyncio.wait((receive,), timeout=LAST_WORDS)
-            else:
-                before = time.monotonic()
-                await asyncio.wait(
-                    (receive, core.ended), timeout=tick, return_when=asyncio.FIRST_COMPLETED
-                )
-                # When this process does not get to run, nor may the core have (a paused machine).
-                self._last_progress += max(0.0, time.monotonic() - before - tick)
-            if receive.done():
-                for _ in range(TURN):
-                    message = self._decoder.decode(receive.result())
-                    if isinstance(message, Failed):
-                        return EngineError(message.message)
-                    assert isinstance(message, Outputs)
-                    self._take(message)
-                    receive = self._receive()
-                    if not receive.done():
-                        break
-            elif core.ended.done():
-                how = core.ended.result()
-                if how is None and self.status == "draining":
-                    return None
-                return EngineError(f"the engine {how or 'ended by itself'}")
-            # What has come and is not handled yet may well be progress.
-            if not receive.done() and self._is_stalled():
-                return await self._give_up(core)
+            core = self._cores[number]
+            try:
+                await self._see_through(core)
+                return
+            except WeftError as error:
+                tries = 0 if core.works else tries
+                failure = self._judge(error, tries)
+                if failure is None:
+                    logger.warning("%s; it is started again", error)
+                else:
+                    self._fail(failure)
+                if core.status != "loading":  # else it does not listen yet
+                    await core.shutdown(drain=False, timeout=END_GRACE)
+            finally:
+                await core.close()
+            if failure is not None or self._draining:
+                return
+            tries += 1
+            self.restarts += 1
+            self._past += core.stats
+            self._cores[number] = CoreClient(self._shares[number])
 
-    def _receive(self) -> asyncio.Future[bytes]:
-        return asyncio.ensure_future(self._inbox.recv())
+    async def _see_through(self, core: CoreClient) -> None:
+        """Load a core, if that is still to do, and serve until it has ended as it was told.
 
-    def _take(self, message: Outputs) -> None:
-        if message.stats.steps != self.stats.steps or not self._streams:
-            self._last_progress = time.monotonic()
-        self.stats = message.stats
-        for output in message.outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is not None and stream.push(output):
-                del self._streams[output.request_id]
-                if output.finish_reason is None:  # a stop string: the core does not know
-                    self._send(Abort((output.request_id,)))
+        Raises:
+            ConfigError, ModelError: it cannot be loaded.
+            EngineError: it ended, failed or is stuck.
+        """
+        if core.status == "loading":
+            patience = math.ceil(self.config.stall_timeout + SLOW_RELOAD * self._load_seconds)
+            try:
+                async with asyncio.timeout(patience):
+                    await core.spawn(self._load_model, in_process=self._in_process)
+                    await core.load()
+            except TimeoutError:
+                raise EngineError(f"{core.name} did not load within {patience} s") from None
+            if core.info.vocab_size != self.info.vocab_size:  # the tokenizer is the old one
+                raise ModelError(f"{self.config.model} is not the model that it was")
+            self.info = min(
+                (other.info for other in self._cores if other.status == "ready"),
+                key=lambda info: info.num_blocks,
+            )
+            logger.warning("%s serves again", core.name)
+        await core.serve()
 
-    def _is_stalled(self) -> bool:
-        return time.monotonic() - self._last_progress > self.config.stall_timeout
+    def _judge(self, error: WeftError, tries: int) -> EngineError | None:
+        """Why a core is not started again after an error and so many vain tries; None if it is."""
+        if not isinstance(error, EngineError):
+            return EngineError(f"the engine cannot be started again: {error}")
+        if self._draining or not self._restart or self.failure is not None:
+            return error
+        if tries == MAX_RESTARTS:
+            return EngineError(f"{error}; it was started {tries} times in vain")
+        return None
 
-    async def _give_up(self, core: Core) -> EngineError:
-        """The core is stuck: tell everyone, and end it, with its stacks on stderr."""
-        error = EngineError(f"the engine is stuck: no step in {self.config.stall_timeout:g} s")
-        self.status = "stalled"
-        self._end_streams(error)
-        await core.kill(dump=True)
-        return error
-
-    def _end_streams(self, error: EngineError) -> None:
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.fail(error)
-
-    def _send(self, message: ToCore) -> None:
-        """Send without waiting; to a core that is gone, nothing (the listener notices)."""
-        if not self._outbox.closed:
-            with suppress(zmq.Again):
-                self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)
-
-    async def _close(self) -> None:
-        """End the core by force if it still runs, and release everything."""
-        if self._core is not None and not self._core.ended.done():
-            self._send(Shutdown(drain=False))  # all that a thread can be told
-            await self._core.kill()
-        if self._listener is not None:
-            await self._listener
-        self._inbox.close(linger=0)
-        self._outbox.close(linger=0)
-        if self._core is None or self._core.ended.done():  # else a thread has sockets open
-            self._context.term()
+    def _fail(self, failure: EngineError) -> None:
+        """There is no engine any more; what drains may come to its end."""
+        self.failure = self.failure or failure
+        if not self._draining:
+            for core in self._cores:
+                core.drop_all(failure)
 
 
 def _load_tokenizer(config: EngineConfig) -> Tokenizer:

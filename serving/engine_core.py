@@ -205,6 +205,8 @@ def start_executor(config: EngineConfig, load_model: LoadModel) -> Executor:
         return ProcessExecutor(config, load_model, config.world_size)
 
     def load() -> LoadedModel:
+        if config.replica.number:  # the first one says how far it is
+            return load_model(config, lambda done, total: None)
         with show_progress("loading") as progress:
             return load_model(config, progress)
 

@@ -83,7 +83,7 @@ def run(
     except ValueError as error:
         raise ConfigError(f"--count: {error}") from None
     scores = []
-    with LLM(**asdict(config)) as llm:
+    with LLM.of(config) as llm:
         for of_task in questions:
             score, failures = ask(llm, of_task)
             scores.append(score)

@@ -1,4 +1,4 @@
-"""Starting the engine core, as a child process or as a thread, and noticing its end.
+"""Starting engine cores, as child processes or as threads, and noticing their end.
 
 A process is told what to do in one line on its stdin. That pipe then stays
 open: its end tells the child that this process is gone, however it went, so
@@ -9,23 +9,40 @@ killed.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from weft.errors import WeftError
 from weft.serving.child import how_it_ended
-from weft.serving.config import EngineConfig
+from weft.serving.config import EngineConfig, Replica
 from weft.serving.messages import Orders
 
 if TYPE_CHECKING:
     import zmq
 
 ABORT_GRACE = 2.0  # seconds for the stacks of a stuck core to be written
+
+
+def share_out(config: EngineConfig) -> list[EngineConfig]:
+    """The configuration of each of the `dp` cores, with its share of the threads and the memory.
+
+    The share is of what is free now: a core that is started again later takes no more.
+    """
+    if config.dp == 1:
+        return [config]
+    from weft.models.memory import available_memory
+
+    threads = max(1, (config.threads or len(os.sched_getaffinity(0))) // config.dp)
+    memory = available_memory() // config.dp
+    replicas = (Replica(number, memory) for number in range(config.dp))
+    return [replace(config, threads=threads, replica=replica) for replica in replicas]
 
 
 class Core(Protocol):

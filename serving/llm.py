@@ -29,6 +29,7 @@ from weft.serving.settings import from_arguments
 from weft.serving.window import for_each, width
 
 if TYPE_CHECKING:
+    from weft.serving.config import EngineConfig
     from weft.serving.engine import AsyncEngine, Delta
     from weft.serving.messages import EngineInfo
     from weft.serving.tokenizer import Tokenizer
@@ -57,15 +58,25 @@ class LLM:
     """
 
     def __init__(self, model: str | Path = "weft-demo", **settings: Any) -> None:
+        self._start(from_arguments(settings | {"model": str(model)}))
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Self:
+        """The same, from settings that have been checked."""
+        llm = cls.__new__(cls)
+        llm._start(config)
+        return llm
+
+    def _start(self, config: EngineConfig) -> None:
         from weft.serving.engine import AsyncEngine
 
-        config = from_arguments(settings | {"model": str(model)})
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="weft-llm", daemon=True)
         self._thread.start()
         self._engine: AsyncEngine | None = None
         try:
-            self._engine = self._wait(AsyncEngine.start(config, in_process=True))
+            # Several would get in each other's way in one process.
+            self._engine = self._wait(AsyncEngine.start(config, in_process=config.dp == 1))
         except Exception:  # an interrupt does not wait for the loading to end
             self.close()
             raise

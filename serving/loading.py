@@ -107,12 +107,13 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         raise ConfigError(
             f"--quantization is '{config.quantization}'; with --kernels overlapped it must be none"
         )
+    free = available_memory() if config.replica.memory is None else config.replica.memory
     layout = Layout(config.tp, config.ep, place.rank)
     ledger = plan_memory(
         layout.local(spec),
         dtype=dtype,
         quantization=config.quantization,
-        available=available_memory() // place.world_size,
+        available=free // place.world_size,
         memory_fraction=config.memory_fraction,
         kv_cache_memory=config.kv_cache_memory,
         block_size=config.block_size,
@@ -121,8 +122,9 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         max_model_len=max_model_len,
         copies=layout.copies,
     )
-    if place.rank == 0:
+    if place.rank == config.replica.number == 0:
         whose = f" of each of {place.world_size} ranks" if place.world_size > 1 else ""
+        whose += f" of each of {config.dp} engine cores" if config.dp > 1 else ""
         logger.info("memory%s\n%s", whose, ledger.render())
     store = None
     if place.world_size > 1:

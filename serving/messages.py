@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
+from msgspec.structs import astuple, replace
 
 from weft.errors import ConfigError, EngineError, ModelError, WeftError
 from weft.serving.config import EngineConfig
@@ -123,6 +124,15 @@ class EngineStats(msgspec.Struct, frozen=True):
     step_seconds: float = 0.0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+
+    def __add__(self, other: EngineStats) -> EngineStats:
+        """Of two cores together."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return EngineStats(*(mine + theirs for mine, theirs in pairs))
+
+    def counted(self) -> EngineStats:
+        """What stays of it when the core has ended: what it has counted."""
+        return replace(self, running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0)
 
 
 class EngineInfo(msgspec.Struct, frozen=True):

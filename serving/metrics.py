@@ -1,7 +1,7 @@
 """What a monitoring system sees, in Prometheus' text format.
 
-Two sources: the engine's last snapshot (queue, KV cache, counters since its start) is read when
-somebody asks; latencies are measured where a user notices them, on the
+Two sources: the engine's last snapshot (queue, KV cache, counters since its start), of all its
+cores together, is read when somebody asks; latencies are measured where a user notices them, on the
 stream of each answer.
 """
 
@@ -17,10 +17,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from weft.errors import WeftError
-from weft.serving.messages import EngineStats
 
 if TYPE_CHECKING:
-    from weft.serving.engine import Delta
+    from weft.serving.engine import AsyncEngine, Delta
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _SECONDS_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -31,13 +30,13 @@ class Metrics:
     """The metrics of one server.
 
     Args:
-        stats: gives the engine's last snapshot, or None while it loads.
+        engine: gives the engine, or None while it loads.
         model: the model's name in the API, a label of every metric here.
     """
 
-    def __init__(self, stats: Callable[[], EngineStats | None], model: str) -> None:
+    def __init__(self, engine: Callable[[], AsyncEngine | None], model: str) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(stats, model))
+        self._registry.register(_EngineCollector(engine, model))
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             metric = Histogram(
@@ -111,22 +110,25 @@ class Metrics:
 class _EngineCollector(Collector):
     """Reads the engine's snapshot when the metrics are asked for."""
 
-    def __init__(self, stats: Callable[[], EngineStats | None], model: str) -> None:
-        self._stats = stats
+    def __init__(self, engine: Callable[[], AsyncEngine | None], model: str) -> None:
+        self._engine = engine
         self._model = model
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        if stats is None:
+        engine = self._engine()
+        if engine is None:
             return
+        stats = engine.stats
         used, total = stats.kv_blocks_used, stats.kv_blocks_total
         gauges = {
             "requests_running": ("Requests in the batch", stats.running),
             "requests_waiting": ("Requests in the queue", stats.waiting),
             "kv_cache_usage_ratio": ("KV cache blocks in use", used / total if total else 0.0),
             "kv_cache_blocks": ("KV cache blocks in all", total),
+            "engine_cores": ("Engine cores that serve", engine.serving),
         }
         counters = {
+            "engine_restarts": ("Times that an engine core was started again", engine.restarts),
             "prefix_cache_queries": ("Prompt tokens looked up", stats.prefix_queries),
             "prefix_cache_hits": ("Prompt tokens found in the cache", stats.prefix_hits),
             "preemptions": ("Requests that gave their blocks back", stats.preemptions),

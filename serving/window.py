@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 def width(engine: AsyncEngine) -> int:
     """Requests to have in the engine at once: as many as run, and as many again in its queue."""
-    running = engine.info.max_num_seqs
+    running = engine.config.dp * engine.info.max_num_seqs
     return running + min(running, engine.config.max_queue)
 
 

@@ -52,4 +52,13 @@ class RequestError(WeftError):
 
 
 class EngineError(WeftError):
-    """The engine cannot serve: it died, is not ready, or is shutting down."""
+    """The engine cannot serve: it died, is not ready, or is shutting down.
+
+    Args:
+        message: how that came.
+        retry_after: seconds until it may serve again, if that is known.
+    """
+
+    def __init__(self, message: str, *, retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after

@@ -75,7 +75,9 @@ def install(app: FastAPI) -> None:
 
 async def _on_weft_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError | EngineError)
-    return _response(*describe(error))
+    seconds = error.retry_after if isinstance(error, EngineError) else None
+    headers = None if seconds is None else {"retry-after": str(seconds)}
+    return _response(*describe(error), headers)
 
 
 async def _on_validation_error(_: Request, error: Exception) -> Response:
@@ -157,7 +159,7 @@ def _response(
 ) -> Response:
     all_headers = dict(headers or {})
     if status in _RETRY_AFTER_SECONDS:
-        all_headers["retry-after"] = str(_RETRY_AFTER_SECONDS[status])
+        all_headers.setdefault("retry-after", str(_RETRY_AFTER_SECONDS[status]))
     return Response(
         msgspec.json.encode(body), status, headers=all_headers, media_type="application/json"
     )

@@ -1,8 +1,8 @@
 """GET /health, /ready, /metrics and /version: for whoever runs the server.
 
 /health says that the process answers; a liveness probe asks it. /ready says that requests are
-served *now*: not while the model loads, when the server is about to end, or when there is
-work and no step gets done.
+served *now*: not while the model loads, also again (`--restart`), when the server is about to
+end, or when there is work and no step gets done.
 """
 
 from __future__ import annotations

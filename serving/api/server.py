@@ -4,7 +4,8 @@ The engine's process starts first, and imports torch while this one imports its
 HTTP server. That is up long before the model is loaded: /health answers. At SIGTERM or
 SIGINT the server stops being ready but keeps answering, running requests get
 `drain_timeout` seconds to finish, and it exits with 0. A second signal
-does not wait. When the engine ends by itself, so does the server, with an error.
+does not wait. When the engine ends by itself, so does the server, with an error;
+with `restart` that is only when it cannot be started again.
 """
 
 from __future__ import annotations
@@ -92,10 +93,16 @@ class _Server:
         loop = asyncio.get_running_loop()
         for sig in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sig, self._on_signal)
+        spawned = asyncio.Event()
         loading = asyncio.create_task(
-            AsyncEngine.start(self._engine_config, runner_factory=self._runner_factory)
+            AsyncEngine.start(
+                self._engine_config,
+                runner_factory=self._runner_factory,
+                restart=self._server_config.restart,
+                on_spawned=spawned.set,
+            )
         )
-        await asyncio.sleep(0)  # until the process is there: no fork while a thread imports
+        await _first(loading, spawned)  # no fork while a thread imports
         state, server = await asyncio.to_thread(self._build_http)
         self._state = state
         state.draining = self._stop.is_set()

@@ -11,7 +11,6 @@ from fastapi import Depends, Request
 from weft.errors import EngineError, RequestError
 from weft.serving.api.responses import now
 from weft.serving.config import EngineConfig, ServerConfig
-from weft.serving.messages import EngineStats
 from weft.serving.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ class ServerState:
     metrics: Metrics = field(init=False)
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(self._stats, self.model)
+        self.metrics = Metrics(lambda: self.engine, self.model)
 
     @classmethod
     def of(cls, engine_config: EngineConfig, server_config: ServerConfig) -> ServerState:
@@ -46,7 +45,7 @@ class ServerState:
 
     @property
     def status(self) -> str:
-        """ "ready", "loading", "draining", "stalled" or "dead"."""
+        """ "ready", "loading", "restarting", "draining", "stalled" or "dead"."""
         if self.draining:
             return "draining"
         return "loading" if self.engine is None else self.engine.status
@@ -56,16 +55,14 @@ class ServerState:
 
         Raises:
             RequestError: 404, the model is another one.
-            EngineError: the engine is loading, dead, or ending.
+            EngineError: the engine is loading, dead, ending, or started again.
         """
         if model != self.model:
             raise no_such_model(model, self.model)
-        if self.engine is None or self.status in ("draining", "dead"):
+        if self.engine is None or self.draining:
             raise EngineError(f"the server is not ready: it is {self.status}")
+        self.engine.check_serving()
         return self.engine
-
-    def _stats(self) -> EngineStats | None:
-        return None if self.engine is None else self.engine.stats
 
 
 def no_such_model(model: str, served: str) -> RequestError:

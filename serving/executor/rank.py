@@ -80,7 +80,7 @@ def serve(orders: RankOrders, channel: socket.socket) -> None:
     place = Place(orders.rank, orders.world_size, find_port, count_exchange)
     try:
         load = child.find(orders.load_model)
-        if orders.rank:
+        if orders.rank or orders.config.replica.number:
             loaded: LoadedModel = load(orders.config, lambda done, total: None, place)
         else:
             with show_progress("loading") as progress:

@@ -54,6 +54,13 @@ def test_answers_come_in_the_order_of_many_more_prompts_than_fit(llm: LLM) -> No
     assert len({answer.text for answer in together}) > 1
 
 
+def test_two_engines_answer_as_one(llm: LLM, checkpoint: Path) -> None:
+    alone = llm.generate(PROMPTS, GREEDY)
+    with LLM(checkpoint, dp=2, max_num_seqs=2, max_queue=1, threads=2) as two:
+        together = two.generate(PROMPTS, GREEDY)
+    assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
+
+
 def test_text_and_token_ids_are_the_same_prompt(llm: LLM) -> None:
     ids = llm.tokenizer.encode(PROMPTS[0])
     (from_text,), (from_ids,) = llm.generate(PROMPTS[0], GREEDY), llm.generate(ids, GREEDY)

@@ -136,13 +136,18 @@ def start_server(
 
 def _arguments(model: Path, loader: str | None, settings: dict[str, Any]) -> list[str]:
     if loader is None:
-        flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+        flags = [_flag(name, value) for name, value in settings.items()]
         return ["-m", "weft", "serve", str(model), *flags]
-    of_server = {"port", "drain_timeout"} & settings.keys()
+    of_server = {"port", "drain_timeout", "restart"} & settings.keys()
     server = {name: settings[name] for name in of_server}
     engine = {name: settings[name] for name in settings.keys() - of_server} | {"model": str(model)}
     configs = [msgspec.json.encode(config).decode() for config in (engine, server)]
     return ["-c", _WITH_LOADER, *configs, loader]
+
+
+def _flag(name: str, value: object) -> str:
+    flag = "--" + name.replace("_", "-")
+    return flag if value is True else f"{flag}={value}"
 
 
 def _wait_ready(process: subprocess.Popen[bytes], log: Path) -> str:

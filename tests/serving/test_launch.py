@@ -1,0 +1,43 @@
+"""What each of several engine cores is given of the machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from support.checkpoints import make_checkpoint
+
+from weft.serving.config import EngineConfig
+from weft.serving.launch import share_out
+from weft.serving.loading import load_model
+
+
+def test_one_core_has_everything() -> None:
+    config = EngineConfig()
+    assert share_out(config) == [config]
+
+
+def test_cores_share_threads_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.models.memory.available_memory", lambda: 1001)
+    shares = share_out(EngineConfig(dp=4, threads=9))
+    assert [share.replica.number for share in shares] == [0, 1, 2, 3]
+    assert {(share.threads, share.replica.memory) for share in shares} == {(2, 250)}
+    (share, *_) = share_out(EngineConfig(dp=2))
+    assert share.threads == max(1, len(os.sched_getaffinity(0)) // 2)
+    (share, *_) = share_out(EngineConfig(dp=2, threads=1))
+    assert share.threads == 1
+
+
+def test_the_first_of_several_shows_what_each_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr("weft.models.memory.available_memory", lambda: 2**28)
+    model = str(make_checkpoint(tmp_path, "qwen3"))
+    config = EngineConfig(model, dp=2, max_num_seqs=2, max_num_batched_tokens=64)
+    for share in share_out(config):
+        loaded = load_model(share, lambda done, total: None)
+        loaded.runner.close()
+    assert caplog.text.count("memory of each of 2 engine cores") == 1
+    assert "of the 102.4 MiB that weft may take" in caplog.text
