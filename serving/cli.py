@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
@@ -59,15 +59,23 @@ def _refuse(message: str, status: int) -> int:
 
 
 def takes(
-    *configs: type[EngineConfig] | type[ServerConfig], model: bool = False
+    *configs: type[EngineConfig] | type[ServerConfig],
+    model: bool = False,
+    only: Collection[str] | None = None,
 ) -> Callable[[Command], Command]:
     """Give a command a flag for each setting, and the resolved `Settings` as first argument.
 
     Args:
         configs: the dataclasses whose settings the command can use.
         model: the model is the command's argument, instead of a flag.
+        only: settings that the command can use, if not all of these.
     """
-    taken = [setting for config in configs for setting in settings_of(config)]
+    taken = [
+        setting
+        for config in configs
+        for setting in settings_of(config)
+        if only is None or setting.name in only
+    ]
 
     def decorate(function: Command) -> Command:
         def command(config_file: Path | None, **options: Any) -> int:
@@ -159,6 +167,27 @@ def serve(settings: Settings) -> int:
     from weft.serving.api.server import serve
 
     return serve(settings.build(EngineConfig), settings.build(ServerConfig))
+
+
+@weft.command()
+@click.argument("head", metavar="HOST:PORT")
+@click.option(
+    "--once", is_flag=True, help="end with what the head serves, instead of waiting again"
+)
+@takes(EngineConfig, only=("node_address", "node_token"))
+def join(settings: Settings, head: str, once: bool) -> int:
+    """Lend this machine to what HOST:PORT serves with --nodes.
+
+    Waits for the head, runs the ranks that it deals out to this machine, ends them with it, and
+    waits for it again. Both need the same token, which WEFT_NODE_TOKEN keeps out of `ps`.
+
+    \b
+    WEFT_NODE_TOKEN=... weft serve MODEL --tp 4 --nodes 2     on one machine, 10.0.0.1
+    WEFT_NODE_TOKEN=... weft join 10.0.0.1:7333               on the other one
+    """
+    from weft.serving.executor.agent import run
+
+    return run(settings.build(EngineConfig), head, once=once)
 
 
 @weft.command()
@@ -277,12 +306,13 @@ def config(settings: Settings, as_json: bool) -> int:
     """
     settings.build(EngineConfig)
     settings.build(ServerConfig)
+    shown = settings.without_secrets()
     if as_json:
         import json
 
-        print(json.dumps({name: asdict(value) for name, value in settings.items()}, indent=2))
+        print(json.dumps({name: asdict(value) for name, value in shown.items()}, indent=2))
     else:
-        for name, value in settings.items():
+        for name, value in shown.items():
             print(f"{name:<24} {_shown(value.value):<24} {value.source}")
     return 0
 

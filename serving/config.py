@@ -22,6 +22,7 @@ from weft.errors import ConfigError
 Dtype = Literal["auto", "bfloat16", "float32"]
 Quantization = Literal["none", "int8"]
 Kernels = Literal["auto", "overlapped", "plain"]
+Placing = Literal["processes", "ray"]
 MAX_RANKS = 64
 """Of one machine."""
 
@@ -33,6 +34,7 @@ class Help:
     Attributes:
         ge, gt, le: the value is at least, above, at most this.
         unit: "bytes" lets a value be written as 512M or 4GiB (powers of 1024).
+        secret: the value is never shown.
     """
 
     text: str
@@ -40,6 +42,7 @@ class Help:
     gt: float | None = None
     le: float | None = None
     unit: Literal["bytes"] | None = None
+    secret: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,24 @@ class EngineConfig:
         Kernels,
         Help("overlapped hides the ranks' traffic in products; on CPUs interpreted, slow"),
     ] = "auto"
+    executor: Annotated[
+        Placing, Help("who starts ranks: weft itself, or a Ray cluster on the nodes it has")
+    ] = "processes"
+    nodes: Annotated[
+        int,
+        Help("machines that the ranks are dealt out to; others run weft join", ge=1, le=MAX_RANKS),
+    ] = 1
+    node_address: Annotated[
+        str | None,
+        Help("this machine's IP address for ranks of others; else where these have reached it"),
+    ] = None
+    node_port: Annotated[
+        int, Help("port at which machines join, with --nodes above 1", ge=0, le=65535)
+    ] = 7333
+    node_token: Annotated[
+        str | None,
+        Help("what machines must know to join, 16 characters or more; else made", secret=True),
+    ] = None
     max_model_len: Annotated[
         int | None,
         Help("most tokens of a request, prompt and output; else the model's limit", ge=1),

@@ -1,4 +1,4 @@
-"""`weft doctor`: can this machine serve, and what to do where it cannot.
+"""`weft doctor`: can this machine serve, and what to do where it cannot; with others, if so told.
 
 Each check is one function that looks and returns a Finding; it changes
 nothing and loads no model. "warn" means slower or less, "fail" that serving
@@ -8,32 +8,25 @@ will not work.
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import platform
 import shutil
 import socket
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Collection
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
 
-from weft.errors import ModelError
+from weft.errors import ModelError, WeftError
 from weft.models.checkpoint import BUNDLED, locate, read_spec
 from weft.serving.config import EngineConfig, ServerConfig
+from weft.serving.finding import Finding
 
 GIB = 1024**3
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What a check saw; `advice` says what to do unless the status is "ok"."""
-
-    name: str
-    status: Literal["ok", "warn", "fail"]
-    seen: str
-    advice: str = ""
 
 
 def run(engine: EngineConfig, server: ServerConfig, *, as_json: bool = False) -> int:
@@ -45,7 +38,10 @@ def run(engine: EngineConfig, server: ServerConfig, *, as_json: bool = False) ->
         import click
 
         colors = {"ok": "green", "warn": "yellow", "fail": "red"}
+        machine = ""
         for finding in findings:
+            if finding.machine != machine:
+                click.echo(f"\n{(machine := finding.machine)}")
             status = click.style(f"{finding.status:<5}", fg=colors[finding.status])
             click.echo(f"{status} {finding.name:<14} {finding.seen}")
             if finding.advice:
@@ -54,12 +50,29 @@ def run(engine: EngineConfig, server: ServerConfig, *, as_json: bool = False) ->
 
 
 def examine(engine: EngineConfig, server: ServerConfig) -> list[Finding]:
-    """Every finding, in the order to read them; without the first two, nothing else can be seen."""
-    needed = [_python(), _libraries()]
-    if any(finding.status == "fail" for finding in needed):
-        return needed
-    return [
-        *needed,
+    """Every finding, in the order to read them; of other machines last."""
+    if problem := _needed():
+        return problem
+    found = examine_machine(engine, engine.world_size // engine.nodes, BUNDLED)
+    found.append(_port(server.host, server.port))
+    if engine.world_size > 1:
+        found.append(_layout(engine))
+    if engine.nodes > 1:
+        from weft.serving.doctor_machines import examine_others
+
+        found += examine_others(engine)
+    return found
+
+
+def examine_machine(
+    engine: EngineConfig, ranks: int, models: Collection[str] = ()
+) -> list[Finding]:
+    """What is found on a machine that has so many ranks; of these models beside the engine's."""
+    if problem := _needed():
+        return problem
+    found = [
+        _python(),
+        _libraries(),
         _processor(),
         _kernels(),
         _cores(engine),
@@ -67,9 +80,17 @@ def examine(engine: EngineConfig, server: ServerConfig) -> list[Finding]:
         _shared_memory(),
         _sockets(),
         _gpu(),
-        *(_model(name) for name in dict.fromkeys((*BUNDLED, engine.model))),
-        _port(server.host, server.port),
+        *(_model(name) for name in dict.fromkeys((*models, engine.model))),
     ]
+    if engine.world_size > 1:
+        found += [_devices(ranks), _board()]
+    return found
+
+
+def _needed() -> list[Finding]:
+    """What is there of the first two findings, if one failed: nothing else can be seen then."""
+    needed = [_python(), _libraries()]
+    return needed if any(finding.status == "fail" for finding in needed) else []
 
 
 def _python() -> Finding:
@@ -162,6 +183,51 @@ def _shared_memory() -> Finding:
             "/dev/shm", "warn", seen, "several ranks need more: docker run --shm-size 1g"
         )
     return Finding("/dev/shm", "ok", seen)
+
+
+def _devices(ranks: int) -> Finding:
+    import torch
+
+    gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
+    devices = f"{gpus} GPUs" if gpus else f"{cores} cores"
+    seen = f"{ranks} on this machine, with {devices}"
+    if (gpus or cores) < ranks:
+        advice = "ranks that share a device wait for each other: use more --nodes, or fewer ranks"
+        return Finding("ranks", "warn", seen, advice)
+    return Finding("ranks", "ok", seen)
+
+
+def _layout(engine: EngineConfig) -> Finding:
+    """Whether the model can be split like that; by its config.json."""
+    from weft.serving.loading import check_ranks
+
+    try:
+        check_ranks(engine)
+    except WeftError as error:
+        return Finding("layout", "fail", str(error), "choose sizes that work")
+    seen = f"{engine.model} over {engine.world_size} ranks"
+    return Finding("layout", "ok", seen)
+
+
+def _board() -> Finding:
+    """How fast a step gets to the ranks of a machine, through memory that has no name."""
+    size = 64 << 20
+    try:
+        fd = os.memfd_create("weft-doctor", os.MFD_CLOEXEC)
+    except OSError as error:
+        advice = "the container must allow memfd_create (see its seccomp profile)"
+        return Finding("memfd", "fail", str(error.strerror), advice)
+    try:
+        os.ftruncate(fd, size)
+        with mmap.mmap(fd, size) as memory:
+            data = bytes(size)
+            memory[:] = data  # pages are made
+            begin = time.perf_counter()
+            memory[:] = data
+            rate = size / (time.perf_counter() - begin)
+    finally:
+        os.close(fd)
+    return Finding("memfd", "ok", f"{rate / 1e9:.1f} GB/s into shared memory")
 
 
 def _sockets() -> Finding:

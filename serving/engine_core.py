@@ -199,9 +199,17 @@ def start_executor(config: EngineConfig, load_model: LoadModel) -> Executor:
     Raises:
         WeftError: it cannot be loaded.
     """
-    if config.world_size > 1:
+    if config.nodes > 1 or config.world_size > 1 or config.executor == "ray":
         if load_model is loading.load_model:
             loading.check_ranks(config)  # before so many processes are started
+        if config.executor == "ray":
+            from weft.serving.executor.ray_cluster import RayExecutor
+
+            return RayExecutor(config, load_model)
+        if config.nodes > 1:
+            from weft.serving.executor.hosts import HostsExecutor
+
+            return HostsExecutor(config, load_model)
         return ProcessExecutor(config, load_model, config.world_size)
 
     def load() -> LoadedModel:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 LINE_EVERY = 10.0  # seconds between two lines of a log
 
+LOOPBACK = "127.0.0.1"
+"""Where ranks meet that are all on one machine."""
+
 RANK_TIMEOUT = 1800.0
 """Seconds that a rank waits for another: one may load for longer than the rest, or be paused with
 them all. In a step the executor sees much earlier that a rank is stuck."""
@@ -68,16 +71,21 @@ class Place:
 
     Attributes:
         rank, world_size: its number, and how many there are.
-        find_port: tells where ranks meet, on this machine: called with the port by the first,
-            which has opened it, and with None by the others.
+        find_port: tells where ranks meet: called with the port by the first, which has opened it,
+            and with None by the others.
         count_exchange: called when this rank comes to an exchange with others, and told whether
             that is with all of them.
+        on_machine: ranks that share this machine's memory and cores.
+        host, address: of the first rank's machine and of this one, for the ranks to meet.
     """
 
     rank: int = 0
     world_size: int = 1
     find_port: Callable[[int | None], int] = lambda own: own or 0
     count_exchange: Callable[[bool], None] = lambda of_all: None
+    on_machine: int = 1
+    host: str = LOOPBACK
+    address: str = LOOPBACK
 
 
 ALONE = Place()
@@ -113,7 +121,7 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         layout.local(spec),
         dtype=dtype,
         quantization=config.quantization,
-        available=free // place.world_size,
+        available=free // place.on_machine,
         memory_fraction=config.memory_fraction,
         kv_cache_memory=config.kv_cache_memory,
         block_size=config.block_size,
@@ -128,7 +136,14 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         logger.info("memory%s\n%s", whose, ledger.render())
     store = None
     if place.world_size > 1:
-        store = meet(place.rank, place.world_size, place.find_port, timeout=RANK_TIMEOUT)
+        store = meet(
+            place.rank,
+            place.world_size,
+            place.find_port,
+            timeout=RANK_TIMEOUT,
+            host=place.host,
+            address=place.address,
+        )
     groups = split(layout, place.count_exchange)
     runner = TorchRunner.load(
         path,
@@ -140,7 +155,7 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         max_model_len=max_model_len,
         quantization=config.quantization,
         compress_weights=config.compress_weights,
-        threads=_threads(config.threads, place.world_size),
+        threads=_threads(config.threads, place.on_machine),
         progress=progress,
         layout=layout,
         groups=groups,

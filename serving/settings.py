@@ -44,6 +44,17 @@ class Settings(dict[str, Value]):
         """The dataclass that the engine or the server is given."""
         return config(**{setting.name: self[setting.name].value for setting in settings_of(config)})
 
+    def without_secrets(self) -> Settings:
+        """As they may be shown."""
+        return Settings(
+            {
+                name: Value("(set)", each.source)
+                if SETTINGS[name].help.secret and each.value is not None
+                else each
+                for name, each in self.items()
+            }
+        )
+
 
 def resolve(
     flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None = None

@@ -129,31 +129,43 @@ ALONE = Groups(_ONE, _ONE, _ONE)
 
 
 def meet(
-    rank: int, world_size: int, find_port: Callable[[int | None], int], timeout: float
+    rank: int,
+    world_size: int,
+    find_port: Callable[[int | None], int],
+    timeout: float,
+    *,
+    host: str = LOOPBACK,
+    address: str = LOOPBACK,
 ) -> Store:
-    """Meet the other ranks, on this machine, once in a process. Collective.
+    """Meet the other ranks, once in a process. Collective.
 
-    Nothing of it can be reached from other machines.
+    What is opened for it listens at `host` and `address` alone: on one machine nothing of it can
+    be reached from others. On several it is open to the network that has these addresses.
 
     Args:
         rank, world_size: this one's number, and how many there are.
         find_port: where they meet: called with the port by the first one, which has opened it,
             and with None by the others.
         timeout: seconds that a rank waits for another, here and in every step.
+        host: an address of the first one's machine, at which it is reached by all.
+        address: the one of this machine at which it is reached by all.
 
     Returns:
         what they may find more of each other in.
 
     Raises:
         RuntimeError: they did not come.
+        ValueError: this machine does not have `address`.
     """
     wait = timedelta(seconds=timeout)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else the interface that has the host's name
+    # Else it would be the interface that has the host's name.
+    os.environ["GLOO_SOCKET_IFNAME"] = interface_of(address)
     store_of = dist.TCPStore  # type: ignore[attr-defined]
-    open_store = partial(store_of, LOOPBACK, world_size=world_size, timeout=wait)
+    open_store = partial(store_of, host, world_size=world_size, timeout=wait)
     if rank == 0:
         # Its own socket would listen on all interfaces; it takes over this one.
-        listener = socket.create_server((LOOPBACK, 0))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family)
         port = listener.getsockname()[1]
         listening = listener.detach()
         store = open_store(
@@ -164,6 +176,16 @@ def meet(
         store = open_store(port=find_port(None), is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=wait)
     return store
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has an address; ValueError if none has."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address for each in addresses):
+            return str(name)
+    raise ValueError(f"no network interface of this machine has the address {address}")
 
 
 def split(layout: Layout, count: Callable[[bool], None] = lambda of_all: None) -> Groups:

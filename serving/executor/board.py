@@ -30,10 +30,21 @@ COUNTERS = 4
 Int64 = npt.NDArray[np.int64]
 
 
+def check_size(step: int, data: bytes) -> None:
+    """Refuse a step that is larger than a slot.
+
+    Raises:
+        ValueError: it is.
+    """
+    if len(data) > SLOT_BYTES - 8:
+        raise ValueError(f"step {step} takes {len(data)} bytes; at most {SLOT_BYTES - 8} fit")
+
+
 class Board:
     """The memory, of which `fd` may be given to other processes.
 
     Attributes:
+        counters: int64 [COUNTERS, ranks]; those that follow.
         begun, done: int64 [ranks]; the last step that each has begun and done, from 1.
         exchanges: int64 [ranks]; how many each has come to.
         rounds: int64 [ranks]; of these, how many are of all ranks.
@@ -48,34 +59,23 @@ class Board:
         self.fd = fd
         self._memory = mmap.mmap(fd, size)
         counters = np.frombuffer(self._memory, np.int64, COUNTERS * ranks, SLOTS * SLOT_BYTES)
-        self._counters = counters
+        self.counters: Int64 = counters.reshape(COUNTERS, ranks)
         self.begun: Int64
         self.done: Int64
         self.exchanges: Int64
         self.rounds: Int64
-        self.begun, self.done, self.exchanges, self.rounds = counters.reshape(COUNTERS, ranks)
+        self.begun, self.done, self.exchanges, self.rounds = self.counters
 
     def close(self) -> None:
         """Give the descriptor back; the memory goes with the last process that has it."""
         os.close(self.fd)
-
-    @property
-    def progress(self) -> int:
-        """A number that changes when any rank does something."""
-        return int(self._counters.sum())
 
     def has_room(self, step: int) -> bool:
         """Whether all ranks have read what step `step` would write over."""
         return bool(self.done.min() >= step - SLOTS)
 
     def write(self, step: int, data: bytes) -> None:
-        """Put a step up.
-
-        Raises:
-            ValueError: it is larger than a slot.
-        """
-        if len(data) > SLOT_BYTES - 8:
-            raise ValueError(f"step {step} takes {len(data)} bytes; at most {SLOT_BYTES - 8} fit")
+        """Put a step up, of which `check_size` has been asked."""
         at = step % SLOTS * SLOT_BYTES
         self._memory[at : at + 8] = len(data).to_bytes(8, "little")
         self._memory[at + 8 : at + 8 + len(data)] = data

@@ -1,43 +1,36 @@
-"""A model whose ranks are processes of this machine, all given the same steps.
+"""A model whose ranks are processes, all given the same steps.
 
     engine core     submit(step n) ──► board ──► rank 0 ─┐
                                           ├────► rank 1  │ the model's own collectives
                                           └────► rank 2 ─┘
                     future n ◄── receiver thread ◄── rank 0: what step n has produced
 
-With several copies of attention the first rank of each answers, and a step is done when all have.
-
 Steps are dispatched ahead and in one order (Pathways: Barham et al. 2022, section 4.5): a rank
 begins the next one without hearing from anybody. When a rank ends or raises, the
 others cannot go on: they are killed, and every future gets an error that names the
 rank, how it ended and in which step. So they are when none of them gets on any more:
 the one that is behind is named, and the stacks of all are written to stderr.
+
+The ranks are on one machine or on several, each of which has a board (machine.py, hosts.py).
 """
 
 from __future__ import annotations
 
 import selectors
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
-from pathlib import Path
 
-import msgspec
+import numpy as np
 
 from weft.errors import EngineError, WeftError
 from weft.models.interface import Result, Step, StepOutput
-from weft.serving.child import how_it_ended
 from weft.serving.config import EngineConfig
-from weft.serving.executor.board import Board
-from weft.serving.executor.rank import RankOrders
-from weft.serving.executor.wire import Address, Done, FromRank, Loaded, encode_step, rank_decoder
+from weft.serving.executor.board import Int64, check_size
+from weft.serving.executor.machine import LocalMachine, Machine
+from weft.serving.executor.wire import Address, Done, FromRank, Loaded, encode_step
 from weft.serving.loading import LoadedModel, ModelInfo
 from weft.serving.messages import Failed
 
@@ -57,14 +50,12 @@ ROOM_POLL = 50e-6
 """Seconds between two looks whether the slowest rank has read an old step."""
 
 
-class ProcessExecutor:
-    """Owns the processes of the ranks.
+class RankExecutor:
+    """Owns the ranks of some machines.
 
     Args:
         config: of the engine.
-        load_model: `loading.load_model`, or what stands in for it; named in the processes by its
-            module and name.
-        world_size: how many ranks; config.copies divides it.
+        machines: in the order of their ranks; each is started when it is taken from here.
 
     Attributes:
         model: what has been loaded.
@@ -74,10 +65,7 @@ class ProcessExecutor:
         WeftError: a rank could not load its part.
     """
 
-    def __init__(
-        self, config: EngineConfig, load_model: Callable[..., LoadedModel], world_size: int
-    ) -> None:
-        self._board = Board(world_size)
+    def __init__(self, config: EngineConfig, machines: Iterable[Machine]) -> None:
         self.failure: WeftError | None = None
         self._pending: deque[Future[Result]] = deque()
         # By copy of attention, what came of pending steps.
@@ -85,15 +73,16 @@ class ProcessExecutor:
         self._lock = threading.Lock()
         self._step = 0
         self._loaded = self._closing = False
+        self._pause = 0.0
         self._patience = config.stall_timeout * STUCK
-        name = f"{load_model.__module__}:{load_model.__qualname__}"
-        self._ranks: list[_Rank] = []
+        self._machines: list[Machine] = []
         self._selector = selectors.DefaultSelector()
         try:
-            for number in range(world_size):
-                rank = _Rank.start(config, name, number, world_size, self._board)
-                self._ranks.append(rank)
-                self._selector.register(rank.channel, selectors.EVENT_READ, rank)
+            for machine in machines:
+                self._machines.append(machine)
+                for channel in machine.channels:
+                    self._selector.register(channel, selectors.EVENT_READ, machine)
+            self._count = sum(len(machine.ranks) for machine in self._machines)
             self.model = self._load()
             self._loaded = True
         except BaseException:
@@ -107,21 +96,21 @@ class ProcessExecutor:
         """See `Executor.submit`."""
         data, future = encode_step(step), Future[Result]()
         number = self._step + 1
-        while not self._board.has_room(number) and self.failure is None:
+        while self.failure is None and not all(m.has_room(number) for m in self._machines):
             time.sleep(ROOM_POLL)
         with self._lock:
             if self.failure is not None:
                 future.set_exception(self.failure)
                 return future
             try:
-                self._board.write(number, data)
+                check_size(number, data)
             except ValueError as error:
                 future.set_exception(EngineError(str(error)))
                 return future
             self._step = number
             self._pending.append(future)
-        for rank in self._ranks:
-            rank.wake()
+        for machine in self._machines:
+            machine.put(number, data)
         return future
 
     def close(self) -> None:
@@ -133,15 +122,14 @@ class ProcessExecutor:
 
     def _load(self) -> ModelInfo:
         loaded: dict[int, ModelInfo] = {}
-        while len(loaded) < len(self._ranks):
-            for rank, message in self._messages():
+        while len(loaded) < self._count:
+            for rank, message in self._messages(self._patience / 4):
                 match message:
                     case Address():
-                        for other in self._ranks[1:]:
-                            with suppress(OSError):  # it is gone, and what it has said comes next
-                                other.channel.sendall(message.port.to_bytes(8, "little"))
+                        for machine in self._machines:
+                            machine.meet(message.port)
                     case Loaded():
-                        loaded[rank.number] = message.info
+                        loaded[rank] = message.info
                     case _:
                         raise self._blame(rank, message)
         return loaded[0]
@@ -156,27 +144,26 @@ class ProcessExecutor:
 
     def _hand_out(self) -> WeftError:
         """Hand out what comes from the ranks; returns why nothing comes any more."""
-        tick = self._patience / 4
-        progress, since = self._board.progress, time.monotonic()
-        while True:
-            before = time.monotonic()
-            for rank, message in self._messages(tick):
+        progress, since = -1, 0.0
+        while self._selector.get_map():
+            for rank, message in self._messages(self._patience / 4):
                 if isinstance(message, Done):
-                    self._take(rank.copy, message.output)
-                    continue
-                closed = EngineError("the ranks have been closed")
-                return closed if self._closing else self._blame(rank, message)
+                    self._take(rank, message.output)
+                elif not self._closing:
+                    return self._blame(rank, message)
             now = time.monotonic()
-            # When this process does not get to run, nor may the ranks have (a paused machine).
-            since += max(0.0, now - before - tick)
-            if progress != self._board.progress or self._board.done.min() == self._step:
-                progress, since = self._board.progress, now
+            since += self._pause
+            counters = self._counters()
+            last, progress = progress, int(counters.sum())
+            if progress != last or counters[1].min() == self._step:
+                since = now
             elif now - since > self._patience:
                 return self._name_stuck()
+        return EngineError("the ranks have been closed")
 
-    def _take(self, copy: int, output: StepOutput | None) -> None:
+    def _take(self, rank: int, output: StepOutput | None) -> None:
         """Keep what a copy of attention has produced until all have, in the order of the steps."""
-        self._came[copy].append(output)
+        self._came[rank * len(self._came) // self._count].append(output)
         if all(self._came):
             result = tuple(came.popleft() for came in self._came)
             self._pending.popleft().set_result(result)
@@ -188,157 +175,128 @@ class ProcessExecutor:
             while self._pending:
                 self._pending.popleft().set_exception(error)
 
-    def _messages(self, timeout: float | None = None) -> Iterator[tuple[_Rank, FromRank | None]]:
-        """What has come; None of a rank whose process has hung up."""
-        for key, _ in self._selector.select(timeout):
-            yield key.data, key.data.receive()
+    def _messages(self, timeout: float) -> Iterator[tuple[int, FromRank | None]]:
+        """What has come, with the rank's number; None of one that has ended, and of the first one
+        of a machine that is lost.
+        """
+        before = time.monotonic()
+        ready = self._selector.select(timeout)
+        # When this process does not get to run, nor may the ranks have (a paused machine).
+        self._pause = max(0.0, time.monotonic() - before - timeout)
+        for key, _ in ready:
+            yield from self._heard(key.data, key.data.receive(key.fileobj))
+        for machine in self._machines:
+            yield from self._heard(machine, machine.check(self._pause))
 
-    def _blame(self, rank: _Rank, message: FromRank | None) -> WeftError:
-        """End all ranks, and say what the one did that failed first."""
-        failed = {rank.number: message}
-        deadline = time.monotonic() + BLAME_GRACE
-        while len(failed) < len(self._ranks) and time.monotonic() < deadline:
-            for key, _ in self._selector.select(timeout=deadline - time.monotonic()):
-                told = key.data.receive()
-                if told is None or isinstance(told, Failed):
-                    failed.setdefault(key.data.number, told)
+    def _heard(
+        self, machine: Machine, told: tuple[int, FromRank | None] | None
+    ) -> Iterator[tuple[int, FromRank | None]]:
+        if told is None:
+            return
+        if told[1] is None:
+            for key in list(self._selector.get_map().values()):
+                if key.data is machine and key.fileobj not in machine.channels:
                     self._selector.unregister(key.fileobj)
+        yield told
+
+    def _blame(self, rank: int, message: FromRank | None) -> WeftError:
+        """End all ranks, and say what the one did that failed first."""
+        failed = {rank: message}
+        deadline = time.monotonic() + BLAME_GRACE
+        while len(failed) < self._count and (left := deadline - time.monotonic()) > 0:
+            for number, told in self._messages(left):
+                if told is None or isinstance(told, Failed):
+                    failed.setdefault(number, told)
         # One that ended without a word is the cause; those that raise may only have missed it.
-        number = min(failed, key=lambda number: (failed[number] is not None, number != rank.number))
-        culprit, said = self._ranks[number], failed[number]
+        number = min(
+            failed,
+            key=lambda n: (failed[n] is not None, self._machine(n).lost is None, n != rank),
+        )
+        machine, said = self._machine(number), failed[number]
         when = self._when(number)
         self._end(grace=0.0)
-        if isinstance(said, Failed):
-            error = said.error
-            named = EngineError(f"rank {number} failed{when}: {error}")
-            return named if isinstance(error, EngineError) else error
-        how = how_it_ended(culprit.process.wait()) or "ended"
-        return EngineError(f"rank {number} (process {culprit.process.pid}) {how}{when}")
+        where = machine.where
+        if machine.lost is not None:
+            ranks = ", ".join(map(str, machine.ranks))
+            return EngineError(f"{where} is lost, with rank {ranks},{when}: {machine.lost}")
+        if not isinstance(said, Failed):
+            return EngineError(f"{machine.name(number)} {machine.how_ended(number)}{when}")
+        error = said.error
+        if isinstance(error, EngineError):
+            on = f" on {where}" if where else ""
+            return EngineError(f"rank {number}{on} failed{when}: {error}")
+        return type(error)(f"{where}: {error}") if where else error
 
     def _release(self) -> None:
         self._selector.close()
-        self._board.close()
-        for rank in self._ranks:
-            rank.channel.close()
-            if rank.process.stdin is not None:
-                rank.process.stdin.close()
+        for machine in self._machines:
+            machine.release()
 
     def _name_stuck(self) -> WeftError:
         """End all ranks, and say which one is behind."""
-        done = self._board.done.tolist()
-        exchanges, rounds = self._board.exchanges.tolist(), self._board.rounds.tolist()
-        stopped = [rank.is_stopped for rank in self._ranks]
+        _, done, exchanges, rounds = (counter.tolist() for counter in self._counters())
+        stopped = [m.is_stopped(rank) for m in self._machines for rank in m.ranks]
         number = min(
-            range(len(self._ranks)),
+            range(self._count),
             key=lambda rank: (not stopped[rank], done[rank], rounds[rank], exchanges[rank]),
         )
         # Ranks of several copies of attention have only the exchanges of all in common.
         at = rounds if rounds[number] < max(rounds) else exchanges
         error = EngineError(
-            f"rank {number} (process {self._ranks[number].process.pid}) is "
+            f"{self._machine(number).name(number)} is "
             f"{'stopped' if stopped[number] else 'stuck'}{self._when(number)}, at its exchange "
             f"{at[number]} with other ranks, for {self._patience:g} s; others are at {max(at)}"
         )
         self._fail(error)  # at once, for the front's own patience ends soon
-        for rank in self._ranks:
-            rank.process.send_signal(signal.SIGABRT)  # faulthandler writes the stacks
+        for machine in self._machines:
+            machine.dump()
         self._end(STACKS_GRACE)
         return error
 
+    def _counters(self) -> Int64:
+        """Of all ranks: int64 [COUNTERS, ranks], as Machine.counters."""
+        if len(self._machines) == 1:
+            return self._machines[0].counters
+        return np.concatenate([machine.counters for machine in self._machines], axis=1)
+
+    def _machine(self, rank: int) -> Machine:
+        return next(machine for machine in self._machines if rank in machine.ranks)
+
     def _when(self, number: int) -> str:
-        begun, done = int(self._board.begun[number]), int(self._board.done[number])
+        begun, done = self._counters()[:2, number].tolist()
+        if self._machine(number).lost is not None:  # and what it did last has not been heard
+            done = self._step - len(self._pending)
+            begun = min(done + 1, self._step)
         if not begun:
             return " before its first step" if self._loaded else " while it loaded"
         return f" in step {begun}" if begun > done else f" after step {done}"
 
     def _end(self, grace: float) -> None:
         """Let the ranks end, and kill those that do not."""
-        for rank in self._ranks:
-            rank.hang_up()
+        for machine in self._machines:
+            machine.hang_up(grace)
         deadline = time.monotonic() + grace
-        for rank in self._ranks:
-            try:
-                rank.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                rank.process.kill()
-        for rank in self._ranks:
-            rank.process.wait()
+        for machine in self._machines:
+            machine.wait(deadline)
 
 
-class _Rank:
-    """A rank's process, and this end of its socket."""
+class ProcessExecutor(RankExecutor):
+    """All ranks on this machine; see RankExecutor.
+
+    Args:
+        config: of the engine.
+        load_model: `loading.load_model`, or what stands in for it; named in the processes by its
+            module and name.
+        world_size: how many ranks; config.copies divides it.
+    """
 
     def __init__(
-        self, number: int, copy: int, process: subprocess.Popen[bytes], channel: socket.socket
+        self, config: EngineConfig, load_model: Callable[..., LoadedModel], world_size: int
     ) -> None:
-        self.number = number
-        self.copy = copy
-        self.process = process
-        self.channel = channel
+        machine = LocalMachine(config, named(load_model), range(world_size), world_size)
+        super().__init__(config, [machine])
 
-    @classmethod
-    def start(
-        cls, config: EngineConfig, load_model: str, number: int, world_size: int, board: Board
-    ) -> _Rank:
-        """Start it; its stdin stays open for as long as this process lives."""
-        own, other = socket.socketpair()
-        copy, place = divmod(number, world_size // config.copies)
-        with other:
-            orders = RankOrders(
-                config,
-                load_model,
-                number,
-                world_size,
-                copy=copy,
-                answers=place == 0,
-                socket=other.fileno(),
-                board=board.fd,
-            )
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "weft.serving.executor.rank"],
-                stdin=subprocess.PIPE,
-                stdout=2,  # stdout belongs to the parent's output; stray prints go to stderr
-                pass_fds=(other.fileno(), board.fd),
-            )
-        assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(orders) + b"\n")
-        process.stdin.flush()
-        return cls(number, copy, process, own)
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether somebody has stopped it (SIGSTOP, a debugger)."""
-        with suppress(OSError):  # it is gone
-            status = Path(f"/proc/{self.process.pid}/status").read_text()
-            return "\nState:\tT" in status or "\nState:\tt" in status
-        return False
-
-    def wake(self) -> None:
-        """Tell it that there is one more step."""
-        with suppress(OSError):  # it is gone, as the receiver sees
-            self.channel.send(b"\0")
-
-    def receive(self) -> FromRank | None:
-        """The next message; None if the process has ended."""
-        header = self._read(8)
-        data = self._read(int.from_bytes(header, "little")) if header else b""
-        return rank_decoder.decode(data) if data else None
-
-    def _read(self, count: int) -> bytes:
-        """So many bytes, or none if they will not come."""
-        parts: list[bytes] = []
-        while count:
-            try:
-                part = self.channel.recv(count)
-            except ConnectionResetError:
-                part = b""
-            if not part:
-                return b""
-            parts.append(part)
-            count -= len(part)
-        return b"".join(parts)
-
-    def hang_up(self) -> None:
-        """Let it end once it has run what it was woken for."""
-        with suppress(OSError):  # it is gone
-            self.channel.shutdown(socket.SHUT_WR)
+def named(load_model: Callable[..., LoadedModel]) -> str:
+    """As child.find finds it."""
+    return f"{load_model.__module__}:{load_model.__qualname__}"

@@ -1,6 +1,6 @@
 """One rank of a model, in a process of its own: does what its controller puts on the board.
 
-A process (`python -m weft.serving.executor.rank`, see child.py) that processes.py
+A process (`python -m weft.serving.executor.rank`, see child.py) that machine.py
 starts. A byte on its socket wakes it for each step, in the order of the steps;
 on the socket it says that it is ready, what steps have produced if it is the
 first rank of a copy of attention, and why it ends.
@@ -44,6 +44,8 @@ class RankOrders(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rank, world_size: this one's number, and how many there are.
         copy: of attention, to which it belongs.
         answers: whether it says what the copy's steps have produced.
+        first, on_machine: the first rank of this machine, and how many it has.
+        host, address: of the first rank's machine of all, and of this one; see Place.
         socket, board: file descriptors that it has been given.
     """
 
@@ -53,8 +55,12 @@ class RankOrders(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     world_size: int
     copy: int
     answers: bool
-    socket: int
-    board: int
+    first: int
+    on_machine: int
+    host: str
+    address: str
+    socket: int = -1
+    board: int = -1
 
 
 def serve(orders: RankOrders, channel: socket.socket) -> None:
@@ -71,13 +77,22 @@ def serve(orders: RankOrders, channel: socket.socket) -> None:
             return own
         return int.from_bytes(channel.recv(8, socket.MSG_WAITALL), "little")
 
-    board = Board(orders.world_size, orders.board)
+    board = Board(orders.on_machine, orders.board)
+    column = orders.rank - orders.first
 
     def count_exchange(of_all: bool) -> None:
-        board.exchanges[orders.rank] += 1
-        board.rounds[orders.rank] += of_all
+        board.exchanges[column] += 1
+        board.rounds[column] += of_all
 
-    place = Place(orders.rank, orders.world_size, find_port, count_exchange)
+    place = Place(
+        orders.rank,
+        orders.world_size,
+        find_port,
+        count_exchange,
+        orders.on_machine,
+        orders.host,
+        orders.address,
+    )
     try:
         load = child.find(orders.load_model)
         if orders.rank or orders.config.replica.number:
@@ -94,13 +109,13 @@ def serve(orders: RankOrders, channel: socket.socket) -> None:
 
 
 def _run(runner: ModelRunner, orders: RankOrders, board: Board, channel: socket.socket) -> None:
-    rank, step = orders.rank, 0
+    column, step = orders.rank - orders.first, 0
     while channel.recv(1):
         step += 1
-        board.begun[rank] = step
+        board.begun[column] = step
         batch = decode_step(board.read(step), orders.copy)
         output = runner.step(batch)
-        board.done[rank] = step
+        board.done[column] = step
         if orders.answers:
             _send(channel, Done(output if len(batch.token_ids) else None))
     runner.close()

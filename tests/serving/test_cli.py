@@ -15,7 +15,7 @@ from support.checkpoints import make_checkpoint
 
 from weft import LLM, SamplingParams
 
-COMMANDS = ("batch", "chat", "config", "doctor", "eval", "generate", "serve")
+COMMANDS = ("batch", "chat", "config", "doctor", "eval", "generate", "join", "serve")
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -136,8 +136,12 @@ def test_config_says_where_each_value_comes_from(run: Run, tmp_path: Path) -> No
     assert found["max_queue"] == {"value": 7, "source": "max_queue in weft.toml"}
     assert found["kv_cache_memory"]["value"] == 2**30
     assert found["threads"] == {"value": None, "source": "default"}
-    table = run(*arguments).stdout.splitlines()
-    assert ["port", "3", "--port"] in [line.split() for line in table]
+    table = run(*arguments, WEFT_NODE_TOKEN="a secret of some length").stdout
+    assert ["port", "3", "--port"] in [line.split() for line in table.splitlines()]
+    assert ["node_token", "(set)", "WEFT_NODE_TOKEN"] in [
+        line.split() for line in table.splitlines()
+    ]
+    assert "a secret" not in table
 
 
 def test_models_that_cannot_be_served(run: Run, checkpoint: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from weft.models.interface import Result, SlotSampling, Step
 from weft.serving.config import EngineConfig
 from weft.serving.executor import board, processes
 from weft.serving.executor.board import SLOTS
+from weft.serving.executor.machine import LocalMachine
 from weft.serving.executor.processes import ProcessExecutor
 from weft.serving.executor.wire import decode_step, encode_step
 from weft.serving.loading import ModelInfo
@@ -52,7 +53,7 @@ def started(
 
 
 def pids(executor: ProcessExecutor) -> list[int]:
-    return [rank.process.pid for rank in executor._ranks]
+    return [pid for machine in executor._machines for pid in machine.pids]
 
 
 def steps_of(future: Future[Result]) -> list[int | None]:
@@ -84,7 +85,8 @@ def test_a_rank_that_lags_is_waited_for_before_its_steps_are_written_over(tmp_pa
     with started(tmp_path, 2, "1 lags in 0") as executor:
         for step in range(count):  # the first rank alone answers, and is far ahead
             executor.submit((batch(step),)).result(10)
-            assert executor._board.done.max() - executor._board.done.min() <= SLOTS + 1
+            done = executor._counters()[1]
+            assert done.max() - done.min() <= SLOTS + 1
     assert notes(tmp_path, 1) == notes(tmp_path, 0)
     assert len(notes(tmp_path, 1)) == count + 1
 
@@ -115,8 +117,7 @@ def test_a_rank_that_fails_is_named_and_ends_all(
 
 def test_a_rank_that_dies_before_its_first_step_is_named(tmp_path: Path) -> None:
     with started(tmp_path, 2) as executor:
-        executor._ranks[1].process.kill()
-        executor._ranks[1].process.wait()
+        os.kill(pids(executor)[1], signal.SIGKILL)
         executor._receiver.join(10)
         with pytest.raises(EngineError, match="was killed by SIGKILL before its first step"):
             executor.submit((batch(0),)).result(0)
@@ -226,7 +227,9 @@ def test_a_rank_that_dies_when_it_is_told_where_to_meet_is_named(
     hear = ProcessExecutor._load
 
     def hear_late(executor: ProcessExecutor) -> ModelInfo:
-        executor._ranks[1].process.wait(60)
+        machine = executor._machines[0]
+        assert isinstance(machine, LocalMachine)
+        machine._process(1).wait(60)
         return hear(executor)
 
     monkeypatch.setattr(ProcessExecutor, "_load", hear_late)
@@ -299,7 +302,7 @@ from support.mock_ranks import load
 from weft.serving.config import EngineConfig
 from weft.serving.executor.processes import ProcessExecutor
 executor = ProcessExecutor(EngineConfig(model="none"), load, 2)
-print(*(rank.process.pid for rank in executor._ranks), flush=True)
+print(*executor._machines[0].pids, flush=True)
 sys.stdin.read()
 """
 

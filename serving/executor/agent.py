@@ -1,0 +1,276 @@
+"""A machine that takes part in serving a model which another machine controls: `weft join`.
+
+    controller                        agent                          ranks of this machine
+    Start, Meet, Step n    ──TCP──►   board, wakes  ──────────────►  run step n
+    Said, Gone             ◄──TCP──   relays        ◄──socket──────  Loaded, Done, Failed
+    Progress, every second ◄──TCP──   the board's counters
+
+The agent asks the controller to take it, again and again until it does; starts the ranks that
+it is told to; and when the connection ends, whatever the reason, kills what is left of them
+and begins anew. What it imports and runs is its own: no message names code.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import time
+from collections import deque
+from contextlib import closing, suppress
+
+from weft.errors import ConfigError, EngineError
+from weft.serving.config import EngineConfig
+from weft.serving.executor.link import Link, check_address, check_token, present
+from weft.serving.executor.machine import LocalMachine
+from weft.serving.executor.machine_wire import (
+    Dump,
+    End,
+    Examine,
+    Examined,
+    Gone,
+    Hello,
+    Listen,
+    Listening,
+    Meet,
+    Progress,
+    Reach,
+    Refused,
+    Said,
+    Start,
+    Started,
+    Step,
+    ToAgent,
+    Unreachable,
+)
+from weft.serving.executor.reach import answer, listen, reach
+from weft.serving.executor.wire import encoder
+from weft.serving.messages import Failed
+
+LOAD_MODEL = "weft.serving.loading:load_model"
+
+CONNECT = 5.0
+"""Seconds for the head to answer."""
+
+AGAIN = 1.0
+"""Seconds between two attempts."""
+
+ROOM = 0.001
+"""Seconds between two looks whether the slowest rank has read an old step."""
+
+logger = logging.getLogger(__name__)
+
+
+def join(
+    host: str,
+    port: int,
+    token: str,
+    *,
+    address: str | None = None,
+    name: str | None = None,
+    once: bool = False,
+    load_model: str = LOAD_MODEL,
+) -> None:
+    """Take part in what the head at `host`:`port` serves, until interrupted.
+
+    Args:
+        host, port: where the head waits for machines.
+        token: the group's.
+        address: of this machine, at which the ranks of others reach its own; else the one from
+            which it reaches the head.
+        name: of this machine, for people; else the host's.
+        once: return when the head has ended what this machine took part in.
+        load_model: loads a rank's part of the model.
+
+    Raises:
+        ConfigError: the head has another token, or does not take this machine.
+        EngineError: with `once`: the connection was lost.
+    """
+    while True:
+        link = _connect(host, port, token)
+        logger.info("joined %s:%d", host, port)
+        with closing(link):
+            ended = _take_part(link, token, address, name, load_model)
+        if once and ended:
+            return
+        if once:
+            raise EngineError(f"{host}:{port} has hung up")
+        logger.info("%s:%d has %s", host, port, "ended" if ended else "hung up")
+        time.sleep(AGAIN)
+
+
+def _connect(host: str, port: int, token: str) -> Link[ToAgent]:
+    """Once the head is there; says what it waits for."""
+    told = ""
+    while True:
+        try:
+            sock = socket.create_connection((host, port), CONNECT)
+            try:
+                present(sock, token)
+                return Link(sock, ToAgent)
+            except BaseException:
+                sock.close()
+                raise
+        except OSError as error:
+            why = str(error.strerror or error)
+        except ConfigError as error:
+            raise ConfigError(f"{host}:{port}: {error}") from None
+        if why != told:
+            logger.info("waiting for %s:%d: %s", host, port, told := why)
+        time.sleep(AGAIN)
+
+
+def _take_part(
+    link: Link[ToAgent], token: str, address: str | None, name: str | None, load_model: str
+) -> bool:
+    """Do what the controller says until the connection ends; whether it ended it."""
+    with suppress(OSError):  # it has ended
+        address = address or link.own_address
+        link.send(Hello.of(address, name))
+        while (message := link.wait()) is not None:
+            match message:
+                case Refused(why):
+                    raise ConfigError(why)
+                case Start():
+                    return _serve(link, message, address, load_model)
+                case End():
+                    return True
+                case Examine(config, ranks):
+                    from weft.serving.doctor import examine_machine
+
+                    link.send(Examined(examine_machine(config, ranks)))
+                case Listen():
+                    _listen(link, address, token)
+                case Reach(host, port, seconds):
+                    link.send(reach(host, port, token, seconds))
+    return False
+
+
+def _listen(link: Link[ToAgent], address: str, token: str) -> None:
+    try:
+        listener = listen(address)
+    except OSError as error:
+        link.send(Unreachable(f"{address} is not to be had there: {error.strerror}"))
+        return
+    link.send(Listening(listener.getsockname()[1]))
+    answer(listener, token)
+
+
+def _serve(link: Link[ToAgent], start: Start, address: str, load_model: str) -> bool:
+    try:
+        agent = _Agent(link, start, address, load_model)
+    except OSError as error:  # no memory, no more processes
+        link.send(Said(start.first, encoder.encode(Failed.of(error))))
+        return False
+    return agent.run()
+
+
+class _Agent:
+    """One group's ranks on this machine, from their start to their end."""
+
+    def __init__(self, link: Link[ToAgent], start: Start, address: str, load_model: str) -> None:
+        self._link = link
+        self._start = start
+        self._steps: deque[bytes] = deque()
+        self._step = 0
+        self._beat = 0.0
+        self._end: float | None = None
+        link.set_patience(start.patience)
+        self._machine = LocalMachine(
+            start.config,
+            load_model,
+            range(start.first, start.first + start.count),
+            start.world_size,
+            host=start.host,
+            address=address,
+        )
+
+    def run(self) -> bool:
+        """Until the ranks are gone; whether the controller has ended them."""
+        machine = self._machine
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._link.socket, selectors.EVENT_READ)
+                for channel in machine.channels:
+                    selector.register(channel, selectors.EVENT_READ)
+                self._link.send(Started(machine.pids))
+                while self._end is None or (self._steps and time.monotonic() < self._end):
+                    self._turn(selector)
+            machine.hang_up(0.0)
+            return True
+        except (EOFError, OSError):
+            return False
+        finally:
+            machine.wait(self._end or 0.0)
+            machine.release()
+            self._link.shut()  # which says that they are gone
+
+    def _turn(self, selector: selectors.BaseSelector) -> None:
+        beat = self._beat - time.monotonic()
+        for key, _ in selector.select(ROOM if self._steps else max(0.0, beat)):
+            channel = key.fileobj
+            assert isinstance(channel, socket.socket)
+            if channel is self._link.socket:
+                self._obey(self._link.receive())
+            else:
+                self._relay(channel)
+                if channel not in self._machine.channels:
+                    selector.unregister(channel)
+        while self._steps and self._machine.has_room(self._step + 1):
+            self._step += 1
+            self._machine.put(self._step, self._steps.popleft())
+        if time.monotonic() >= self._beat:
+            self._say_progress()
+            self._beat = time.monotonic() + self._start.heartbeat
+
+    def _obey(self, message: ToAgent | None) -> None:
+        match message:
+            case Step(data):
+                self._steps.append(data)
+            case Meet(port):
+                self._machine.meet(port)
+            case Dump():
+                self._machine.dump()
+            case End(grace):
+                self._end = time.monotonic() + grace
+            case None:
+                raise EOFError
+            case _:
+                raise EOFError(f"{message} makes no sense here")
+
+    def _relay(self, channel: socket.socket) -> None:
+        rank, data = self._machine.receive_bytes(channel)
+        if data is not None:
+            self._link.send(Said(rank, data))
+            return
+        self._say_progress()
+        self._link.send(Gone(rank, self._machine.how_ended(rank)))
+
+    def _say_progress(self) -> None:
+        machine = self._machine
+        stopped = [rank for rank in machine.ranks if machine.is_stopped(rank)]
+        self._link.send(Progress(machine.counters.tolist(), stopped))
+
+
+def run(config: EngineConfig, head: str, *, once: bool) -> int:
+    """The command `weft join`; see `join`.
+
+    Args:
+        config: node_address and node_token of it.
+        head: HOST:PORT.
+
+    Raises:
+        ConfigError: as `join`, or what is given cannot be.
+    """
+    host, _, port = head.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"HOST:PORT is {head!r}; it must be such as 10.0.0.1:7333")
+    if config.node_token is None:
+        raise ConfigError("--node-token is missing; WEFT_NODE_TOKEN gives it too")
+    check_token(config.node_token)
+    check_address(config.node_address)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    join(host.strip("[]"), int(port), config.node_token, address=config.node_address, once=once)
+    return 0

@@ -1,0 +1,201 @@
+"""A connection between two machines that serve one model.
+
+Messages are MessagePack in declared types, each behind its length in 8 bytes. Before the first
+one each side proves that it knows the group's token, which itself is never sent:
+
+    head                                    machine that joins
+    MAGIC, nonce a                  ──►
+                                    ◄──     nonce b, HMAC(token, "join" a b)
+    HMAC(token, "head" a b)         ──►
+
+(HMAC with SHA-256, FIPS 198-1.) What follows is neither encrypted nor signed, as little as what
+ranks tell each other: it is for a network that others cannot reach.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import secrets
+import socket
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from weft.errors import ConfigError
+
+MAGIC = b"weft-join-1\n"
+NONCE = 32
+PROOF = 32
+NO = bytes(PROOF)
+"""Instead of a proof, to who has shown a wrong one."""
+
+HANDSHAKE = 5.0
+"""Seconds that the other side gets to prove itself."""
+
+PATIENCE = 30.0
+"""Seconds without any sign of life of the other machine, until a connection is lost."""
+
+TOKEN_LENGTH = 16
+"""Characters of a token, at least: who sees a proof can try guesses against it."""
+
+Message = TypeVar("Message")
+
+
+class Link(Generic[Message]):
+    """One end of a connection that has been authenticated.
+
+    A machine that vanishes is noticed by the kernel: it probes a connection that is silent.
+
+    Args:
+        sock: the connection.
+        receives: type of the messages that come.
+
+    Attributes:
+        socket: can be read when there is something to receive.
+    """
+
+    def __init__(self, sock: socket.socket, receives: Any) -> None:
+        self.socket = sock
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(receives)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.set_patience(PATIENCE)
+
+    def set_patience(self, seconds: float) -> None:
+        """After how long without a sign of life the connection is lost."""
+        tcp = socket.IPPROTO_TCP
+        probe = max(1, round(seconds / 4))
+        self.socket.settimeout(seconds)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self.socket.setsockopt(tcp, socket.TCP_KEEPIDLE, probe)
+        self.socket.setsockopt(tcp, socket.TCP_KEEPINTVL, probe)
+        self.socket.setsockopt(tcp, socket.TCP_USER_TIMEOUT, round(1000 * seconds))
+
+    @property
+    def own_address(self) -> str:
+        """This machine's, at which the other one has it."""
+        return _plain(self.socket.getsockname()[0])
+
+    @property
+    def address(self) -> str:
+        """The other machine's, as seen from here."""
+        return _plain(self.socket.getpeername()[0])
+
+    def send(self, message: object) -> None:
+        """Send a message.
+
+        Raises:
+            OSError: the connection is lost.
+        """
+        data = self._encoder.encode(message)
+        self.socket.sendall(len(data).to_bytes(8, "little") + data)
+
+    def receive(self) -> Message | None:
+        """The next message, when it has begun to come; None if the connection has ended.
+
+        Raises:
+            msgspec.DecodeError: it is none of the declared ones.
+        """
+        header = read(self.socket, 8)
+        data = read(self.socket, int.from_bytes(header, "little")) if header else b""
+        return self._decoder.decode(data) if data else None
+
+    def wait(self, timeout: float | None = None) -> Message | None:
+        """As `receive`, and waits for a message to begin; None also if none comes in time."""
+        patience = self.socket.gettimeout()
+        self.socket.settimeout(timeout)
+        try:
+            self.socket.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return None
+        finally:
+            self.socket.settimeout(patience)
+        return self.receive()
+
+    def shut(self) -> None:
+        """End the connection; whoever reads or writes here or there is told."""
+        with suppress(OSError):  # it has ended
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def check_token(token: str | None) -> None:
+    """Refuse a token that could be guessed; ConfigError."""
+    if token is not None and len(token) < TOKEN_LENGTH:
+        raise ConfigError(
+            f"--node-token has {len(token)} characters; it must have at least {TOKEN_LENGTH}"
+        )
+
+
+def check_address(address: str | None) -> None:
+    """Refuse what is no address, a name above all; ConfigError."""
+    with suppress(ValueError):
+        if address is not None:
+            ipaddress.ip_address(address)
+        return
+    raise ConfigError(f"--node-address is {address!r}; it must be an IP address of this machine")
+
+
+def read(sock: socket.socket, count: int) -> bytes:
+    """So many bytes, or none if they will not come."""
+    parts: list[bytes] = []
+    while count:
+        try:
+            part = sock.recv(min(count, 1 << 20))
+        except OSError:  # reset, timed out, no route
+            part = b""
+        if not part:
+            return b""
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+def admit(sock: socket.socket, token: str) -> bool:
+    """Head: whether who has connected knows the token."""
+    sock.settimeout(HANDSHAKE)
+    ours = secrets.token_bytes(NONCE)
+    with suppress(OSError):
+        sock.sendall(MAGIC + ours)
+        theirs, proof = read(sock, NONCE), read(sock, PROOF)
+        if hmac.compare_digest(proof, _proof(token, b"join", ours, theirs)):
+            sock.sendall(_proof(token, b"head", ours, theirs))
+            return True
+        if proof:
+            sock.sendall(NO)
+    return False
+
+
+def present(sock: socket.socket, token: str) -> None:
+    """Machine that joins: prove to the head that the token is known, and have it do so.
+
+    Raises:
+        OSError: it does not answer.
+        ConfigError: it is no weft, or has another token.
+    """
+    sock.settimeout(HANDSHAKE)
+    magic = read(sock, len(MAGIC))
+    if not magic:
+        raise ConnectionError("it has hung up")
+    if magic != MAGIC:
+        raise ConfigError("what listens there is not `weft` that waits for machines")
+    theirs, ours = read(sock, NONCE), secrets.token_bytes(NONCE)
+    sock.sendall(ours + _proof(token, b"join", theirs, ours))
+    proof = read(sock, PROOF)
+    if not proof:
+        raise ConnectionError("it has hung up")
+    if not hmac.compare_digest(proof, _proof(token, b"head", theirs, ours)):
+        raise ConfigError("--node-token is not the one that is in force there")
+
+
+def _proof(token: str, side: bytes, *nonces: bytes) -> bytes:
+    return hmac.digest(token.encode(), side + b"".join(nonces), "sha256")
+
+
+def _plain(address: str) -> str:
+    """An IPv4 address that a socket for both families shows as IPv6, as such."""
+    return address.removeprefix("::ffff:")

@@ -1,0 +1,170 @@
+"""Whether machines reach each other at ports of the kind that ranks use, and how fast.
+
+One listens at a free port of its address, for one connection; the other one connects, sends one
+byte to and fro some times, then as much as it can for a while. Both must know the group's token.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import permutations
+from typing import Protocol
+
+from weft.errors import ConfigError
+from weft.serving.executor.link import admit, present, read
+from weft.serving.executor.machine_wire import Listen, Listening, Reach, Speed, Unreachable
+from weft.serving.executor.remote import Joined
+
+WAIT = 5.0
+"""Seconds for the other side to connect, and to answer."""
+
+CHUNK = 1 << 20
+PINGS = 20
+
+
+def listen(address: str) -> socket.socket:
+    """A socket that waits for one connection."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family)
+    listener.settimeout(WAIT)
+    return listener
+
+
+def answer(listener: socket.socket, token: str) -> None:
+    """Let one machine measure its way to here."""
+    with closing(listener):
+        try:
+            sock, _ = listener.accept()
+        except OSError:
+            return  # who tried to says why
+    with sock:
+        if not admit(sock, token):
+            return
+        sock.settimeout(WAIT)
+        for _ in range(PINGS):
+            if not (ping := read(sock, 1)):
+                return
+            sock.sendall(ping)
+        while sock.recv(CHUNK):
+            pass
+        sock.sendall(b"\0")
+
+
+def reach(address: str, port: int, token: str, seconds: float) -> Speed | Unreachable:
+    """Measure the way to who listens there, sending for so many seconds."""
+    try:
+        with socket.create_connection((address, port), WAIT) as sock:
+            present(sock, token)
+            sock.settimeout(WAIT)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            times = []
+            for _ in range(PINGS):
+                begin = time.perf_counter()
+                sock.sendall(b"\0")
+                if not read(sock, 1):
+                    raise ConnectionError("it has hung up")
+                times.append(time.perf_counter() - begin)
+            begin, sent = time.perf_counter(), 0
+            chunk = bytes(CHUNK)
+            while time.perf_counter() - begin < seconds:
+                sock.sendall(chunk)
+                sent += CHUNK
+            sock.shutdown(socket.SHUT_WR)
+            if not read(sock, 1):
+                raise ConnectionError("it has hung up")
+            bandwidth = sent / (time.perf_counter() - begin)
+    except ConfigError as error:
+        return Unreachable(str(error))
+    except OSError as error:
+        return Unreachable(str(error.strerror or error))
+    return Speed(sorted(times)[PINGS // 2], bandwidth)
+
+
+class _End(Protocol):
+    """One end of a way.
+
+    Attributes:
+        where: the machine's name and address.
+        address: at which it listens.
+    """
+
+    where: str
+    address: str
+
+    def listen(self) -> int | Unreachable:
+        """Wait for one connection; at which port."""
+
+    def reach(self, address: str, port: int, seconds: float) -> Speed | Unreachable:
+        """See the function."""
+
+
+class _Here:
+    where = "this machine"
+
+    def __init__(self, address: str, token: str) -> None:
+        self.address = address
+        self._token = token
+
+    def listen(self) -> int | Unreachable:
+        try:
+            listener = listen(self.address)
+        except OSError as error:
+            return Unreachable(str(error.strerror))
+        threading.Thread(target=answer, args=(listener, self._token), daemon=True).start()
+        return int(listener.getsockname()[1])
+
+    def reach(self, address: str, port: int, seconds: float) -> Speed | Unreachable:
+        return reach(address, port, self._token, seconds)
+
+
+class _There:
+    def __init__(self, joined: Joined) -> None:
+        self.where, self.address = joined.where, joined.hello.address
+        self._link = joined.link
+
+    def listen(self) -> int | Unreachable:
+        match self._ask(Listen(), WAIT):
+            case Listening(port):
+                return port
+            case Unreachable() as none:
+                return none
+        return Unreachable("it does not answer")
+
+    def reach(self, address: str, port: int, seconds: float) -> Speed | Unreachable:
+        match self._ask(Reach(address, port, seconds), 4 * WAIT + seconds):
+            case Speed() | Unreachable() as found:
+                return found
+        return Unreachable("it does not answer")
+
+    def _ask(self, question: object, timeout: float) -> object:
+        try:
+            self._link.send(question)
+        except OSError as error:
+            return Unreachable(str(error.strerror or error))
+        return self._link.wait(timeout)
+
+
+def measure(
+    own: str | None, others: list[Joined], token: str, seconds: float
+) -> Iterator[tuple[str, str, Speed | Unreachable]]:
+    """Every way between two machines: from which, to which, and what it is like.
+
+    Args:
+        own: this machine's address; None if it takes no part.
+        others: the others.
+        token: the group's.
+        seconds: to send for on each way.
+    """
+    ends: list[_End] = [_There(joined) for joined in others]
+    if own is not None:
+        ends.insert(0, _Here(own, token))
+    for source, target in permutations(ends, 2):
+        port = target.listen()
+        if isinstance(port, Unreachable):
+            yield source.where, target.where, port
+        else:
+            yield source.where, target.where, source.reach(target.address, port, seconds)

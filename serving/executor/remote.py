@@ -1,0 +1,161 @@
+"""The ranks of another machine, as the controller sees them: through that machine's agent."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.serving.config import EngineConfig
+from weft.serving.executor.board import COUNTERS, Int64
+from weft.serving.executor.link import Link
+from weft.serving.executor.machine_wire import (
+    Dump,
+    End,
+    FromAgent,
+    Gone,
+    Hello,
+    Meet,
+    Progress,
+    Said,
+    Start,
+    Started,
+    Step,
+)
+from weft.serving.executor.wire import FromRank, rank_decoder
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A machine that has joined this one, and waits to be told what to do."""
+
+    link: Link[FromAgent]
+    hello: Hello
+
+    @property
+    def where(self) -> str:
+        """Its name and address."""
+        return f"{self.hello.name} at {self.hello.address}"
+
+
+class RemoteMachine:
+    """See Machine. Its counters are as of the agent's last heartbeat.
+
+    Args:
+        joined: the machine.
+        config: of the engine.
+        ranks: numbers of the machine's ranks.
+        world_size: how many there are on all machines.
+        host: address of the first rank's machine.
+        patience: seconds without a sign of life until the machine is lost.
+
+    Raises:
+        OSError: the agent cannot be told to start them.
+    """
+
+    def __init__(
+        self,
+        joined: Joined,
+        config: EngineConfig,
+        ranks: range,
+        world_size: int,
+        *,
+        host: str,
+        patience: float,
+    ) -> None:
+        self.ranks = ranks
+        self.counters: Int64 = np.zeros((COUNTERS, len(ranks)), np.int64)
+        self.channels = [joined.link.socket]
+        self.lost: str | None = None
+        self.where = joined.where
+        self._link = link = joined.link
+        self._patience = patience
+        self.pids: Sequence[int] = []
+        self._stopped: list[int] = []
+        self._how: dict[int, str] = {}
+        self._ended = threading.Event()
+        link.set_patience(patience)
+        told = dataclasses.replace(config, node_token=None)
+        heartbeat = min(1.0, patience / 8)
+        link.send(Start(told, ranks[0], len(ranks), world_size, host, heartbeat, patience))
+        self._heard = time.monotonic()
+
+    def receive(self, channel: socket.socket) -> tuple[int, FromRank | None] | None:
+        self._heard = time.monotonic()
+        match self._link.receive():
+            case None:
+                return self._lose("its connection has ended")
+            case Said(rank, data):
+                return rank, rank_decoder.decode(data)
+            case Gone(rank, how):
+                self._how[rank] = how
+                return rank, None
+            case Progress(counters, stopped):
+                self.counters[:] = counters
+                self._stopped = stopped
+            case Started(pids):
+                self.pids = pids
+        return None
+
+    def check(self, pause: float) -> tuple[int, FromRank | None] | None:
+        self._heard += pause
+        if self.lost is None and time.monotonic() - self._heard > self._patience:
+            return self._lose(f"it has said nothing for {self._patience:g} s")
+        return None
+
+    def _lose(self, why: str) -> tuple[int, None]:
+        self.lost = why
+        self.channels = []
+        self._ended.set()
+        self._link.shut()
+        return self.ranks[0], None
+
+    def meet(self, port: int) -> None:
+        self._send(Meet(port))
+
+    def has_room(self, step: int) -> bool:
+        """Always. Its agent keeps what its ranks have no room for yet: in each step they hear from
+        the others, and so are never more than a few steps behind the rank that answers.
+        """
+        return True
+
+    def put(self, step: int, data: bytes) -> None:
+        self._send(Step(data))
+
+    def name(self, rank: int) -> str:
+        place = rank - self.ranks[0]
+        process = f"process {self.pids[place]} on " if self.pids else ""
+        return f"rank {rank} ({process}{self.where})"
+
+    def is_stopped(self, rank: int) -> bool:
+        return rank in self._stopped
+
+    def how_ended(self, rank: int) -> str:
+        return self._how.get(rank, "ended")
+
+    def dump(self) -> None:
+        self._send(Dump())
+
+    def hang_up(self, grace: float) -> None:
+        self._send(End(grace))
+
+    def wait(self, deadline: float) -> None:
+        """The agent ends the connection when its ranks have ended, or else kills them when it is
+        ended here.
+        """
+        if not self._ended.wait(max(0.0, deadline - time.monotonic())):
+            self._link.shut()
+            self._ended.set()
+
+    def release(self) -> None:
+        self._link.close()
+
+    def _send(self, message: object) -> None:
+        with suppress(OSError):  # it is gone, as the receiver sees
+            self._link.send(message)

@@ -1,0 +1,445 @@
+"""Ranks on several machines: steps through agents, and a failure that names the machine.
+
+The machines are processes of this one that join over the loopback interface.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from support.machines import MOCK, TOKEN, Agent, agent, spread
+from support.mock_ranks import batch
+from support.processes import wait_until_gone
+
+from weft.errors import ConfigError, EngineError
+from weft.models.interface import Result
+from weft.serving.config import EngineConfig
+from weft.serving.executor import hosts
+from weft.serving.executor.agent import run
+from weft.serving.executor.hosts import (
+    Head,
+    check_addresses,
+    check_nodes,
+    deal_out,
+    own_address,
+)
+from weft.serving.executor.link import check_address, check_token
+from weft.serving.executor.machine_wire import Hello, differences, versions
+from weft.serving.executor.processes import RankExecutor
+from weft.serving.executor.remote import Joined
+
+
+@pytest.fixture(autouse=True)
+def mocks_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the processes of ranks."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> EngineConfig:
+    """Four ranks on two machines, which note their steps in tmp_path."""
+    return EngineConfig(model="none", tokenizer=str(tmp_path), tp=4, nodes=2)
+
+
+def notes(path: Path, rank: int) -> list[str]:
+    return (path / f"rank{rank}").read_text().splitlines()
+
+
+def ranks_of(process: Agent) -> list[int]:
+    return [child.pid for child in psutil.Process(process.pid).children()]
+
+
+def fail(executor: RankExecutor, steps: int) -> EngineError:
+    """Submit until a step fails, of so many at most; with what."""
+    futures: list[Future[Result]] = []
+    for step in range(steps):
+        futures.append(executor.submit((batch(step),)))
+        if (error := futures[-1].exception(20)) is not None:
+            assert isinstance(error, EngineError)
+            return error
+    raise AssertionError(f"{steps} steps have not failed")
+
+
+def test_ranks_of_all_machines_run_the_same_steps_in_order(
+    config: EngineConfig, tmp_path: Path
+) -> None:
+    with spread(config, tmp_path) as (executor, [joined]):
+        assert executor.model.num_blocks == 8
+        ranks = ranks_of(joined)
+        assert len(ranks) == 2
+        futures = [executor.submit((batch(step, tokens=10 + step),)) for step in range(20)]
+        for step, future in enumerate(futures):
+            (output,) = future.result(10)
+            assert output is not None
+            assert output.step == step
+            assert output.token_ids.tolist() == [100 * step, 100 * step + 1]
+    assert joined.returncode == 0
+    wait_until_gone(ranks)
+    ran = [f"{step} {batch(step, tokens=10 + step).token_ids.sum()}" for step in range(20)]
+    for rank in range(4):
+        assert notes(tmp_path, rank) == [*ran, "closed"]
+
+
+def test_three_machines_have_equally_many_ranks_each(config: EngineConfig, tmp_path: Path) -> None:
+    with spread(replace(config, tp=6, nodes=3), tmp_path) as (executor, agents):
+        assert [len(ranks_of(each)) for each in agents] == [2, 2]
+        assert executor.submit((batch(0),)).result(10)[0].step == 0
+        places = [(m.where, list(m.ranks)) for m in executor._machines]
+        assert places == [
+            ("", [0, 1]),
+            ("machine1 at 127.0.0.1", [2, 3]),
+            ("machine2 at 127.0.0.1", [4, 5]),
+        ]
+
+
+def test_ranks_of_another_machine_may_lag(config: EngineConfig, tmp_path: Path) -> None:
+    with spread(replace(config, model="3 lags in 0"), tmp_path) as (executor, _):
+        for step in range(30):  # the first rank alone answers, and is far ahead
+            executor.submit((batch(step),)).result(10)
+    assert len(notes(tmp_path, 3)) == 31
+    assert notes(tmp_path, 3) == notes(tmp_path, 0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "how"),
+    [
+        ("3 raises", r"rank 3 on machine1 at 127.0.0.1 failed in step 4: ValueError\('a bad step'"),
+        (
+            "2 dies",
+            r"rank 2 \(process \d+ on machine1 at 127.0.0.1\) was killed by SIGKILL in step 4",
+        ),
+        ("1 dies", r"rank 1 \(process \d+\) was killed by SIGKILL in step 4"),
+    ],
+)
+def test_a_rank_that_fails_is_named_with_its_machine(
+    fault: str, how: str, config: EngineConfig, tmp_path: Path
+) -> None:
+    with spread(replace(config, model=f"{fault} in 3"), tmp_path) as (executor, [joined]):
+        ranks = ranks_of(joined)
+        with pytest.raises(EngineError, match=how):
+            raise fail(executor, 50)
+        with pytest.raises(EngineError, match=how):
+            executor.submit((batch(99),)).result(0)
+        wait_until_gone([*ranks, joined.pid])
+
+
+def test_what_a_rank_of_another_machine_refuses_is_raised(
+    config: EngineConfig, tmp_path: Path
+) -> None:
+    refused = "machine1 at 127.0.0.1: --model is not to my liking"
+    with (
+        pytest.raises(ConfigError, match=refused),
+        spread(replace(config, model="2 refuses in 0"), tmp_path),
+    ):
+        pass
+
+
+def test_a_machine_that_is_lost_is_named_and_ends_all(config: EngineConfig, tmp_path: Path) -> None:
+    with spread(config, tmp_path) as (executor, [joined]):
+        assert executor.submit((batch(0),)).result(10)[0].step == 0
+        ranks = ranks_of(joined)
+        joined.kill()
+        lost = "machine1 at 127.0.0.1 is lost, with rank 2, 3, after step 1: its connection has"
+        executor._receiver.join(10)
+        with pytest.raises(EngineError, match=lost):
+            executor.submit((batch(1),)).result(0)
+        wait_until_gone(ranks)
+        wait_until_gone(executor._machines[0].pids)
+
+
+def test_a_machine_that_says_nothing_is_named(config: EngineConfig, tmp_path: Path) -> None:
+    with spread(replace(config, stall_timeout=1.6), tmp_path) as (executor, [joined]):
+        assert executor.submit((batch(0),)).result(10)[0].step == 0
+        joined.send_signal(signal.SIGSTOP)
+        executor._receiver.join(10)
+        silent = "machine1 at 127.0.0.1 is lost, with rank 2, 3, .*: it has said nothing for 0.8 s"
+        with pytest.raises(EngineError, match=silent):
+            executor.submit((batch(1),)).result(0)
+        joined.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_stuck_rank_is_named_wherever_it_is(
+    rank: int, config: EngineConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(config, model=f"{rank} hangs in 1", stall_timeout=1.6)
+    with spread(config, tmp_path) as (executor, [joined]):
+        assert executor.submit((batch(0),)).result(10)[0].step == 0
+        on = " on machine1 at 127.0.0.1" if rank == 3 else ""
+        stuck = rf"rank {rank} \(process \d+{on}\) is stuck in step 2, "
+        for step in range(1, 4):
+            executor.submit((batch(step),))
+        executor._receiver.join(20)
+        with pytest.raises(EngineError, match=stuck):
+            executor.submit((batch(4),)).result(0)
+        wait_until_gone([joined.pid])
+    log = (tmp_path / "machine1.log").read_text() if rank == 3 else capfd.readouterr().err
+    assert "mock_ranks.py" in log  # where it hangs
+
+
+def test_a_stopped_rank_of_another_machine_is_named(config: EngineConfig, tmp_path: Path) -> None:
+    with spread(replace(config, stall_timeout=1.6), tmp_path) as (executor, [joined]):
+        assert executor.submit((batch(0),)).result(10)[0].step == 0
+        os.kill(ranks_of(joined)[1], signal.SIGSTOP)
+        executor.submit((batch(1),))
+        executor._receiver.join(20)
+        with pytest.raises(EngineError, match=r"rank \d \(process .* on machine1 .*\) is stopped"):
+            executor.submit((batch(2),)).result(0)
+
+
+CONTROLLER = """
+import sys
+from pathlib import Path
+from support.machines import spread
+from weft.serving.config import EngineConfig
+config = EngineConfig(model="none", tp=2, nodes=2)
+with spread(config, Path(sys.argv[1])) as (executor, [joined]):
+    print(joined.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_machine_ends_its_ranks_when_the_controller_is_gone(tmp_path: Path) -> None:
+    controller = subprocess.Popen(
+        [sys.executable, "-P", "-c", CONTROLLER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert controller.stdout is not None
+    joined = psutil.Process(int(controller.stdout.readline()))
+    ranks = [child.pid for child in joined.children()]
+    assert len(ranks) == 1
+    controller.kill()
+    controller.communicate()
+    wait_until_gone([*ranks, joined.pid])
+    assert "has hung up" in (tmp_path / "machine1.log").read_text()
+
+
+@pytest.fixture
+def head() -> Iterator[Head]:
+    with Head(EngineConfig(node_port=0, node_token=TOKEN)) as head:
+        yield head
+
+
+def test_who_does_not_know_the_token_is_turned_away(
+    head: Head, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with agent(head.port, tmp_path / "bad", token="another token, guessed") as bad:
+        assert head._admit() is None
+        assert bad.wait(20) == 1
+    with agent(head.port, tmp_path / "good", name="good"):
+        (joined,) = head.wait_for(1)
+        assert joined.hello.name == "good"
+        joined.link.close()
+    assert "--node-token is not the one that is in force there" in (tmp_path / "bad").read_text()
+    assert "127.0.0.1 was turned away" in caplog.text
+
+
+def test_a_head_that_does_not_know_the_token_is_not_obeyed(tmp_path: Path) -> None:
+    """Whoever listens there: a machine runs nothing for it."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        agent(listener.getsockname()[1], tmp_path / "log") as joining,
+    ):
+        peer, _ = listener.accept()
+        with peer:
+            peer.sendall(b"weft-join-1\n" + bytes(32))
+            assert len(peer.recv(64, socket.MSG_WAITALL)) == 64
+            peer.sendall(bytes(32))
+            assert joining.wait(20) == 1
+    assert "--node-token is not the one" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", bytes(64)])
+def test_strangers_are_not_let_in(words: bytes, head: Head) -> None:
+    with socket.create_connection(("127.0.0.1", head.port)) as stranger:
+        stranger.sendall(words)
+        stranger.shutdown(socket.SHUT_WR)
+        assert head._admit() is None
+        answer = stranger.makefile("rb").read()
+    assert len(answer) == len(b"weft-join-1\n") + 32 + 32 * (len(words) == 64)
+    assert answer[44:] in (b"", bytes(32))
+
+
+def test_a_machine_with_other_versions_is_refused(
+    head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "versions", lambda: versions() | {"torch": "1.0"})
+    with agent(head.port, tmp_path / "log", name="old") as joining:
+        assert head._admit() is None
+        assert joining.wait(20) == 1
+    log = (tmp_path / "log").read_text()
+    assert "old cannot take part: torch is " in log
+    assert "there and 1.0 here" in log
+
+
+def test_a_machine_that_leaves_before_all_are_there_is_forgotten(
+    head: Head, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+
+    def wait_until(text: str) -> None:
+        deadline = time.monotonic() + 20
+        while text not in caplog.text:
+            assert time.monotonic() < deadline, caplog.text
+            time.sleep(0.01)
+
+    with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+        waiting = pool.submit(head.wait_for, 2)
+        with agent(head.port, tmp_path / "log1", name="machine1"):
+            wait_until("machine1 at 127.0.0.1 has joined")
+        wait_until("machine1 at 127.0.0.1 has left")
+        for name in ("machine2", "machine3"):
+            stack.enter_context(agent(head.port, tmp_path / name, name=name))
+        joined = waiting.result(20)
+    assert sorted(each.hello.name for each in joined) == ["machine2", "machine3"]
+    for each in joined:
+        each.link.close()
+
+
+def test_a_head_makes_a_token_and_says_what_to_run(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    with Head(EngineConfig(node_port=0)) as made:
+        made.invite(2)
+        assert len(made.token) >= 32
+        assert f"2 other machines to run: WEFT_NODE_TOKEN={made.token} weft join " in caplog.text
+        assert f":{made.port}" in caplog.text
+    caplog.clear()
+    with Head(EngineConfig(node_port=0, node_token=TOKEN)) as given:
+        given.invite(1)
+    assert "another machine to run: weft join " in caplog.text
+    assert TOKEN not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"tp": 4, "nodes": 3},
+            "--nodes is 3; it must divide the 4 ranks. These numbers work: 1, 2, 4",
+        ),
+        ({"tp": 2, "nodes": 2, "dp": 2}, "--nodes is 2; with --dp 2 it must be 1"),
+        ({"nodes": 2}, "--nodes is 2; it must divide the 1 ranks. These numbers work: 1"),
+        (
+            {"tp": 2, "nodes": 2, "kernels": "overlapped"},
+            "--nodes is 2; with --kernels overlapped it must be 1",
+        ),
+        (
+            {"tp": 2, "nodes": 2, "node_address": "localhost"},
+            "--node-address is 'localhost'; it must be an IP address of this machine",
+        ),
+    ],
+)
+def test_what_cannot_be_on_several_machines_is_refused(
+    settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_nodes(EngineConfig(**settings))  # type: ignore[arg-type]
+    assert str(caught.value).startswith(message)
+
+
+def test_a_short_token_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--node-token has 6 characters; it must have at least"):
+        check_token("secret")
+    with pytest.raises(ConfigError, match="--node-token has 6 characters"):
+        Head(EngineConfig(node_token="secret"))
+    check_token(None)
+    check_address("::1")
+
+
+def test_a_port_or_an_address_that_is_not_to_be_had_is_named(head: Head) -> None:
+    with pytest.raises(ConfigError, match=f"--node-port {head.port}: Address already in use"):
+        Head(EngineConfig(node_port=head.port))
+    elsewhere = EngineConfig(node_port=0, node_address="192.0.2.1")  # RFC 5737: nobody's
+    with pytest.raises(ConfigError, match=r"--node-address 192.0.2.1 .*: Cannot assign requested"):
+        Head(elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("head", "settings", "message"),
+    [
+        ("10.0.0.1", {}, "HOST:PORT is '10.0.0.1'; it must be such as 10.0.0.1:7333"),
+        ("10.0.0.1:http", {}, "HOST:PORT is '10.0.0.1:http'; it must be such as"),
+        ("10.0.0.1:7333", {}, "--node-token is missing; WEFT_NODE_TOKEN gives it too"),
+        ("10.0.0.1:7333", {"node_token": "short"}, "--node-token has 5 characters"),
+        (
+            "10.0.0.1:7333",
+            {"node_token": TOKEN, "node_address": "here"},
+            "--node-address is 'here'; it must be an IP address",
+        ),
+    ],
+)
+def test_what_a_machine_cannot_join_with_is_refused(
+    head: str, settings: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run(EngineConfig(**settings), head, once=True)  # type: ignore[arg-type]
+    assert str(caught.value).startswith(message)
+
+
+class SeenAt:
+    """The part of a link that `own_address` looks at."""
+
+    def __init__(self, address: str) -> None:
+        self.own_address = address
+
+
+def test_this_machine_is_where_all_others_have_reached_it() -> None:
+    hello = Hello("machine1", "10.0.0.2", {})
+    one, two = (Joined(SeenAt(a), hello) for a in ("10.0.0.1", "10.1.0.1"))  # type: ignore[arg-type]
+    config = EngineConfig()
+    assert own_address(config, [one, one]) == "10.0.0.1"
+    with pytest.raises(ConfigError, match=r"at 10.0.0.1 and 10.1.0.1: --node-address must say"):
+        own_address(config, [one, two])
+    assert own_address(replace(config, node_address="10.2.0.1"), [one, two]) == "10.2.0.1"
+
+
+def test_loopback_is_for_machines_that_are_all_one() -> None:
+    check_addresses(["127.0.0.1", "127.0.0.1"])
+    check_addresses(["10.0.0.1", "10.0.0.2"])
+    with pytest.raises(ConfigError, match=r"joined at 127.0.0.1, where 10.0.0.2 cannot reach it"):
+        check_addresses(["127.0.0.1", "10.0.0.2"])
+
+
+def test_versions_that_differ_are_listed() -> None:
+    ours = {"weft": "1", "torch": "2"}
+    assert differences(ours, dict(ours)) == []
+    assert differences(ours, {"weft": "3"}) == [
+        "weft is 3 there and 1 here",
+        "torch is missing there and 2 here",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("192.0.2.1", "192.0.2.1 is not to be had there: Cannot assign requested address"),
+        ("127.0.0.1", "--node-token is not the one"),
+    ],
+)
+def test_a_machine_that_cannot_be_reached_is_named_before_ranks_are_started(
+    address: str, why: str, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "check_addresses", lambda addresses: None)
+    with (
+        Head(replace(config, node_port=0, node_token=TOKEN)) as head,
+        agent(head.port, tmp_path / "log", address=address),
+    ):
+        others = head.wait_for(1)
+        with pytest.raises(EngineError) as caught:
+            list(deal_out(config, others, "x" * 16 if address == "127.0.0.1" else TOKEN, MOCK))
+    assert "this machine does not reach machine1 at " in str(caught.value)
+    assert why in str(caught.value)

@@ -1,0 +1,156 @@
+"""A model on several machines, served over HTTP: `weft serve --nodes 2` and `weft join`."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support.checkpoints import make_checkpoint
+from support.machines import LOAD, TOKEN, agent
+from support.netns import Host, two_hosts
+from support.processes import wait_until_gone
+from support.server import Server, start_server
+
+PROMPT = "the user asks the assistant for"
+SIZES = {"kv_cache_memory": 2**22, "max_num_seqs": 4}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The answer of one rank."""
+    with start_server(model, tmp_path_factory.mktemp("one"), **SIZES) as server:
+        return complete(server)
+
+
+def complete(server: Server) -> str:
+    body = {"model": server.model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    response = server.http.post("/v1/completions", json=body | {"ignore_eos": True})
+    assert response.status_code == 200, response.text
+    text: str = response.json()["choices"][0]["text"]
+    return text
+
+
+def fail_in_a_request(server: Server, fault: Callable[[], Any]) -> str:
+    """Bring about a fault when the first token has come; with what message the request ends."""
+    body = {"model": server.model, "prompt": PROMPT, "max_tokens": 400, "stream": True}
+    with server.http.stream("POST", "/v1/completions", json=body | {"ignore_eos": True}) as got:
+        lines = (line for line in got.iter_lines() if line)
+        assert next(lines).startswith("data: ")
+        fault()
+        *_, last = (line for line in lines if "[DONE]" not in line)
+    message: str = json.loads(last.removeprefix("data: "))["error"]["message"]
+    return message
+
+
+def ranks_of(server: Server) -> list[psutil.Process]:
+    (engine,) = psutil.Process(server.process.pid).children()
+    return engine.children()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def settings(**more: Any) -> dict[str, Any]:
+    return SIZES | {"tp": 2, "nodes": 2, "node_token": TOKEN} | more
+
+
+def test_two_machines_answer_as_one_and_a_lost_one_is_named(
+    model: Path, expected: str, tmp_path: Path
+) -> None:
+    port = free_port()
+    with (
+        agent(port, tmp_path / "agent", load_model=LOAD) as joined,
+        start_server(model, tmp_path, **settings(node_port=port)) as server,
+    ):
+        ranks = [*ranks_of(server), *psutil.Process(joined.pid).children()]
+        assert len(ranks) == 2
+        assert complete(server) == expected
+        message = fail_in_a_request(server, joined.kill)
+        assert "machine1 at 127.0.0.1 is lost, with rank 1, in step " in message
+        assert server.process.wait(30) != 0
+        wait_until_gone([rank.pid for rank in ranks])
+        assert TOKEN not in server.log.read_text()
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[Host, Host]]:
+    with two_hosts() as hosts:
+        yield hosts
+
+
+def test_two_hosts_are_examined_before_a_model_is_loaded(
+    hosts: tuple[Host, Host], model: Path, tmp_path: Path
+) -> None:
+    head, other = hosts
+    flags = ["--model", str(model), "--tp", "2", "--nodes", "2", "--port", "0", "--json"]
+    with ExitStack() as stack:
+        with other.inside():
+            joining = agent(7333, tmp_path / "agent", host=head.address, name="other")
+            stack.enter_context(joining)
+        stack.enter_context(head.inside())
+        done = subprocess.run(
+            [sys.executable, "-m", "weft", "doctor", *flags],
+            cwd=tmp_path,
+            env=os.environ | {"WEFT_NODE_TOKEN": TOKEN},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    findings = json.loads(done.stdout)
+    links = [finding for finding in findings if finding["name"] == "link"]
+    assert [link["seen"].split(":")[0] for link in links] == [
+        "this machine to other at 10.77.0.2",
+        "other at 10.77.0.2 to this machine",
+    ]
+    for link in links:
+        assert link["status"] in ("ok", "warn")
+        assert " GB/s, " in link["seen"]
+    there = {f["name"]: f for f in findings if f["machine"] == "other at 10.77.0.2"}
+    for name in ("versions", "libraries", "model", "memfd"):
+        assert there[name]["status"] == "ok", there[name]
+    assert there["ranks"]["seen"].startswith("1 on this machine")
+
+
+def test_two_hosts_answer_as_one_and_one_whose_cable_is_cut_is_named(
+    hosts: tuple[Host, Host], model: Path, expected: str, tmp_path: Path
+) -> None:
+    head, other = hosts
+    with ExitStack() as stack:
+        with other.inside():
+            joining = agent(
+                7333, tmp_path / "agent", host=head.address, load_model=LOAD, name="other"
+            )
+            joined = stack.enter_context(joining)
+        stack.enter_context(head.inside())
+        started = start_server(model, tmp_path, **settings(stall_timeout=4.0))
+        server = stack.enter_context(started)
+        assert complete(server) == expected
+        own, others = ranks_of(server), psutil.Process(joined.pid).children()
+        for host, ranks in ((head, own), (other, others)):
+            sockets = [each for rank in ranks for each in rank.net_connections()]
+            listening = {s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN}
+            assert listening <= {host.address}
+            assert listening or host is other
+        message = fail_in_a_request(server, other.cut)
+        assert "other at 10.77.0.2 is lost, with rank 1, in step " in message
+        assert server.process.wait(30) != 0
+        wait_until_gone([rank.pid for rank in own])
+        assert joined.wait(30) == 1  # by itself: nobody could tell it
+        wait_until_gone([rank.pid for rank in others])
