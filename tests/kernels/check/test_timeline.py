@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weft.errors import ConfigError
-from weft.kernels.check.ops import OPS, Op, Sizes, named
+from weft.kernels.check.ops.op import Op, Sizes
+from weft.kernels.check.ops.table import OPS, named
 from weft.kernels.check.timeline import (
     LINK_COST,
     NETWORK_COST,

@@ -16,11 +16,13 @@ from support.overlapped import BLOCKS, close
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from weft.kernels.check import interpreter, ops
-from weft.kernels.check.ops import OPS, Op, Sizes
+from weft.kernels.check import interpreter
+from weft.kernels.check.ops import collectives
+from weft.kernels.check.ops.op import Op, Sizes
+from weft.kernels.check.ops.rows import ROW_OPS
+from weft.kernels.check.ops.table import OPS
 from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import CheckedHome, RankError, run
-from weft.kernels.check.row_ops import ROW_OPS
 from weft.kernels.gpu.arguments import KernelError
 from weft.kernels.gpu.signals import polls_left, report
 from weft.kernels.gpu.workspace import Workspace
@@ -127,8 +129,8 @@ def test_no_more_programs_wait_than_there_are_processors(
     """And the result is the same."""
     monkeypatch.setattr(CheckedHome, "processors", processors)
     for name in ("all_gather", "reduce_scatter", "all_reduce"):
-        make = getattr(ops, f"{name}_workspace")
-        monkeypatch.setattr(ops, f"{name}_workspace", partial(make, chunk=64))
+        make = getattr(collectives, f"{name}_workspace")
+        monkeypatch.setattr(collectives, f"{name}_workspace", partial(make, chunk=64))
     sizes = Sizes(2, 40, 36, 24, F32, BLOCKS)
     tensors = operands(op, sizes)
     races, results = RaceDetector(), []
