@@ -107,7 +107,7 @@ def grids(work: Callable[[], object]) -> dict[str, tuple[int, ...]]:
 
 
 SEND_ONLY = {"push_chunks", "publish_chunks", "multicast_chunks", "push_across"}
-SEND_ONLY |= {"scatter_local", "publish_parts", "push_rows", "put", "attend", "merge_splits"}
+SEND_ONLY |= {"scatter_local", "publish_parts", "push_rows", "put", "attend_and_send"}
 SEND_ONLY |= {"push_shard", "find_pairs", "place_tokens", "return_tokens"}
 SEND_ONLY |= {"cross_nodes", "return_sums"}
 SEND_ONLY |= {"add_and_send"}  # waits for its own rank's product alone, which waits for nobody
@@ -154,7 +154,7 @@ def test_no_more_programs_wait_than_there_are_processors(
     for name, grid in waiting.items():
         assert grid[0] <= processors, name
     for name, grid in launched.items():  # axes y and z hold 65535
-        if name not in ("attend", "find_pairs"):  # whose are KV heads and splits, ranks
+        if name not in ("attend_and_send", "find_pairs"):  # whose are KV heads, ranks
             assert set(grid[1:]) <= {1}, name
 
 
