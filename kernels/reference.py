@@ -462,11 +462,13 @@ def epilogue(
     return total if residual is None else total + residual.float()
 
 
-def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor, x_scale: Tensor | None = None) -> Tensor:
     """Rows offsets[e] to offsets[e + 1] of x [T, K] times w[e], of w [E, K, N]: float32 [T, N].
 
-    Rows of no group are 0.
+    x may have scales [T, ceil(K / 128)], of 128 columns each. Rows of no group are 0.
     """
+    if x_scale is not None:
+        x = x.float() * x_scale.repeat_interleave(128, dim=1)[:, : x.shape[1]]
     out = torch.zeros(len(x), w.shape[2])
     for e, matrix in enumerate(w):
         begin, end = int(offsets[e]), int(offsets[e + 1])

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from weft.kernels import reference
-from weft.kernels.check.ops.op import HOPPER, Op, Shapes, Sizes
+from weft.kernels.check.ops.op import FP8_TOLERANCE, HOPPER, Op, Shapes, Sizes
+from weft.kernels.check.ops.rows import restored
+from weft.kernels.gpu.activation import GROUP
 from weft.kernels.gpu.all_gather_grouped_matmul import (
     GatherGroupsWorkspace,
     all_gather_grouped_matmul,
@@ -26,6 +28,11 @@ from weft.kernels.gpu.workspace import Workspace
 from weft.kernels.symmetric.memory import Home
 
 EXPERTS, TOP_K = 4, 2
+
+
+def _wide(k: int) -> int:
+    """Columns with several scales."""
+    return k if k > GROUP else k + GROUP
 
 
 def _plans(world: int, m: int, device: torch.device | None = None) -> Tensor:
@@ -66,6 +73,26 @@ def _grouped_fp8(x: Tensor, w: Tensor, workspace: Workspace, **options: Any) -> 
     scales = torch.full((len(x),), 0.5, device=x.device), torch.full((EXPERTS, 1), 2.0).to(x.device)
     epilogue = Epilogue(*scales, out_dtype=x.dtype)
     return _grouped(x.to(FP8), _to_fp8(w), workspace, epilogue=epilogue, **options)
+
+
+def _scales(x: Tensor) -> Tensor:
+    """Of each row and 128 columns: float32, at most 1."""
+    row = torch.arange(len(x), device=x.device)[:, None]
+    group = torch.arange(-(-x.shape[1] // GROUP), device=x.device)
+    return (1 + (row + group) % 4) / 4
+
+
+def _grouped_scaled(x: Tensor, *ws: Any, **options: Any) -> Tensor:
+    """As what moe_dispatch delivers: fp8 with scales of 128 columns; of gate and up."""
+    gate, up, workspace = ws
+    epilogue = Epilogue(_scales(x), silu_multiply=True, out_dtype=x.dtype)
+    weights = (_to_fp8(gate), _to_fp8(up), workspace)
+    return _grouped(x.to(FP8), *weights, epilogue=epilogue, **options)
+
+
+def _grouped_scaled_oracle(xs: Sequence[Tensor], *ws: Sequence[Tensor]) -> list[Tensor]:
+    scaled = [restored((x.to(FP8), _scales(x))) for x in xs]
+    return _grouped_oracle(scaled, *([w.to(FP8).float() for w in each] for each in ws))
 
 
 def _gather_experts(x: Tensor, *ws: Any, **options: Any) -> Tensor:
@@ -144,6 +171,16 @@ EXPERT_PRODUCTS = (
     _of_experts("grouped_matmul", _grouped),
     _of_experts("grouped_gate_up", _grouped, 2),
     _of_experts("grouped_matmul_fp8", _grouped_fp8, fp8=True),
+    Op(
+        "grouped_gate_up_scaled_fp8",
+        _grouped_scaled,
+        _grouped_scaled_oracle,
+        lambda s: [(s.m, _wide(s.k)), *[(EXPERTS, _wide(s.k), s.n)] * 2],
+        lambda home, s: Workspace(home, "grouped_matmul", 1, s.dtype, 1),
+        tiled=True,
+        targets=HOPPER,
+        tolerance=FP8_TOLERANCE,
+    ),
     _of_experts("all_gather_grouped_matmul", _gather_experts),
     _of_experts("all_gather_grouped_gate_up", _gather_experts, 2),
     _of_experts("all_gather_grouped_matmul_fp8", _gather_experts_fp8, fp8=True),
