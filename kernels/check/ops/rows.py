@@ -17,13 +17,14 @@ from weft.kernels.gpu.epilogue import FP8
 from weft.kernels.gpu.norm import rms_norm
 from weft.kernels.gpu.rope import CacheScales, rotate_into_cache
 from weft.kernels.gpu.routing import route, sort_by_expert
-from weft.kernels.gpu.sampling import argmax, top_k
+from weft.kernels.gpu.sampling import argmax, draw, top_k
 from weft.kernels.gpu.workspace import Workspace
 
 EPS = 1e-5
 HEADS, KV_HEADS, BLOCK_SIZE = 6, 2, 4
 CACHE_SCALE = 0.5
 TOP_K = 5
+CANDIDATES = 24
 
 
 class RowOp(NamedTuple):
@@ -125,6 +126,38 @@ def _rotated_shapes(s: Sizes) -> Shapes:
     return [(s.m, (HEADS + 2 * KV_HEADS) * dim), (1, dim), (1, dim)]
 
 
+def _drawing(rows: int) -> tuple[list[tuple[int, int]], dict[str, list[float]]]:
+    """Seed and index, and the settings, of each row."""
+    numbers = range(rows)
+    return [(7 * row - 3, row) for row in numbers], {
+        "temperature": [0.5 + row % 3 for row in numbers],
+        "top_k": [row % 7 for row in numbers],
+        "top_p": [1.0 - 0.3 * (row % 2) for row in numbers],
+        "min_p": [0.1 * (row % 4) for row in numbers],
+    }
+
+
+def _drawn(values: Tensor, ids: Tensor) -> Tensor:
+    streams, shaped = _drawing(len(values))
+    dtypes = {"top_k": torch.int32, "top_p": torch.float64}
+    settings = {
+        name: torch.tensor(each, dtype=dtypes.get(name, torch.float32)).to(values.device)
+        for name, each in shaped.items()
+    }
+    seeds, index = torch.tensor(streams, dtype=torch.int64).to(values.device).T.contiguous()
+    return draw(values, ids, seeds, index, **settings)[:, None]
+
+
+def _drawn_oracle(values: Tensor, ids: Tensor) -> Tensor:
+    streams, shaped = _drawing(len(values))
+    tokens = []
+    for row, (seed, index) in enumerate(streams):
+        settings = {name: each[row] for name, each in shaped.items()}
+        at = reference.draw(values[row], reference.uniform(seed, index), **settings)
+        tokens.append(ids[row, at])
+    return torch.stack(tokens)[:, None]
+
+
 def _multiplied(x: Tensor) -> Tensor:
     return reference.epilogue(x, gate_up="halves")
 
@@ -189,6 +222,12 @@ ROW_OPS = (
         "top_k",
         lambda x: beside(top_k(x, min(TOP_K, x.shape[1]))),
         lambda x: beside(reference.top_k(x, min(TOP_K, x.shape[1]))),
+        lambda s: [(s.m, s.n)],
+    ),
+    RowOp(
+        "draw",
+        lambda x: _drawn(*top_k(x, min(CANDIDATES, x.shape[1]))),
+        lambda x: _drawn_oracle(*reference.top_k(x, min(CANDIDATES, x.shape[1]))),
         lambda s: [(s.m, s.n)],
     ),
 )
