@@ -134,13 +134,17 @@ def _mla_decode_attention(fp8: bool = False) -> Op:
         return latents, more
 
     def attend(
-        q: Tensor, latents: Tensor, workspace: Any, blocks: Any = None, programs: int = 0
+        q: Tensor,
+        latents: Tensor,
+        workspace: Any,
+        blocks: Any = None,
+        programs: int = 0,
+        **tile: Any,
     ) -> Tensor:
         batch = PagedBatch.build(*_step(len(q), True), block_size=PAGE, device=q.device)
         latents, more = cached(latents)
-        return mla_decode_attention(
-            q, latents, batch, splits=2, blocks=blocks and blocks[:2], **more
-        )
+        how = {"splits": 2, **tile, "blocks": blocks and blocks[:2]}
+        return mla_decode_attention(q, latents, batch, **how, **more)
 
     def oracle(qs: Sequence[Tensor], latents: Sequence[Tensor]) -> list[Tensor]:
         step = [x.tolist() for x in _step(len(qs[0]), True)]
@@ -172,12 +176,18 @@ def _sequence_parallel_attention(zigzag: bool) -> Op:
         return [0, m * world // 3, m * world // 2] if zigzag else None
 
     def attend(
-        q: Tensor, k: Tensor, v: Tensor, workspace: Any, blocks: Any = None, programs: int = 0
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        workspace: Any,
+        blocks: Any = None,
+        programs: int = 0,
+        **tile: Any,
     ) -> Tensor:
         begun = starts(len(q), workspace.world_size)
         if begun is not None:
             begun = torch.tensor(begun, dtype=torch.int32, device=q.device)
-        how = {"query_start": begun, "zigzag": zigzag, "blocks": blocks and blocks[:2]}
+        how = {"query_start": begun, "zigzag": zigzag, "blocks": blocks and blocks[:2], **tile}
         return sequence_parallel_attention(
             *(q, k, v, workspace), scale=SCALE, programs=programs, **how
         )
