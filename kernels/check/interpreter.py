@@ -26,7 +26,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -176,7 +176,7 @@ class RankBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
         super().__init__()
         # Triton would work out for each operator whether it overflows, which is half of the time,
         # and then say nothing, for that it does with `debug` only.
-        self.options = replace(self.options, sanitize_overflow=False)
+        self.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
     # The grid, of each thread its own.
     @property
