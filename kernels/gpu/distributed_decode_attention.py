@@ -62,8 +62,8 @@ from weft.kernels.gpu.signals import count_off, peer_pointer
 from weft.kernels.gpu.workspace import SLOTS, Workspace, agreed, triton_type
 from weft.kernels.symmetric.memory import Home
 
-COLLECTED_WORDS = 512
-"""That a program waits for at a time, of 4 bytes."""
+COLLECTED_WORDS = 256
+"""That a program waits for at a time, of 4 bytes; of twice as many registers spill."""
 
 _ON_ANOTHER_RANK = tl.constexpr(ON_ANOTHER_RANK)
 

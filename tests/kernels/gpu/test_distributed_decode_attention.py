@@ -72,7 +72,7 @@ def decodes(most: int) -> st.SearchStrategy[list[tuple[int, int]]]:
     shape=shapes,
     calls=st.lists(decodes(50), min_size=1, max_size=2),
     splits=st.sampled_from([0, 1, 2, 3]),
-    words=st.sampled_from([16, 64, 512]),
+    words=st.sampled_from([16, 64, 256]),
     slowness=SLOWNESS,
     seed=SEEDS,
 )
@@ -180,7 +180,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(changes: dict[str, Any], mess
 # Planted faults.
 
 
-FEW_WORDS = ("COLLECTED_WORDS = 512", "COLLECTED_WORDS = 64")
+FEW_WORDS = ("COLLECTED_WORDS = 256", "COLLECTED_WORDS = 64")
 
 
 def symptoms(faulty: Any, wanted: str = "") -> set[str]:
