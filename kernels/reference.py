@@ -384,6 +384,27 @@ def _at_least(probs: Tensor, threshold: float) -> Tensor:
     return kept / kept.sum()
 
 
+def uniform(seed: int, index: int) -> float:
+    """The index-th number of a seed's stream, in [0, 1): SplitMix64 (Steele, Lea and Flood 2014).
+
+    In Python's integers, cut to 64 bits after each product.
+    """
+
+    def mix(state: int) -> int:
+        for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            state = (state ^ (state >> bits)) * factor % 2**64
+        return state ^ (state >> 31)
+
+    state = (mix(seed % 2**64) + (index + 1) * 0x9E3779B97F4A7C15) % 2**64
+    return (mix(state) >> 16) / 2**48
+
+
+def draw(logits: Tensor, u: float, **settings: Any) -> int:
+    """The first token at which the sum of `sampling_distribution` so far exceeds u."""
+    mass = sampling_distribution(logits, **settings).cumsum(dim=0)
+    return int((mass <= u * mass[-1]).sum())
+
+
 # Ops over several ranks: what each rank gives is an element of a list, as is what each gets.
 
 
@@ -462,11 +483,13 @@ def epilogue(
     return total if residual is None else total + residual.float()
 
 
-def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor, x_scale: Tensor | None = None) -> Tensor:
     """Rows offsets[e] to offsets[e + 1] of x [T, K] times w[e], of w [E, K, N]: float32 [T, N].
 
-    Rows of no group are 0.
+    x may have scales [T, ceil(K / 128)], of 128 columns each. Rows of no group are 0.
     """
+    if x_scale is not None:
+        x = x.float() * x_scale.repeat_interleave(128, dim=1)[:, : x.shape[1]]
     out = torch.zeros(len(x), w.shape[2])
     for e, matrix in enumerate(w):
         begin, end = int(offsets[e]), int(offsets[e + 1])

@@ -62,7 +62,7 @@ def aot(targets: Sequence[str], ops: Sequence[str], *, everything: bool, as_json
     """
     _interpret()  # here; what compiles is in other processes
     from weft.kernels.check.aot import TENSOR_CORES, compile_all
-    from weft.kernels.check.ops import named
+    from weft.kernels.check.ops.table import named
 
     named(ops)
     targets = targets or tuple(TENSOR_CORES)
@@ -87,7 +87,8 @@ def timeline(op: str, output: Path, world_size: int) -> int:
     _interpret()
     import torch
 
-    from weft.kernels.check.ops import Sizes, named
+    from weft.kernels.check.ops.op import Sizes
+    from weft.kernels.check.ops.table import named
     from weft.kernels.check.timeline import hidden, record, write
 
     (one,) = named([op])

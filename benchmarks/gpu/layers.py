@@ -6,6 +6,10 @@
     decode     decode_attention: the part of the memory's bandwidth that it reads its keys and
                values with; and torch's scaled_dot_product_attention
     prefill    paged_attention: the part of the tensor cores' rate; and the same of torch
+    latents    mla_decode_attention: the part of the bandwidth that it reads its latents with;
+               and the same of torch
+    sequence   sequence_parallel_attention, one rank's part of a prefill: the part of the tensor
+               cores' rate. It runs alone, as exchange
     experts    grouped_matmul over torch._grouped_mm, with rows spread evenly and all of one expert
     exchange   moe_dispatch and moe_combine of one rank over the copying of the bytes they move;
                it runs alone, finds all signals set, and sends to the same GPU's memory

@@ -1,6 +1,6 @@
 """Compiles every kernel for the real targets, without one, and says what came out.
 
-The ops of check/ops.py are called with Triton's driver replaced by one that has no
+The ops of check/ops are called with Triton's driver replaced by one that has no
 device: each launch is specialised and compiled as on the target, with the warps,
 stages and tiles that the op passes, and then not launched. So what is compiled is
 what is launched, and nothing is listed twice. `cases` says for which rank, sizes,
@@ -44,7 +44,7 @@ from weft.kernels.symmetric.memory import Home, SymmetricMemoryError
 from weft.kernels.symmetric.nvshmem import bitcode
 
 if TYPE_CHECKING:
-    from weft.kernels.check.ops import Op, Sizes
+    from weft.kernels.check.ops.op import Op, Sizes
 
 TENSOR_CORES = {
     "sm_80": r"\bHMMA",
@@ -228,7 +228,7 @@ class Case:
 
 def cases(op: Op, target: str, *, everything: bool = False) -> Iterator[Case]:
     """The calls of an op that are compiled, in such sizes as make a difference to a compiler."""
-    from weft.kernels.check.ops import Sizes
+    from weft.kernels.check.ops.op import Sizes
 
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     yield Case(3, Sizes(8, 128, 256, 256, bf16))
@@ -246,7 +246,7 @@ def cases(op: Op, target: str, *, everything: bool = False) -> Iterator[Case]:
 
 def _tuned_cases(op: Op, target: str) -> Iterator[Case]:
     """What was tuned on this machine for such GPUs as the target is."""
-    from weft.kernels.check.ops import Sizes
+    from weft.kernels.check.ops.op import Sizes
     from weft.kernels.gpu import tuned
     from weft.kernels.gpu.costs import DEVICES, DTYPES, Problem
     from weft.kernels.gpu.tune import options_of
@@ -265,7 +265,7 @@ def _tuned_cases(op: Op, target: str) -> Iterator[Case]:
 
 def _tiled_cases(op: Op, target: str, *, everything: bool) -> Iterator[Case]:
     """All that tuning may choose; or one of each tile, dealt out to the products."""
-    from weft.kernels.check.ops import Sizes
+    from weft.kernels.check.ops.op import Sizes
     from weft.kernels.gpu.costs import PAYLOADS, Problem, device_for, space
     from weft.kernels.gpu.tunable import METHODS
     from weft.kernels.gpu.tune import options_of
@@ -393,7 +393,7 @@ def compile_ops(
 
     Kernels must have been imported with TRITON_INTERPRET=0.
     """
-    from weft.kernels.check.ops import named
+    from weft.kernels.check.ops.table import named
 
     seen: list[Any] = []  # Triton compiles the same launch once
     for op in named(names):

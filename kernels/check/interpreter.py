@@ -9,8 +9,6 @@ that
 - sums int32 in 32 bits, where Triton goes on with 64 and writes as many to an int32;
 - keeps the running program's index for each thread, so that ranks can be
   threads;
-- does not compute sums and products of integers once more, in 64 bits, for an
-  assertion that is off: a third of the time;
 - tells an Observer of every load, store and atomic, with the addresses, before
   it happens (atomics: and after), which is where ranks take turns (ranks.py)
   and where races are seen (races.py).
@@ -176,6 +174,8 @@ class RankBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
+        # Triton would work out for each operator whether it overflows, which is half of the time,
+        # and then say nothing, for that it does with `debug` only.
         self.options: Any = interpreter.InterpreterOptions(sanitize_overflow=False)
 
     # The grid, of each thread its own.

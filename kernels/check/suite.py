@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from weft.errors import ConfigError
-from weft.kernels.check.ops import Op, Sizes, named
+from weft.kernels.check.ops.op import Op, Sizes
+from weft.kernels.check.ops.table import named
 from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import HangError, RankError, run
 from weft.kernels.symmetric.memory import Home

@@ -35,7 +35,7 @@ import triton
 
 from weft.errors import ConfigError
 from weft.kernels.check.interpreter import Array, Atomic, Kind, Program, RankBuilder
-from weft.kernels.check.ops import Op, Sizes
+from weft.kernels.check.ops.op import Op, Sizes
 from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import run
 from weft.kernels.symmetric.memory import Home, SymmetricTensor

@@ -72,7 +72,7 @@ from weft.kernels.gpu.matmul import (
     multiply_and_finish,
     tile_at,
 )
-from weft.kernels.gpu.signals import notify, peer_pointer, wait
+from weft.kernels.gpu.signals import count_off, notify, peer_pointer, wait
 from weft.kernels.gpu.tune import Choice
 from weft.kernels.gpu.workspace import SLOTS, Workspace, agreed, require_dtype, triton_type
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
@@ -102,27 +102,6 @@ def make_plan(expert_ids: Tensor, weights: Tensor, experts: int) -> Tensor:
 def plan_length(experts: int, pairs: int) -> int:
     """Numbers of a plan."""
     return experts + 1 + 2 * pairs
-
-
-@triton.jit
-def count_off(counters, rank, index, count):
-    """Whether this program is the last of `count` that come here; that one knows what they stored.
-
-    As an atomic with acquire and release semantics, each joins what those before it have stored.
-
-    Args:
-        counters: int64 [W], addresses of the counters: 0 before the first, and after the last.
-        rank: whose.
-        index: which of its counters.
-        count: of all that come.
-    """
-    tl.debug_barrier()  # all warps have stored
-    counter = peer_pointer(counters, rank, tl.int32) + index
-    before = tl.atomic_add(counter, 1, sem="acq_rel", scope="sys")
-    tl.debug_barrier()  # no warp goes on before
-    if before == count - 1:
-        tl.store(counter, 0)
-    return before == count - 1
 
 
 @triton.jit(do_not_specialize=["rank"])

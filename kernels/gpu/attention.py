@@ -216,8 +216,8 @@ def attend_block(
     return total, top, weight, bad
 
 
-@triton.jit(do_not_specialize=["tokens", "requests", "table_width", "num_blocks", "rank"])
-def attend(
+@triton.jit
+def attend_tile(
     q,  # [tokens, HEADS, D + ROPE]; a token is q_stride numbers after the one before
     keys,  # [num_blocks, KV_HEADS, PAGE, D + ROPE]
     values,  # [num_blocks, KV_HEADS, PAGE, D], or None: the first D numbers of each key
@@ -228,15 +228,15 @@ def attend(
     sinks,  # [HEADS], or None
     k_scale,  # float32 [KV_HEADS], or None
     v_scale,
-    out,  # [SPLITS, tokens, HEADS, D]
-    lse,  # float32 [SPLITS, tokens, HEADS], or None
     scale,
-    tokens,
     requests,
     table_width,
     num_blocks,
     q_stride,
     rank,
+    tile,
+    first_head,
+    split,
     WORLD: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -253,10 +253,13 @@ def attend(
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """One tile of GROUP heads, over a split of its keys. Grid: (tiles, HEADS / GROUP, SPLITS)."""
+    """One tile of GROUP heads, over a split of its keys.
+
+    Returns:
+        float32 [BLOCK_M, BLOCK_D], zeros if the request is flagged; its LSE, float32 [BLOCK_M];
+        of each row, int32 [BLOCK_M], the token and the head; bool [BLOCK_M], which rows count.
+    """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    first_head, split = tl.program_id(1) * GROUP, tl.program_id(2)
     head = first_head // (HEADS // KV_HEADS)
     if SINGLE:
         request, first_row, first, queries = tile, tile, 0, 1
@@ -296,8 +299,6 @@ def attend(
     query, q_head = first + row // GROUP, first_head + row % GROUP
     stored = (row < BLOCK_Q * GROUP) & (query < queries)
     token = first_row + query
-    d = tl.arange(0, BLOCK_D)
-    inside = stored[:, None] & (d < D)[None, :]
     q_rows = token.to(tl.int64) * q_stride + q_head * (D + ROPE)
     block_q = load_block(q, q_rows, stored, D, True, BLOCK_D)
     q_rope = None
@@ -339,11 +340,68 @@ def attend(
     unseen = weight == 0
     weight = tl.where(unseen, 1.0, weight)
     total = tl.where(fault == 0, total / weight[:, None], 0.0)
-    place = (tl.cast(split, tl.int64) * tokens + token) * HEADS + q_head
+    log_sum = tl.where(unseen, float("-inf"), (top + tl.log2(weight)) * LN2)
+    return total, tl.where(fault == 0, log_sum, float("inf")), token, q_head, stored
+
+
+@triton.jit
+def store_rows(out, lse, total, log_sum, place, stored, D: tl.constexpr):
+    """Store some rows of `attend_tile` to places of out [*, D] and, unless it is None, lse [*]."""
+    d = tl.arange(0, total.shape[1])
+    inside = stored[:, None] & (d < D)[None, :]
     tl.store(out + place[:, None] * D + d[None, :], total.to(out.dtype.element_ty), mask=inside)
     if lse is not None:
-        log_sum = tl.where(unseen, float("-inf"), (top + tl.log2(weight)) * LN2)
-        tl.store(lse + place, tl.where(fault == 0, log_sum, float("inf")), mask=stored)
+        tl.store(lse + place, log_sum, mask=stored)
+
+
+@triton.jit(do_not_specialize=["tokens", "requests", "table_width", "num_blocks", "rank"])
+def attend(
+    q,  # as the next ones, of `attend_tile`
+    keys,
+    values,
+    query_start,
+    context_len,
+    block_table,
+    status,
+    sinks,
+    k_scale,
+    v_scale,
+    out,  # [SPLITS, tokens, HEADS, D]
+    lse,  # float32 [SPLITS, tokens, HEADS], or None
+    scale,
+    tokens,
+    requests,
+    table_width,
+    num_blocks,
+    q_stride,
+    rank,
+    WORLD: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    ROPE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINGLE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """One tile over a split of its keys. Grid: (tiles, HEADS / GROUP, SPLITS)."""
+    tile, split = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(2)
+    total, log_sum, token, head, stored = attend_tile(
+        q, keys, values, query_start, context_len, block_table, status, sinks, k_scale, v_scale,
+        scale, requests, table_width, num_blocks, q_stride, rank,
+        tile, tl.program_id(1) * GROUP, split,
+        WORLD, HEADS, KV_HEADS, GROUP, PAGE, D, ROPE, WINDOW, SOFTCAP, SINGLE, SPLITS,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_R,
+    )  # fmt: skip
+    place = (tl.cast(split, tl.int64) * tokens + token) * HEADS + head
+    store_rows(out, lse, total, log_sum, place, stored, D)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ class Config(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True
         stages, warps: of the kernel that multiplies; 0 likewise.
         senders: programs that do nothing but send, in ops that have such; 0 for as many as the op
             takes by itself.
-        splits: programs that share the keys of a tile, in decode_attention; 0 elsewhere.
+        splits: programs that share the keys of a tile, in attention that decodes; 0 elsewhere.
     """
 
     method: str
@@ -83,9 +83,10 @@ class Problem:
         top_k: how often the same row is multiplied, by weights of different groups; query heads
             that share a KV head.
 
-    Of attention, rows are the queries of the longest request, or of all requests if they decode; n
-    are the keys of the longest one; k is the size of a head; dtype is the cache's. Of moe_dispatch,
-    rows are a token for each of its experts.
+    Of attention, rows are the queries of the longest request, or of all requests if they decode, or
+    of all ranks (sequence_parallel_attention); n are the keys of the longest one; k is the size of
+    a head, or of a latent (mla_decode_attention: `latent_rank`); dtype is the cache's. Of
+    moe_dispatch, rows are a token for each of its experts.
     """
 
     op: str
@@ -122,6 +123,10 @@ class Problem:
         return "attention" in self.op
 
     @property
+    def decodes(self) -> bool:
+        return "decode" in self.op
+
+    @property
     def payload(self) -> int:
         """Bytes of the whole array that is gathered or reduced; those that come to a rank in
         moe_dispatch, at most.
@@ -130,6 +135,8 @@ class Problem:
             return 0
         if self.op == "moe_dispatch":
             return self.rows // self.world_size * self.n * self.itemsize
+        if self.attends:  # keys and values
+            return 2 * self.rows * self.groups * self.k * self.itemsize
         width = self.k if PAYLOADS[self.op] == "input" else self.n
         return self.rows // self.top_k * width * self.itemsize
 
@@ -154,10 +161,15 @@ PAYLOADS = {
     "moe_dispatch": "output",
     "paged_attention": "nothing",
     "decode_attention": "nothing",
+    "mla_decode_attention": "nothing",
+    "sequence_parallel_attention": "input",
 }
 """Of each op, whether its product's input or its output travels; the output is all without one."""
 
-SENDING = ("all_gather_matmul", "all_gather_grouped_matmul", "grouped_matmul_reduce_scatter")
+SENDING = (
+    *("all_gather_matmul", "all_gather_grouped_matmul", "grouped_matmul_reduce_scatter"),
+    "sequence_parallel_attention",
+)
 """Ops with programs that do nothing but send."""
 
 
@@ -288,10 +300,11 @@ def compute_time(problem: Problem, config: Config, device: Device) -> float:
 
 def attention_time(problem: Problem, config: Config, device: Device) -> float:
     """Seconds of attention, with the steps of a product: a block of keys is one of BLOCK_K."""
-    decodes = problem.op == "decode_attention"
-    requests, queries = (problem.rows, 1) if decodes else (1, problem.rows)
+    of_rank = -(-problem.rows // problem.world_size) if problem.payload else problem.rows
+    requests, queries = (problem.rows, 1) if problem.decodes else (1, of_rank)
     splits, width = max(1, config.splits), 1 << (problem.k - 1).bit_length()
     tiles = requests * -(-queries * problem.top_k // config.block_m) * problem.groups * splits
+    processors = max(1, device.processors - config.senders)
     flops = device.flops * 2 / max(2, problem.itemsize)  # narrower keys are cast
     step = max(
         4 * config.block_m * config.block_n * width * device.processors / flops,
@@ -299,8 +312,9 @@ def attention_time(problem: Problem, config: Config, device: Device) -> float:
         MEMORY_LATENCY / max(1, config.stages - 1),
     )
     tile = -(-problem.n // (config.block_n * splits)) * (step + STEP) + MEMORY_LATENCY
-    read = 2 * requests * problem.groups * problem.n * problem.k * problem.itemsize
-    total = max(-(-tiles // device.processors) * tile, read / device.memory)
+    loads = 1 if problem.op == "mla_decode_attention" else 2  # latents are keys and values
+    read = loads * requests * problem.groups * problem.n * problem.k * problem.itemsize
+    total = max(-(-tiles // processors) * tile, read / device.memory)
     if splits > 1:  # parts in float32 are written, and read to be merged
         parts = problem.rows * problem.groups * problem.top_k * problem.k * splits
         total += LAUNCH + 2 * 4 * parts / device.memory
@@ -327,7 +341,8 @@ def cost(problem: Problem, config: Config, device: Device) -> float:
     """Seconds that one call takes."""
     link = link_time(problem, config, device)
     if problem.attends:
-        return attention_time(problem, config, device) + LAUNCH
+        alone = attention_time(problem, config, device)
+        return max(alone, link + alone / problem.world_size if link else 0.0) + LAUNCH
     if problem.op == "moe_dispatch":
         return link + exchange_time(problem, config, device) + 3 * LAUNCH
     compute = compute_time(problem, config, device)
@@ -368,6 +383,8 @@ ATTENTION_STAGES = (1, 2, 3, 4)
 SPLITS = (1, 2, 4, 8, 16, 32, 64)
 ATTENTION_ACCUMULATORS = 96
 """Sums and scores that one thread of attention keeps in registers."""
+FEW_ATTENTION_ACCUMULATORS = 80
+"""The same where tokens of several ranks are counted beside them (`choose_part_tile`)."""
 ATTENTION_BLOCK = 8192
 """Numbers of a block of keys that AMD's GPUs have registers for, beside 64 rows or more."""
 
@@ -405,7 +422,7 @@ def space(problem: Problem, device: Device, methods: Sequence[str]) -> list[Conf
         for method in methods
         for tile in tiles
         for senders in (SENDERS if problem.op in SENDING else (0,))
-        for splits in (_splits(problem) if problem.op == "decode_attention" else (0,))
+        for splits in (_splits(problem) if problem.decodes else (0,))
     ]
     if not configs:
         raise KernelError(f"{problem.op}: no tile fits {device.shared} bytes of shared memory")
@@ -449,12 +466,17 @@ def _has_registers(
 
 def _attention_tiles(problem: Problem, device: Device) -> list[tuple[int, int, int, int, int]]:
     """The same of attention, whose block_k is 0."""
-    queries = 1 if problem.op == "decode_attention" else problem.rows
+    if problem.op == "mla_decode_attention":
+        return _latent_tiles(problem, device)
+    queries = 1 if problem.decodes else problem.rows
     most_m = max(16, 2 * queries * problem.top_k - 1)
     lowest = next(m for m in ATTENTION_M if m >= min(problem.top_k, ATTENTION_M[-1]))
     width = 1 << (problem.k - 1).bit_length()
     block = 2 * width * max(2, problem.itemsize)  # of keys and values, for each of n
     fewest = (lowest, ATTENTION_N[0], WARPS[-1])
+    most = ATTENTION_ACCUMULATORS
+    if problem.payload and width > 64 and device.target in ("sm_100", "gfx942"):
+        most = FEW_ATTENTION_ACCUMULATORS
     return [
         (m, n, 0, stages, warps)
         for m in ATTENTION_M
@@ -464,8 +486,32 @@ def _attention_tiles(problem: Problem, device: Device) -> list[tuple[int, int, i
         if m == lowest or lowest < m <= most_m
         if n * block * stages <= device.shared
         if m < 64 or n * width <= ATTENTION_BLOCK or not device.target.startswith("gfx")
-        if (m, n, warps) == fewest or m * (width + n) <= 32 * warps * ATTENTION_ACCUMULATORS
+        if (m, n, warps) == fewest or m * (width + n) <= 32 * warps * most
     ]
+
+
+def _latent_tiles(problem: Problem, device: Device) -> list[tuple[int, int, int, int, int]]:
+    """Of latents: those that leave registers for R sums of a row, as `choose_latent_tile`."""
+    amd, cast = device.target.startswith("gfx"), problem.itemsize == 1
+    most = 256 if amd and problem.itemsize == 4 else 512
+    wide = latent_rank(problem.k) * max(1, problem.itemsize // 2) > most
+    tiles = [(16, 16, 4)]
+    if not wide and not (amd and cast):
+        tiles.append((32, 16, 8))
+    if not wide and not cast:
+        tiles += [(16, 32, 4), (64, 16, 8)]
+    return [
+        (m, n, 0, stages, warps)
+        for m, n, warps in tiles
+        for stages in ((1,) if amd else ATTENTION_STAGES[:3])
+        if m == 16 or m < 2 * problem.top_k
+        if n * problem.k * max(2, problem.itemsize) * stages <= device.shared
+    ]
+
+
+def latent_rank(k: int) -> int:
+    """R of a latent with R + P numbers: the power of two that is not above it, at most 512."""
+    return min(512, 1 << (k.bit_length() - 1))
 
 
 def _splits(problem: Problem) -> list[int]:

@@ -2,7 +2,8 @@
 
 In this order, in float32, on the tile while it is still in registers:
 
-    total * x_scale[m] * w_scale[n]         fp8 operands become what they stand for
+    total * x_scale[m] * w_scale[n]         fp8 operands become what they stand for; scales of
+                                            a part of K are applied before its products are added
     + bias[n]
     silu(gate) * up                         halves the columns (SwiGLU: Shazeer 2020)
     + residual[m, n]
@@ -39,7 +40,8 @@ class Epilogue:
     Of weights of E groups of rows (grouped_matmul.py) w_scale and bias have a row for each group.
 
     Attributes:
-        x_scale: float32 [M], one for each row, or [1]; only with fp8 operands.
+        x_scale: float32 [M], one for each row, or [1]; only with fp8 operands. Of grouped_matmul
+            also [M, ceil(K / 128)], one for each 128 columns of a row.
         w_scale: float32 [N], one for each column, or [1]; likewise. Of groups: [E, N], [E, 1] or
             [1].
         bias: [N]; those of several weights one after the other. Of groups: [E, N].
@@ -65,7 +67,13 @@ class Epilogue:
         return self.out_dtype or (torch.bfloat16 if operands == FP8 else operands)
 
     def check(
-        self, require: Require, x: Tensor, widths: list[int], out_rows: int, groups: int = 0
+        self,
+        require: Require,
+        x: Tensor,
+        widths: list[int],
+        out_rows: int,
+        groups: int = 0,
+        scale_group: int = 0,
     ) -> None:
         """Refuse what does not go with a product.
 
@@ -75,6 +83,7 @@ class Epilogue:
             widths: columns of each weight.
             out_rows: of the result.
             groups: of rows, that have weights of their own; 0 if all rows have the same.
+            scale_group: columns of x that may share a scale of each row; 0 for all.
         """
         n = sum(widths)
         columns: tuple[tuple[int, ...], ...] = ((groups, n),) if groups else ((n,),)
@@ -86,8 +95,11 @@ class Epilogue:
                 require("w's columns", widths, even, "be those of one weight, or twice the same")
         out = self.dtype(x.dtype)
         require("out_dtype", out, out in RESULTS, f"be one of {', '.join(map(str, RESULTS))}")
+        x_scales: list[tuple[int, ...]] = [(len(x),), (1,)]
+        if scale_group:
+            x_scales.append((len(x), -(-x.shape[1] // scale_group)))
         for name, scale, shapes in (
-            ("x_scale", self.x_scale, ((len(x),), (1,))),
+            ("x_scale", self.x_scale, tuple(x_scales)),
             ("w_scale", self.w_scale, (*columns, *([(groups, 1)] if groups else []), (1,))),
         ):
             if scale is not None:
@@ -101,10 +113,11 @@ class Epilogue:
 
     def scales(self) -> dict[str, object]:
         """Arguments of a kernel that calls `scale`."""
+        x_scale = self.x_scale
         return {
-            "x_scale": self.x_scale,
+            "x_scale": x_scale,
             "w_scale": self.w_scale,
-            "SCALE_ROWS": self.x_scale is not None and self.x_scale.numel() > 1,
+            "SCALE_ROWS": x_scale is not None and x_scale.dim() == 1 and len(x_scale) > 1,
             "SCALE_COLUMNS": self.w_scale is not None and self.w_scale.shape[-1] > 1,
         }
 

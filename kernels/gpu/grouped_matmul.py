@@ -17,7 +17,12 @@ and each number of them is read once.
 Offsets that decrease, are negative or pass T make all groups empty, in every program alike, and
 are reported in a status word: nothing is read or written where it should not be.
 
-Not handled: descriptors (TMA).
+Rows in fp8 come with scales of their own, or of each 128 columns (as moe_dispatch delivers
+them; DeepSeek-V3, arXiv:2412.19437, section 3.3). Those are different for parts of one sum: so
+the tensor cores add up BLOCK_K products at a time, each part is scaled, and added in float32. A
+tile then has two sums in registers, and half the columns.
+
+Not handled: descriptors (TMA), scales of blocks of w.
 """
 
 from __future__ import annotations
@@ -30,7 +35,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.gpu.activation import GROUP as SCALE_GROUP
 from weft.kernels.gpu.arguments import KernelError, Require, require
+from weft.kernels.gpu.costs import FEW_ACCUMULATORS
 from weft.kernels.gpu.epilogue import NOTHING, Epilogue
 from weft.kernels.gpu.matmul import (
     GROUP,
@@ -97,7 +104,7 @@ def multiply_groups(
     n2,
     K,
     groups,  # E
-    x_scale,  # float32 [T] or [1], or None
+    x_scale,  # float32 [T] or [1], or [T, ceil(K / SCALE_GROUP)] if that is not 0, or None
     w_scale,  # float32 [E, n0 + n1 + n2], [E, 1] or [1], or None
     scale_stride,  # of w_scale, from one group to the next
     bias,  # [E, n0 + n1 + n2], or None
@@ -115,6 +122,7 @@ def multiply_groups(
     TRANSPOSED: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,  # columns of x that share a scale, or 0
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
@@ -125,6 +133,7 @@ def multiply_groups(
     through = tl.cumsum(tl.cdiv(size, BLOCK_M), 0)
     columns = count_columns(n0, n1, n2, BLOCK_N, WEIGHTS, SILU and WEIGHTS == 2)
     tiles = tl.max(through, 0) * columns
+    scales_of_row = tl.cdiv(K, SCALE_GROUP) if SCALE_GROUP > 0 else 1 if SCALE_ROWS else 0
     # Flattened: the next tile's first blocks are on their way while this one is stored.
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         group, before = group_of(tile // columns, through)
@@ -139,13 +148,13 @@ def multiply_groups(
             None if w1 is None else w1 + matrix * n1,
             None if w2 is None else w2 + matrix * n2,
             n0, n1, n2,
-            x_scale + first if SCALE_ROWS else x_scale,
+            None if x_scale is None else x_scale + first * scales_of_row,
             None if w_scale is None else w_scale + group * scale_stride,
             None if bias is None else bias + group * (n0 + n1 + n2),
             None if residual is None else residual + first * out_columns,
             out + first * out_columns,
             K, BLOCK_M, BLOCK_N, BLOCK_K, WEIGHTS, SILU, TRANSPOSED, SCALE_ROWS, SCALE_COLUMNS,
-            EVEN_M=False, EVEN_N=EVEN_N, EVEN_K=EVEN_K, TMA=False,
+            EVEN_M=False, EVEN_N=EVEN_N, EVEN_K=EVEN_K, TMA=False, SCALE_GROUP=SCALE_GROUP,
         )  # fmt: skip
 
 
@@ -186,7 +195,8 @@ def grouped_matmul(
         w: [E, K, N] of x's dtype, contiguous or the transposes (`mT`) of contiguous [E, N, K]; or
             up to three such weights, whose columns count as one beside the other (gate and up).
         offsets: int32 [E + 1], on x's device: group e is rows offsets[e] to offsets[e + 1].
-        epilogue: of the product; its w_scale and bias are of each group.
+        epilogue: of the product; its w_scale and bias are of each group, its x_scale may be of each
+            128 columns of a row.
         out: the result, whose rows outside of all groups stay as they are; new if None.
         status: int32 [1], on x's device: is set to 1 + e if it is 0 and the offsets of group e are
             the first that are negative, decrease or pass T. All groups are empty then.
@@ -209,11 +219,19 @@ def grouped_matmul(
     check("x's columns", k, k > 0, "be at least 1")
     check("expected", expected, expected >= 0, "be positive, or 0 for all rows")
     rows = expected or most
+    scaled = isinstance(epilogue.x_scale, Tensor) and epilogue.x_scale.dim() == 2
     if blocks is None and choice and (config := choice.of_product(x, weights, rows, silu, groups)):
         blocks = (config.block_m, config.block_n, config.block_k)
         warps, stages = warps or config.warps, stages or config.stages
-    tiling = choose_tiling(-(-rows // groups), x, weights, blocks, warps, stages, check, silu)
-    epilogue.check(check, x, weights.widths, most, groups)
+        if scaled:  # so many numbers of both sums in a thread, as may be of one
+            columns = 32 * config.warps * FEW_ACCUMULATORS // config.block_m
+            blocks = (config.block_m, max(16, min(config.block_n, columns)), config.block_k)
+    tiling = choose_tiling(
+        -(-rows // groups), x, weights, blocks, warps, stages, check, silu, apart=scaled
+    )
+    must = f"have a BLOCK_K of at most {SCALE_GROUP}: its products share their scales"
+    check("blocks", blocks, not scaled or tiling.block_k <= SCALE_GROUP, must)
+    epilogue.check(check, x, weights.widths, most, groups, SCALE_GROUP)
     check("programs", programs, programs >= 0, "be positive, or 0 for all processors")
     shape, dtype = (most, epilogue.columns(n)), epilogue.dtype(x.dtype)
     if out is None:
@@ -236,6 +254,7 @@ def grouped_matmul(
         status=status,
         out_columns=out.shape[1],
         **{**epilogue.scales(), "scale_stride": epilogue.scale_stride()},
+        SCALE_GROUP=SCALE_GROUP if scaled else 0,
         **constants_of(groups),
         bias=epilogue.bias,
         residual=epilogue.residual,

@@ -8,7 +8,7 @@ token's weights, and the tokens of rank r are added over the ranks on rank r.
 
 Protocol. `find_pairs` looks where in its plan each pair is. `multiply_pairs` takes the ranks that
 rows belong to in W stages, and stores the products, row by row, to `products` in this rank's
-memory. Its programs count themselves off, tile by tile (all_gather_grouped_matmul.py: `count_off`),
+memory. Its programs count themselves off, tile by tile (signals.py: `count_off`),
 and the last one of a stage sets this rank's own signal `ready` of the stage to n, the number of
 the call. `add_and_send`, on a stream beside it, waits for that, and so knows what all programs
 have stored in this stage; it had to wait for those before, too. It adds each token's rows, in the
@@ -47,7 +47,6 @@ from torch import Tensor
 
 from weft.kernels.gpu.all_gather_grouped_matmul import (
     PlannedWorkspace,
-    count_off,
     find_rows,
     pick,
     plan_length,
@@ -58,7 +57,7 @@ from weft.kernels.gpu.epilogue import NOTHING, Epilogue
 from weft.kernels.gpu.grouped_matmul import constants_of, group_of, group_sizes, report
 from weft.kernels.gpu.matmul import GROUP, Weights, choose_tiling, multiply_and_finish, tile_at
 from weft.kernels.gpu.matmul_reduce_scatter import reduce_partials, result_shape, tile_offsets
-from weft.kernels.gpu.signals import notify, peer_pointer, wait
+from weft.kernels.gpu.signals import count_off, notify, peer_pointer, wait
 from weft.kernels.gpu.tune import Choice
 from weft.kernels.gpu.workspace import agreed, require_dtype, triton_type
 from weft.kernels.symmetric.memory import Home, SymmetricTensor

@@ -128,6 +128,41 @@ def load_right(
 
 
 @triton.jit
+def add_product(
+    total,  # float32 [BLOCK_M, BLOCK_N]
+    left,
+    right,
+    x_scale,  # float32 [BLOCK_M], or None
+):
+    """total + left @ right, or with the product of each row times its scale."""
+    if x_scale is None:
+        total = tl.dot(left, right, total, input_precision="ieee")
+    else:
+        total += tl.dot(left, right, input_precision="ieee") * x_scale[:, None]
+    return total
+
+
+@triton.jit
+def load_scales(
+    x_scale,  # float32 [rows, ceil(K / SCALE_GROUP)]; not looked at if that is 0
+    row,
+    rows,
+    start,
+    K,
+    BLOCK_M: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
+):
+    """Of x[row : row + BLOCK_M] from column `start` on: float32 [BLOCK_M]; or None."""
+    if SCALE_GROUP > 0:
+        m = row + tl.arange(0, BLOCK_M)
+        at = tl.cast(m, tl.int64) * tl.cdiv(K, SCALE_GROUP) + start // SCALE_GROUP
+        scales = tl.load(x_scale + at, mask=m < rows, other=0.0)
+    else:
+        scales = None
+    return scales
+
+
+@triton.jit
 def multiply_tile(
     x,  # [rows, K]
     row,  # of x where the tile begins
@@ -144,6 +179,8 @@ def multiply_tile(
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     TMA: tl.constexpr,
+    x_scale=None,  # float32 [rows, ceil(K / SCALE_GROUP)]; not looked at if that is 0
+    SCALE_GROUP: tl.constexpr = 0,  # columns of x that share a scale; BLOCK_K divides it
 ):
     """x[row : row + BLOCK_M] @ w[:, column : column + BLOCK_N], float32; zeros outside."""
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -152,7 +189,8 @@ def multiply_tile(
         right = load_right(
             w, column, N, start, K, BLOCK_N, BLOCK_K, TRANSPOSED, EVEN_N, EVEN_K, TMA
         )
-        total = tl.dot(left, right, total, input_precision="ieee")
+        scales = load_scales(x_scale, row, rows, start, K, BLOCK_M, SCALE_GROUP)
+        total = add_product(total, left, right, scales)
     return total
 
 
@@ -174,6 +212,8 @@ def multiply_two_tiles(
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     TMA: tl.constexpr,
+    x_scale=None,
+    SCALE_GROUP: tl.constexpr = 0,
 ):
     """`multiply_tile` of two weights of the same shape, which reads x once."""
     first = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -183,11 +223,12 @@ def multiply_two_tiles(
         right = load_right(
             gate, column, N, start, K, BLOCK_N, BLOCK_K, TRANSPOSED, EVEN_N, EVEN_K, TMA
         )
-        first = tl.dot(left, right, first, input_precision="ieee")
+        scales = load_scales(x_scale, row, rows, start, K, BLOCK_M, SCALE_GROUP)
+        first = add_product(first, left, right, scales)
         right = load_right(
             up, column, N, start, K, BLOCK_N, BLOCK_K, TRANSPOSED, EVEN_N, EVEN_K, TMA
         )
-        second = tl.dot(left, right, second, input_precision="ieee")
+        second = add_product(second, left, right, scales)
     return first, second
 
 
@@ -214,7 +255,7 @@ def multiply_and_finish(
     n0,
     n1,
     n2,
-    x_scale,  # float32 [rows] or [1], or None
+    x_scale,  # float32 [rows] or [1], or [rows, ceil(K / SCALE_GROUP)] if that is not 0, or None
     w_scale,  # float32 [n0 + n1 + n2] or [1], or None
     bias,  # [n0 + n1 + n2], or None
     residual,  # [rows, N'], or None
@@ -232,21 +273,24 @@ def multiply_and_finish(
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     TMA: tl.constexpr,
+    SCALE_GROUP: tl.constexpr = 0,  # columns of x that share a scale; BLOCK_K divides it
 ):
     """One tile of the result, from its operands to memory.
 
     Where its rows do not follow each other, x, x_scale, residual and out are blocks of pointers
     [BLOCK_M] to each of them, of which the first `rows` count, and row is 0.
     """
+    row_scale = None if SCALE_GROUP > 0 else x_scale
     if SILU and WEIGHTS == 2:
         at = index * BLOCK_N
         gate, up = multiply_two_tiles(
             x, row, rows, w0, w1, at, n0, K,
             BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, EVEN_M, EVEN_N, EVEN_K, TMA,
+            x_scale, SCALE_GROUP,
         )  # fmt: skip
         up_scale = w_scale + n0 if SCALE_COLUMNS else w_scale
-        gate = scale(gate, x_scale, w_scale, row, rows, at, n0, SCALE_ROWS, SCALE_COLUMNS)
-        up = scale(up, x_scale, up_scale, row, rows, at, n0, SCALE_ROWS, SCALE_COLUMNS)
+        gate = scale(gate, row_scale, w_scale, row, rows, at, n0, SCALE_ROWS, SCALE_COLUMNS)
+        up = scale(up, row_scale, up_scale, row, rows, at, n0, SCALE_ROWS, SCALE_COLUMNS)
         gate = add_bias(gate, bias, at, n0)
         up = add_bias(up, None if bias is None else bias + n0, at, n0)
         total = silu_multiply(gate, up)
@@ -271,9 +315,10 @@ def multiply_and_finish(
         total = multiply_tile(
             x, row, rows, w, at, N, K,
             BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, EVEN_M, EVEN_N, EVEN_K, TMA,
+            x_scale, SCALE_GROUP,
         )  # fmt: skip
         scales = w_scale + first if SCALE_COLUMNS else w_scale
-        total = scale(total, x_scale, scales, row, rows, at, N, SCALE_ROWS, SCALE_COLUMNS)
+        total = scale(total, row_scale, scales, row, rows, at, N, SCALE_ROWS, SCALE_COLUMNS)
         finish(
             total,
             None if bias is None else bias + first,

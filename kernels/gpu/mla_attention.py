@@ -19,8 +19,8 @@ kernels, `attend` and `merge_splits`, with what that needs of them:
   many of them as divide H, and latents are loaded by H / that many programs (all
   but one of them from L2, mostly).
 
-The LSE is what `exchange_and_merge` (distributed_decode_attention.py) takes, but
-there is no op that does.
+The LSE is what distributed_decode_attention.py sends to other ranks, but there is no
+op that does so with latents.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ from weft.kernels.gpu.attention import (
     check_cache,
     check_queries,
     check_scale,
+    is_decode,
 )
 from weft.kernels.gpu.decode_attention import MAX_SPLITS, choose_splits, launch_split
 from weft.kernels.gpu.matmul import count_processors, target
+from weft.kernels.gpu.tune import Choice
 
 MAX_RANK, MAX_ROPE = 512, 128
 """Of R and P."""
@@ -79,6 +81,7 @@ def mla_decode_attention(
     blocks: tuple[int, int] | None = None,
     warps: int = 0,
     stages: int = 0,
+    choice: Choice | None = None,
 ) -> Tensor:
     """Causal attention of absorbed queries over their requests' latents.
 
@@ -96,6 +99,7 @@ def mla_decode_attention(
         splits: programs that share the keys of a tile, at most MAX_SPLITS; chosen if 0.
         blocks: BLOCK_M and BLOCK_N of a tile; chosen if None.
         warps, stages: that the kernel is compiled with; chosen if 0.
+        choice: of a tile and splits where blocks is None, if tuned for as many decodes.
 
     Returns:
         [T, H, R], q's dtype, to be multiplied by each head's W_uv. Zeros for a request that is
@@ -121,10 +125,16 @@ def mla_decode_attention(
         require_tensor(check, "lse", lse, [tokens, heads], q.device, torch.float32)
     cast, itemsize = latents.dtype != q.dtype, q.element_size()
     chosen = choose_latent_tile(heads, batch.max_queries, kv_lora_rank, itemsize, cast=cast)
+    options, keys = Options(scale, k_scale=kv_scale, v_scale=kv_scale), latents[:, None]
+    config = None
+    if choice and blocks is None and is_decode(q, batch):
+        config = choice.of_attention(q, keys, len(q), batch.max_context)
+    if config:
+        chosen = Tile(config.block_m, config.block_n, config.warps, config.stages)
     tile = asked_tile(check, chosen, blocks, warps, stages)
     must = f"be from 1 to {MAX_SPLITS}, or 0 to choose"
     check("splits", splits, 0 <= splits <= MAX_SPLITS, must)
-    options, keys = Options(scale, k_scale=kv_scale, v_scale=kv_scale), latents[:, None]
+    splits = splits or (config.splits if config else 0)
     splits = splits or choose_splits(q, keys, batch, tile, options, count_processors(q.device))
     out = torch.empty((tokens, heads, kv_lora_rank), dtype=q.dtype, device=q.device)
     launch_split(q, keys, None, batch, out, lse, tile, options, splits)

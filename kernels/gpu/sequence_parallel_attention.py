@@ -63,6 +63,7 @@ from weft.kernels.gpu.chunks import copy_chunk
 from weft.kernels.gpu.epilogue import RESULTS
 from weft.kernels.gpu.matmul import target
 from weft.kernels.gpu.signals import notify, peer_pointer, wait
+from weft.kernels.gpu.tune import Choice
 from weft.kernels.gpu.workspace import Workspace, agreed, triton_type
 from weft.kernels.symmetric.memory import Home
 
@@ -336,6 +337,7 @@ class SequenceParallelWorkspace(Workspace):
         self.half = -(-size * max_tokens * row // 16) * 16  # values begin at a multiple of 16
         self.met = size * (-(-max_tokens // chunk) + 1)  # two parts may have a chunk more
         super().__init__(home, name, 2 * self.half, dtype, self.met + size)
+        self.choice = Choice(home, name)
 
 
 def sequence_parallel_attention_workspace(
@@ -402,7 +404,7 @@ def sequence_parallel_attention(
         zigzag: this rank has parts r and 2 W - 1 - r of 2 W, of m / 2 tokens each; otherwise
             part r of W.
         lse: float32 [m, H], written: the log of the sum of exp(score).
-        blocks: BLOCK_M and BLOCK_N of a tile; chosen if None.
+        blocks: BLOCK_M and BLOCK_N of a tile; what was tuned, or else chosen, if None.
         warps, stages: that the kernel is compiled with; chosen if 0.
         programs: of the attention; all processors of the device but one if 0.
         senders: programs that copy; one of SENDERS processors if 0.
@@ -443,6 +445,13 @@ def sequence_parallel_attention(
             require_tensor(require, "lse", lse, [m, heads], q.device, torch.float32)
         group = heads // workspace.kv_heads
         chosen = choose_part_tile(group, m, dim, q.element_size())
+        config = None
+        if blocks is None:
+            config = workspace.choice.of_attention(q, k, size * m, size * m)
+        if config:  # no higher than there are rows for
+            low = min(config.block_m, chosen.block_m)
+            chosen = Tile(low, config.block_n, config.warps, config.stages)
+            senders = senders or config.senders
         tile = asked_tile(require, chosen, blocks, warps, stages, group)
         available = max(1, workspace.processors - (size > 1))
         why = "copies to other ranks need a processor"

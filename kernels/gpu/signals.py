@@ -124,6 +124,27 @@ def wait(signals, rank, index, value, fault, max_polls):
     tl.debug_barrier()
 
 
+@triton.jit
+def count_off(counters, rank, index, count):
+    """Whether this program is the last of `count` that come here; that one knows what they stored.
+
+    As an atomic with acquire and release semantics, each joins what those before it have stored.
+
+    Args:
+        counters: int64 [W], addresses of the counters: 0 before the first, and after the last.
+        rank: whose.
+        index: which of its counters.
+        count: of all that come.
+    """
+    tl.debug_barrier()  # all warps have stored
+    counter = peer_pointer(counters, rank, tl.int32) + index
+    before = tl.atomic_add(counter, 1, sem="acq_rel", scope="sys")
+    tl.debug_barrier()  # no warp goes on before
+    if before == count - 1:
+        tl.store(counter, 0)
+    return before == count - 1
+
+
 @triton.jit(do_not_specialize=["rank"])
 def meet(
     signals,  # int64 [W]; addresses of int32 [first + W]

@@ -32,7 +32,7 @@ from weft.kernels.gpu.all_reduce import all_reduce, all_reduce_workspace
 from weft.kernels.gpu.arguments import KernelError
 from weft.kernels.gpu.attention import PagedBatch, paged_attention
 from weft.kernels.gpu.clock import Call
-from weft.kernels.gpu.costs import CHUNKS, DTYPES, PAYLOADS, Config, Problem
+from weft.kernels.gpu.costs import CHUNKS, DTYPES, PAYLOADS, Config, Problem, latent_rank
 from weft.kernels.gpu.decode_attention import decode_attention
 from weft.kernels.gpu.grouped_matmul import grouped_matmul
 from weft.kernels.gpu.grouped_matmul_reduce_scatter import (
@@ -45,9 +45,14 @@ from weft.kernels.gpu.matmul_reduce_scatter import (
     matmul_reduce_scatter,
     matmul_reduce_scatter_workspace,
 )
+from weft.kernels.gpu.mla_attention import mla_decode_attention
 from weft.kernels.gpu.moe_dispatch import moe_combine, moe_dispatch, moe_workspace
 from weft.kernels.gpu.placement import even
 from weft.kernels.gpu.reduce_scatter import reduce_scatter, reduce_scatter_workspace
+from weft.kernels.gpu.sequence_parallel_attention import (
+    sequence_parallel_attention,
+    sequence_parallel_attention_workspace,
+)
 from weft.kernels.gpu.tune import PRODUCT_METHODS, Measured, Prepare, options_of, tune
 from weft.kernels.gpu.workspace import Workspace
 from weft.kernels.symmetric.memory import Home
@@ -60,6 +65,8 @@ METHODS = {
     "moe_dispatch": ("push",),
     "paged_attention": ("local",),
     "decode_attention": ("local",),
+    "mla_decode_attention": ("local",),
+    "sequence_parallel_attention": ("push",),
 }
 """Of each op, within a node."""
 
@@ -95,14 +102,17 @@ def tune_op(home: Home, problem: Problem, **options: Any) -> list[Measured]:
 
 def prepare_op(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
     """The methods that the op has on this home, and what makes calls of it. Collective."""
-    size, rows, top_k = home.world_size, problem.rows, problem.top_k
-    if problem.attends:
+    size, rows = home.world_size, problem.rows
+    top_k = 1 if problem.attends else problem.top_k
+    if problem.attends and not problem.payload:
         return _prepare_attention(home, problem)
     if problem.op != "grouped_matmul" and rows % (size * top_k):
         tokens = f", {top_k} for each token" if top_k > 1 else ""
         raise KernelError(
             f"{problem.op}: rows is {rows}; it must be a multiple of {size} ranks{tokens}"
         )
+    if problem.attends:
+        return _prepare_sequence(home, problem)
     if problem.op == "moe_dispatch":
         return _prepare_exchange(home, problem)
     if "grouped" in problem.op:
@@ -214,8 +224,7 @@ def _prepare_attention(home: Home, problem: Problem) -> tuple[list[str], Prepare
 
     Each rank is alone. The cache's blocks lie in no order.
     """
-    decodes = problem.op == "decode_attention"
-    requests, queries = (problem.rows, 1) if decodes else (1, problem.rows)
+    requests, queries = (problem.rows, 1) if problem.decodes else (1, problem.rows)
     context = max(problem.n, queries)
     pages = -(-context // PAGE)
     dtype = DTYPES[problem.dtype]
@@ -231,11 +240,34 @@ def _prepare_attention(home: Home, problem: Problem) -> tuple[list[str], Prepare
         block_size=PAGE,
         device=home.device,
     )
-    op = decode_attention if decodes else paged_attention
+    attend: Callable[..., Tensor]
+    scale = {"scale": problem.k**-0.5}
+    if problem.op == "mla_decode_attention":
+        rank = latent_rank(problem.k)
+        attend = partial(mla_decode_attention, q, keys[:, 0], batch, kv_lora_rank=rank, **scale)
+    else:
+        op = decode_attention if problem.decodes else paged_attention
+        attend = partial(op, q, keys, values, batch, **scale)
+
+    def prepare(config: Config) -> Call:
+        return partial(attend, **options_of(problem, config))
+
+    return list(METHODS[problem.op]), prepare
+
+
+def _prepare_sequence(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
+    """One sequence of all ranks; by zigzag, where their parts are even."""
+    tokens, dtype = problem.rows // home.world_size, DTYPES[problem.dtype]
+    kv = (tokens, problem.groups, problem.k)
+    k, v = (torch.randn(kv, device=home.device).to(dtype) for _ in range(2))
+    heads = problem.groups * problem.top_k
+    q = torch.randn(tokens, heads, problem.k, device=home.device).to(dtype)
+    workspace = sequence_parallel_attention_workspace(home, *kv, dtype)
+    how: dict[str, Any] = {"scale": problem.k**-0.5, "zigzag": tokens % 2 == 0}
 
     def prepare(config: Config) -> Call:
         options = options_of(problem, config)
-        return partial(op, q, keys, values, batch, scale=problem.k**-0.5, **options)
+        return partial(sequence_parallel_attention, q, k, v, workspace, **how, **options)
 
     return list(METHODS[problem.op]), prepare
 

@@ -84,13 +84,14 @@ def options_of(problem: Problem, config: Config) -> dict[str, Any]:
     if problem.op == "moe_dispatch":
         return {"chunk": config.block_m}
     options: dict[str, Any] = {"warps": config.warps, "stages": config.stages}
+    if problem.op in SENDING:
+        options["senders"] = config.senders
     if problem.attends:
-        splits = {"splits": config.splits} if problem.op == "decode_attention" else {}
+        splits = {"splits": config.splits} if problem.decodes else {}
         return {"blocks": (config.block_m, config.block_n), **options, **splits}
     if not problem.multiplies:
         return {"method": config.method}
-    options["blocks"] = (config.block_m, config.block_n, config.block_k)
-    return options | ({"senders": config.senders} if problem.op in SENDING else {})
+    return {"blocks": (config.block_m, config.block_n, config.block_k), **options}
 
 
 def tune(
@@ -270,7 +271,7 @@ class Choice:
         return config
 
     def of_attention(self, q: Tensor, keys: Tensor, rows: int, context: int) -> Config | None:
-        """Of attention, for q [T, H, D] and keys [num_blocks, Hk, page, D].
+        """Of attention, for q [T, H, D] and keys [num_blocks, Hk, ..., D].
 
         Args:
             rows: as of a `costs.Problem`.

@@ -20,10 +20,11 @@ from weft.kernels.check.ranks import run as on_ranks
 from weft.kernels.gpu.attention import paged_attention
 from weft.kernels.gpu.decode_attention import decode_attention
 from weft.kernels.gpu.grouped_matmul import grouped_matmul
+from weft.kernels.gpu.mla_attention import mla_decode_attention
 from weft.kernels.symmetric.memory import Home
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "layers.py"
-PARTS = ("decode", "prefill", "experts", "exchange", "rows", "nccl")
+PARTS = ("decode", "prefill", "latents", "sequence", "experts", "exchange", "rows", "nccl")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -87,6 +88,16 @@ def test_torch_attends_to_the_same(module: Callable[[str], Any]) -> None:
         theirs = attention.torch_attention(batch, q, keys, values, paged)()
         ours = op(q, keys, values, paged, scale=batch.head_dim**-0.5)
         torch.testing.assert_close(ours, theirs.transpose(1, 2).flatten(0, 1))
+
+
+def test_torch_attends_to_the_same_latents(module: Callable[[str], Any]) -> None:
+    attention, tiny = module("layers_parts.attention"), module("layers_parts.scale").TINY
+    batch = tiny.latents[0]
+    q, keys, _, paged = attention.operands(tiny, batch)
+    theirs = attention.torch_attention(batch, q, keys, keys[..., :16], paged)()
+    how = {"kv_lora_rank": 16, "scale": batch.head_dim**-0.5}
+    ours = mla_decode_attention(q, keys[:, 0], paged, **how)
+    torch.testing.assert_close(ours, theirs.transpose(1, 2).flatten(0, 1))
 
 
 def test_operations_are_those_of_what_is_seen(module: Callable[[str], Any]) -> None:

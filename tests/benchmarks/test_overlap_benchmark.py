@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from weft.kernels.check.ops import OPS
+from weft.kernels.check.ops.table import OPS
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "overlap.py"
 

@@ -17,9 +17,9 @@ FAULTY = """
 import os
 os.environ["TRITON_INTERPRET"] = "1"
 from dataclasses import replace
-from weft.kernels.check import ops
+from weft.kernels.check.ops import table
 from weft.kernels.gpu.all_gather import all_gather
-ops.OPS = (replace(ops.OPS[0], function=lambda x, workspace: all_gather(x, workspace) + 1),)
+table.OPS = (replace(table.OPS[0], function=lambda x, workspace: all_gather(x, workspace) + 1),)
 """
 PROBLEM = """
 from weft.kernels.check import aot

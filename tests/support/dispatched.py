@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.kernels import reference
-from weft.kernels.check.row_ops import restored
+from weft.kernels.check.ops.rows import restored
 from weft.kernels.gpu.activation import GROUP
 from weft.kernels.gpu.expert_tokens import Arrived
 from weft.kernels.gpu.launches import Action, decided

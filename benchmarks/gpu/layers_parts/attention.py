@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from harness.ranks import alone
 from harness.report import Case, Figure
 from harness.timing import Times, copying, interleaved, ratio
 from torch import Tensor
@@ -21,8 +22,17 @@ from torch.nn.functional import scaled_dot_product_attention
 from layers_parts.scale import Batch, Scale
 from weft.kernels.gpu.attention import PagedBatch, Tile, paged_attention
 from weft.kernels.gpu.clock import Call
+from weft.kernels.gpu.costs import latent_rank
 from weft.kernels.gpu.decode_attention import decode_attention
 from weft.kernels.gpu.epilogue import FP8
+from weft.kernels.gpu.mla_attention import mla_decode_attention
+from weft.kernels.gpu.sequence_parallel_attention import (
+    SequenceParallelWorkspace,
+    sequence_parallel_attention,
+    sequence_parallel_attention_workspace,
+)
+from weft.kernels.gpu.workspace import Workspace
+from weft.kernels.symmetric.memory import Home
 
 OURS, TORCH, COPY, PRODUCT = "as chosen", "torch", "copy", "product"
 
@@ -70,6 +80,69 @@ def _prefill(scale: Scale, batch: Batch, repetitions: int) -> Figure:
     }
     times = interleaved(calls, repetitions, tiny=scale.tiny, graphs=True)
     operations = count_operations(batch)
+    return Figure(
+        *ratio(times[PRODUCT], times[OURS], operations / (2 * m * n * k)),
+        details={"TFLOP/s": 1e-12 * operations / times[OURS].median, **_details(times)},
+    )
+
+
+def latents(scale: Scale, repetitions: int) -> Iterator[Case]:
+    """The bandwidth of attention to latents over that of a copy."""
+    for batch in scale.latents:
+        yield Case(str(batch), partial(_latents, scale, batch, repetitions))
+
+
+def _latents(scale: Scale, batch: Batch, repetitions: int) -> Figure:
+    q, keys, _, paged = operands(scale, batch)
+    rank = latent_rank(batch.head_dim)
+    how: dict[str, Any] = {"kv_lora_rank": rank, "scale": batch.head_dim**-0.5}
+    call = partial(mla_decode_attention, q, keys[:, 0], paged, **how)
+    calls: dict[str, Call] = {
+        OURS: call,
+        **_tiles(call, scale.latent_tiles),
+        **{f"{count} splits": partial(call, splits=count) for count in scale.splits},
+        TORCH: torch_attention(batch, q, keys, keys[..., :rank], paged),
+        COPY: copying(keys.nbytes + 2 * q.nbytes, scale.device),
+    }
+    times = interleaved(calls, repetitions, tiny=scale.tiny, graphs=True)
+    bandwidth = 1e-9 * (keys.nbytes + 2 * q.nbytes) / times[OURS].median
+    return Figure(*ratio(times[COPY], times[OURS]), details={"GB/s": bandwidth, **_details(times)})
+
+
+def sequence(scale: Scale, repetitions: int) -> Iterator[Case]:
+    """The rate of one rank's part of a prefill over that of a product.
+
+    The others' keys have come before, and what it sends goes to memory of the same GPU.
+    """
+    for batch in scale.sequences:
+        name = f"{batch}, 1 of {scale.world} ranks"
+        yield Case(name, partial(_sequence, scale, batch, repetitions))
+
+
+def _sequence(scale: Scale, batch: Batch, repetitions: int) -> Figure:
+    tokens = batch.context // scale.world
+    m, n, k = scale.product
+
+    def make(home: Home) -> Workspace:
+        made = (tokens, batch.kv_heads, batch.head_dim, scale.dtype)
+        return sequence_parallel_attention_workspace(home, *made)
+
+    def measure(home: Home, workspaces: list[Workspace]) -> dict[str, Times]:
+        q = scale.random(tokens, batch.heads, batch.head_dim)
+        keys, values = (scale.random(tokens, batch.kv_heads, batch.head_dim) for _ in range(2))
+        how: dict[str, Any] = {"scale": batch.head_dim**-0.5, "zigzag": True}
+        (workspace,) = workspaces
+        assert isinstance(workspace, SequenceParallelWorkspace)
+        call = partial(sequence_parallel_attention, q, keys, values, workspace, **how)
+        calls: dict[str, Call] = {
+            OURS: call,
+            **_tiles(call, scale.prefill_tiles),
+            PRODUCT: partial(torch.matmul, scale.random(m, k), scale.random(k, n)),
+        }
+        return interleaved(calls, repetitions, tiny=scale.tiny, graphs=True)
+
+    times = alone(measure, [make], scale.world, scale.processors, tiny=scale.tiny)
+    operations = count_operations(batch) / scale.world
     return Figure(
         *ratio(times[PRODUCT], times[OURS], operations / (2 * m * n * k)),
         details={"TFLOP/s": 1e-12 * operations / times[OURS].median, **_details(times)},
@@ -136,4 +209,5 @@ def _details(times: dict[str, Times]) -> dict[str, float]:
     """Of what was chosen and of torch, and of the fastest if that is another one; in us."""
     ours = {name: t for name, t in times.items() if name not in (TORCH, COPY, PRODUCT)}
     best = min(ours, key=lambda name: ours[name].median)
-    return {f"us {name}": 1e6 * times[name].median for name in dict.fromkeys((OURS, TORCH, best))}
+    named = [name for name in dict.fromkeys((OURS, TORCH, best)) if name in times]
+    return {f"us {name}": 1e6 * times[name].median for name in named}

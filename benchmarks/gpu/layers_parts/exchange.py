@@ -64,15 +64,11 @@ def _exchange(scale: Scale, of: Exchange, repetitions: int) -> Figure:
 
     sent, nbytes = count_bytes(scale, of, ids)
     make = [partial(_workspace, of, scale)]
-    times = alone(measure, make, scale.world, _programs(scale), tiny=scale.tiny)
+    times = alone(measure, make, scale.world, scale.processors, tiny=scale.tiny)
     details = {f"us {name}": 1e6 * each.median for name, each in times.items()}
     return Figure(
         *ratio(times[OURS], times[COPY]), details={**details, "MB to other ranks": 1e-6 * sent}
     )
-
-
-def _programs(scale: Scale) -> int:
-    return 2 if scale.tiny else torch.cuda.get_device_properties(0).multi_processor_count
 
 
 def _workspace(of: Exchange, scale: Scale, home: Home) -> LowLatencyWorkspace:

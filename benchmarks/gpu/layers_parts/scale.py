@@ -86,12 +86,13 @@ class Scale:
         device, dtype: of the tensors.
         page: tokens in a block of the cache.
         product: m, n and k of the product whose rate is the tensor cores'.
-        decodes, prefills, products, exchanges, rows: that are timed.
-        decode_tiles, prefill_tiles, splits, blocks: that are tried besides the op's own; blocks
-            with warps and stages, of the experts' products.
+        decodes, prefills, latents, sequences, products, exchanges, rows: that are timed. Of latents
+            head_dim is their width; of sequences queries are those of all ranks.
+        decode_tiles, prefill_tiles, latent_tiles, splits, blocks: that are tried besides the op's
+            own; blocks with warps and stages, of the experts' products.
         logits: rows and columns of argmax and top_k; top_k, of which it takes so many.
         sorted: tokens, experts of each, and experts of sort_by_expert.
-        world: ranks of `exchange`.
+        world: ranks of `exchange` and `sequence`.
         gpus: numbers of ranks of `nccl`.
     """
 
@@ -102,8 +103,11 @@ class Scale:
     product: tuple[int, int, int]
     decodes: tuple[Batch, ...]
     prefills: tuple[Batch, ...]
+    latents: tuple[Batch, ...]
+    sequences: tuple[Batch, ...]
     decode_tiles: tuple[Tile, ...]
     prefill_tiles: tuple[Tile, ...]
+    latent_tiles: tuple[Tile, ...]
     splits: tuple[int, ...]
     products: tuple[Experts, ...]
     blocks: tuple[tuple[tuple[int, int, int], int, int], ...]
@@ -119,6 +123,11 @@ class Scale:
         """Not zeros: a GPU is faster on those."""
         return torch.randn(shape, dtype=self.dtype, device=self.device)
 
+    @property
+    def processors(self) -> int:
+        """That one rank may fill."""
+        return 2 if self.tiny else torch.cuda.get_device_properties(0).multi_processor_count
+
 
 def _of_model(
     model: str, experts: int, hidden: int, inner: int, tokens: tuple[int, ...]
@@ -133,6 +142,7 @@ def _of_model(
 
 
 LLAMA, QWEN = ("Llama-8B", 32, 8, 128), ("Qwen3-30B-A3B", 32, 4, 128)
+DEEPSEEK = ("DeepSeek-V3", 128, 1, 576)
 
 
 def full() -> Scale:
@@ -155,6 +165,13 @@ def full() -> Scale:
             Batch(*LLAMA, 8, 1024, 1024),
             Batch(*QWEN, 1, 2048, 32768),
         ),
+        latents=(
+            Batch(*DEEPSEEK, 1, 1, 131072),
+            Batch(*DEEPSEEK, 64, 1, 8192),
+            Batch(*DEEPSEEK, 64, 1, 8192, fp8=True),
+            Batch("DeepSeek-V3, 1 of 8 ranks", 16, 1, 576, 64, 1, 8192),
+        ),
+        sequences=(Batch(*LLAMA, 1, 32768, 32768), Batch(*LLAMA, 1, 131072, 131072)),
         decode_tiles=(
             *(Tile(16, n, 4, 3) for n in (32, 128)),
             *(Tile(16, 64, warps, stages) for warps, stages in ((2, 3), (4, 2), (4, 4))),
@@ -165,6 +182,12 @@ def full() -> Scale:
             Tile(128, 128, 8, 2),
             Tile(128, 128, 8, 3),
             Tile(64, 64, 4, 3),
+        ),
+        latent_tiles=(
+            Tile(16, 32, 4, 2),
+            Tile(32, 16, 8, 2),
+            Tile(64, 16, 8, 1),
+            Tile(64, 16, 8, 3),
         ),
         splits=(4, 8, 16, 32, 64),
         products=(
@@ -198,8 +221,11 @@ TINY = Scale(
     product=(16, 16, 16),
     decodes=(Batch("tiny", 4, 2, 16, 2, 1, 21), Batch("tiny", 4, 2, 16, 1, 1, 40, fp8=True)),
     prefills=(Batch("tiny", 4, 2, 16, 2, 9, 9), Batch("tiny", 4, 2, 16, 1, 5, 20)),
+    latents=(Batch("tiny", 4, 1, 18, 2, 1, 21), Batch("tiny", 4, 1, 18, 1, 1, 21, fp8=True)),
+    sequences=(Batch("tiny", 4, 2, 16, 1, 24, 24),),
     decode_tiles=(Tile(16, 32, 4, 2),),
     prefill_tiles=(Tile(32, 16, 4, 2),),
+    latent_tiles=(Tile(16, 32, 4, 2),),
     splits=(2,),
     products=(Experts("tiny", 3, 32, 16, 24, True), Experts("tiny", 3, 32, 16, 24, False)),
     blocks=(((16, 16, 16), 4, 2),),

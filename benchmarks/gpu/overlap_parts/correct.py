@@ -11,7 +11,8 @@ from harness.report import Case, Figure, LeftOut
 from torch import Tensor
 
 from overlap_parts.scale import Scale
-from weft.kernels.check.ops import OPS, Op, Sizes
+from weft.kernels.check.ops.op import Op, Sizes
+from weft.kernels.check.ops.table import OPS
 from weft.kernels.symmetric.memory import Home
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}

@@ -25,7 +25,8 @@ from weft.kernels.check.aot import (
     compile_all,
     has_bitcode,
 )
-from weft.kernels.check.ops import CONVERTS, HOPPER, NVIDIA, OPS, named
+from weft.kernels.check.ops.op import CONVERTS, HOPPER, NVIDIA
+from weft.kernels.check.ops.table import OPS, named
 from weft.kernels.gpu import tuned
 from weft.kernels.gpu.costs import TILES, Config, Problem, device_for, space
 from weft.kernels.gpu.tuned import Entry
@@ -227,7 +228,7 @@ def test_every_kernel_that_is_launched_is_compiled(rows: list[Compiled]) -> None
         if target not in NVIDIA or not has_bitcode(target):
             for_others |= {"quiet"}  # before puts, which only ops between nodes have
         missing = launched - for_others - {row.kernel for row in rows if row.target == target}
-        assert not missing, f"add the op that launches {sorted(missing)} to check/ops.py"
+        assert not missing, f"add the op that launches {sorted(missing)} to check/ops"
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ import triton.language as tl
 
 from weft.kernels import gpu
 from weft.kernels.check.aot import cases, compiling, describe, launches_of
-from weft.kernels.check.ops import OPS
+from weft.kernels.check.ops.table import OPS
 from weft.kernels.gpu import nvshmem
 
 module, function, line, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from weft.errors import ConfigError
 from weft.kernels.check import suite
-from weft.kernels.check.ops import OPS, OVERLAPPED, Op, Sizes, in_fp8, named
+from weft.kernels.check.ops.op import Op, Sizes
+from weft.kernels.check.ops.products import OVERLAPPED, in_fp8
+from weft.kernels.check.ops.table import OPS, named
 from weft.kernels.check.ranks import run
 from weft.kernels.check.suite import Check, checks, perform
 from weft.kernels.gpu import all_gather, all_gather_matmul, chunks, matmul_reduce_scatter

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weft.errors import ConfigError
-from weft.kernels.check.ops import OPS, Op, Sizes, named
+from weft.kernels.check.ops.op import Op, Sizes
+from weft.kernels.check.ops.table import OPS, named
 from weft.kernels.check.timeline import (
     LINK_COST,
     NETWORK_COST,
@@ -73,6 +74,17 @@ def test_what_travels_is_what_the_protocol_says(seed: int) -> None:
         assert {span.lane for span in mine if span.activity == "compute"} == {"main"}
         assert {span.lane for span in mine if span.activity == "copying"} == {"beside"}
     assert spans == record(GATHER_MATMUL, SIZES, seed + 1)
+
+
+def test_heads_are_sent_while_the_next_are_attended() -> None:
+    (op,) = named(["distributed_decode_attention"])
+    spans = record(op, SIZES)
+    for rank in range(3):
+        mine = [span for span in spans if span.rank == rank and span.kernel == "attend_and_send"]
+        sent = [span for span in mine if span.lane == "links"]
+        end = max(span.end for span in mine if span.lane == "main")
+        assert min(span.start for span in sent) < end / 2
+    assert hidden(spans) > 0.1
 
 
 def test_a_tile_begins_after_its_rows_were_sent() -> None:

@@ -15,7 +15,7 @@ from support.overlapped import DTYPES, FP8, SEEDS, close
 from support.rows import bounded, finds, same
 
 from weft.kernels import reference
-from weft.kernels.check.row_ops import restored
+from weft.kernels.check.ops.rows import restored
 from weft.kernels.gpu import activation, rows
 from weft.kernels.gpu.activation import GROUP, quantize, silu_multiply, silu_multiply_quantize
 from weft.kernels.gpu.arguments import KernelError

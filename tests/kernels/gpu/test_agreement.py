@@ -27,6 +27,10 @@ from weft.kernels.gpu.matmul_reduce_scatter import (
     matmul_reduce_scatter_workspace,
 )
 from weft.kernels.gpu.reduce_scatter import reduce_scatter, reduce_scatter_workspace
+from weft.kernels.gpu.sequence_parallel_attention import (
+    sequence_parallel_attention,
+    sequence_parallel_attention_workspace,
+)
 from weft.kernels.gpu.workspace import Workspace
 from weft.kernels.symmetric.memory import Home, SymmetricMemoryError
 from weft.kernels.symmetric.virtual import ThreadMeeting, VirtualHome, VirtualWorld
@@ -36,7 +40,9 @@ SIZE, ODD = 4, 2
 
 F32, F16 = torch.float32, torch.float16
 X, W = torch.zeros(16, 16), torch.zeros(16, 16)
+HEADS = torch.zeros(16, 2, 16)
 TILE = {"blocks": (16, 16, 16)}
+SPLIT = "sequence_parallel_attention"
 GATHERS = {"methods": ("push", "two_level"), "ranks_per_node": 2, "chunk": 16}
 REDUCES = {"methods": ("one_shot", "two_shot"), "chunk": 16}
 
@@ -83,6 +89,12 @@ OPS: dict[str, tuple[Callable[..., Any], dict[str, Any], Callable[..., Any], dic
         {"max_rows": 16, "n": 16, "dtype": F32, "block_m": 16, "block_n": 16},
         matmul_all_reduce,
         {"x": X, "w": W, **TILE},
+    ),
+    "sequence_parallel_attention": (
+        sequence_parallel_attention_workspace,
+        {"max_tokens": 16, "kv_heads": 2, "head_dim": 16, "dtype": F32, "chunk": 16},
+        sequence_parallel_attention,
+        {"q": HEADS, "k": HEADS, "v": HEADS, "scale": 0.25},
     ),
     "decomposed all_gather_matmul": (
         decomposed.all_gather_matmul_workspace,
@@ -160,6 +172,7 @@ DIFFERENT_WORKSPACES = [
     ("all_reduce_rms_norm", "max_columns", 24),
     ("all_gather_matmul", "k", 24),
     ("matmul_reduce_scatter", "n", 24),
+    *((SPLIT, argument, 32) for argument in ("max_tokens", "kv_heads", "head_dim", "chunk")),
     *((op, "block_m", 32) for op in OPS if "block_m" in OPS[op][1]),
     *((op, "block_n", 32) for op in OPS if "block_n" in OPS[op][1]),
 ]
@@ -188,6 +201,9 @@ BAD_WORKSPACES = [
     *((op, "dtype", torch.int8, "torch.float16") for op in OPS),
     *((op, "max_rows", -1, "0") for op in OPS if "matmul" in op),
     *((op, "max_rows", 1.5, "whole number") for op in OPS if "matmul" in op),
+    *((SPLIT, argument, 0, "1") for argument in ("kv_heads", "head_dim", "chunk")),
+    (SPLIT, "max_tokens", -1, "0"),
+    (SPLIT, "head_dim", 257, "256"),
     *((op, "block_m", 0, "1") for op in OPS if "block_m" in OPS[op][1]),
     *((op, "block_m", -16, "1") for op in OPS if "block_m" in OPS[op][1]),
     *((op, "block_n", 0, "1") for op in OPS if "block_n" in OPS[op][1]),
@@ -209,6 +225,9 @@ def test_a_workspace_that_one_rank_refuses(
 
 
 DIFFERENT_CALLS = [
+    *((SPLIT, option, 2) for option in ("programs", "senders", "warps", "stages", "scale")),
+    *((SPLIT, option, value) for option, value in (("zigzag", True), ("blocks", (32, 16)))),
+    (SPLIT, "query_start", torch.zeros(2, dtype=torch.int32)),
     ("all_reduce_rms_norm", "eps", 1e-6),
     ("all_gather", "method", "two_level"),
     ("reduce_scatter", "method", "two_level"),
@@ -236,6 +255,12 @@ def test_calls_that_differ_in_one_argument(op: str, argument: str, value: object
 
 
 BAD_CALLS = [
+    *((SPLIT, option, -1) for option in ("programs", "senders", "warps", "stages")),
+    (SPLIT, "blocks", (16, 24)),
+    (SPLIT, "q", HEADS.half()),
+    *((SPLIT, argument, torch.zeros(8, 2, 16)) for argument in ("k", "v")),
+    (SPLIT, "query_start", torch.zeros(2)),
+    (SPLIT, "lse", torch.zeros(16, 3)),
     *((op, "method", "shout") for op in OPS if "method" in OPS[op][3]),
     *((op, "method", "ll") for op in ("all_gather", "all_reduce")),
     *((op, "x", X.half()) for op in ("reduce_scatter", "all_reduce")),

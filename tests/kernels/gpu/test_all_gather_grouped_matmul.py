@@ -29,6 +29,7 @@ from weft.kernels import reference
 from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import RankError, run
 from weft.kernels.gpu import all_gather_grouped_matmul as module
+from weft.kernels.gpu import signals
 from weft.kernels.gpu.all_gather_grouped_matmul import (
     all_gather_grouped_matmul,
     all_gather_grouped_matmul_workspace,
@@ -332,7 +333,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(fault: str, tmp_path: Path) -> None:
     changes, message = FAULTS[fault]
-    found = faulty_calls(planted(module, tmp_path, *changes))
+    found = faulty_calls(planted(module, tmp_path, *changes, parts=[signals]))
     assert any(message in finding for finding in found)
 
 

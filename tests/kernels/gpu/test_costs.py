@@ -58,7 +58,7 @@ def test_candidates_fit_and_come_in_one_order(problem: Problem, device: Device) 
         loaded = (config.block_m + config.block_n) * config.block_k * problem.itemsize
         assert loaded * config.stages <= device.shared
         assert (config.block_k > 0) == problem.multiplies
-        if problem.attends:
+        if problem.attends and problem.op != "mla_decode_attention":  # which splits its heads
             assert config.block_m >= problem.top_k
 
 
@@ -124,6 +124,27 @@ def test_few_decodes_share_their_keys() -> None:
 
     assert 8 * splits(1) in range(H100.processors // 2, 4 * H100.processors)
     assert splits(256) == 1
+
+
+def test_a_prefill_over_ranks_hides_its_keys() -> None:
+    """All but what one rank attends to while the first keys travel."""
+
+    def time(ranks: int, link: float) -> float:
+        op, tokens = "sequence_parallel_attention", 65536
+        problem = Problem(op, ranks, tokens, tokens, 128, groups=8, top_k=4)
+        device = replace(H100, link=link)
+        return cost(problem, space(problem, device, ["push"])[0], device)
+
+    assert time(8, H100.link) < 1.2 * time(1, H100.link) / 8
+    assert time(8, H100.link / 100) > 1.5 * time(8, H100.link)
+
+
+def test_latents_are_read_by_few_heads_at_a_time() -> None:
+    problem = Problem("mla_decode_attention", 1, 64, 8192, 576, groups=1, top_k=128)
+    tiles = {(c.block_m, c.block_n) for c in space(problem, H100, ["local"])}
+    assert tiles == {(16, 16), (16, 32), (32, 16), (64, 16)}
+    fp8 = replace(problem, dtype="float8_e4m3fn")
+    assert max(config.block_m for config in space(fp8, H100, ["local"])) == 32
 
 
 def test_a_prefill_fills_its_tiles() -> None:

@@ -18,7 +18,7 @@ from weft.kernels import reference
 from weft.kernels.check import interpreter
 from weft.kernels.check.ranks import run
 from weft.kernels.gpu import grouped_matmul as module
-from weft.kernels.gpu import tuned
+from weft.kernels.gpu import matmul, tuned
 from weft.kernels.gpu.arguments import KernelError
 from weft.kernels.gpu.costs import Config, Problem
 from weft.kernels.gpu.epilogue import Epilogue
@@ -153,6 +153,38 @@ def test_scales_of_fp8(sizes: list[int], n: int, by_row: bool | None, by: str, s
     close(got, reference.grouped_matmul(left, right, offsets), torch.bfloat16)
 
 
+@settings(max_examples=15, deadline=None)
+@given(
+    sizes=SIZES,
+    k=st.sampled_from([1, 100, 128, 130, 300]),
+    n=st.integers(1, 20),
+    gate_up=st.booleans(),
+    by_column=st.booleans(),
+    block_k=st.sampled_from([16, 64, 128]),
+    seed=SEEDS,
+)
+def test_scales_of_128_columns(
+    sizes: list[int], k: int, n: int, gate_up: bool, by_column: bool, block_k: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    rows, groups, offsets = sum(sizes), len(sizes), offsets_of(sizes)
+    x, x_scale = torch.randn(rows, k).to(FP8), torch.rand(rows, -(-k // 128)) + 0.5
+    ws = [torch.randn(groups, n, k).to(FP8).mT for _ in range(1 + gate_up)]
+    w_scale = torch.rand(groups, len(ws) * n) + 0.5 if by_column else None
+    got = grouped_matmul(
+        x,
+        ws,
+        offsets,
+        epilogue=Epilogue(x_scale, w_scale, silu_multiply=gate_up, out_dtype=torch.float32),
+        blocks=(16, 16, block_k),
+    )
+    expected = reference.grouped_matmul(x, torch.cat(ws, dim=2), offsets, x_scale)
+    if w_scale is not None:
+        expected *= w_scale.repeat_interleave(torch.tensor(sizes), dim=0)
+    expected = reference.epilogue(expected, gate_up="halves" if gate_up else "")
+    torch.testing.assert_close(got, expected, atol=1e-2, rtol=1e-4)
+
+
 @pytest.mark.parametrize("expected", [0, 9])
 def test_the_tiling_that_it_chooses(expected: int) -> None:
     sizes = [70, 0, 5]
@@ -215,6 +247,40 @@ def test_faults_are_found(fault: str, tmp_path: Path) -> None:
     assert wrong(planted(module, tmp_path, FAULTS[fault]))
 
 
+SCALED_FAULTS = {
+    "one scale of a row": ("+ start // SCALE_GROUP", "+ start * 0"),
+    "another group's scales": ("x_scale + first * scales_of_row", "x_scale"),
+    "one scale of each row": ("tl.cdiv(K, SCALE_GROUP) if SCALE_GROUP > 0 else", "1 if True else"),
+    "scales that count twice": (
+        "row_scale = None if SCALE_GROUP > 0 else x_scale",
+        "row_scale = x_scale",
+    ),
+    "the gate's scales alone": (
+        "add_product(second, left, right, scales)",
+        "add_product(second, left, right, None)",
+    ),
+}
+
+
+def wrongly_scaled(faulty: ModuleType) -> bool:
+    torch.manual_seed(0)
+    offsets, x_scale = offsets_of([17, 0, 20]), torch.rand(40, 3)[:37] + 0.5
+    x = torch.randn(37, 300).to(FP8)
+    ws = [torch.randn(3, 16, 300).to(FP8).mT for _ in range(2)]
+    epilogue = Epilogue(x_scale, silu_multiply=True, out_dtype=torch.float32)
+    got = faulty.grouped_matmul(x, ws, offsets, epilogue=epilogue, blocks=(16, 16, 64))
+    expected = reference.grouped_matmul(x, torch.cat(ws, dim=2), offsets, x_scale)
+    return not torch.allclose(
+        got, reference.epilogue(expected, gate_up="halves"), atol=1e-2, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("fault", SCALED_FAULTS)
+def test_faults_of_scales_are_found(fault: str, tmp_path: Path) -> None:
+    assert not wrongly_scaled(module)
+    assert wrongly_scaled(planted(module, tmp_path, SCALED_FAULTS[fault], parts=[matmul]))
+
+
 # Bad offsets and input.
 
 
@@ -249,6 +315,14 @@ def test_offsets_that_decrease_are_flagged() -> None:
     assert status.item() == 2
 
 
+SCALED: dict[str, object] = {
+    "x": torch.randn(20, 8).to(FP8),
+    "w": torch.randn(3, 4, 8).to(FP8).mT,
+    "epilogue": Epilogue(torch.ones(20, 1)),
+}
+WIDELY_SCALED = SCALED | {"epilogue": Epilogue(torch.ones(20, 2))}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -266,6 +340,13 @@ def test_offsets_that_decrease_are_flagged() -> None:
         ({"out": torch.empty(20, 5)}, r"out is \[20, 5\] torch.float32; it must be \[20, 4\]"),
         ({"status": torch.zeros(1)}, r"status is \[1\] torch.float32; it must be \[1\] torch.int3"),
         ({"epilogue": Epilogue(bias=torch.zeros(4))}, r"bias's shape is \[4\]; it must be \[3, 4"),
+        (
+            SCALED | {"blocks": (16, 16, 256)},
+            "blocks is \\(16, 16, 256\\); it must have a BLOCK_K of",
+        ),
+        (SCALED | {"x": torch.randn(20, 8).half()}, "w's dtype is torch.float8_e4m3fn"),
+        ({"epilogue": SCALED["epilogue"]}, "x_scale is given with torch.float32"),
+        (WIDELY_SCALED, r"x_scale's shape is \[20, 2\]; it must be \[20\] or \[1\] or \[20, 1\]"),
         ({"blocks": (16, 24, 16)}, r"blocks is \(16, 24, 16\)"),
         ({"programs": -1}, "programs is -1"),
         ({"expected": -1}, "expected is -1"),

@@ -212,8 +212,8 @@ FAULTS = {
     "queries of other heads": ("q_head * (D + ROPE)", "q_head * D"),
     "heads that are left out": ("if group % n == 0)", "if True)"),
     "heads that are those of the first tile": (
-        "first_head, split = tl.program_id(1) * GROUP",
-        "first_head, split = 0 * GROUP",
+        "tile, tl.program_id(1) * GROUP, split,",
+        "tile, 0 * GROUP, split,",
     ),
     "values that are a fraction": ("k_scale=kv_scale, v_scale=kv_scale", "k_scale=kv_scale"),
 }

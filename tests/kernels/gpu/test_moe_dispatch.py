@@ -17,12 +17,17 @@ from support.faults import planted
 from support.overlapped import DTYPES, FP8, SEEDS, SLOWNESS, run_calls
 from torch import Tensor
 
+from weft.kernels import reference
 from weft.kernels.check import interpreter
+from weft.kernels.check.ops.rows import restored
 from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import HangError, RankError, run
 from weft.kernels.gpu import expert_tokens, signals
 from weft.kernels.gpu import moe_dispatch as module
+from weft.kernels.gpu.activation import GROUP
 from weft.kernels.gpu.arguments import KernelError
+from weft.kernels.gpu.epilogue import Epilogue
+from weft.kernels.gpu.grouped_matmul import grouped_matmul
 from weft.kernels.gpu.moe_dispatch import (
     Dispatched,
     LowLatencyWorkspace,
@@ -126,6 +131,40 @@ def test_any_routing(
         strict=True,
     ):
         assert differences(call, got, placement) == []
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_fp8_rows_are_multiplied_as_they_come(size: int) -> None:
+    """Dispatch, the experts' product and combine, without a pass that restores the rows."""
+    torch.manual_seed(size)
+    placement, width = even(2 * size, size), 300
+    calls = [draw_call([4, 0, 3, 2][:size], width, 2, 2 * size, F32, "any") for _ in range(2)]
+    ws = torch.randn(2 * size, width, width).to(FP8).mT
+
+    def work(home: Home) -> list[Tensor]:
+        workspace = moe_workspace(home, 4, width, 2, F32, placement, wire=FP8)
+        mine = ws[2 * home.rank : 2 * home.rank + 2]
+        out = []
+        for call in calls:
+            sent = moe_dispatch(call.xs[home.rank], call.ids[home.rank], workspace)
+            epilogue = Epilogue(sent.scales, out_dtype=F32)
+            y = grouped_matmul(
+                sent.rows, mine, sent.offsets, epilogue=epilogue, blocks=(16, 64, 64)
+            )
+            out.append(moe_combine(y, call.weights[home.rank], sent, workspace))
+        workspace.check()
+        return out
+
+    for call, got in zip(calls, run_calls(work, size, size), strict=True):
+        xs = [restored(reference.quantize(x, GROUP)) for x in call.xs]
+        arrived = reference.moe_dispatch(xs, call.ids, placement.slots)
+        ys = [
+            reference.grouped_matmul(rows, ws[2 * rank : 2 * rank + 2], torch.tensor(offsets))
+            for rank, (rows, offsets) in enumerate(arrived)
+        ]
+        expected = reference.moe_combine(ys, call.ids, call.weights, placement.slots)
+        for mine, oracle in zip(got, expected, strict=True):
+            torch.testing.assert_close(mine, oracle.float(), atol=1e-2, rtol=1e-4)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -85,6 +85,46 @@ def test_what_is_timed_is_attention(op: str, rows: int) -> None:
     run(work, 1)
 
 
+def test_what_is_timed_is_attention_to_latents() -> None:
+    problem = Problem("mla_decode_attention", 1, 3, 40, 24, "float32", groups=1, top_k=5)
+
+    def work(home: Home) -> None:
+        (method,), prepare = prepare_op(home, problem)
+        for splits in (1, 2):
+            call = prepare(Config(method, 16, 16, stages=2, warps=4, splits=splits))
+            assert isinstance(call, partial)
+            q, latents, batch = call.args
+            step = (batch.query_start, batch.context_len, batch.block_table)
+            lists = (part.tolist() for part in step)
+            how = {"kv_lora_rank": 16, "scale": 24**-0.5}
+            expected = reference.mla_decode_attention(q, latents, *lists, **how)
+            assert (q.shape, batch.context_len.tolist()) == ((3, 5, 24), [40] * 3)
+            torch.testing.assert_close(call(), expected, atol=1e-4, rtol=1e-4)
+
+    run(work, 1)
+
+
+@pytest.mark.parametrize("rows", [10, 12])
+def test_what_is_timed_is_attention_over_ranks(rows: int) -> None:
+    """Of one sequence, by zigzag where it can be."""
+    op = "sequence_parallel_attention"
+    problem = Problem(op, 2, rows, rows, 16, "float32", groups=2, top_k=2)
+
+    def work(home: Home) -> tuple[list[torch.Tensor], torch.Tensor, bool]:
+        (method,), prepare = prepare_op(home, problem)
+        call = prepare(Config(method, 16, 16, stages=2, warps=4, senders=1))
+        assert isinstance(call, partial)
+        return list(call.args[:3]), call(), call.keywords["zigzag"]
+
+    operands, results, zigzag = zip(*run(work, 2), strict=True)
+    assert zigzag == ((rows // 2) % 2 == 0,) * 2
+    expected = reference.sequence_parallel_attention(
+        *zip(*operands, strict=True), scale=0.25, zigzag=zigzag[0]
+    )
+    for mine, oracle in zip(results, expected, strict=True):
+        torch.testing.assert_close(mine, oracle, atol=1e-4, rtol=1e-4)
+
+
 def test_rows_that_do_not_divide_are_refused() -> None:
     problem = Problem("all_gather", 2, 7, 4, 0)
     with pytest.raises(RankError, match="all_gather: rows is 7; it must be a multiple of 2 ranks"):

@@ -16,11 +16,13 @@ from support.overlapped import BLOCKS, close
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from weft.kernels.check import interpreter, ops
-from weft.kernels.check.ops import OPS, Op, Sizes
+from weft.kernels.check import interpreter
+from weft.kernels.check.ops import collectives
+from weft.kernels.check.ops.op import Op, Sizes
+from weft.kernels.check.ops.rows import ROW_OPS
+from weft.kernels.check.ops.table import OPS
 from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import CheckedHome, RankError, run
-from weft.kernels.check.row_ops import ROW_OPS
 from weft.kernels.gpu.arguments import KernelError
 from weft.kernels.gpu.signals import polls_left, report
 from weft.kernels.gpu.workspace import Workspace
@@ -105,7 +107,7 @@ def grids(work: Callable[[], object]) -> dict[str, tuple[int, ...]]:
 
 
 SEND_ONLY = {"push_chunks", "publish_chunks", "multicast_chunks", "push_across"}
-SEND_ONLY |= {"scatter_local", "publish_parts", "push_rows", "put", "attend", "merge_splits"}
+SEND_ONLY |= {"scatter_local", "publish_parts", "push_rows", "put", "attend_and_send"}
 SEND_ONLY |= {"push_shard", "find_pairs", "place_tokens", "return_tokens"}
 SEND_ONLY |= {"cross_nodes", "return_sums"}
 SEND_ONLY |= {"add_and_send"}  # waits for its own rank's product alone, which waits for nobody
@@ -114,7 +116,7 @@ SEND_ONLY |= {"add_and_send"}  # waits for its own rank's product alone, which w
 
 ALONE = {"matmul", "paged_attention", "paged_attention_fp8", "decode_attention"}
 ALONE |= {"mla_decode_attention", "mla_decode_attention_fp8"}
-ALONE |= {"grouped_matmul", "grouped_gate_up", "grouped_matmul_fp8"}
+ALONE |= {"grouped_matmul", "grouped_gate_up", "grouped_matmul_fp8", "grouped_gate_up_scaled_fp8"}
 ALONE |= {op.name for op in ROW_OPS}
 """Ops of one rank."""
 
@@ -127,8 +129,8 @@ def test_no_more_programs_wait_than_there_are_processors(
     """And the result is the same."""
     monkeypatch.setattr(CheckedHome, "processors", processors)
     for name in ("all_gather", "reduce_scatter", "all_reduce"):
-        make = getattr(ops, f"{name}_workspace")
-        monkeypatch.setattr(ops, f"{name}_workspace", partial(make, chunk=64))
+        make = getattr(collectives, f"{name}_workspace")
+        monkeypatch.setattr(collectives, f"{name}_workspace", partial(make, chunk=64))
     sizes = Sizes(2, 40, 36, 24, F32, BLOCKS)
     tensors = operands(op, sizes)
     races, results = RaceDetector(), []
@@ -152,7 +154,7 @@ def test_no_more_programs_wait_than_there_are_processors(
     for name, grid in waiting.items():
         assert grid[0] <= processors, name
     for name, grid in launched.items():  # axes y and z hold 65535
-        if name not in ("attend", "find_pairs"):  # whose are KV heads and splits, ranks
+        if name not in ("attend_and_send", "find_pairs"):  # whose are KV heads, ranks
             assert set(grid[1:]) <= {1}, name
 
 

@@ -1,29 +1,30 @@
-"""The ops of one rank alone that go row by row, as the checks call them; see ops.py."""
+"""What goes row by row as the checks call it: on one rank alone, but for all_reduce_rms_norm."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from weft.kernels import reference
+from weft.kernels.check.ops.op import CONVERTS, FP8_TOLERANCE, Op, Shapes, Sizes
 from weft.kernels.cpu.rope import HeadNorms, Rotation
 from weft.kernels.gpu.activation import GROUP, quantize, silu_multiply, silu_multiply_quantize
+from weft.kernels.gpu.all_reduce_norm import all_reduce_rms_norm, all_reduce_rms_norm_workspace
 from weft.kernels.gpu.epilogue import FP8
 from weft.kernels.gpu.norm import rms_norm
 from weft.kernels.gpu.rope import CacheScales, rotate_into_cache
 from weft.kernels.gpu.routing import route, sort_by_expert
-from weft.kernels.gpu.sampling import argmax, top_k
-
-if TYPE_CHECKING:
-    from weft.kernels.check.ops import Shapes, Sizes
+from weft.kernels.gpu.sampling import argmax, draw, top_k
+from weft.kernels.gpu.workspace import Workspace
 
 EPS = 1e-5
 HEADS, KV_HEADS, BLOCK_SIZE = 6, 2, 4
 CACHE_SCALE = 0.5
 TOP_K = 5
+CANDIDATES = 24
 
 
 class RowOp(NamedTuple):
@@ -125,6 +126,38 @@ def _rotated_shapes(s: Sizes) -> Shapes:
     return [(s.m, (HEADS + 2 * KV_HEADS) * dim), (1, dim), (1, dim)]
 
 
+def _drawing(rows: int) -> tuple[list[tuple[int, int]], dict[str, list[float]]]:
+    """Seed and index, and the settings, of each row."""
+    numbers = range(rows)
+    return [(7 * row - 3, row) for row in numbers], {
+        "temperature": [0.5 + row % 3 for row in numbers],
+        "top_k": [row % 7 for row in numbers],
+        "top_p": [1.0 - 0.3 * (row % 2) for row in numbers],
+        "min_p": [0.1 * (row % 4) for row in numbers],
+    }
+
+
+def _drawn(values: Tensor, ids: Tensor) -> Tensor:
+    streams, shaped = _drawing(len(values))
+    dtypes = {"top_k": torch.int32, "top_p": torch.float64}
+    settings = {
+        name: torch.tensor(each, dtype=dtypes.get(name, torch.float32)).to(values.device)
+        for name, each in shaped.items()
+    }
+    seeds, index = torch.tensor(streams, dtype=torch.int64).to(values.device).T.contiguous()
+    return draw(values, ids, seeds, index, **settings)[:, None]
+
+
+def _drawn_oracle(values: Tensor, ids: Tensor) -> Tensor:
+    streams, shaped = _drawing(len(values))
+    tokens = []
+    for row, (seed, index) in enumerate(streams):
+        settings = {name: each[row] for name, each in shaped.items()}
+        at = reference.draw(values[row], reference.uniform(seed, index), **settings)
+        tokens.append(ids[row, at])
+    return torch.stack(tokens)[:, None]
+
+
 def _multiplied(x: Tensor) -> Tensor:
     return reference.epilogue(x, gate_up="halves")
 
@@ -190,5 +223,49 @@ ROW_OPS = (
         lambda x: beside(top_k(x, min(TOP_K, x.shape[1]))),
         lambda x: beside(reference.top_k(x, min(TOP_K, x.shape[1]))),
         lambda s: [(s.m, s.n)],
+    ),
+    RowOp(
+        "draw",
+        lambda x: _drawn(*top_k(x, min(CANDIDATES, x.shape[1]))),
+        lambda x: _drawn_oracle(*reference.top_k(x, min(CANDIDATES, x.shape[1]))),
+        lambda s: [(s.m, s.n)],
+    ),
+)
+
+
+def _alone(op: RowOp) -> Op:
+    return Op(
+        op.name,
+        lambda *tensors: op.function(*tensors[:-1]),
+        lambda *tensors: [op.oracle(*mine) for mine in zip(*tensors, strict=True)],
+        op.shapes,
+        lambda home, s: Workspace(home, op.name, 1, s.dtype, 1),
+        targets=CONVERTS if op.fp8 else (),
+        tolerance=FP8_TOLERANCE if op.fp8 else 0.0,
+    )
+
+
+def _all_reduce_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, workspace: Any) -> Tensor:
+    return beside(all_reduce_rms_norm(x, residual, weight[0], EPS, workspace))
+
+
+def _all_reduce_rms_norm_oracle(
+    xs: Sequence[Tensor], residuals: Sequence[Tensor], weights: Sequence[Tensor]
+) -> list[Tensor]:
+    """Here, each rank has a weight of its own."""
+    return [
+        beside(reference.all_reduce_rms_norm(xs, residuals, weight[0], EPS)[rank])
+        for rank, weight in enumerate(weights)
+    ]
+
+
+ROWS = (
+    *(_alone(op) for op in ROW_OPS),
+    Op(
+        "all_reduce_rms_norm",
+        _all_reduce_rms_norm,
+        _all_reduce_rms_norm_oracle,
+        lambda s: [(s.m, s.k), (s.m, s.k), (1, s.k)],
+        lambda home, s: all_reduce_rms_norm_workspace(home, s.m, s.k, s.dtype),
     ),
 )

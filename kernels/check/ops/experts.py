@@ -1,0 +1,189 @@
+"""The products of experts as the checks call them: of one rank, and split by columns over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.kernels import reference
+from weft.kernels.check.ops.op import FP8_TOLERANCE, HOPPER, Op, Shapes, Sizes
+from weft.kernels.check.ops.rows import restored
+from weft.kernels.gpu.activation import GROUP
+from weft.kernels.gpu.all_gather_grouped_matmul import (
+    GatherGroupsWorkspace,
+    all_gather_grouped_matmul,
+    all_gather_grouped_matmul_workspace,
+    make_plan,
+)
+from weft.kernels.gpu.epilogue import FP8, Epilogue
+from weft.kernels.gpu.grouped_matmul import grouped_matmul
+from weft.kernels.gpu.grouped_matmul_reduce_scatter import (
+    grouped_matmul_reduce_scatter,
+    grouped_matmul_reduce_scatter_workspace,
+)
+from weft.kernels.gpu.workspace import Workspace
+from weft.kernels.symmetric.memory import Home
+
+EXPERTS, TOP_K = 4, 2
+
+
+def _wide(k: int) -> int:
+    """Columns with several scales."""
+    return k if k > GROUP else k + GROUP
+
+
+def _plans(world: int, m: int, device: torch.device | None = None) -> Tensor:
+    """Where the tokens of all ranks go, by their number alone: each to TOP_K experts."""
+    numbers = torch.Generator().manual_seed(m)
+    scores = torch.rand(world, m, EXPERTS, generator=numbers)
+    weights, ids = scores.topk(TOP_K, dim=2)
+    plans = [make_plan(*both, EXPERTS) for both in zip(ids, weights, strict=True)]
+    return torch.stack(plans).to(device)
+
+
+def _grouped(x: Tensor, *ws: Any, **options: Any) -> Tensor:
+    """grouped_matmul of one weight, or of gate and up, where a plan of m tokens sends them."""
+    *weights, _ = ws
+    offsets = _plans(1, len(x) // TOP_K, x.device)[0, : EXPERTS + 1].clone()
+    offsets[-1] = len(x)
+    silu = Epilogue(silu_multiply=len(weights) > 1)
+    return grouped_matmul(x, weights, offsets, epilogue=options.pop("epilogue", silu), **options)
+
+
+def _grouped_oracle(xs: Sequence[Tensor], *ws: Sequence[Tensor]) -> list[Tensor]:
+    results = []
+    for x, *weights in zip(xs, *ws, strict=True):
+        offsets = _plans(1, len(x) // TOP_K)[0, : EXPERTS + 1].clone()
+        offsets[-1] = len(x)
+        product = reference.grouped_matmul(x, torch.cat(weights, dim=2), offsets)
+        gate_up = "halves" if len(weights) > 1 else ""
+        results.append(reference.epilogue(product, gate_up=gate_up))
+    return results
+
+
+def _to_fp8(w: Tensor) -> Tensor:
+    """e4m3, the transposes of [N, K]."""
+    return w.mT.contiguous().to(FP8).mT
+
+
+def _grouped_fp8(x: Tensor, w: Tensor, workspace: Workspace, **options: Any) -> Tensor:
+    scales = torch.full((len(x),), 0.5, device=x.device), torch.full((EXPERTS, 1), 2.0).to(x.device)
+    epilogue = Epilogue(*scales, out_dtype=x.dtype)
+    return _grouped(x.to(FP8), _to_fp8(w), workspace, epilogue=epilogue, **options)
+
+
+def _scales(x: Tensor) -> Tensor:
+    """Of each row and 128 columns: float32, at most 1."""
+    row = torch.arange(len(x), device=x.device)[:, None]
+    group = torch.arange(-(-x.shape[1] // GROUP), device=x.device)
+    return (1 + (row + group) % 4) / 4
+
+
+def _grouped_scaled(x: Tensor, *ws: Any, **options: Any) -> Tensor:
+    """As what moe_dispatch delivers: fp8 with scales of 128 columns; of gate and up."""
+    gate, up, workspace = ws
+    epilogue = Epilogue(_scales(x), silu_multiply=True, out_dtype=x.dtype)
+    weights = (_to_fp8(gate), _to_fp8(up), workspace)
+    return _grouped(x.to(FP8), *weights, epilogue=epilogue, **options)
+
+
+def _grouped_scaled_oracle(xs: Sequence[Tensor], *ws: Sequence[Tensor]) -> list[Tensor]:
+    scaled = [restored((x.to(FP8), _scales(x))) for x in xs]
+    return _grouped_oracle(scaled, *([w.to(FP8).float() for w in each] for each in ws))
+
+
+def _gather_experts(x: Tensor, *ws: Any, **options: Any) -> Tensor:
+    """all_gather_grouped_matmul of one weight, or of gate and up."""
+    *weights, workspace = ws
+    plan = _plans(workspace.world_size, len(x), x.device)[workspace.rank]
+    silu = Epilogue(silu_multiply=len(weights) > 1)
+    epilogue = options.pop("epilogue", silu)
+    return all_gather_grouped_matmul(x, weights, plan, workspace, epilogue=epilogue, **options)
+
+
+def _gather_experts_oracle(xs: Sequence[Tensor], *ws: Sequence[Tensor]) -> list[Tensor]:
+    joined = [torch.cat(weights, dim=2) for weights in zip(*ws, strict=True)]
+    plans = list(_plans(len(xs), len(xs[0])))
+    products = reference.all_gather_grouped_matmul(xs, joined, plans, TOP_K)
+    gate_up = "halves" if len(ws) > 1 else ""
+    return [reference.epilogue(product, gate_up=gate_up) for product in products]
+
+
+def _gather_experts_fp8(
+    x: Tensor, w: Tensor, workspace: GatherGroupsWorkspace, **options: Any
+) -> Tensor:
+    scales = torch.full((len(x),), 0.5, device=x.device), torch.full((1,), 2.0, device=x.device)
+    epilogue = Epilogue(*scales, out_dtype=x.dtype)
+    return _gather_experts(x.to(FP8), _to_fp8(w), workspace, epilogue=epilogue, **options)
+
+
+def _scatter_experts(x: Tensor, w: Tensor, workspace: Any, **options: Any) -> Tensor:
+    size = workspace.world_size
+    plans = _plans(size, len(x) // size // TOP_K, x.device)
+    return grouped_matmul_reduce_scatter(x, w, plans, workspace, **options)
+
+
+def _scatter_experts_oracle(xs: Sequence[Tensor], ws: Sequence[Tensor]) -> list[Tensor]:
+    plans = list(_plans(len(xs), len(xs[0]) // len(xs) // TOP_K))
+    return reference.grouped_matmul_reduce_scatter(xs, ws, plans, TOP_K)
+
+
+def _scatter_experts_fp8(x: Tensor, w: Tensor, workspace: Any, **options: Any) -> Tensor:
+    scales = torch.full((len(x),), 0.5, device=x.device), torch.full((1,), 2.0, device=x.device)
+    options["epilogue"] = Epilogue(*scales, out_dtype=x.dtype)
+    return _scatter_experts(x.to(FP8), _to_fp8(w), workspace, **options)
+
+
+def _of_experts(
+    name: str, function: Callable[..., Tensor], weights: int = 1, *, fp8: bool = False
+) -> Op:
+    """An op of tensor-parallel experts, or of the experts of one rank."""
+    gathers, scatters = "all_gather" in name, "reduce_scatter" in name
+    oracle: Callable[..., list[Tensor]] = _grouped_oracle
+    if gathers or scatters:
+        oracle = _gather_experts_oracle if gathers else _scatter_experts_oracle
+
+    def shapes(s: Sizes) -> Shapes:
+        rows = s.world * s.m * TOP_K if scatters else s.m
+        return [(rows, s.k), *[(EXPERTS, s.k, s.n)] * weights]
+
+    def workspace(home: Home, s: Sizes) -> Workspace:
+        dtype = FP8 if fp8 and gathers else s.dtype
+        of = (EXPERTS, TOP_K, dtype)
+        if gathers:
+            return all_gather_grouped_matmul_workspace(home, s.m, s.k, *of)
+        if scatters:
+            sides = (16, 16) if s.tile else ()
+            return grouped_matmul_reduce_scatter_workspace(home, s.m, s.n, *of, *sides)
+        return Workspace(home, "grouped_matmul", 1, s.dtype, 1)
+
+    def rounded(*tensors: Sequence[Tensor]) -> list[Tensor]:
+        return oracle(*([x.to(FP8).to(x.dtype) for x in each] for each in tensors))
+
+    expected, targets = (rounded, HOPPER) if fp8 else (oracle, ())
+    return Op(name, function, expected, shapes, workspace, tiled=True, targets=targets)
+
+
+EXPERT_PRODUCTS = (
+    _of_experts("grouped_matmul", _grouped),
+    _of_experts("grouped_gate_up", _grouped, 2),
+    _of_experts("grouped_matmul_fp8", _grouped_fp8, fp8=True),
+    Op(
+        "grouped_gate_up_scaled_fp8",
+        _grouped_scaled,
+        _grouped_scaled_oracle,
+        lambda s: [(s.m, _wide(s.k)), *[(EXPERTS, _wide(s.k), s.n)] * 2],
+        lambda home, s: Workspace(home, "grouped_matmul", 1, s.dtype, 1),
+        tiled=True,
+        targets=HOPPER,
+        tolerance=FP8_TOLERANCE,
+    ),
+    _of_experts("all_gather_grouped_matmul", _gather_experts),
+    _of_experts("all_gather_grouped_gate_up", _gather_experts, 2),
+    _of_experts("all_gather_grouped_matmul_fp8", _gather_experts_fp8, fp8=True),
+    _of_experts("grouped_matmul_reduce_scatter", _scatter_experts),
+    _of_experts("grouped_matmul_reduce_scatter_fp8", _scatter_experts_fp8, fp8=True),
+)
