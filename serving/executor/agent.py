@@ -193,7 +193,7 @@ class _Agent:
                 selector.register(self._link.socket, selectors.EVENT_READ)
                 for channel in machine.channels:
                     selector.register(channel, selectors.EVENT_READ)
-                self._link.send(Started(machine.pids))
+                self._link.send(Started(list(machine.pids)))
                 while self._end is None or (self._steps and time.monotonic() < self._end):
                     self._turn(selector)
             machine.hang_up(0.0)
