@@ -16,6 +16,8 @@ from support.processes import shared_memory_left_alone, wait_until_gone
 from support.server import Server, start_server
 
 from weft import LLM, SamplingParams
+from weft.models.demo.tasks import TASKS, held_out
+from weft.serving.eval import MAX_ANSWER
 
 PROMPT = "the user asks the assistant for"
 PROMPTS = [f"{PROMPT} {'one more ' * i}thing" for i in range(9)]
@@ -35,7 +37,7 @@ def expected(model: Path) -> list[list[int]]:
 
 
 def complete(server: Server) -> str:
-    body = {"model": server.model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    body = {"model": server.model, "prompt": PROMPT, "max_tokens": 16, "temperature": 0}
     response = server.http.post("/v1/completions", json=body | {"ignore_eos": True})
     assert response.status_code == 200, response.text
     text: str = response.json()["choices"][0]["text"]
@@ -85,6 +87,19 @@ def test_copies_of_attention_answer_as_one_rank(
         assert llm.info.max_num_seqs == 2 * SIZES["max_num_seqs"]
         assert [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)] == expected
         assert [answer.token_ids for answer in llm.generate(PROMPTS[0], GREEDY)] == expected[:1]
+
+
+@pytest.mark.slow
+def test_the_bundled_mixture_gives_on_copies_of_attention_what_it_gives_on_one_rank() -> None:
+    questions = [question for task in TASKS for question in held_out(task, 20)]
+    wish = SamplingParams(temperature=0.0, max_tokens=MAX_ANSWER)
+    replies: list[list[list[int]]] = []
+    for split in ({}, {"ep": 2}, {"ep": 4}, {"tp": 2, "ep": 4}):
+        with LLM("weft-demo-moe", dtype="float32", kv_cache_memory=2**26, **split) as llm:
+            messages = [question.messages for question in questions]
+            answers = llm.chat(messages, wish, tools=[question.tools for question in questions])
+        replies.append([answer.token_ids for answer in answers])
+        assert replies[-1] == replies[0], split
 
 
 def test_overlapped_kernels_answer_as_plain_ones(model: Path, tmp_path: Path) -> None:
@@ -141,9 +156,10 @@ def test_whatever_is_killed_and_when_nothing_is_left(
     rng = random.Random(seed)
     sizes = {"kv_cache_memory": 2**22, "max_num_seqs": 4}
     until: Literal["started", "ready"] = "started" if seed % 3 == 0 else "ready"
+    split = {"tp": 2} if seed % 2 else {"ep": 2}
     with (
         shared_memory_left_alone(),
-        start_server(model, tmp_path, until=until, tp=2, **sizes) as server,
+        start_server(model, tmp_path, until=until, **split, **sizes) as server,
     ):
         server_process = psutil.Process(server.process.pid)
         if until == "started":
