@@ -52,6 +52,16 @@ def test_a_port_in_use_fails(checkpoint: Path, capsys: pytest.CaptureFixture[str
     assert "--port" in findings["port"]["advice"]
 
 
+def test_more_ranks_than_cores_are_slow(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
+    for dp, status in ((2, "ok"), (3, "warn")):
+        config = EngineConfig(model=str(checkpoint), dp=dp, tp=2)
+        finding = found(config, ServerConfig(port=0))["cores"]
+        assert finding.status == status
+        assert f"for {2 * dp} ranks ({dp} engines of 2)" in finding.seen
+
+
 def test_every_problem_comes_with_advice(checkpoint: Path) -> None:
     for finding in examine(EngineConfig(model=str(checkpoint)), ServerConfig(port=0)):
         assert finding.status == "ok" or finding.advice

@@ -79,6 +79,10 @@ def test_it_answers_503_until_it_serves_again(server: Server) -> None:
     assert http.post("/v1/completions", json=BODY | {"seed": 0}).json()["choices"] == before
     assert server.metric("engine_cores") == server.metric("engine_restarts_total") == 1
     assert not killed.is_running()
+    assert server.log.read_text().splitlines()[-2:] == [
+        "the engine was killed by SIGKILL; it is started again",
+        "the engine serves again",
+    ]
 
 
 def test_one_that_is_killed_while_it_loads_is_started_once_more(server: Server) -> None:
