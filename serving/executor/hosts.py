@@ -80,7 +80,7 @@ class Head:
         token = "" if self._given else f"WEFT_NODE_TOKEN={self.token} "
         machines = "another machine" if count == 1 else f"{count} other machines"
         command = f"{token}weft join {self._name}:{self.port}"
-        logger.info("waiting for %s to run: %s", machines, command)
+        logger.warning("waiting for %s to run: %s", machines, command)  # else nothing goes on
 
     def wait_for(self, count: int, timeout: float | None = None) -> list[Joined]:
         """So many machines, in the order in which they came; or those that came in time."""
