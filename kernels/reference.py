@@ -556,19 +556,21 @@ def distributed_decode_attention(
     values: Sequence[Tensor],
     context_len: Sequence[int],
     block_tables: Sequence[Sequence[Sequence[int]]],
+    query_start: Sequence[int] | None = None,
     **options: Any,
 ) -> list[Tensor]:
-    """One query per request, the same on all ranks, over pages that are dealt out to the ranks.
+    """Queries that are the same on all ranks, over pages that are dealt out to the ranks.
 
     Args:
-        qs: of each rank [B, H, D], all alike.
+        qs: of each rank [T, H, D], all alike.
         keys, values: of each rank [num_blocks, Hk, block_size, D].
         context_len: [B].
         block_tables: of each rank [B, n]; page p of a request is entry p // W of rank p % W.
+        query_start: as of `paged_attention`; one query per request if None.
         options: of `paged_attention`.
 
     Returns:
-        float32 [B, H, D] of each rank.
+        float32 [T, H, D] of each rank.
     """
     size, block_size = len(qs), keys[0].shape[2]
     first = [sum(len(pool) for pool in keys[:rank]) for rank in range(size)]  # in one pool
@@ -576,7 +578,7 @@ def distributed_decode_attention(
         [first[p % size] + block_tables[p % size][b][p // size] for p in range(pages)]
         for b, pages in enumerate(-(-context // block_size) for context in context_len)
     ]
-    starts = range(len(context_len) + 1)
+    starts = query_start or range(len(context_len) + 1)
     pools = torch.cat(list(keys)), torch.cat(list(values))
     return [paged_attention(qs[0], *pools, starts, context_len, table, **options)] * size
 

@@ -103,7 +103,8 @@ class StepInput:
         positions: int32[T]; place of each token in its request, from 0.
         query_start: int32[B + 1]; request b owns tokens query_start[b]:query_start[b + 1].
         context_len: int32[B]; tokens of the request in the cache once this step is done.
-        block_table: int32[B, n]; the request's cache blocks in order, padded with 0.
+        block_table: int32[B, n]; the request's cache blocks in order, padded with 0. Ranks
+            that share KV heads by position (--cp) have a part of each, under the same number.
         slot: int32[B]; each request's slot.
         sample_index: int32[S]; rows of T whose next token is sampled, at most one a request.
         sample_slot: int32[S]; the slot of each sampled row.

@@ -136,7 +136,7 @@ WHOLE = Layout()
 """One rank, which has everything."""
 
 
-def check_layout(spec: ModelSpec, tp: int, ep: int) -> None:
+def check_layout(spec: ModelSpec, tp: int, ep: int, cp: int = 1) -> None:
     """Refuse a split that the model's sizes do not allow.
 
     Raises:
@@ -145,29 +145,38 @@ def check_layout(spec: ModelSpec, tp: int, ep: int) -> None:
     if problem := _problem(spec, tp, 1):
         works = [size for size in range(1, spec.num_heads + 1) if not _problem(spec, size, 1)]
         raise ConfigError(f"--tp is {tp}; {problem}. These sizes work: {_listed(works)}")
-    if problem := _problem(spec, tp, ep):
-        most = max([tp, *(moe.gate.shape[0] for moe in _moes(spec))])
-        works = [size for size in range(1, most + 1) if not _problem(spec, tp, size)]
-        beside = f" beside --tp {tp}" if tp > 1 else ""
+    if problem := _problem(spec, tp, 1, cp):
+        most = spec.num_heads // tp
+        works = [size for size in range(1, most + 1) if not _problem(spec, tp, 1, size)]
+        beside = _beside(tp=tp)
+        raise ConfigError(f"--cp is {cp}{beside}; {problem}. These sizes work: {_listed(works)}")
+    if problem := _problem(spec, tp, ep, cp):
+        most = max([tp * cp, *(moe.gate.shape[0] for moe in _moes(spec))])
+        works = [size for size in range(1, most + 1) if not _problem(spec, tp, size, cp)]
+        beside = _beside(tp=tp, cp=cp)
         raise ConfigError(
             f"--ep is {ep}{beside}; {problem}. These sizes of --ep work: {_listed(works)}"
         )
 
 
-def _problem(spec: ModelSpec, tp: int, ep: int) -> str | None:
+def _problem(spec: ModelSpec, tp: int, ep: int, cp: int = 1) -> str | None:
     """Why the model cannot be split like that, if it cannot."""
-    if tp % ep and ep % tp:
-        return "one of the two must be a multiple of the other"
-    if spec.num_heads % tp:
-        return f"it must divide the model's {spec.num_heads} heads"
+    split = tp * cp
+    it, parts = ("it", "tp") if cp == 1 else (f"tp x cp, {split},", "tp x cp")
+    if split % ep and ep % split:
+        return (
+            f"one of {'the two' if cp == 1 else 'it and tp x cp'} must be a multiple of the other"
+        )
+    if spec.num_heads % split:
+        return f"{it} must divide the model's {spec.num_heads} heads"
     if spec.num_kv_heads % tp and tp % spec.num_kv_heads:
         return f"it must divide the model's {spec.num_kv_heads} KV heads or be a multiple of them"
-    if spec.vocab_size <= (tp - 1) * -(-spec.vocab_size // tp):
-        return f"it leaves ranks without any of the {spec.vocab_size} tokens of the vocabulary"
+    if spec.vocab_size <= (split - 1) * -(-spec.vocab_size // split):
+        return f"{it} leaves ranks without any of the {spec.vocab_size} tokens of the vocabulary"
     for layer in spec.layers:
         block = layer.feed_forward
-        if isinstance(block, MlpSpec) and block.gate.weight.shape[0] % tp:
-            return f"it must divide the MLP's width of {block.gate.weight.shape[0]}"
+        if isinstance(block, MlpSpec) and block.gate.weight.shape[0] % split:
+            return f"{it} must divide the MLP's width of {block.gate.weight.shape[0]}"
     moes = _moes(spec)
     if ep > 1 and not moes:
         return "the model has no experts"
@@ -175,9 +184,15 @@ def _problem(spec: ModelSpec, tp: int, ep: int) -> str | None:
         experts, width, _ = moe.gate.shape
         if experts % ep:
             return f"it must divide the model's {experts} experts"
-        if width % max(1, tp // ep):
-            return f"tp / ep, {tp // ep}, must divide the experts' width of {width}"
+        if width % max(1, split // ep):
+            return f"{parts} / ep, {split // ep}, must divide the experts' width of {width}"
     return None
+
+
+def _beside(**sizes: int) -> str:
+    """The flags that were given, for a message."""
+    given = [f"--{name} {size}" for name, size in sizes.items() if size > 1]
+    return f" beside {' and '.join(given)}" if given else ""
 
 
 def _moes(spec: ModelSpec) -> list[MoeSpec]:

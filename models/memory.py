@@ -45,7 +45,7 @@ class Ledger:
         activations: temporary tensors of the largest step.
         kv_cache: `num_blocks` x bytes of a block.
         num_blocks: of the KV cache.
-        block_size: tokens in a block.
+        block_size: tokens in a block, of all ranks that have some of them.
         max_num_batched_tokens, max_num_seqs: the step that `activations` is for.
     """
 
@@ -96,21 +96,23 @@ def plan_memory(
     max_num_batched_tokens: int,
     max_model_len: int | None,
     copies: int = 1,
+    cp: int = 1,
 ) -> Ledger:
     """Divide the memory, or say what to change.
 
     Args:
-        spec: the model.
+        spec: the model, or a rank's part of it.
         dtype: of weights, activations and KV cache; "auto" is the checkpoint's.
         quantization: of the matrices: "none" or "int8".
         available: bytes that are free, from `available_memory`.
         memory_fraction: share of them that weft may take.
         kv_cache_memory: bytes for the KV cache; what is left if None.
-        block_size: tokens in a block of the KV cache.
+        block_size: tokens in a block of the KV cache, on each rank that has some of its tokens.
         max_num_seqs: most requests in a step.
         max_num_batched_tokens: most tokens in a step.
         max_model_len: most tokens of a request; the model's own limit if None.
         copies: of attention, each of which may have such a step.
+        cp: ranks that share each KV head, by position.
 
     Raises:
         ConfigError: the model does not fit, or one request of full length does not.
@@ -127,6 +129,7 @@ def plan_memory(
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len or spec.max_model_len,
         copies=copies,
+        cp=cp,
     )
     if not plan.fits:
         raise ConfigError(_refusal(plan))
@@ -136,7 +139,7 @@ def plan_memory(
         activations=plan.activations,
         kv_cache=plan.num_blocks * plan.bytes_per_block,
         num_blocks=plan.num_blocks,
-        block_size=block_size,
+        block_size=plan.cache_block,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
     )
@@ -157,6 +160,7 @@ class _Plan:
     max_num_batched_tokens: int
     max_model_len: int
     copies: int
+    cp: int
 
     @property
     def budget(self) -> int:
@@ -175,16 +179,23 @@ class _Plan:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             copies=self.copies,
+            cp=self.cp,
         )
 
     @property
+    def cache_block(self) -> int:
+        """Tokens in a block, of all ranks that have some of them."""
+        return self.block_size * self.cp
+
+    @property
     def bytes_per_block(self) -> int:
+        """Of this rank's part."""
         return self.block_size * self.spec.kv_bytes_per_token(self.dtype)
 
     @property
     def request_bytes(self) -> int:
         """KV cache of one request of full length."""
-        return -(-self.max_model_len // self.block_size) * self.bytes_per_block
+        return -(-self.max_model_len // self.cache_block) * self.bytes_per_block
 
     @property
     def room(self) -> int:
@@ -211,12 +222,14 @@ def activation_bytes(
     max_num_batched_tokens: int,
     max_model_len: int,
     copies: int = 1,
+    cp: int = 1,
 ) -> int:
     """Bytes of the temporary tensors that the largest step of a model holds at once on the CPU.
 
     The residual stream and its norm live all along; attention, the feed-forward and the sampler
     come one after the other, so that the largest of them counts.
-    Experts have the tokens of all copies of attention.
+    Experts have the tokens of all copies of attention. With cp, a rank attends with as many times
+    the heads, to a part of the keys.
     """
     # torch is not needed to read this module, only here.
     from weft.kernels.cpu.attention import BY_HEAD_SCORES, MAX_TILE_NUMBERS
@@ -224,14 +237,17 @@ def activation_bytes(
 
     item = DTYPE_BYTES[spec.compute_dtype(dtype)]
     tokens = min(max_num_batched_tokens, max_num_seqs * max_model_len)
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    heads, keys = spec.num_heads * cp, -(-max_model_len // cp)
+    q, kv = heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
 
     scores = max(MAX_TILE_NUMBERS, spec.num_kv_heads * BY_HEAD_SCORES)
-    scores = min(max(scores, q // kv * max_model_len), tokens * spec.num_heads * max_model_len)
-    gathered = max(min(MAX_TILE_NUMBERS, max_num_seqs * max_model_len * kv), max_model_len * kv)
+    scores = min(max(scores, q // kv * keys), tokens * heads * keys)
+    gathered = max(min(MAX_TILE_NUMBERS, max_num_seqs * keys * kv), keys * kv)
     attention = tokens * (4 * q + 4 * kv) * item  # projection, rotated, result
     attention += scores * (4 + 4 + item)  # scores, softmax, in the type of the values
     attention += gathered * (item + 4 + item)  # keys, in float32, values
+    if cp > 1:  # all heads' results in float32, as they are sent, and as they come
+        attention += tokens * 4 * (q + heads) * 4
 
     feed_forward = 0
     for layer in spec.layers:
@@ -318,7 +334,7 @@ def _sufficient_changes(plan: _Plan) -> list[str]:
 
 def _shorter_requests(plan: _Plan) -> int:
     return _largest_that_fits(
-        plan.block_size, plan.max_model_len, lambda n: replace(plan, max_model_len=n)
+        plan.cache_block, plan.max_model_len, lambda n: replace(plan, max_model_len=n)
     )
 
 

@@ -90,6 +90,10 @@ class EngineConfig:
         int,
         Help("engines, each with ranks of its own, that share the requests", ge=1, le=MAX_RANKS),
     ] = 1
+    cp: Annotated[
+        int,
+        Help("ranks that share each KV head, by position (context parallel)", ge=1, le=MAX_RANKS),
+    ] = 1
     kernels: Annotated[
         Kernels,
         Help("overlapped hides the ranks' traffic in products; on CPUs interpreted, slow"),
@@ -117,7 +121,7 @@ class EngineConfig:
         Help("most tokens of a request, prompt and output; else the model's limit", ge=1),
     ] = None
     threads: Annotated[int | None, Help("CPU threads of the model; else all cores", ge=1)] = None
-    block_size: Annotated[int, Help("tokens in one block of the KV cache", ge=1)] = 16
+    block_size: Annotated[int, Help("tokens of a block of the KV cache on one rank", ge=1)] = 16
     kv_cache_memory: Annotated[
         int | None,
         Help("memory for a rank's KV cache; else what is left", ge=1, unit="bytes"),
@@ -144,16 +148,26 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.world_size > MAX_RANKS:
+            raise ConfigError(
+                f"--tp is {self.tp} and --cp {self.cp}: {self.world_size} ranks; "
+                f"there can be at most {MAX_RANKS}"
+            )
 
     @property
     def world_size(self) -> int:
         """Ranks: processes that the model is split over. With `dp`, of each engine."""
-        return max(self.tp, self.ep)
+        return max(self.tp * self.cp, self.ep)
+
+    @property
+    def cache_block(self) -> int:
+        """Tokens in a block of the KV cache: --block-size on each rank that has a part of it."""
+        return self.block_size * self.cp
 
     @property
     def copies(self) -> int:
         """Of attention: each has requests and a KV cache of its own."""
-        return max(1, self.ep // self.tp)
+        return max(1, self.ep // (self.tp * self.cp))
 
 
 @dataclass(frozen=True, slots=True)

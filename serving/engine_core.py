@@ -224,7 +224,7 @@ def start_executor(config: EngineConfig, load_model: LoadModel) -> Executor:
 def _scheduler(config: EngineConfig, model: ModelInfo) -> Scheduler:
     """Of one copy of attention."""
     return Scheduler(
-        KVCache(model.num_blocks, config.block_size, config.max_num_seqs, model.max_model_len),
+        KVCache(model.num_blocks, config.cache_block, config.max_num_seqs, model.max_model_len),
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=model.max_model_len,
         prefix_caching=config.prefix_caching,
@@ -235,7 +235,7 @@ def _info(config: EngineConfig, model: ModelInfo, load_seconds: float) -> Engine
     return EngineInfo(
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,
-        block_size=config.block_size,
+        block_size=config.cache_block,
         num_blocks=model.num_blocks,
         max_num_seqs=config.copies * config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

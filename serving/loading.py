@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
     from weft.kernels.symmetric.memory import Home
+    from weft.models.layout import Layout
 
 LINE_EVERY = 10.0  # seconds between two lines of a log
 
@@ -110,13 +111,13 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
     dtype = spec.compute_dtype(config.dtype)
     if config.dtype == "auto" and dtype != spec.dtype:
         logger.info("%s is stored in %s and computed in %s", config.model, spec.dtype, dtype)
-    check_layout(spec, config.tp, config.ep)
+    check_layout(spec, config.tp, config.ep, config.cp)
     if config.kernels == "overlapped" and config.quantization != "none":
         raise ConfigError(
             f"--quantization is '{config.quantization}'; with --kernels overlapped it must be none"
         )
     free = available_memory() if config.replica.memory is None else config.replica.memory
-    layout = Layout(config.tp, config.ep, place.rank)
+    layout = Layout(config.tp, config.ep, place.rank, config.cp)
     ledger = plan_memory(
         layout.local(spec),
         dtype=dtype,
@@ -125,6 +126,7 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         memory_fraction=config.memory_fraction,
         kv_cache_memory=config.kv_cache_memory,
         block_size=config.block_size,
+        cp=config.cp,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
@@ -145,6 +147,9 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
             address=place.address,
         )
     groups = split(layout, place.count_exchange)
+    home = context_home = None
+    if config.kernels == "overlapped":
+        home, context_home = _symmetric_memory(place, layout, store)
     runner = TorchRunner.load(
         path,
         spec,
@@ -159,7 +164,8 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         progress=progress,
         layout=layout,
         groups=groups,
-        home=_symmetric_memory(place, store) if config.kernels == "overlapped" else None,
+        home=home,
+        context_home=context_home,
     )
     num_blocks = groups.least(ledger.num_blocks)
     runner.allocate_kv_cache(num_blocks)
@@ -167,8 +173,13 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
     return LoadedModel(runner, ModelInfo(num_blocks, spec.vocab_size, max_model_len, dtype))
 
 
-def _symmetric_memory(place: Place, store: Store | None) -> Home:
-    """Where overlapped kernels of this rank find the others'; on a CPU they are interpreted."""
+def _symmetric_memory(
+    place: Place, layout: Layout, store: Store | None
+) -> tuple[Home, Home | None]:
+    """Where overlapped kernels find other ranks: all, and those that share KV heads, if any do.
+
+    On a CPU they are interpreted.
+    """
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel's module is imported
     from weft.kernels.check.interpreter import installed
     from weft.kernels.symmetric.shared import SharedHome
@@ -178,8 +189,12 @@ def _symmetric_memory(place: Place, store: Store | None) -> Home:
     scope.enter_context(installed())
     atexit.register(scope.close)
     if store is None:
-        return VirtualHome(VirtualWorld(1), 0)
-    return SharedHome(store, place.rank, place.world_size)
+        return VirtualHome(VirtualWorld(1), 0), None
+    home = SharedHome(store, place.rank, place.world_size)
+    if layout.cp == 1:
+        return home, None
+    name = f"context-{place.rank // layout.cp}"
+    return home, SharedHome(store, layout.context, layout.cp, name)
 
 
 def _threads(threads: int | None, ranks: int) -> int | None:
@@ -199,7 +214,7 @@ def check_ranks(config: EngineConfig) -> None:
     from weft.models.checkpoint import locate, read_spec
     from weft.models.layout import check_layout
 
-    check_layout(read_spec(locate(config.model)), config.tp, config.ep)
+    check_layout(read_spec(locate(config.model)), config.tp, config.ep, config.cp)
 
 
 def context_length(config: EngineConfig, spec: ModelSpec) -> int:

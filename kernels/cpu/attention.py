@@ -26,6 +26,10 @@ they must be finite: `write_kv` clears a page when its first slot is written,
 and tiles are padded with pages of the same request. What another request left
 in a page, NaN included, is never seen.
 
+Where ranks share a request's pages, page p is with rank p mod W, as in
+gpu/distributed_decode_attention.py. Each attends to its own and gives the log of
+the sum of its weights (LSE), and `merge_parts` weights what all have by them.
+
 Temporary memory is bounded by MAX_TILE_NUMBERS per tensor, but for the gathered
 keys and values of one request, which are as long as its context.
 
@@ -48,6 +52,7 @@ from weft.kernels.cpu import native
 from weft.kernels.cpu.linear import matmul_transposed
 
 Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
 
 MAX_TILE_QUERIES = 256
 """Queries of one request that share a gather of its pages."""
@@ -113,9 +118,10 @@ class AttentionPlan:
     Attributes:
         query_start, context_len, block_table: as in models/interface.StepInput.
         block_size: tokens in a page.
-        pages: int64 [T]; the page that each token is written to.
+        pages: int64 [T]; the page that each token is written to; -1 if that is on another rank.
         slots: int64 [T]; its slot in that page.
         fresh_pages: int64 [F]; pages whose first slot is written in this step.
+        rank, world_size: whose pages they are, of the ranks that share those of each request.
     """
 
     query_start: Int32
@@ -125,11 +131,20 @@ class AttentionPlan:
     pages: Tensor
     slots: Tensor
     fresh_pages: Tensor
+    rank: int = 0
+    world_size: int = 1
     _tiles: dict[tuple[int, int, int, int | None], list[_Tile]] = field(default_factory=dict)
 
     @classmethod
     def build(
-        cls, query_start: Int32, context_len: Int32, block_table: Int32, *, block_size: int
+        cls,
+        query_start: Int32,
+        context_len: Int32,
+        block_table: Int32,
+        *,
+        block_size: int,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> AttentionPlan:
         """Lay out one step.
 
@@ -137,13 +152,19 @@ class AttentionPlan:
             query_start: int32 [B + 1]; request b owns rows query_start[b]:query_start[b + 1].
             context_len: int32 [B]; its tokens in the cache once this step's are written.
             block_table: int32 [B, n]; its pages in order; entries past its context are ignored.
+                Over several ranks, those pages p that this rank has: p % W == r.
             block_size: tokens in a page.
+            rank, world_size: r and W.
         """
         queries = np.diff(query_start)
         request = np.repeat(np.arange(len(queries)), queries)
         position = np.arange(query_start[-1]) + np.repeat(context_len - query_start[1:], queries)
-        page = block_table[request, position // block_size].astype(np.int64)
-        slot = position % block_size
+        page_number, slot = position // block_size, position % block_size
+        page = block_table[request, page_number // world_size].astype(np.int64)
+        fresh = slot == 0
+        if world_size > 1:
+            own = page_number % world_size == rank
+            page, fresh = np.where(own, page, -1), fresh & own
         return cls(
             query_start=np.ascontiguousarray(query_start, np.int32),
             context_len=np.ascontiguousarray(context_len, np.int32),
@@ -151,7 +172,9 @@ class AttentionPlan:
             block_size=block_size,
             pages=torch.from_numpy(page),
             slots=torch.from_numpy(slot.astype(np.int64)),
-            fresh_pages=torch.from_numpy(page[slot == 0]),
+            fresh_pages=torch.from_numpy(page[fresh]),
+            rank=rank,
+            world_size=world_size,
         )
 
     @cached_property
@@ -194,13 +217,29 @@ class AttentionPlan:
                 queries = min(MAX_TILE_QUERIES, end - row)
                 first = context - (end - row)
                 seen = 0 if sliding_window is None else max(0, first - sliding_window + 1)
-                start_page = seen // self.block_size
-                end_page = -(-(first + queries) // self.block_size)
-                pieces.append(
-                    _Piece(request, row, first, queries, start_page, end_page - start_page)
-                )
+                start_page = self._own_pages(seen // self.block_size)
+                end_page = self._own_pages(-(-(first + queries) // self.block_size))
+                if start_page < end_page:
+                    pieces.append(
+                        _Piece(request, row, first, queries, start_page, end_page - start_page)
+                    )
                 row += queries
         return pieces
+
+    def _own_pages(self, pages: int) -> int:
+        """How many of a request's first pages this rank has."""
+        return -(-(pages - self.rank) // self.world_size)
+
+    def _own_tokens(self, tokens: Int64) -> Int64:
+        """How many of a request's first tokens this rank has."""
+        pages, rest = np.divmod(tokens, self.block_size)
+        whole = (pages + (self.world_size - 1) - self.rank) // self.world_size
+        return whole * self.block_size + np.where(pages % self.world_size == self.rank, rest, 0)
+
+    def _positions(self, tokens: Int64) -> Int64:
+        """Where in the request this rank's n-th tokens of it are."""
+        pages, slots = np.divmod(tokens, self.block_size)
+        return (pages * self.world_size + self.rank) * self.block_size + slots
 
     def _tile(self, pieces: list[_Piece], kv_heads: int, sliding_window: int | None) -> _Tile:
         request = np.array([piece.request for piece in pieces])
@@ -217,8 +256,10 @@ class AttentionPlan:
 
         length = int(pages[0]) * self.block_size
         # Without a window, causality hides nothing up to the first query's own key.
-        masked_from = 0 if sliding_window is not None else int(first.min()) + 1
-        key = start_page[:, None] * self.block_size + np.arange(masked_from, length)
+        before_first = self._own_tokens(first + 1) - start_page * self.block_size
+        masked_from = 0 if sliding_window is not None else int(before_first.min())
+        at = start_page[:, None] * self.block_size + np.arange(masked_from, length)
+        key = self._positions(at)
         key, query = key[:, None, :], (first[:, None] + queries)[:, :, None]
         seen = key <= query
         if sliding_window is not None:
@@ -230,7 +271,7 @@ class AttentionPlan:
             queries=len(queries),
             length=length,
             masked_from=masked_from,
-            reach=int((first - start_page * self.block_size).max()) + 1,
+            reach=max(1, int(before_first.max())),
             mask=torch.from_numpy(mask)[:, :, None, :],
         )
 
@@ -266,8 +307,12 @@ def write_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, plan: Attention
     if plan.fresh_pages.numel():
         keys.index_fill_(0, plan.fresh_pages, 0)
         values.index_fill_(0, plan.fresh_pages, 0)
-    keys[plan.pages, :, plan.slots] = k
-    values[plan.pages, :, plan.slots] = v
+    pages, slots = plan.pages, plan.slots
+    if plan.world_size > 1:
+        own = pages >= 0
+        k, v, pages, slots = k[own], v[own], pages[own], slots[own]
+    keys[pages, :, slots] = k
+    values[pages, :, slots] = v
 
 
 def paged_attention(
@@ -278,6 +323,7 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of the step's queries over their requests' pages.
 
@@ -287,6 +333,8 @@ def paged_attention(
         plan: the step's plan.
         scale: multiplies the scores.
         sliding_window: token i sees the tokens j with i - window < j <= i; None sees all.
+        lse: float32 [T, H], written: the log of the sum of exp(score). Needed where ranks share
+            pages: then a query may see no key here, and has an LSE of -inf and a result of 0.
 
     Returns:
         [T, H, D], q's dtype.
@@ -294,7 +342,7 @@ def paged_attention(
     num_blocks, kv_heads, block_size, dim = keys.shape
     heads = q.shape[1]
     out = torch.empty(q.shape, dtype=q.dtype)
-    if native.supports(q.dtype) and native.takes_heads(heads, kv_heads, dim):
+    if lse is None and native.supports(q.dtype) and native.takes_heads(heads, kv_heads, dim):
         native.kernels().weft_attention(
             byref(
                 native.AttentionStep(
@@ -318,6 +366,9 @@ def paged_attention(
             )
         )
         return out
+    if lse is not None:
+        out.zero_()
+        lse.fill_(-torch.inf)
     group = heads // kv_heads
     flat_keys = keys.view(num_blocks * kv_heads, block_size * dim)
     flat_values = values.view(num_blocks * kv_heads, block_size * dim)
@@ -326,7 +377,7 @@ def paged_attention(
         tile_q = q.index_select(0, tile.rows)
         tile_k = flat_keys.index_select(0, tile.pages).view(n * kv_heads, length, dim)
         tile_v = flat_values.index_select(0, tile.pages).view(n * kv_heads, length, dim)
-        if n == 1 and tile.sees_all:
+        if n == 1 and tile.sees_all and lse is None:
             tile_out = _attend_one(tile_q.view(kv_heads, group, dim), tile_k, tile_v, tile, scale)
             out.index_copy_(0, tile.rows, tile_out.view(1, heads, dim))
             continue
@@ -337,9 +388,13 @@ def paged_attention(
         many = rows >= BY_HEAD_ROWS or len(tile_q) * rows * length > MAX_TILE_NUMBERS
         by_head = many and rows * length >= BY_HEAD_SCORES
         attend = _attend_by_head if by_head else _attend_batched
-        tile_out = attend(tile_q, tile_k, tile_v, tile)
+        tile_lse = None if lse is None else tile_q.new_empty(tile_q.shape[:2])
+        tile_out = attend(tile_q, tile_k, tile_v, tile, tile_lse)
         tile_out = tile_out.view(n, kv_heads, queries, group, dim).transpose(1, 2)
         out.index_copy_(0, tile.rows, tile_out.reshape(n * queries, heads, dim))
+        if lse is not None and tile_lse is not None:
+            tile_lse = tile_lse.view(n, kv_heads, queries, group).transpose(1, 2)
+            lse.index_copy_(0, tile.rows, tile_lse.reshape(n * queries, heads))
     return out
 
 
@@ -361,7 +416,7 @@ def _attend_one(q: Tensor, k: Tensor, v: Tensor, tile: _Tile, scale: float) -> T
     return scaled_dot_product_attention(q[None], k[None, :, seen], v[None, :, seen], scale=scale)[0]
 
 
-def _attend_batched(q: Tensor, k: Tensor, v: Tensor, tile: _Tile) -> Tensor:
+def _attend_batched(q: Tensor, k: Tensor, v: Tensor, tile: _Tile, lse: Tensor | None) -> Tensor:
     """softmax(q @ k.T + mask) @ v for all heads of a tile at once.
 
     Args:
@@ -369,6 +424,7 @@ def _attend_batched(q: Tensor, k: Tensor, v: Tensor, tile: _Tile) -> Tensor:
         k: float32 [N * Hk, length, D].
         v: [N * Hk, length, D].
         tile: N, Q, length and the mask.
+        lse: float32 [N * Hk, Q * G], written, or None.
 
     Returns:
         [N * Hk, Q * G, D], v's dtype.
@@ -377,10 +433,10 @@ def _attend_batched(q: Tensor, k: Tensor, v: Tensor, tile: _Tile) -> Tensor:
     scores = torch.bmm(q, k.transpose(1, 2))
     unfolded = scores.view(n, len(q) // n, tile.queries, -1, tile.length)
     unfolded[..., tile.masked_from :].add_(tile.mask[:, None])
-    return torch.bmm(scores.softmax(dim=-1).to(v.dtype), v)
+    return torch.bmm(_weights(scores, lse).to(v.dtype), v)
 
 
-def _attend_by_head(q: Tensor, k: Tensor, v: Tensor, tile: _Tile) -> Tensor:
+def _attend_by_head(q: Tensor, k: Tensor, v: Tensor, tile: _Tile, lse: Tensor | None) -> Tensor:
     """The same, head by head and block by block."""
     kv_heads, group = len(q) // len(tile.mask), q.shape[1] // tile.queries
     step = max(1, min(MAX_BLOCK_QUERIES, MAX_BLOCK_SCORES // (group * tile.length)))
@@ -393,5 +449,27 @@ def _attend_by_head(q: Tensor, k: Tensor, v: Tensor, tile: _Tile) -> Tensor:
             mask = tile.mask[head // kv_heads, start:end, :, : seen - tile.masked_from]
             scores = matmul_transposed(q[head, rows], k[head, :seen])
             scores.view(end - start, group, seen)[..., tile.masked_from :].add_(mask)
-            torch.mm(scores.softmax(dim=-1).to(v.dtype), v[head, :seen], out=out[head, rows])
+            weights = _weights(scores, None if lse is None else lse[head, rows])
+            torch.mm(weights.to(v.dtype), v[head, :seen], out=out[head, rows])
     return out
+
+
+def _weights(scores: Tensor, lse: Tensor | None) -> Tensor:
+    """softmax(scores) by row, and where `lse` takes the logs of the sums, 0 in rows of -inf."""
+    if lse is None:
+        return scores.softmax(dim=-1)
+    lse.copy_(scores.logsumexp(dim=-1))
+    return scores.sub_(lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp_()
+
+
+def merge_parts(parts: Tensor, lses: Tensor) -> Tensor:
+    """Attention over the keys of all ranks, of what each made of its own (Dao et al. 2023).
+
+    Args:
+        parts: float32 [W, T, H, D].
+        lses: float32 [W, T, H]; some rank has a key for each query.
+
+    Returns:
+        [T, H, D].
+    """
+    return (parts * lses.softmax(dim=0)[..., None]).sum(dim=0)

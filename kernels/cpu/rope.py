@@ -57,7 +57,7 @@ def rotate_into_cache(
     heads: int,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Rotate queries and keys; write keys and values to their pages.
+    """Rotate queries and keys; write keys and values to their pages, those that this rank has.
 
     Args:
         qkv: [T, (H + 2 Hk) * D], contiguous: the query heads, the keys, the values. It may be
@@ -74,7 +74,11 @@ def rotate_into_cache(
     _, kv_heads, block_size, dim = keys.shape
     tokens = len(qkv)
     split = qkv.view(tokens, heads + 2 * kv_heads, dim)
-    if native.supports(qkv.dtype) and native.takes_heads(heads, kv_heads, dim):
+    if (
+        plan.world_size == 1
+        and native.supports(qkv.dtype)
+        and native.takes_heads(heads, kv_heads, dim)
+    ):
         native.kernels().weft_rope(
             byref(
                 native.RopeStep(

@@ -562,6 +562,8 @@ def paged_attention(
     warps: int = 0,
     stages: int = 0,
     choice: Choice | None = None,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> Tensor:
     """Causal attention of the step's queries over their requests' pages.
 
@@ -575,6 +577,8 @@ def paged_attention(
         blocks: BLOCK_M and BLOCK_N of a tile; chosen if None.
         warps, stages: that the kernel is compiled with; chosen if 0.
         choice: of a tile where blocks is None, if one was tuned.
+        rank, world_size: whose pages these are, if ranks share those of each request: see
+            PagedBatch. A query that sees no key here has a result of 0, and an LSE of -inf.
 
     Returns:
         [T, H, D], q's dtype. Zeros for a request that is flagged, in part or as a whole.
@@ -584,13 +588,18 @@ def paged_attention(
     """
     check = functools.partial(require, "paged_attention")
     options = Options(scale, sliding_window, softcap, sinks, k_scale, v_scale, lse)
-    check_attention(check, q, keys, values, batch, options)
+    check("rank", rank, 0 <= rank < world_size, f"be in [0, {world_size}), the world size")
+    once = sinks is None or world_size == 1
+    check("sinks", "given", once, "be None where ranks share pages: they count once")
+    check_attention(check, q, keys, values, batch, options, world_size)
     config = None
     if choice and blocks is None:
         config = choice.of_attention(q, keys, batch.max_queries, batch.max_context)
     tile = checked_tile(check, q, keys, batch, blocks, warps, stages, config)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    launch_attend(q, keys, values, batch, out, lse, tile, options)
+    launch_attend(
+        *(q, keys, values, batch, out, lse, tile, options), rank=rank, world_size=world_size
+    )
     return out
 
 

@@ -100,6 +100,15 @@ class Group:
             total += part
         return total
 
+    def exchange(self, x: Tensor) -> Tensor:
+        """[size, ...] to the same: row i goes to rank i, and row i of the result comes from it."""
+        if self._group is None:
+            return x
+        self.count()
+        got = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(got, x.contiguous(), group=self._group)
+        return got
+
 
 @dataclass(frozen=True, slots=True)
 class Groups:
@@ -109,11 +118,13 @@ class Groups:
         tensor: ranks with the parts of attention, dense MLPs and the vocabulary.
         copies: of attention: ranks that have the same parts of it as this one.
         expert: ranks with the parts of the experts: all.
+        context: ranks with the parts of the positions, of the same KV heads.
     """
 
     tensor: Group
     copies: Group
     expert: Group
+    context: Group
 
     def least(self, number: int) -> int:
         """The least of all ranks' numbers. Collective."""
@@ -125,7 +136,7 @@ class Groups:
 
 
 _ONE = Group(range(1), 0, None)
-ALONE = Groups(_ONE, _ONE, _ONE)
+ALONE = Groups(_ONE, _ONE, _ONE, _ONE)
 
 
 def meet(
@@ -200,8 +211,10 @@ def split(layout: Layout, count: Callable[[bool], None] = lambda of_all: None) -
     if size == 1:
         return ALONE
     everyone = Group(range(size), rank, dist.group.WORLD, partial(count, True))
-    if part == size:
-        return Groups(everyone, _ONE, everyone)
+
+    def parts(each: int) -> Iterable[range]:
+        """So many ranks that are next to each other, and the next ones."""
+        return (range(i, i + each) for i in range(0, size, each))
 
     def mine(groups: Iterable[range], of_all: bool) -> Group:
         found = _ONE
@@ -214,6 +227,7 @@ def split(layout: Layout, count: Callable[[bool], None] = lambda of_all: None) -
         return found
 
     stage, stages = layout.stage_size, range(0, size, layout.stage_size)
-    tensor = mine((range(i, i + part) for i in range(0, size, part)), layout.copies == 1)
+    tensor = mine(parts(part), layout.copies == 1)
+    context = tensor if layout.tp == 1 else mine(parts(layout.cp), layout.copies == 1)
     columns = (range(i + j, i + stage, part) for i in stages for j in range(part))
-    return Groups(tensor, mine(columns, True), everyone)
+    return Groups(tensor, mine(columns, True), everyone, context)

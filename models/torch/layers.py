@@ -6,19 +6,22 @@ requests one after the other. Matrices are packed when a layer is made
 and norms and residuals belong to the layers, since the kernels compute them
 with the products. Where ranks share a layer, each has some heads and some of an
 MLP's width or experts, and what they give is summed: the first one's has the
-residual and the bias in it. Nothing here trains, and nothing is a nn.Module.
+residual and the bias in it. Where they share KV heads by position (context parallel),
+each attends with the heads of all of them to the pages that it has. Nothing here trains,
+and nothing is a nn.Module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from weft.kernels.cpu import native
-from weft.kernels.cpu.attention import AttentionPlan, paged_attention
+from weft.kernels.cpu.attention import AttentionPlan, merge_parts, paged_attention
 from weft.kernels.cpu.layer import NativeAttention, NativeMlp
 from weft.kernels.cpu.linear import Linear, NativeLinear, RMSNorm
 from weft.kernels.cpu.moe import MakeLinear, PackedExperts, route
@@ -69,6 +72,7 @@ class Attention:
     def __init__(self, model: ModelSpec, spec: AttentionSpec, norm: RMSNorm, load: Load) -> None:
         """`model` is this rank's part."""
         self._group = group = load.groups.tensor
+        self._context = load.groups.context
         self._heads = model.num_heads
         self._head_dim = model.head_dim
         self._window = spec.sliding_window
@@ -113,9 +117,25 @@ class Attention:
             heads=self._heads,
             norms=self._head_norms,
         )
-        out = paged_attention(q, keys, values, plan, scale=self._scale, sliding_window=self._window)
+        out = self._attend(q, keys, values, plan)
         residual = x if self._group.is_first else None
         return self._group.sum(self._o(out.view(len(x), -1), residual=residual))
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan) -> Tensor:
+        """[T, H, D] to the same, of this rank's heads, whoever has the pages."""
+        attend = partial(paged_attention, scale=self._scale, sliding_window=self._window)
+        ranks = self._context.size
+        if ranks == 1:
+            return attend(q, keys, values, plan)
+        tokens, heads, dim = q.shape
+        everyones = self._context.gather_columns(q.reshape(tokens, -1), ranks * heads * dim)
+        everyones = everyones.view(tokens, ranks * heads, dim)
+        lse = torch.empty(tokens, ranks * heads)
+        out = attend(everyones, keys, values, plan, lse=lse)
+        # Each rank gets what all have for its heads: D numbers of the result, and the LSE.
+        parts = torch.cat((out.float(), lse[..., None]), dim=2).view(tokens, ranks, -1)
+        parts = self._context.exchange(parts.transpose(0, 1)).view(ranks, tokens, heads, dim + 1)
+        return merge_parts(parts[..., :dim], parts[..., dim]).to(q.dtype)
 
 
 class Mlp:

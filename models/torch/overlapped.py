@@ -19,6 +19,14 @@ are split between products.) Of experts, each rank runs its part for all tokens:
      grouped_matmul          silu(gate) * up, then down: own experts, or own width of all
      all_reduce              or reduce_scatter, if tokens are split; + x
 
+Where ranks share KV heads by position (context parallel), each attends to its own pages with
+the heads of all of them:
+
+     decodes                                            all else
+     all_gather          q                              all_gather          q
+     distributed_decode_attention                       paged_attention     own pages; with LSE
+                                                        all_gather          LSE
+                                                        reduce_scatter      parts, weighted by LSE
 Where experts are dealt out to more ranks than attention is split over, each rank has all of
 attention and tokens of its own (models/layout.py); those go to the ranks of their experts:
 
@@ -56,6 +64,11 @@ from weft.kernels.gpu.all_gather_matmul import (
 )
 from weft.kernels.gpu.all_reduce import AllReduceWorkspace, all_reduce, all_reduce_workspace
 from weft.kernels.gpu.attention import PagedBatch, paged_attention
+from weft.kernels.gpu.distributed_decode_attention import (
+    DistributedDecodeWorkspace,
+    distributed_decode_attention,
+    distributed_decode_attention_workspace,
+)
 from weft.kernels.gpu.epilogue import Epilogue
 from weft.kernels.gpu.grouped_matmul import grouped_matmul
 from weft.kernels.gpu.matmul import matmul
@@ -217,6 +230,75 @@ class _Experts:
         return grouped_matmul(inner, self._down, offsets, expected=expected)
 
 
+class _SharedPages:
+    """Attention of ranks that share KV heads by position: of each rank's heads, to all pages.
+
+    Parts are merged as in distributed_decode_attention: weighted with exp(LSE - that of all). All
+    layers use one, one after the other.
+
+    Args:
+        home: of these ranks' symmetric memory.
+        model: this rank's part of it.
+        max_tokens: of a step.
+        count: called at each exchange.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        model: ModelSpec,
+        max_tokens: int,
+        dtype: torch.dtype,
+        count: Callable[[], None],
+    ) -> None:
+        self._home = home
+        self._count = count
+        heads, dim = model.num_heads * home.world_size, model.head_dim
+        own = max_tokens * model.num_heads * dim
+        few = min(max_tokens, FEW_TOKENS)
+        self._gather = all_gather_workspace(home, own, dtype)
+        self._gather_lse = all_gather_workspace(home, max_tokens * heads, torch.float32)
+        self._scatter = reduce_scatter_workspace(home, own, dtype)
+        self._decode: DistributedDecodeWorkspace = distributed_decode_attention_workspace(
+            home, few, heads, dim, dtype
+        )
+
+    def __call__(
+        self, q: Tensor, cache: KVCache, batch: PagedBatch, scale: float, window: int | None
+    ) -> Tensor:
+        """[T, H, D] to the same."""
+        tokens, heads, dim = q.shape
+        size, rank = self._home.world_size, self._home.rank
+        self._count()
+        everyones = all_gather(q.view(tokens, -1), self._gather).view(size, tokens, heads * dim)
+        everyones = everyones.transpose(0, 1).contiguous().view(tokens, size * heads, dim)
+        self._count()
+        if batch.max_queries == 1 and tokens <= self._decode.max_requests:
+            out = distributed_decode_attention(
+                everyones, *cache, batch, self._decode, scale=scale, sliding_window=window
+            )
+            return out[:, rank * heads :][:, :heads].contiguous()
+        lse = torch.empty(tokens, size * heads, device=q.device)
+        out = paged_attention(
+            *(everyones, *cache, batch),
+            scale=scale,
+            sliding_window=window,
+            lse=lse,
+            rank=rank,
+            world_size=size,
+        )
+        of_all = all_gather(lse, self._gather_lse).view(size, tokens, -1).logsumexp(0)
+        self._count()
+        parts = (out * (lse - of_all).exp()[..., None]).to(out.dtype).view(tokens, size, -1)
+        parts = parts.transpose(0, 1).contiguous().view(size * tokens, heads * dim)
+        return reduce_scatter(parts, self._scatter).view(tokens, heads, dim)
+
+    def check(self) -> None:
+        """As `_Workspaces.check`."""
+        for workspace in (self._gather, self._gather_lse, self._scatter, self._decode):
+            workspace.check()
+
+
 class _Layer:
     """One layer's part on this rank."""
 
@@ -227,6 +309,7 @@ class _Layer:
         load: _Load,
         workspaces: _Workspaces | None,
         dispatch: LowLatencyWorkspace | None,
+        shared: _SharedPages | None,
         *,
         alone: bool,
         count: Callable[[], None],
@@ -236,7 +319,7 @@ class _Layer:
         self._count = count
         self._model = model
         self._window = attention.sliding_window
-        self._ws, self._dispatch = workspaces, dispatch
+        self._ws, self._dispatch, self._shared = workspaces, dispatch, shared
         self._norms = load(spec.attention_norm), load(spec.feed_forward_norm)
         self._head_norms = None
         if attention.q_norm is not None and attention.k_norm is not None:
@@ -271,13 +354,11 @@ class _Layer:
             heads=self._model.num_heads,
             norms=self._head_norms,
         )
-        out = paged_attention(
-            q,
-            *cache,
-            step.batch,
-            scale=self._model.head_dim**-0.5,
-            sliding_window=self._window,
-        )
+        scale = self._model.head_dim**-0.5
+        if self._shared is not None:
+            out = self._shared(q, cache, step.batch, scale, self._window)
+        else:
+            out = paged_attention(q, *cache, step.batch, scale=scale, sliding_window=self._window)
         x = self._end(out.view(tokens, -1), self._o, x, step)
         if self._experts is not None:
             return self._mix(self._experts, x, step)
@@ -366,6 +447,7 @@ class OverlappedModel:
         weights: where this rank's tensors come from.
         dtype: to compute in.
         home: of the ranks' symmetric memory.
+        context_home: of that of the ranks that share KV heads with this one, if there are any.
         groups: the ranks, for what is not worth overlapping: embedding and logits.
         max_tokens: of a step.
 
@@ -380,29 +462,34 @@ class OverlappedModel:
         dtype: torch.dtype,
         *,
         home: Home,
+        context_home: Home | None,
         groups: Groups,
         max_tokens: int,
     ) -> None:
-        tp, ep = weights.layout.tp, weights.layout.ep
-        if 1 < tp < ep:
+        split, ep = weights.layout.split, weights.layout.ep
+        if 1 < split < ep:
+            flag = f"--tp {split}" if weights.layout.cp == 1 else f"tp x cp = {split}"
             raise ConfigError(
-                f"--ep is {ep}; with --kernels overlapped and --tp {tp} it must be at most {tp}"
+                f"--ep is {ep}; with --kernels overlapped and {flag} it must be at most {split}"
             )
-        self._alone = tp == 1
+        self._alone = split == 1
         load = _Load(weights, dtype, home.device)
         local = weights.layout.local(spec)
         self._home, self._group, self._dtype = home, groups.tensor, dtype
         self._inv_freq = torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim))
         workspaces: _Workspaces | None = None
         dispatch: LowLatencyWorkspace | None = None
+        shared: _SharedPages | None = None
+        alone, count = self._alone, groups.expert.count
         if weights.layout.copies > 1:
             dispatch = _dispatch_workspace(home, spec, max_tokens, dtype)
         else:
             workspaces = _Workspaces.make(home, max_tokens, spec.hidden_size, dtype)
-        self._ws, self._dispatch = workspaces, dispatch
-        alone, count = self._alone, groups.expert.count
+        if context_home is not None:
+            shared = _SharedPages(context_home, local, max_tokens, dtype, count)
+        self._ws, self._dispatch, self._shared = workspaces, dispatch, shared
         self._layers = [
-            _Layer(local, layer, load, workspaces, dispatch, alone=alone, count=count)
+            _Layer(local, layer, load, workspaces, dispatch, shared, alone=alone, count=count)
             for layer in spec.layers
         ]
         self._norm, self._eps = load(spec.norm), spec.norm_eps
@@ -433,6 +520,7 @@ class OverlappedModel:
             plan.block_table,
             block_size=plan.block_size,
             device=self._home.device,
+            world_size=plan.world_size,
         )
         rotation = Rotation.of(positions, self._inv_freq, self._dtype)
         few = self._alone or tokens <= FEW_TOKENS
@@ -458,7 +546,7 @@ class OverlappedModel:
 
     def _check(self) -> None:
         """Raise KernelError if a wait for another rank has run out: all after it is garbage."""
-        for workspace in (self._ws, self._dispatch):
+        for workspace in (self._ws, self._dispatch, self._shared):
             if workspace is not None:
                 workspace.check()
 

@@ -54,18 +54,15 @@ class TorchRunner:
         block_size: int,
         max_num_seqs: int,
         max_tokens: int,
-        copies: int = 1,
+        layout: Layout,
     ) -> None:
-        """`spec` is this rank's part of the model; `vocab_size` is of all ranks.
-
-        `copies` are of attention.
-        """
+        """`spec` is this rank's part of the model; `vocab_size` is of all ranks."""
+        self._layout = layout
         self._model = model
         self._spec = spec
         self._dtype = dtype
         self._block_size = block_size
         self._max_tokens = max_tokens
-        self._copies = copies
         self._cache: list[KVCache] = []
         self._sampler = Sampler(vocab_size, max_num_seqs)
         self._newest_token = torch.zeros(max_num_seqs, dtype=torch.int64)
@@ -88,6 +85,7 @@ class TorchRunner:
         layout: Layout = WHOLE,
         groups: Groups = ALONE,
         home: Home | None = None,
+        context_home: Home | None = None,
     ) -> TorchRunner:
         """Read and pack this rank's weights of the checkpoint in `path`.
 
@@ -95,7 +93,7 @@ class TorchRunner:
             path: the checkpoint's directory.
             spec: what it holds, from `checkpoint.read_spec`.
             dtype: to compute in and to cache keys and values in: "auto", "bfloat16", "float32".
-            block_size: tokens in a block of the KV cache.
+            block_size: tokens in a block of the KV cache, on each rank that has some of them.
             max_num_seqs: slots.
             max_num_batched_tokens: most tokens of a step.
             max_model_len: most tokens of a request.
@@ -107,6 +105,7 @@ class TorchRunner:
             layout: how the model is split, and which part is this rank's.
             groups: the ranks that have the others.
             home: of this rank's symmetric memory, to run on overlapped kernels; plain if None.
+            context_home: of that of the ranks that share KV heads with this one, if there are any.
 
         Raises:
             ModelError: the checkpoint does not hold what `spec` says.
@@ -123,7 +122,13 @@ class TorchRunner:
                 from weft.models.torch.overlapped import OverlappedModel  # imports triton
 
                 model = OverlappedModel(
-                    spec, weights, compute, home=home, groups=groups, max_tokens=max_tokens
+                    spec,
+                    weights,
+                    compute,
+                    home=home,
+                    context_home=context_home,
+                    groups=groups,
+                    max_tokens=max_tokens,
                 )
             else:
                 model = Model(
@@ -142,12 +147,12 @@ class TorchRunner:
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_tokens=min(max_num_batched_tokens, max_model_len),
-            copies=layout.copies,
+            layout=layout,
         )
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block of keys and values, over all layers."""
+        """Bytes of this rank's part of one block of keys and values, over all layers."""
         return self._block_size * self._spec.kv_bytes_per_token(self._dtype)
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
@@ -166,7 +171,7 @@ class TorchRunner:
             _single_request(range(tokens), SlotSampling(slot=0)),
             _single_request(range(tokens - 1, tokens)),
         ):
-            self.step(replace(step, copies=self._copies * (step.size,)))
+            self.step(replace(step, copies=self._layout.copies * (step.size,)))
 
     @torch.inference_mode()
     def step(self, batch: StepInput) -> StepOutput:
@@ -177,7 +182,12 @@ class TorchRunner:
             none = np.empty(0, np.int32)
             return StepOutput(batch.step, none, none, seconds=time.perf_counter() - started)
         plan = AttentionPlan.build(
-            batch.query_start, batch.context_len, batch.block_table, block_size=self._block_size
+            batch.query_start,
+            batch.context_len,
+            batch.block_table,
+            block_size=self._block_size,
+            rank=self._layout.context,
+            world_size=self._layout.cp,
         )
         # Sorted, so that a row's place among them can be searched.
         rows = np.union1d(batch.sample_index, batch.prompt_logprob_index).astype(np.int64)

@@ -13,7 +13,10 @@ from weft.models.checkpoint import read_spec
 from weft.models.layout import Layout, check_layout
 from weft.models.spec import ModelSpec
 
-LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2), (2, 4), (4, 2)]
+LAYOUTS = [  # tp, ep, cp
+    *((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1), (2, 4, 1), (4, 2, 1)),
+    *((1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2), (1, 4, 2), (1, 2, 4), (2, 2, 2)),
+]
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +27,7 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelSpec]:
     }
 
 
-def holders(axis: str, tp: int, ep: int, kv_heads: int) -> int:
+def holders(axis: str, tp: int, ep: int, cp: int, kv_heads: int) -> int:
     """Ranks that have the same part of an axis, if it is the only one that is cut."""
     parts = {
         "hidden": 1,
@@ -32,34 +35,34 @@ def holders(axis: str, tp: int, ep: int, kv_heads: int) -> int:
         "choice": 1,
         "kv_heads": min(tp, kv_heads),
         "expert": ep,
-        "moe_intermediate": max(1, tp // ep),
-    }.get(axis, tp)
-    return max(tp, ep) // parts
+        "moe_intermediate": max(1, tp * cp // ep),
+    }.get(axis, tp * cp)
+    return max(tp * cp, ep) // parts
 
 
 @pytest.mark.parametrize(
-    ("family", "tp", "ep"),
+    ("family", "tp", "ep", "cp"),
     [
-        (family, tp, ep)
+        (family, tp, ep, cp)
         for family in ("llama", "qwen3_moe")
-        for tp, ep in LAYOUTS
+        for tp, ep, cp in LAYOUTS
         if family != "llama" or ep == 1
     ],
 )
 def test_the_parts_make_up_every_weight(
-    family: str, tp: int, ep: int, specs: dict[str, ModelSpec]
+    family: str, tp: int, ep: int, cp: int, specs: dict[str, ModelSpec]
 ) -> None:
     spec = specs[family]
-    check_layout(spec, tp, ep)
-    ranks = [Layout(tp, ep, rank) for rank in range(max(tp, ep))]
+    check_layout(spec, tp, ep, cp)
+    ranks = [Layout(tp, ep, rank, cp) for rank in range(max(tp * cp, ep))]
     for weight in spec.weights:
         count = np.zeros(weight.shape, np.int32)
         for layout in ranks:
             count[layout.parts(spec, weight)] += 1
         if "expert" in weight.axes and "moe_intermediate" in weight.axes:
-            expected = 1 if tp >= ep else holders("expert", tp, ep, 0)
+            expected = 1 if tp * cp >= ep else holders("expert", tp, ep, cp, 0)
         else:
-            cut = (holders(axis, tp, ep, spec.num_kv_heads) for axis in weight.axes)
+            cut = (holders(axis, tp, ep, cp, spec.num_kv_heads) for axis in weight.axes)
             expected = min(cut)
         assert (count == expected).all(), weight.name
 
@@ -75,6 +78,18 @@ def test_the_heads_of_a_rank_are_those_of_its_weights(specs: dict[str, ModelSpec
         assert attention.o.weight.shape == (spec.hidden_size, spec.head_dim)
     parts = [Layout(4, 1, r).parts(spec, spec.layers[0].attention.k.weight)[0] for r in range(4)]
     assert [part.start // spec.head_dim for part in parts] == [0, 0, 1, 1]
+
+
+def test_ranks_that_share_positions_have_the_same_kv_heads(specs: dict[str, ModelSpec]) -> None:
+    spec = specs["llama"]  # 4 heads, 2 KV heads
+    ranks = [Layout(tp=2, cp=2, rank=rank) for rank in range(4)]
+    assert [layout.context for layout in ranks] == [0, 1, 0, 1]
+    local = ranks[0].local(spec)
+    assert (local.num_heads, local.num_kv_heads) == (1, 1)
+    attention = spec.layers[0].attention
+    for weight, heads in ((attention.k, [0, 0, 1, 1]), (attention.q, [0, 1, 2, 3])):
+        parts = [layout.parts(spec, weight.weight)[0] for layout in ranks]
+        assert [part.start // spec.head_dim for part in parts] == heads
 
 
 def test_a_vocabulary_that_does_not_divide_is_cut_all_the_same(
@@ -116,6 +131,42 @@ def test_what_does_not_divide_is_refused_with_what_does(
 ) -> None:
     with pytest.raises(ConfigError) as raised:
         check_layout(specs[family], tp, ep)
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "ep", "cp", "message"),
+    [
+        (
+            "llama",
+            1,
+            1,
+            3,
+            "--cp is 3; tp x cp, 3, must divide the model's 4 heads. These sizes work: 1, 2, 4",
+        ),
+        (
+            "llama",
+            2,
+            1,
+            4,
+            "--cp is 4 beside --tp 2; tp x cp, 8, must divide the model's 4 heads. "
+            "These sizes work: 1, 2",
+        ),
+        (
+            "qwen3_moe",
+            2,
+            3,
+            2,
+            "--ep is 3 beside --tp 2 and --cp 2; one of it and tp x cp must be a multiple of the "
+            "other. These sizes of --ep work: 1, 2, 4, 8",
+        ),
+    ],
+)
+def test_context_parts_that_do_not_divide_are_refused(
+    family: str, tp: int, ep: int, cp: int, message: str, specs: dict[str, ModelSpec]
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_layout(specs[family], tp, ep, cp)
     assert str(raised.value) == message
 
 

@@ -95,6 +95,15 @@ def test_a_given_size_is_kept() -> None:
     assert ledger.num_blocks == GIB // (32 * KV_BYTES_PER_TOKEN)
 
 
+def test_ranks_share_the_blocks_of_a_request() -> None:
+    ledger, alone = plan(cp=4, max_num_seqs=4), plan(max_num_seqs=4)
+    assert (ledger.block_size, alone.block_size) == (128, 32)
+    assert ledger.tokens == alone.tokens == 4 * 32768
+    assert ledger.kv_cache == alone.kv_cache // 4
+    assert "of 128 tokens: 131,072 tokens" in ledger.render()
+    assert plan(cp=4, kv_cache_memory=100 * MIB).tokens >= 32768  # a refusal of one rank alone
+
+
 def test_float32_takes_twice_as_much() -> None:
     assert plan(dtype="float32").weights == 2 * plan().weights
 

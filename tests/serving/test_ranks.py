@@ -72,6 +72,24 @@ def test_two_ranks_answer_as_one_and_a_dead_one_is_named(model: Path, tmp_path: 
         wait_until_gone([rank.pid for rank in ranks])
 
 
+def test_ranks_that_share_positions_answer_as_one(model: Path) -> None:
+    """Also after preemptions, and from the prefix cache."""
+    prompts = [f"{PROMPT} {word} weather" for word in ("one", "two", "three", "four", "five")]
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    sizes = {"block_size": 2, "max_num_seqs": 5, "max_model_len": 96, "threads": 2}
+    with LLM(model, **sizes) as llm:
+        expected = [answer.token_ids for answer in llm.generate(prompts, params)]
+    with LLM(model, cp=2, ep=2, kv_cache_memory=26 * 1024, **sizes) as llm:
+        assert (llm.info.block_size, llm.info.num_blocks) == (4, 26)
+        for _ in range(2):
+            answers = llm.generate(prompts, params)
+            assert [answer.token_ids for answer in answers] == expected
+        assert all(answer.cached_tokens >= 4 for answer in answers)
+        engine = llm._engine
+        assert engine is not None
+        assert engine.stats.preemptions > 0
+
+
 def test_a_rank_that_dies_while_nothing_is_asked_is_noticed(model: Path, tmp_path: Path) -> None:
     with start_server(model, tmp_path, tp=2, kv_cache_memory=2**22) as server:
         ranks_of(server)[0].kill()

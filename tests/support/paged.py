@@ -148,6 +148,7 @@ class Case:
             tables = [table.tolist() for table in self.tables]
             out = reference.distributed_decode_attention(
                 *([self.q] * self.shape.world, self.keys, self.values, lengths, tables),
+                self.query_start.tolist(),
                 **{**self.options, "lse": lse},
             )[0]
         return out, lse

@@ -25,7 +25,8 @@ from weft.models.torch.runner import TorchRunner
 
 BLOCK, BLOCKS, PROMPT, DECODES = 4, 16, 13, 6
 
-Case = tuple[str, str, int, int]
+Case = tuple[str, str, Layout]
+"""A model, the type to compute in, and the layout, of no rank yet."""
 
 
 def steps(seed: int = 0) -> list[StepInput]:
@@ -84,6 +85,7 @@ def generate(
     layout: Layout,
     groups: Groups,
     home: Home | None = None,
+    context_home: Home | None = None,
     *,
     inputs: Iterable[StepInput] | None = None,
 ) -> tuple[Any, Any]:
@@ -99,6 +101,7 @@ def generate(
         layout=layout,
         groups=groups,
         home=home,
+        context_home=context_home,
     )
     runner.allocate_kv_cache(BLOCKS)
     ran = [(step, runner.step(step)) for step in inputs or together(layout.copies, layout.copy)]
@@ -155,10 +158,16 @@ def be_rank(
             overlapped.FEW_TOKENS = overlapped.DISPATCH_TOKENS = few_tokens
             stack.enter_context(installed())
             home = stack.enter_context(SharedHome(store, rank, size))
-        for name, path, (_, dtype, tp, ep) in cases:
-            layout, counted = Layout(tp, ep, rank), list[bool]()
+        for name, path, (_, dtype, whole) in cases:
+            layout, counted = replace(whole, rank=rank), list[bool]()
             groups = split(layout, counted.append)
-            pipe.send((name, *generate(path, dtype, layout, groups, home), sum(counted)))
+            context_home = None
+            if home is not None and layout.cp > 1:
+                own = f"context-{rank // layout.cp}"
+                context_home = SharedHome(store, layout.context, layout.cp, own)
+                stack.enter_context(context_home)
+            got = generate(path, dtype, layout, groups, home, context_home)
+            pipe.send((name, *got, sum(counted)))
     torch.distributed.destroy_process_group()
 
 

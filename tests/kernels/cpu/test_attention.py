@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from weft.kernels import reference
 from weft.kernels.cpu import attention as module
-from weft.kernels.cpu.attention import AttentionPlan, paged_attention, write_kv
+from weft.kernels.cpu.attention import AttentionPlan, Int32, merge_parts, paged_attention, write_kv
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
@@ -78,6 +79,42 @@ class Cache:
         assert ours.dtype == shape.dtype
         return ours.float(), oracle
 
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        query_start: Int32,
+        context_len: Int32,
+        table: Int32,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> tuple[Tensor, Tensor]:
+        """One step of a rank: result and LSE."""
+        plan = AttentionPlan.build(
+            *(query_start, context_len, table),
+            block_size=self.shape.block_size,
+            rank=rank,
+            world_size=ranks,
+        )
+        write_kv(k, v, self.keys, self.values, plan)
+        lse = torch.full(q.shape[:2], torch.nan)
+        attend = partial(paged_attention, scale=0.4, sliding_window=self.shape.window)
+        out = attend(q, self.keys, self.values, plan, lse=lse)
+        if ranks == 1:  # as without an LSE
+            plain = attend(q, self.keys, self.values, plan)
+            tolerance = TOLERANCE[self.shape.dtype]
+            torch.testing.assert_close(out, plain, atol=tolerance, rtol=tolerance)
+        return out.float(), lse
+
+
+def table_of(pages: list[list[int]]) -> Int32:
+    """A request's pages in each row."""
+    table = np.zeros((len(pages), max(map(len, pages))), np.int32)
+    for row, own in zip(table, pages, strict=True):
+        row[: len(own)] = own
+    return table
+
 
 shapes = st.builds(
     Shape,
@@ -89,6 +126,16 @@ shapes = st.builds(
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 
+limits = st.sampled_from(
+    [
+        {},
+        {"MAX_TILE_QUERIES": 3, "TILE_COST_IN_SCORES": 0},
+        {"MAX_TILE_NUMBERS": 500},
+        {"BY_HEAD_ROWS": 2, "BY_HEAD_SCORES": 0, "MAX_BLOCK_QUERIES": 3},
+        {"BY_HEAD_ROWS": 1, "BY_HEAD_SCORES": 0, "MAX_BLOCK_SCORES": 100},
+    ]
+)
+
 
 @settings(max_examples=100, deadline=None)
 @given(
@@ -96,15 +143,7 @@ shapes = st.builds(
     chunks=st.lists(
         st.lists(st.sampled_from([1, 1, 2, 7, 20]), min_size=1, max_size=4), min_size=1, max_size=5
     ),
-    limits=st.sampled_from(
-        [
-            {},
-            {"MAX_TILE_QUERIES": 3, "TILE_COST_IN_SCORES": 0},
-            {"MAX_TILE_NUMBERS": 500},
-            {"BY_HEAD_ROWS": 2, "BY_HEAD_SCORES": 0, "MAX_BLOCK_QUERIES": 3},
-            {"BY_HEAD_ROWS": 1, "BY_HEAD_SCORES": 0, "MAX_BLOCK_SCORES": 100},
-        ]
-    ),
+    limits=limits,
     compiled=st.booleans(),
     seed=st.integers(0, 2**31),
 )
@@ -127,6 +166,52 @@ def test_equals_the_reference(
             ours, oracle = cache.step(batch)
             tolerance = TOLERANCE[shape.dtype]
             torch.testing.assert_close(ours, oracle, atol=tolerance, rtol=tolerance)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    ranks=st.integers(2, 4),
+    shape=shapes,
+    chunks=st.lists(
+        st.lists(st.sampled_from([1, 1, 2, 7, 20]), min_size=1, max_size=4), min_size=1, max_size=5
+    ),
+    limits=limits,
+    seed=st.integers(0, 2**31),
+)
+def test_ranks_that_share_pages_equal_one_that_has_them_all(
+    ranks: int, shape: Shape, chunks: list[list[int]], limits: dict[str, int], seed: int
+) -> None:
+    """Each writes and reads its own positions only; parts are merged by their LSE."""
+    torch.manual_seed(seed)
+    whole = Cache(shape, num_blocks=450, seed=seed)
+    parts = [Cache(shape, num_blocks=250, seed=seed) for _ in range(ranks)]
+    pages = [whole.take(sum(sizes)) for sizes in chunks]
+    own_pages = [parts[0].take(-(-sum(sizes) // ranks) + shape.block_size) for sizes in chunks]
+    with compiled_kernels(False), pytest.MonkeyPatch.context() as patch:
+        for name, limit in limits.items():
+            patch.setattr(module, name, limit)
+        for nth in range(max(map(len, chunks))):
+            some = [i for i, sizes in enumerate(chunks) if nth < len(sizes)]
+            queries = [chunks[i][nth] for i in some]
+            query_start = np.cumsum([0, *queries], dtype=np.int32)
+            context_len = np.array([sum(chunks[i][: nth + 1]) for i in some], np.int32)
+            heads = (shape.kv_heads * shape.group, shape.kv_heads, shape.kv_heads)
+            q, k, v = (torch.randn(query_start[-1], h, shape.dim).to(shape.dtype) for h in heads)
+
+            step = (q, k, v, query_start, context_len)
+            expected, expected_lse = whole.attend(*step, table_of([pages[i] for i in some]))
+            table = table_of([own_pages[i] for i in some])
+            got = [cache.attend(*step, table, rank, ranks) for rank, cache in enumerate(parts)]
+            for out, lse in got:
+                assert not out[lse == -torch.inf].any()
+            outs, lses = (torch.stack(each) for each in zip(*got, strict=True))
+            tolerance = TOLERANCE[shape.dtype]
+            merged = merge_parts(outs, lses)
+            torch.testing.assert_close(merged, expected, atol=tolerance, rtol=tolerance)
+            torch.testing.assert_close(lses.logsumexp(0), expected_lse, atol=1e-4, rtol=1e-4)
+    slots = sum(int(cache.keys[..., 0].isfinite().any(1).sum()) for cache in parts)
+    pages_of_all = sum(-(-sum(sizes) // shape.block_size) for sizes in chunks)
+    assert slots == pages_of_all * shape.block_size  # pages are cleared, each on one rank
 
 
 def test_requests_share_the_pages_of_a_common_prefix() -> None:

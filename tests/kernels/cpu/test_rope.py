@@ -96,3 +96,21 @@ def test_no_other_slot_is_written(compiled: bool) -> None:
         assert (cache[2, :, 1] != 7).any()
         cache[2, :, 1] = 7
         assert (cache == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_other_ranks_have_is_not_written(dtype: torch.dtype) -> None:
+    """Six tokens, in pages of two: the second page is of the second rank."""
+    step = np.array([0, 6], np.int32), np.array([6], np.int32), np.array([[1, 2]], np.int32)
+    plan = AttentionPlan.build(*step, block_size=2, rank=1, world_size=2)
+    qkv = torch.randn(6, 48).to(dtype)
+    keys = torch.full((4, 2, 2, 8), 7.0, dtype=dtype)
+    values = keys.clone()
+    rotation = Rotation.of(torch.arange(6), torch.rand(4), dtype)
+    v = qkv.view(6, 6, 8)[:, 4:].clone()
+    rotate_into_cache(qkv, rotation, keys, values, plan, heads=2)
+    assert torch.equal(values[1].transpose(0, 1), v[2:4])
+    for cache in (keys, values):
+        assert (cache[1] != 7).all()
+        cache[1] = 7
+        assert (cache == 7).all()

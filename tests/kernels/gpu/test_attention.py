@@ -521,3 +521,44 @@ def test_no_tile_of_its_choice_spills(target: str) -> None:
         env=os.environ | {"TRITON_INTERPRET": "0"},
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+@settings(max_examples=5, deadline=None)
+@given(
+    world=st.integers(2, 3),
+    shape=shapes,
+    requests=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 7)), min_size=1, max_size=2),
+    seed=SEEDS,
+)
+def test_a_ranks_part_of_many_queries_has_its_lse(
+    world: int, shape: Shape, requests: list[tuple[int, int]], seed: int
+) -> None:
+    """Prefills: each rank attends to its own pages, and what they made of them is merged."""
+    shape = replace(shape, world=world, sinks=False)
+    case = Case(shape, [(before + queries, queries) for before, queries in requests], seed)
+    outs, lses = [], []
+    for rank in range(world):
+        batch, lse = case.batch(rank), case.lse()
+        out = paged_attention(
+            *(case.q, case.keys[rank], case.values[rank], batch),
+            **{**case.options, "lse": lse, "blocks": (16, 16)},
+            rank=rank,
+            world_size=world,
+        )
+        assert batch.errors() == {}
+        assert not out[lse == -torch.inf].any()
+        outs.append(out.float())
+        lses.append(lse)
+    weights = torch.stack(lses).softmax(0)[..., None]
+    case.close((torch.stack(outs) * weights).sum(0).to(shape.dtype), torch.stack(lses).logsumexp(0))
+
+
+def test_a_part_has_no_sinks() -> None:
+    case = Case(Shape(world=2, sinks=True), [(9, 3)])
+    with pytest.raises(KernelError, match="sinks is given; it must be None where ranks"):
+        paged_attention(
+            *(case.q, case.keys[0], case.values[0], case.batch(0)),
+            **{**case.options, "lse": case.lse()},
+            rank=0,
+            world_size=2,
+        )

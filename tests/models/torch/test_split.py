@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.checkpoints import VOCAB_SIZE, make_checkpoint
-from support.split import be_rank, generate, running, steps
+from support.split import Case, be_rank, generate, running, steps
 
 from weft.models.checkpoint import read_spec
 from weft.models.layout import Layout
@@ -20,16 +21,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "odd vocabulary": ("llama", {"vocab_size": VOCAB_SIZE + 1}),
     "experts": ("qwen3_moe", {"norm_topk_prob": True}),
     "mixtral": ("mixtral", {}),
+    "window": ("mistral", {"sliding_window": 6}),
 }
-CASES = [  # model, dtype, tp, ep
-    *((model, "float32", tp, 1) for tp in (2, 4) for model in MODELS),
-    ("llama", "bfloat16", 2, 1),
-    ("experts", "float32", 1, 2),
-    ("experts", "float32", 2, 2),
-    ("mixtral", "bfloat16", 1, 2),
-    ("experts", "float32", 1, 4),
-    ("mixtral", "float32", 2, 4),
-    ("experts", "bfloat16", 4, 2),
+CASES: list[Case] = [
+    *((model, "float32", Layout(tp=tp)) for tp in (2, 4) for model in MODELS),
+    ("llama", "bfloat16", Layout(tp=2)),
+    ("experts", "float32", Layout(ep=2)),
+    ("experts", "float32", Layout(tp=2, ep=2)),
+    ("mixtral", "bfloat16", Layout(ep=2)),
+    ("experts", "float32", Layout(ep=4)),
+    ("mixtral", "float32", Layout(tp=2, ep=4)),
+    ("experts", "bfloat16", Layout(tp=4, ep=2)),
+    *((model, "float32", Layout(cp=2)) for model in ("llama", "tied", "window")),
+    ("llama", "bfloat16", Layout(cp=2)),
+    ("llama", "float32", Layout(cp=4)),
+    ("window", "float32", Layout(cp=4)),
+    ("tied", "float32", Layout(tp=2, cp=2)),
+    ("experts", "float32", Layout(cp=2, ep=2)),
+    ("experts", "float32", Layout(tp=2, cp=2, ep=2)),
+    ("mixtral", "float32", Layout(cp=2, ep=4)),
 ]
 
 
@@ -41,25 +51,24 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def each_copy(path: Path, dtype: str, tp: int, ep: int) -> list[tuple[Any, Any]]:
+def each_copy(path: Path, dtype: str, layout: Layout) -> list[tuple[Any, Any]]:
     """What one rank alone gives for the requests of each copy of attention."""
     return [
-        generate(path, dtype, Layout(), ALONE, inputs=steps(copy))
-        for copy in range(Layout(tp, ep).copies)
+        generate(path, dtype, Layout(), ALONE, inputs=steps(copy)) for copy in range(layout.copies)
     ]
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_tokens_are_those_of_one_rank(size: int, checkpoints: dict[str, Path]) -> None:
     cases = [
-        (str(case), checkpoints[case[0]], case) for case in CASES if max(case[2], case[3]) == size
+        (str(case), checkpoints[case[0]], case) for case in CASES if case[2].world_size == size
     ]
     with running(size, be_rank, size, cases) as pipes:
-        for name, path, (_, dtype, tp, ep) in cases:
-            alone = each_copy(path, dtype, tp, ep)
+        for name, path, (_, dtype, layout) in cases:
+            alone = each_copy(path, dtype, layout)
             counts = set()
             for rank, pipe in enumerate(pipes):
-                tokens, logprobs = alone[Layout(tp, ep, rank).copy]
+                tokens, logprobs = alone[replace(layout, rank=rank).copy]
                 assert len({tuple(row) for row in tokens.T}) == 2
                 told, their_tokens, their_logprobs, exchanges = pipe.recv()
                 assert told == name
@@ -78,20 +87,23 @@ def test_overlapped_kernels_give_the_tokens_of_plain_ones(
     size: int, checkpoints: dict[str, Path]
 ) -> None:
     """Prefill is split between the products, decode is not."""
-    layouts = [("llama", size, 1)]
+    layouts = [("llama", Layout(tp=size))]
     if size == 2:
-        layouts += [("tied", 2, 1), ("odd vocabulary", 2, 1), ("mixtral", 2, 1)]
-        layouts += [("experts", 2, 2), ("experts", 1, 2)]
+        layouts += [(model, Layout(tp=2)) for model in ("tied", "odd vocabulary", "mixtral")]
+        layouts += [("experts", Layout(tp=2, ep=2)), ("experts", Layout(ep=2))]
+        layouts += [("window", Layout(cp=2))]
+    if size == 4:
+        layouts += [("tied", Layout(tp=2, cp=2))]
     cases = [
-        (f"{model} {tp} {ep}", checkpoints[model], (model, "float32", tp, ep))
-        for model, tp, ep in layouts
+        (f"{model} {layout}", checkpoints[model], (model, "float32", layout))
+        for model, layout in layouts
     ]
     with running(size, be_rank, size, cases, after=(4,)) as pipes:
-        for name, path, (_, dtype, tp, ep) in cases:
-            alone = each_copy(path, dtype, tp, ep)
+        for name, path, (_, dtype, layout) in cases:
+            alone = each_copy(path, dtype, layout)
             counts = set()
             for rank, pipe in enumerate(pipes):
-                tokens, logprobs = alone[Layout(tp, ep, rank).copy]
+                tokens, logprobs = alone[replace(layout, rank=rank).copy]
                 told, their_tokens, their_logprobs, exchanges = pipe.recv()
                 assert told == name
                 counts.add(exchanges)
@@ -102,15 +114,21 @@ def test_overlapped_kernels_give_the_tokens_of_plain_ones(
 
 
 def test_a_rank_reads_its_share(checkpoints: dict[str, Path]) -> None:
-    for name, tp, ep in (("llama", 2, 1), ("llama", 4, 1), ("experts", 2, 2), ("experts", 1, 4)):
+    for name, whole in (
+        ("llama", Layout(tp=2)),
+        ("llama", Layout(tp=4)),
+        ("llama", Layout(tp=2, cp=2)),
+        ("experts", Layout(tp=2, ep=2)),
+        ("experts", Layout(ep=4)),
+    ):
         spec = read_spec(checkpoints[name])
-        for rank in range(max(tp, ep)):
+        for rank in range(whole.world_size):
             told: list[tuple[int, int]] = []
-            layout = Layout(tp, ep, rank)
+            layout = replace(whole, rank=rank)
             weights = Weights(
                 checkpoints[name], spec, lambda *state, told=told: told.append(state), layout
             )
             share = layout.local(spec)
             for weight in spec.weights:
                 list(weights.read_each(weight))
-            assert told[-1][0] == told[-1][1] == share.parameters * 4, (name, tp, ep)
+            assert told[-1][0] == told[-1][1] == share.parameters * 4, layout
