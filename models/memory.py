@@ -264,7 +264,7 @@ def activation_bytes(
 
     # Logits, and those whose log probabilities are wanted; the rest is done in chunks of rows.
     sampler = min(max_num_seqs, tokens) * spec.vocab_size * 2 * item
-    sampler += 4 * 4 * max(CHUNK_NUMBERS, spec.vocab_size)
+    sampler += 4 * 7 * max(CHUNK_NUMBERS, spec.vocab_size)
     return tokens * 3 * spec.hidden_size * item + max(attention, feed_forward, sampler)
 
 

@@ -27,12 +27,16 @@ def begin(orders: type[Orders]) -> Orders:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the parent decides when this process ends
     faulthandler.enable()  # on SIGABRT, every thread's stack goes to stderr
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    log()
     told = msgspec.json.decode(sys.stdin.buffer.readline(), type=orders)
     threading.Thread(target=_end_with_parent, name="weft-parent", daemon=True).start()
     return told
+
+
+def log() -> None:
+    """Write to stderr what is logged, of weft's own also what is no warning."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("weft").setLevel(logging.INFO)
 
 
 def _end_with_parent() -> None:

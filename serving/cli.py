@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 import click
 
 from weft.errors import ConfigError, RequestError, WeftError
+from weft.serving import child
 from weft.serving.bench.options import load_options
 from weft.serving.config import EngineConfig, ServerConfig, Setting, settings_of
 from weft.serving.settings import Settings, resolve
@@ -34,6 +35,7 @@ Command = Callable[..., int]
 def main() -> NoReturn:
     """Run the command line, and exit with its status."""
     status = 1
+    child.log()  # what a model is loaded with, also when that is in this process
     try:
         status = weft(prog_name="weft", standalone_mode=False)
         sys.stdout.flush()

@@ -217,6 +217,8 @@ class Setting:
     def parse(self, text: str, source: str) -> Any:
         """The value that a text stands for; ConfigError as in `check`."""
         try:
+            if self.kind == "an integer" and re.fullmatch(r"-?\d+|null", text) is None:
+                raise ValueError(f"{text!r} is none")  # msgspec would take 2.0
             value = (
                 parse_bytes(text)
                 if self.help.unit == "bytes"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from weft.errors import ConfigError
-from weft.models.interface import ModelRunner
+from weft.models.interface import ModelRunner, StepInput, StepOutput
 from weft.models.spec import ModelSpec
 from weft.serving.config import EngineConfig
 
@@ -132,7 +132,10 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         max_model_len=max_model_len,
         copies=layout.copies,
     )
+    interpreted = config.kernels == "overlapped"
     if place.rank == config.replica.number == 0:
+        if interpreted:
+            logger.warning("--kernels overlapped: interpreted on a CPU, which takes seconds a step")
         whose = f" of each of {place.world_size} ranks" if place.world_size > 1 else ""
         whose += f" of each of {config.dp} engine cores" if config.dp > 1 else ""
         logger.info("memory%s\n%s", whose, ledger.render())
@@ -148,9 +151,9 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         )
     groups = split(layout, place.count_exchange)
     home = context_home = None
-    if config.kernels == "overlapped":
+    if interpreted:
         home, context_home = _symmetric_memory(place, layout, store)
-    runner = TorchRunner.load(
+    runner: ModelRunner = TorchRunner.load(
         path,
         spec,
         dtype=dtype,
@@ -169,8 +172,38 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
     )
     num_blocks = groups.least(ledger.num_blocks)
     runner.allocate_kv_cache(num_blocks)
+    if interpreted and place.rank == 0:
+        logger.info("warming up: a short prompt")
+        runner = SlowRunner(runner)
     runner.warm_up()
     return LoadedModel(runner, ModelInfo(num_blocks, spec.vocab_size, max_model_len, dtype))
+
+
+class SlowRunner:
+    """A runner that says every ten seconds how far it is. A ModelRunner."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._tokens = 0
+        self._last_line = time.monotonic()
+        self.bytes_per_block = runner.bytes_per_block
+        self.allocate_kv_cache = runner.allocate_kv_cache
+        self.close = runner.close
+
+    def warm_up(self) -> None:
+        """See ModelRunner; tells how long it took."""
+        begin = time.monotonic()
+        self._runner.warm_up()
+        logger.info("warm after %.1f s", time.monotonic() - begin)
+
+    def step(self, batch: StepInput) -> StepOutput:
+        """See ModelRunner."""
+        output = self._runner.step(batch)
+        self._tokens += len(batch.token_ids)
+        if time.monotonic() - self._last_line >= LINE_EVERY:
+            self._last_line = time.monotonic()
+            logger.info("step %d: %d tokens so far", batch.step, self._tokens)
+        return output
 
 
 def _symmetric_memory(
@@ -246,12 +279,14 @@ def show_progress(title: str) -> Iterator[Progress]:
 
 
 def _lines(title: str) -> Progress:
+    from weft.models.memory import human_bytes
+
     last = time.monotonic()
 
     def progress(done: int, total: int) -> None:
         nonlocal last
         if time.monotonic() - last >= LINE_EVERY:
             last = time.monotonic()
-            print(f"{title}: {done / total:.0%} of {total / 2**30:.1f} GiB", file=sys.stderr)
+            print(f"{title}: {done / total:.0%} of {human_bytes(total)}", file=sys.stderr)
 
     return progress

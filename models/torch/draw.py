@@ -4,29 +4,43 @@ Temperature, top-k, top-p and min-p shape the distribution, in this order; then
 one uniform number picks a token by inverse CDF, in the order of the
 vocabulary. `weft.kernels.reference.sampling_distribution` is the oracle.
 
+A token's weight is exp((logit - largest) / temperature), rounded down to a
+multiple of 2**-40 and held as a whole number: sums are exact in any order. Which
+tokens are kept is decided by the weights' logarithms, which are as exact. A
+row's token is a function of its own logits, settings and number, bit for bit,
+however many ranks share the vocabulary, and whatever else is in the batch.
+
+Where few tokens can be drawn, they are among each rank's most likely ones, which
+all ranks get to know. Otherwise ranks exchange the sums of their weights, and
+the one in whose part the number falls says which token that is.
+
 The uniform number is SplitMix64's finaliser (Steele, Lea and Flood 2014)
 applied to (seed, index), so there is no generator state to keep, move or
-replay. A row's token is a function of its own logits, settings and number, bit
-for bit: no step of the computation depends on the other rows.
-
-The whole vocabulary is never sorted.
+replay.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from weft.kernels.cpu.weigh import BITS, weigh
 from weft.models.interface import SlotSampling
+from weft.models.torch.logits import Logits
 
-TOP_K_WIDTHS = (64, 256, 1024)
-"""A row with top-k is cut to the smallest of these widths that is at least twice its k."""
+MIN_HEAD, MAX_HEAD = 32, 1024
+"""Tokens of each rank that a row with top-k is looked for in: about twice its k, within these."""
 
-NUCLEUS_WIDTH = 256
-"""How many of the most likely tokens are sorted to find where top-p ends; mostly enough."""
+NUCLEUS_HEAD = 256
+"""The same with top-p or min-p alone; mostly enough."""
+
+BUCKETS_PER_HALVING = 6
+"""Of which 256 then hold all tokens that have a weight."""
 
 CDF_BLOCK = 128
 """Tokens that the first level of the inverse CDF looks at as one."""
@@ -45,109 +59,258 @@ def uniform(seeds: Sequence[int], index: Sequence[int]) -> Tensor:
     return _shift_right(bits, 16).double() * 2.0**-48
 
 
-def draw(logits: Tensor, settings: Sequence[SlotSampling], u: Tensor) -> Tensor:
-    """Draw from float32 [R, V], which is overwritten, with u [R]: int64 [R].
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """R rows, and what is to be drawn from them.
 
-    A row with a small top-k is first cut to its most likely tokens: a fixed number of them for
-    a given k, so that the result does not depend on the other rows.
+    Attributes:
+        logits: float32 [R, V].
+        temperature: float32 [R]; in units in which a logit less makes a token half as likely.
+        top_k: int64 [R]; V if all are kept.
+        top_p: float64 [R].
+        least: float32 [R]; log2 of the weight that min-p asks for.
+        u: float64 [R]; in [0, 1).
     """
-    vocab_size = logits.shape[1]
-    token_ids = torch.empty(len(settings), dtype=torch.int64, device=logits.device)
-    groups: dict[int, list[int]] = {}
-    for i, s in enumerate(settings):
-        width = next((w for w in TOP_K_WIDTHS if 2 * s.top_k <= w < vocab_size), vocab_size)
-        groups.setdefault(width if s.top_k else vocab_size, []).append(i)
-    whole = groups.pop(vocab_size, [])
-    for width, rows in groups.items():
-        values, ids = logits[rows].topk(width)
-        k = torch.tensor([settings[i].top_k for i in rows], device=logits.device)
-        kth = values.gather(1, k[:, None] - 1)
-        # Tokens that tie with the k-th stay in; were there more than fit, use the whole row.
-        fits = (values[:, -1:] < kth).flatten().tolist()
-        whole += [i for i, fit in zip(rows, fits, strict=True) if not fit]
-        values.masked_fill_(values < kth, -torch.inf)
-        ids, order = ids.sort()
-        picked = _draw_from(values.gather(1, order), [settings[i] for i in rows], u[rows])
-        token_ids[rows] = ids.gather(1, picked[:, None]).flatten()
-    for i in whole:
-        if 0 < (top_k := settings[i].top_k) < vocab_size:
-            row = logits[i]
-            row.masked_fill_(row < row.kthvalue(vocab_size - top_k + 1).values, -torch.inf)
-    if whole:
-        token_ids[whole] = _draw_from(logits[whole], [settings[i] for i in whole], u[whole])
-    return token_ids
+
+    logits: Logits
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    least: Tensor
+    u: Tensor
+
+    def some(self, rows: list[int]) -> _Rows:
+        """Of these rows alone."""
+        if rows == list(range(len(self.u))):
+            return self
+        return _Rows(
+            self.logits.rows(rows),
+            self.temperature[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.least[rows],
+            self.u[rows],
+        )
+
+    def scale(self, logits: Tensor, largest: Tensor, out: Tensor | None = None) -> Tensor:
+        """Logits [R, N] of the rows, of which the largest is given: log2 of the weights, 0 at most.
+
+        A row of which all are -inf stays so.
+        """
+        largest = largest.masked_fill(largest == -torch.inf, 0.0)
+        return torch.sub(logits, largest[:, None], out=out).div_(self.temperature[:, None])
+
+    def target(self, total: Tensor) -> Tensor:
+        """The sum at which the token is drawn, of so much: int64 [R], in [0, total)."""
+        return (self.u * total).long().minimum(total - 1)
+
+    def nucleus(self, total: Tensor) -> Tensor:
+        """The sum that top-p asks for, of so much: int64 [R], in [1, total]."""
+        return (self.top_p * total).ceil().long().clamp(min=1).minimum(total)
 
 
-def _draw_from(logits: Tensor, settings: Sequence[SlotSampling], u: Tensor) -> Tensor:
-    """Draw from float32 [R, N], which is overwritten, with u [R]: int64 [R] in [0, N)."""
-    device = logits.device
+def draw(logits: Logits, settings: Sequence[SlotSampling], u: Tensor) -> Tensor:
+    """Draw one token from each row.
+
+    Args:
+        logits: float32 [R, V], which is written over; finite, or -inf.
+        settings: of each row; temperatures are above 0.
+        u: float64 [R]; in [0, 1).
+
+    Returns:
+        int64 [R]; the same on all ranks. 0 where all logits are -inf.
+    """
+    vocab_size, device = logits.shape[1], u.device
     temperature = torch.tensor([s.temperature for s in settings], device=device)
-    temperature.clamp_(min=torch.finfo(torch.float32).tiny)
-    # The largest goes to 0 first: a tiny temperature must not turn it into inf.
-    probs = logits.sub_(logits.amax(-1, keepdim=True)).div_(temperature[:, None]).softmax(-1)
-    floor = torch.zeros(len(settings), device=device)
-    if any(s.min_p > 0.0 for s in settings):
-        floor = probs.amax(-1) * torch.tensor([s.min_p for s in settings], device=device)
-    nucleus = [i for i, s in enumerate(settings) if s.top_p < 1.0]
-    if nucleus:
-        top_p = torch.tensor([settings[i].top_p for i in nucleus], dtype=torch.float64)
-        floor[nucleus] = floor[nucleus].maximum(_nucleus_floor(probs[nucleus], top_p.to(device)))
-    if floor.any():
-        probs.masked_fill_(probs < floor[:, None], 0.0)
-    return _inverse_cdf(probs, u)
+    top_k = [s.top_k if 0 < s.top_k < vocab_size else vocab_size for s in settings]
+    rows = _Rows(
+        logits,
+        temperature.mul_(math.log(2)).clamp_(min=torch.finfo(torch.float32).tiny),
+        torch.tensor(top_k, device=device),
+        torch.tensor([s.top_p for s in settings], dtype=torch.float64, device=device),
+        torch.tensor([math.log2(s.min_p or 2.0**-149) for s in settings], device=device),
+        u,
+    )
+    widths = [_head(k, s, vocab_size) for k, s in zip(top_k, settings, strict=True)]
+    few = [i for i, width in enumerate(widths) if width]
+    rest = [i for i, width in enumerate(widths) if not width]
+    token_ids = torch.empty(len(settings), dtype=torch.int64, device=device)
+    if few:
+        token_ids[few], settled, wide = _draw_from_heads(rows.some(few), max(widths))
+        if wide is not None:
+            some = [few[i] for i in wide.rows]
+            token_ids[some] = _draw_from_all(rows.some(some), wide)
+            settled[wide.rows] = True
+        rest += [i for i, drawn in zip(few, settled.tolist(), strict=True) if not drawn]
+    if rest:
+        rest.sort()
+        token_ids[rest] = _draw_from_all(rows.some(rest))
+    return token_ids.clamp_(0, vocab_size - 1)  # an index, whatever the logits are
 
 
-def _nucleus_floor(probs: Tensor, top_p: Tensor) -> Tensor:
-    """The probability of the last token in each row's nucleus: [R, N], float64 [R] -> [R].
+def _head(top_k: int, settings: SlotSampling, vocab_size: int) -> int:
+    """In how many tokens of each rank to look for the row's; 0: in all."""
+    if top_k < vocab_size:
+        width = max(MIN_HEAD, 1 << (3 * top_k // 2).bit_length())
+        return width if width <= MAX_HEAD else 0
+    return NUCLEUS_HEAD if settings.top_p < 1.0 or settings.min_p > 0.0 else 0
 
-    The nucleus is the smallest set of the most likely tokens that reaches top_p.
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """What this rank has of whole rows.
+
+    Attributes:
+        rows: which these are.
+        scaled, weights: float32 and int64 [R, n].
     """
-    width = min(NUCLEUS_WIDTH, probs.shape[1])
-    most_likely = probs.topk(width).values
-    mass = most_likely.cumsum(-1, dtype=torch.float64)
-    last = (mass < top_p[:, None]).sum(-1)
-    floor = most_likely.gather(1, last.clamp(max=width - 1)[:, None]).flatten()
-    for i in (last == width).nonzero().flatten().tolist():
-        floor[i] = _wide_nucleus_floor(probs[i], top_p[i])
-    return floor
+
+    rows: list[int]
+    scaled: Tensor
+    weights: Tensor
+
+    @classmethod
+    def of(cls, rows: list[int], some: _Rows, largest: Tensor) -> _Whole:
+        """Of `rows`, which are `some`, and whose logits are written over."""
+        scaled = some.scale(some.logits.local, largest, out=some.logits.local)
+        return cls(rows, scaled, weigh(scaled))
+
+    def those(self, rows: list[int]) -> _Whole | None:
+        """Those of them that are in `rows`, if any."""
+        kept = [i for i, row in enumerate(self.rows) if row in rows]
+        if not kept:
+            return None
+        return _Whole(
+            [self.rows[i] for i in kept], _pick(self.scaled, kept), _pick(self.weights, kept)
+        )
 
 
-def _wide_nucleus_floor(probs: Tensor, top_p: Tensor) -> Tensor:
-    """The same for one row [N] of many likely tokens, without sorting them all.
+def _pick(x: Tensor, rows: list[int]) -> Tensor:
+    """Some rows; x itself if these are all."""
+    return x if rows == list(range(len(x))) else x[rows]
 
-    Positive floats are ordered like their bits: the leading bits are a bucket, and only the
-    bucket in which the sum, from the most likely one down, reaches top_p is sorted.
+
+def _draw_from_heads(rows: _Rows, width: int) -> tuple[Tensor, Tensor, _Whole | None]:
+    """Draw from each rank's most likely tokens.
+
+    Returns:
+        int64 [R], the tokens; bool [R], whether no other token could have been drawn: if not,
+        the token means nothing; and of those rows, what had to be computed of whole ones.
     """
-    bucket_of = probs.view(torch.int32) >> 15
-    mass = torch.bincount(bucket_of, weights=probs.double()).flip(0).cumsum(0)
-    nth = int(torch.searchsorted(mass, top_p))
-    if nth == len(mass):  # rounding: all tokens together are just short of top_p
-        return torch.zeros_like(top_p, dtype=probs.dtype)
-    before = mass[nth - 1] if nth else torch.zeros_like(top_p)
-    inside = probs[bucket_of == len(mass) - 1 - nth].sort(descending=True).values
-    last = (before + inside.cumsum(0, dtype=torch.float64) < top_p).sum()
-    return inside[last.clamp(max=len(inside) - 1)]
+    logits, vocab_size = rows.logits, rows.logits.shape[1]
+    values, ids, unlisted = logits.heads(width)
+    largest, last_place = values[:, 0], values.shape[1] - 1
+    scaled = rows.scale(values, largest)
+    other = rows.scale(unlisted[:, None], largest)[:, 0]  # what others have at most
+    weights = weigh(scaled)
+    by_k = rows.top_k < vocab_size
+    kth = scaled.gather(1, (rows.top_k - 1).clamp(max=last_place)[:, None])[:, 0]
+    floor = kth.masked_fill(~by_k, -torch.inf)
+    weights.mul_(scaled >= floor[:, None])
+    whole = None
+    if (by_p := rows.top_p < 1.0).any():
+        total = weights.sum(-1)
+        if open_ended := (by_p & ~by_k).nonzero().flatten().tolist():
+            whole = _Whole.of(open_ended, rows.some(open_ended), largest[open_ended])
+            total[open_ended] = logits.group.sum(whole.weights.sum(-1))
+        last = (weights.cumsum(-1) < rows.nucleus(total)[:, None]).sum(-1)
+        nth = scaled.gather(1, last.clamp(max=last_place)[:, None])[:, 0]
+        floor = floor.maximum(nth.masked_fill(~by_p | (last > last_place), -torch.inf))
+    floor = floor.maximum(rows.least)
+    weights.mul_(scaled >= floor[:, None])
+    ids, order = ids.sort(dim=-1)
+    ends = weights.gather(1, order).cumsum(-1)
+    place = torch.searchsorted(ends, rows.target(ends[:, -1])[:, None], right=True)
+    # Of those that tie with the k-th largest, some may be missing, in the sum for top-p, too.
+    settled = torch.where(by_k, other < kth, (other < floor) | (other < -BITS - 1))
+    settled &= ends[:, -1] > 0
+    if whole is not None:
+        whole = whole.those((~settled).nonzero().flatten().tolist())
+    return ids.gather(1, place.clamp(max=last_place)).flatten(), settled, whole
 
 
-def _inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
-    """The first token at which the running sum exceeds u x total: [R, N], float64 [R] -> [R].
+def _draw_from_all(rows: _Rows, whole: _Whole | None = None) -> Tensor:
+    """Draw from whole rows, what is here of which may be at hand: int64 [R]."""
+    logits = rows.logits
+    whole = whole or _Whole.of([], rows, logits.amax())
+    scaled, weights = whole.scaled, whole.weights
+    by_k = (rows.top_k < logits.shape[1]).nonzero().flatten().tolist()
+    by_p = (rows.top_p < 1.0).nonzero().flatten().tolist()
+    for cut, is_nucleus in ((by_k, False), (by_p, True)):
+        if not cut:
+            continue
+        some, kept = _pick(scaled, cut), _pick(weights, cut)
+        if is_nucleus:
+            targets, mass = rows.some(cut).nucleus(logits.group.sum(kept.sum(-1))), kept
+        else:
+            targets, mass = rows.top_k[cut], torch.ones_like(kept)
+        kept.mul_(some >= _floors(some, mass, targets, logits)[:, None])
+        if kept is not weights:
+            weights[cut] = kept
+    if (rows.least > -BITS - 1).any():
+        weights.mul_(scaled >= rows.least[:, None])
+    return _inverse_cdf(weights, rows)
 
-    In two levels, blocks and then tokens of one block: a running sum over a whole vocabulary
-    in float64 would take longer than everything else here.
+
+def _floors(scaled: Tensor, mass: Tensor, targets: Tensor, logits: Logits) -> Tensor:
+    """The largest number of each row that, with all that are not smaller, has that much mass.
+
+    A radix select, of numbers of which each rank has some: ranks exchange the mass in 256
+    buckets, and go on in the one that counts. First the buckets are of equal width; then they
+    are the digits of the float's bits, from the top.
+
+    Args:
+        scaled: float32 [R, n]; 0 at most.
+        mass: int64 [R, n]; none below 0.
+        targets: int64 [R]; from 1 to the row's mass on all ranks.
+        logits: whose ranks these are.
+
+    Returns:
+        float32 [R].
     """
-    padding = -probs.shape[1] % CDF_BLOCK
-    blocks = (pad(probs, (0, padding)) if padding else probs).view(len(probs), -1, CDF_BLOCK)
-    ends = blocks.sum(-1).double().cumsum(-1)
-    target = u[:, None] * ends[:, -1:]
-    # The clamps matter for NaN only: a row without any token left must not index out of bounds.
-    block = torch.searchsorted(ends, target, right=True).clamp(max=ends.shape[1] - 1)
-    before = ends.gather(1, (block - 1).clamp(min=0)).masked_fill_(block == 0, 0.0)
-    rows = torch.arange(len(probs), device=probs.device)
-    inner = blocks[rows, block.flatten()].cumsum(-1, dtype=torch.float64)
-    # The block's sum in float32 may exceed this one: stay on its last token that can occur.
-    below_end = torch.nextafter(inner[:, -1:], torch.zeros_like(inner[:, -1:]))
-    place = torch.searchsorted(inner, (target - before).minimum(below_end), right=True)
-    return (block * CDF_BLOCK + place).flatten().clamp(max=probs.shape[1] - 1)
+    # Without their sign, floats are in the order of their bits: from the likeliest token on.
+    keys = list(scaled.view(torch.int32).unbind())
+    digits = list((scaled * -BUCKETS_PER_HALVING).clamp_(max=255).int().unbind())
+    masses = list(mass.unbind())
+    found = torch.zeros_like(targets)
+    for shift in (None, 24, 16, 8, 0):
+        if shift is not None:
+            digits = [(key & 0x7FFFFFFF) >> shift & 255 for key in keys]
+        count = targets.new_zeros(len(keys), 256)
+        for row, digit, weights in zip(count, digits, masses, strict=True):
+            row.index_add_(0, digit, weights)
+        count = logits.group.sum(count)
+        reached = count.cumsum(1)
+        nth = torch.searchsorted(reached, targets[:, None])
+        targets = targets - (reached - count).gather(1, nth).flatten()
+        for row, (digit, chosen) in enumerate(zip(digits, nth.flatten().tolist(), strict=True)):
+            kept = (digit == chosen).nonzero().flatten()
+            keys[row], masses[row] = keys[row][kept], masses[row][kept]
+        if shift is not None:
+            found |= nth.flatten() << shift
+    return -found.int().view(torch.float32)
+
+
+def _inverse_cdf(weights: Tensor, rows: _Rows) -> Tensor:
+    """The first token at which the running sum exceeds u x total: int64 [R, n] -> [R].
+
+    In three levels: ranks, blocks of one of them, and tokens of one block.
+    """
+    own, group = rows.logits.own, rows.logits.group
+    count = max(1, -(-len(own) // CDF_BLOCK))
+    padding = count * CDF_BLOCK - len(own)
+    blocks = (pad(weights, (0, padding)) if padding else weights).view(-1, count, CDF_BLOCK)
+    ends = blocks.sum(-1).cumsum(-1)
+    parts = group.gather(ends[:, -1])
+    target = rows.target(parts.sum(0)) - parts[: group.index].sum(0)
+    here = (target >= 0) & (target < ends[:, -1])
+    target = torch.where(here, target, 0)[:, None]
+    block = torch.searchsorted(ends, target, right=True).clamp(max=count - 1)
+    inner = blocks[torch.arange(len(blocks), device=block.device), block.flatten()].cumsum(-1)
+    before = ends.gather(1, block) - inner[:, -1:]
+    place = torch.searchsorted(inner, target - before, right=True)
+    token = own.start + (block * CDF_BLOCK + place).flatten()
+    return group.sum(torch.where(here, token, 0))
 
 
 # SplitMix64's constants, as signed 64-bit numbers; products wrap as they do in the original.

@@ -59,18 +59,23 @@ class Group:
             dist.all_reduce(x, group=self._group)
         return x
 
+    def gather(self, x: Tensor) -> Tensor:
+        """All ranks' x, which have one shape: [size, *x.shape]; the same bits on all."""
+        if self._group is None:
+            return x[None]
+        self.count()
+        every = x.new_empty(self.size, *x.shape)
+        dist.all_gather(list(every.unbind()), x.contiguous(), group=self._group)
+        return every
+
     def gather_columns(self, x: Tensor, columns: int) -> Tensor:
         """[S, n] -> [S, columns]: all ranks' x side by side.
 
         Each has ceil(columns / size) columns, but for the last ones, which may have fewer.
         """
-        if self._group is None:
-            return x
-        self.count()
         each = -(-columns // self.size)
-        parts = [x.new_empty(len(x), each) for _ in range(self.size)]
-        dist.all_gather(parts, pad(x, (0, each - x.shape[1])).contiguous(), group=self._group)
-        return torch.cat(parts, dim=1)[:, :columns]
+        every = self.gather(pad(x, (0, each - x.shape[1])))
+        return torch.cat(every.unbind(), dim=1)[:, :columns]
 
     def gather_rows(self, x: Tensor, rows: Sequence[int]) -> Tensor:
         """[rows[index], n] -> [sum(rows), n]: all ranks' x one after the other.

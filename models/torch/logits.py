@@ -1,7 +1,13 @@
-"""Logits whose columns ranks share: what is asked of them moves, and no more.
+"""Logits whose columns ranks share: what is asked of them moves, and no row as a whole.
 
-The likeliest token of each row takes two numbers of each rank. Rows are put
-together only where one is sampled, penalised or scored.
+| asked | what each rank tells the others of a row |
+| --- | --- |
+| argmax, amax | its largest number, and where |
+| heads, top | its largest k numbers, and where |
+| score | the log of its sum of exponentials, one logit; how many are larger |
+
+Every answer is the same on all ranks, and but for the rounding in `score` it does not
+depend on how many there are.
 """
 
 from __future__ import annotations
@@ -20,12 +26,21 @@ class Logits:
         local: [S, n], any float dtype; this rank's columns.
         columns: V; each rank has ceil(V / size) of them, but the last ones, which may have fewer.
         group: the ranks.
+
+    Attributes:
+        local, group: as given.
+        shape: S, V.
+        each: columns of the first rank.
+        own: this rank's columns.
     """
 
     def __init__(self, local: Tensor, columns: int, group: Group) -> None:
-        self._local = local
-        self._group = group
+        self.local = local
+        self.group = group
         self.shape = len(local), columns
+        self.each = -(-columns // group.size)
+        first = group.index * self.each
+        self.own = range(first, first + local.shape[1])
 
     @classmethod
     def whole(cls, logits: Tensor) -> Logits:
@@ -35,28 +50,85 @@ class Logits:
     def __len__(self) -> int:
         return self.shape[0]
 
+    def rows(self, index: list[int] | slice) -> Logits:
+        """Some rows, in float32; the same memory where that is possible."""
+        if isinstance(index, list) and index == list(range(len(self))):
+            index = slice(None)
+        return Logits(self.local[index].float(), self.shape[1], self.group)
+
     def argmax(self) -> tuple[Tensor, Tensor]:
         """The largest of each row and where it is first; NaN if there is one.
 
         Returns:
-            float32 [S], int64 [S]; the same on all ranks.
+            float32 [S], int64 [S].
         """
-        if self._group.size == 1:
-            return argmax(self._local)
-        rows, columns = self.shape
-        each = -(-columns // self._group.size)
-        here = torch.full((rows, 2), -torch.inf, dtype=torch.float64)  # holds any id
-        here[:, 1] = 0
-        if self._local.shape[1]:
-            largest, index = argmax(self._local)
-            here[:, 0], here[:, 1] = largest, index + self._group.index * each
-        all_ranks = self._group.gather_columns(here, 2 * self._group.size)
-        largest, index = here.new_full((rows,), -torch.inf), here.new_zeros(rows)
-        for value, at in (part.unbind(1) for part in all_ranks.view(rows, -1, 2).unbind(1)):
+        if self.group.size == 1:
+            return argmax(self.local)
+        here = torch.full((2, len(self)), -torch.inf, dtype=torch.float64)  # holds any id
+        here[1] = 0
+        if self.own:
+            largest, index = argmax(self.local)
+            here[0], here[1] = largest, index + self.own.start
+        largest, index = torch.full_like(here[0], -torch.inf), torch.zeros_like(here[1])
+        for value, at in self.group.gather(here).unbind():
             better = (value > largest) | value.isnan()
             largest, index = torch.where(better, value, largest), torch.where(better, at, index)
         return largest.float(), index.long()
 
-    def rows(self, index: list[int] | slice) -> Tensor:
-        """[R, V]; the same on all ranks."""
-        return self._group.gather_columns(self._local[index], self.shape[1])
+    def amax(self) -> Tensor:
+        """The largest of each row: float32 [S]; rows have no NaN."""
+        if not self.own:
+            return self.group.gather(torch.full((len(self),), -torch.inf)).amax(0)
+        return self.group.gather(self.local.amax(-1).float()).amax(0)
+
+    def heads(self, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The `width` largest of each rank's columns, which are of float32, together.
+
+        Returns:
+            float32 [S, M], largest first; all of a row if V is at most `width`;
+            int64 [S, M], where they are;
+            float32 [S], which none of the others exceeds; -inf if there are no others.
+        """
+        values, ids = self.local.topk(min(width, len(self.own)))
+        unlisted = values.new_full((len(self),), -torch.inf)
+        if self.group.size == 1:
+            return values, ids, values[:, -1] if 0 < width < self.shape[1] else unlisted
+        told = ids.new_zeros(2, len(self), min(width, self.each), dtype=torch.int32)
+        told[0, :, : values.shape[1]] = values.view(torch.int32)
+        told[1, :, : values.shape[1]] = ids + self.own.start
+        lists = []
+        for rank, part in enumerate(self.group.gather(told)):
+            columns = min(self.each, max(0, self.shape[1] - rank * self.each))
+            lists.append(part[..., : min(width, columns)])
+            if 0 < width < columns:
+                unlisted = unlisted.maximum(part[0, :, -1].view(torch.float32))
+        bits, ids = torch.cat(lists, dim=-1)
+        values, order = bits.view(torch.float32).sort(dim=-1, descending=True, stable=True)
+        return values, ids.long().gather(1, order), unlisted
+
+    def top(self, k: int) -> tuple[Tensor, Tensor]:
+        """The k largest numbers of each row, largest first, and where: [S, k], int64 [S, k]."""
+        values, ids, _ = self.heads(k)
+        return values[:, :k], ids[:, :k]
+
+    def score(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One token of each row, int64 [S].
+
+        Returns:
+            float32 [S], its logit;
+            float32 [S], the log of the row's sum of exponentials;
+            int64 [S], the token's rank: 1 for the largest.
+        """
+        column = ids - self.own.start
+        here = (column >= 0) & (column < len(self.own))
+        told = torch.full((2, len(self)), -torch.inf, device=ids.device)
+        if self.own:
+            logit = self.local.gather(1, column.clamp(0, len(self.own) - 1)[:, None]).flatten()
+            told[0] = logit.masked_fill(~here, -torch.inf)
+            largest = self.local.amax(-1)  # half the time of logsumexp
+            told[1] = largest - self.local.log_softmax(-1).amax(-1)
+            told[1].masked_fill_(largest == -torch.inf, -torch.inf)
+        every = self.group.gather(told)
+        chosen = every[:, 0].amax(0)
+        larger = self.group.sum((self.local > chosen[:, None]).sum(-1))
+        return chosen, every[:, 1].logsumexp(0), larger + 1

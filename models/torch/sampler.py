@@ -9,8 +9,8 @@ bit for bit, whatever else is in the batch.
 The tokens that penalties look at are kept here, on the device, because the
 next step is dispatched before the host has seen the newest token. Penalties
 touch only the logits of those tokens: nothing here is as wide as a vocabulary
-but the logits themselves. A batch of greedy rows is one max, and where ranks share
-the vocabulary, only rows that are not greedy are put together.
+but the logits themselves. A batch of greedy rows is one max. Where ranks share the
+vocabulary, each changes the logits that it has, and all sample the same tokens.
 
 Not handled: grammars and beam search.
 """
@@ -30,8 +30,8 @@ from weft.models.interface import FINITE, NOT_FINITE, Logprobs, SlotSampling
 from weft.models.torch.draw import draw, uniform
 from weft.models.torch.logits import Logits
 
-CHUNK_NUMBERS = 1 << 20
-"""Logits that are worked on at once: 4 MiB of float32, which stay in cache."""
+CHUNK_NUMBERS = 1 << 19
+"""Logits that are worked on at once: 2 MiB of float32, which stay in cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,44 +101,45 @@ class Sampler:
         status = torch.where(finite, FINITE, NOT_FINITE).to(torch.int32)
 
         special = [i for i, s in enumerate(settings) if not _is_plain_greedy(s, index[i])]
-        step = max(1, CHUNK_NUMBERS // self._vocab_size)
+        step = max(1, CHUNK_NUMBERS // logits.each)
         for start in range(0, len(special), step):
             rows = special[start : start + step]
-            own = logits.rows(rows).float()
+            some = Logits(logits.local[rows].float(), self._vocab_size, logits.group)  # a copy
             if not finite[rows].all():
-                own.masked_fill_(~finite[rows, None], 0.0)
+                some.local.masked_fill_(~finite[rows, None], 0.0)
             token_ids[rows] = self._choose(
-                own, [settings[i] for i in rows], [index[i] for i in rows]
+                some, [settings[i] for i in rows], [index[i] for i in rows]
             )
         self._remember(token_ids, settings, index)
         return SampledTokens(token_ids, status, _sampled_logprobs(logits, token_ids, settings))
 
     def prompt_logprobs(self, logits: Logits, targets: Tensor, top: int) -> Logprobs:
         """Log probabilities of given tokens: logits [P, V], targets int64 [P]."""
-        return _logprobs(logits.rows(slice(None)), targets, top)
+        return _logprobs(logits, targets, top)
 
     def _choose(
-        self, logits: Tensor, settings: Sequence[SlotSampling], index: Sequence[int]
+        self, logits: Logits, settings: Sequence[SlotSampling], index: Sequence[int]
     ) -> Tensor:
         """float32 [R, V], which is overwritten -> int64 [R]."""
         self._penalise(logits, settings, index)
         _add_bias(logits, settings)
         for i, s in enumerate(settings):
             if index[i] < s.min_tokens:
-                logits[i, self._end_tokens[s.slot]] = -torch.inf
+                ends = [token for token in self._end_tokens[s.slot] if token in logits.own]
+                logits.local[i, [token - logits.own.start for token in ends]] = -torch.inf
+        token_ids = torch.empty(len(settings), dtype=torch.int64, device=self._device)
+        greedy = [i for i, s in enumerate(settings) if s.temperature == 0.0]
+        if greedy:
+            _, token_ids[greedy] = logits.rows(greedy).argmax()
         random = [i for i, s in enumerate(settings) if s.temperature > 0.0]
-        if not random:
-            return logits.argmax(dim=-1)
-        u = uniform([settings[i].seed for i in random], [index[i] for i in random])
-        u = u.to(self._device)
-        if len(random) == len(settings):
-            return draw(logits, settings, u)
-        token_ids = logits.argmax(dim=-1)
-        token_ids[random] = draw(logits[random], [settings[i] for i in random], u)
+        if random:
+            u = uniform([settings[i].seed for i in random], [index[i] for i in random])
+            chosen = [settings[i] for i in random]
+            token_ids[random] = draw(logits.rows(random), chosen, u.to(self._device))
         return token_ids
 
     def _penalise(
-        self, logits: Tensor, settings: Sequence[SlotSampling], index: Sequence[int]
+        self, logits: Logits, settings: Sequence[SlotSampling], index: Sequence[int]
     ) -> None:
         """Apply the penalties in place, at the tokens of the rows' histories only."""
         rows = [i for i, s in enumerate(settings) if s.needs_history]
@@ -154,21 +155,27 @@ class Sampler:
         slot = torch.tensor([settings[i].slot for i in rows])[entry]
         token = self._history[slot.to(self._device), column.to(self._device)]
         row = torch.tensor(rows)[entry].to(self._device)
+        if logits.group.size > 1:  # else all of the tokens are here
+            here = (token >= logits.own.start) & (token < logits.own.stop)
+            entry, is_output = entry[here.to(entry.device)], is_output[here]
+            token, row = token[here] - logits.own.start, row[here]
         penalties = torch.tensor(
             [
                 (s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
                 for s in (settings[i] for i in rows)
             ]
         )
+        penalties[:, 0].clamp_(min=torch.finfo(torch.float32).tiny)  # else -inf x 0
         repetition, presence, frequency = penalties[entry].to(self._device).unbind(-1)
-        logit = logits[row, token]
+        logit = logits.local[row, token]
         repeated = torch.where(logit > 0, logit / repetition, logit * repetition)
+        repeated.clamp_(max=torch.finfo(torch.float32).max)
         # A token that occurs twice is written twice, with the same value; outputs go last, so
         # that theirs stays. Only the frequency penalty counts the occurrences.
-        logits[row, token] = repeated
+        logits.local[row, token] = repeated
         row, token = row[is_output], token[is_output]
-        logits[row, token] = repeated[is_output] - presence[is_output]
-        logits.index_put_((row, token), -frequency[is_output], accumulate=True)
+        logits.local[row, token] = repeated[is_output] - presence[is_output]
+        logits.local.index_put_((row, token), -frequency[is_output], accumulate=True)
 
     def _remember(
         self, token_ids: Tensor, settings: Sequence[SlotSampling], index: Sequence[int]
@@ -198,11 +205,16 @@ def _is_plain_greedy(settings: SlotSampling, index: int) -> bool:
     )
 
 
-def _add_bias(logits: Tensor, settings: Sequence[SlotSampling]) -> None:
-    entries = [(i, t, bias) for i, s in enumerate(settings) for t, bias in s.logit_bias.items()]
+def _add_bias(logits: Logits, settings: Sequence[SlotSampling]) -> None:
+    entries = [
+        (i, token - logits.own.start, bias)
+        for i, s in enumerate(settings)
+        for token, bias in s.logit_bias.items()
+        if token in logits.own
+    ]
     if entries:
-        rows, tokens, biases = zip(*entries, strict=True)
-        logits[list(rows), list(tokens)] += torch.tensor(biases, device=logits.device)
+        rows, columns, biases = zip(*entries, strict=True)
+        logits.local[list(rows), list(columns)] += torch.tensor(biases, device=logits.local.device)
 
 
 def _sampled_logprobs(
@@ -212,7 +224,8 @@ def _sampled_logprobs(
     rows = [i for i, s in enumerate(settings) if s.logprobs >= 0]
     if not rows:
         return None
-    asked = _logprobs(logits.rows(rows), token_ids[rows], max(s.logprobs for s in settings))
+    some = Logits(logits.local[rows], logits.shape[1], logits.group)
+    asked = _logprobs(some, token_ids[rows], max(s.logprobs for s in settings))
 
     def spread(part: npt.NDArray[Any]) -> npt.NDArray[Any]:
         whole = np.zeros((len(settings), *part.shape[1:]), part.dtype)
@@ -224,7 +237,7 @@ def _sampled_logprobs(
     )
 
 
-def _logprobs(logits: Tensor, token_ids: Tensor, top: int) -> Logprobs:
+def _logprobs(logits: Logits, token_ids: Tensor, top: int) -> Logprobs:
     """Log probabilities of the logits as they are: [N, V], int64 [N].
 
     Raises:
@@ -237,12 +250,13 @@ def _logprobs(logits: Tensor, token_ids: Tensor, top: int) -> Logprobs:
     rank = torch.empty(n, dtype=torch.int32)
     top_ids = torch.empty(n, top, dtype=torch.int32)
     top_logprobs = torch.empty(n, top, dtype=torch.float32)
-    step = max(1, CHUNK_NUMBERS // vocab_size)
+    step = max(1, CHUNK_NUMBERS // logits.each)
     for start in range(0, n, step):
         rows = slice(start, start + step)
-        logprobs = logits[rows].float().log_softmax(-1)
-        own = logprobs.gather(1, token_ids[rows, None])
-        chosen[rows] = own.flatten()
-        rank[rows] = (logprobs > own).sum(-1) + 1
-        top_logprobs[rows], top_ids[rows] = logprobs.topk(top)
+        some = logits.rows(rows)
+        logit, log_sum, rank[rows] = some.score(token_ids[rows])
+        chosen[rows] = logit - log_sum
+        if top:
+            largest, top_ids[rows] = some.top(top)
+            top_logprobs[rows] = largest - log_sum[:, None]
     return Logprobs(chosen.numpy(), rank.numpy(), top_ids.numpy(), top_logprobs.numpy())

@@ -1,12 +1,15 @@
 """Steps and what they produce as bytes, for ranks in other processes.
 
-MessagePack by msgspec; an array is its dtype, shape and bytes. Nothing is unpickled.
+MessagePack by msgspec; an array is its dtype, shape and bytes. Nothing is unpickled. The
+arrays of a step go as one, for each of them costs as much as all of their bytes.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+import math
+from dataclasses import fields, replace
+from operator import attrgetter
+from typing import Any, get_type_hints
 
 import msgspec
 import numpy as np
@@ -48,21 +51,64 @@ def _decode(kind: type, value: Any) -> Any:
     return np.frombuffer(data, dtype).reshape(shape).copy()  # torch wants to own what it is given
 
 
+_HINTS = get_type_hints(StepInput)
+_ARRAYS = tuple(f.name for f in fields(StepInput) if f.type == "Int32")
+_OTHERS = tuple(f.name for f in fields(StepInput) if f.name not in _ARRAYS)
+_arrays_of, _others_of = attrgetter(*_ARRAYS), attrgetter(*_OTHERS)
+
+Packed = msgspec.defstruct(
+    "Packed",
+    [
+        ("shapes", tuple[tuple[int, ...], ...]),
+        ("numbers", bytes),
+        *((name, _HINTS[name]) for name in _OTHERS),
+    ],
+    array_like=True,
+)
+"""A StepInput: its arrays one after the other, then what is no array."""
+
+
+def pack(step: StepInput) -> msgspec.Struct:
+    """What to encode for a step."""
+    arrays = _arrays_of(step)
+    shapes = tuple([array.shape for array in arrays])
+    return Packed(shapes, b"".join([array.tobytes() for array in arrays]), *_others_of(step))
+
+
+def unpack(packed: Any) -> StepInput:
+    """The step that was packed; its arrays may be written to, as torch wants it.
+
+    Raises:
+        ValueError: its arrays were not of int32.
+    """
+    numbers = np.frombuffer(bytearray(packed.numbers), np.int32)
+    parts: dict[str, Any] = dict(zip(_OTHERS, _others_of(packed), strict=True))
+    start = 0
+    for name, shape in zip(_ARRAYS, packed.shapes, strict=True):
+        end = start + math.prod(shape)
+        part = numbers[start:end]
+        parts[name] = part if len(shape) == 1 else part.reshape(shape)
+        start = end
+    if start != len(numbers):
+        raise ValueError(f"{len(numbers)} numbers for arrays of {start}; all must be of int32")
+    return StepInput(**parts)
+
+
 encoder = msgspec.msgpack.Encoder(enc_hook=_encode)
 parts_decoder = msgspec.msgpack.Decoder(tuple[msgspec.Raw, ...])
-step_decoder = msgspec.msgpack.Decoder(StepInput, dec_hook=_decode)
+step_decoder = msgspec.msgpack.Decoder(Packed)
 rank_decoder = msgspec.msgpack.Decoder(FromRank, dec_hook=_decode)
 
 
 def encode_step(step: Step) -> bytes:
     """A step for all ranks, with what each must know of the copies of attention it is not in."""
+    inputs = [batch or NOTHING for batch in step]
     if len(step) > 1:
-        inputs = [batch or NOTHING for batch in step]
         sizes = tuple(batch.size for batch in inputs)
-        step = tuple(replace(batch, copies=sizes) for batch in inputs)
-    return encoder.encode(step)
+        inputs = [replace(batch, copies=sizes) for batch in inputs]
+    return encoder.encode([pack(batch) for batch in inputs])
 
 
 def decode_step(data: bytes, copy: int) -> StepInput:
     """The input of a copy of attention; those of the others are not looked at."""
-    return step_decoder.decode(parts_decoder.decode(data)[copy])
+    return unpack(step_decoder.decode(parts_decoder.decode(data)[copy]))

@@ -101,6 +101,8 @@ def test_environment_names_the_file(tmp_path: Path) -> None:
     [
         ({"WEFT_PROT": "1"}, "unknown environment variable WEFT_PROT; did you mean WEFT_PORT?"),
         ({"WEFT_PORT": "http"}, "WEFT_PORT is 'http'; it must be an integer"),
+        ({"WEFT_TP": "2.0"}, "WEFT_TP is '2.0'; it must be an integer"),
+        ({"WEFT_THREADS": "2e0"}, "WEFT_THREADS is '2e0'; it must be an integer"),
         ({"WEFT_PORT": "70000"}, "WEFT_PORT is 70000; it must be at most 65535"),
         ({"WEFT_PREFIX_CACHING": "maybe"}, "WEFT_PREFIX_CACHING is 'maybe'; it must be true or"),
         ({"WEFT_KV_CACHE_MEMORY": "4GB"}, "WEFT_KV_CACHE_MEMORY is '4GB'; it must be a number of"),
@@ -120,6 +122,7 @@ def test_environment_errors(environment: dict[str, str], message: str) -> None:
         ("max_qeue = 3", "unknown key 'max_qeue'; did you mean max_queue?"),
         ("[server]\nport = 3", "unknown key 'server'; see `weft config` for all"),
         ("port = 1.5", "is 1.5; it must be an integer"),
+        ("tp = 2.0", "is 2.0; it must be an integer"),
         ("port = true", "is True; it must be an integer"),
         ("port = ", "is not TOML"),
     ],

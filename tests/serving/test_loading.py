@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 from support.checkpoints import make_checkpoint, make_tokenizer
+from support.mock_ranks import RankRunner, batch
 
 from weft.errors import ConfigError, ModelError
 from weft.serving.config import EngineConfig
 from weft.serving.engine import AsyncEngine
-from weft.serving.loading import _threads, load_model, show_progress
+from weft.serving.loading import Place, SlowRunner, _threads, load_model, show_progress
 from weft.serving.messages import EngineStats
 from weft.serving.sampling_params import SamplingParams
 
@@ -93,6 +94,30 @@ def test_quick_progress_leaves_no_line_in_a_log(capsys: pytest.CaptureFixture[st
         progress(1, 2)
         progress(2, 2)
     assert capsys.readouterr().err == ""
+
+
+def test_slow_progress_says_of_how_much(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.serving.loading.LINE_EVERY", 0.0)
+    with show_progress("loading") as progress:
+        progress(2**9, 2**11)
+        progress(2**31, 2**32)
+    assert capsys.readouterr().err == "loading: 25% of 2.0 KiB\nloading: 50% of 4.00 GiB\n"
+
+
+def test_a_slow_runner_says_how_far_it_is(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    runner = SlowRunner(RankRunner(EngineConfig(), Place()))
+    runner.warm_up()
+    assert "warm after" in caplog.text
+    runner.step(batch(1, tokens=5))
+    assert "so far" not in caplog.text
+    monkeypatch.setattr("weft.serving.loading.LINE_EVERY", 0.0)
+    runner.step(batch(2, tokens=3))
+    assert "step 2: 8 tokens so far" in caplog.text
 
 
 def test_ranks_share_the_threads() -> None:

@@ -59,5 +59,5 @@ def run_ragged(
         )
         hidden = model(torch.tensor(token_ids), torch.tensor(positions), cache, plan)
         for (request, _), rows in zip(step, hidden.split_with_sizes(sizes), strict=True):
-            logits[request].append(model.logits(rows).rows(slice(None)).float())
+            logits[request].append(model.logits(rows).local.float())
     return [torch.cat(parts) for parts in logits]

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from weft.kernels.symmetric.memory import Home
 from weft.models.checkpoint import read_spec
 from weft.models.interface import NOTHING, SlotSampling, StepInput
 from weft.models.layout import Layout
-from weft.models.torch.group import Groups, meet, split
+from weft.models.torch.group import Group, Groups, meet, split
 from weft.models.torch.logits import Logits
 from weft.models.torch.runner import TorchRunner
+from weft.models.torch.sampler import Sampler
 
 BLOCK, BLOCKS, PROMPT, DECODES = 4, 16, 13, 6
 
@@ -112,6 +113,15 @@ def generate(
     return tokens, logprobs
 
 
+def told_of(logits: Logits) -> tuple[list[Any], ...]:
+    """All that can be asked of logits: the two answers of argmax; amax, top and score."""
+    rows = logits.rows(slice(None))
+    ranked = Logits(rows.local.nan_to_num(), rows.shape[1], rows.group)
+    top, ids = ranked.top(3)
+    answers = (*logits.argmax(), ranked.amax(), top, *rows.score(ids[:, 0]))
+    return tuple(answer.tolist() for answer in answers)
+
+
 def take_part(rank: int, columns: int, cases: list[torch.Tensor], pipe: Connection) -> None:
     """A process: hold some columns of logits [S, columns], and send what it is told of all."""
     torch.set_num_threads(1)
@@ -121,8 +131,87 @@ def take_part(rank: int, columns: int, cases: list[torch.Tensor], pipe: Connecti
     each = -(-columns // size)
     for case in cases:
         logits = Logits(case[:, rank * each : (rank + 1) * each], columns, group)
-        largest, index = logits.argmax()
-        pipe.send((largest.tolist(), index.tolist(), logits.rows([2, 0]).tolist()))
+        pipe.send(told_of(logits))
+    torch.distributed.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """A few steps of a sampler over made-up logits.
+
+    Attributes:
+        columns, dtype, spread, seed: of the logits; their standard deviation.
+        strange: some rows are broken, or have but few finite logits.
+        slots: a row for each.
+        top: of the log probabilities of a prompt; -1 for none.
+    """
+
+    columns: int
+    dtype: torch.dtype
+    spread: float
+    seed: int
+    strange: bool
+    slots: tuple[SlotSampling, ...]
+    top: int = -1
+    steps: int = 3
+
+    def logits(self, step: int) -> torch.Tensor:
+        """[rows, columns]."""
+        generator = torch.Generator().manual_seed(self.seed + step)
+        logits = torch.randn(len(self.slots), self.columns, generator=generator) * self.spread
+        if self.strange:
+            kind = torch.randint(0, 6, (len(self.slots),), generator=generator)
+            where = torch.randint(0, self.columns, kind.shape, generator=generator)
+            for row, (of_row, column) in enumerate(zip(kind.tolist(), where.tolist(), strict=True)):
+                if of_row < 2:
+                    logits[row, column] = (float("nan"), float("inf"))[of_row]
+                elif of_row == 2:
+                    logits[row] = -torch.inf
+                elif of_row == 3:
+                    logits[row, :column] = -torch.inf
+        return logits.to(self.dtype)
+
+    def run(self, group: Group) -> list[Any]:
+        """By this rank: tokens, status and log probabilities of each step, then of a prompt."""
+        sampler = Sampler(self.columns, len(self.slots))
+        sampler.set_slots(self.slots)
+        each = -(-self.columns // group.size)
+        own = slice(group.index * each, (group.index + 1) * each)
+        slots, told = torch.arange(len(self.slots)), list[Any]()
+        for step in range(self.steps):
+            index = torch.tensor([len(slot.output_token_ids) + step for slot in self.slots])
+            logits = Logits(self.logits(step)[:, own], self.columns, group)
+            sampled = sampler.sample(logits, slots, index)
+            told += [sampled.token_ids.numpy(), sampled.status.numpy(), sampled.logprobs]
+        if self.top >= 0:
+            logits = Logits(self.logits(0)[:, own], self.columns, group)
+            told.append(sampler.prompt_logprobs(logits, sampled.token_ids, self.top))
+        return told
+
+
+class CountingGroup(Group):
+    """Counts the bytes that other ranks have to tell this one: those of what they give."""
+
+    bytes = 0
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        self.bytes += (self.size - 1) * x.nbytes
+        return super().sum(x)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        self.bytes += (self.size - 1) * x.nbytes
+        return super().gather(x)
+
+
+def sample_parts(rank: int, size: int, pipe: Connection) -> None:
+    """A process: with as many of the others as is said, take part in what is asked."""
+    torch.set_num_threads(1)
+    meet(rank, size, lambda own: _port(own, pipe), timeout=60)
+    made = {ranks: torch.distributed.new_group(range(ranks)) for ranks in range(2, size + 1)}
+    while (asked := pipe.recv()) is not None:
+        ranks, sampling = asked
+        group = CountingGroup(range(ranks), rank, made[ranks])
+        pipe.send((sampling.run(group), group.bytes))
     torch.distributed.destroy_process_group()
 
 

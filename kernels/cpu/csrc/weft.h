@@ -161,5 +161,8 @@ void weft_layers(const AttentionLayer* attention, const MlpLayer* mlp, int64_t c
 
 // x [rows, n] -> the largest of each row, or NaN if it has one, and where that is first.
 void weft_argmax(const weft::bf16* x, int64_t rows, int64_t n, float* largest, int64_t* index);
+
+// halvings [n], 0 at most -> floor(2^(40 + halvings)).
+void weft_weigh(const float* halvings, int64_t n, int64_t* weights);
 }
 #pragma GCC visibility pop

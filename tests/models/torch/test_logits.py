@@ -1,10 +1,10 @@
-"""Logits that ranks share: the likeliest token, and rows put together."""
+"""Logits that ranks share: all are told what one rank alone would be."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from support.split import running, take_part
+from support.split import running, take_part, told_of
 
 from weft.kernels.cpu.argmax import argmax
 from weft.models.torch.logits import Logits
@@ -28,14 +28,15 @@ def cases(columns: int) -> list[torch.Tensor]:
 def test_all_ranks_are_told_what_one_would_be(columns: int) -> None:
     with running(4, take_part, columns, cases(columns)) as pipes:
         for whole in cases(columns):
+            expected = told_of(Logits.whole(whole))
             largest, index = argmax(whole)
             for pipe in pipes:
-                value, at, rows = map(torch.tensor, pipe.recv())
-                torch.testing.assert_close(value, largest, rtol=0, atol=0, equal_nan=True)
-                finite = value.isfinite()
-                assert torch.equal(at[finite], index[finite])
-                expected = whole[[2, 0]].float()
-                torch.testing.assert_close(rows, expected, rtol=0, atol=0, equal_nan=True)
+                told = [torch.tensor(answer) for answer in pipe.recv()]
+                torch.testing.assert_close(told[0], largest, rtol=0, atol=0, equal_nan=True)
+                finite = told[0].isfinite()
+                assert torch.equal(told[1][finite], index[finite])
+                for answer, one in zip(told[2:], expected[2:], strict=True):
+                    torch.testing.assert_close(answer, torch.tensor(one), equal_nan=True)
 
 
 def test_of_one_rank_nothing_is_moved() -> None:
@@ -43,4 +44,17 @@ def test_of_one_rank_nothing_is_moved() -> None:
     logits = Logits.whole(whole)
     assert len(logits) == 5
     assert logits.argmax()[1].tolist() == whole.argmax(1).tolist()
-    assert torch.equal(logits.rows(slice(None)), whole)
+    assert logits.rows(slice(None)).local.data_ptr() == whole.data_ptr()
+    assert torch.equal(logits.rows([2, 0]).local, whole[[2, 0]])
+
+
+def test_heads_say_what_is_not_in_them() -> None:
+    whole = torch.randn(3, 100)
+    logits = Logits.whole(whole)
+    values, ids, unlisted = logits.heads(7)
+    largest = whole.sort(descending=True).values
+    assert torch.equal(values, largest[:, :7])
+    assert torch.equal(whole.gather(1, ids), values)
+    assert torch.equal(unlisted, largest[:, 6])
+    assert torch.equal(logits.heads(100)[0], largest)
+    assert logits.heads(100)[2].tolist() == [-INF] * 3

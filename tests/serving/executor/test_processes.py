@@ -348,3 +348,5 @@ def test_steps_are_decoded_as_they_were(
     assert (told.slot, told.seed, told.logit_bias) == (3, seed, bias)
     assert list(told.prompt_token_ids) == tokens
     assert told.end_token_ids == (1, 2)
+    with pytest.raises(ValueError, match="must be of int32"):
+        decode_step(encode_step((replace(sent, slot=np.arange(3)),)), 0)
