@@ -25,7 +25,8 @@ from weft.models.torch.runner import TorchRunner
 
 BLOCK, BLOCKS, PROMPT, DECODES = 4, 16, 13, 6
 
-Case = tuple[str, str, int, int]
+Case = tuple[str, str, Layout]
+"""Model, dtype, and the layout of the first rank."""
 
 
 def steps(seed: int = 0) -> list[StepInput]:
@@ -87,7 +88,7 @@ def generate(
     *,
     inputs: Iterable[StepInput] | None = None,
 ) -> tuple[Any, Any]:
-    """Sampled tokens, and log probabilities of the greedy request."""
+    """Sampled tokens, and log probabilities of the greedy request; none before the last stage."""
     runner = TorchRunner.load(
         path,
         read_spec(path),
@@ -113,7 +114,7 @@ def take_part(rank: int, columns: int, cases: list[torch.Tensor], pipe: Connecti
     """A process: hold some columns of logits [S, columns], and send what it is told of all."""
     torch.set_num_threads(1)
     size = 4
-    meet(rank, size, lambda own: _port(own, pipe), timeout=60)
+    meet(rank, size, lambda own: take_port(own, pipe), timeout=60)
     group = split(Layout(tp=size, rank=rank)).tensor
     each = -(-columns // size)
     for case in cases:
@@ -123,7 +124,7 @@ def take_part(rank: int, columns: int, cases: list[torch.Tensor], pipe: Connecti
     torch.distributed.destroy_process_group()
 
 
-def _port(own: int | None, pipe: Connection) -> int:
+def take_port(own: int | None, pipe: Connection) -> int:
     if own is not None:
         pipe.send(own)
         return own
@@ -143,7 +144,7 @@ def be_rank(
     Overlapped if `few_tokens` is given, which are then the same on all ranks, or sent at a time.
     """
     torch.set_num_threads(1)
-    store = meet(rank, size, lambda own: _port(own, pipe), timeout=60)
+    store = meet(rank, size, lambda own: take_port(own, pipe), timeout=60)
     with ExitStack() as stack:
         home = None
         if few_tokens is not None:
@@ -154,9 +155,11 @@ def be_rank(
 
             overlapped.FEW_TOKENS = overlapped.DISPATCH_TOKENS = few_tokens
             stack.enter_context(installed())
-            home = stack.enter_context(SharedHome(store, rank, size))
-        for name, path, (_, dtype, tp, ep) in cases:
-            layout, counted = Layout(tp, ep, rank), list[bool]()
+        for name, path, (_, dtype, first) in cases:
+            layout, counted = replace(first, rank=rank), list[bool]()
+            if few_tokens is not None and (home is None or home.world_size != layout.stage_size):
+                of_stage = layout.rank % layout.stage_size, layout.stage_size
+                home = stack.enter_context(SharedHome(store, *of_stage, f"stage{layout.stage}"))
             groups = split(layout, counted.append)
             pipe.send((name, *generate(path, dtype, layout, groups, home), sum(counted)))
     torch.distributed.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "odd vocabulary": ("llama", {"vocab_size": VOCAB_SIZE + 1}),
     "experts": ("qwen3_moe", {"norm_topk_prob": True}),
     "mixtral": ("mixtral", {}),
+    "deep": ("llama", {"num_hidden_layers": 5}),
 }
-CASES = [  # model, dtype, tp, ep
-    *((model, "float32", tp, 1) for tp in (2, 4) for model in MODELS),
-    ("llama", "bfloat16", 2, 1),
-    ("experts", "float32", 1, 2),
-    ("experts", "float32", 2, 2),
-    ("mixtral", "bfloat16", 1, 2),
-    ("experts", "float32", 1, 4),
-    ("mixtral", "float32", 2, 4),
-    ("experts", "bfloat16", 4, 2),
+CASES = [
+    *((model, "float32", Layout(tp)) for tp in (2, 4) for model in MODELS),
+    ("llama", "bfloat16", Layout(2)),
+    ("experts", "float32", Layout(1, 2)),
+    ("experts", "float32", Layout(2, 2)),
+    ("mixtral", "bfloat16", Layout(1, 2)),
+    ("experts", "float32", Layout(1, 4)),
+    ("mixtral", "float32", Layout(2, 4)),
+    ("experts", "bfloat16", Layout(4, 2)),
+    *((model, "float32", Layout(pp=2)) for model in MODELS),
+    ("llama", "bfloat16", Layout(pp=2)),
+    ("tied", "float32", Layout(2, pp=2)),
+    ("odd vocabulary", "float32", Layout(2, pp=2)),
+    ("experts", "float32", Layout(1, 2, pp=2)),
+    ("experts", "float32", Layout(2, 2, pp=2)),
+    ("deep", "float32", Layout(pp=4)),
 ]
 
 
@@ -41,36 +50,40 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def each_copy(path: Path, dtype: str, tp: int, ep: int) -> list[tuple[Any, Any]]:
+def each_copy(path: Path, dtype: str, layout: Layout) -> list[tuple[Any, Any]]:
     """What one rank alone gives for the requests of each copy of attention."""
     return [
-        generate(path, dtype, Layout(), ALONE, inputs=steps(copy))
-        for copy in range(Layout(tp, ep).copies)
+        generate(path, dtype, Layout(), ALONE, inputs=steps(copy)) for copy in range(layout.copies)
     ]
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_tokens_are_those_of_one_rank(size: int, checkpoints: dict[str, Path]) -> None:
     cases = [
-        (str(case), checkpoints[case[0]], case) for case in CASES if max(case[2], case[3]) == size
+        (str(case), checkpoints[case[0]], case) for case in CASES if case[2].world_size == size
     ]
     with running(size, be_rank, size, cases) as pipes:
-        for name, path, (_, dtype, tp, ep) in cases:
-            alone = each_copy(path, dtype, tp, ep)
-            counts = set()
+        for name, path, (_, dtype, first) in cases:
+            alone = each_copy(path, dtype, first)
+            counts: dict[int, set[int]] = {}
             for rank, pipe in enumerate(pipes):
-                tokens, logprobs = alone[Layout(tp, ep, rank).copy]
+                layout = replace(first, rank=rank)
+                tokens, logprobs = alone[layout.copy]
                 assert len({tuple(row) for row in tokens.T}) == 2
                 told, their_tokens, their_logprobs, exchanges = pipe.recv()
                 assert told == name
-                counts.add(exchanges)
-                if dtype == "float32":
+                counts.setdefault(layout.stage, set()).add(exchanges)
+                if layout.stage < layout.pp - 1:
+                    assert not their_tokens.size, "only the last stage samples"
+                    continue
+                if dtype == "float32" or layout.stage_size == 1:
                     assert (their_tokens == tokens).all(), name
                 else:  # the sum is rounded otherwise; the first request is greedy
                     assert their_tokens[0, 0] == tokens[0, 0], name
                 close = 1e-4 if dtype == "float32" else 0.15
                 assert abs(their_logprobs[0] - logprobs[0]).max() < close, name
-            assert len(counts) == 1  # by which the rank is found that is behind
+            # By which the rank of a stage is found that is behind.
+            assert all(len(of_stage) == 1 for of_stage in counts.values())
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -78,39 +91,54 @@ def test_overlapped_kernels_give_the_tokens_of_plain_ones(
     size: int, checkpoints: dict[str, Path]
 ) -> None:
     """Prefill is split between the products, decode is not."""
-    layouts = [("llama", size, 1)]
+    layouts = [("llama", Layout(size))]
     if size == 2:
-        layouts += [("tied", 2, 1), ("odd vocabulary", 2, 1), ("mixtral", 2, 1)]
-        layouts += [("experts", 2, 2), ("experts", 1, 2)]
+        layouts += [(model, Layout(2)) for model in ("tied", "odd vocabulary", "mixtral")]
+        layouts += [("experts", Layout(2, 2)), ("experts", Layout(1, 2))]
+        layouts += [("tied", Layout(pp=2))]
+    if size == 4:
+        layouts += [("tied", Layout(2, pp=2))]
     cases = [
-        (f"{model} {tp} {ep}", checkpoints[model], (model, "float32", tp, ep))
-        for model, tp, ep in layouts
+        (f"{model} {layout}", checkpoints[model], (model, "float32", layout))
+        for model, layout in layouts
     ]
     with running(size, be_rank, size, cases, after=(4,)) as pipes:
-        for name, path, (_, dtype, tp, ep) in cases:
-            alone = each_copy(path, dtype, tp, ep)
+        for name, path, (_, dtype, first) in cases:
+            alone = each_copy(path, dtype, first)
             counts = set()
             for rank, pipe in enumerate(pipes):
-                tokens, logprobs = alone[Layout(tp, ep, rank).copy]
+                layout = replace(first, rank=rank)
+                tokens, logprobs = alone[layout.copy]
                 told, their_tokens, their_logprobs, exchanges = pipe.recv()
                 assert told == name
+                if layout.stage < layout.pp - 1:
+                    continue
                 counts.add(exchanges)
                 assert (their_tokens == tokens).all(), name
                 assert abs(their_logprobs - logprobs).max() < 1e-4, name
             assert len(counts) == 1  # by which the rank is found that is behind
-            assert counts.pop() >= (2 * 8 if size > 1 else 0)  # in each layer and step
+            # In each layer and step.
+            assert counts.pop() >= (2 * 8 if layout.stage_size > 1 else 0) // layout.pp
 
 
 def test_a_rank_reads_its_share(checkpoints: dict[str, Path]) -> None:
-    for name, tp, ep in (("llama", 2, 1), ("llama", 4, 1), ("experts", 2, 2), ("experts", 1, 4)):
+    for name, whole in (
+        ("llama", Layout(2)),
+        ("llama", Layout(4)),
+        ("experts", Layout(2, 2)),
+        ("experts", Layout(1, 4)),
+        ("tied", Layout(2, pp=2)),
+        ("deep", Layout(pp=4)),
+        ("experts", Layout(1, 2, pp=2)),
+    ):
         spec = read_spec(checkpoints[name])
-        for rank in range(max(tp, ep)):
+        for rank in range(whole.world_size):
             told: list[tuple[int, int]] = []
-            layout = Layout(tp, ep, rank)
+            layout = replace(whole, rank=rank)
             weights = Weights(
                 checkpoints[name], spec, lambda *state, told=told: told.append(state), layout
             )
             share = layout.local(spec)
-            for weight in spec.weights:
+            for weight in layout.of_stage(spec).weights:
                 list(weights.read_each(weight))
-            assert told[-1][0] == told[-1][1] == share.parameters * 4, (name, tp, ep)
+            assert told[-1][0] == told[-1][1] == share.parameters * 4, (name, layout)
