@@ -87,6 +87,12 @@ class EngineConfig:
         int,
         Help("engines, each with ranks of its own, that share the requests", ge=1, le=MAX_RANKS),
     ] = 1
+    pp: Annotated[
+        int,
+        Help(
+            "stages of some layers each (pipeline parallel), of so many ranks", ge=1, le=MAX_RANKS
+        ),
+    ] = 1
     kernels: Annotated[
         Kernels,
         Help("overlapped hides the ranks' traffic in products; on CPUs interpreted, slow"),
@@ -123,11 +129,21 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.world_size > MAX_RANKS:
+            raise ConfigError(
+                f"--pp is {self.pp} with stages of {self.stage_size} ranks; there can be at most "
+                f"{MAX_RANKS} ranks"
+            )
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of a stage."""
+        return max(self.tp, self.ep)
 
     @property
     def world_size(self) -> int:
         """Ranks: processes that the model is split over. With `dp`, of each engine."""
-        return max(self.tp, self.ep)
+        return self.stage_size * self.pp
 
     @property
     def copies(self) -> int:

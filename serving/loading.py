@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
     from weft.kernels.symmetric.memory import Home
+    from weft.models.layout import Layout
 
 LINE_EVERY = 10.0  # seconds between two lines of a log
 
@@ -102,13 +103,13 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
     dtype = spec.compute_dtype(config.dtype)
     if config.dtype == "auto" and dtype != spec.dtype:
         logger.info("%s is stored in %s and computed in %s", config.model, spec.dtype, dtype)
-    check_layout(spec, config.tp, config.ep)
+    check_layout(spec, config.tp, config.ep, pp=config.pp)
     if config.kernels == "overlapped" and config.quantization != "none":
         raise ConfigError(
             f"--quantization is '{config.quantization}'; with --kernels overlapped it must be none"
         )
     free = available_memory() if config.replica.memory is None else config.replica.memory
-    layout = Layout(config.tp, config.ep, place.rank)
+    layout = Layout(config.tp, config.ep, place.rank, pp=config.pp)
     ledger = plan_memory(
         layout.local(spec),
         dtype=dtype,
@@ -122,8 +123,9 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         max_model_len=max_model_len,
         copies=layout.copies,
     )
-    if place.rank == config.replica.number == 0:
-        whose = f" of each of {place.world_size} ranks" if place.world_size > 1 else ""
+    if place.rank % layout.stage_size == config.replica.number == 0:
+        whose = f" of each of {layout.stage_size} ranks" if layout.stage_size > 1 else ""
+        whose += f" of stage {layout.stage}" if layout.pp > 1 else ""
         whose += f" of each of {config.dp} engine cores" if config.dp > 1 else ""
         logger.info("memory%s\n%s", whose, ledger.render())
     store = None
@@ -144,7 +146,7 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         progress=progress,
         layout=layout,
         groups=groups,
-        home=_symmetric_memory(place, store) if config.kernels == "overlapped" else None,
+        home=_symmetric_memory(layout, store) if config.kernels == "overlapped" else None,
     )
     num_blocks = groups.least(ledger.num_blocks)
     runner.allocate_kv_cache(num_blocks)
@@ -152,7 +154,7 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
     return LoadedModel(runner, ModelInfo(num_blocks, spec.vocab_size, max_model_len, dtype))
 
 
-def _symmetric_memory(place: Place, store: Store | None) -> Home:
+def _symmetric_memory(layout: Layout, store: Store | None) -> Home:
     """Where overlapped kernels of this rank find the others'; on a CPU they are interpreted."""
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel's module is imported
     from weft.kernels.check.interpreter import installed
@@ -162,9 +164,10 @@ def _symmetric_memory(place: Place, store: Store | None) -> Home:
     scope = ExitStack()
     scope.enter_context(installed())
     atexit.register(scope.close)
-    if store is None:
+    size = layout.stage_size
+    if store is None or size == 1:
         return VirtualHome(VirtualWorld(1), 0)
-    return SharedHome(store, place.rank, place.world_size)
+    return SharedHome(store, layout.rank % size, size, name=f"stage{layout.stage}")
 
 
 def _threads(threads: int | None, ranks: int) -> int | None:
@@ -184,7 +187,8 @@ def check_ranks(config: EngineConfig) -> None:
     from weft.models.checkpoint import locate, read_spec
     from weft.models.layout import check_layout
 
-    check_layout(read_spec(locate(config.model)), config.tp, config.ep)
+    spec = read_spec(locate(config.model))
+    check_layout(spec, config.tp, config.ep, pp=config.pp)
 
 
 def context_length(config: EngineConfig, spec: ModelSpec) -> int:

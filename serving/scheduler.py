@@ -224,12 +224,12 @@ class Scheduler:
 
     def _take_decodes(self) -> Slots:
         """Slots that compute the token they sampled last, each with a block to write it to."""
-        running = self._decoding & (self._length < self._limit)
-        share = int(np.count_nonzero(running))
+        ready = self._decoding & (self._length < self._limit)
+        share = len(ready)
         if self._stages > 1:  # in so many steps, shares add up to all that run
-            share = max(1, (share + self._steps % self._stages) // self._stages)
-        known = max(self._steps - self._stages + 1, self._finished_steps)
-        ready = running & (self._sampled_in < known)
+            running = int(np.count_nonzero(ready))
+            share = max(1, (running + self._steps % self._stages) // self._stages)
+            ready &= self._sampled_in < max(self._steps - self._stages + 1, self._finished_steps)
         num_blocks = self.kv.num_blocks[: len(ready)]
         short = self._length > num_blocks * self.kv.block_size
         slots = self._longest_waiting(ready, share)

@@ -3,15 +3,19 @@
     engine core     submit(step n) ──► board ──► rank 0 ─┐
                                           ├────► rank 1  │ the model's own collectives
                                           └────► rank 2 ─┘
-                    future n ◄── receiver thread ◄── rank 0: what step n has produced
+                    future n ◄── receiver thread ◄── one rank: what step n has produced
 
-With several copies of attention the first rank of each answers, and a step is done when all have.
+With several copies of attention the first rank of each answers, and a step is done when all have;
+of several stages, those of the last.
 
 Steps are dispatched ahead and in one order (Pathways: Barham et al. 2022, section 4.5): a rank
 begins the next one without hearing from anybody. When a rank ends or raises, the
 others cannot go on: they are killed, and every future gets an error that names the
 rank, how it ended and in which step. So they are when none of them gets on any more:
 the one that is behind is named, and the stacks of all are written to stderr.
+
+A stage waits for the one before it in the same step, and for later ones in earlier steps: of
+stages that are in the same step, the first one is behind.
 """
 
 from __future__ import annotations
@@ -64,7 +68,7 @@ class ProcessExecutor:
         config: of the engine.
         load_model: `loading.load_model`, or what stands in for it; named in the processes by its
             module and name.
-        world_size: how many ranks; config.copies divides it.
+        world_size: how many ranks; config.pp x config.copies divides it.
 
     Attributes:
         model: what has been loaded.
@@ -77,7 +81,8 @@ class ProcessExecutor:
     def __init__(
         self, config: EngineConfig, load_model: Callable[..., LoadedModel], world_size: int
     ) -> None:
-        self._board = Board(world_size)
+        self._stages = config.pp
+        self._board = Board(world_size, stages=config.pp)
         self.failure: WeftError | None = None
         self._pending: deque[Future[Result]] = deque()
         # By copy of attention, what came of pending steps.
@@ -227,17 +232,24 @@ class ProcessExecutor:
         """End all ranks, and say which one is behind."""
         done = self._board.done.tolist()
         exchanges, rounds = self._board.exchanges.tolist(), self._board.rounds.tolist()
+        stage_size = len(self._ranks) // self._stages
         stopped = [rank.is_stopped for rank in self._ranks]
-        number = min(
-            range(len(self._ranks)),
-            key=lambda rank: (not stopped[rank], done[rank], rounds[rank], exchanges[rank]),
-        )
+
+        def place(rank: int) -> tuple[bool, int, int, int, int]:
+            """Which of two is behind: a stage's exchanges are not those of another."""
+            stage = rank // stage_size
+            return not stopped[rank], done[rank], stage, rounds[rank], exchanges[rank]
+
+        number = min(range(len(self._ranks)), key=place)
+        first = number // stage_size * stage_size
+        stage = slice(first, first + stage_size)
         # Ranks of several copies of attention have only the exchanges of all in common.
-        at = rounds if rounds[number] < max(rounds) else exchanges
+        at = rounds if rounds[number] < max(rounds[stage]) else exchanges
         error = EngineError(
             f"rank {number} (process {self._ranks[number].process.pid}) is "
             f"{'stopped' if stopped[number] else 'stuck'}{self._when(number)}, at its exchange "
-            f"{at[number]} with other ranks, for {self._patience:g} s; others are at {max(at)}"
+            f"{at[number]} with other ranks, for {self._patience:g} s; others are at "
+            f"{max(at[stage])}"
         )
         self._fail(error)  # at once, for the front's own patience ends soon
         for rank in self._ranks:
@@ -282,7 +294,9 @@ class _Rank:
     ) -> _Rank:
         """Start it; its stdin stays open for as long as this process lives."""
         own, other = socket.socketpair()
-        copy, place = divmod(number, world_size // config.copies)
+        stage_size = world_size // config.pp
+        copy, place = divmod(number % stage_size, stage_size // config.copies)
+        in_last = number >= world_size - stage_size
         with other:
             orders = RankOrders(
                 config,
@@ -290,7 +304,7 @@ class _Rank:
                 number,
                 world_size,
                 copy=copy,
-                answers=place == 0,
+                answers=place == 0 and in_last,
                 socket=other.fileno(),
                 board=board.fd,
             )

@@ -289,6 +289,18 @@ def test_decodes_take_turns_so_that_no_stage_idles(stages: int, users: int) -> N
     engine.run()
 
 
+def test_nobody_is_passed_over_where_each_step_is_back_before_the_next() -> None:
+    engine = Engine(num_blocks=160, max_num_seqs=16, budget=64, stages=3, depth=1)
+    prompts = ([i, 2, 3] for i in range(1, 61))
+    for prompt in islice((p for p in prompts if END not in expected(p, 36)), 9):
+        engine.add(make_add(f"r{prompt[0]}", prompt, 36))
+    for _ in range(12):
+        engine.step()
+        counts = [len(engine.tokens(name)) for name in engine.adds]
+        assert max(counts) - min(counts) <= 1
+    assert min(counts) >= 4
+
+
 def test_chunks_of_a_prompt_follow_each_other_through_the_stages() -> None:
     engine = Engine(num_blocks=40, budget=4, stages=3, depth=4)
     engine.add(make_add("a", range(1, 17), 4))
