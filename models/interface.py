@@ -219,7 +219,8 @@ class ModelRunner(Protocol):
     def step(self, batch: StepInput) -> StepOutput:
         """Run the model over the batch, write its keys and values, sample; blocks till done.
 
-        With a batch of no tokens it only takes part in what the copies of attention share.
+        With a batch of no tokens it only takes part in what the copies of attention share. A stage
+        that has not the last layers samples nothing.
         """
 
     def close(self) -> None:

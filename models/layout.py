@@ -89,6 +89,16 @@ class Layout:
         """This rank's, of so many."""
         return range(self.stage * count // self.pp, (self.stage + 1) * count // self.pp)
 
+    def of_stage(self, spec: ModelSpec) -> ModelSpec:
+        """The part of the model that this rank's stage has: some of its layers, uncut."""
+        own = self.layers(len(spec.layers))
+        return replace(
+            spec,
+            layers=spec.layers[own.start : own.stop],
+            is_first=self.stage == 0,
+            is_last=self.stage == self.pp - 1,
+        )
+
     def part(self, spec: ModelSpec, axis: Axis, size: int) -> slice:
         """This rank's part of an axis of that many numbers, of a weight of the model."""
         in_stage = self.rank % self.stage_size
@@ -111,7 +121,7 @@ class Layout:
         return tuple(self.part(spec, axis, size) for axis, size in sizes)
 
     def local(self, spec: ModelSpec) -> ModelSpec:
-        """The model that this rank has: with its shapes, its heads and its experts."""
+        """The model that this rank has: with its layers, its shapes, its heads and its experts."""
 
         def cut(value: Value) -> Value:
             if isinstance(value, WeightSpec):
@@ -126,7 +136,7 @@ class Layout:
             return value
 
         return replace(
-            cut(spec),
+            cut(self.of_stage(spec)),
             num_heads=_length(self.part(spec, "q_heads", spec.num_heads)),
             num_kv_heads=_length(self.part(spec, "kv_heads", spec.num_kv_heads)),
         )
@@ -136,12 +146,15 @@ WHOLE = Layout()
 """One rank, which has everything."""
 
 
-def check_layout(spec: ModelSpec, tp: int, ep: int, cp: int = 1) -> None:
+def check_layout(spec: ModelSpec, tp: int, ep: int, cp: int = 1, pp: int = 1) -> None:
     """Refuse a split that the model's sizes do not allow.
 
     Raises:
         ConfigError: naming the flag, what does not divide, and the sizes that work.
     """
+    if pp > (most := len(spec.layers)):
+        sizes = _listed(list(range(1, most + 1)))
+        raise ConfigError(f"--pp is {pp}; the model has {most} layers. These sizes work: {sizes}")
     if problem := _problem(spec, tp, 1):
         works = [size for size in range(1, spec.num_heads + 1) if not _problem(spec, size, 1)]
         raise ConfigError(f"--tp is {tp}; {problem}. These sizes work: {_listed(works)}")

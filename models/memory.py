@@ -263,8 +263,10 @@ def activation_bytes(
         feed_forward = max(feed_forward, size)
 
     # Logits, and those whose log probabilities are wanted; the rest is done in chunks of rows.
-    sampler = min(max_num_seqs, tokens) * spec.vocab_size * 2 * item
-    sampler += 4 * 7 * max(CHUNK_NUMBERS, spec.vocab_size)
+    sampler = 0
+    if spec.is_last:
+        sampler = min(max_num_seqs, tokens) * spec.vocab_size * 2 * item
+        sampler += 4 * 7 * max(CHUNK_NUMBERS, spec.vocab_size)
     return tokens * 3 * spec.hidden_size * item + max(attention, feed_forward, sampler)
 
 

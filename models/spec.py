@@ -190,6 +190,8 @@ class ModelSpec:
         head_dim: width of one head; not always hidden_size / num_heads.
         norm_eps: added to the mean square in every RMSNorm.
         lm_head: None when the embedding is used for it (tied).
+        is_first: whether tokens are looked up here; not so in a stage that has later layers only.
+        is_last: whether logits are made here.
     """
 
     architecture: str
@@ -206,15 +208,19 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     norm: WeightSpec
     lm_head: WeightSpec | None
+    is_first: bool = True
+    is_last: bool = True
 
     @property
     def weights(self) -> Iterator[WeightSpec]:
-        """Every weight, in the order of use."""
-        yield self.embedding
+        """Every weight that is used, in the order of use."""
+        if self.is_first or (self.is_last and self.lm_head is None):
+            yield self.embedding
         for layer in self.layers:
             yield from _layer_weights(layer)
-        yield self.norm
-        if self.lm_head is not None:
+        if self.is_last:
+            yield self.norm
+        if self.is_last and self.lm_head is not None:
             yield self.lm_head
 
     @property
@@ -235,7 +241,7 @@ class ModelSpec:
             return self.parameters * item
         blocks = (layer.feed_forward for layer in self.layers)
         kept = {block.router for block in blocks if isinstance(block, MoeSpec)}
-        if self.lm_head is not None:
+        if self.lm_head is not None or not self.is_last:
             kept.add(self.embedding)
         return sum(
             weight.size * item

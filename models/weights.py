@@ -67,7 +67,8 @@ class Weights:
         self._entries = _check_files(path, spec)
         self._spec = spec
         self.layout = layout
-        self._total = sum(size for weight in spec.weights for *_, size in self._to_read(weight))
+        own = layout.of_stage(spec).weights
+        self._total = sum(size for weight in own for *_, size in self._to_read(weight))
         self._done = 0
         self._read: set[str] = set()
         self._progress = progress

@@ -94,6 +94,12 @@ class EngineConfig:
         int,
         Help("ranks that share each KV head, by position (context parallel)", ge=1, le=MAX_RANKS),
     ] = 1
+    pp: Annotated[
+        int,
+        Help(
+            "stages of some layers each (pipeline parallel), of so many ranks", ge=1, le=MAX_RANKS
+        ),
+    ] = 1
     kernels: Annotated[
         Kernels,
         Help("overlapped hides the ranks' traffic in products; on CPUs interpreted, slow"),
@@ -150,14 +156,19 @@ class EngineConfig:
         check(self)
         if self.world_size > MAX_RANKS:
             raise ConfigError(
-                f"--tp is {self.tp} and --cp {self.cp}: {self.world_size} ranks; "
-                f"there can be at most {MAX_RANKS}"
+                f"--tp is {self.tp}, --cp {self.cp}, --ep {self.ep} and --pp {self.pp}: "
+                f"{self.world_size} ranks; there can be at most {MAX_RANKS}"
             )
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of a stage."""
+        return max(self.tp * self.cp, self.ep)
 
     @property
     def world_size(self) -> int:
         """Ranks: processes that the model is split over. With `dp`, of each engine."""
-        return max(self.tp * self.cp, self.ep)
+        return self.stage_size * self.pp
 
     @property
     def cache_block(self) -> int:

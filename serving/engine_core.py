@@ -50,7 +50,8 @@ from weft.serving.scheduler import Scheduler
 if TYPE_CHECKING:
     import zmq
 
-DEPTH = 2  # steps under way at once
+DEPTH = 2
+"""Steps under way at once in a model of one stage; each further stage takes one more."""
 HEARTBEAT = 1.0  # seconds between messages when nothing happens, at most
 
 LoadModel = Callable[..., LoadedModel]
@@ -188,7 +189,8 @@ def serve(
                 child.settle_garbage_collector()
             channel.send(Ready(_info(config, model, time.monotonic() - begin)))
             heartbeat = min(HEARTBEAT, config.stall_timeout / 4)
-            EngineCore(channel, executor, scheduler, heartbeat=heartbeat).run()
+            depth = DEPTH + config.pp - 1
+            EngineCore(channel, executor, scheduler, heartbeat=heartbeat, depth=depth).run()
         finally:
             executor.close()
 
@@ -228,6 +230,7 @@ def _scheduler(config: EngineConfig, model: ModelInfo) -> Scheduler:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=model.max_model_len,
         prefix_caching=config.prefix_caching,
+        stages=config.pp,
     )
 
 

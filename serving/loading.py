@@ -111,13 +111,13 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
     dtype = spec.compute_dtype(config.dtype)
     if config.dtype == "auto" and dtype != spec.dtype:
         logger.info("%s is stored in %s and computed in %s", config.model, spec.dtype, dtype)
-    check_layout(spec, config.tp, config.ep, config.cp)
+    check_layout(spec, config.tp, config.ep, config.cp, config.pp)
     if config.kernels == "overlapped" and config.quantization != "none":
         raise ConfigError(
             f"--quantization is '{config.quantization}'; with --kernels overlapped it must be none"
         )
     free = available_memory() if config.replica.memory is None else config.replica.memory
-    layout = Layout(config.tp, config.ep, place.rank, config.cp)
+    layout = Layout(config.tp, config.ep, place.rank, config.cp, config.pp)
     ledger = plan_memory(
         layout.local(spec),
         dtype=dtype,
@@ -133,10 +133,11 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         copies=layout.copies,
     )
     interpreted = config.kernels == "overlapped"
-    if place.rank == config.replica.number == 0:
-        if interpreted:
-            logger.warning("--kernels overlapped: interpreted on a CPU, which takes seconds a step")
-        whose = f" of each of {place.world_size} ranks" if place.world_size > 1 else ""
+    if interpreted and place.rank == config.replica.number == 0:
+        logger.warning("--kernels overlapped: interpreted on a CPU, which takes seconds a step")
+    if place.rank % layout.stage_size == config.replica.number == 0:
+        whose = f" of each of {layout.stage_size} ranks" if layout.stage_size > 1 else ""
+        whose += f" of stage {layout.stage}" if layout.pp > 1 else ""
         whose += f" of each of {config.dp} engine cores" if config.dp > 1 else ""
         logger.info("memory%s\n%s", whose, ledger.render())
     store = None
@@ -152,7 +153,7 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
     groups = split(layout, place.count_exchange)
     home = context_home = None
     if interpreted:
-        home, context_home = _symmetric_memory(place, layout, store)
+        home, context_home = _symmetric_memory(layout, store)
     runner: ModelRunner = TorchRunner.load(
         path,
         spec,
@@ -206,10 +207,8 @@ class SlowRunner:
         return output
 
 
-def _symmetric_memory(
-    place: Place, layout: Layout, store: Store | None
-) -> tuple[Home, Home | None]:
-    """Where overlapped kernels find other ranks: all, and those that share KV heads, if any do.
+def _symmetric_memory(layout: Layout, store: Store | None) -> tuple[Home, Home | None]:
+    """Where overlapped kernels find others of the stage, and those that share KV heads, if any do.
 
     On a CPU they are interpreted.
     """
@@ -221,12 +220,13 @@ def _symmetric_memory(
     scope = ExitStack()
     scope.enter_context(installed())
     atexit.register(scope.close)
-    if store is None:
+    size = layout.stage_size
+    if store is None or size == 1:
         return VirtualHome(VirtualWorld(1), 0), None
-    home = SharedHome(store, place.rank, place.world_size)
+    home = SharedHome(store, layout.rank % size, size, name=f"stage-{layout.stage}")
     if layout.cp == 1:
         return home, None
-    name = f"context-{place.rank // layout.cp}"
+    name = f"context-{layout.rank // layout.cp}"
     return home, SharedHome(store, layout.context, layout.cp, name)
 
 
@@ -247,7 +247,8 @@ def check_ranks(config: EngineConfig) -> None:
     from weft.models.checkpoint import locate, read_spec
     from weft.models.layout import check_layout
 
-    check_layout(read_spec(locate(config.model)), config.tp, config.ep, config.cp)
+    spec = read_spec(locate(config.model))
+    check_layout(spec, config.tp, config.ep, config.cp, config.pp)
 
 
 def context_length(config: EngineConfig, spec: ModelSpec) -> int:

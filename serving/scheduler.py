@@ -12,6 +12,13 @@ length although the host does not know it yet, and the next step names it by
 its slot. When a request turns out to have ended, its rows in the steps under
 way are thrown away.
 
+A model in stages has a step under way in each of them, and what a step samples is
+known when it has left the last one. So its requests decode again as many steps later
+as there are stages, or once it is back: a step between them that needed the token would
+hold up the first stage. The steps between are of other requests, which take turns: a
+step takes those that have waited longest, so many that all come once in that many
+steps. Chunks of a prompt need no token, and follow each other without a gap.
+
 A slot and its blocks are released only when no step under way names the slot:
 nothing that a step could still write is ever handed out. A request that has
 to go (ended or preempted) is `leaving` until then.
@@ -42,6 +49,7 @@ from itertools import takewhile
 from operator import attrgetter
 
 import numpy as np
+import numpy.typing as npt
 
 from weft.errors import RequestError
 from weft.models.interface import FINITE, Int32, StepInput, StepOutput
@@ -61,6 +69,7 @@ class Scheduler:
         prefix_caching: whether blocks are shared between prompts that start alike.
         worth_waiting: tokens; a request is not admitted while a running one computes so many of
             its first tokens, because it will find them in the prefix cache.
+        stages: of the model.
     """
 
     def __init__(
@@ -71,12 +80,14 @@ class Scheduler:
         max_model_len: int,
         prefix_caching: bool = True,
         worth_waiting: int = 512,
+        stages: int = 1,
     ) -> None:
         self.kv = kv
         self._budget = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._prefix_caching = prefix_caching
         self._worth_waiting = worth_waiting
+        self._stages = stages
 
         # A decode takes one token of the budget, so no more slots than that.
         num_slots = min(kv.max_num_seqs, max_num_batched_tokens)
@@ -97,6 +108,7 @@ class Scheduler:
         self._registered = np.zeros(num_slots, np.int32)
         self._steps_under_way = np.zeros(num_slots, np.int32)
         self._decoding = np.zeros(num_slots, np.bool_)
+        self._sampled_in = np.zeros(num_slots, np.int64)  # the last step
 
         self._order = 0
         self._steps = 0
@@ -207,21 +219,37 @@ class Scheduler:
         sampled = flight.batch.sample_slot
         self._length[sampled] += 1
         self._decoding[sampled] = True
+        self._sampled_in[sampled] = flight.batch.step
         return flight.batch
 
     def _take_decodes(self) -> Slots:
         """Slots that compute the token they sampled last, each with a block to write it to."""
         ready = self._decoding & (self._length < self._limit)
+        share = len(ready)
+        if self._stages > 1:  # in so many steps, shares add up to all that run
+            running = int(np.count_nonzero(ready))
+            share = max(1, (running + self._steps % self._stages) // self._stages)
+            ready &= self._sampled_in < max(self._steps - self._stages + 1, self._finished_steps)
         num_blocks = self.kv.num_blocks[: len(ready)]
-        short = np.flatnonzero(ready & (self._length > num_blocks * self.kv.block_size))
-        if self.kv.append(short):
-            return np.flatnonzero(ready)
-        for request in sorted(self._at(short.tolist()), key=_rank):
+        short = self._length > num_blocks * self.kv.block_size
+        slots = self._longest_waiting(ready, share)
+        if self.kv.append(slots[short[slots]]):
+            return slots
+        # All that are ready, for those whose turn it is may have to wait for one whose is not.
+        for request in sorted(self._at(np.flatnonzero(ready & short).tolist()), key=_rank):
             # A request earlier in this loop may have preempted this one.
             here = self._running[request.slot] is request and self._decoding[request.slot]
             if here and not self._grow(request):
                 ready[request.slot] = False
-        return np.flatnonzero(ready & self._decoding)
+        return self._longest_waiting(ready & self._decoding, share)
+
+    def _longest_waiting(self, ready: npt.NDArray[np.bool_], most: int) -> Slots:
+        """At most so many of the slots that are ready, in order of their numbers."""
+        slots = np.flatnonzero(ready)
+        if len(slots) <= most:
+            return slots
+        turn = np.argsort(self._sampled_in[slots], kind="stable")
+        return np.sort(slots[turn[:most]])
 
     def _grow(self, request: Request) -> bool:
         """One more block for a request, if need be from one that is ranked after it."""

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 from torch.nn.functional import pad
 
-from weft.models.layout import Layout
+from weft.models.layout import WHOLE, Layout
+from weft.models.torch.pipe import Pipe
 
 LOOPBACK = "127.0.0.1"
 
@@ -122,18 +123,20 @@ class Groups:
     Attributes:
         tensor: ranks with the parts of attention, dense MLPs and the vocabulary.
         copies: of attention: ranks that have the same parts of it as this one.
-        expert: ranks with the parts of the experts: all.
+        expert: ranks with the parts of the experts: all of a stage.
         context: ranks with the parts of the positions, of the same KV heads.
+        pipe: to the other stages.
     """
 
     tensor: Group
     copies: Group
     expert: Group
     context: Group
+    pipe: Pipe
 
     def least(self, number: int) -> int:
         """The least of all ranks' numbers. Collective."""
-        if self.expert.size == 1:
+        if self.expert.size == 1 and self.pipe.stages == 1:
             return number
         least = torch.tensor(number)
         dist.all_reduce(least, dist.ReduceOp.MIN)
@@ -141,7 +144,7 @@ class Groups:
 
 
 _ONE = Group(range(1), 0, None)
-ALONE = Groups(_ONE, _ONE, _ONE, _ONE)
+ALONE = Groups(_ONE, _ONE, _ONE, _ONE, Pipe(WHOLE))
 
 
 def meet(
@@ -210,12 +213,11 @@ def split(layout: Layout, count: Callable[[bool], None] = lambda of_all: None) -
     Args:
         layout: this rank's.
         count: called when this rank comes to an exchange with others, and told whether every
-            rank of the model comes to it, or to one like it.
+            rank of its stage comes to it, or to one like it.
     """
-    size, part, rank = layout.world_size, layout.split, layout.rank
+    size, stage, part, rank = layout.world_size, layout.stage_size, layout.split, layout.rank
     if size == 1:
         return ALONE
-    everyone = Group(range(size), rank, dist.group.WORLD, partial(count, True))
 
     def parts(each: int) -> Iterable[range]:
         """So many ranks that are next to each other, and the next ones."""
@@ -225,14 +227,16 @@ def split(layout: Layout, count: Callable[[bool], None] = lambda of_all: None) -
         found = _ONE
         for ranks in groups:
             if len(ranks) == size:
-                return everyone
+                return Group(ranks, rank, dist.group.WORLD, partial(count, of_all))
             made = dist.new_group(list(ranks)) if len(ranks) > 1 else None  # by every rank
             if rank in ranks and made is not None:
                 found = Group(ranks, rank, made, partial(count, of_all))
         return found
 
-    stage, stages = layout.stage_size, range(0, size, layout.stage_size)
-    tensor = mine(parts(part), layout.copies == 1)
+    expert = tensor = mine(parts(stage), True)
+    if layout.copies > 1:
+        tensor = mine(parts(part), False)
     context = tensor if layout.tp == 1 else mine(parts(layout.cp), layout.copies == 1)
-    columns = (range(i + j, i + stage, part) for i in stages for j in range(part))
-    return Groups(tensor, mine(columns, True), everyone, context)
+    columns = (range(i + j, i + stage, part) for i in range(0, size, stage) for j in range(part))
+    pipe = Pipe(layout, partial(count, layout.copies == 1))
+    return Groups(tensor, mine(columns, True), expert, context, pipe)

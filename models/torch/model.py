@@ -99,7 +99,9 @@ class _Load:
 
 
 class Model:
-    """The model of `spec`, with its weights read and packed.
+    """The model of `spec`, with its weights read and packed; or one rank's part of it.
+
+    Tokens are looked up on the first stage only, and logits made on the last.
 
     Args:
         spec: what it is.
@@ -122,19 +124,23 @@ class Model:
         groups: Groups = ALONE,
     ) -> None:
         load = _Load(weights, groups, dtype, quantization, compress)
-        local = weights.layout.local(spec)
+        stage, local = weights.layout.of_stage(spec), weights.layout.local(spec)
         self._dtype = dtype
         self._inv_freq = torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim))
-        self._layers = [Layer(local, layer, load) for layer in spec.layers]
+        self._layers = [Layer(local, layer, load) for layer in stage.layers]
         # All but the last, which may be asked for few tokens, in one call where that is possible.
         native = [layer.native for layer in self._layers[:-1]]
         compiled = [layer for layer in native if layer is not None]
         self._native = NativeLayers(compiled) if compiled and compiled == native else None
-        self._norm = RMSNorm(load(spec.norm), spec.norm_eps)
-        self._lm_head = lm_head = load.make(load(spec.lm_head or spec.embedding))
-        if spec.lm_head is None and quantization == "none" and isinstance(lm_head, NativeLinear):
+        lm_head = None
+        self._is_last = stage.is_last
+        if stage.is_last:
+            self._norm = RMSNorm(load(spec.norm), spec.norm_eps)
+            self._lm_head = lm_head = load.make(load(spec.lm_head or spec.embedding))
+        packed = spec.lm_head is None and quantization == "none"
+        if packed and isinstance(lm_head, NativeLinear):
             self._rows: Callable[[Tensor], Tensor] = lm_head.weight_rows
-        else:
+        elif stage.is_first:
             table = weights.read(spec.embedding)
             self._rows = lambda token_ids: embedding(token_ids, table).to(dtype)
         self._group = groups.tensor
@@ -144,7 +150,7 @@ class Model:
 
     def __call__(
         self,
-        token_ids: Tensor,
+        x: Tensor,
         positions: Tensor,
         cache: Sequence[KVCache],
         plan: AttentionPlan,
@@ -154,7 +160,7 @@ class Model:
         """Run the layers.
 
         Args:
-            token_ids: int [T], each in [0, vocab_size).
+            x: [T, hidden]; what `embed` has given, or the stage before this one.
             positions: int [T]; of each token in its request.
             cache: of each layer; the tokens' keys and values are written to it.
             plan: which requests the tokens belong to, and where their cache is.
@@ -163,9 +169,8 @@ class Model:
             copies: as of StepInput.
 
         Returns:
-            [S, hidden]; what `logits` takes.
+            [S, hidden]; what `logits` takes, or the next stage.
         """
-        x = self._embed(token_ids)
         rotation = Rotation.of(positions, self._inv_freq, self._dtype)
         if self._native is not None:
             x = self._native(x, rotation, cache[:-1], plan)
@@ -173,23 +178,29 @@ class Model:
             tokens = [copy.tokens for copy in copies]
             for layer, layer_cache in zip(self._layers[:-1], cache[:-1], strict=True):
                 x = layer(x, rotation, layer_cache, plan, sizes=tokens)
-        last = [copy.rows for copy in copies]
-        return self._layers[-1](x, rotation, cache[-1], plan, rows, last)
+        return self._layers[-1](x, rotation, cache[-1], plan, rows, self._at_end(copies))
 
     def take_part(self, copies: Sequence[Size]) -> None:
         """Run the layers without a token, for those of other copies of attention. Collective."""
         none = torch.empty(0, self._hidden_size, dtype=self._dtype)
         for layer in self._layers[:-1]:
             layer.feed_forward(none, [copy.tokens for copy in copies])
-        self._layers[-1].feed_forward(none, [copy.rows for copy in copies])
+        self._layers[-1].feed_forward(none, self._at_end(copies))
+
+    def _at_end(self, copies: Sequence[Size]) -> list[int]:
+        """Tokens that each copy of attention has at the end of its last layer here."""
+        return [copy.rows if self._is_last else copy.tokens for copy in copies]
 
     def logits(self, hidden: Tensor) -> Logits:
         """[S, hidden] of the tokens that matter -> [S, vocab_size]."""
         local = self._lm_head(hidden, norm=self._norm)
         return Logits(local, self._vocab_size, self._group)
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        """[T] -> [T, hidden]; each rank knows some tokens (Shoeybi et al. 2019, section 3)."""
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Int [T], each in [0, vocab_size) -> [T, hidden].
+
+        Each rank knows some tokens (Shoeybi et al. 2019, section 3).
+        """
         if self._group.size == 1:
             return self._rows(token_ids)
         here = (token_ids >= self._vocabulary.start) & (token_ids < self._vocabulary.stop)

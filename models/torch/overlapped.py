@@ -474,7 +474,7 @@ class OverlappedModel:
             )
         self._alone = split == 1
         load = _Load(weights, dtype, home.device)
-        local = weights.layout.local(spec)
+        stage, local = weights.layout.of_stage(spec), weights.layout.local(spec)
         self._home, self._group, self._dtype = home, groups.tensor, dtype
         self._inv_freq = torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim))
         workspaces: _Workspaces | None = None
@@ -490,18 +490,21 @@ class OverlappedModel:
         self._ws, self._dispatch, self._shared = workspaces, dispatch, shared
         self._layers = [
             _Layer(local, layer, load, workspaces, dispatch, shared, alone=alone, count=count)
-            for layer in spec.layers
+            for layer in stage.layers
         ]
-        self._norm, self._eps = load(spec.norm), spec.norm_eps
-        self._table = load(spec.embedding)
-        head = self._table if spec.lm_head is None else load(spec.lm_head)
-        self._lm_head = _Linear([head], [])
+        if stage.is_first:
+            self._table = load(spec.embedding)
+        if stage.is_last:
+            self._norm, self._eps = load(spec.norm), spec.norm_eps
+            tied = stage.is_first and spec.lm_head is None
+            head = self._table if tied else load(spec.lm_head or spec.embedding)
+            self._lm_head = _Linear([head], [])
         self._vocabulary = weights.parts(spec.embedding)[0]
         self._vocab_size, self._hidden_size = spec.vocab_size, spec.hidden_size
 
     def __call__(
         self,
-        token_ids: Tensor,
+        x: Tensor,
         positions: Tensor,
         cache: Sequence[KVCache],
         plan: AttentionPlan,
@@ -513,7 +516,7 @@ class OverlappedModel:
         Raises:
             KernelError: a wait for another rank has run out.
         """
-        tokens, size, rank = len(token_ids), self._home.world_size, self._home.rank
+        tokens, size, rank = len(x), self._home.world_size, self._home.rank
         batch = PagedBatch.build(
             plan.query_start,
             plan.context_len,
@@ -525,7 +528,6 @@ class OverlappedModel:
         rotation = Rotation.of(positions, self._inv_freq, self._dtype)
         few = self._alone or tokens <= FEW_TOKENS
         told = _Step(rotation, plan, batch, few, tuple(copy.tokens for copy in copies))
-        x = self._embed(token_ids)
         if not told.few:
             each = -(-tokens // size)
             x = pad(x, (0, 0, 0, each * size - tokens))[rank * each :][:each].contiguous()
@@ -555,8 +557,8 @@ class OverlappedModel:
         normed = rms_norm(hidden.contiguous(), self._norm, self._eps).out
         return Logits(matmul(normed, self._lm_head.weights), self._vocab_size, self._group)
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        """[T] -> [T, hidden]; each rank knows some tokens."""
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Int [T] -> [T, hidden]; each rank knows some tokens."""
         here = (token_ids >= self._vocabulary.start) & (token_ids < self._vocabulary.stop)
         x = embedding(torch.where(here, token_ids - self._vocabulary.start, 0), self._table)
         return self._group.sum(x.masked_fill(~here[:, None], 0))

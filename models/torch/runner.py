@@ -3,7 +3,8 @@
 A step is: name the tokens that were sampled on the device, plan attention, run
 the layers, sample, remember the sampled tokens. State between steps is the KV
 cache, the sampler's slots, and each slot's newest token. Ranks that share a copy
-of attention are given the same steps; each of them samples, the same tokens.
+of attention are given the same steps; each of them samples, the same tokens. Of stages,
+the first one names, the last one samples, and hidden states go from each to the next.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from weft.models.spec import ModelSpec
 from weft.models.torch.group import ALONE, Groups
 from weft.models.torch.layers import KVCache
 from weft.models.torch.model import Model
+from weft.models.torch.pipe import Pipe
 from weft.models.torch.sampler import Sampler
 from weft.models.weights import Progress, Weights
 
@@ -36,6 +38,8 @@ Int64 = npt.NDArray[np.int64]
 
 PROMPT_LOGPROB_ROWS = 64
 """Rows of logits in memory at once when a prompt is scored."""
+
+NONE: Int32 = np.empty(0, np.int32)
 
 WARM_UP_TOKENS = 32
 """Tokens of the prompt that `warm_up` runs, at most."""
@@ -49,6 +53,7 @@ class TorchRunner:
         model: Model | OverlappedModel,
         spec: ModelSpec,
         *,
+        pipe: Pipe,
         vocab_size: int,
         dtype: str,
         block_size: int,
@@ -60,6 +65,7 @@ class TorchRunner:
         self._layout = layout
         self._model = model
         self._spec = spec
+        self._pipe = pipe
         self._dtype = dtype
         self._block_size = block_size
         self._max_tokens = max_tokens
@@ -142,6 +148,7 @@ class TorchRunner:
         return cls(
             model,
             layout.local(spec),
+            pipe=groups.pipe,
             vocab_size=spec.vocab_size,
             dtype=dtype,
             block_size=block_size,
@@ -152,7 +159,7 @@ class TorchRunner:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of this rank's part of one block of keys and values, over all layers."""
+        """Bytes of this rank's part of one block of keys and values, over its layers."""
         return self._block_size * self._spec.kv_bytes_per_token(self._dtype)
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
@@ -179,8 +186,7 @@ class TorchRunner:
         started = time.perf_counter()
         if not len(batch.token_ids):
             self._model.take_part(batch.copies)
-            none = np.empty(0, np.int32)
-            return StepOutput(batch.step, none, none, seconds=time.perf_counter() - started)
+            return StepOutput(batch.step, NONE, NONE, seconds=time.perf_counter() - started)
         plan = AttentionPlan.build(
             batch.query_start,
             batch.context_len,
@@ -189,11 +195,16 @@ class TorchRunner:
             rank=self._layout.context,
             world_size=self._layout.cp,
         )
+        x, positions = self._begin(batch), torch.tensor(batch.positions)
+        if not self._pipe.is_last:
+            x = self._model(x, positions, self._cache, plan, copies=batch.copies)
+            self._pipe.send(x)
+            return StepOutput(batch.step, NONE, NONE, seconds=time.perf_counter() - started)
         # Sorted, so that a row's place among them can be searched.
         rows = np.union1d(batch.sample_index, batch.prompt_logprob_index).astype(np.int64)
         hidden = self._model(
-            self._known_tokens(batch.token_ids),
-            torch.tensor(batch.positions),
+            x,
+            positions,
             self._cache,
             plan,
             torch.from_numpy(rows) if len(rows) < len(batch.token_ids) else None,
@@ -211,12 +222,26 @@ class TorchRunner:
 
     def close(self) -> None:
         """Release the weights and the cache; no step can follow."""
+        self._pipe.close()
         self._cache.clear()
         del self._model
+
+    def _begin(self, batch: StepInput) -> Tensor:
+        """[T, hidden], as this stage's first layer takes it."""
+        if not self._pipe.is_first:
+            dtype: torch.dtype = getattr(torch, self._dtype)
+            return self._pipe.receive(len(batch.token_ids), self._spec.hidden_size, dtype)
+        x = self._model.embed(self._known_tokens(batch.token_ids))
+        if not self._pipe.is_last:
+            self._pipe.expect(torch.tensor(batch.sample_slot, dtype=torch.int64))
+        return x
 
     def _known_tokens(self, token_ids: Int32) -> Tensor:
         """Put the slots' newest tokens in the place of the negative ids that stand for them."""
         ids = torch.tensor(token_ids, dtype=torch.int64)
+        if not self._pipe.is_last:
+            for slots, tokens in self._pipe.sampled(-1 - ids[ids < 0]):
+                self._newest_token[slots] = tokens
         if token_ids.min() >= 0:
             return ids
         return torch.where(ids < 0, self._newest_token[(-1 - ids).clamp_(min=0)], ids)
@@ -233,13 +258,15 @@ class TorchRunner:
         """
         self._sampler.set_slots(batch.new_slots)
         if not len(batch.sample_index):
-            none = np.empty(0, np.int32)
-            return none, none, None
+            return NONE, NONE, None
         slots = torch.tensor(batch.sample_slot, dtype=torch.int64)
         sampled_rows = torch.from_numpy(np.searchsorted(rows, batch.sample_index))
         logits = self._model.logits(hidden[sampled_rows])
         sampled = self._sampler.sample(logits, slots, torch.tensor(batch.output_index))
-        self._newest_token[slots] = sampled.token_ids
+        if self._pipe.is_first:
+            self._newest_token[slots] = sampled.token_ids
+        else:
+            self._pipe.send_back(sampled.token_ids)
         token_ids = sampled.token_ids.numpy().astype(np.int32)
         return token_ids, sampled.status.numpy(), sampled.logprobs
 

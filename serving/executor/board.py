@@ -1,11 +1,11 @@
 """Shared memory in which a controller tells the ranks of one machine what to do.
 
     controller                                  rank r
-    writes step n to slot n mod SLOTS           is woken by a byte on its socket
+    writes step n to slot n mod slots           is woken by a byte on its socket
     wakes each rank                             begun[r] = n
     ...                                         reads the slot, runs the step
     waits before it writes to a slot            done[r] = n
-      until all ranks have done[r] >= n - SLOTS
+      until all ranks have done[r] >= n - slots
 
 The counters also tell which rank is stuck, in which step, and before which of the
 exchanges with other ranks, which each counts as it comes to them. The memory has no
@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 SLOTS = 4
+"""Of a model of one stage; each further stage takes one more, as more steps are under way."""
 SLOT_BYTES = 1 << 30
 """Of address space; memory is what the largest step has taken."""
 
@@ -43,6 +44,11 @@ def check_size(step: int, data: bytes) -> None:
 class Board:
     """The memory, of which `fd` may be given to other processes.
 
+    Args:
+        ranks: how many.
+        fd: of a board that another process has made.
+        stages: of the model that they share.
+
     Attributes:
         counters: int64 [COUNTERS, ranks]; those that follow.
         begun, done: int64 [ranks]; the last step that each has begun and done, from 1.
@@ -50,15 +56,16 @@ class Board:
         rounds: int64 [ranks]; of these, how many are of all ranks.
     """
 
-    def __init__(self, ranks: int, fd: int | None = None) -> None:
+    def __init__(self, ranks: int, fd: int | None = None, *, stages: int = 1) -> None:
         header = COUNTERS * 8 * ranks
-        size = SLOTS * SLOT_BYTES + header
+        self.slots = SLOTS + stages - 1
+        size = self.slots * SLOT_BYTES + header
         if fd is None:
             fd = os.memfd_create("weft-steps", os.MFD_CLOEXEC)
             os.ftruncate(fd, size)
         self.fd = fd
         self._memory = mmap.mmap(fd, size)
-        counters = np.frombuffer(self._memory, np.int64, COUNTERS * ranks, SLOTS * SLOT_BYTES)
+        counters = np.frombuffer(self._memory, np.int64, COUNTERS * ranks, self.slots * SLOT_BYTES)
         self.counters: Int64 = counters.reshape(COUNTERS, ranks)
         self.begun: Int64
         self.done: Int64
@@ -72,16 +79,16 @@ class Board:
 
     def has_room(self, step: int) -> bool:
         """Whether all ranks have read what step `step` would write over."""
-        return bool(self.done.min() >= step - SLOTS)
+        return bool(self.done.min() >= step - self.slots)
 
     def write(self, step: int, data: bytes) -> None:
         """Put a step up, of which `check_size` has been asked."""
-        at = step % SLOTS * SLOT_BYTES
+        at = step % self.slots * SLOT_BYTES
         self._memory[at : at + 8] = len(data).to_bytes(8, "little")
         self._memory[at + 8 : at + 8 + len(data)] = data
 
     def read(self, step: int) -> bytes:
         """What `write` was given."""
-        at = step % SLOTS * SLOT_BYTES
+        at = step % self.slots * SLOT_BYTES
         length = int.from_bytes(self._memory[at : at + 8], "little")
         return self._memory[at + 8 : at + 8 + length]

@@ -117,19 +117,20 @@ class LocalMachine:
         address: str = LOOPBACK,
     ) -> None:
         self.ranks = ranks
-        self._board = Board(len(ranks))
+        self._board = Board(len(ranks), stages=config.pp)
         self.counters = self._board.counters
         self._ranks: list[_Rank] = []
         try:
+            stage_size = world_size // config.pp
             for number in ranks:
-                copy, place = divmod(number, world_size // config.copies)
+                copy, place = divmod(number % stage_size, stage_size // config.copies)
                 orders = RankOrders(
                     config,
                     load_model,
                     number,
                     world_size,
                     copy=copy,
-                    answers=place == 0,
+                    answers=place == 0 and number >= world_size - stage_size,
                     first=ranks[0],
                     on_machine=len(ranks),
                     host=host,

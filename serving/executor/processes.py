@@ -3,7 +3,10 @@
     engine core     submit(step n) ──► board ──► rank 0 ─┐
                                           ├────► rank 1  │ the model's own collectives
                                           └────► rank 2 ─┘
-                    future n ◄── receiver thread ◄── rank 0: what step n has produced
+                    future n ◄── receiver thread ◄── one rank: what step n has produced
+
+With several copies of attention the first rank of each answers, and a step is done when all have;
+of several stages, those of the last.
 
 Steps are dispatched ahead and in one order (Pathways: Barham et al. 2022, section 4.5): a rank
 begins the next one without hearing from anybody. When a rank ends or raises, the
@@ -12,6 +15,8 @@ rank, how it ended and in which step. So they are when none of them gets on any 
 the one that is behind is named, and the stacks of all are written to stderr.
 
 The ranks are on one machine or on several, each of which has a board (machine.py, hosts.py).
+A stage waits for the one before it in the same step, and for later ones in earlier steps: of
+stages that are in the same step, the first one is behind.
 """
 
 from __future__ import annotations
@@ -66,6 +71,7 @@ class RankExecutor:
     """
 
     def __init__(self, config: EngineConfig, machines: Iterable[Machine]) -> None:
+        self._stages = config.pp
         self.failure: WeftError | None = None
         self._pending: deque[Future[Result]] = deque()
         # By copy of attention, what came of pending steps.
@@ -235,17 +241,24 @@ class RankExecutor:
     def _name_stuck(self) -> WeftError:
         """End all ranks, and say which one is behind."""
         _, done, exchanges, rounds = (counter.tolist() for counter in self._counters())
+        stage_size = self._count // self._stages
         stopped = [m.is_stopped(rank) for m in self._machines for rank in m.ranks]
-        number = min(
-            range(self._count),
-            key=lambda rank: (not stopped[rank], done[rank], rounds[rank], exchanges[rank]),
-        )
+
+        def place(rank: int) -> tuple[bool, int, int, int, int]:
+            """Which of two is behind: a stage's exchanges are not those of another."""
+            stage = rank // stage_size
+            return not stopped[rank], done[rank], stage, rounds[rank], exchanges[rank]
+
+        number = min(range(self._count), key=place)
+        first = number // stage_size * stage_size
+        stage = slice(first, first + stage_size)
         # Ranks of several copies of attention have only the exchanges of all in common.
-        at = rounds if rounds[number] < max(rounds) else exchanges
+        at = rounds if rounds[number] < max(rounds[stage]) else exchanges
         error = EngineError(
             f"{self._machine(number).name(number)} is "
             f"{'stopped' if stopped[number] else 'stuck'}{self._when(number)}, at its exchange "
-            f"{at[number]} with other ranks, for {self._patience:g} s; others are at {max(at)}"
+            f"{at[number]} with other ranks, for {self._patience:g} s; others are at "
+            f"{max(at[stage])}"
         )
         self._fail(error)  # at once, for the front's own patience ends soon
         for machine in self._machines:

@@ -2,8 +2,8 @@
 
 A process (`python -m weft.serving.executor.rank`, see child.py) that machine.py
 starts. A byte on its socket wakes it for each step, in the order of the steps;
-on the socket it says that it is ready, what steps have produced if it is the
-first rank of a copy of attention, and why it ends.
+on the socket it says that it is ready, what steps have produced if it is, in the
+last stage, the first rank of a copy of attention, and why it ends.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def serve(orders: RankOrders, channel: socket.socket) -> None:
             return own
         return int.from_bytes(channel.recv(8, socket.MSG_WAITALL), "little")
 
-    board = Board(orders.on_machine, orders.board)
+    board = Board(orders.on_machine, orders.board, stages=orders.config.pp)
     column = orders.rank - orders.first
 
     def count_exchange(of_all: bool) -> None:

@@ -184,3 +184,38 @@ def test_a_vocabulary_of_which_a_rank_would_have_nothing(tmp_path: Path) -> None
     spec = read_spec(make_checkpoint(tmp_path, "llama", vocab_size=9))
     with pytest.raises(ConfigError, match=r"without any of the 9 tokens .* sizes work: 1, 2$"):
         check_layout(spec, 4, 1)
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3])
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_have_all_layers_and_only_the_ends_have_tables(
+    pp: int, tied: bool, tmp_path: Path
+) -> None:
+    spec = read_spec(
+        make_checkpoint(tmp_path, "llama", num_hidden_layers=4, tie_word_embeddings=tied)
+    )
+    check_layout(spec, 2, 1, pp=pp)
+    layouts = [Layout(tp=2, rank=rank, pp=pp) for rank in range(2 * pp)]
+    stages = [layout.of_stage(spec) for layout in layouts]
+    assert stages[0::2] == stages[1::2]
+    assert sum((stage.layers for stage in stages[::2]), ()) == spec.layers
+    sizes = [len(stage.layers) for stage in stages]
+    assert max(sizes) - min(sizes) <= 1
+    for stage in stages:
+        first, last = stage is stages[0] or stage is stages[1], stage in stages[-2:]
+        names = {weight.name for weight in stage.weights}
+        assert ("model.embed_tokens.weight" in names) == (first or (last and tied))
+        assert ("model.norm.weight" in names) == last
+        assert ("lm_head.weight" in names) == (last and not tied)
+    everything = {weight.name for weight in spec.weights}
+    assert {weight.name for stage in stages for weight in stage.weights} == everything
+    local = layouts[-1].local(spec)
+    assert local.num_heads == 2
+    assert len(local.layers) == sizes[-1]
+    assert local.kv_bytes_per_token() == spec.kv_bytes_per_token() // 2 * sizes[-1] // 4
+
+
+def test_more_stages_than_layers_are_refused(specs: dict[str, ModelSpec]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_layout(specs["llama"], 1, 1, pp=3)
+    assert str(raised.value) == "--pp is 3; the model has 2 layers. These sizes work: 1, 2"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from weft.errors import ConfigError
 from weft.models.families import build_spec
+from weft.models.layout import Layout
 from weft.models.memory import (
     GIB,
     MIB,
@@ -55,6 +56,22 @@ def plan(**changes: Any) -> Ledger:
         "max_model_len": None,
     }
     return plan_memory(SPEC, **(arguments | changes))
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_stages_share_weights_and_cache(quantization: str) -> None:
+    stages = [Layout(rank=rank, pp=3).local(SPEC) for rank in range(3)]
+    table = 2 * SPEC.embedding.size
+    weights = [stage.weight_bytes("auto", quantization) for stage in stages]
+    last = table if quantization == "none" else SPEC.embedding.size + 2 * SPEC.vocab_size
+    # The table is with the first one, to look tokens up, and with the last, as its head.
+    assert sum(weights) == SPEC.weight_bytes("auto", quantization) + table
+    norm = 2 * SPEC.hidden_size
+    assert weights[0] - table == weights[1] == weights[2] - last - norm
+    assert {stage.kv_bytes_per_token() for stage in stages} == {KV_BYTES_PER_TOKEN // 3}
+    sizes = {"dtype": "auto", "max_num_seqs": 64, "max_num_batched_tokens": 64}
+    first, middle, end = (activation_bytes(s, **sizes, max_model_len=512) for s in stages)
+    assert first == middle < end == activation_bytes(SPEC, **sizes, max_model_len=512)
 
 
 def test_everything_is_accounted_for() -> None:

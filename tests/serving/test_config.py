@@ -26,6 +26,10 @@ from weft.serving.settings import SETTINGS, resolve
         ({"max_num_seqs": "8"}, "--max-num-seqs is '8'; it must be an integer"),
         ({"prefix_caching": 1}, "--prefix-caching is 1; it must be true or false"),
         ({"model": 3}, "--model is 3; it must be text"),
+        (
+            {"pp": 16, "tp": 8},
+            "--pp is 16 with stages of 8 ranks; there can be at most 64 ranks",
+        ),
     ],
 )
 def test_engine_config_refuses(wrong: dict[str, Any], message: str) -> None:

@@ -97,6 +97,15 @@ def test_a_rank_that_dies_while_nothing_is_asked_is_noticed(model: Path, tmp_pat
         assert "rank 0 " in server.log.read_text()
 
 
+@pytest.mark.parametrize("split", [{"tp": 2}, {"ep": 2}])
+def test_stages_answer_as_one_rank(
+    split: dict[str, int], model: Path, expected: list[list[int]]
+) -> None:
+    with LLM(model, threads=2, pp=2, **SIZES, **split) as llm:
+        assert [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)] == expected
+        assert [answer.token_ids for answer in llm.generate(PROMPTS[0], GREEDY)] == expected[:1]
+
+
 @pytest.mark.parametrize("split", [{"ep": 2}, {"tp": 2, "ep": 4}])
 def test_copies_of_attention_answer_as_one_rank(
     split: dict[str, int], model: Path, expected: list[list[int]]
@@ -174,7 +183,7 @@ def test_whatever_is_killed_and_when_nothing_is_left(
     rng = random.Random(seed)
     sizes = {"kv_cache_memory": 2**22, "max_num_seqs": 4}
     until: Literal["started", "ready"] = "started" if seed % 3 == 0 else "ready"
-    split = {"tp": 2} if seed % 2 else {"ep": 2}
+    split = [{"tp": 2}, {"ep": 2}, {"pp": 2}][seed // 2 % 3]
     with (
         shared_memory_left_alone(),
         start_server(model, tmp_path, until=until, **split, **sizes) as server,

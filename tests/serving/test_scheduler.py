@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -51,6 +52,7 @@ class Engine:
         depth: int = 2,
         prefix_caching: bool = True,
         worth_waiting: int = 512,
+        stages: int = 1,
     ) -> None:
         self.kv = KVCache(num_blocks, block_size, max_num_seqs, MAX_MODEL_LEN)
         self.scheduler = Scheduler(
@@ -59,11 +61,13 @@ class Engine:
             max_model_len=MAX_MODEL_LEN,
             prefix_caching=prefix_caching,
             worth_waiting=worth_waiting,
+            stages=stages,
         )
         self.runner = MockRunner(block_size)
         self.runner.allocate_kv_cache(num_blocks)
         self.budget = budget
         self.depth = depth
+        self.stages = stages
         self.under_way: deque[StepInput] = deque()
         self.adds: dict[str, Add] = {}
         self.outputs: dict[str, list[TokenOutput]] = {}
@@ -83,6 +87,9 @@ class Engine:
         if batch is None:
             return False
         assert 0 < len(batch.token_ids) <= self.budget
+        names = set((-1 - batch.token_ids[batch.token_ids < 0]).tolist())
+        for step in list(self.under_way)[1 - self.stages :] if self.stages > 1 else ():
+            assert names.isdisjoint(step.sample_slot.tolist()), "a stage would wait for a token"
         self.under_way.append(batch)
         return True
 
@@ -155,6 +162,7 @@ class Engine:
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         depth=st.integers(1, 3),
+        stages=st.integers(1, 3),
         budget=st.sampled_from([2, 5, 9, 64]),
         num_blocks=st.sampled_from([10, 12, 20]),
         prefix_caching=st.booleans(),
@@ -255,6 +263,60 @@ def test_a_shared_prefix_is_computed_once() -> None:
     assert engine.runner.tokens_computed - before <= 1 + 4
     assert engine.tokens("a") == engine.tokens("b")
     assert engine.scheduler.stats().prefix_hits == 8
+
+
+@pytest.mark.parametrize(("stages", "users"), [(2, 2), (2, 7), (4, 5), (4, 16), (3, 2), (4, 1)])
+def test_decodes_take_turns_so_that_no_stage_idles(stages: int, users: int) -> None:
+    """As many steps as can be are under way, of equal size, and nobody waits for long."""
+    engine = Engine(num_blocks=160, max_num_seqs=16, budget=64, stages=stages, depth=stages + 1)
+    prompts = ([i, 2, 3] for i in range(1, 61))
+    for prompt in islice((p for p in prompts if END not in expected(p, 36)), users):
+        engine.add(make_add(f"r{prompt[0]}", prompt, 36))
+        engine.step()
+    for _ in range(2 * stages):
+        engine.step()
+    steps = []
+    for _ in range(6 * stages):
+        engine.step()
+        while engine.submit():
+            pass
+        steps.append(set(engine.under_way[-1].slot.tolist()))
+        assert len(engine.under_way) == (stages + 1 if users >= stages else users)
+    if users >= stages:
+        assert {len(step) for step in steps} <= {users // stages, -(-users // stages)}
+        for i in range(len(steps) - stages):
+            assert set().union(*steps[i : i + stages]) == set(range(users))
+    engine.run()
+
+
+def test_nobody_is_passed_over_where_each_step_is_back_before_the_next() -> None:
+    engine = Engine(num_blocks=160, max_num_seqs=16, budget=64, stages=3, depth=1)
+    prompts = ([i, 2, 3] for i in range(1, 61))
+    for prompt in islice((p for p in prompts if END not in expected(p, 36)), 9):
+        engine.add(make_add(f"r{prompt[0]}", prompt, 36))
+    for _ in range(12):
+        engine.step()
+        counts = [len(engine.tokens(name)) for name in engine.adds]
+        assert max(counts) - min(counts) <= 1
+    assert min(counts) >= 4
+
+
+def test_chunks_of_a_prompt_follow_each_other_through_the_stages() -> None:
+    engine = Engine(num_blocks=40, budget=4, stages=3, depth=4)
+    engine.add(make_add("a", range(1, 17), 4))
+    assert [engine.submit() for _ in range(5)] == [True] * 4 + [False]
+    engine.finish()
+    assert not engine.submit(), "its first token is under way"
+    engine.run()
+    assert engine.tokens("a") == expected(range(1, 17), 4)
+
+
+def test_a_request_whose_turn_it_is_but_finds_no_block_lets_others_on() -> None:
+    engine = Engine(num_blocks=10, max_num_seqs=2, budget=32, stages=2, depth=3)
+    engine.add(make_add("a", [1, 2, 3], 30))
+    engine.add(make_add("b", [4, 5, 6], 30))
+    engine.run()
+    assert engine.scheduler.stats().preemptions <= 1
 
 
 def test_prompts_that_come_together_and_start_alike_are_computed_once() -> None:

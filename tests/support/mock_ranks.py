@@ -1,7 +1,8 @@
 """Ranks without a model, for tests of the executor: `load` stands in for `loading.load_model`.
 
 `config.model` says what goes wrong: "1 raises in 3" (rank, what, step), and
-`config.tokenizer` is a directory, in which each rank notes the steps that it runs.
+`config.tokenizer` is a directory, in which each rank notes the steps that it runs. When a
+rank "stalls", the others wait for it where those of a model with `config.pp` stages do.
 """
 
 from __future__ import annotations
@@ -35,9 +36,13 @@ class RankRunner:
         rank, self._fault, step = (
             (int(words[0]), words[1], int(words[3])) if len(words) == 4 else (-1, "", 0)
         )
-        self._at = step if rank == place.rank else -1
+        self._is_named = rank == place.rank
+        self._at = step if self._is_named else -1
         self._strands = step if self._fault == "strands" else -1
         self._place = place
+        if self._fault == "stalls":
+            size = place.world_size // config.pp
+            self._at = step + (place.rank // size < rank // size)  # there tokens are awaited
         self._notes = Path(config.tokenizer or os.devnull)
         if self._notes.is_dir():
             self._notes /= f"rank{place.rank}"
@@ -58,7 +63,9 @@ class RankRunner:
                 raise ValueError("a bad step")
             if self._fault == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if self._fault == "hangs":
+            if self._fault in ("hangs", "stalls"):
+                if self._fault == "stalls" and not self._is_named:
+                    self._place.count_exchange(True)
                 time.sleep(600)
             if self._fault == "works":
                 for seconds in WORK:

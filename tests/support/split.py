@@ -90,7 +90,7 @@ def generate(
     *,
     inputs: Iterable[StepInput] | None = None,
 ) -> tuple[Any, Any]:
-    """Sampled tokens, and log probabilities of the greedy request."""
+    """Sampled tokens, and log probabilities of the greedy request; none before the last stage."""
     runner = TorchRunner.load(
         path,
         read_spec(path),
@@ -126,7 +126,7 @@ def take_part(rank: int, columns: int, cases: list[torch.Tensor], pipe: Connecti
     """A process: hold some columns of logits [S, columns], and send what it is told of all."""
     torch.set_num_threads(1)
     size = 4
-    meet(rank, size, lambda own: _port(own, pipe), timeout=60)
+    meet(rank, size, lambda own: take_port(own, pipe), timeout=60)
     group = split(Layout(tp=size, rank=rank)).tensor
     each = -(-columns // size)
     for case in cases:
@@ -206,7 +206,7 @@ class CountingGroup(Group):
 def sample_parts(rank: int, size: int, pipe: Connection) -> None:
     """A process: with as many of the others as is said, take part in what is asked."""
     torch.set_num_threads(1)
-    meet(rank, size, lambda own: _port(own, pipe), timeout=60)
+    meet(rank, size, lambda own: take_port(own, pipe), timeout=60)
     made = {ranks: torch.distributed.new_group(range(ranks)) for ranks in range(2, size + 1)}
     while (asked := pipe.recv()) is not None:
         ranks, sampling = asked
@@ -215,7 +215,7 @@ def sample_parts(rank: int, size: int, pipe: Connection) -> None:
     torch.distributed.destroy_process_group()
 
 
-def _port(own: int | None, pipe: Connection) -> int:
+def take_port(own: int | None, pipe: Connection) -> int:
     if own is not None:
         pipe.send(own)
         return own
@@ -235,7 +235,7 @@ def be_rank(
     Overlapped if `few_tokens` is given, which are then the same on all ranks, or sent at a time.
     """
     torch.set_num_threads(1)
-    store = meet(rank, size, lambda own: _port(own, pipe), timeout=60)
+    store = meet(rank, size, lambda own: take_port(own, pipe), timeout=60)
     with ExitStack() as stack:
         home = None
         if few_tokens is not None:
@@ -246,9 +246,11 @@ def be_rank(
 
             overlapped.FEW_TOKENS = overlapped.DISPATCH_TOKENS = few_tokens
             stack.enter_context(installed())
-            home = stack.enter_context(SharedHome(store, rank, size))
         for name, path, (_, dtype, whole) in cases:
             layout, counted = replace(whole, rank=rank), list[bool]()
+            if few_tokens is not None and (home is None or home.world_size != layout.stage_size):
+                of_stage = layout.rank % layout.stage_size, layout.stage_size
+                home = stack.enter_context(SharedHome(store, *of_stage, f"stage{layout.stage}"))
             groups = split(layout, counted.append)
             context_home = None
             if home is not None and layout.cp > 1:

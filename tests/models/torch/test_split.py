@@ -22,6 +22,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("qwen3_moe", {"norm_topk_prob": True}),
     "mixtral": ("mixtral", {}),
     "window": ("mistral", {"sliding_window": 6}),
+    "deep": ("llama", {"num_hidden_layers": 5}),
 }
 CASES: list[Case] = [
     *((model, "float32", Layout(tp=tp)) for tp in (2, 4) for model in MODELS),
@@ -40,6 +41,14 @@ CASES: list[Case] = [
     ("experts", "float32", Layout(cp=2, ep=2)),
     ("experts", "float32", Layout(tp=2, cp=2, ep=2)),
     ("mixtral", "float32", Layout(cp=2, ep=4)),
+    *((model, "float32", Layout(pp=2)) for model in MODELS),
+    ("llama", "bfloat16", Layout(pp=2)),
+    ("tied", "float32", Layout(tp=2, pp=2)),
+    ("odd vocabulary", "float32", Layout(tp=2, pp=2)),
+    ("window", "float32", Layout(cp=2, pp=2)),
+    ("experts", "float32", Layout(ep=2, pp=2)),
+    ("experts", "float32", Layout(tp=2, ep=2, pp=2)),
+    ("deep", "float32", Layout(pp=4)),
 ]
 
 
@@ -64,22 +73,27 @@ def test_tokens_are_those_of_one_rank(size: int, checkpoints: dict[str, Path]) -
         (str(case), checkpoints[case[0]], case) for case in CASES if case[2].world_size == size
     ]
     with running(size, be_rank, size, cases) as pipes:
-        for name, path, (_, dtype, layout) in cases:
-            alone = each_copy(path, dtype, layout)
-            counts = set()
+        for name, path, (_, dtype, first) in cases:
+            alone = each_copy(path, dtype, first)
+            counts: dict[int, set[int]] = {}
             for rank, pipe in enumerate(pipes):
-                tokens, logprobs = alone[replace(layout, rank=rank).copy]
+                layout = replace(first, rank=rank)
+                tokens, logprobs = alone[layout.copy]
                 assert len({tuple(row) for row in tokens.T}) == 2
                 told, their_tokens, their_logprobs, exchanges = pipe.recv()
                 assert told == name
-                counts.add(exchanges)
-                if dtype == "float32":
+                counts.setdefault(layout.stage, set()).add(exchanges)
+                if layout.stage < layout.pp - 1:
+                    assert not their_tokens.size, "only the last stage samples"
+                    continue
+                if dtype == "float32" or layout.stage_size == 1:
                     assert (their_tokens == tokens).all(), name
                 else:  # the sum is rounded otherwise; the first request is greedy
                     assert their_tokens[0, 0] == tokens[0, 0], name
                 close = 1e-4 if dtype == "float32" else 0.15
                 assert abs(their_logprobs[0] - logprobs[0]).max() < close, name
-            assert len(counts) == 1  # by which the rank is found that is behind
+            # By which the rank of a stage is found that is behind.
+            assert all(len(of_stage) == 1 for of_stage in counts.values())
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -93,24 +107,29 @@ def test_overlapped_kernels_give_the_tokens_of_plain_ones(
         layouts += [("experts", Layout(tp=2, ep=2)), ("experts", Layout(ep=2))]
         layouts += [("window", Layout(cp=2))]
     if size == 4:
-        layouts += [("tied", Layout(tp=2, cp=2))]
+        layouts += [("tied", Layout(tp=2, cp=2)), ("tied", Layout(tp=2, pp=2))]
+        layouts += [("tied", Layout(pp=2))]
     cases = [
         (f"{model} {layout}", checkpoints[model], (model, "float32", layout))
         for model, layout in layouts
     ]
     with running(size, be_rank, size, cases, after=(4,)) as pipes:
-        for name, path, (_, dtype, layout) in cases:
-            alone = each_copy(path, dtype, layout)
+        for name, path, (_, dtype, first) in cases:
+            alone = each_copy(path, dtype, first)
             counts = set()
             for rank, pipe in enumerate(pipes):
-                tokens, logprobs = alone[replace(layout, rank=rank).copy]
+                layout = replace(first, rank=rank)
+                tokens, logprobs = alone[layout.copy]
                 told, their_tokens, their_logprobs, exchanges = pipe.recv()
                 assert told == name
+                if layout.stage < layout.pp - 1:
+                    continue
                 counts.add(exchanges)
                 assert (their_tokens == tokens).all(), name
                 assert abs(their_logprobs - logprobs).max() < 1e-4, name
             assert len(counts) == 1  # by which the rank is found that is behind
-            assert counts.pop() >= (2 * 8 if size > 1 else 0)  # in each layer and step
+            # In each layer and step.
+            assert counts.pop() >= (2 * 8 if layout.stage_size > 1 else 0) // layout.pp
 
 
 def test_a_rank_reads_its_share(checkpoints: dict[str, Path]) -> None:
@@ -120,6 +139,9 @@ def test_a_rank_reads_its_share(checkpoints: dict[str, Path]) -> None:
         ("llama", Layout(tp=2, cp=2)),
         ("experts", Layout(tp=2, ep=2)),
         ("experts", Layout(ep=4)),
+        ("tied", Layout(tp=2, pp=2)),
+        ("deep", Layout(pp=4)),
+        ("experts", Layout(ep=2, pp=2)),
     ):
         spec = read_spec(checkpoints[name])
         for rank in range(whole.world_size):
@@ -129,6 +151,6 @@ def test_a_rank_reads_its_share(checkpoints: dict[str, Path]) -> None:
                 checkpoints[name], spec, lambda *state, told=told: told.append(state), layout
             )
             share = layout.local(spec)
-            for weight in spec.weights:
+            for weight in layout.of_stage(spec).weights:
                 list(weights.read_each(weight))
-            assert told[-1][0] == told[-1][1] == share.parameters * 4, layout
+            assert told[-1][0] == told[-1][1] == share.parameters * 4, (name, layout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from weft.serving.executor.board import SLOTS
 from weft.serving.executor.machine import LocalMachine
 from weft.serving.executor.processes import ProcessExecutor
 from weft.serving.executor.wire import decode_step, encode_step
-from weft.serving.loading import ModelInfo
+from weft.serving.loading import ModelInfo, load_model
 
 
 @pytest.fixture(autouse=True)
@@ -191,6 +192,38 @@ def test_ranks_that_do_not_get_on_end_with_the_one_behind_named(
     executor.close()
 
 
+@pytest.mark.parametrize("rank", [1, 2])
+def test_of_stages_that_wait_for_each_other_the_rank_behind_is_named(
+    rank: int, tmp_path: Path
+) -> None:
+    config = EngineConfig(
+        model=f"{rank} stalls in 1", tokenizer=str(tmp_path), tp=2, pp=2, stall_timeout=0.8
+    )
+    executor = ProcessExecutor(config, load, 4)
+    futures = [executor.submit((batch(step),)) for step in range(3)]
+    with pytest.raises(EngineError, match=rf"rank {rank} \(process \d+\) is stuck in step 2, "):
+        futures[-1].result(20)
+    executor.close()
+    wait_until_gone(pids(executor))
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_what_the_last_stage_says_is_the_answer(rank: int, tmp_path: Path) -> None:
+    with started(tmp_path, 4, f"{rank} lags in 0", tp=2, pp=2) as executor:
+        futures = [executor.submit((batch(step),)) for step in range(12)]
+        assert [steps_of(future) for future in futures] == [[step] for step in range(12)]
+    for each in range(4):
+        assert notes(tmp_path, each) == notes(tmp_path, 0)
+        assert len(notes(tmp_path, each)) == 13
+
+
+def test_stages_that_do_not_answer_may_say_nothing_of_sense(tmp_path: Path) -> None:
+    """Their results are not looked at."""
+    with started(tmp_path, 2, "0 babbles in 1", pp=2) as executor:
+        futures = [executor.submit((batch(step),)) for step in range(3)]
+        assert [steps_of(future) for future in futures] == [[0], [1], [2]]
+
+
 def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
     config = EngineConfig(model="none", tokenizer=str(tmp_path), stall_timeout=0.8)
     executor = ProcessExecutor(config, load, 3)
@@ -244,6 +277,25 @@ def test_a_rank_may_load_for_longer_than_a_step_may_take(tmp_path: Path) -> None
     executor = ProcessExecutor(config, load_late, 2)
     assert executor.model.max_model_len == 512
     executor.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stage_that_dies_is_named(rank: int, tmp_path: Path) -> None:
+    """Of a real model, whose other stage then fails, too."""
+    model = str(make_checkpoint(tmp_path / "model", "llama"))
+    config = EngineConfig(model=model, pp=2, threads=2, kv_cache_memory=2**20)
+    executor = ProcessExecutor(config, load_model, 2)
+    one = np.zeros(1, np.int32)
+    prompt = replace(batch(0), sample_slot=one, sample_index=one + 2, output_index=one)
+    (output,) = executor.submit((prompt,)).result(30)
+    assert output is not None
+    assert len(output.token_ids) == 1
+    os.kill(pids(executor)[rank], signal.SIGKILL)
+    while (error := executor.submit((prompt,)).exception(30)) is None:
+        pass
+    assert re.match(rf"rank {rank} \(process \d+\) was killed by SIGKILL", str(error))
+    executor.close()
+    wait_until_gone(pids(executor))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
