@@ -211,6 +211,8 @@ class CoreClient:
 
     async def close(self) -> None:
         """End it by force if it still runs, and release everything; `serve` must have returned."""
+        if self.status != "stalled":
+            self.status = "dead"
         await self._kill()
         self._remove_directory()
         self._inbox.close(linger=0)
