@@ -496,14 +496,14 @@ def _latent_tiles(problem: Problem, device: Device) -> list[tuple[int, int, int,
     most = 256 if amd and problem.itemsize == 4 else 512
     wide = latent_rank(problem.k) * max(1, problem.itemsize // 2) > most
     tiles = [(16, 16, 4)]
-    if not wide and not (amd and cast):
-        tiles.append((32, 16, 8))
     if not wide and not cast:
         tiles += [(16, 32, 4), (64, 16, 8)]
+    elif not wide and not amd:
+        tiles.append((32, 16, 8))
     return [
         (m, n, 0, stages, warps)
         for m, n, warps in tiles
-        for stages in ((1,) if amd else ATTENTION_STAGES[:3])
+        for stages in ((1,) if amd else ATTENTION_STAGES[:2])
         if m == 16 or m < 2 * problem.top_k
         if n * problem.k * max(2, problem.itemsize) * stages <= device.shared
     ]

@@ -183,12 +183,7 @@ def full() -> Scale:
             Tile(128, 128, 8, 3),
             Tile(64, 64, 4, 3),
         ),
-        latent_tiles=(
-            Tile(16, 32, 4, 2),
-            Tile(32, 16, 8, 2),
-            Tile(64, 16, 8, 1),
-            Tile(64, 16, 8, 3),
-        ),
+        latent_tiles=(Tile(16, 16, 4, 2), Tile(16, 32, 4, 2), Tile(64, 16, 8, 1)),
         splits=(4, 8, 16, 32, 64),
         products=(
             *_of_model("Qwen3-30B-A3B", 128, 2048, 768, (64, 8192)),
