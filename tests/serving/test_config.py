@@ -28,7 +28,7 @@ from weft.serving.settings import SETTINGS, resolve
         ({"model": 3}, "--model is 3; it must be text"),
         (
             {"pp": 16, "tp": 8},
-            "--pp is 16 with stages of 8 ranks; there can be at most 64 ranks",
+            "--tp is 8, --cp 1, --ep 1 and --pp 16: 128 ranks; there can be at most 64",
         ),
     ],
 )
