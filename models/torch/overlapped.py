@@ -468,9 +468,10 @@ class OverlappedModel:
     ) -> None:
         split, ep = weights.layout.split, weights.layout.ep
         if 1 < split < ep:
-            flag = f"--tp {split}" if weights.layout.cp == 1 else f"tp x cp = {split}"
+            sizes = {"--tp": weights.layout.tp, "--cp": weights.layout.cp}
+            given = " and ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
             raise ConfigError(
-                f"--ep is {ep}; with --kernels overlapped and {flag} it must be at most {split}"
+                f"--ep is {ep}; with --kernels overlapped and {given} it must be at most {split}"
             )
         self._alone = split == 1
         load = _Load(weights, dtype, home.device)

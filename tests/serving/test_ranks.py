@@ -145,6 +145,10 @@ def test_overlapped_kernels_answer_as_plain_ones(model: Path, tmp_path: Path) ->
             "--ep is 4; with --kernels overlapped and --tp 2 it must be at most 2",
         ),
         (
+            {"cp": 2, "ep": 4},
+            "--ep is 4; with --kernels overlapped and --cp 2 it must be at most 2",
+        ),
+        (
             {"quantization": "int8"},
             "--quantization is 'int8'; with --kernels overlapped it must be none",
         ),
