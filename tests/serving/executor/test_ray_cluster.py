@@ -23,8 +23,10 @@ from ray.cluster_utils import Cluster
 from support.mock_ranks import batch, load
 from weft.errors import ConfigError
 from weft.serving.config import EngineConfig
+from weft.serving.executor import ray_cluster
 from weft.serving.executor.ray_cluster import RayExecutor
 
+ray_cluster.PLACE = 3.0
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
 other = cluster.add_node(num_cpus=1)
 os.environ["RAY_ADDRESS"] = cluster.address
@@ -38,7 +40,9 @@ try:
     print(*(executor.submit((batch(step),)).result(10)[0].step for step in range(5)), flush=True)
     for process in other.live_processes():
         if process[0] == "raylet":
-            psutil.Process(process[1].pid).kill()
+            raylet = psutil.Process(process[1].pid)
+            for each in [raylet, *raylet.children(recursive=True)]:  # as when a machine ends
+                each.kill()
     executor._receiver.join(60)
     print(executor.failure, flush=True)
     executor.close()
