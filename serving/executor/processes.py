@@ -169,7 +169,8 @@ class RankExecutor:
 
     def _take(self, rank: int, output: StepOutput | None) -> None:
         """Keep what a copy of attention has produced until all have, in the order of the steps."""
-        self._came[rank * len(self._came) // self._count].append(output)
+        stage_size = self._count // self._stages
+        self._came[rank % stage_size * len(self._came) // stage_size].append(output)
         if all(self._came):
             result = tuple(came.popleft() for came in self._came)
             self._pending.popleft().set_result(result)

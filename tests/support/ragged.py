@@ -57,7 +57,8 @@ def run_ragged(
             block_table,
             block_size=block_size,
         )
-        hidden = model(torch.tensor(token_ids), torch.tensor(positions), cache, plan)
-        for (request, _), rows in zip(step, hidden.split_with_sizes(sizes), strict=True):
-            logits[request].append(model.logits(rows).local.float())
+        rows = model.embed(torch.tensor(token_ids))
+        hidden = model(rows, torch.tensor(positions), cache, plan)
+        for (request, _), own in zip(step, hidden.split_with_sizes(sizes), strict=True):
+            logits[request].append(model.logits(own).local.float())
     return [torch.cat(parts) for parts in logits]

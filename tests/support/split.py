@@ -250,7 +250,8 @@ def be_rank(
             layout, counted = replace(whole, rank=rank), list[bool]()
             if few_tokens is not None and (home is None or home.world_size != layout.stage_size):
                 of_stage = layout.rank % layout.stage_size, layout.stage_size
-                home = stack.enter_context(SharedHome(store, *of_stage, f"stage{layout.stage}"))
+                which = f"stage {layout.stage} of {layout.pp}"
+                home = stack.enter_context(SharedHome(store, *of_stage, which))
             groups = split(layout, counted.append)
             context_home = None
             if home is not None and layout.cp > 1:

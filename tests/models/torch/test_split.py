@@ -105,10 +105,9 @@ def test_overlapped_kernels_give_the_tokens_of_plain_ones(
     if size == 2:
         layouts += [(model, Layout(tp=2)) for model in ("tied", "odd vocabulary", "mixtral")]
         layouts += [("experts", Layout(tp=2, ep=2)), ("experts", Layout(ep=2))]
-        layouts += [("window", Layout(cp=2))]
+        layouts += [("window", Layout(cp=2)), ("tied", Layout(pp=2))]
     if size == 4:
         layouts += [("tied", Layout(tp=2, cp=2)), ("tied", Layout(tp=2, pp=2))]
-        layouts += [("tied", Layout(pp=2))]
     cases = [
         (f"{model} {layout}", checkpoints[model], (model, "float32", layout))
         for model, layout in layouts
