@@ -370,7 +370,7 @@ def choose_part_tile(group: int, queries: int, head_dim: int, itemsize: int) -> 
     if head_dim > 64 and (backend == "hip" or capability >= 100):
         tile = tile._replace(block_n=max(16, tile.block_n // 2))
     if head_dim > 128 and tile.block_m >= 64 and backend == "cuda" and capability >= 100:
-        tile = tile._replace(stages=2)
+        tile = tile._replace(stages=1)
     return tile
 
 
