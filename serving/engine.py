@@ -23,6 +23,7 @@ from itertools import count
 from typing import Literal
 
 import msgspec
+import zmq
 
 from weft.errors import EngineError, ModelError, RequestError, WeftError
 from weft.serving.config import EngineConfig
@@ -326,6 +327,8 @@ class AsyncEngine:
                     await core.load()
             except TimeoutError:
                 raise EngineError(f"{core.name} did not load within {patience} s") from None
+            except (OSError, zmq.ZMQError) as error:  # no more processes, no space for a socket
+                raise EngineError(f"{core.name} cannot be started: {error}") from error
             if core.info.vocab_size != self.info.vocab_size:  # the tokenizer is the old one
                 raise ModelError(f"{self.config.model} is not the model that it was")
             self.info = min(
@@ -336,11 +339,15 @@ class AsyncEngine:
         await core.serve()
 
     def _judge(self, error: WeftError, tries: int) -> EngineError | None:
-        """Why a core is not started again after an error and so many vain tries; None if it is."""
-        if not isinstance(error, EngineError):
+        """Why a core is not started again after an error and so many vain tries; None if it is.
+
+        The settings are those that it was started with at first: what they ask for and cannot have
+        (memory, machines) may be there later.
+        """
+        if isinstance(error, ModelError):
             return EngineError(f"the engine cannot be started again: {error}")
         if self._draining or not self._restart or self.failure is not None:
-            return error
+            return error if isinstance(error, EngineError) else EngineError(str(error))
         if tries == MAX_RESTARTS:
             return EngineError(f"{error}; it was started {tries} times in vain")
         return None

@@ -19,6 +19,8 @@ import time
 from collections import deque
 from contextlib import closing, suppress
 
+import msgspec
+
 from weft.errors import ConfigError, EngineError
 from weft.serving.config import EngineConfig
 from weft.serving.executor.link import Link, check_address, check_token, present
@@ -124,7 +126,7 @@ def _take_part(
     link: Link[ToAgent], token: str, address: str | None, name: str | None, load_model: str
 ) -> bool:
     """Do what the controller says until the connection ends; whether it ended it."""
-    with suppress(OSError):  # it has ended
+    with suppress(OSError, msgspec.DecodeError):  # it has ended, or makes no sense
         address = address or link.own_address
         link.send(Hello.of(address, name))
         while (message := link.wait()) is not None:
@@ -198,7 +200,7 @@ class _Agent:
                     self._turn(selector)
             machine.hang_up(0.0)
             return True
-        except (EOFError, OSError):
+        except (EOFError, OSError, msgspec.DecodeError):
             return False
         finally:
             machine.wait(self._end or 0.0)

@@ -48,7 +48,7 @@ def test_moe_with_one_expert_is_an_mlp() -> None:
     )
     got = reference.moe(x, gate, up, down, torch.zeros(5, 1, dtype=torch.int64), torch.ones(5, 1))
     expected = (functional.silu(x @ gate[0].T) * (x @ up[0].T)) @ down[0].T
-    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)  # sums that cancel
 
 
 def test_sampling_distribution() -> None:

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -657,6 +658,27 @@ async def test_a_core_that_cannot_be_loaded_again_is_the_end(
             while engine.failure is None:
                 await asyncio.sleep(0.01)
         assert why in str(engine.failure)
+        assert engine.status == "dead"
+    assert not cores()
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(11, "no more processes"), ConfigError("there is no memory for it")]
+)
+async def test_what_a_core_lacks_may_be_there_later(
+    error: Exception, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not for ever."""
+    async with started(config, runner_factory=FAST, restart=True) as engine:
+        start = mock.AsyncMock(side_effect=error)
+        monkeypatch.setattr("weft.serving.core_client.CoreProcess.start", start)
+        cores()[0].kill()
+        async with asyncio.timeout(60):
+            while engine.failure is None:
+                await asyncio.sleep(0.01)
+        assert str(error) in str(engine.failure)
+        assert "it was started 3 times in vain" in str(engine.failure)
+        assert start.await_count == 3
         assert engine.status == "dead"
     assert not cores()
 
