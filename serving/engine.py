@@ -25,7 +25,7 @@ from typing import Literal
 import msgspec
 import zmq
 
-from weft.errors import EngineError, ModelError, RequestError, WeftError
+from weft.errors import ConfigError, EngineError, ModelError, RequestError, WeftError
 from weft.serving.config import EngineConfig
 from weft.serving.core_client import CoreClient
 from weft.serving.launch import share_out
@@ -89,6 +89,11 @@ class AsyncEngine:
             ConfigError, ModelError: a core says that it cannot load the model.
             EngineError: a core ended.
         """
+        joined = config.nodes > 1 and config.executor == "processes"
+        if restart and joined and config.node_token is None:
+            raise ConfigError(
+                "--node-token is not given; with --restart it must be, for machines to join again"
+            )
         engine = cls(config, in_process, runner_factory, restart)
         try:
             await engine._start(on_spawned)
