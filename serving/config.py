@@ -24,7 +24,7 @@ Quantization = Literal["none", "int8"]
 Kernels = Literal["auto", "overlapped", "plain"]
 Placing = Literal["processes", "ray"]
 MAX_RANKS = 64
-"""Of one machine."""
+"""Of one engine, on all its machines together."""
 
 
 @dataclass(frozen=True, slots=True)
