@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -92,8 +93,7 @@ class Size(NamedTuple):
     rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepInput:
+class StepInput(msgspec.Struct, frozen=True):
     """One step of a ragged batch of B requests and T tokens, S of which are sampled.
 
     Attributes:
@@ -129,8 +129,8 @@ class StepInput:
     sample_slot: Int32
     output_index: Int32
     new_slots: tuple[SlotSampling, ...] = ()
-    prompt_logprob_index: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
-    prompt_logprob_target: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    prompt_logprob_index: Int32 = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
+    prompt_logprob_target: Int32 = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
     prompt_logprob_top: int = 0
     copies: tuple[Size, ...] = ()
 
@@ -173,8 +173,7 @@ class Logprobs:
     top: Float32
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
+class StepOutput(msgspec.Struct, frozen=True):
     """What one step produced.
 
     Attributes:

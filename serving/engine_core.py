@@ -20,16 +20,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from weft.errors import EngineError, RequestError, WeftError
-from weft.models.interface import Result
 from weft.serving import child, loading
 from weft.serving.channel import CoreChannel
 from weft.serving.config import EngineConfig
 from weft.serving.copies import Copies
-from weft.serving.executor.base import Executor
+from weft.serving.executor.base import Executor, Pending
 from weft.serving.executor.in_process import InProcessExecutor
 from weft.serving.executor.processes import ProcessExecutor
 from weft.serving.kv_cache import KVCache
@@ -83,7 +81,7 @@ class EngineCore:
         self._scheduler = scheduler
         self._heartbeat = heartbeat
         self._depth = depth
-        self._steps: deque[Future[Result]] = deque()
+        self._steps: deque[Pending] = deque()
         self._outputs: list[TokenOutput] = []
         self._last_sent = 0.0
         self._draining = False
@@ -132,23 +130,31 @@ class EngineCore:
 
     def _finish(self) -> None:
         """Take in the oldest step once it is done, and tell the front how things stand."""
-        if self._steps and wait([self._steps[0]], self._heartbeat).done:
-            step = self._steps.popleft()
-            if (error := step.exception()) is not None:
-                self._fail(error)
-            self._outputs += self._scheduler.finish(step.result())
+        if not self._steps:
+            if (failure := self._executor.check()) is not None:
+                self._fail(failure)
+        elif self._is_done(self._steps[0]):
+            self._outputs += self._scheduler.finish(self._steps.popleft().result())
             self._send()
-        elif not self._steps and self._executor.failure is not None:
-            self._fail(self._executor.failure)
-        elif self._outputs or time.monotonic() - self._last_sent >= self._heartbeat:
+        if self._outputs or time.monotonic() - self._last_sent >= self._heartbeat:
             self._send()
+
+    def _is_done(self, step: Pending) -> bool:
+        """Wait for a step, for as long as the front may go without a message."""
+        try:
+            error = step.exception(self._heartbeat)
+        except TimeoutError:
+            return False
+        if error is not None:
+            self._fail(error)
+        return True
 
     def _send(self) -> None:
         self._channel.send(Outputs(self._outputs, self._scheduler.stats()))
         self._outputs = []
         self._last_sent = time.monotonic()
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> NoReturn:
         if isinstance(error, WeftError):  # says all that there is to say
             message = f"the model runner failed: {error}"
         else:

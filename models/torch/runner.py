@@ -10,13 +10,13 @@ the first one names, the last one samples, and hidden states go from each to the
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from weft.kernels.cpu.attention import AttentionPlan

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from typing import Protocol
 
 from weft.errors import WeftError
@@ -10,19 +9,37 @@ from weft.models.interface import Result, Step
 from weft.serving.loading import ModelInfo
 
 
+class Pending(Protocol):
+    """What a step is going to produce; a concurrent.futures.Future is one."""
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What a runner has raised, or why no runner can run the step.
+
+        Args:
+            timeout: seconds to wait for the step.
+
+        Raises:
+            TimeoutError: it is not done yet.
+        """
+
+    def result(self, timeout: float | None = None) -> Result:
+        """What the step has produced; raises what `exception` gives."""
+
+
 class Executor(Protocol):
-    """Runs steps in the order in which they are submitted.
+    """Runs steps in the order in which they are submitted. One thread alone uses it.
 
     Attributes:
         model: what has been loaded.
-        failure: why no step can run any more, also where none was submitted since.
     """
 
     model: ModelInfo
-    failure: WeftError | None
 
-    def submit(self, step: Step) -> Future[Result]:
-        """Queue a step; the future holds what it produced, or what a runner raised."""
+    def submit(self, step: Step) -> Pending:
+        """Queue a step."""
+
+    def check(self) -> WeftError | None:
+        """Why no step can run any more. To be asked now and then while no step is awaited."""
 
     def close(self) -> None:
         """Drop steps that have not begun, wait for the one that has, release the model."""

@@ -64,7 +64,7 @@ class Board:
             fd = os.memfd_create("weft-steps", os.MFD_CLOEXEC)
             os.ftruncate(fd, size)
         self.fd = fd
-        self._memory = mmap.mmap(fd, size)
+        self._memory = memoryview(mmap.mmap(fd, size))
         counters = np.frombuffer(self._memory, np.int64, COUNTERS * ranks, self.slots * SLOT_BYTES)
         self.counters: Int64 = counters.reshape(COUNTERS, ranks)
         self.begun: Int64
@@ -87,8 +87,8 @@ class Board:
         self._memory[at : at + 8] = len(data).to_bytes(8, "little")
         self._memory[at + 8 : at + 8 + len(data)] = data
 
-    def read(self, step: int) -> bytes:
-        """What `write` was given."""
+    def read(self, step: int) -> memoryview:
+        """What `write` was given, to be used before the step is done."""
         at = step % self.slots * SLOT_BYTES
         length = int.from_bytes(self._memory[at : at + 8], "little")
         return self._memory[at + 8 : at + 8 + length]

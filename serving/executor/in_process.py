@@ -22,10 +22,7 @@ class InProcessExecutor:
 
     Attributes:
         model: what has been loaded.
-        failure: none; what a step raises is in its future.
     """
-
-    failure: WeftError | None = None
 
     def __init__(self, load: Callable[[], LoadedModel]) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-runner")
@@ -44,6 +41,10 @@ class InProcessExecutor:
         (batch,) = step
         assert batch is not None
         return (self._runner.step(batch),)
+
+    def check(self) -> WeftError | None:
+        """None; what a step raises is in its future."""
+        return None
 
     def close(self) -> None:
         """See `Executor.close`."""

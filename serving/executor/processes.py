@@ -3,14 +3,15 @@
     engine core     submit(step n) ──► board ──► rank 0 ─┐
                                           ├────► rank 1  │ the model's own collectives
                                           └────► rank 2 ─┘
-                    future n ◄── receiver thread ◄── one rank: what step n has produced
+                    pending n ◄──────────── socket ◄── one rank: what step n has produced
 
 With several copies of attention the first rank of each answers, and a step is done when all have;
-of several stages, those of the last.
+of several stages, those of the last. Whoever waits for a step reads what the ranks say: a thread
+that read it for them would take longer to hand it on than to read it.
 
 Steps are dispatched ahead and in one order (Pathways: Barham et al. 2022, section 4.5): a rank
 begins the next one without hearing from anybody. When a rank ends or raises, the
-others cannot go on: they are killed, and every future gets an error that names the
+others cannot go on: they are killed, and every step gets an error that names the
 rank, how it ended and in which step. So they are when none of them gets on any more:
 the one that is behind is named, and the stacks of all are written to stderr.
 
@@ -22,12 +23,12 @@ stages that are in the same step, the first one is behind.
 from __future__ import annotations
 
 import selectors
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from contextlib import suppress
 
+import msgspec
 import numpy as np
 
 from weft.errors import EngineError, WeftError
@@ -54,6 +55,27 @@ STACKS_GRACE = 1.0
 ROOM_POLL = 50e-6
 """Seconds between two looks whether the slowest rank has read an old step."""
 
+LOOK = 0.25
+"""Of the time after which ranks are stuck: between two looks at how far they are."""
+
+
+class _Pending:
+    """A step that the ranks have been given; see base.Pending."""
+
+    def __init__(self, executor: RankExecutor) -> None:
+        self._executor = executor
+        self.came: Result | WeftError | None = None
+
+    def exception(self, timeout: float | None = None) -> WeftError | None:
+        came = self._executor.wait_for(self, timeout)
+        return came if isinstance(came, WeftError) else None
+
+    def result(self, timeout: float | None = None) -> Result:
+        came = self._executor.wait_for(self, timeout)
+        if isinstance(came, WeftError):
+            raise came
+        return came
+
 
 class RankExecutor:
     """Owns the ranks of some machines.
@@ -73,14 +95,14 @@ class RankExecutor:
     def __init__(self, config: EngineConfig, machines: Iterable[Machine]) -> None:
         self._stages = config.pp
         self.failure: WeftError | None = None
-        self._pending: deque[Future[Result]] = deque()
+        self._pending: deque[_Pending] = deque()
         # By copy of attention, what came of pending steps.
         self._came: list[deque[StepOutput | None]] = [deque() for _ in range(config.copies)]
-        self._lock = threading.Lock()
         self._step = 0
-        self._loaded = self._closing = False
-        self._pause = 0.0
+        self._loaded = self._is_stuck = False
         self._patience = config.stall_timeout * STUCK
+        self._looked = self._since = time.monotonic()
+        self._progress = -1
         self._machines: list[Machine] = []
         self._selector = selectors.DefaultSelector()
         try:
@@ -95,41 +117,57 @@ class RankExecutor:
             self._end(grace=0.0)
             self._release()
             raise
-        self._receiver = threading.Thread(target=self._receive, name="weft-ranks", daemon=True)
-        self._receiver.start()
 
-    def submit(self, step: Step) -> Future[Result]:
+    def submit(self, step: Step) -> _Pending:
         """See `Executor.submit`."""
-        data, future = encode_step(step), Future[Result]()
+        data, pending = encode_step(step), _Pending(self)
         number = self._step + 1
         while self.failure is None and not all(m.has_room(number) for m in self._machines):
-            time.sleep(ROOM_POLL)
-        with self._lock:
-            if self.failure is not None:
-                future.set_exception(self.failure)
-                return future
-            try:
-                check_size(number, data)
-            except ValueError as error:
-                future.set_exception(EngineError(str(error)))
-                return future
+            if not self._turn(0.0):
+                time.sleep(ROOM_POLL)
+        pending.came = self.failure
+        try:
+            check_size(number, data)
+        except ValueError as error:
+            pending.came = EngineError(str(error))
+        if pending.came is None:
             self._step = number
-            self._pending.append(future)
-        for machine in self._machines:
-            machine.put(number, data)
-        return future
+            self._since = time.monotonic()
+            self._pending.append(pending)
+            for machine in self._machines:
+                machine.put(number, data)
+        return pending
+
+    def wait_for(self, pending: _Pending, timeout: float | None) -> Result | WeftError:
+        """What comes of a step; see base.Pending."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while pending.came is None:
+            left = self._patience * LOOK
+            if deadline is not None:
+                left = min(left, deadline - time.monotonic())
+                if left < 0:
+                    raise TimeoutError
+            self._turn(left)
+        return pending.came
+
+    def check(self) -> WeftError | None:
+        """See `Executor.check`."""
+        while self.failure is None and self._turn(0.0):
+            pass
+        return self.failure
 
     def close(self) -> None:
         """See `Executor.close`."""
-        self._closing = True
+        if self._is_stuck:
+            for machine in self._machines:
+                machine.dump()
         self._end(CLOSE_GRACE if self.failure is None else STACKS_GRACE)
-        self._receiver.join()
         self._release()
 
     def _load(self) -> ModelInfo:
         loaded: dict[int, ModelInfo] = {}
         while len(loaded) < self._count:
-            for rank, message in self._messages(self._patience / 4):
+            for rank, message in self._messages(self._patience * LOOK):
                 match message:
                     case Address():
                         for machine in self._machines:
@@ -140,71 +178,73 @@ class RankExecutor:
                         raise self._blame(rank, message)
         return loaded[0]
 
-    def _receive(self) -> None:
-        """Hand out what comes from the ranks until they are gone, or stuck."""
-        failure: WeftError = EngineError("what a rank says makes no sense; see the log")
+    def _turn(self, timeout: float) -> bool:
+        """Take in what comes from the ranks within so many seconds; whether anything has."""
+        came, looked = False, self._looked
         try:
-            failure = self._hand_out()
-        finally:
-            self._fail(failure)
-
-    def _hand_out(self) -> WeftError:
-        """Hand out what comes from the ranks; returns why nothing comes any more."""
-        progress, since = -1, 0.0
-        while self._selector.get_map():
-            for rank, message in self._messages(self._patience / 4):
-                if isinstance(message, Done):
-                    self._take(rank, message.output)
-                elif not self._closing:
-                    return self._blame(rank, message)
-            now = time.monotonic()
-            since += self._pause
-            counters = self._counters()
-            last, progress = progress, int(counters.sum())
-            if progress != last or counters[1].min() == self._step:
-                since = now
-            elif now - since > self._patience:
-                return self._name_stuck()
-        return EngineError("the ranks have been closed")
+            for rank, message in self._messages(timeout):
+                came = True
+                if not isinstance(message, Done):
+                    raise self._blame(rank, message)
+                self._take(rank, message.output)
+            if self._looked != looked:
+                self._check_progress()
+        except msgspec.DecodeError as error:
+            self._fail(EngineError(f"what a rank says makes no sense: {error}"))
+        except WeftError as error:
+            self._fail(error)
+        return came
 
     def _take(self, rank: int, output: StepOutput | None) -> None:
         """Keep what a copy of attention has produced until all have, in the order of the steps."""
         stage_size = self._count // self._stages
         self._came[rank % stage_size * len(self._came) // stage_size].append(output)
         if all(self._came):
-            result = tuple(came.popleft() for came in self._came)
-            self._pending.popleft().set_result(result)
+            self._pending.popleft().came = tuple(came.popleft() for came in self._came)
 
     def _fail(self, error: WeftError) -> None:
-        """Give every future that error, also those to come."""
-        with self._lock:
-            self.failure = error
-            while self._pending:
-                self._pending.popleft().set_exception(error)
+        """Give every step that error, also those to come."""
+        self.failure = error
+        while self._pending:
+            self._pending.popleft().came = error
 
     def _messages(self, timeout: float) -> Iterator[tuple[int, FromRank | None]]:
         """What has come, with the rank's number; None of one that has ended, and of the first one
         of a machine that is lost.
         """
-        before = time.monotonic()
-        ready = self._selector.select(timeout)
+        for key, _ in self._selector.select(timeout):
+            told = key.data.receive(key.fileobj)
+            if told is not None:
+                yield self._heard(key.data, told)
+        now = time.monotonic()
+        if (waited := now - self._looked) < self._patience * LOOK:
+            return
         # When this process does not get to run, nor may the ranks have (a paused machine).
-        self._pause = max(0.0, time.monotonic() - before - timeout)
-        for key, _ in ready:
-            yield from self._heard(key.data, key.data.receive(key.fileobj))
+        pause = max(0.0, waited - 2 * self._patience * LOOK)
+        self._looked = now
+        self._since = min(now, self._since + pause)
         for machine in self._machines:
-            yield from self._heard(machine, machine.check(self._pause))
+            if (told := machine.check(pause)) is not None:
+                yield self._heard(machine, told)
 
     def _heard(
-        self, machine: Machine, told: tuple[int, FromRank | None] | None
-    ) -> Iterator[tuple[int, FromRank | None]]:
-        if told is None:
-            return
+        self, machine: Machine, told: tuple[int, FromRank | None]
+    ) -> tuple[int, FromRank | None]:
         if told[1] is None:
             for key in list(self._selector.get_map().values()):
                 if key.data is machine and key.fileobj not in machine.channels:
                     self._selector.unregister(key.fileobj)
-        yield told
+        return told
+
+    def _check_progress(self) -> None:
+        """Raise a WeftError if the ranks have not got on for too long."""
+        counters = self._counters()
+        last, self._progress = self._progress, int(counters.sum())
+        if self._progress != last or counters[1].min() == self._step:
+            self._since = self._looked
+        elif self._looked - self._since > self._patience:
+            self._is_stuck = True
+            raise self._name_stuck()
 
     def _blame(self, rank: int, message: FromRank | None) -> WeftError:
         """End all ranks, and say what the one did that failed first."""
@@ -240,7 +280,7 @@ class RankExecutor:
             machine.release()
 
     def _name_stuck(self) -> WeftError:
-        """End all ranks, and say which one is behind."""
+        """Say which rank is behind."""
         _, done, exchanges, rounds = (counter.tolist() for counter in self._counters())
         stage_size = self._count // self._stages
         stopped = [m.is_stopped(rank) for m in self._machines for rank in m.ranks]
@@ -255,17 +295,12 @@ class RankExecutor:
         stage = slice(first, first + stage_size)
         # Ranks of several copies of attention have only the exchanges of all in common.
         at = rounds if rounds[number] < max(rounds[stage]) else exchanges
-        error = EngineError(
+        return EngineError(
             f"{self._machine(number).name(number)} is "
             f"{'stopped' if stopped[number] else 'stuck'}{self._when(number)}, at its exchange "
             f"{at[number]} with other ranks, for {self._patience:g} s; others are at "
             f"{max(at[stage])}"
         )
-        self._fail(error)  # at once, for the front's own patience ends soon
-        for machine in self._machines:
-            machine.dump()
-        self._end(STACKS_GRACE)
-        return error
 
     def _counters(self) -> Int64:
         """Of all ranks: int64 [COUNTERS, ranks], as Machine.counters."""
@@ -290,6 +325,10 @@ class RankExecutor:
         for machine in self._machines:
             machine.hang_up(grace)
         deadline = time.monotonic() + grace
+        while self._selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            with suppress(msgspec.DecodeError):  # it is not looked at
+                for _ in self._messages(left):  # which a rank may wait to say before it ends
+                    pass
         for machine in self._machines:
             machine.wait(deadline)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -79,7 +78,6 @@ class RemoteMachine:
         self.pids: Sequence[int] = []
         self._stopped: list[int] = []
         self._how: dict[int, str] = {}
-        self._ended = threading.Event()
         link.set_patience(patience)
         told = dataclasses.replace(config, node_token=None)
         heartbeat = min(1.0, patience / 8)
@@ -104,15 +102,15 @@ class RemoteMachine:
         return None
 
     def check(self, pause: float) -> tuple[int, FromRank | None] | None:
-        self._heard += pause
-        if self.lost is None and time.monotonic() - self._heard > self._patience:
+        now = time.monotonic()
+        self._heard = min(now, self._heard + pause)
+        if self.lost is None and now - self._heard > self._patience:
             return self._lose(f"it has said nothing for {self._patience:g} s")
         return None
 
     def _lose(self, why: str) -> tuple[int, None]:
         self.lost = why
         self.channels = []
-        self._ended.set()
         self._link.shut()
         return self.ranks[0], None
 
@@ -146,12 +144,10 @@ class RemoteMachine:
         self._send(End(grace))
 
     def wait(self, deadline: float) -> None:
-        """The agent ends the connection when its ranks have ended, or else kills them when it is
+        """Its agent ends the connection when its ranks have ended, and kills them when it is
         ended here.
         """
-        if not self._ended.wait(max(0.0, deadline - time.monotonic())):
-            self._link.shut()
-            self._ended.set()
+        self._link.shut()
 
     def release(self) -> None:
         self._link.close()

@@ -6,15 +6,14 @@ arrays of a step go as one, for each of them costs as much as all of their bytes
 
 from __future__ import annotations
 
-import math
-from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any, get_type_hints
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
-from weft.models.interface import NOTHING, Step, StepInput, StepOutput
+from weft.models.interface import NOTHING, Int32, Step, StepInput, StepOutput
 from weft.serving.loading import ModelInfo
 from weft.serving.messages import Failed
 
@@ -48,19 +47,19 @@ def _encode(value: Any) -> Any:
 
 def _decode(kind: type, value: Any) -> Any:
     dtype, shape, data = value
-    return np.frombuffer(data, dtype).reshape(shape).copy()  # torch wants to own what it is given
+    return np.frombuffer(data, dtype).reshape(shape)
 
 
 _HINTS = get_type_hints(StepInput)
-_ARRAYS = tuple(f.name for f in fields(StepInput) if f.type == "Int32")
-_OTHERS = tuple(f.name for f in fields(StepInput) if f.name not in _ARRAYS)
+_ARRAYS = tuple(name for name in StepInput.__struct_fields__ if _HINTS[name] == Int32)
+_OTHERS = tuple(name for name in StepInput.__struct_fields__ if name not in _ARRAYS)
 _arrays_of, _others_of = attrgetter(*_ARRAYS), attrgetter(*_OTHERS)
 
 Packed = msgspec.defstruct(
     "Packed",
     [
-        ("shapes", tuple[tuple[int, ...], ...]),
-        ("numbers", bytes),
+        ("sizes", list[int]),
+        ("numbers", bytearray),
         *((name, _HINTS[name]) for name in _OTHERS),
     ],
     array_like=True,
@@ -71,8 +70,8 @@ Packed = msgspec.defstruct(
 def pack(step: StepInput) -> msgspec.Struct:
     """What to encode for a step."""
     arrays = _arrays_of(step)
-    shapes = tuple([array.shape for array in arrays])
-    return Packed(shapes, b"".join([array.tobytes() for array in arrays]), *_others_of(step))
+    numbers = b"".join(map(np.ascontiguousarray, arrays))
+    return Packed([array.size for array in arrays], numbers, *_others_of(step))
 
 
 def unpack(packed: Any) -> StepInput:
@@ -81,16 +80,17 @@ def unpack(packed: Any) -> StepInput:
     Raises:
         ValueError: its arrays were not of int32.
     """
-    numbers = np.frombuffer(bytearray(packed.numbers), np.int32)
-    parts: dict[str, Any] = dict(zip(_OTHERS, _others_of(packed), strict=True))
+    numbers = np.frombuffer(packed.numbers, np.int32)
+    parts = dict(zip(_OTHERS, _others_of(packed), strict=True))
     start = 0
-    for name, shape in zip(_ARRAYS, packed.shapes, strict=True):
-        end = start + math.prod(shape)
-        part = numbers[start:end]
-        parts[name] = part if len(shape) == 1 else part.reshape(shape)
+    for name, size in zip(_ARRAYS, packed.sizes, strict=True):
+        end = start + size
+        parts[name] = numbers[start:end]
         start = end
     if start != len(numbers):
         raise ValueError(f"{len(numbers)} numbers for arrays of {start}; all must be of int32")
+    rows, table = len(parts["slot"]), parts["block_table"]
+    parts["block_table"] = table.reshape(rows, len(table) // max(rows, 1))
     return StepInput(**parts)
 
 
@@ -109,6 +109,6 @@ def encode_step(step: Step) -> bytes:
     return encoder.encode([pack(batch) for batch in inputs])
 
 
-def decode_step(data: bytes, copy: int) -> StepInput:
+def decode_step(data: bytes | memoryview, copy: int) -> StepInput:
     """The input of a copy of attention; those of the others are not looked at."""
     return unpack(step_decoder.decode(parts_decoder.decode(data)[copy]))

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, WeftError
 from weft.models.interface import StepInput, StepOutput
 from weft.serving.config import EngineConfig
+from weft.serving.executor.base import Executor
 from weft.serving.loading import LoadedModel, ModelInfo, Place, Progress, load_model
 
 SLOW = 0.02
@@ -133,3 +134,12 @@ def batch(step: int, tokens: int = 3) -> StepInput:
         sample_slot=slots,
         output_index=slots,
     )
+
+
+def failure_of(executor: Executor, timeout: float = 60.0) -> WeftError:
+    """Wait until it fails while no step is awaited; with what."""
+    deadline = time.monotonic() + timeout
+    while (failure := executor.check()) is None:
+        assert time.monotonic() < deadline, "it has not failed"
+        time.sleep(0.01)
+    return failure

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +20,10 @@ from pathlib import Path
 import psutil
 import pytest
 from support.machines import MOCK, TOKEN, Agent, agent, spread
-from support.mock_ranks import batch
+from support.mock_ranks import batch, failure_of
 from support.processes import wait_until_gone
 
 from weft.errors import ConfigError, EngineError
-from weft.models.interface import Result
 from weft.serving.config import EngineConfig
 from weft.serving.executor import hosts
 from weft.serving.executor.agent import run
@@ -63,10 +62,8 @@ def ranks_of(process: Agent) -> list[int]:
 
 def fail(executor: RankExecutor, steps: int) -> EngineError:
     """Submit until a step fails, of so many at most; with what."""
-    futures: list[Future[Result]] = []
     for step in range(steps):
-        futures.append(executor.submit((batch(step),)))
-        if (error := futures[-1].exception(20)) is not None:
+        if (error := executor.submit((batch(step),)).exception(20)) is not None:
             assert isinstance(error, EngineError)
             return error
     raise AssertionError(f"{steps} steps have not failed")
@@ -79,9 +76,9 @@ def test_ranks_of_all_machines_run_the_same_steps_in_order(
         assert executor.model.num_blocks == 8
         ranks = ranks_of(joined)
         assert len(ranks) == 2
-        futures = [executor.submit((batch(step, tokens=10 + step),)) for step in range(20)]
-        for step, future in enumerate(futures):
-            (output,) = future.result(10)
+        pending = [executor.submit((batch(step, tokens=10 + step),)) for step in range(20)]
+        for step, each in enumerate(pending):
+            (output,) = each.result(10)
             assert output is not None
             assert output.step == step
             assert output.token_ids.tolist() == [100 * step, 100 * step + 1]
@@ -152,7 +149,7 @@ def test_a_machine_that_is_lost_is_named_and_ends_all(config: EngineConfig, tmp_
         ranks = ranks_of(joined)
         joined.kill()
         lost = "machine1 at 127.0.0.1 is lost, with rank 2, 3, after step 1: its connection has"
-        executor._receiver.join(10)
+        failure_of(executor)
         with pytest.raises(EngineError, match=lost):
             executor.submit((batch(1),)).result(0)
         wait_until_gone(ranks)
@@ -163,7 +160,7 @@ def test_a_machine_that_says_nothing_is_named(config: EngineConfig, tmp_path: Pa
     with spread(replace(config, stall_timeout=1.6), tmp_path) as (executor, [joined]):
         assert executor.submit((batch(0),)).result(10)[0].step == 0
         joined.send_signal(signal.SIGSTOP)
-        executor._receiver.join(10)
+        failure_of(executor)
         silent = "machine1 at 127.0.0.1 is lost, with rank 2, 3, .*: it has said nothing for 0.8 s"
         with pytest.raises(EngineError, match=silent):
             executor.submit((batch(1),)).result(0)
@@ -181,10 +178,10 @@ def test_a_stuck_rank_is_named_wherever_it_is(
         stuck = rf"rank {rank} \(process \d+{on}\) is stuck in step 2, "
         for step in range(1, 4):
             executor.submit((batch(step),))
-        executor._receiver.join(20)
+        failure_of(executor)
         with pytest.raises(EngineError, match=stuck):
             executor.submit((batch(4),)).result(0)
-        wait_until_gone([joined.pid])
+    wait_until_gone([joined.pid])
     log = (tmp_path / "machine1.log").read_text() if rank == 3 else capfd.readouterr().err
     assert "mock_ranks.py" in log  # where it hangs
 
@@ -194,7 +191,7 @@ def test_a_stopped_rank_of_another_machine_is_named(config: EngineConfig, tmp_pa
         assert executor.submit((batch(0),)).result(10)[0].step == 0
         os.kill(ranks_of(joined)[1], signal.SIGSTOP)
         executor.submit((batch(1),))
-        executor._receiver.join(20)
+        failure_of(executor)
         with pytest.raises(EngineError, match=r"rank \d \(process .* on machine1 .*\) is stopped"):
             executor.submit((batch(2),)).result(0)
 

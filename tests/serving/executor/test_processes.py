@@ -9,9 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +17,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from support.checkpoints import make_checkpoint
-from support.mock_ranks import batch, load, load_and_die, load_late
+from support.mock_ranks import batch, failure_of, load, load_and_die, load_late
 from support.processes import wait_until_gone
 
 from weft.errors import ConfigError, EngineError
-from weft.models.interface import Result, SlotSampling, Step
+from weft.models.interface import SlotSampling, Step
 from weft.serving.config import EngineConfig
 from weft.serving.executor import board, processes
+from weft.serving.executor.base import Pending
 from weft.serving.executor.board import SLOTS
 from weft.serving.executor.machine import LocalMachine
 from weft.serving.executor.processes import ProcessExecutor
@@ -57,9 +57,9 @@ def pids(executor: ProcessExecutor) -> list[int]:
     return [pid for machine in executor._machines for pid in machine.pids]
 
 
-def steps_of(future: Future[Result]) -> list[int | None]:
+def steps_of(pending: Pending) -> list[int | None]:
     """The number of what each copy of attention has produced."""
-    return [output and output.step for output in future.result(10)]
+    return [output and output.step for output in pending.result(10)]
 
 
 def notes(path: Path, rank: int) -> list[str]:
@@ -70,9 +70,9 @@ def notes(path: Path, rank: int) -> list[str]:
 def test_all_ranks_run_the_same_steps_in_order(ranks: int, tmp_path: Path) -> None:
     with started(tmp_path, ranks) as executor:
         assert executor.model.num_blocks == 8
-        futures = [executor.submit((batch(step, tokens=10 + step),)) for step in range(20)]
-        for step, future in enumerate(futures):
-            (output,) = future.result(10)
+        pending = [executor.submit((batch(step, tokens=10 + step),)) for step in range(20)]
+        for step, each in enumerate(pending):
+            (output,) = each.result(10)
             assert output is not None
             assert output.step == step
             assert output.token_ids.tolist() == [100 * step, 100 * step + 1]
@@ -104,9 +104,9 @@ def test_a_rank_that_fails_is_named_and_ends_all(
     rank: int, fault: str, how: str, tmp_path: Path
 ) -> None:
     with started(tmp_path, 3, f"{rank} {fault} in 3") as executor:
-        futures = [executor.submit((batch(step),)) for step in range(3)]
-        assert [steps_of(future) for future in futures] == [[0], [1], [2]]
-        failed: list[Future[Result]] = []
+        pending = [executor.submit((batch(step),)) for step in range(3)]
+        assert [steps_of(each) for each in pending] == [[0], [1], [2]]
+        failed: list[Pending] = []
         while not failed or failed[-1].exception(10) is None:  # rank 0 may answer step 3
             failed.append(executor.submit((batch(3 + len(failed)),)))
         with pytest.raises(EngineError, match=how.format(rank=rank)):
@@ -119,8 +119,9 @@ def test_a_rank_that_fails_is_named_and_ends_all(
 def test_a_rank_that_dies_before_its_first_step_is_named(tmp_path: Path) -> None:
     with started(tmp_path, 2) as executor:
         os.kill(pids(executor)[1], signal.SIGKILL)
-        executor._receiver.join(10)
-        with pytest.raises(EngineError, match="was killed by SIGKILL before its first step"):
+        died = "was killed by SIGKILL before its first step"
+        assert died in str(failure_of(executor))
+        with pytest.raises(EngineError, match=died):
             executor.submit((batch(0),)).result(0)
 
 
@@ -135,9 +136,9 @@ def test_copies_of_attention_have_inputs_of_their_own(tmp_path: Path) -> None:
         idle = both[0] if step % 3 else None, both[1] if step % 4 else None
         steps.append(both if idle == (None, None) else idle)
     with started(tmp_path, 4, **COPIES) as executor:
-        futures = [executor.submit(step) for step in steps]
-        for number, (step, future) in enumerate(zip(steps, futures, strict=True)):
-            assert steps_of(future) == [None if own is None else number for own in step]
+        pending = [executor.submit(step) for step in steps]
+        for number, (step, each) in enumerate(zip(steps, pending, strict=True)):
+            assert steps_of(each) == [None if own is None else number for own in step]
     for rank in range(4):
         own = [step[rank // 2] for step in steps]
         ran = [f"{i.step} {i.token_ids.sum()}" if i else "0 0" for i in own]
@@ -146,8 +147,8 @@ def test_copies_of_attention_have_inputs_of_their_own(tmp_path: Path) -> None:
 
 def test_the_outputs_of_a_slow_copy_are_those_of_its_steps(tmp_path: Path) -> None:
     with started(tmp_path, 4, "2 lags in 0", **COPIES) as executor:
-        futures = [executor.submit((batch(i), batch(i))) for i in range(3 * SLOTS)]
-        assert [steps_of(future) for future in futures] == [[i, i] for i in range(3 * SLOTS)]
+        pending = [executor.submit((batch(i), batch(i))) for i in range(3 * SLOTS)]
+        assert [steps_of(each) for each in pending] == [[i, i] for i in range(3 * SLOTS)]
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
@@ -155,7 +156,7 @@ def test_a_rank_that_fails_in_one_copy_ends_all(rank: int, tmp_path: Path) -> No
     with started(tmp_path, 4, f"{rank} dies in 1", **COPIES) as executor:
         assert steps_of(executor.submit((batch(0), batch(0)))) == [0, 0]
         named = rf"rank {rank} \(process \d+\) was killed by SIGKILL in step 2"
-        failed: list[Future[Result]] = []
+        failed: list[Pending] = []
         while not failed or failed[-1].exception(10) is None:  # the others may answer step 1
             failed.append(executor.submit((batch(1 + len(failed)),) * 2))
         with pytest.raises(EngineError, match=named):
@@ -184,12 +185,12 @@ def test_ranks_that_do_not_get_on_end_with_the_one_behind_named(
     config = EngineConfig(model=f"{rank} hangs in 1", tokenizer=str(tmp_path), stall_timeout=0.8)
     executor = ProcessExecutor(config, load, 3)
     assert steps_of(executor.submit((batch(0),))) == [0]
-    futures = [executor.submit((batch(step),)) for step in range(1, 9)]  # the last waits for room
+    pending = [executor.submit((batch(step),)) for step in range(1, 9)]  # the last waits for room
     with pytest.raises(EngineError, match=rf"rank {rank} \(process \d+\) is stuck in step 2, "):
-        futures[-1].result(20)
+        pending[-1].result(20)
+    executor.close()
     wait_until_gone(pids(executor))
     assert "mock_ranks.py" in capfd.readouterr().err  # where it hangs
-    executor.close()
 
 
 @pytest.mark.parametrize("rank", [1, 2])
@@ -200,9 +201,9 @@ def test_of_stages_that_wait_for_each_other_the_rank_behind_is_named(
         model=f"{rank} stalls in 1", tokenizer=str(tmp_path), tp=2, pp=2, stall_timeout=0.8
     )
     executor = ProcessExecutor(config, load, 4)
-    futures = [executor.submit((batch(step),)) for step in range(3)]
+    pending = [executor.submit((batch(step),)) for step in range(3)]
     with pytest.raises(EngineError, match=rf"rank {rank} \(process \d+\) is stuck in step 2, "):
-        futures[-1].result(20)
+        pending[-1].result(20)
     executor.close()
     wait_until_gone(pids(executor))
 
@@ -210,8 +211,8 @@ def test_of_stages_that_wait_for_each_other_the_rank_behind_is_named(
 @pytest.mark.parametrize("rank", [1, 2])
 def test_what_the_last_stage_says_is_the_answer(rank: int, tmp_path: Path) -> None:
     with started(tmp_path, 4, f"{rank} lags in 0", tp=2, pp=2) as executor:
-        futures = [executor.submit((batch(step),)) for step in range(12)]
-        assert [steps_of(future) for future in futures] == [[step] for step in range(12)]
+        pending = [executor.submit((batch(step),)) for step in range(12)]
+        assert [steps_of(each) for each in pending] == [[step] for step in range(12)]
     for each in range(4):
         assert notes(tmp_path, each) == notes(tmp_path, 0)
         assert len(notes(tmp_path, each)) == 13
@@ -220,8 +221,8 @@ def test_what_the_last_stage_says_is_the_answer(rank: int, tmp_path: Path) -> No
 def test_stages_that_do_not_answer_may_say_nothing_of_sense(tmp_path: Path) -> None:
     """Their results are not looked at."""
     with started(tmp_path, 2, "0 babbles in 1", pp=2) as executor:
-        futures = [executor.submit((batch(step),)) for step in range(3)]
-        assert [steps_of(future) for future in futures] == [[0], [1], [2]]
+        pending = [executor.submit((batch(step),)) for step in range(3)]
+        assert [steps_of(each) for each in pending] == [[0], [1], [2]]
 
 
 def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
@@ -229,9 +230,9 @@ def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
     executor = ProcessExecutor(config, load, 3)
     assert steps_of(executor.submit((batch(0),))) == [0]
     os.kill(pids(executor)[1], signal.SIGSTOP)
-    futures = [executor.submit((batch(step),)) for step in range(1, 9)]  # the last waits for room
+    pending = [executor.submit((batch(step),)) for step in range(1, 9)]  # the last waits for room
     with pytest.raises(EngineError, match=r"rank 1 \(process \d+\) is stopped "):
-        futures[-1].result(20)
+        pending[-1].result(20)
     executor.close()
     wait_until_gone(pids(executor))
 
@@ -298,7 +299,6 @@ def test_a_stage_that_dies_is_named(rank: int, tmp_path: Path) -> None:
     wait_until_gone(pids(executor))
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_what_no_rank_should_say_fails_all_that_waits(tmp_path: Path) -> None:
     with started(tmp_path, 2, "0 babbles in 1") as executor:
         assert steps_of(executor.submit((batch(0),))) == [0]
@@ -324,10 +324,10 @@ from weft.serving.config import EngineConfig
 from weft.serving.executor.processes import ProcessExecutor
 config = EngineConfig(model="0 works in 0", tokenizer=sys.argv[1], stall_timeout=4.0)
 executor = ProcessExecutor(config, load, 2)
-future = executor.submit((batch(0),))
+pending = executor.submit((batch(0),))
 time.sleep(1)
 print("works", flush=True)
-print(future.result()[0].step)
+print(pending.result()[0].step)
 executor.close()
 """
 

@@ -20,7 +20,7 @@ ON_TWO_NODES = """
 import os, sys
 import psutil
 from ray.cluster_utils import Cluster
-from support.mock_ranks import batch, load
+from support.mock_ranks import batch, failure_of, load
 from weft.errors import ConfigError
 from weft.serving.config import EngineConfig
 from weft.serving.executor import ray_cluster
@@ -43,8 +43,7 @@ try:
             raylet = psutil.Process(process[1].pid)
             for each in [raylet, *raylet.children(recursive=True)]:  # as when a machine ends
                 each.kill()
-    executor._receiver.join(60)
-    print(executor.failure, flush=True)
+    print(failure_of(executor), flush=True)
     executor.close()
 finally:
     cluster.shutdown()
