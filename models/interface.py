@@ -184,7 +184,8 @@ class StepOutput(msgspec.Struct, frozen=True):
         logprobs: of the S sampled tokens, when any request of the step asked; k is the largest
             number asked for.
         prompt_logprobs: of the P scored prompt tokens, when there are any.
-        seconds: time that the step took on the device.
+        seconds: time that the step took on the device; of a model in stages, in the last one, what
+            it waits for others left out.
     """
 
     step: int

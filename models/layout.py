@@ -155,12 +155,13 @@ def check_layout(spec: ModelSpec, tp: int, ep: int, cp: int = 1, pp: int = 1) ->
     if pp > (most := len(spec.layers)):
         sizes = _listed(list(range(1, most + 1)))
         raise ConfigError(f"--pp is {pp}; the model has {most} layers. These sizes work: {sizes}")
-    if problem := _problem(spec, tp, 1):
-        works = [size for size in range(1, spec.num_heads + 1) if not _problem(spec, size, 1)]
+    own = 1 if ep == 1 else None  # else --ep decides how experts are cut
+    if problem := _problem(spec, tp, own):
+        works = [size for size in range(1, spec.num_heads + 1) if not _problem(spec, size, own)]
         raise ConfigError(f"--tp is {tp}; {problem}. These sizes work: {_listed(works)}")
-    if problem := _problem(spec, tp, 1, cp):
+    if problem := _problem(spec, tp, own, cp):
         most = spec.num_heads // tp
-        works = [size for size in range(1, most + 1) if not _problem(spec, tp, 1, size)]
+        works = [size for size in range(1, most + 1) if not _problem(spec, tp, own, size)]
         beside = _beside(tp=tp)
         raise ConfigError(f"--cp is {cp}{beside}; {problem}. These sizes work: {_listed(works)}")
     if problem := _problem(spec, tp, ep, cp):
@@ -172,14 +173,10 @@ def check_layout(spec: ModelSpec, tp: int, ep: int, cp: int = 1, pp: int = 1) ->
         )
 
 
-def _problem(spec: ModelSpec, tp: int, ep: int, cp: int = 1) -> str | None:
-    """Why the model cannot be split like that, if it cannot."""
+def _problem(spec: ModelSpec, tp: int, ep: int | None, cp: int = 1) -> str | None:
+    """Why the model cannot be split like that, if it cannot; without ep, but for its experts."""
     split = tp * cp
     it, parts = ("it", "tp") if cp == 1 else (f"tp x cp, {split},", "tp x cp")
-    if split % ep and ep % split:
-        return (
-            f"one of {'the two' if cp == 1 else 'it and tp x cp'} must be a multiple of the other"
-        )
     if spec.num_heads % split:
         return f"{it} must divide the model's {spec.num_heads} heads"
     if spec.num_kv_heads % tp and tp % spec.num_kv_heads:
@@ -190,6 +187,12 @@ def _problem(spec: ModelSpec, tp: int, ep: int, cp: int = 1) -> str | None:
         block = layer.feed_forward
         if isinstance(block, MlpSpec) and block.gate.weight.shape[0] % split:
             return f"{it} must divide the MLP's width of {block.gate.weight.shape[0]}"
+    if ep is None:
+        return None
+    if split % ep and ep % split:
+        return (
+            f"one of {'the two' if cp == 1 else 'it and tp x cp'} must be a multiple of the other"
+        )
     moes = _moes(spec)
     if ep > 1 and not moes:
         return "the model has no experts"

@@ -58,6 +58,12 @@ class Ledger:
     max_num_batched_tokens: int
     max_num_seqs: int
 
+    def with_blocks(self, num_blocks: int) -> Ledger:
+        """With fewer blocks in the KV cache: as many as the rank with least room has."""
+        return replace(
+            self, num_blocks=num_blocks, kv_cache=self.kv_cache // self.num_blocks * num_blocks
+        )
+
     @property
     def left(self) -> int:
         """What stays unused of the budget."""

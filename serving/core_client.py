@@ -134,7 +134,7 @@ class CoreClient:
         self._inbox.bind(from_core)
         self._spawned = time.monotonic()
         if in_process:
-            self._core = CoreThread(self._config, load_model, base, zmq.Context(self._context))
+            self._core = CoreThread(self._config, load_model, base, self._context)
         else:
             self._core = await CoreProcess.start(self._config, load_model, base)
 
@@ -217,7 +217,9 @@ class CoreClient:
         self._remove_directory()
         self._inbox.close(linger=0)
         self._outbox.close(linger=0)
-        if self._core is None or self._core.ended.done():  # else a thread has sockets open
+        if isinstance(self._core, CoreThread):
+            self._core.leave()
+        else:
             self._context.term()
 
     async def _kill(self) -> None:

@@ -25,7 +25,7 @@ from weft.serving.config import EngineConfig, Replica
 from weft.serving.messages import Orders
 
 if TYPE_CHECKING:
-    import zmq
+    import zmq.asyncio
 
 ABORT_GRACE = 2.0  # seconds for the stacks of a stuck core to be written
 
@@ -104,25 +104,30 @@ class CoreThread:
         config: EngineConfig,
         load_model: str,
         address: str,
-        context: zmq.Context[zmq.Socket[bytes]],
+        context: zmq.asyncio.Context,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[str | None] = loop.create_future()
+        left = self._left = threading.Event()
 
         # Not by a front that starts a process, which can do without numpy until that is under way.
+        import zmq
+
         from weft.serving.child import find
         from weft.serving.engine_core import serve
 
         def run() -> None:
             how: str | None = "failed; see the log"
             try:
-                serve(config, find(load_model), context, address)
+                serve(config, find(load_model), zmq.Context(context), address)
                 how = None
             except WeftError as error:
                 how = f"failed: {error}"
             finally:
                 with suppress(RuntimeError):  # the loop is closed: nobody waits
                     loop.call_soon_threadsafe(self._set_ended, how)
+                left.wait()  # the front may have messages to read
+                context.term()
 
         threading.Thread(target=run, name="weft-core", daemon=True).start()
 
@@ -132,3 +137,7 @@ class CoreThread:
 
     async def kill(self, *, dump: bool = False) -> None:
         """Nothing can end a thread: it is left behind."""
+
+    def leave(self) -> None:
+        """The front has closed its sockets: the thread, whose are the last, ends the context."""
+        self._left.set()

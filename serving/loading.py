@@ -135,11 +135,6 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
     interpreted = config.kernels == "overlapped"
     if interpreted and place.rank == config.replica.number == 0:
         logger.warning("--kernels overlapped: interpreted on a CPU, which takes seconds a step")
-    if place.rank % layout.stage_size == config.replica.number == 0:
-        whose = f" of each of {layout.stage_size} ranks" if layout.stage_size > 1 else ""
-        whose += f" of stage {layout.stage}" if layout.pp > 1 else ""
-        whose += f" of each of {config.dp} engine cores" if config.dp > 1 else ""
-        logger.info("memory%s\n%s", whose, ledger.render())
     store = None
     if place.world_size > 1:
         store = meet(
@@ -151,6 +146,12 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
             address=place.address,
         )
     groups = split(layout, place.count_exchange)
+    ledger = ledger.with_blocks(groups.least(ledger.num_blocks))
+    if place.rank % layout.stage_size == config.replica.number == 0:
+        whose = f" of each of {layout.stage_size} ranks" if layout.stage_size > 1 else ""
+        whose += f" of stage {layout.stage}" if layout.pp > 1 else ""
+        whose += f" of each of {config.dp} engine cores" if config.dp > 1 else ""
+        logger.info("memory%s\n%s", whose, ledger.render())
     home = context_home = None
     if interpreted:
         home, context_home = _symmetric_memory(layout, store)
@@ -171,13 +172,13 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         home=home,
         context_home=context_home,
     )
-    num_blocks = groups.least(ledger.num_blocks)
-    runner.allocate_kv_cache(num_blocks)
+    runner.allocate_kv_cache(ledger.num_blocks)
     if interpreted and place.rank == 0:
         logger.info("warming up: a short prompt")
         runner = SlowRunner(runner)
     runner.warm_up()
-    return LoadedModel(runner, ModelInfo(num_blocks, spec.vocab_size, max_model_len, dtype))
+    info = ModelInfo(ledger.num_blocks, spec.vocab_size, max_model_len, dtype)
+    return LoadedModel(runner, info)
 
 
 class SlowRunner:

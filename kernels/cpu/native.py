@@ -28,6 +28,9 @@ from torch import Tensor
 FILE = Path(__file__).with_name(f"_native{sysconfig.get_config_var('EXT_SUFFIX')}")
 """The library, if it was built."""
 
+VERSION = 1
+"""Of the library's functions and structures; csrc/weft.h."""
+
 COLUMNS = 32
 """Columns of a panel of packed weights; csrc/vector.h."""
 
@@ -203,13 +206,25 @@ _SIGNATURES = {
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None if they were not built or this CPU cannot run them."""
+    """The compiled kernels; None if they were not built or this CPU cannot run them.
+
+    Raises:
+        RuntimeError: they were built of other sources.
+    """
     if not torch.cpu._is_avx512_bf16_supported():
         return None
     try:
         loaded = ctypes.CDLL(str(FILE))
     except OSError:
         return None  # there is none, or no OpenMP of GCC's kind in this process
+    built = loaded.weft_version() if hasattr(loaded, "weft_version") else 0
+    missing = [name for name in _SIGNATURES if not hasattr(loaded, name)]
+    if built != VERSION or missing:
+        lacks = f", without {', '.join(missing)}" if missing else ""
+        raise RuntimeError(
+            f"{FILE} was built of other sources: it has version {built}{lacks}, and must have "
+            f"{VERSION}. Install weft again, with `pip install -e .` where it is a checkout"
+        )
     for name, arguments in _SIGNATURES.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = arguments, None

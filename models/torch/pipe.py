@@ -16,6 +16,7 @@ that it wants what is sampled in it, and takes it when a later step names it.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -42,6 +43,7 @@ class Pipe:
     Attributes:
         stages: how many there are.
         is_first, is_last: whether tokens are looked up here; and whether they are sampled here.
+        waited: seconds that this rank has waited for other stages, in all.
     """
 
     def __init__(self, layout: Layout, count: Callable[[], None] = lambda: None) -> None:
@@ -51,6 +53,7 @@ class Pipe:
         self._before, self._after = layout.rank - size, layout.rank + size
         self._first = layout.rank % size
         self._last = self._first + (layout.pp - 1) * size
+        self.waited = 0.0
         self._count = count
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         self._coming: deque[tuple[dist.Work, Tensor, Tensor]] = deque()
@@ -58,8 +61,7 @@ class Pipe:
     def receive(self, tokens: int, width: int, dtype: torch.dtype) -> Tensor:
         """[tokens, width], which the stage before this one sends in this step."""
         hidden = torch.empty(tokens, width, dtype=dtype)
-        self._count()
-        _begun(dist.irecv(hidden, self._before, tag=HIDDEN)).wait()
+        self._wait(_begun(dist.irecv(hidden, self._before, tag=HIDDEN)))
         return hidden
 
     def send(self, hidden: Tensor) -> None:
@@ -88,8 +90,7 @@ class Pipe:
                 until = max(until, number)
         for _ in range(until):
             work, slots, tokens = self._coming.popleft()
-            self._count()
-            work.wait()
+            self._wait(work)
             yield slots, tokens
 
     def close(self) -> None:
@@ -99,9 +100,14 @@ class Pipe:
 
     def _send(self, x: Tensor, rank: int, tag: int) -> None:
         while len(self._sent) >= AHEAD:
-            self._count()
-            self._sent.popleft()[0].wait()
+            self._wait(self._sent.popleft()[0])
         self._sent.append((_begun(dist.isend(x, rank, tag=tag)), x))
+
+    def _wait(self, work: dist.Work) -> None:
+        self._count()
+        begin = time.perf_counter()
+        work.wait()
+        self.waited += time.perf_counter() - begin
 
 
 def _begun(work: dist.Work | None) -> dist.Work:

@@ -183,10 +183,10 @@ class TorchRunner:
     @torch.inference_mode()
     def step(self, batch: StepInput) -> StepOutput:
         """See `ModelRunner.step`."""
-        started = time.perf_counter()
+        started = self._clock()
         if not len(batch.token_ids):
             self._model.take_part(batch.copies)
-            return StepOutput(batch.step, NONE, NONE, seconds=time.perf_counter() - started)
+            return StepOutput(batch.step, NONE, NONE, seconds=self._clock() - started)
         plan = AttentionPlan.build(
             batch.query_start,
             batch.context_len,
@@ -199,7 +199,7 @@ class TorchRunner:
         if not self._pipe.is_last:
             x = self._model(x, positions, self._cache, plan, copies=batch.copies)
             self._pipe.send(x)
-            return StepOutput(batch.step, NONE, NONE, seconds=time.perf_counter() - started)
+            return StepOutput(batch.step, NONE, NONE, seconds=self._clock() - started)
         # Sorted, so that a row's place among them can be searched.
         rows = np.union1d(batch.sample_index, batch.prompt_logprob_index).astype(np.int64)
         hidden = self._model(
@@ -217,8 +217,12 @@ class TorchRunner:
             status=status,
             logprobs=logprobs,
             prompt_logprobs=self._score_prompts(hidden, rows, batch),
-            seconds=time.perf_counter() - started,
+            seconds=self._clock() - started,
         )
+
+    def _clock(self) -> float:
+        """Seconds, which stand still while this rank waits for other stages."""
+        return time.perf_counter() - self._pipe.waited
 
     def close(self) -> None:
         """Release the weights and the cache; no step can follow."""

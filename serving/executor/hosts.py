@@ -212,13 +212,17 @@ def check_nodes(config: EngineConfig) -> None:
         raise ConfigError(
             f"--nodes is {nodes}; it must divide the {ranks} ranks. These numbers work: {works}"
         )
+    # With Ray the one node is not this machine's own either.
+    given, works = (
+        (f"--nodes is {nodes}", "1") if nodes > 1 else ("--executor is 'ray'", "processes")
+    )
     if config.dp > 1:
-        raise ConfigError(f"--nodes is {nodes}; with --dp {config.dp} it must be 1")
+        raise ConfigError(f"{given}; with --dp {config.dp} it must be {works}")
     check_address(config.node_address)
     if config.kernels == "overlapped":
         raise ConfigError(
-            f"--nodes is {nodes}; with --kernels overlapped it must be 1: on CPUs these meet in "
-            "one machine's memory"
+            f"{given}; with --kernels overlapped it must be {works}: on CPUs these meet in one "
+            "machine's memory"
         )
 
 

@@ -220,7 +220,7 @@ class RankExecutor:
         if (waited := now - self._looked) < self._patience * LOOK:
             return
         # When this process does not get to run, nor may the ranks have (a paused machine).
-        pause = max(0.0, waited - 2 * self._patience * LOOK)
+        pause = waited - self._patience * LOOK
         self._looked = now
         self._since = min(now, self._since + pause)
         for machine in self._machines:

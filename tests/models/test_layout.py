@@ -170,6 +170,28 @@ def test_context_parts_that_do_not_divide_are_refused(
     assert str(raised.value) == message
 
 
+def test_only_experts_that_are_cut_must_divide(tmp_path: Path) -> None:
+    spec = read_spec(
+        make_checkpoint(tmp_path, "qwen3_moe", num_attention_heads=8, moe_intermediate_size=20)
+    )
+    check_layout(spec, 8, 8)
+    check_layout(spec, 8, 2)  # four parts of 20
+    with pytest.raises(ConfigError) as raised:
+        check_layout(spec, 8, 1)
+    assert str(raised.value) == (
+        "--tp is 8; tp / ep, 8, must divide the experts' width of 20. These sizes work: 1, 2, 4"
+    )
+    with pytest.raises(ConfigError) as raised:
+        check_layout(spec, 3, 8)
+    assert str(raised.value).endswith("These sizes work: 1, 2, 4, 8")
+    with pytest.raises(ConfigError) as raised:
+        check_layout(spec, 1, 1, 8)
+    assert str(raised.value) == (
+        "--cp is 8; tp x cp / ep, 8, must divide the experts' width of 20. "
+        "These sizes work: 1, 2, 4"
+    )
+
+
 def test_kv_heads_that_are_neither_divisor_nor_multiple(tmp_path: Path) -> None:
     spec = read_spec(
         make_checkpoint(

@@ -58,6 +58,14 @@ def plan(**changes: Any) -> Ledger:
     return plan_memory(SPEC, **(arguments | changes))
 
 
+def test_blocks_that_another_rank_has_no_room_for_are_left() -> None:
+    own = plan()
+    least = own.with_blocks(own.num_blocks - 7)
+    assert least.num_blocks == own.num_blocks - 7
+    assert least.left - own.left == 7 * own.kv_cache // own.num_blocks
+    assert f"{least.num_blocks:,} blocks of 32 tokens" in least.render()
+
+
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_stages_share_weights_and_cache(quantization: str) -> None:
     stages = [Layout(rank=rank, pp=3).local(SPEC) for rank in range(3)]

@@ -1,16 +1,21 @@
-"""What each of several engine cores is given of the machine."""
+"""What each of several engine cores is given of the machine; how a thread ends."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from pathlib import Path
 
 import pytest
 from support.checkpoints import make_checkpoint
 
+from weft.errors import ConfigError
 from weft.serving.config import EngineConfig
+from weft.serving.core_client import CoreClient
+from weft.serving.executor.processes import named
 from weft.serving.launch import share_out
-from weft.serving.loading import load_model
+from weft.serving.loading import LoadedModel, Progress, load_model
 
 
 def test_one_core_has_everything() -> None:
@@ -41,3 +46,32 @@ def test_the_first_of_several_shows_what_each_takes(
         loaded.runner.close()
     assert caplog.text.count("memory of each of 2 engine cores") == 1
     assert "of the 102.4 MiB that weft may take" in caplog.text
+
+
+told = threading.Event()
+
+
+def refuse_when_told(config: EngineConfig, progress: Progress) -> LoadedModel:
+    told.wait()
+    raise ConfigError("--model is not to my liking")
+
+
+@pytest.mark.parametrize("left_behind", [False, True])
+async def test_the_context_of_a_thread_ends_with_it(left_behind: bool) -> None:
+    told.clear()
+    client = CoreClient(EngineConfig(model="none"))
+    await client.spawn(named(refuse_when_told), in_process=True)
+    if not left_behind:
+        told.set()
+        with pytest.raises(ConfigError, match="--model is not to my liking"):
+            await client.load()
+        assert client._core is not None
+        await client._core.ended
+        assert not client._context.closed, "messages may have to be read"
+    await client.close()
+    if left_behind:
+        assert not client._context.closed, "the thread has sockets"
+        told.set()
+    async with asyncio.timeout(20):
+        while not client._context.closed:
+            await asyncio.sleep(0.01)

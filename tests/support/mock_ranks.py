@@ -1,7 +1,8 @@
 """Ranks without a model, for tests of the executor: `load` stands in for `loading.load_model`.
 
 `config.model` says what goes wrong: "1 raises in 3" (rank, what, step), and
-`config.tokenizer` is a directory, in which each rank notes the steps that it runs. When a
+`config.tokenizer` is a directory, in which each rank notes the steps that it runs. A rank
+"works" until there is a file "worked" in it. When a
 rank "stalls", the others wait for it where those of a model with `config.pp` stages do.
 """
 
@@ -22,9 +23,6 @@ from weft.serving.loading import LoadedModel, ModelInfo, Place, Progress, load_m
 
 SLOW = 0.02
 """Seconds of a step of a rank that is slow."""
-
-WORK = 4 * (0.5,)
-"""Seconds of the parts of a step that works."""
 
 
 class RankRunner:
@@ -69,8 +67,8 @@ class RankRunner:
                     self._place.count_exchange(True)
                 time.sleep(600)
             if self._fault == "works":
-                for seconds in WORK:
-                    time.sleep(seconds)
+                while not self._notes.with_name("worked").exists():
+                    time.sleep(0.01)
             if self._fault == "babbles":
                 return StepOutput("no number", batch.token_ids, batch.token_ids)  # type: ignore[arg-type]
         return StepOutput(

@@ -330,6 +330,8 @@ void pack_panel(const void* const* rows, const Matrix& m, int64_t panel, char* o
 
 using namespace weft;
 
+int32_t weft_version() { return WEFT_VERSION; }
+
 void weft_pack(const void* const* rows, const Matrix* matrix, void* out, Escape* escapes) {
   const Matrix& m = *matrix;
   const int64_t bytes = (m.k + 1) / 2 * (m.format == PLAIN  ? PlainColumns::PAIR

@@ -72,6 +72,11 @@ class Buffer {
 #pragma GCC visibility push(default)
 extern "C" {
 
+// Of what is declared here: to be raised with every change, here and in native.py, which takes no
+// library of another version.
+constexpr int32_t WEFT_VERSION = 1;
+int32_t weft_version();
+
 // A weight [n, k], or gate and up of a gated layer [2 n, k], int8 or bfloat16 -> out
 // [panels][ceil(k / 2)][pair of k of 32 columns], in the matrix's format: 32 rows of the weight to
 // a panel, or 16 of the gate and their 16 of up. Of a compressed one also the escapes. `rows` is

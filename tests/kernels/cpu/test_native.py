@@ -36,6 +36,35 @@ def test_a_cpu_without_the_instructions_does_without(monkeypatch: pytest.MonkeyP
         native.library.cache_clear()
 
 
+def test_the_version_is_that_of_the_sources() -> None:
+    (version,) = re.findall(r"WEFT_VERSION = (\d+);", (CSRC / "weft.h").read_text())
+    assert int(version) == native.VERSION
+
+
+@pytest.mark.parametrize(
+    ("source", "has"),
+    [
+        ("void weft_pack() {}", "version 0, without weft_count_escapes, "),
+        ("int weft_version() { return 999; }", "version 999, without weft_pack, "),
+    ],
+)
+def test_a_library_of_other_sources_is_refused(
+    source: str, has: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shutil.which("gcc") is None or not torch.cpu._is_avx512_bf16_supported():
+        pytest.skip("nothing to build it with, or for")
+    old = tmp_path / "old.so"
+    build = ["gcc", "-shared", "-fPIC", "-x", "c", "-o", str(old), "-"]
+    subprocess.run(build, input=source, text=True, check=True)
+    monkeypatch.setattr(native, "FILE", old)
+    native.library.cache_clear()
+    try:
+        with pytest.raises(RuntimeError, match=f"old.so was built of other sources: .* {has}"):
+            native.library()
+    finally:
+        native.library.cache_clear()
+
+
 def test_they_run_in_the_threads_of_torch() -> None:
     """A second pool would compete with the first, both of them spinning."""
     if not native.supports(torch.bfloat16):

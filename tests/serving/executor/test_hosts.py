@@ -335,6 +335,14 @@ def test_a_head_makes_a_token_and_says_what_to_run(caplog: pytest.LogCaptureFixt
             "--nodes is 2; with --kernels overlapped it must be 1",
         ),
         (
+            {"tp": 2, "executor": "ray", "dp": 2},
+            "--executor is 'ray'; with --dp 2 it must be processes",
+        ),
+        (
+            {"tp": 2, "executor": "ray", "kernels": "overlapped"},
+            "--executor is 'ray'; with --kernels overlapped it must be processes: on CPUs these",
+        ),
+        (
             {"tp": 2, "nodes": 2, "node_address": "localhost"},
             "--node-address is 'localhost'; it must be an IP address of this machine",
         ),

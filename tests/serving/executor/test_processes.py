@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -317,35 +317,46 @@ def test_a_step_that_is_too_large_fails_alone(
         assert steps_of(executor.submit((batch(0),))) == [0]
 
 
-WORKING = """
-import sys, time
-from support.mock_ranks import batch, load
-from weft.serving.config import EngineConfig
-from weft.serving.executor.processes import ProcessExecutor
-config = EngineConfig(model="0 works in 0", tokenizer=sys.argv[1], stall_timeout=4.0)
-executor = ProcessExecutor(config, load, 2)
-pending = executor.submit((batch(0),))
-time.sleep(1)
-print("works", flush=True)
-print(pending.result()[0].step)
-executor.close()
-"""
+class Clock:
+    """Stands in for the module `time`; moves on by `paused` seconds at once."""
+
+    sleep = staticmethod(time.sleep)
+
+    def __init__(self) -> None:
+        self.paused = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.paused
 
 
-def test_a_machine_that_was_paused_has_no_stuck_rank(tmp_path: Path) -> None:
-    controller = subprocess.Popen(
-        [sys.executable, "-P", "-c", WORKING, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert controller.stdout is not None
-    assert controller.stdout.readline() == "works\n"
-    os.killpg(controller.pid, signal.SIGSTOP)
-    time.sleep(3.5)  # more than ranks may do nothing
-    os.killpg(controller.pid, signal.SIGCONT)
-    assert controller.communicate(timeout=30)[0] == "0\n"
-    assert controller.returncode == 0
+def test_a_machine_that_was_paused_has_no_stuck_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(processes, "time", clock)
+    with started(tmp_path, 2, "0 works in 0", stall_timeout=300.0) as executor:
+        pending = executor.submit((batch(0),))
+        for pause in (0.0, 1000.0, 1000.0):  # more than ranks may do nothing
+            clock.paused += pause
+            with pytest.raises(TimeoutError):
+                pending.result(0.01)
+        (tmp_path / "worked").touch()
+        assert steps_of(pending) == [0]
+
+
+def test_a_rank_that_does_nothing_by_the_same_clock_is_stuck(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(processes, "time", clock)
+    with started(tmp_path, 2, "0 works in 0", stall_timeout=300.0) as executor:
+        pending = executor.submit((batch(0),))
+        stuck: BaseException | None = None
+        while stuck is None and clock.paused < 3000.0:
+            clock.paused += 300.0 * processes.STUCK * processes.LOOK
+            with suppress(TimeoutError):
+                stuck = pending.exception(0.01)
+        assert re.match(r"rank 0 \(process \d+\) is stuck in step 1, ", str(stuck))
 
 
 CONTROLLER = """
