@@ -5,7 +5,7 @@
 A batch of few decodes has fewer tiles than a GPU has processors. So each tile's
 keys are dealt out to SPLITS programs (split-KV: Flash-Decoding, Dao et al. 2023):
 
-- `attend` (attention.py) with that many splits. Program (tile, head, s) goes over
+- `attend` (attend.py) with that many splits. Program (tile, head, s) goes over
   the s-th piece of the tile's blocks and stores what it made of it: numbers that
   are already divided by their weights' sum, in float32, and the log of that sum.
   A piece without keys has an LSE of -inf.
@@ -28,18 +28,15 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.gpu.arguments import require
-from weft.kernels.gpu.attention import (
-    LN2,
-    LOG2E,
-    Options,
-    PagedBatch,
+from weft.kernels.gpu.attend import LN2, LOG2E
+from weft.kernels.gpu.attention import launch_attend
+from weft.kernels.gpu.attention_inputs import Options, PagedBatch, check_attention
+from weft.kernels.gpu.attention_tile import (
     Tile,
-    check_attention,
     checked_tile,
     count_tiles,
     heads_of_tile,
     is_decode,
-    launch_attend,
 )
 from weft.kernels.gpu.matmul import count_processors
 from weft.kernels.gpu.tune import Choice

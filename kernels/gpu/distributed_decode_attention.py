@@ -7,7 +7,7 @@ long the request grows. Every rank has all queries, and gets all results.
 
 Protocol, of call n; slot n mod 2 of each rank's buffer has a row for each rank.
 
-1. `attend_and_send`. A program attends as `attend` does (attention.py): a request's
+1. `attend_and_send`. A program attends as `attend` does (attend.py): a request's
    heads that share a KV head, over a split of the rank's own pages. The splits of
    one tile count themselves off, and the last one merges what all have stored: of
    each head the rank's part of the result, in q's dtype, and the log of the sum of
@@ -31,7 +31,7 @@ before have ended: so two slots are enough, as gpu/workspace.py says. The ranks'
 travel, and so are rounded, in q's dtype; for bfloat16 that is an error of the size of
 the result's own rounding.
 
-A rank that flags a request (attention.py) sends an LSE of +inf. Then all ranks
+A rank that flags a request (attend.py) sends an LSE of +inf. Then all ranks
 flag it.
 """
 
@@ -43,18 +43,9 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.gpu.arguments import require_counts
-from weft.kernels.gpu.attention import (
-    LN2,
-    LOG2E,
-    ON_ANOTHER_RANK,
-    Options,
-    PagedBatch,
-    attend_tile,
-    check_attention,
-    checked_tile,
-    heads_of_tile,
-    store_rows,
-)
+from weft.kernels.gpu.attend import LN2, LOG2E, attend_tile, store_rows
+from weft.kernels.gpu.attention_inputs import ON_ANOTHER_RANK, Options, PagedBatch, check_attention
+from weft.kernels.gpu.attention_tile import checked_tile, heads_of_tile
 from weft.kernels.gpu.decode_attention import MAX_SPLITS, choose_splits
 from weft.kernels.gpu.epilogue import RESULTS
 from weft.kernels.gpu.low_latency import get_ll, put_ll

@@ -10,7 +10,7 @@ rotated query), and that of values into the result afterwards (W_uv out). So it
 is attention of H query heads to one KV head whose key is the latent, and whose
 value is the first R numbers of it (DeepSeek-V2, 2024: 2.1.2, 2.1.3, appendix C).
 
-Work is cut and merged as in attention.py and decode_attention.py, by the same
+Work is cut and merged as in attend.py and decode_attention.py, by the same
 kernels, `attend` and `merge_splits`, with what that needs of them:
 
 - A block of latents is loaded once, as keys and as values. Its last P columns are
@@ -31,17 +31,15 @@ import torch
 from torch import Tensor
 
 from weft.kernels.gpu.arguments import require, require_tensor
-from weft.kernels.gpu.attention import (
+from weft.kernels.gpu.attention_inputs import (
     Options,
     PagedBatch,
-    Tile,
-    asked_tile,
     check_batch,
     check_cache,
     check_queries,
     check_scale,
-    is_decode,
 )
+from weft.kernels.gpu.attention_tile import Tile, asked_tile, is_decode
 from weft.kernels.gpu.decode_attention import MAX_SPLITS, choose_splits, launch_split
 from weft.kernels.gpu.matmul import count_processors, target
 from weft.kernels.gpu.tune import Choice

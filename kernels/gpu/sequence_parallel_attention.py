@@ -47,18 +47,9 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.gpu.arguments import require_counts, require_tensor
-from weft.kernels.gpu.attention import (
-    LN2,
-    LOG2E,
-    MAX_HEAD_DIM,
-    Tile,
-    asked_tile,
-    check_heads,
-    check_queries,
-    choose_tile,
-    load_block,
-    soften,
-)
+from weft.kernels.gpu.attend import LN2, LOG2E, load_block, soften
+from weft.kernels.gpu.attention_inputs import MAX_HEAD_DIM, check_heads, check_queries
+from weft.kernels.gpu.attention_tile import Tile, asked_tile, choose_tile
 from weft.kernels.gpu.chunks import copy_chunk
 from weft.kernels.gpu.epilogue import RESULTS
 from weft.kernels.gpu.matmul import target

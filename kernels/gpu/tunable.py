@@ -30,7 +30,8 @@ from weft.kernels.gpu.all_gather_grouped_matmul import (
 from weft.kernels.gpu.all_gather_matmul import all_gather_matmul, all_gather_matmul_workspace
 from weft.kernels.gpu.all_reduce import all_reduce, all_reduce_workspace
 from weft.kernels.gpu.arguments import KernelError
-from weft.kernels.gpu.attention import PagedBatch, paged_attention
+from weft.kernels.gpu.attention import paged_attention
+from weft.kernels.gpu.attention_inputs import PagedBatch
 from weft.kernels.gpu.clock import Call
 from weft.kernels.gpu.costs import CHUNKS, DTYPES, PAYLOADS, Config, Problem, latent_rank
 from weft.kernels.gpu.decode_attention import decode_attention

@@ -63,7 +63,8 @@ from weft.kernels.gpu.all_gather_matmul import (
     all_gather_matmul_workspace,
 )
 from weft.kernels.gpu.all_reduce import AllReduceWorkspace, all_reduce, all_reduce_workspace
-from weft.kernels.gpu.attention import PagedBatch, paged_attention
+from weft.kernels.gpu.attention import paged_attention
+from weft.kernels.gpu.attention_inputs import PagedBatch
 from weft.kernels.gpu.distributed_decode_attention import (
     DistributedDecodeWorkspace,
     distributed_decode_attention,

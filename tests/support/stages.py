@@ -56,6 +56,7 @@ def be_stage(rank: int, pipe: Connection) -> None:
         known.append(hidden.unique().tolist())
         if chosen:
             stages.send_back(torch.tensor([token_of(step, slot) for slot in chosen]))
+    assert stages.waited > 0.0
     pipe.send((known, waiting, len(counted)))
     stages.close()
     destroy_process_group()

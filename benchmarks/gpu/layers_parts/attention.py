@@ -20,7 +20,9 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from layers_parts.scale import Batch, Scale
-from weft.kernels.gpu.attention import PagedBatch, Tile, paged_attention
+from weft.kernels.gpu.attention import paged_attention
+from weft.kernels.gpu.attention_inputs import PagedBatch
+from weft.kernels.gpu.attention_tile import Tile
 from weft.kernels.gpu.clock import Call
 from weft.kernels.gpu.costs import latent_rank
 from weft.kernels.gpu.decode_attention import decode_attention

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from weft.kernels import reference
 from weft.kernels.check.ops.op import CONVERTS, HOPPER, Op, Shapes, Sizes
-from weft.kernels.gpu.attention import PagedBatch, paged_attention
+from weft.kernels.gpu.attention import paged_attention
+from weft.kernels.gpu.attention_inputs import PagedBatch
 from weft.kernels.gpu.decode_attention import decode_attention
 from weft.kernels.gpu.distributed_decode_attention import (
     distributed_decode_attention,

@@ -25,14 +25,15 @@ from torch import Tensor
 from weft.kernels.check import interpreter
 from weft.kernels.check.aot import TENSOR_CORES
 from weft.kernels.check.interpreter import Array, Atomic, Kind, Program
+from weft.kernels.gpu import attend as kernel
 from weft.kernels.gpu import attention as module
 from weft.kernels.gpu.arguments import KernelError
-from weft.kernels.gpu.attention import (
+from weft.kernels.gpu.attention import paged_attention
+from weft.kernels.gpu.attention_inputs import (
     LONGER_THAN_TABLE,
     OUT_OF_POOL,
     SHORTER_THAN_QUERIES,
     PagedBatch,
-    paged_attention,
 )
 from weft.kernels.gpu.decode_attention import decode_attention
 
@@ -253,7 +254,7 @@ def test_whatever_tables_and_lengths_say_nothing_is_accessed_out_of_bounds(
 )
 def test_accesses_out_of_bounds_are_found(old: str, new: str, tmp_path: Path) -> None:
     """The pool is in the middle of a larger one, so that they do no harm."""
-    faulty = planted(module, tmp_path, (old, new))
+    faulty = planted(module, tmp_path, (old, new), parts=[kernel])
     case = Case(Shape(page=4), [(12, 1), (12, 1)])
     case.keys[0], case.values[0] = (
         torch.randn(3 * x.numel()).split(x.numel())[1].view(x.shape)
@@ -480,7 +481,7 @@ def test_the_samples_are_right_without_a_fault() -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault: str, tmp_path: Path) -> None:
-    assert is_wrong(planted(module, tmp_path, FAULTS[fault]).paged_attention)
+    assert is_wrong(planted(module, tmp_path, FAULTS[fault], parts=[kernel]).paged_attention)
 
 
 # What the interpreter cannot show.
@@ -489,7 +490,8 @@ EVERY_TILE = """
 import sys
 import numpy as np, torch
 from weft.kernels.check.aot import compiling, describe
-from weft.kernels.gpu.attention import PagedBatch, paged_attention
+from weft.kernels.gpu.attention import paged_attention
+from weft.kernels.gpu.attention_inputs import PagedBatch
 target = sys.argv[1]
 caches = [torch.bfloat16] + [torch.float8_e4m3fn] * (target != "sm_80")
 for dim in (64, 80, 128, 256):

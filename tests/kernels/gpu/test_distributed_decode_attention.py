@@ -19,9 +19,10 @@ from torch import Tensor
 
 from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import HangError, RankError, run
-from weft.kernels.gpu import attention, low_latency
+from weft.kernels.gpu import attend as kernel
 from weft.kernels.gpu import distributed_decode_attention as module
-from weft.kernels.gpu.attention import ON_ANOTHER_RANK, OUT_OF_POOL
+from weft.kernels.gpu import low_latency
+from weft.kernels.gpu.attention_inputs import ON_ANOTHER_RANK, OUT_OF_POOL
 from weft.kernels.gpu.distributed_decode_attention import distributed_decode_attention_workspace
 from weft.kernels.symmetric.memory import Home
 
@@ -251,7 +252,7 @@ def test_a_fault_is_found(old: str, new: str, symptom: str, tmp_path: Path) -> N
     ],
 )
 def test_a_fault_in_where_tokens_are_is_found(old: str, new: str, tmp_path: Path) -> None:
-    faulty = planted(module, tmp_path, (old, new), parts=[attention])
+    faulty = planted(module, tmp_path, (old, new), parts=[kernel])
     case = Case(Shape(2, 2, 16, 4, window=13, world=3), [(40, 1), (30, 1)])
     with pytest.raises((AssertionError, RankError)):  # the latter where it is flagged
         case.close(*attend([case], faulty=faulty)[0][0])

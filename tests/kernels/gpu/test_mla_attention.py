@@ -22,10 +22,11 @@ from torch import Tensor
 from weft.kernels import reference
 from weft.kernels.check import interpreter
 from weft.kernels.check.aot import TENSOR_CORES
-from weft.kernels.gpu import attention, decode_attention
+from weft.kernels.gpu import attend as kernel
+from weft.kernels.gpu import attention, attention_tile, decode_attention
 from weft.kernels.gpu import mla_attention as module
 from weft.kernels.gpu.arguments import KernelError
-from weft.kernels.gpu.attention import Tile, heads_of_tile
+from weft.kernels.gpu.attention_tile import Tile, heads_of_tile
 from weft.kernels.gpu.mla_attention import mla_decode_attention
 
 
@@ -240,7 +241,7 @@ def test_the_samples_are_right_without_a_fault() -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault: str, tmp_path: Path) -> None:
-    parts = [attention, decode_attention]
+    parts = [kernel, attention_tile, attention, decode_attention]
     assert is_wrong(planted(module, tmp_path, FAULTS[fault], parts=parts).mla_decode_attention)
 
 
@@ -250,7 +251,7 @@ EVERY_TILE = """
 import sys
 import numpy as np, torch
 from weft.kernels.check.aot import compiling, describe
-from weft.kernels.gpu.attention import PagedBatch
+from weft.kernels.gpu.attention_inputs import PagedBatch
 from weft.kernels.gpu.costs import device_for
 from weft.kernels.gpu.mla_attention import mla_decode_attention
 target = sys.argv[1]

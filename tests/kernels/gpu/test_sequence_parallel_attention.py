@@ -25,7 +25,8 @@ from weft.kernels import reference
 from weft.kernels.check.aot import TENSOR_CORES
 from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import HangError, RankError, run
-from weft.kernels.gpu import attention, chunks, signals
+from weft.kernels.gpu import attend as kernel
+from weft.kernels.gpu import chunks, signals
 from weft.kernels.gpu import sequence_parallel_attention as module
 from weft.kernels.gpu.sequence_parallel_attention import (
     sequence_parallel_attention,
@@ -405,7 +406,7 @@ def test_signals_that_order_nothing_are_found(tmp_path: Path) -> None:
 
 def test_a_softmax_without_its_anchor_is_found(tmp_path: Path) -> None:
     change = ("fade = tl.exp2(top - anchor)", "fade = tl.exp2(top - top)")
-    faulty = planted(module, tmp_path, change, parts=[attention])
+    faulty = planted(module, tmp_path, change, parts=[kernel])
     assert "wrong" in symptoms(faulty, "wrong")
 
 

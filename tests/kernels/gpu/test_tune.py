@@ -23,7 +23,8 @@ from weft.kernels.gpu import tune, tuned
 from weft.kernels.gpu.all_gather import all_gather_workspace
 from weft.kernels.gpu.all_gather_matmul import all_gather_matmul_workspace
 from weft.kernels.gpu.arguments import KernelError
-from weft.kernels.gpu.attention import PagedBatch, paged_attention
+from weft.kernels.gpu.attention import paged_attention
+from weft.kernels.gpu.attention_inputs import PagedBatch
 from weft.kernels.gpu.clock import Call
 from weft.kernels.gpu.costs import UNKNOWN, Config, Problem, space
 from weft.kernels.gpu.decode_attention import decode_attention

@@ -19,6 +19,8 @@ from support.steps import Driver, Request
 
 from weft.models.checkpoint import read_spec
 from weft.models.interface import FINITE, NOT_FINITE, ModelRunner
+from weft.models.layout import WHOLE
+from weft.models.torch.pipe import Pipe
 from weft.models.torch.runner import PROMPT_LOGPROB_ROWS, TorchRunner
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 64
@@ -76,6 +78,23 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors["model.embed_tokens.weight"][POISON] = torch.nan
     save_file(tensors, path / "model.safetensors")
     return path
+
+
+def test_a_step_does_not_count_what_it_waits_for_other_stages(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = _load(path)
+    pipe, model = Pipe(WHOLE), runner._model
+
+    def wait(*args: Any, **options: Any) -> torch.Tensor:
+        pipe.waited += 1000.0
+        return model(*args, **options)
+
+    monkeypatch.setattr(runner, "_pipe", pipe)
+    monkeypatch.setattr(runner, "_model", wait)
+    driver = _driver(runner)
+    output = driver.step((driver.add(_prompt(5), 8), 5))
+    assert -1000.0 < output.seconds < -900.0
 
 
 def test_greedy_tokens_are_those_of_transformers(path: Path, runner: ModelRunner) -> None:

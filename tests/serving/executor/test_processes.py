@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.checkpoints import make_checkpoint
+from support.clock import Clock
 from support.mock_ranks import batch, failure_of, load, load_and_die, load_late
 from support.processes import wait_until_gone
 
@@ -315,18 +315,6 @@ def test_a_step_that_is_too_large_fails_alone(
             with pytest.raises(EngineError, match=r"step 1 takes \d+ bytes; at most 992 fit"):
                 executor.submit((batch(0, tokens=300),)).result(0)
         assert steps_of(executor.submit((batch(0),))) == [0]
-
-
-class Clock:
-    """Stands in for the module `time`; moves on by `paused` seconds at once."""
-
-    sleep = staticmethod(time.sleep)
-
-    def __init__(self) -> None:
-        self.paused = 0.0
-
-    def monotonic(self) -> float:
-        return time.monotonic() + self.paused
 
 
 def test_a_machine_that_was_paused_has_no_stuck_rank(
