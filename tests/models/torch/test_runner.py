@@ -20,6 +20,7 @@ from support.steps import Driver, Request
 from weft.models.checkpoint import read_spec
 from weft.models.interface import FINITE, NOT_FINITE, ModelRunner
 from weft.models.layout import WHOLE
+from weft.models.torch.model import Model
 from weft.models.torch.pipe import Pipe
 from weft.models.torch.runner import PROMPT_LOGPROB_ROWS, TorchRunner
 
@@ -83,15 +84,14 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_step_does_not_count_what_it_waits_for_other_stages(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = _load(path)
-    pipe, model = Pipe(WHOLE), runner._model
+    runner, pipe, call = _load(path), Pipe(WHOLE), Model.__call__
 
-    def wait(*args: Any, **options: Any) -> torch.Tensor:
+    def wait(model: Model, *args: Any) -> torch.Tensor:
         pipe.waited += 1000.0
-        return model(*args, **options)
+        return call(model, *args)
 
     monkeypatch.setattr(runner, "_pipe", pipe)
-    monkeypatch.setattr(runner, "_model", wait)
+    monkeypatch.setattr(Model, "__call__", wait)
     driver = _driver(runner)
     output = driver.step((driver.add(_prompt(5), 8), 5))
     assert -1000.0 < output.seconds < -900.0
