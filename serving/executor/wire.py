@@ -70,7 +70,7 @@ Packed = msgspec.defstruct(
 def pack(step: StepInput) -> msgspec.Struct:
     """What to encode for a step."""
     arrays = _arrays_of(step)
-    numbers = b"".join([np.ascontiguousarray(array) for array in arrays])
+    numbers = b"".join([np.ascontiguousarray(array).data for array in arrays])
     return Packed([array.size for array in arrays], numbers, *_others_of(step))
 
 
