@@ -176,7 +176,7 @@ def serve(settings: Settings) -> int:
 @click.option(
     "--once", is_flag=True, help="end with what the head serves, instead of waiting again"
 )
-@takes(EngineConfig, only=("node_address", "node_token"))
+@takes(EngineConfig, only=("node_address", "node_token", "node_ranks"))
 def join(settings: Settings, head: str, once: bool) -> int:
     """Lend this machine to what HOST:PORT serves with --nodes.
 

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 
 from weft.errors import ConfigError
+from weft.serving.resources import Slice, parse
 
 Dtype = Literal["auto", "bfloat16", "float32"]
 Quantization = Literal["none", "int8"]
@@ -52,10 +53,14 @@ class Replica:
     Attributes:
         number: from 0.
         memory: bytes that count as free for it; None for all that are.
+        engines: how many share the machine's cores.
+        slice: the devices of its ranks, on all machines.
     """
 
     number: int = 0
     memory: int | None = None
+    engines: int = 1
+    slice: Slice = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +116,13 @@ class EngineConfig:
         int,
         Help("machines that the ranks are dealt out to; others run weft join", ge=1, le=MAX_RANKS),
     ] = 1
+    devices: Annotated[
+        str | None,
+        Help(
+            "each engine's slice: 8 (any), 2x4 (of two islands four each), 4+1, nvlink:8; else "
+            "all --nodes take part"
+        ),
+    ] = None
     node_address: Annotated[
         str | None,
         Help("this machine's IP address for ranks of others; else where these have reached it"),
@@ -121,6 +133,10 @@ class EngineConfig:
     node_token: Annotated[
         str | None,
         Help("what machines must know to join, 16 characters or more; else made", secret=True),
+    ] = None
+    node_ranks: Annotated[
+        int | None,
+        Help("most ranks that share this machine's cores; else as many as are dealt to it", ge=1),
     ] = None
     max_model_len: Annotated[
         int | None,
@@ -154,6 +170,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.devices is not None:
+            parse(self.devices)
         if self.world_size > MAX_RANKS:
             raise ConfigError(
                 f"--tp is {self.tp}, --cp {self.cp}, --ep {self.ep} and --pp {self.pp}: "

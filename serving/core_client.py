@@ -15,6 +15,7 @@ import shutil
 import tempfile
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal
 
@@ -37,6 +38,7 @@ from weft.serving.messages import (
     Ready,
     Shutdown,
     ToCore,
+    Waiting,
 )
 from weft.serving.stream import Stream
 
@@ -138,21 +140,20 @@ class CoreClient:
         else:
             self._core = await CoreProcess.start(self._config, load_model, base)
 
-    async def load(self) -> None:
+    async def load(self, lend: Callable[[int], None]) -> None:
         """Wait until it is ready.
+
+        Args:
+            lend: told at which port it waits for machines, if it does; may raise EngineError.
 
         Raises:
             ConfigError, ModelError: it says that it cannot load the model.
             EngineError: it ended.
         """
-        assert self._core is not None
-        receive = self._receive()
-        await asyncio.wait((receive, self._core.ended), return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.wait((receive,), timeout=LAST_WORDS)
-        if not receive.done():
-            how = self._core.ended.result() or "ended"
-            raise EngineError(f"{self.name} {how} while it was loading")
-        message = self._decoder.decode(receive.result())
+        message = await self._first_words()
+        if isinstance(message, Waiting):
+            lend(message.port)
+            message = await self._first_words()
         if isinstance(message, Failed):
             raise message.error
         assert isinstance(message, Ready)
@@ -160,6 +161,18 @@ class CoreClient:
         self.info = message.info
         self.load_seconds = time.monotonic() - self._spawned
         self.status = "ready"
+
+    async def _first_words(self) -> FromCore:
+        """What it says while it is loading; raises as `load`."""
+        assert self._core is not None
+        receive = self._receive()
+        await asyncio.wait((receive, self._core.ended), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((receive,), timeout=LAST_WORDS)
+        if not receive.done():
+            how = self._core.ended.result() or "ended"
+            raise EngineError(f"{self.name} {how} while it was loading")
+        message: FromCore = self._decoder.decode(receive.result())
+        return message
 
     async def serve(self) -> None:
         """Hand on what it sends, until it has been told to end and does.

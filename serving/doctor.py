@@ -16,15 +16,17 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from weft.errors import ModelError, WeftError
+from weft.errors import ConfigError, ModelError, WeftError
 from weft.models.checkpoint import BUNDLED, locate, read_spec
 from weft.serving.config import EngineConfig, ServerConfig
 from weft.serving.finding import Finding
+from weft.serving.offer import own_offer
+from weft.serving.resources import Offer, kind_of, map_slices
 
 GIB = 1024**3
 
@@ -53,7 +55,7 @@ def examine(engine: EngineConfig, server: ServerConfig) -> list[Finding]:
     """Every finding, in the order to read them; of other machines last."""
     if problem := _needed():
         return problem
-    found = examine_machine(engine, engine.world_size // engine.nodes, BUNDLED)
+    found = examine_machine(engine, BUNDLED)
     found.append(_port(server.host, server.port))
     if engine.world_size > 1:
         found.append(_layout(engine))
@@ -61,13 +63,13 @@ def examine(engine: EngineConfig, server: ServerConfig) -> list[Finding]:
         from weft.serving.doctor_machines import examine_others
 
         found += examine_others(engine)
+    elif engine.dp * engine.world_size > 1:
+        found += devices(engine, [own_offer(engine)])
     return found
 
 
-def examine_machine(
-    engine: EngineConfig, ranks: int, models: Collection[str] = ()
-) -> list[Finding]:
-    """What is found on a machine that has so many ranks; of these models beside the engine's."""
+def examine_machine(engine: EngineConfig, models: Collection[str] = ()) -> list[Finding]:
+    """What is found on a machine; of these models beside the engine's."""
     if problem := _needed():
         return problem
     found = [
@@ -83,7 +85,7 @@ def examine_machine(
         *(_model(name) for name in dict.fromkeys((*models, engine.model))),
     ]
     if engine.world_size > 1:
-        found += [_devices(ranks), _board()]
+        found.append(_board())
     return found
 
 
@@ -147,9 +149,11 @@ def _kernels() -> Finding:
 def _cores(engine: EngineConfig) -> Finding:
     usable, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     seen = f"{usable} usable, load {load:.1f}"
-    processes = engine.dp * engine.world_size
-    if processes > 1:
-        seen += f"; for {processes} ranks ({engine.dp} engines of {engine.world_size})"
+    ranks = engine.dp * engine.world_size
+    processes = -(-ranks // engine.nodes)  # here, if machines have equally many
+    if ranks > 1:
+        part = f"{processes} of " if engine.nodes > 1 else ""
+        seen += f"; for {part}{ranks} ranks ({engine.dp} engines of {engine.world_size})"
     if processes > usable:
         advice = "use fewer ranks, or lower --dp: those that share a core wait for each other"
         return Finding("cores", "warn", seen, advice)
@@ -185,16 +189,29 @@ def _shared_memory() -> Finding:
     return Finding("/dev/shm", "ok", seen)
 
 
-def _devices(ranks: int) -> Finding:
-    import torch
-
-    gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
-    devices = f"{gpus} GPUs" if gpus else f"{cores} cores"
-    seen = f"{ranks} on this machine, with {devices}"
-    if (gpus or cores) < ranks:
-        advice = "ranks that share a device wait for each other: use more --nodes, or fewer ranks"
-        return Finding("ranks", "warn", seen, advice)
-    return Finding("ranks", "ok", seen)
+def devices(engine: EngineConfig, offers: Sequence[Offer]) -> list[Finding]:
+    """What each machine has for ranks, which is an island, and which ranks get it."""
+    kind = kind_of(engine)
+    found = []
+    for offer in offers:
+        memory = min(offer.gpus, default=0) if kind == "cuda" else offer.memory
+        each = " each" if kind == "cuda" else ""
+        seen = f"island of {offer.describe(kind)}, {memory / GIB:.1f} GiB free{each}"
+        found.append(Finding("devices", "ok", seen))
+    try:
+        slices = map_slices(engine, offers)
+    except ConfigError as error:
+        return [*found, Finding("slice", "fail", str(error), "choose one that fits")]
+    for number, each_slice in enumerate(slices):
+        whose = f"engine {number}: " if engine.dp > 1 else ""
+        first, parts = 0, []
+        for share in each_slice:
+            last = first + len(share.devices) - 1
+            ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
+            parts.append(f"{ranks} on {offers[share.machine].where}")
+            first = last + 1
+        found.append(Finding("slice", "ok", whose + ", ".join(parts)))
+    return found
 
 
 def _layout(engine: EngineConfig) -> Finding:

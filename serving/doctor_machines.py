@@ -11,6 +11,7 @@ import logging
 from contextlib import suppress
 
 from weft.serving.config import EngineConfig
+from weft.serving.doctor import devices
 from weft.serving.executor.hosts import Head, check_addresses, check_nodes, own_address
 from weft.serving.executor.machine_wire import (
     End,
@@ -24,6 +25,7 @@ from weft.serving.executor.machine_wire import (
 from weft.serving.executor.reach import measure
 from weft.serving.executor.remote import Joined
 from weft.serving.finding import Finding
+from weft.serving.offer import own_offer
 
 JOIN = 60.0
 """Seconds for the machines to join."""
@@ -60,6 +62,8 @@ def examine_others(config: EngineConfig) -> list[Finding]:
         check_addresses([own, *(joined.hello.address for joined in others)])
         for source, target, way in measure(own, others, head.token, SEND):
             found.append(_way(source, target, way))
+        offers = [own_offer(config), *(joined.hello.offer for joined in others)]
+        found += devices(config, offers)
         for joined in others:
             found += _machine(config, joined)
         return found
@@ -92,7 +96,7 @@ def _machine(config: EngineConfig, joined: Joined) -> list[Finding]:
         found = [Finding("versions", "ok", f"{same} as here")]
     asked = dataclasses.replace(config, node_token=None)
     with suppress(OSError):
-        joined.link.send(Examine(asked, config.world_size // config.nodes))
+        joined.link.send(Examine(asked))
         match joined.link.wait(EXAMINE):
             case Examined(findings):
                 found += findings

@@ -19,21 +19,28 @@ import math
 import random
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import count
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import zmq
 
-from weft.errors import ConfigError, EngineError, ModelError, RequestError, WeftError
+from weft.errors import EngineError, ModelError, RequestError, WeftError
 from weft.serving.config import EngineConfig
 from weft.serving.core_client import CoreClient
 from weft.serving.launch import share_out
 from weft.serving.limits import check_request
 from weft.serving.messages import Add, EngineInfo, EngineStats
+from weft.serving.offer import own_offer
+from weft.serving.resources import Offer, kind_of
 from weft.serving.sampling_params import SamplingParams
 from weft.serving.stream import Delta, Stream
 from weft.serving.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from weft.serving.pool import Pool
 
 Status = Literal["ready", "restarting", "stalled", "draining", "dead"]
 
@@ -83,23 +90,20 @@ class AsyncEngine:
             runner_factory: "module:function" that stands in for `loading.load_model`.
             restart: start a core that has failed again. One that is in a thread and stuck
                 cannot be ended, and goes on.
-            on_spawned: called once the cores' processes are there.
+            on_spawned: called once the cores' processes are there, or other machines are awaited.
 
         Raises:
             ConfigError, ModelError: a core says that it cannot load the model.
             EngineError: a core ended.
         """
-        joined = config.nodes > 1 and config.executor == "processes"
-        if restart and joined and config.node_token is None:
-            raise ConfigError(
-                "--node-token is not given; with --restart it must be, for machines to join again"
-            )
         engine = cls(config, in_process, runner_factory, restart)
         try:
             await engine._start(on_spawned)
         except BaseException:
             for core in engine._cores:
                 await core.close()
+            if engine._pool is not None:
+                await engine._pool.close()
             raise
         return engine
 
@@ -114,8 +118,9 @@ class AsyncEngine:
         self._restart = restart
         self._draining = False
         self._past = EngineStats()
-        self._shares = share_out(config)
-        self._cores = [CoreClient(share) for share in self._shares]
+        self._pool: Pool | None = None
+        self._shares: list[EngineConfig] = []
+        self._cores: list[CoreClient] = []
         self._keepers: list[asyncio.Task[None]] = []
         self._load_seconds = 0.0
         self._ids = count()
@@ -275,21 +280,52 @@ class AsyncEngine:
                 keeper.cancel()
         await asyncio.gather(*(core.shutdown(drain=drain, timeout=timeout) for core in self._cores))
         await asyncio.wait(self._keepers)
+        if self._pool is not None:
+            await self._pool.close()
 
     async def _start(self, on_spawned: Callable[[], None]) -> None:
+        self._shares = await self._share_out(on_spawned)
+        self._cores = [CoreClient(share) for share in self._shares]
         for core in self._cores:
             await core.spawn(self._load_model, in_process=self._in_process)
         on_spawned()
         self.tokenizer = await asyncio.to_thread(_load_tokenizer, self.config)
         try:
             async with asyncio.TaskGroup() as group:
-                for core in self._cores:
-                    group.create_task(core.load())
+                for number, core in enumerate(self._cores):
+                    group.create_task(core.load(partial(self._lend, number)))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         self.info = min((core.info for core in self._cores), key=lambda info: info.num_blocks)
         self._load_seconds = max(core.load_seconds for core in self._cores)
         self._keepers = [asyncio.create_task(self._keep(i)) for i in range(self.config.dp)]
+
+    async def _share_out(self, on_spawned: Callable[[], None]) -> list[EngineConfig]:
+        """What each core is given, once all machines are there; ConfigError if it cannot be."""
+        config = self.config
+        if config.executor == "ray":  # it knows the machines, and finds such that suit
+            most = config.dp * config.world_size
+            return share_out(config, [Offer(gpus=(0,) * most)] * config.nodes)
+        offers = [own_offer(config, gpus=kind_of(config) == "cuda")]
+        if config.nodes > 1:
+            from weft.serving.loading import check_ranks
+            from weft.serving.pool import Pool
+
+            if self._load_model == LOAD_MODEL:
+                check_ranks(config)  # before people are asked to start others
+            self._pool = Pool(config)
+            on_spawned()
+            offers += await self._pool.offers()
+            config = replace(config, node_token=self._pool.token)
+        shares = share_out(config, offers)
+        if self._pool is not None:
+            self._pool.deal([share.replica.slice for share in shares])
+        return shares
+
+    def _lend(self, number: int, port: int) -> None:
+        """A core waits for machines at a port."""
+        if self._pool is not None:
+            self._pool.lend(number, port)
 
     async def _keep(self, number: int) -> None:
         """See a core through, and those that take its place."""
@@ -297,7 +333,7 @@ class AsyncEngine:
         while True:
             core = self._cores[number]
             try:
-                await self._see_through(core)
+                await self._see_through(core, number)
                 return
             except WeftError as error:
                 tries = 0 if core.works else tries
@@ -317,7 +353,7 @@ class AsyncEngine:
             self._past += core.stats
             self._cores[number] = CoreClient(self._shares[number])
 
-    async def _see_through(self, core: CoreClient) -> None:
+    async def _see_through(self, core: CoreClient, number: int) -> None:
         """Load a core, if that is still to do, and serve until it has ended as it was told.
 
         Raises:
@@ -325,11 +361,13 @@ class AsyncEngine:
             EngineError: it ended, failed or is stuck.
         """
         if core.status == "loading":
+            if self._pool is not None:
+                await self._pool.until_whole(number)
             patience = math.ceil(self.config.stall_timeout + SLOW_RELOAD * self._load_seconds)
             try:
                 async with asyncio.timeout(patience):
                     await core.spawn(self._load_model, in_process=self._in_process)
-                    await core.load()
+                    await core.load(partial(self._lend, number))
             except TimeoutError:
                 raise EngineError(f"{core.name} did not load within {patience} s") from None
             except (OSError, zmq.ZMQError) as error:  # no more processes, no space for a socket

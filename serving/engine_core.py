@@ -42,6 +42,7 @@ from weft.serving.messages import (
     Shutdown,
     ToCore,
     TokenOutput,
+    Waiting,
 )
 from weft.serving.scheduler import Scheduler
 
@@ -187,7 +188,7 @@ def serve(
     """
     with CoreChannel(context, address) as channel:
         begin = time.monotonic()
-        executor = start_executor(config, load_model)
+        executor = start_executor(config, load_model, lambda port: channel.send(Waiting(port)))
         try:
             model = executor.model
             scheduler = Copies([_scheduler(config, model) for _ in range(config.copies)])
@@ -201,23 +202,31 @@ def serve(
             executor.close()
 
 
-def start_executor(config: EngineConfig, load_model: LoadModel) -> Executor:
+def start_executor(
+    config: EngineConfig, load_model: LoadModel, announce: Callable[[int], None]
+) -> Executor:
     """Load the model: here, or in a process for each rank.
+
+    Args:
+        config: of this engine.
+        load_model: see `serve`.
+        announce: told the port at which machines of the engine's slice are awaited, if any are.
 
     Raises:
         WeftError: it cannot be loaded.
     """
-    if config.nodes > 1 or config.world_size > 1 or config.executor == "ray":
+    elsewhere = any(share.machine for share in config.replica.slice)
+    if elsewhere or config.world_size > 1 or config.executor == "ray":
         if load_model is loading.load_model:
             loading.check_ranks(config)  # before so many processes are started
         if config.executor == "ray":
             from weft.serving.executor.ray_cluster import RayExecutor
 
             return RayExecutor(config, load_model)
-        if config.nodes > 1:
+        if elsewhere:
             from weft.serving.executor.hosts import HostsExecutor
 
-            return HostsExecutor(config, load_model)
+            return HostsExecutor(config, load_model, announce)
         return ProcessExecutor(config, load_model, config.world_size)
 
     def load() -> LoadedModel:

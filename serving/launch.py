@@ -9,20 +9,21 @@ killed.
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from weft.errors import WeftError
+from weft.errors import ConfigError, WeftError
 from weft.serving.child import how_it_ended
 from weft.serving.config import EngineConfig, Replica
 from weft.serving.messages import Orders
+from weft.serving.resources import Offer, map_slices
 
 if TYPE_CHECKING:
     import zmq.asyncio
@@ -30,19 +31,30 @@ if TYPE_CHECKING:
 ABORT_GRACE = 2.0  # seconds for the stacks of a stuck core to be written
 
 
-def share_out(config: EngineConfig) -> list[EngineConfig]:
-    """The configuration of each of the `dp` cores, with its share of the threads and the memory.
+def share_out(config: EngineConfig, offers: Sequence[Offer]) -> list[EngineConfig]:
+    """The configuration of each of the `dp` cores, with its devices and its share of the memory.
 
     The share is of what is free now: a core that is started again later takes no more.
-    """
-    if config.dp == 1:
-        return [config]
-    from weft.models.memory import available_memory
 
-    threads = max(1, (config.threads or len(os.sched_getaffinity(0))) // config.dp)
-    memory = available_memory() // config.dp
-    replicas = (Replica(number, memory) for number in range(config.dp))
-    return [replace(config, threads=threads, replica=replica) for replica in replicas]
+    Args:
+        config: of all.
+        offers: of the machines, this one first.
+
+    Raises:
+        ConfigError: there are not the devices, or they do not suit the kernels.
+    """
+    slices = map_slices(config, offers)
+    if config.kernels == "overlapped" and any(len(each) > 1 for each in slices):
+        raise ConfigError(
+            f"--nodes is {config.nodes}; with --kernels overlapped an engine must be on one "
+            "machine: on CPUs its ranks meet in that one's memory"
+        )
+    cores = []
+    for number, each in enumerate(slices):
+        engines = max([1, *(share.engines for share in each if share.machine == 0)])
+        memory = offers[0].memory // engines if engines > 1 else None
+        cores.append(replace(config, replica=Replica(number, memory, engines, each)))
+    return cores
 
 
 class Core(Protocol):

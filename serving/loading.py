@@ -78,6 +78,7 @@ class Place:
             that is with all of them.
         on_machine: ranks that share this machine's memory and cores.
         host, address: of the first rank's machine and of this one, for the ranks to meet.
+        device: index of this rank's, on its machine (see resources.py).
     """
 
     rank: int = 0
@@ -87,6 +88,7 @@ class Place:
     on_machine: int = 1
     host: str = LOOPBACK
     address: str = LOOPBACK
+    device: int = 0
 
 
 ALONE = Place()
@@ -165,7 +167,7 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         max_model_len=max_model_len,
         quantization=config.quantization,
         compress_weights=config.compress_weights,
-        threads=_threads(config.threads, place.on_machine),
+        threads=_threads(config.threads, place.on_machine * config.replica.engines),
         progress=progress,
         layout=layout,
         groups=groups,

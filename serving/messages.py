@@ -153,6 +153,12 @@ class EngineInfo(msgspec.Struct, frozen=True):
     load_seconds: float
 
 
+class Waiting(msgspec.Struct, frozen=True, tag=True):
+    """Core -> front: machines of its slice may connect to it; see executor/hosts.py."""
+
+    port: int
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """Core -> front: loaded and warm."""
 
@@ -190,4 +196,4 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 ToCore = Add | Abort | Shutdown
-FromCore = Ready | Outputs | Failed
+FromCore = Waiting | Ready | Outputs | Failed

@@ -1,13 +1,18 @@
 """A machine that takes part in serving a model which another machine controls: `weft join`.
 
-    controller                        agent                          ranks of this machine
+    front                             agent
+    Hello                  ◄──TCP──   joins, and stays
+    Lend(engine, port)     ──TCP──►   connects to that engine core, too, in a thread of its own
+
+    engine core                       that thread                    ranks of this machine
     Start, Meet, Step n    ──TCP──►   board, wakes  ──────────────►  run step n
     Said, Gone             ◄──TCP──   relays        ◄──socket──────  Loaded, Done, Failed
     Progress, every second ◄──TCP──   the board's counters
 
-The agent asks the controller to take it, again and again until it does; starts the ranks that
-it is told to; and when the connection ends, whatever the reason, kills what is left of them
-and begins anew. What it imports and runs is its own: no message names code.
+The agent asks the front to take it, again and again until it does. When the connection to an
+engine ends, whatever the reason, what is left of its ranks is killed; when that to the front
+does, it waits for the engines to end and begins anew. What it imports and runs is its own: no
+message names code. (Ray's actors and tests connect to an engine core at once.)
 """
 
 from __future__ import annotations
@@ -15,9 +20,11 @@ from __future__ import annotations
 import logging
 import selectors
 import socket
+import threading
 import time
 from collections import deque
 from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -32,6 +39,7 @@ from weft.serving.executor.machine_wire import (
     Examined,
     Gone,
     Hello,
+    Lend,
     Listen,
     Listening,
     Meet,
@@ -44,10 +52,13 @@ from weft.serving.executor.machine_wire import (
     Step,
     ToAgent,
     Unreachable,
+    versions,
 )
 from weft.serving.executor.reach import answer, listen, reach
 from weft.serving.executor.wire import encoder
 from weft.serving.messages import Failed
+from weft.serving.offer import own_offer
+from weft.serving.resources import Offer
 
 LOAD_MODEL = "weft.serving.loading:load_model"
 
@@ -72,6 +83,8 @@ def join(
     name: str | None = None,
     once: bool = False,
     load_model: str = LOAD_MODEL,
+    node_ranks: int | None = None,
+    machine: int = 0,
 ) -> None:
     """Take part in what the head at `host`:`port` serves, until interrupted.
 
@@ -83,16 +96,21 @@ def join(
         name: of this machine, for people; else the host's.
         once: return when the head has ended what this machine took part in.
         load_model: loads a rank's part of the model.
+        node_ranks: most ranks that share this machine's cores.
+        machine: its number, if it is known.
 
     Raises:
         ConfigError: the head has another token, or does not take this machine.
         EngineError: with `once`: the connection was lost.
     """
+    offer = own_offer(EngineConfig(node_ranks=node_ranks))
     while True:
         link = _connect(host, port, token)
         logger.info("joined %s:%d", host, port)
+        guest = _Guest(host, token, address, name or socket.gethostname(), load_model, offer)
         with closing(link):
-            ended = _take_part(link, token, address, name, load_model)
+            ended = guest.take_part(link, machine)
+        guest.wait()
         if once and ended:
             return
         if once:
@@ -106,13 +124,7 @@ def _connect(host: str, port: int, token: str) -> Link[ToAgent]:
     told = ""
     while True:
         try:
-            sock = socket.create_connection((host, port), CONNECT)
-            try:
-                present(sock, token)
-                return Link(sock, ToAgent)
-            except BaseException:
-                sock.close()
-                raise
+            return _link(host, port, token)
         except OSError as error:
             why = str(error.strerror or error)
         except ConfigError as error:
@@ -122,30 +134,93 @@ def _connect(host: str, port: int, token: str) -> Link[ToAgent]:
         time.sleep(AGAIN)
 
 
-def _take_part(
-    link: Link[ToAgent], token: str, address: str | None, name: str | None, load_model: str
-) -> bool:
-    """Do what the controller says until the connection ends; whether it ended it."""
-    with suppress(OSError, msgspec.DecodeError):  # it has ended, or makes no sense
-        address = address or link.own_address
-        link.send(Hello.of(address, name))
-        while (message := link.wait()) is not None:
-            match message:
-                case Refused(why):
-                    raise ConfigError(why)
-                case Start():
-                    return _serve(link, message, address, load_model)
-                case End():
-                    return True
-                case Examine(config, ranks):
-                    from weft.serving.doctor import examine_machine
+def _link(host: str, port: int, token: str) -> Link[ToAgent]:
+    """A connection on which both sides have proved that they know the token.
 
-                    link.send(Examined(examine_machine(config, ranks)))
-                case Listen():
-                    _listen(link, address, token)
-                case Reach(host, port, seconds):
-                    link.send(reach(host, port, token, seconds))
-    return False
+    Raises:
+        ConfigError, OSError: as `present`, or nobody listens there.
+    """
+    sock = socket.create_connection((host, port), CONNECT)
+    try:
+        present(sock, token)
+        return Link(sock, ToAgent)
+    except BaseException:
+        sock.close()
+        raise
+
+
+@dataclass
+class _Guest:
+    """What this machine is to a head that it has joined; see `join`."""
+
+    host: str
+    token: str
+    address: str | None
+    name: str
+    load_model: str
+    offer: Offer
+    engines: dict[int, threading.Thread] = field(default_factory=dict)
+
+    def take_part(self, link: Link[ToAgent], machine: int = 0) -> bool:
+        """Do what the other side says until the connection ends; whether it ended it."""
+        with suppress(OSError, msgspec.DecodeError):  # it has ended, or makes no sense
+            address = self.address or link.own_address
+            offer = replace(self.offer, where=f"{self.name} at {address}")
+            link.send(Hello(self.name, address, versions(), offer, machine))
+            while (message := link.wait()) is not None:
+                match message:
+                    case Refused(why):
+                        raise ConfigError(why)
+                    case Lend():
+                        self._lend(message)
+                    case Start():
+                        return self._serve(link, message, address)
+                    case End():
+                        return True
+                    case Examine(config):
+                        from weft.serving.doctor import examine_machine
+
+                        link.send(Examined(examine_machine(config)))
+                    case Listen():
+                        _listen(link, address, self.token)
+                    case Reach(host, port, seconds):
+                        link.send(reach(host, port, self.token, seconds))
+        return False
+
+    def wait(self) -> None:
+        """For all engines to end."""
+        for thread in self.engines.values():
+            thread.join()
+
+    def _lend(self, lend: Lend) -> None:
+        before = self.engines.get(lend.engine)
+        thread = threading.Thread(target=self._join_engine, args=(lend, before), daemon=True)
+        self.engines[lend.engine] = thread
+        thread.start()
+
+    def _join_engine(self, lend: Lend, before: threading.Thread | None) -> None:
+        """Have ranks of an engine, once those of the one that it replaces have ended."""
+        if before is not None:
+            before.join()
+        try:
+            link = _link(self.host, lend.port, self.token)
+        except (OSError, ConfigError) as error:  # it waits in vain, and says so
+            logger.warning("engine %d at port %d: %s", lend.engine, lend.port, error)
+            return
+        with closing(link):
+            self.take_part(link, lend.machine)
+
+    def _serve(self, link: Link[ToAgent], start: Start, address: str) -> bool:
+        if (engines := start.config.replica.engines) > 1:
+            replica = replace(start.config.replica, memory=self.offer.memory // engines)
+            config = replace(start.config, replica=replica)
+            start = msgspec.structs.replace(start, config=config)
+        try:
+            agent = _Agent(link, start, address, self.load_model)
+        except OSError as error:  # no memory, no more processes
+            link.send(Said(start.first, encoder.encode(Failed.of(error))))
+            return False
+        return agent.run()
 
 
 def _listen(link: Link[ToAgent], address: str, token: str) -> None:
@@ -156,15 +231,6 @@ def _listen(link: Link[ToAgent], address: str, token: str) -> None:
         return
     link.send(Listening(listener.getsockname()[1]))
     answer(listener, token)
-
-
-def _serve(link: Link[ToAgent], start: Start, address: str, load_model: str) -> bool:
-    try:
-        agent = _Agent(link, start, address, load_model)
-    except OSError as error:  # no memory, no more processes
-        link.send(Said(start.first, encoder.encode(Failed.of(error))))
-        return False
-    return agent.run()
 
 
 class _Agent:
@@ -181,10 +247,11 @@ class _Agent:
         self._machine = LocalMachine(
             start.config,
             load_model,
-            range(start.first, start.first + start.count),
+            range(start.first, start.first + len(start.devices)),
             start.world_size,
             host=start.host,
             address=address,
+            devices=start.devices,
         )
 
     def run(self) -> bool:
@@ -258,7 +325,7 @@ def run(config: EngineConfig, head: str, *, once: bool) -> int:
     """The command `weft join`; see `join`.
 
     Args:
-        config: node_address and node_token of it.
+        config: node_address, node_token and node_ranks of it.
         head: HOST:PORT.
 
     Raises:
@@ -274,5 +341,12 @@ def run(config: EngineConfig, head: str, *, once: bool) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    join(host.strip("[]"), int(port), config.node_token, address=config.node_address, once=once)
+    join(
+        host.strip("[]"),
+        int(port),
+        config.node_token,
+        address=config.node_address,
+        once=once,
+        node_ranks=config.node_ranks,
+    )
     return 0

@@ -4,8 +4,9 @@
     RankExecutor ──► LocalMachine: ranks 0, 1
                  ──► RemoteMachine ──── TCP ────►  agent: ranks 2, 3
 
-The other machines join this one (agent.py), which waits for them, deals the ranks out in their
-order, equally many to each machine, and closes the port at which it waited.
+The other machines have joined the front (pool.py), which says to the agents of those that are in
+this engine's slice (resources.py) that they connect here, too. When all have, each is given its
+ranks, and the port is closed.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Self
 
 import msgspec
@@ -37,7 +39,10 @@ from weft.serving.executor.machine_wire import (
 from weft.serving.executor.processes import STUCK, RankExecutor, named
 from weft.serving.executor.reach import measure
 from weft.serving.executor.remote import Joined, RemoteMachine
-from weft.serving.loading import LoadedModel
+from weft.serving.loading import LOOPBACK, LoadedModel
+
+LEND = 30.0
+"""Seconds for the machines of a slice to connect."""
 
 HELLO = 5.0
 """Seconds for a machine to say what it is, after it has proved that it may."""
@@ -82,11 +87,15 @@ class Head:
         command = f"{token}weft join {self._name}:{self.port}"
         logger.warning("waiting for %s to run: %s", machines, command)  # else nothing goes on
 
+    def fileno(self) -> int:
+        """Can be read when somebody has connected."""
+        return self._listener.fileno()
+
     def wait_for(self, count: int, timeout: float | None = None) -> list[Joined]:
         """So many machines, in the order in which they came; or those that came in time."""
         joined: list[Joined] = []
         with selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self, selectors.EVENT_READ)
             deadline = None if timeout is None else time.monotonic() + timeout
             while len(joined) < count:
                 left = None if deadline is None else deadline - time.monotonic()
@@ -94,7 +103,7 @@ class Head:
                     break
                 for key, _ in selector.select(left):
                     if key.data is None:
-                        if (machine := self._admit()) is not None:
+                        if (machine := self.admit()) is not None:
                             joined.append(machine)
                             selector.register(machine.link.socket, selectors.EVENT_READ, machine)
                             logger.info("%s has joined", machine.where)
@@ -105,9 +114,13 @@ class Head:
                         joined.remove(key.data)
         return joined
 
-    def _admit(self) -> Joined | None:
+    def admit(self) -> Joined | None:
         """Who has connected, if it may join."""
-        sock, (address, *_) = self._listener.accept()
+        try:
+            sock, (address, *_) = self._listener.accept()
+        except OSError as error:  # it has hung up
+            logger.warning("a machine could not join: %s", error.strerror)
+            return None
         with suppress(OSError, msgspec.DecodeError):
             if not admit(sock, self.token):
                 logger.warning("%s was turned away: it does not know --node-token", address)
@@ -130,100 +143,113 @@ class HostsExecutor(RankExecutor):
     """Ranks on this machine and on others that join it; see RankExecutor.
 
     Args:
-        config: of the engine, with `nodes` above 1.
+        config: of this engine, with a slice.
         load_model: `loading.load_model`, or what stands in for it, on this machine.
+        announce: told the port at which the machines of the slice are awaited.
 
     Raises:
-        ConfigError: the ranks cannot be dealt out, or the port is not to be had.
+        EngineError: a machine did not come.
     """
 
-    def __init__(self, config: EngineConfig, load_model: Callable[..., LoadedModel]) -> None:
-        check_nodes(config)
-        super().__init__(config, gather(config, load_model))
+    def __init__(
+        self,
+        config: EngineConfig,
+        load_model: Callable[..., LoadedModel],
+        announce: Callable[[int], None],
+    ) -> None:
+        super().__init__(config, gather(config, load_model, announce))
 
 
-def gather(config: EngineConfig, load_model: Callable[..., LoadedModel]) -> Iterator[Machine]:
-    """All machines, each started when it is asked for."""
-    with Head(config) as head:
-        head.invite(config.nodes - 1)
-        others = head.wait_for(config.nodes - 1)
-    yield from deal_out(config, others, head.token, named(load_model))
+def gather(
+    config: EngineConfig, load_model: Callable[..., LoadedModel], announce: Callable[[int], None]
+) -> Iterator[Machine]:
+    """All machines of the slice, each started when it is asked for."""
+    others = {share.machine for share in config.replica.slice if share.machine}
+    with Head(replace(config, node_port=0)) as head:
+        announce(head.port)
+        joined = {each.hello.machine: each for each in head.wait_for(len(others), LEND)}
+    if missing := others - joined.keys():
+        for each in joined.values():
+            each.link.close()
+        raise EngineError(f"{len(missing)} of the machines did not connect within {LEND:g} s")
+    yield from deal_out(config, joined, head.token, named(load_model))
 
 
 def deal_out(
-    config: EngineConfig,
-    others: list[Joined],
-    token: str,
-    load_model: str,
-    *,
-    own_ranks: bool = True,
+    config: EngineConfig, machines: Mapping[int, Joined], token: str, load_model: str
 ) -> Iterator[Machine]:
-    """Start each machine's ranks, on this one first if it is to have some.
+    """Start the ranks on each machine of the slice, in their order.
+
+    Args:
+        config: of this engine, with a slice.
+        machines: those that have joined, by number; what is of the slice and not of these is here.
+        token: the group's.
+        load_model: "module:function", for the ranks that are here.
 
     Raises:
         ConfigError: some of the addresses cannot be reached by all.
         EngineError: a machine cannot reach another one, or has left.
     """
-    world_size = config.world_size
-    share = world_size // config.nodes
+    slice, others = config.replica.slice, list(machines.values())
     waiting = list(others)
     try:
-        own = own_address(config, others) if own_ranks else None
-        addresses = [joined.hello.address for joined in others]
-        host = own or addresses[0]
-        check_addresses([host, *addresses])
+        here = any(share.machine not in machines for share in slice)
+        own = own_address(config, others) if here else None
+        where = [
+            machines[s.machine].hello.address if s.machine in machines else own or LOOPBACK
+            for s in slice
+        ]
+        check_addresses(where)
         for source, target, way in measure(own, others, token, seconds=0.0):
             if isinstance(way, Unreachable):
                 raise EngineError(f"{source} does not reach {target} at a free port: {way.why}")
         first = 0
-        if own is not None:
-            ranks = range(share)
-            yield LocalMachine(config, load_model, ranks, world_size, host=own, address=own)
-            first = share
-        for joined in others:
-            ranks = range(first, first + share)
+        for share, address in zip(slice, where, strict=True):
+            ranks = range(first, first := first + len(share.devices))
+            joined = machines.get(share.machine)
+            if joined is None:
+                yield LocalMachine(
+                    config,
+                    load_model,
+                    ranks,
+                    config.world_size,
+                    host=where[0],
+                    address=address,
+                    devices=share.devices,
+                )
+                continue
+            patience = config.stall_timeout * STUCK
+            waiting.remove(joined)
             try:
                 yield RemoteMachine(
                     joined,
                     config,
+                    share,
                     ranks,
-                    world_size,
-                    host=host,
-                    patience=config.stall_timeout * STUCK,
+                    config.world_size,
+                    host=where[0],
+                    patience=patience,
                 )
             except OSError as error:
+                joined.link.close()
                 raise EngineError(f"{joined.where} has left: {error.strerror}") from None
-            waiting.remove(joined)
-            first += share
     finally:
         for joined in waiting:
             joined.link.close()
 
 
 def check_nodes(config: EngineConfig) -> None:
-    """Refuse a number of machines that the ranks cannot be dealt out to.
+    """Refuse what cannot be, before others are waited for.
 
     Raises:
-        ConfigError: naming the numbers that work.
+        ConfigError: naming what is wrong.
     """
-    ranks, nodes = config.world_size, config.nodes
-    if ranks % nodes:
-        works = ", ".join(str(n) for n in range(1, ranks + 1) if not ranks % n)
+    ranks = config.dp * config.world_size
+    if config.nodes > ranks and config.devices is None:
         raise ConfigError(
-            f"--nodes is {nodes}; it must divide the {ranks} ranks. These numbers work: {works}"
+            f"--nodes is {config.nodes}; it must be at most {ranks}: each machine has a rank"
         )
-    # With Ray the one node is not this machine's own either.
-    given, works = (
-        (f"--nodes is {nodes}", "1") if nodes > 1 else ("--executor is 'ray'", "processes")
-    )
-    if config.dp > 1:
-        raise ConfigError(f"{given}; with --dp {config.dp} it must be {works}")
     check_address(config.node_address)
-    if config.kernels == "overlapped":
-        raise ConfigError(
-            f"{given}; with --kernels overlapped it must be {works}: on CPUs these meet in one "
-            "machine's memory"
-        )
 
 
 def own_address(config: EngineConfig, others: list[Joined]) -> str:

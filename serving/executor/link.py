@@ -17,6 +17,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import secrets
+import select
 import socket
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
@@ -82,6 +83,13 @@ class Link(Generic[Message]):
     def address(self) -> str:
         """The other machine's, as seen from here."""
         return _plain(self.socket.getpeername()[0])
+
+    @property
+    def has_come(self) -> bool:
+        """Whether there is something to receive, if only that the connection has ended."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        return bool(poll.poll(0))
 
     def send(self, message: object) -> None:
         """Send a message.

@@ -100,6 +100,7 @@ class LocalMachine:
         ranks: numbers of the ranks.
         world_size: how many there are on all machines.
         host, address: of the first rank's machine and of this one, for the ranks to meet.
+        devices: by index, of each rank; else the machine's first ones.
 
     """
 
@@ -115,6 +116,7 @@ class LocalMachine:
         *,
         host: str = LOOPBACK,
         address: str = LOOPBACK,
+        devices: Sequence[int] = (),
     ) -> None:
         self.ranks = ranks
         self._board = Board(len(ranks), stages=config.pp)
@@ -122,7 +124,7 @@ class LocalMachine:
         self._ranks: list[_Rank] = []
         try:
             stage_size = world_size // config.pp
-            for number in ranks:
+            for number, device in zip(ranks, devices or range(len(ranks)), strict=True):
                 copy, place = divmod(number % stage_size, stage_size // config.copies)
                 orders = RankOrders(
                     config,
@@ -135,6 +137,7 @@ class LocalMachine:
                     on_machine=len(ranks),
                     host=host,
                     address=address,
+                    device=device,
                 )
                 self._ranks.append(_Rank.start(orders, self._board))
         except BaseException:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import platform
-import socket
 
 import msgspec
 
 from weft.serving.config import EngineConfig
 from weft.serving.finding import Finding
+from weft.serving.resources import Offer
 from weft.version import __version__
 
 
@@ -16,8 +16,9 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     """Controller -> agent: start ranks.
 
     Attributes:
-        config: of the engine.
-        first, count: which ranks.
+        config: of the engine; `replica` is its share of this machine, but for the memory.
+        first: of the ranks.
+        devices: by index, of each of them.
         world_size: ranks of all machines.
         host: address of the first rank's machine.
         heartbeat: seconds between two `Progress`.
@@ -26,7 +27,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
     config: EngineConfig
     first: int
-    count: int
+    devices: tuple[int, ...]
     world_size: int
     host: str
     heartbeat: float
@@ -55,6 +56,20 @@ class End(msgspec.Struct, frozen=True, tag=True):
     grace: float
 
 
+class Lend(msgspec.Struct, frozen=True, tag=True):
+    """Controller -> agent: connect to an engine, too, and run ranks for that.
+
+    Attributes:
+        engine: its number. When it asks again, what it had before has ended.
+        port: at which it waits, on the controller's machine.
+        machine: the number of the agent's, to be said there.
+    """
+
+    engine: int
+    port: int
+    machine: int
+
+
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """Controller -> agent: this machine cannot take part."""
 
@@ -62,10 +77,9 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Examine(msgspec.Struct, frozen=True, tag=True):
-    """Controller -> agent: what `weft doctor` finds on this machine, of which so many ranks are."""
+    """Controller -> agent: what `weft doctor` finds on this machine."""
 
     config: EngineConfig
-    ranks: int
 
 
 class Listen(msgspec.Struct, frozen=True, tag=True):
@@ -80,7 +94,7 @@ class Reach(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
-ToAgent = Start | Meet | Step | Dump | End | Refused | Examine | Listen | Reach
+ToAgent = Start | Meet | Step | Dump | End | Lend | Refused | Examine | Listen | Reach
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -90,16 +104,20 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
         name: of the machine.
         address: at which ranks of other machines reach those of this one.
         versions: of what must be the same on all machines.
+        offer: what it has for ranks.
+        machine: the number that the controller has given it; 0 if none.
     """
 
     name: str
     address: str
     versions: dict[str, str]
+    offer: Offer
+    machine: int = 0
 
-    @classmethod
-    def of(cls, address: str, name: str | None = None) -> Hello:
-        """This machine's."""
-        return cls(name or socket.gethostname(), address, versions())
+    @property
+    def where(self) -> str:
+        """The machine, in words."""
+        return f"{self.name} at {self.address}"
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):

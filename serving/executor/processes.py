@@ -346,7 +346,9 @@ class ProcessExecutor(RankExecutor):
     def __init__(
         self, config: EngineConfig, load_model: Callable[..., LoadedModel], world_size: int
     ) -> None:
-        machine = LocalMachine(config, named(load_model), range(world_size), world_size)
+        devices = [index for share in config.replica.slice for index in share.devices]
+        ranks = range(world_size)
+        machine = LocalMachine(config, named(load_model), ranks, world_size, devices=devices)
         super().__init__(config, [machine])
 
 

@@ -46,6 +46,7 @@ class RankOrders(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         answers: whether it says what the copy's steps have produced.
         first, on_machine: the first rank of this machine, and how many it has.
         host, address: of the first rank's machine of all, and of this one; see Place.
+        device: see Place.
         socket, board: file descriptors that it has been given.
     """
 
@@ -59,6 +60,7 @@ class RankOrders(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     on_machine: int
     host: str
     address: str
+    device: int
     socket: int = -1
     board: int = -1
 
@@ -92,6 +94,7 @@ def serve(orders: RankOrders, channel: socket.socket) -> None:
         orders.on_machine,
         orders.host,
         orders.address,
+        orders.device,
     )
     try:
         load = child.find(orders.load_model)

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from weft.errors import ConfigError
 from weft.serving.config import EngineConfig
-from weft.serving.executor.hosts import Head, check_nodes, deal_out
+from weft.serving.executor.hosts import Head, deal_out
 from weft.serving.executor.machine import Machine
 from weft.serving.executor.processes import RankExecutor, named
 from weft.serving.loading import LoadedModel
+from weft.serving.resources import kind_of
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -30,7 +31,8 @@ class RayExecutor(RankExecutor):
     """Ranks on nodes of the Ray cluster that RAY_ADDRESS names, or of the one that runs here.
 
     Args:
-        config: of the engine; `nodes` of it are taken, this one only if it is a node with room.
+        config: of this engine, with a slice: each part of it is a node, this one only if it is
+            one with room.
         load_model: `loading.load_model`, or what stands in for it, on the nodes.
 
     Raises:
@@ -38,7 +40,6 @@ class RayExecutor(RankExecutor):
     """
 
     def __init__(self, config: EngineConfig, load_model: Callable[..., LoadedModel]) -> None:
-        check_nodes(config)
         _connect()
         self._group: PlacementGroup | None = None
         try:
@@ -55,21 +56,26 @@ class RayExecutor(RankExecutor):
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        share = config.world_size // config.nodes
-        self._group = _place(config.nodes, share)
+        # Its own are what a node's actor sees, from the first.
+        slice = tuple(
+            replace(share, devices=tuple(range(len(share.devices))))
+            for share in config.replica.slice
+        )
+        config = replace(config, replica=replace(config.replica, slice=slice))
+        counts = {share.machine: len(share.devices) for share in config.replica.slice}
+        resource = "GPU" if kind_of(config) == "cuda" else "CPU"
+        self._group = _place(resource, list(counts.values()))
         own = config.node_address or ray.util.get_node_ip_address()
         with Head(replace(config, node_port=0)) as head:
             self._actors = []  # which end when nobody knows them
-            for bundle in range(config.nodes):
+            for bundle, (machine, count) in enumerate(counts.items()):
                 strategy = PlacementGroupSchedulingStrategy(self._group, bundle)
-                actor = ray.remote(_Node).options(num_cpus=share, scheduling_strategy=strategy)
-                self._actors.append(actor.remote())
-            names = ray.get([actor.name.remote() for actor in self._actors])
-            for actor in self._actors:
-                actor.join.remote(own, head.port, head.token, load_model)
-            others = head.wait_for(config.nodes)
-        others.sort(key=lambda joined: names.index(joined.hello.name))
-        yield from deal_out(config, others, head.token, load_model, own_ranks=False)
+                takes = {"num_gpus": count} if resource == "GPU" else {"num_cpus": count}
+                actor = ray.remote(_Node).options(scheduling_strategy=strategy, **takes).remote()
+                actor.join.remote(own, head.port, head.token, load_model, machine)
+                self._actors.append(actor)
+            joined = {each.hello.machine: each for each in head.wait_for(len(counts))}
+        yield from deal_out(config, joined, head.token, load_model)
 
     def _leave(self) -> None:
         import ray
@@ -82,20 +88,17 @@ class RayExecutor(RankExecutor):
 class _Node:
     """The actor on a node."""
 
-    def name(self) -> str:
-        """The node's."""
-        import ray
-
-        return f"Ray node {ray.get_runtime_context().get_node_id()[:8]}"
-
-    def join(self, host: str, port: int, token: str, load_model: str) -> None:
+    def join(self, host: str, port: int, token: str, load_model: str, machine: int) -> None:
         """Run this node's share of ranks until the controller ends."""
         import logging
+
+        import ray
 
         from weft.serving.executor.agent import join
 
         logging.basicConfig(level=logging.INFO)
-        join(host, port, token, name=self.name(), once=True, load_model=load_model)
+        name = f"Ray node {ray.get_runtime_context().get_node_id()[:8]}"
+        join(host, port, token, name=name, once=True, load_model=load_model, machine=machine)
 
 
 def _connect() -> None:
@@ -110,21 +113,22 @@ def _connect() -> None:
         raise ConfigError(f"--executor ray finds no Ray cluster at {where}") from None
 
 
-def _place(nodes: int, share: int) -> PlacementGroup:
-    """A bundle of so many CPUs on each of so many nodes; ConfigError if there is no room."""
+def _place(resource: str, counts: list[int]) -> PlacementGroup:
+    """So many CPUs or GPUs on a node each; ConfigError if there is no room."""
     import ray
 
-    group: Any = ray.util.placement_group([{"CPU": share}] * nodes, strategy="STRICT_SPREAD")
+    bundles = [{resource: float(count)} for count in counts]
+    group: Any = ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
     if group.wait(PLACE):
         return group
     ray.util.remove_placement_group(group)
     free = [
-        f"{node['NodeManagerAddress']}: {node['Resources'].get('CPU', 0):g}"
+        f"{node['NodeManagerAddress']}: {node['Resources'].get(resource, 0):g}"
         for node in ray.nodes()
         if node["Alive"]
     ]
     ray.shutdown()
     raise ConfigError(
-        f"--nodes is {nodes}; Ray has no room for {share} ranks, a CPU each, on each of so many "
-        f"nodes. CPUs of its nodes are {', '.join(free)}"
+        f"Ray has no room for {' + '.join(map(str, counts))} ranks, a {resource} each, on a node "
+        f"for each number. {resource}s of its nodes are {', '.join(free)}"
     )

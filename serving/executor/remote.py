@@ -28,6 +28,7 @@ from weft.serving.executor.machine_wire import (
     Step,
 )
 from weft.serving.executor.wire import FromRank, rank_decoder
+from weft.serving.resources import Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Joined:
     @property
     def where(self) -> str:
         """Its name and address."""
-        return f"{self.hello.name} at {self.hello.address}"
+        return self.hello.where
 
 
 class RemoteMachine:
@@ -49,7 +50,8 @@ class RemoteMachine:
     Args:
         joined: the machine.
         config: of the engine.
-        ranks: numbers of the machine's ranks.
+        share: of the machine, for these ranks.
+        ranks: their numbers.
         world_size: how many there are on all machines.
         host: address of the first rank's machine.
         patience: seconds without a sign of life until the machine is lost.
@@ -62,6 +64,7 @@ class RemoteMachine:
         self,
         joined: Joined,
         config: EngineConfig,
+        share: Share,
         ranks: range,
         world_size: int,
         *,
@@ -79,9 +82,10 @@ class RemoteMachine:
         self._stopped: list[int] = []
         self._how: dict[int, str] = {}
         link.set_patience(patience)
-        told = dataclasses.replace(config, node_token=None)
+        replica = dataclasses.replace(config.replica, engines=share.engines)
+        told = dataclasses.replace(config, node_token=None, replica=replica)
         heartbeat = min(1.0, patience / 8)
-        link.send(Start(told, ranks[0], len(ranks), world_size, host, heartbeat, patience))
+        link.send(Start(told, ranks[0], share.devices, world_size, host, heartbeat, patience))
         self._heard = time.monotonic()
 
     def receive(self, channel: socket.socket) -> tuple[int, FromRank | None] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,24 @@ def test_more_ranks_than_cores_are_slow(checkpoint: Path, monkeypatch: pytest.Mo
         finding = found(config, ServerConfig(port=0))["cores"]
         assert finding.status == status
         assert f"for {2 * dp} ranks ({dp} engines of 2)" in finding.seen
+
+
+def test_devices_and_who_gets_them_are_shown(checkpoint: Path) -> None:
+    engine = EngineConfig(model=str(checkpoint), dp=2, tp=2, node_ranks=4)
+    findings = examine(engine, ServerConfig(port=0))
+    (island,) = (finding.seen for finding in findings if finding.name == "devices")
+    assert island.startswith("island of this machine: 4 places, ")
+    assert [finding.seen for finding in findings if finding.name == "slice"] == [
+        "engine 0: ranks 0 to 1 on this machine",
+        "engine 1: ranks 0 to 1 on this machine",
+    ]
+    (slice_,) = (
+        finding
+        for finding in examine(replace(engine, node_ranks=3), ServerConfig(port=0))
+        if finding.name == "slice"
+    )
+    assert slice_.status == "fail"
+    assert "There are this machine: 3 places" in slice_.seen
 
 
 def test_every_problem_comes_with_advice(checkpoint: Path) -> None:

@@ -217,11 +217,6 @@ async def test_what_a_core_lacks_may_be_there_later(
     assert not cores()
 
 
-async def test_machines_that_could_not_join_again_are_refused(config: EngineConfig) -> None:
-    with pytest.raises(ConfigError, match="--node-token is not given; with --restart it must be"):
-        await AsyncEngine.start(replace(config, tp=2, nodes=2), restart=True)
-
-
 async def test_a_core_that_does_not_get_ready_again_is_given_up(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from support.checkpoints import make_checkpoint
-from support.machines import LOAD, TOKEN, agent
+from support.machines import LOAD, TOKEN, agent, free_port
 from support.netns import Host, two_hosts
 from support.processes import wait_until_gone
 from support.server import Server, start_server
@@ -59,12 +58,6 @@ def fail_in_a_request(server: Server, fault: Callable[[], Any]) -> str:
 def ranks_of(server: Server) -> list[psutil.Process]:
     (engine,) = psutil.Process(server.process.pid).children()
     return engine.children()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def settings(**more: Any) -> dict[str, Any]:
@@ -125,7 +118,14 @@ def test_two_hosts_are_examined_before_a_model_is_loaded(
     there = {f["name"]: f for f in findings if f["machine"] == "other at 10.77.0.2"}
     for name in ("versions", "libraries", "model", "memfd"):
         assert there[name]["status"] == "ok", there[name]
-    assert there["ranks"]["seen"].startswith("1 on this machine")
+    own = [finding for finding in findings if not finding["machine"]]
+    islands = [finding["seen"] for finding in own if finding["name"] == "devices"]
+    assert [seen.split(", ")[0] for seen in islands] == [
+        "island of this machine: any number of places",
+        "island of other at 10.77.0.2: any number of places",
+    ]
+    (ranks,) = (finding["seen"] for finding in own if finding["name"] == "slice")
+    assert ranks == "rank 0 on this machine, rank 1 on other at 10.77.0.2"
 
 
 def test_two_hosts_answer_as_one_and_one_whose_cable_is_cut_is_named(

@@ -3,35 +3,47 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.checkpoints import make_checkpoint
 
 from weft.errors import ConfigError
-from weft.serving.config import EngineConfig
+from weft.serving.config import EngineConfig, Replica
 from weft.serving.core_client import CoreClient
 from weft.serving.executor.processes import named
 from weft.serving.launch import share_out
 from weft.serving.loading import LoadedModel, Progress, load_model
+from weft.serving.offer import own_offer
+from weft.serving.resources import Offer, Share
 
 
 def test_one_core_has_everything() -> None:
-    config = EngineConfig()
-    assert share_out(config) == [config]
+    (share,) = share_out(EngineConfig(), [Offer(memory=1001)])
+    assert share.replica == Replica(slice=(Share(0, (0,)),))
 
 
-def test_cores_share_threads_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.models.memory.available_memory", lambda: 1001)
-    shares = share_out(EngineConfig(dp=4, threads=9))
-    assert [share.replica.number for share in shares] == [0, 1, 2, 3]
-    assert {(share.threads, share.replica.memory) for share in shares} == {(2, 250)}
-    (share, *_) = share_out(EngineConfig(dp=2))
-    assert share.threads == max(1, len(os.sched_getaffinity(0)) // 2)
-    (share, *_) = share_out(EngineConfig(dp=2, threads=1))
-    assert share.threads == 1
+def test_cores_share_threads_memory_and_devices() -> None:
+    shares = share_out(EngineConfig(dp=4, tp=2, threads=9), [Offer(memory=1001)])
+    assert [share.replica for share in shares] == [
+        Replica(n, 250, 4, (Share(0, (2 * n, 2 * n + 1), 4),)) for n in range(4)
+    ]
+
+
+def test_cores_on_other_machines_leave_this_one_to_the_rest() -> None:
+    here, there = share_out(EngineConfig(dp=2, nodes=2), [Offer(memory=1001)] * 2)
+    assert here.replica == Replica(0, None, 1, (Share(0, (0,)),))
+    assert there.replica == Replica(1, None, 1, (Share(1, (0,)),))
+
+
+def test_interpreted_kernels_are_on_one_machine() -> None:
+    config = EngineConfig(tp=2, nodes=2, kernels="overlapped")
+    with pytest.raises(ConfigError, match="with --kernels overlapped an engine must be on one"):
+        share_out(config, [Offer()] * 2)
+    for share in share_out(replace(config, dp=2), [Offer()] * 2):
+        assert len(share.replica.slice) == 1
 
 
 def test_the_first_of_several_shows_what_each_takes(
@@ -41,7 +53,7 @@ def test_the_first_of_several_shows_what_each_takes(
     monkeypatch.setattr("weft.models.memory.available_memory", lambda: 2**28)
     model = str(make_checkpoint(tmp_path, "qwen3"))
     config = EngineConfig(model, dp=2, max_num_seqs=2, max_num_batched_tokens=64)
-    for share in share_out(config):
+    for share in share_out(config, [own_offer(config)]):
         loaded = load_model(share, lambda done, total: None)
         loaded.runner.close()
     assert caplog.text.count("memory of each of 2 engine cores") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from pathlib import Path
 from weft.serving.config import EngineConfig
 from weft.serving.executor.hosts import Head, deal_out
 from weft.serving.executor.processes import RankExecutor
+from weft.serving.launch import share_out
+from weft.serving.resources import Offer
 
 TOKEN = "a token of the tests"
 LOAD = "weft.serving.loading:load_model"
@@ -23,7 +26,7 @@ import logging, sys
 from weft.errors import WeftError
 from weft.serving.executor.agent import join
 logging.basicConfig(level=logging.INFO)
-host, port, token, name, load_model, address = sys.argv[1:]
+host, port, token, name, load_model, address, once, node_ranks = sys.argv[1:]
 try:
     join(
         host,
@@ -31,12 +34,21 @@ try:
         token,
         address=address or None,
         name=name,
-        once=True,
+        once=once == "once",
         load_model=load_model,
+        node_ranks=int(node_ranks) if node_ranks else None,
     )
 except WeftError as error:
     sys.exit(f"weft: error: {error}")
 """
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
 
 Agent = subprocess.Popen[bytes]
 
@@ -51,10 +63,14 @@ def agent(
     load_model: str = MOCK,
     host: str = "127.0.0.1",
     address: str = "",
+    once: bool = True,
+    node_ranks: int | None = None,
 ) -> Iterator[Agent]:
-    """A machine that joins the head at that port once; its stderr goes to the file `log`."""
+    """A machine that joins the head at that port; its stderr goes to the file `log`."""
     with log.open("wb") as stderr:
-        arguments = [host, str(port), token, name, load_model, address]
+        ranks = "" if node_ranks is None else str(node_ranks)
+        ends = "once" if once else "again"
+        arguments = [host, str(port), token, name, load_model, address, ends, ranks]
         command = [sys.executable, "-P", "-c", _AGENT, *arguments]
         process = subprocess.Popen(command, stderr=stderr, env=_environment())
     try:
@@ -83,7 +99,9 @@ def spread(
                 agents.append(stack.enter_context(started))
             others = head.wait_for(config.nodes - 1)
         others.sort(key=lambda joined: joined.hello.name)
-        executor = RankExecutor(config, deal_out(config, others, TOKEN, load_model))
+        (config,) = share_out(config, [Offer()] * config.nodes)
+        machines = deal_out(config, dict(enumerate(others, 1)), TOKEN, load_model)
+        executor = RankExecutor(config, machines)
         try:
             yield executor, agents
         finally:

@@ -44,6 +44,7 @@ class RankRunner:
             self._at = step + (place.rank // size < rank // size)  # there tokens are awaited
         self._notes = Path(config.tokenizer or os.devnull)
         if self._notes.is_dir():
+            (self._notes / f"device{place.rank}").write_text(str(place.device))
             self._notes /= f"rank{place.rank}"
 
     def allocate_kv_cache(self, num_blocks: int) -> None: ...

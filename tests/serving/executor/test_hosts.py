@@ -38,6 +38,8 @@ from weft.serving.executor.link import check_address, check_token
 from weft.serving.executor.machine_wire import Hello, differences, versions
 from weft.serving.executor.processes import RankExecutor
 from weft.serving.executor.remote import Joined
+from weft.serving.launch import share_out
+from weft.serving.resources import Offer
 
 
 @pytest.fixture(autouse=True)
@@ -89,16 +91,36 @@ def test_ranks_of_all_machines_run_the_same_steps_in_order(
         assert notes(tmp_path, rank) == [*ran, "closed"]
 
 
-def test_three_machines_have_equally_many_ranks_each(config: EngineConfig, tmp_path: Path) -> None:
-    with spread(replace(config, tp=6, nodes=3), tmp_path) as (executor, agents):
-        assert [len(ranks_of(each)) for each in agents] == [2, 2]
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        ({"tp": 6}, [[0, 1], [2, 3], [4, 5]]),
+        ({"tp": 5}, [[0, 1], [2, 3], [4]]),
+        ({"tp": 5, "devices": "1+1+3"}, [[0], [1], [2, 3, 4]]),
+    ],
+)
+def test_three_machines_have_the_ranks_of_the_slice(
+    settings: dict[str, object], ranks: list[list[int]], config: EngineConfig, tmp_path: Path
+) -> None:
+    config = replace(config, nodes=3, **settings)  # type: ignore[arg-type]
+    with spread(config, tmp_path) as (executor, agents):
+        assert [len(ranks_of(each)) for each in agents] == [len(each) for each in ranks[1:]]
         assert executor.submit((batch(0),)).result(10)[0].step == 0
+        names = ["", "machine1 at 127.0.0.1", "machine2 at 127.0.0.1"]
         places = [(m.where, list(m.ranks)) for m in executor._machines]
-        assert places == [
-            ("", [0, 1]),
-            ("machine1 at 127.0.0.1", [2, 3]),
-            ("machine2 at 127.0.0.1", [4, 5]),
-        ]
+        assert places == list(zip(names, ranks, strict=True))
+
+
+def test_each_rank_is_told_its_device(config: EngineConfig, tmp_path: Path) -> None:
+    _, mine = share_out(replace(config, dp=2, devices="2x2"), [Offer(4), Offer(8)])
+    with (
+        Head(replace(config, node_port=0, node_token=TOKEN)) as head,
+        agent(head.port, tmp_path / "log"),
+    ):
+        machines = {1: head.wait_for(1)[0]}
+        RankExecutor(mine, deal_out(mine, machines, TOKEN, MOCK)).close()
+    devices = [(tmp_path / f"device{rank}").read_text() for rank in range(4)]
+    assert devices == ["2", "3", "2", "3"]
 
 
 def test_ranks_of_another_machine_may_lag(config: EngineConfig, tmp_path: Path) -> None:
@@ -235,7 +257,7 @@ def test_who_does_not_know_the_token_is_turned_away(
     head: Head, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with agent(head.port, tmp_path / "bad", token="another token, guessed") as bad:
-        assert head._admit() is None
+        assert head.admit() is None
         assert bad.wait(20) == 1
     with agent(head.port, tmp_path / "good", name="good"):
         (joined,) = head.wait_for(1)
@@ -265,7 +287,7 @@ def test_strangers_are_not_let_in(words: bytes, head: Head) -> None:
     with socket.create_connection(("127.0.0.1", head.port)) as stranger:
         stranger.sendall(words)
         stranger.shutdown(socket.SHUT_WR)
-        assert head._admit() is None
+        assert head.admit() is None
         answer = stranger.makefile("rb").read()
     assert len(answer) == len(b"weft-join-1\n") + 32 + 32 * (len(words) == 64)
     assert answer[44:] in (b"", bytes(32))
@@ -276,7 +298,7 @@ def test_a_machine_with_other_versions_is_refused(
 ) -> None:
     monkeypatch.setattr(hosts, "versions", lambda: versions() | {"torch": "1.0"})
     with agent(head.port, tmp_path / "log", name="old") as joining:
-        assert head._admit() is None
+        assert head.admit() is None
         assert joining.wait(20) == 1
     log = (tmp_path / "log").read_text()
     assert "old cannot take part: torch is " in log
@@ -324,16 +346,7 @@ def test_a_head_makes_a_token_and_says_what_to_run(caplog: pytest.LogCaptureFixt
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"tp": 4, "nodes": 3},
-            "--nodes is 3; it must divide the 4 ranks. These numbers work: 1, 2, 4",
-        ),
-        ({"tp": 2, "nodes": 2, "dp": 2}, "--nodes is 2; with --dp 2 it must be 1"),
-        ({"nodes": 2}, "--nodes is 2; it must divide the 1 ranks. These numbers work: 1"),
-        (
-            {"tp": 2, "nodes": 2, "kernels": "overlapped"},
-            "--nodes is 2; with --kernels overlapped it must be 1",
-        ),
+        ({"tp": 2, "nodes": 3}, "--nodes is 3; it must be at most 2: each machine has a rank"),
         (
             {"tp": 2, "executor": "ray", "dp": 2},
             "--executor is 'ray'; with --dp 2 it must be processes",
@@ -403,7 +416,7 @@ class SeenAt:
 
 
 def test_this_machine_is_where_all_others_have_reached_it() -> None:
-    hello = Hello("machine1", "10.0.0.2", {})
+    hello = Hello("machine1", "10.0.0.2", {}, Offer())
     one, two = (Joined(SeenAt(a), hello) for a in ("10.0.0.1", "10.1.0.1"))  # type: ignore[arg-type]
     config = EngineConfig()
     assert own_address(config, [one, one]) == "10.0.0.1"
@@ -443,8 +456,10 @@ def test_a_machine_that_cannot_be_reached_is_named_before_ranks_are_started(
         Head(replace(config, node_port=0, node_token=TOKEN)) as head,
         agent(head.port, tmp_path / "log", address=address),
     ):
-        others = head.wait_for(1)
+        (joined,) = head.wait_for(1)
+        (config,) = share_out(config, [Offer()] * 2)
+        token = "x" * 16 if address == "127.0.0.1" else TOKEN
         with pytest.raises(EngineError) as caught:
-            list(deal_out(config, others, "x" * 16 if address == "127.0.0.1" else TOKEN, MOCK))
+            list(deal_out(config, {1: joined}, token, MOCK))
     assert "this machine does not reach machine1 at " in str(caught.value)
     assert why in str(caught.value)

@@ -25,6 +25,12 @@ from weft.errors import ConfigError
 from weft.serving.config import EngineConfig
 from weft.serving.executor import ray_cluster
 from weft.serving.executor.ray_cluster import RayExecutor
+from weft.serving.launch import share_out
+from weft.serving.resources import Offer
+
+def on_two(**settings):
+    (config,) = share_out(EngineConfig(nodes=2, **settings), [Offer()] * 2)
+    return config
 
 ray_cluster.PLACE = 3.0
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
@@ -32,10 +38,10 @@ other = cluster.add_node(num_cpus=1)
 os.environ["RAY_ADDRESS"] = cluster.address
 try:
     try:
-        RayExecutor(EngineConfig(tp=4, nodes=2), load)
+        RayExecutor(on_two(tp=4), load)
     except ConfigError as error:
         print(error, flush=True)
-    executor = RayExecutor(EngineConfig(model="none", tp=2, nodes=2, tokenizer=sys.argv[1]), load)
+    executor = RayExecutor(on_two(model="none", tp=2, tokenizer=sys.argv[1]), load)
     print(*(pid for machine in executor._machines for pid in machine.pids), flush=True)
     print(*(executor.submit((batch(step),)).result(10)[0].step for step in range(5)), flush=True)
     for process in other.live_processes():
@@ -61,7 +67,7 @@ def test_ranks_are_on_the_nodes_of_a_cluster_and_a_lost_node_is_named(tmp_path: 
         timeout=120,
     )
     refused, pids, steps, failure = done.stdout.splitlines()
-    assert refused.startswith("--nodes is 2; Ray has no room for 2 ranks, a CPU each, on each of")
+    assert refused.startswith("Ray has no room for 2 + 2 ranks, a CPU each, on a node for each ")
     assert steps == "0 1 2 3 4"
     assert failure.startswith("Ray node ")
     assert " is lost, with rank 1, after step 5: " in failure

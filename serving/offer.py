@@ -1,0 +1,43 @@
+"""What this machine has for ranks: see resources.py, which maps them to it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from weft.serving.config import EngineConfig
+from weft.serving.resources import Offer
+
+_GPUS = """
+import json, torch
+count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+print(json.dumps([torch.cuda.mem_get_info(i)[0] for i in range(count)]))
+"""
+
+
+def own_offer(config: EngineConfig, *, gpus: bool = True) -> Offer:
+    """Of this machine.
+
+    Args:
+        config: its `node_ranks` limits how many ranks share the cores.
+        gpus: look for them, which takes some seconds where there are any.
+    """
+    from weft.models.memory import available_memory
+
+    return Offer(config.node_ranks, available_memory(), _free_of_gpus() if gpus else ())
+
+
+def _free_of_gpus() -> tuple[int, ...]:
+    """Free bytes of each GPU that torch sees.
+
+    Asked in a process of its own: who asks has a context on each, of half a GiB, until it ends.
+    """
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        return ()
+    command = [sys.executable, "-P", "-c", _GPUS]
+    asked = subprocess.run(command, capture_output=True, text=True, check=False)
+    if asked.returncode:
+        return ()  # no driver that suits; `weft doctor` says so
+    return tuple(json.loads(asked.stdout))

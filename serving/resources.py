@@ -1,0 +1,296 @@
+"""Which device each rank gets: virtual slices, mapped to what the machines have.
+
+A small resource manager as in Pathways (Barham et al. 2022, section 4.1): engines ask for a
+virtual slice, and get devices of their own that suit how its ranks talk.
+
+    machine 0, an island of 4       machine 1, an island of 4
+    0    1    2    3                0    1    2    3             devices
+    r0   r1   r2   r3               r4   r5   r6   r7            --tp 4 --pp 2, --devices 2x4
+    a0   a1   a2   a3               b0   b1   b2   b3            --tp 4 --dp 2: engines a and b
+
+An island is what reaches its own devices fast: GPUs of a machine, by NVLink, or its cores. Ranks
+that exchange most have neighbouring numbers (models/layout.py), and islands get ranks in their
+order: of the units that a model is made of (an engine, a stage, a copy of attention, the ranks
+that share a KV head), the largest of which all can be whole on an island are.
+
+All GPUs of a machine count as one island: torch does not tell where NVLink is and where not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from weft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from weft.serving.config import EngineConfig
+
+Kind = Literal["cpu", "cuda"]
+
+HERE = "this machine"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What one rank runs on.
+
+    Attributes:
+        machine: its number; the controller's is 0.
+        index: among the devices of its machine; ranks on a CPU share it, and have places.
+        island: its number; a machine is one.
+        kind: what it is.
+        memory: bytes that were free when the machine was asked; ranks on a CPU share them.
+    """
+
+    machine: int
+    index: int
+    island: int
+    kind: Kind
+    memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a machine has for ranks.
+
+    Attributes:
+        places: ranks that may share its cores; None for as many as come.
+        memory: free bytes of the machine.
+        gpus: free bytes of each.
+        where: its name and address.
+    """
+
+    places: int | None = None
+    memory: int = 0
+    gpus: tuple[int, ...] = ()
+    where: str = HERE
+
+    def devices(self, kind: Kind, machine: int, most: int) -> list[Device]:
+        """Of a kind, as those of the machine with that number; so many if there is no limit."""
+        if kind == "cuda":
+            return [Device(machine, i, machine, kind, free) for i, free in enumerate(self.gpus)]
+        count = most if self.places is None else self.places
+        return [Device(machine, i, machine, kind, self.memory) for i in range(count)]
+
+    def describe(self, kind: Kind) -> str:
+        """In words."""
+        if kind == "cuda":
+            return f"{self.where}: {len(self.gpus)} GPUs"
+        return f"{self.where}: {'any number of' if self.places is None else self.places} places"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part of an engine's slice that is on one machine.
+
+    Attributes:
+        machine: its number.
+        devices: by index, one for each rank, in the order of the ranks.
+        engines: how many have a part of this machine, and so share its cores and memory.
+    """
+
+    machine: int
+    devices: tuple[int, ...]
+    engines: int = 1
+
+
+Slice = tuple[Share, ...]
+"""Of one engine; in the order of its ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A virtual slice of one engine; see `parse`.
+
+    Attributes:
+        count: devices.
+        islands: devices of each island, in the order of the ranks; None for any.
+        kind: of the devices; None for any.
+    """
+
+    count: int
+    islands: tuple[int, ...] | None = None
+    kind: Kind | None = None
+
+
+def parse(text: str) -> Request:
+    """What `--devices` asks for.
+
+    | text | devices of each engine |
+    | --- | --- |
+    | 8 | any eight, of as few islands as have them |
+    | 2x4 | of two islands four each |
+    | 4+1 | four of an island, one of another; also 2x4+2 |
+    | nvlink:8 | eight GPUs of one island; also nvlink:2x4 |
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    match = re.fullmatch(r"(nvlink:)?((?:\d+x)?\d+(?:\+(?:\d+x)?\d+)*)", text)
+    islands: list[int] = []
+    for part in match[2].split("+") if match else ():
+        times, _, each = part.rpartition("x")
+        islands += [int(each)] * min(int(times or 1), 4096)
+    if match is None or not islands or not all(islands):
+        raise ConfigError(f"--devices is {text!r}; it must be such as 8, 2x4, 4+1 or nvlink:8")
+    if match[2].isdecimal() and match[1] is None:
+        return Request(islands[0])
+    return Request(sum(islands), tuple(islands), "cuda" if match[1] else None)
+
+
+def map_slices(config: EngineConfig, offers: Sequence[Offer]) -> list[Slice]:
+    """The slice of each of the `dp` engines; they have no device in common.
+
+    Without `devices`, every machine takes part, as equally as its devices and whole units allow.
+
+    Args:
+        config: of the engine.
+        offers: of the machines, the first of which is the controller's.
+
+    Raises:
+        ConfigError: there are not the devices; lists those that there are, and what fits.
+    """
+    try:
+        slices = _map(config, offers, None if config.devices is None else parse(config.devices))
+    except _NoRoomError as error:
+        kind = kind_of(config)
+        there = "; ".join(offer.describe(kind) for offer in offers)
+        raise ConfigError(f"{error}. There are {there}. {_advice(config, offers)}") from None
+    on = [{share.machine for share in each} for each in slices]
+    engines = [sum(number in machines for machines in on) for number in range(len(offers))]
+    return [
+        tuple(replace(share, engines=engines[share.machine]) for share in each) for each in slices
+    ]
+
+
+def can_replace(config: EngineConfig, slices: Sequence[Slice], machine: int, offer: Offer) -> bool:
+    """Whether a machine has all the devices that engines use on the one with that number."""
+    indexes = {i for each in slices for s in each if s.machine == machine for i in s.devices}
+    most = 1 + max(indexes, default=-1)
+    return len(offer.devices(kind_of(config), machine, most)) >= most
+
+
+def kind_of(config: EngineConfig) -> Kind:
+    """Of the devices that ranks run on."""
+    request = None if config.devices is None else parse(config.devices)
+    return "cpu" if request is None or request.kind is None else request.kind
+
+
+class _NoRoomError(Exception):
+    """There is no such slice; what was asked for, in words."""
+
+
+def _map(config: EngineConfig, offers: Sequence[Offer], request: Request | None) -> list[Slice]:
+    ranks = config.dp * config.world_size
+    kind = kind_of(config)
+    free = [offer.devices(kind, number, ranks) for number, offer in enumerate(offers)]
+    if request is None:
+        counts = _deal(config, [len(devices) for devices in free])
+        order = [device for devices, n in zip(free, counts, strict=True) for device in devices[:n]]
+        size = config.world_size
+        return [_slice(order[e * size : (e + 1) * size]) for e in range(config.dp)]
+    if request.count != config.world_size:
+        raise _NoRoomError(
+            f"--devices is {config.devices}, {request.count} of each engine; it has "
+            f"{config.world_size} ranks"
+        )
+    slices = []
+    for _ in range(config.dp):
+        rooms = [len(devices) for devices in free]
+        taken = _pack(config, rooms) if request.islands is None else _pick(request.islands, rooms)
+        if taken is None:
+            engines = f" for each of {config.dp} engines" if config.dp > 1 else ""
+            raise _NoRoomError(f"--devices is {config.devices}; that is not to be had{engines}")
+        order = []
+        for number, count in taken:
+            order += free[number][:count]
+            free[number] = free[number][count:]
+        slices.append(_slice(order))
+    return slices
+
+
+def _slice(devices: Sequence[Device]) -> Slice:
+    shares: list[Share] = []
+    for device in devices:
+        if shares and shares[-1].machine == device.machine:
+            shares[-1] = replace(shares[-1], devices=(*shares[-1].devices, device.index))
+        else:
+            shares.append(Share(device.machine, (device.index,)))
+    return tuple(shares)
+
+
+def units(config: EngineConfig) -> list[int]:
+    """Ranks of what is better on one island, the largest first."""
+    sizes = {config.world_size, config.stage_size, config.tp * config.cp, config.cp, 1}
+    return sorted((s for s in sizes if not config.world_size % s), reverse=True)
+
+
+def _deal(config: EngineConfig, rooms: Sequence[int]) -> list[int]:
+    """Ranks of each island, when all take part."""
+    ranks = config.dp * config.world_size
+    if ranks < len(rooms):
+        raise _NoRoomError(f"--nodes is {len(rooms)}; ranks for them are {ranks} in all")
+    for unit in units(config):
+        fit, count = [room // unit for room in rooms], ranks // unit
+        if count >= len(rooms) and all(fit) and sum(fit) >= count:
+            return [unit * n for n in _level(fit, count)]
+    raise _NoRoomError(f"{ranks} ranks have no room")
+
+
+def _level(rooms: Sequence[int], count: int) -> list[int]:
+    """So many, as equally as there is room; the first ones have one more."""
+    given = [0] * len(rooms)
+    for _ in range(count):
+        open_ = (number for number in range(len(rooms)) if given[number] < rooms[number])
+        given[min(open_, key=given.__getitem__)] += 1
+    return given
+
+
+def _pack(config: EngineConfig, rooms: Sequence[int]) -> list[tuple[int, int]] | None:
+    """An engine's ranks, on as few islands as have room: their numbers, and ranks of each."""
+    for unit in units(config):
+        left, taken = config.world_size // unit, []
+        for number in _roomiest(rooms):
+            if count := min(left, rooms[number] // unit):
+                taken.append((number, unit * count))
+                left -= count
+        if not left:
+            return sorted(taken)
+    return None
+
+
+def _pick(islands: Sequence[int], rooms: Sequence[int]) -> list[tuple[int, int]] | None:
+    """Islands with so much room each, no two the same: their numbers, and ranks of each."""
+    largest = sorted(range(len(islands)), key=lambda part: -islands[part])
+    chosen = dict(zip(largest, _roomiest(rooms), strict=False))
+    if len(chosen) < len(islands) or any(rooms[n] < islands[part] for part, n in chosen.items()):
+        return None
+    in_order = dict(enumerate(sorted(chosen.values())))
+    if all(rooms[in_order[part]] >= size for part, size in enumerate(islands)):
+        chosen = in_order
+    return [(chosen[part], size) for part, size in enumerate(islands)]
+
+
+def _roomiest(rooms: Sequence[int]) -> list[int]:
+    """Numbers of islands, those with most room first."""
+    return sorted(range(len(rooms)), key=lambda number: -rooms[number])
+
+
+def _advice(config: EngineConfig, offers: Sequence[Offer]) -> str:
+    """What --devices could be."""
+    size = config.world_size
+    link = "nvlink:" if kind_of(config) == "cuda" else ""
+    shapes = [f"{link}{n}x{size // n}" for n in range(1, size + 1) if not size % n]
+    fits = []
+    for text in shapes if link else (str(size), *shapes):
+        try:
+            _map(config, offers, parse(text))
+        except _NoRoomError:
+            continue
+        fits.append(text)
+    if fits:
+        return f"These --devices would fit: {', '.join(fits)}"
+    return f"None fits: {config.dp * size} are needed"

@@ -1,0 +1,223 @@
+"""Several engines on several machines, which join once; one that is lost is replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from support.checkpoints import make_checkpoint
+from support.machines import LOAD, TOKEN, Agent, agent, free_port
+from support.processes import wait_until_gone
+from support.server import TIMEOUT, Server, start_server
+
+from weft.errors import EngineError
+from weft.serving.config import EngineConfig
+from weft.serving.launch import share_out
+from weft.serving.pool import Pool
+from weft.serving.resources import Offer
+
+BODY = {"prompt": "the user asks the assistant for", "temperature": 0, "ignore_eos": True}
+SIZES = {"kv_cache_memory": 2**22, "max_num_seqs": 4}
+LONG = 400
+"""Tokens of an answer during which a machine is lost."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The long answer of one rank."""
+    with start_server(model, tmp_path_factory.mktemp("one"), **SIZES) as server:
+        return complete(server, LONG)
+
+
+def complete(server: Server, tokens: int = 12) -> str:
+    body = BODY | {"model": server.model, "max_tokens": tokens}
+    response = server.http.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    text: str = response.json()["choices"][0]["text"]
+    return text
+
+
+def begin(server: Server, stack: ExitStack) -> Iterator[dict[str, Any]]:
+    """Events of a long answer, of which the first has come."""
+    body = BODY | {"model": server.model, "max_tokens": LONG, "stream": True}
+    http = stack.enter_context(closing(httpx.Client(base_url=server.url, timeout=TIMEOUT)))
+    response = stack.enter_context(http.stream("POST", "/v1/completions", json=body))
+
+    def events() -> Iterator[dict[str, Any]]:
+        for line in response.iter_lines():
+            if line and "[DONE]" not in line:
+                yield json.loads(line.removeprefix("data: "))
+
+    came = events()
+    first = next(came)
+
+    def all_of_them() -> Iterator[dict[str, Any]]:
+        yield first
+        yield from came
+
+    return all_of_them()
+
+
+def text_of(events: Iterator[dict[str, Any]]) -> str:
+    return "".join(choice["text"] for event in events for choice in event["choices"])
+
+
+def children(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children()
+
+
+def wait_for_log(path: Path, text: str) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while text not in path.read_text():
+        assert time.monotonic() < deadline, path.read_text()
+        time.sleep(0.01)
+
+
+def test_a_lost_machine_ends_its_engine_alone_and_another_takes_its_place(
+    model: Path, expected: str, tmp_path: Path
+) -> None:
+    port = free_port()
+    many = {"dp": 2, "nodes": 2, "node_port": port, "node_token": TOKEN, "restart": True}
+    with ExitStack() as stack:
+        lost = stack.enter_context(agent(port, tmp_path / "agent1", load_model=LOAD))
+        server = stack.enter_context(start_server(model, tmp_path, **many, **SIZES))
+        assert len(children(lost.pid)) == 1
+        ranks = [rank.pid for rank in children(lost.pid)]
+
+        here, there = begin(server, stack), begin(server, stack)
+        lost.kill()
+        *_, last = there
+        assert (
+            "the model runner failed: machine1 at 127.0.0.1 is lost, " in (last["error"]["message"])
+        )
+        assert text_of(here) == expected
+        wait_until_gone(ranks)
+        server.wait_until("engine_cores", 1)
+        wait_for_log(server.log, "waiting for machine1 at 127.0.0.1, or another machine")
+        assert server.http.get("/ready").status_code == 200
+        assert complete(server, LONG) == expected
+
+        other = stack.enter_context(
+            agent(port, tmp_path / "agent2", name="machine2", load_model=LOAD)
+        )
+        server.wait_until("engine_cores", 2)
+        assert server.metric("engine_restarts_total") == 1
+        with ThreadPoolExecutor(2) as pool:
+            answers = list(pool.map(lambda _: complete(server, LONG), range(2)))
+        assert answers == [expected] * 2
+        ranks = [rank.pid for rank in children(other.pid)]
+        assert len(ranks) == 1
+        server.process.terminate()
+        assert server.process.wait(TIMEOUT) == 0
+        assert other.wait(TIMEOUT) == 0, "it has ended with what it took part in"
+        wait_until_gone(ranks)
+
+
+def test_a_machine_that_comes_late_waits_and_takes_the_place_of_a_lost_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    config = EngineConfig(tp=3, nodes=2, node_port=0, node_token=TOKEN)
+
+    async def wait_for(text: str) -> None:
+        while text not in caplog.text:
+            await asyncio.sleep(0.01)
+
+    async def lose_one(stack: ExitStack) -> None:
+        pool = Pool(config)
+
+        def join(name: str, places: int) -> Agent:
+            log = tmp_path / name
+            return stack.enter_context(agent(pool.port, log, name=name, node_ranks=places))
+
+        first = join("first", 2)
+        (offer,) = await pool.offers()
+        assert (offer.places, offer.where) == (2, "first at 127.0.0.1")
+        pool.deal([share.replica.slice for share in share_out(config, [Offer(1), offer])])
+        small = join("small", 1)
+        await wait_for("small at 127.0.0.1 waits: it is not needed, or has too few devices")
+        first.kill()
+        await wait_for("first at 127.0.0.1 has left")
+        waiting = asyncio.ensure_future(pool.until_whole(0))
+        await wait_for("waiting for first at 127.0.0.1, or another machine")
+        assert not waiting.done()
+        with pytest.raises(EngineError, match=r"first at 127\.0\.0\.1 has left: its"):
+            pool.lend(0, 1)
+        large = join("large", 2)
+        await waiting
+        await pool.close()
+        assert [small.wait(TIMEOUT), large.wait(TIMEOUT)] == [0, 0]
+
+    with ExitStack() as stack:
+        asyncio.run(asyncio.wait_for(lose_one(stack), TIMEOUT))
+
+
+def test_engines_share_machines_that_have_joined_once(
+    model: Path, expected: str, tmp_path: Path
+) -> None:
+    """Of four ranks two are here and two there, of both engines; one of them is killed."""
+    port = free_port()
+    many = {"dp": 2, "tp": 2, "nodes": 2, "devices": "2x1", "node_port": port, "restart": True}
+    with (
+        agent(port, tmp_path / "agent1", load_model=LOAD, once=False, node_ranks=2) as joined,
+        start_server(model, tmp_path, node_token=TOKEN, **many, **SIZES) as server,
+        ExitStack() as stack,
+    ):
+        ranks = sorted(children(joined.pid), key=lambda rank: rank.pid)
+        assert len(ranks) == 2
+        streams = [begin(server, stack), begin(server, stack)]
+        ranks[0].kill()
+        endings = [list(events) for events in streams]
+        failed = [events[-1]["error"]["message"] for events in endings if "error" in events[-1]]
+        (message,) = failed
+        assert f"rank 1 (process {ranks[0].pid} on machine1 at 127.0.0.1) was killed" in message
+        assert text_of(iter(next(e for e in endings if "error" not in e[-1]))) == expected
+        server.wait_until("engine_restarts_total", 1)
+        server.wait_until("engine_cores", 2)
+        after = children(joined.pid)
+        assert len(after) == 2
+        assert ranks[1] in after
+        with ThreadPoolExecutor(2) as pool:
+            answers = list(pool.map(lambda _: complete(server, LONG), range(2)))
+        assert answers == [expected] * 2
+    assert (tmp_path / "agent1").read_text().count(f"joined 127.0.0.1:{port}") == 1
+
+
+def test_while_machines_are_awaited_it_is_healthy_and_a_signal_ends_it(
+    model: Path, tmp_path: Path
+) -> None:
+    many = {"tp": 2, "nodes": 2, "node_port": free_port(), "port": free_port()}
+    with start_server(model, tmp_path, until="healthy", **many, **SIZES) as server:
+        assert server.http.get("/ready").status_code == 503
+        wait_for_log(server.log, "waiting for another machine to run: WEFT_NODE_TOKEN=")
+        server.process.terminate()
+        assert server.process.wait(TIMEOUT) == 0
+
+
+def test_a_machine_with_too_few_places_is_named_with_what_fits(model: Path, tmp_path: Path) -> None:
+    port = free_port()
+    many = {"tp": 4, "nodes": 2, "node_ranks": 2, "node_port": port, "node_token": TOKEN}
+    with (
+        agent(port, tmp_path / "agent1", load_model=LOAD, node_ranks=1) as joined,
+        start_server(model, tmp_path, until="started", **many, **SIZES) as server,
+    ):
+        assert server.process.wait(TIMEOUT) == 2
+        assert joined.wait(TIMEOUT) == 0
+        assert server.log.read_text().splitlines()[-1] == (
+            "weft: error: 4 ranks have no room. There are this machine: 2 places; machine1 at "
+            "127.0.0.1: 1 places. None fits: 4 are needed"
+        )

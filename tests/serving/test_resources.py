@@ -1,0 +1,250 @@
+"""Virtual slices, mapped to devices of machines."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from weft.errors import ConfigError
+from weft.serving.config import EngineConfig
+from weft.serving.resources import (
+    Device,
+    Offer,
+    Request,
+    Share,
+    Slice,
+    can_replace,
+    map_slices,
+    parse,
+    units,
+)
+
+ANY = Offer()
+
+
+def mapped(*offers: Offer, **settings: object) -> list[list[tuple[int, tuple[int, ...]]]]:
+    """Of each engine: machines, and their devices."""
+    slices = map_slices(EngineConfig(**settings), offers)  # type: ignore[arg-type]
+    return [[(share.machine, share.devices) for share in each] for each in slices]
+
+
+def gpus(count: int) -> Offer:
+    return Offer(gpus=(2**30,) * count)
+
+
+@pytest.mark.parametrize(
+    ("text", "request_"),
+    [
+        ("8", Request(8)),
+        ("2x4", Request(8, (4, 4))),
+        ("4+1", Request(5, (4, 1))),
+        ("2x4+2", Request(10, (4, 4, 2))),
+        ("nvlink:8", Request(8, (8,), "cuda")),
+        ("nvlink:2x4", Request(8, (4, 4), "cuda")),
+    ],
+)
+def test_a_slice_is_written_like_this(text: str, request_: Request) -> None:
+    assert parse(text) == request_
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x4", "2x", "2x4x2", "0", "2x0", "0x2", "-1", "ib:8", "4 + 1"]
+)
+def test_what_is_no_slice_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(devices=text)
+    assert str(caught.value).startswith(f"--devices is {text!r}; it must be such as 8, 2x4, 4+1")
+
+
+def test_the_machines_share_the_ranks_in_their_order() -> None:
+    assert mapped(ANY, tp=4) == [[(0, (0, 1, 2, 3))]]
+    assert mapped(ANY, ANY, tp=4) == [[(0, (0, 1)), (1, (0, 1))]]
+    assert mapped(ANY, ANY, ANY, tp=4) == [[(0, (0, 1)), (1, (0,)), (2, (0,))]]
+
+
+def test_machines_of_different_sizes_get_what_they_have_room_for() -> None:
+    assert mapped(Offer(4), Offer(1), tp=5) == [[(0, (0, 1, 2, 3)), (1, (0,))]]
+    assert mapped(Offer(1), Offer(4), tp=5) == [[(0, (0,)), (1, (0, 1, 2, 3))]]
+
+
+def test_stages_and_engines_are_whole_on_a_machine() -> None:
+    assert mapped(ANY, ANY, tp=2, pp=3) == [[(0, (0, 1, 2, 3)), (1, (0, 1))]]
+    assert mapped(ANY, ANY, tp=2, dp=2) == [[(0, (0, 1))], [(1, (0, 1))]]
+    assert mapped(ANY, ANY, tp=2, dp=3) == [[(0, (0, 1))], [(0, (2, 3))], [(1, (0, 1))]]
+    assert mapped(ANY, ANY, ANY, ANY, tp=2, dp=2) == [
+        [(0, (0,)), (1, (0,))],
+        [(2, (0,)), (3, (0,))],
+    ]
+
+
+def test_copies_of_attention_are_whole_where_a_stage_cannot_be() -> None:
+    assert mapped(Offer(6), Offer(2), tp=2, ep=8) == [[(0, tuple(range(6))), (1, (0, 1))]]
+
+
+def test_a_number_takes_as_few_machines_as_have_room() -> None:
+    assert mapped(Offer(2), Offer(8), Offer(4), tp=4, devices="4") == [[(1, (0, 1, 2, 3))]]
+    assert mapped(Offer(2), Offer(4), Offer(4), tp=4, pp=2, devices="8") == [
+        [(1, (0, 1, 2, 3)), (2, (0, 1, 2, 3))]
+    ]
+    assert mapped(Offer(4), Offer(4), tp=4, dp=2, devices="4") == [
+        [(0, (0, 1, 2, 3))],
+        [(1, (0, 1, 2, 3))],
+    ]
+
+
+def test_a_shape_says_how_many_of_each_machine() -> None:
+    assert mapped(ANY, ANY, ANY, tp=4, devices="2x2") == [[(0, (0, 1)), (1, (0, 1))]]
+    assert mapped(Offer(1), Offer(4), tp=5, devices="4+1") == [[(1, (0, 1, 2, 3)), (0, (0,))]]
+    assert mapped(Offer(4), Offer(4), tp=4, dp=2, devices="2x2") == [
+        [(0, (0, 1)), (1, (0, 1))],
+        [(0, (2, 3)), (1, (2, 3))],
+    ]
+
+
+def test_nvlink_asks_for_gpus() -> None:
+    assert mapped(ANY, gpus(8), tp=8, devices="nvlink:8") == [[(1, tuple(range(8)))]]
+    assert gpus(2).devices("cuda", 3, 64) == [
+        Device(3, 0, 3, "cuda", 2**30),
+        Device(3, 1, 3, "cuda", 2**30),
+    ]
+
+
+def test_engines_on_a_machine_are_counted() -> None:
+    (one, two) = map_slices(EngineConfig(tp=3, dp=2), [Offer(4), Offer(2)])
+    assert one == (Share(0, (0, 1, 2), 2),)
+    assert two == (Share(0, (3,), 2), Share(1, (0, 1), 1))
+
+
+@pytest.mark.parametrize(
+    ("offers", "settings", "message"),
+    [
+        (
+            (Offer(4), Offer(1, where="node2 at 10.0.0.2")),
+            {"tp": 6},
+            "6 ranks have no room. There are this machine: 4 places; node2 at 10.0.0.2: 1 places. "
+            "None fits: 6 are needed",
+        ),
+        (
+            (Offer(4), Offer(4)),
+            {"tp": 4, "devices": "2x4"},
+            "--devices is 2x4, 8 of each engine; it has 4 ranks. There are this machine: 4 places; "
+            "this machine: 4 places. These --devices would fit: 4, 1x4, 2x2",
+        ),
+        (
+            (Offer(4), Offer(4)),
+            {"tp": 8, "devices": "1x8"},
+            "--devices is 1x8; that is not to be had. There are this machine: 4 places; this "
+            "machine: 4 places. These --devices would fit: 8, 2x4",
+        ),
+        (
+            (ANY, gpus(4)),
+            {"tp": 4, "dp": 2, "devices": "nvlink:4"},
+            "--devices is nvlink:4; that is not to be had for each of 2 engines. There are this "
+            "machine: 0 GPUs; this machine: 4 GPUs. None fits: 8 are needed",
+        ),
+        (
+            (ANY, ANY, ANY),
+            {"tp": 2},
+            "--nodes is 3; ranks for them are 2 in all. There are this machine: any number of "
+            "places; this machine: any number of places; this machine: any number of places. "
+            "These --devices would fit: 2, 1x2, 2x1",
+        ),
+    ],
+)
+def test_what_is_not_there_is_refused_with_what_is(
+    offers: tuple[Offer, ...], settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        map_slices(EngineConfig(**settings), offers)  # type: ignore[arg-type]
+    assert str(caught.value) == message
+
+
+def test_a_machine_is_replaced_by_one_with_the_devices_that_are_used() -> None:
+    config = EngineConfig(tp=5)
+    slices = map_slices(config, [Offer(4), Offer(1)])
+    assert not can_replace(config, slices, 0, Offer(3))
+    assert can_replace(config, slices, 0, Offer(4))
+    assert can_replace(config, slices, 0, ANY)
+    assert can_replace(config, slices, 1, Offer(1))
+    assert can_replace(config, [], 1, Offer(1)), "any, before slices are dealt"
+
+
+layouts = st.fixed_dictionaries(
+    {name: st.sampled_from([1, 1, 2, 3, 4]) for name in ("tp", "cp", "pp", "dp")}
+    | {"ep": st.sampled_from([1, 1, 2, 4, 8])}
+)
+machines = st.lists(st.builds(Offer, st.none() | st.integers(1, 16)), min_size=1, max_size=5)
+
+
+def check(config: EngineConfig, offers: list[Offer], slices: list[Slice]) -> None:
+    """Every rank has a device that there is, and none has another one's."""
+    assert len(slices) == config.dp
+    taken = [(share.machine, i) for each in slices for share in each for i in share.devices]
+    assert len(set(taken)) == len(taken) == config.dp * config.world_size
+    for each in slices:
+        assert sum(len(share.devices) for share in each) == config.world_size
+        for share in each:
+            there = offers[share.machine].places
+            assert there is None or max(share.devices) < there
+            assert share.engines == sum(
+                any(other.machine == share.machine for other in theirs) for theirs in slices
+            )
+
+
+@given(layouts, machines)
+def test_every_rank_gets_a_device_of_its_own(layout: dict[str, int], offers: list[Offer]) -> None:
+    split = layout["tp"] * layout["cp"]
+    assume(not (split % layout["ep"] and layout["ep"] % split))
+    try:
+        config = EngineConfig(**layout)  # type: ignore[arg-type]
+    except ConfigError:
+        assume(False)
+    ranks = config.dp * config.world_size
+    rooms = [ranks if offer.places is None else offer.places for offer in offers]
+    try:
+        slices = map_slices(config, offers)
+    except ConfigError:
+        assert ranks < len(offers) or sum(rooms) < ranks
+        return
+    check(config, offers, slices)
+    counts = [
+        sum(len(s.devices) for each in slices for s in each if s.machine == number)
+        for number in range(len(offers))
+    ]
+    assert all(counts), "each machine takes part"
+    # The largest units of which all can be whole on a machine are.
+    for unit in units(config):
+        fit = [room // unit for room in rooms]
+        if all(fit) and sum(fit) >= ranks // unit >= len(offers):
+            assert not any(count % unit for count in counts)
+            break
+
+
+@given(layouts, machines, st.data())
+def test_a_slice_that_is_asked_for_is_given_or_refused_rightly(
+    layout: dict[str, int], offers: list[Offer], data: st.DataObject
+) -> None:
+    split = layout["tp"] * layout["cp"]
+    assume(not (split % layout["ep"] and layout["ep"] % split))
+    size = max(split, layout["ep"]) * layout["pp"]
+    assume(size <= 64)
+    islands = data.draw(st.sampled_from([n for n in range(1, size + 1) if not size % n]))
+    shape = data.draw(st.sampled_from([str(size), f"{islands}x{size // islands}"]))
+    config = EngineConfig(**layout, devices=shape)  # type: ignore[arg-type]
+    ranks = config.dp * size
+    rooms = [ranks if offer.places is None else offer.places for offer in offers]
+    try:
+        slices = map_slices(config, offers)
+    except ConfigError:
+        if shape == str(size):
+            assert sum(rooms) < ranks
+        else:  # each engine takes one part of an island at most
+            parts = sum(min(config.dp, room // (size // islands)) for room in rooms)
+            assert parts < config.dp * islands
+        return
+    check(config, offers, slices)
+    if shape != str(size):
+        for each in slices:
+            assert [len(share.devices) for share in each] == [size // islands] * islands
+            assert len({share.machine for share in each}) == islands
