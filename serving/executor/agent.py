@@ -30,6 +30,7 @@ import msgspec
 
 from weft.errors import ConfigError, EngineError
 from weft.serving.config import EngineConfig
+from weft.serving.executor.board import slots
 from weft.serving.executor.link import Link, check_address, check_token, present
 from weft.serving.executor.machine import LocalMachine
 from weft.serving.executor.machine_wire import (
@@ -242,6 +243,8 @@ class _Agent:
         self._steps: deque[bytes] = deque()
         self._step = 0
         self._beat = 0.0
+        self._told = 0
+        self._room = slots(start.config.pp)
         self._end: float | None = None
         link.set_patience(start.patience)
         self._machine = LocalMachine(
@@ -288,7 +291,10 @@ class _Agent:
         while self._steps and self._machine.has_room(self._step + 1):
             self._step += 1
             self._machine.put(self._step, self._steps.popleft())
-        if time.monotonic() >= self._beat:
+        # The controller waits for room, of which this is the measure (RemoteMachine.has_room).
+        done = int(self._machine.counters[1].min())
+        if time.monotonic() >= self._beat or done >= self._told + self._room:
+            self._told = done
             self._say_progress()
             self._beat = time.monotonic() + self._start.heartbeat
 

@@ -31,6 +31,11 @@ COUNTERS = 4
 Int64 = npt.NDArray[np.int64]
 
 
+def slots(stages: int) -> int:
+    """Of the board of a model of so many stages."""
+    return SLOTS + stages - 1
+
+
 def check_size(step: int, data: bytes) -> None:
     """Refuse a step that is larger than a slot.
 
@@ -58,7 +63,7 @@ class Board:
 
     def __init__(self, ranks: int, fd: int | None = None, *, stages: int = 1) -> None:
         header = COUNTERS * 8 * ranks
-        self.slots = SLOTS + stages - 1
+        self.slots = slots(stages)
         size = self.slots * SLOT_BYTES + header
         if fd is None:
             fd = os.memfd_create("weft-steps", os.MFD_CLOEXEC)

@@ -141,7 +141,7 @@ class Gone(msgspec.Struct, frozen=True, tag=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """Agent -> controller, again and again: how far the ranks are.
+    """Agent -> controller, every heartbeat and every so many steps: how far the ranks are.
 
     Attributes:
         counters: the board's.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.serving.config import EngineConfig
-from weft.serving.executor.board import COUNTERS, Int64
+from weft.serving.executor.board import COUNTERS, Int64, slots
 from weft.serving.executor.link import Link
 from weft.serving.executor.machine_wire import (
     Dump,
@@ -29,6 +29,11 @@ from weft.serving.executor.machine_wire import (
 )
 from weft.serving.executor.wire import FromRank, rank_decoder
 from weft.serving.resources import Share
+
+AHEAD = 4
+"""Times the slots of a board: steps that another machine is given before its slowest rank has done
+the first of them. Its agent tells after each board's slots of them, so that with two of these the
+engine could wait for ever; with more it does not wait for messages to and fro."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,7 @@ class RemoteMachine:
         self.pids: Sequence[int] = []
         self._stopped: list[int] = []
         self._how: dict[int, str] = {}
+        self._window = AHEAD * slots(config.pp)
         link.set_patience(patience)
         replica = dataclasses.replace(config.replica, engines=share.engines)
         told = dataclasses.replace(config, node_token=None, replica=replica)
@@ -122,10 +128,10 @@ class RemoteMachine:
         self._send(Meet(port))
 
     def has_room(self, step: int) -> bool:
-        """Always. Its agent keeps what its ranks have no room for yet: in each step they hear from
-        the others, and so are never more than a few steps behind the rank that answers.
+        """Whether the slowest rank there is near enough, as far as its agent has told: that keeps
+        what the ranks have no room for yet, so that no step waits for a message to and fro.
         """
-        return True
+        return bool(self.counters[1].min() >= step - self._window)
 
     def put(self, step: int, data: bytes) -> None:
         self._send(Step(data))

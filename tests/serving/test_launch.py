@@ -76,7 +76,7 @@ async def test_the_context_of_a_thread_ends_with_it(left_behind: bool) -> None:
     if not left_behind:
         told.set()
         with pytest.raises(ConfigError, match="--model is not to my liking"):
-            await client.load()
+            await client.load(lambda port: None)
         assert client._core is not None
         await client._core.ended
         assert not client._context.closed, "messages may have to be read"
