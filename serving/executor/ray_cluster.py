@@ -7,23 +7,30 @@ for a call of an actor takes a millisecond, as long as a step of a small model.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, EngineError
 from weft.serving.config import EngineConfig
 from weft.serving.executor.hosts import Head, check_nodes, deal_out
 from weft.serving.executor.machine import Machine
 from weft.serving.executor.processes import RankExecutor, named
+from weft.serving.executor.remote import Joined
 from weft.serving.loading import LoadedModel
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
-PLACE = 10.0
-"""Seconds for Ray to find room."""
+PLACE = 5.0
+"""Seconds for Ray to find room, until it is said what is waited for."""
+
+LOOK = 0.5
+"""Seconds between two looks whether an actor has ended that should join."""
+
+logger = logging.getLogger(__name__)
 
 
 class RayExecutor(RankExecutor):
@@ -53,23 +60,27 @@ class RayExecutor(RankExecutor):
 
     def _gather(self, config: EngineConfig, load_model: str) -> Iterator[Machine]:
         import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         share = config.world_size // config.nodes
         self._group = _place(config.nodes, share)
         own = config.node_address or ray.util.get_node_ip_address()
         with Head(replace(config, node_port=0)) as head:
-            self._actors = []  # which end when nobody knows them
-            for bundle in range(config.nodes):
-                strategy = PlacementGroupSchedulingStrategy(self._group, bundle)
-                actor = ray.remote(_Node).options(num_cpus=share, scheduling_strategy=strategy)
-                self._actors.append(actor.remote())
-            names = ray.get([actor.name.remote() for actor in self._actors])
-            for actor in self._actors:
-                actor.join.remote(own, head.port, head.token, load_model)
-            others = head.wait_for(config.nodes)
-        others.sort(key=lambda joined: names.index(joined.hello.name))
+            joins = self._start(config.nodes, share, own, head.port, head.token, load_model)
+            others = _wait_for(head, joins, self._group)
         yield from deal_out(config, others, head.token, load_model, own_ranks=False)
+
+    def _start(self, nodes: int, share: int, *told: object) -> list[Any]:
+        """Start an actor on each node, which joins; returns what says that they have ended."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        self._actors = []  # which end when nobody knows them
+        for bundle in range(nodes):
+            strategy = PlacementGroupSchedulingStrategy(self._group, bundle)
+            actor = ray.remote(_Node).options(num_cpus=share, scheduling_strategy=strategy)
+            self._actors.append(actor.remote())
+        self._joins = [actor.join.remote(*told) for actor in self._actors]
+        return self._joins
 
     def _leave(self) -> None:
         import ray
@@ -82,20 +93,21 @@ class RayExecutor(RankExecutor):
 class _Node:
     """The actor on a node."""
 
-    def name(self) -> str:
-        """The node's."""
-        import ray
-
-        return f"Ray node {ray.get_runtime_context().get_node_id()[:8]}"
-
     def join(self, host: str, port: int, token: str, load_model: str) -> None:
         """Run this node's share of ranks until the controller ends."""
         import logging
 
+        import ray
+
         from weft.serving.executor.agent import join
 
         logging.basicConfig(level=logging.INFO)
-        join(host, port, token, name=self.name(), once=True, load_model=load_model)
+        name = _name(ray.get_runtime_context().get_node_id())
+        join(host, port, token, name=name, once=True, load_model=load_model)
+
+
+def _name(node_id: str) -> str:
+    return f"Ray node {node_id[:8]}"
 
 
 def _connect() -> None:
@@ -111,20 +123,68 @@ def _connect() -> None:
 
 
 def _place(nodes: int, share: int) -> PlacementGroup:
-    """A bundle of so many CPUs on each of so many nodes; ConfigError if there is no room."""
+    """A bundle of so many CPUs on each of so many nodes, once Ray has room for them."""
     import ray
 
     group: Any = ray.util.placement_group([{"CPU": share}] * nodes, strategy="STRICT_SPREAD")
-    if group.wait(PLACE):
-        return group
-    ray.util.remove_placement_group(group)
-    free = [
-        f"{node['NodeManagerAddress']}: {node['Resources'].get('CPU', 0):g}"
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
-    ray.shutdown()
-    raise ConfigError(
-        f"--nodes is {nodes}; Ray has no room for {share} ranks, a CPU each, on each of so many "
-        f"nodes. CPUs of its nodes are {', '.join(free)}"
-    )
+    told = ""
+    while not group.wait(PLACE):
+        there = ", ".join(
+            f"{node['NodeManagerAddress']}: {node['Resources'].get('CPU', 0):g}"
+            for node in ray.nodes()
+            if node["Alive"]
+        )
+        if there != told:
+            logger.warning(
+                "waiting for Ray to have a free CPU for each of %d ranks on each of %d nodes; "
+                "those of its nodes, free or not: %s",
+                share,
+                nodes,
+                there,
+            )
+        told = there
+    return group
+
+
+def _wait_for(head: Head, joins: list[Any], group: PlacementGroup) -> list[Joined]:
+    """The nodes, once all have joined.
+
+    Raises:
+        EngineError: an actor has ended instead.
+    """
+    import ray
+
+    others: list[Joined] = []
+    try:
+        while len(others) < len(joins):
+            others += head.wait_for(len(joins) - len(others), LOOK)
+            for join in ray.wait(joins, timeout=0)[0]:
+                where = _where(group, joins.index(join))
+                raise EngineError(f"{where} has not joined: {_why(join)}")
+    except BaseException:
+        for joined in others:
+            joined.link.close()
+        raise
+    return others
+
+
+def _why(join: Any) -> str:
+    """Why an actor has ended."""
+    import ray
+
+    try:
+        ray.get(join)
+    except ray.exceptions.RayTaskError as error:
+        return str(error.cause)
+    except ray.exceptions.RayError as error:
+        return str(error)
+    return "it has ended"
+
+
+def _where(group: PlacementGroup, bundle: int) -> str:
+    """Name and address of the node that a bundle is on."""
+    import ray
+
+    on = ray.util.placement_group_table(group)["bundles_to_node_id"][bundle]
+    address = next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == on)
+    return f"{_name(on)} at {address}"

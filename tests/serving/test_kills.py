@@ -7,7 +7,6 @@ and the server serves again as it did, with nothing left of what was killed.
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,17 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-import msgspec
 import psutil
 import pytest
 from support.checkpoints import make_checkpoint
+from support.clients import asking, complete
 from support.processes import shared_memory_left_alone, wait_until_gone
 from support.server import TIMEOUT, Server, start_server
 
 SIZES = {"kv_cache_memory": 2**22, "max_num_seqs": 4}
-GREEDY = {"prompt": "the user asks the assistant for", "max_tokens": 12, "temperature": 0}
-CLIENTS = 3
 
 
 @dataclass(frozen=True)
@@ -51,74 +47,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
 
 
-class Client(threading.Thread):
-    """Asks for one answer after the other, some streamed, and judges what it gets.
-
-    Attributes:
-        faults: what should not have come.
-        began: of the request under way; None between two.
-        failed: requests that ended with an error.
-    """
-
-    def __init__(self, server: Server, stop: threading.Event, seed: int) -> None:
-        super().__init__()
-        self.faults: list[str] = []
-        self.began: float | None = None
-        self.failed = 0
-        self._url, self._model = server.url, server.model
-        self._stop_asking = stop
-        self._rng = random.Random(seed)
-
-    def run(self) -> None:
-        with httpx.Client(base_url=self._url, timeout=TIMEOUT) as http:
-            while not self._stop_asking.is_set():
-                body = GREEDY | {"model": self._model, "ignore_eos": True}
-                body["max_tokens"] = self._rng.randrange(1, 200)
-                body["stream"] = self._rng.random() < 0.5
-                self.began = time.monotonic()
-                try:
-                    self._judge(http.post("/v1/completions", json=body), bool(body["stream"]))
-                except (httpx.HTTPError, ValueError, LookupError) as error:
-                    self.faults.append(repr(error))
-                self.began = None
-
-    def _judge(self, response: httpx.Response, streamed: bool) -> None:
-        if response.status_code == 200 and streamed:
-            *pieces, done = (line for line in response.text.split("\n\n") if line)
-            last = msgspec.json.decode(pieces[-1].removeprefix("data: "))
-            if done != "data: [DONE]":
-                self.faults.append(f"ends with {done}")
-        else:
-            last = msgspec.json.decode(response.content)
-        if "error" not in last:
-            if response.status_code != 200 or last["choices"][0]["finish_reason"] != "length":
-                self.faults.append(response.text)
-            return
-        self.failed += 1
-        if last["error"].keys() != {"message", "type", "param", "code"}:
-            self.faults.append(response.text)
-        if response.status_code == 503:
-            if int(response.headers["retry-after"]) < 1:
-                self.faults.append(str(response.headers))
-            self._stop_asking.wait(0.05)
-        elif response.status_code not in (200, 500):
-            self.faults.append(response.text)
-
-
-@contextmanager
-def asking(server: Server, seed: int) -> Iterator[list[Client]]:
-    stop = threading.Event()
-    clients = [Client(server, stop, 10 * seed + i) for i in range(CLIENTS)]
-    for client in clients:
-        client.start()
-    try:
-        yield clients
-    finally:
-        stop.set()
-        for client in clients:
-            client.join()
-
-
 def family(server: Server) -> list[psutil.Process]:
     """Engines, and then ranks; those that are about to go are not counted."""
     return [
@@ -126,12 +54,6 @@ def family(server: Server) -> list[psutil.Process]:
         for process in psutil.Process(server.process.pid).children(recursive=True)
         if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     ]
-
-
-def answer(server: Server) -> Any:
-    response = server.http.post("/v1/completions", json=GREEDY | {"model": server.model})
-    assert response.status_code == 200, response.text
-    return response.json()["choices"]
 
 
 def restarts(server: Server) -> int:
@@ -172,7 +94,7 @@ def kill(
     deadline: float = DEADLINE,
 ) -> None:
     """Under load, strike once, or with `again` once more while what came loads; then compare."""
-    expected, count = answer(server), restarts(server) + 1
+    expected, count = complete(server), restarts(server) + 1
     with asking(server, rng.randrange(1000)) as clients:
         time.sleep(rng.uniform(0, 1))
         pids = strike(server, how, victim, rng)
@@ -189,7 +111,7 @@ def kill(
         wait_until_served(server, layout, count)
     assert [fault for client in clients for fault in client.faults] == []
     assert sum(client.failed for client in clients) > 0 or layout.cores > 1
-    assert answer(server) == expected
+    assert complete(server) == expected
     now = [process.pid for process in family(server)]
     assert len(now) == layout.processes
     wait_until_gone([pid for pid in pids if pid not in now])
