@@ -210,7 +210,8 @@ def check_nodes(config: EngineConfig) -> None:
     if ranks % nodes:
         works = ", ".join(str(n) for n in range(1, ranks + 1) if not ranks % n)
         raise ConfigError(
-            f"--nodes is {nodes}; it must divide the {ranks} ranks. These numbers work: {works}"
+            f"--nodes is {nodes}; it must divide the {ranks} ranks of --tp, --ep, --cp "
+            f"and --pp. These numbers work: {works}"
         )
     # With Ray the one node is not this machine's own either.
     given, works = (

@@ -118,8 +118,10 @@ def _connect() -> None:
     try:
         ray.init(address="auto", logging_level="ERROR")
     except ConnectionError:
-        where = os.environ.get("RAY_ADDRESS", "here; `ray start --head` starts one")
-        raise ConfigError(f"--executor ray finds no Ray cluster at {where}") from None
+        where = "here; `ray start --head` starts one"
+        if (address := os.environ.get("RAY_ADDRESS")) is not None:
+            where = f"at RAY_ADDRESS {address}"
+        raise ConfigError(f"--executor ray finds no Ray cluster {where}") from None
 
 
 def _place(nodes: int, share: int) -> PlacementGroup:

@@ -326,10 +326,15 @@ def test_a_head_makes_a_token_and_says_what_to_run(caplog: pytest.LogCaptureFixt
     [
         (
             {"tp": 4, "nodes": 3},
-            "--nodes is 3; it must divide the 4 ranks. These numbers work: 1, 2, 4",
+            "--nodes is 3; it must divide the 4 ranks of --tp, --ep, --cp and --pp. "
+            "These numbers work: 1, 2, 4",
         ),
         ({"tp": 2, "nodes": 2, "dp": 2}, "--nodes is 2; with --dp 2 it must be 1"),
-        ({"nodes": 2}, "--nodes is 2; it must divide the 1 ranks. These numbers work: 1"),
+        (
+            {"nodes": 2},
+            "--nodes is 2; it must divide the 1 ranks of --tp, --ep, --cp and --pp. "
+            "These numbers work: 1",
+        ),
         (
             {"tp": 2, "nodes": 2, "kernels": "overlapped"},
             "--nodes is 2; with --kernels overlapped it must be 1",
