@@ -9,7 +9,7 @@
 #   WEFT_NODE_TOKEN    what machines must know to join; else made
 #   WEFT_NODE_ADDRESS  this machine's IP address for the others; else its first one
 #   WEFT_NODE_PORT     7333 if not given
-#   WEFT               how weft is called there: weft, or a path to it
+#   WEFT               how weft is called, here and there: weft, or a path to it
 #   SSH                how ssh is called: ssh -o BatchMode=yes
 set -euo pipefail
 
@@ -25,12 +25,24 @@ export WEFT_NODE_ADDRESS=$address
 export WEFT_NODE_PORT=${WEFT_NODE_PORT:-7333}
 export WEFT_NODE_TOKEN=${WEFT_NODE_TOKEN:-$(head -c 24 /dev/urandom | base64)}
 
-# With --once they end when what is served here does, however that ends.
+# Run there. The token goes by stdin: everybody on a machine can see arguments. When stdin ends,
+# as it does when what is served here ends, however that ends, so does what runs there.
+join="read -r WEFT_NODE_TOKEN; export WEFT_NODE_TOKEN
+${WEFT:-weft} join $address:$WEFT_NODE_PORT & join=\$!
+{ cat; kill \$join; } <&0 > /dev/null 2>&1 &
+wait \$join; status=\$?
+[ \$status = 143 ] || exit \$status"
+
+stdins=()
 for host in "${hosts[@]}"; do
-  # The token goes by stdin: everybody on a machine can see arguments.
-  ${SSH:-ssh -o BatchMode=yes} "$host" \
-    "read -r WEFT_NODE_TOKEN; export WEFT_NODE_TOKEN; exec ${WEFT:-weft} join --once $address:$WEFT_NODE_PORT" \
-    <<< "$WEFT_NODE_TOKEN" &
+  exec {stdin}> >(
+    for other in "${stdins[@]}"; do exec {other}>&-; done
+    ${SSH:-ssh -o BatchMode=yes} "$host" "$join" && exit
+    echo "$0: $host does not take part any more (status $?)" >&2
+    kill $$ 2> /dev/null  # which is weft serve
+  )
+  echo "$WEFT_NODE_TOKEN" >&"$stdin"
+  stdins+=("$stdin")
 done
 
 exec ${WEFT:-weft} serve "$@" --nodes $((${#hosts[@]} + 1))

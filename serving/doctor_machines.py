@@ -10,6 +10,7 @@ import dataclasses
 import logging
 from contextlib import suppress
 
+from weft.errors import ConfigError
 from weft.serving.config import EngineConfig
 from weft.serving.doctor import devices
 from weft.serving.executor.hosts import Head, check_addresses, check_nodes, own_address
@@ -46,6 +47,11 @@ def examine_others(config: EngineConfig) -> list[Finding]:
     Raises:
         ConfigError: they cannot take part with these settings.
     """
+    if config.executor == "ray":
+        raise ConfigError(
+            "--executor is ray; weft doctor looks at machines that run weft join, without Ray: "
+            "leave --executor out, and run that on them for as long as it looks"
+        )
     check_nodes(config)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with Head(config, strict=False) as head:

@@ -132,9 +132,9 @@ class Head:
                 wrong = differences(versions(), hello.versions)
                 if not (wrong and self._strict):
                     return Joined(link, hello)
-                why = f"{hello.name} cannot take part: {'; '.join(wrong)}"
-                logger.warning(why)
-                link.send(Refused(why))
+                logger.warning("%s cannot take part: %s", hello.name, "; ".join(wrong))
+                wrong = differences(hello.versions, versions())
+                link.send(Refused(f"this machine cannot take part: {'; '.join(wrong)}"))
         sock.close()
         return None
 

@@ -7,24 +7,31 @@ for a call of an actor takes a millisecond, as long as a step of a small model.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, EngineError
 from weft.serving.config import EngineConfig
 from weft.serving.executor.hosts import Head, deal_out
 from weft.serving.executor.machine import Machine
 from weft.serving.executor.processes import RankExecutor, named
+from weft.serving.executor.remote import Joined
 from weft.serving.loading import LoadedModel
 from weft.serving.resources import kind_of
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
-PLACE = 10.0
-"""Seconds for Ray to find room."""
+PLACE = 5.0
+"""Seconds for Ray to find room, until it is said what is waited for."""
+
+LOOK = 0.5
+"""Seconds between two looks whether an actor has ended that should join."""
+
+logger = logging.getLogger(__name__)
 
 
 class RayExecutor(RankExecutor):
@@ -36,7 +43,8 @@ class RayExecutor(RankExecutor):
         load_model: `loading.load_model`, or what stands in for it, on the nodes.
 
     Raises:
-        ConfigError: there is no Ray, no cluster, or no room in it.
+        ConfigError: there is no Ray, or no cluster.
+        EngineError: a node has not joined.
     """
 
     def __init__(self, config: EngineConfig, load_model: Callable[..., LoadedModel]) -> None:
@@ -54,28 +62,37 @@ class RayExecutor(RankExecutor):
 
     def _gather(self, config: EngineConfig, load_model: str) -> Iterator[Machine]:
         import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        # Its own are what a node's actor sees, from the first.
+        # A node's actor sees its own devices, from the first.
         slice = tuple(
             replace(share, devices=tuple(range(len(share.devices))))
             for share in config.replica.slice
         )
         config = replace(config, replica=replace(config.replica, slice=slice))
-        counts = {share.machine: len(share.devices) for share in config.replica.slice}
+        counts = {share.machine: len(share.devices) for share in slice}
         resource = "GPU" if kind_of(config) == "cuda" else "CPU"
         self._group = _place(resource, list(counts.values()))
         own = config.node_address or ray.util.get_node_ip_address()
         with Head(replace(config, node_port=0)) as head:
-            self._actors = []  # which end when nobody knows them
-            for bundle, (machine, count) in enumerate(counts.items()):
-                strategy = PlacementGroupSchedulingStrategy(self._group, bundle)
-                takes = {"num_gpus": count} if resource == "GPU" else {"num_cpus": count}
-                actor = ray.remote(_Node).options(scheduling_strategy=strategy, **takes).remote()
-                actor.join.remote(own, head.port, head.token, load_model, machine)
-                self._actors.append(actor)
-            joined = {each.hello.machine: each for each in head.wait_for(len(counts))}
-        yield from deal_out(config, joined, head.token, load_model)
+            joins = self._start(resource, counts, own, head.port, head.token, load_model)
+            joined = _wait_for(head, joins, self._group)
+        machines = {each.hello.machine: each for each in joined}
+        yield from deal_out(config, machines, head.token, load_model)
+
+    def _start(self, resource: str, counts: dict[int, int], *told: object) -> list[Any]:
+        """Start an actor on each node, which joins; returns what says that they have ended."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        joins = []
+        self._actors = []  # which end when nobody knows them
+        for bundle, (machine, count) in enumerate(counts.items()):
+            strategy = PlacementGroupSchedulingStrategy(self._group, bundle)
+            takes = {"num_gpus": count} if resource == "GPU" else {"num_cpus": count}
+            actor = ray.remote(_Node).options(scheduling_strategy=strategy, **takes).remote()
+            self._actors.append(actor)
+            joins.append(actor.join.remote(*told, machine))
+        return joins
 
     def _leave(self) -> None:
         import ray
@@ -97,8 +114,12 @@ class _Node:
         from weft.serving.executor.agent import join
 
         logging.basicConfig(level=logging.INFO)
-        name = f"Ray node {ray.get_runtime_context().get_node_id()[:8]}"
+        name = _name(ray.get_runtime_context().get_node_id())
         join(host, port, token, name=name, once=True, load_model=load_model, machine=machine)
+
+
+def _name(node_id: str) -> str:
+    return f"Ray node {node_id[:8]}"
 
 
 def _connect() -> None:
@@ -109,26 +130,76 @@ def _connect() -> None:
     try:
         ray.init(address="auto", logging_level="ERROR")
     except ConnectionError:
-        where = os.environ.get("RAY_ADDRESS", "here; `ray start --head` starts one")
-        raise ConfigError(f"--executor ray finds no Ray cluster at {where}") from None
+        where = "here; `ray start --head` starts one"
+        if (address := os.environ.get("RAY_ADDRESS")) is not None:
+            where = f"at RAY_ADDRESS {address}"
+        raise ConfigError(f"--executor ray finds no Ray cluster {where}") from None
 
 
 def _place(resource: str, counts: list[int]) -> PlacementGroup:
-    """So many CPUs or GPUs on a node each; ConfigError if there is no room."""
+    """So many CPUs or GPUs, each number on a node of its own, once Ray has room for them."""
     import ray
 
     bundles = [{resource: float(count)} for count in counts]
     group: Any = ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
-    if group.wait(PLACE):
-        return group
-    ray.util.remove_placement_group(group)
-    free = [
-        f"{node['NodeManagerAddress']}: {node['Resources'].get(resource, 0):g}"
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
-    ray.shutdown()
-    raise ConfigError(
-        f"Ray has no room for {' + '.join(map(str, counts))} ranks, a {resource} each, on a node "
-        f"for each number. {resource}s of its nodes are {', '.join(free)}"
-    )
+    told = ""
+    while not group.wait(PLACE):
+        there = ", ".join(
+            f"{node['NodeManagerAddress']}: {node['Resources'].get(resource, 0):g}"
+            for node in ray.nodes()
+            if node["Alive"]
+        )
+        if there != told:
+            logger.warning(
+                "waiting for Ray to have room for %s ranks, a %s each, on a node for each number; "
+                "those of its nodes, free or not: %s",
+                " + ".join(map(str, counts)),
+                resource,
+                there,
+            )
+        told = there
+    return group
+
+
+def _wait_for(head: Head, joins: list[Any], group: PlacementGroup) -> list[Joined]:
+    """The nodes, once all have joined.
+
+    Raises:
+        EngineError: an actor has ended instead.
+    """
+    import ray
+
+    others: list[Joined] = []
+    try:
+        while len(others) < len(joins):
+            others += head.wait_for(len(joins) - len(others), LOOK)
+            for join in ray.wait(joins, timeout=0)[0]:
+                where = _where(group, joins.index(join))
+                raise EngineError(f"{where} has not joined: {_why(join)}")
+    except BaseException:
+        for joined in others:
+            joined.link.close()
+        raise
+    return others
+
+
+def _why(join: Any) -> str:
+    """Why an actor has ended."""
+    import ray
+
+    try:
+        ray.get(join)
+    except ray.exceptions.RayTaskError as error:
+        return str(error.cause)
+    except ray.exceptions.RayError as error:
+        return str(error)
+    return "it has ended"
+
+
+def _where(group: PlacementGroup, bundle: int) -> str:
+    """Name and address of the node that a bundle is on."""
+    import ray
+
+    on = ray.util.placement_group_table(group)["bundles_to_node_id"][bundle]
+    address = next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == on)
+    return f"{_name(on)} at {address}"

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from support.checkpoints import make_checkpoint
 
+from weft.errors import ConfigError
 from weft.serving.config import EngineConfig, ServerConfig
 from weft.serving.doctor import Finding, examine, run
+from weft.serving.doctor_machines import examine_others
 
 
 @pytest.fixture(scope="module")
@@ -94,3 +96,8 @@ def test_the_table_has_a_line_for_each_check(
     for name in ("processor", "cores", "memory", "/dev/shm", "GPU", "model", "port"):
         assert f" {name} " in table
     assert "\x1b" not in table, "no colors when it is no terminal"
+
+
+def test_nodes_of_ray_are_not_waited_for() -> None:
+    with pytest.raises(ConfigError, match="leave --executor out, and run that on them"):
+        examine_others(EngineConfig(tp=2, nodes=2, executor="ray"))

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,12 @@ from typing import Any
 import psutil
 import pytest
 from support.checkpoints import make_checkpoint
-from support.machines import LOAD, TOKEN, agent, free_port
+from support.clients import complete, fail_in_a_request
+from support.machines import LOAD, TOKEN, agent
 from support.netns import Host, two_hosts
 from support.processes import wait_until_gone
-from support.server import Server, start_server
+from support.server import Server, free_port, start_server
 
-PROMPT = "the user asks the assistant for"
 SIZES = {"kv_cache_memory": 2**22, "max_num_seqs": 4}
 
 
@@ -33,26 +33,6 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The answer of one rank."""
     with start_server(model, tmp_path_factory.mktemp("one"), **SIZES) as server:
         return complete(server)
-
-
-def complete(server: Server) -> str:
-    body = {"model": server.model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
-    response = server.http.post("/v1/completions", json=body | {"ignore_eos": True})
-    assert response.status_code == 200, response.text
-    text: str = response.json()["choices"][0]["text"]
-    return text
-
-
-def fail_in_a_request(server: Server, fault: Callable[[], Any]) -> str:
-    """Bring about a fault when the first token has come; with what message the request ends."""
-    body = {"model": server.model, "prompt": PROMPT, "max_tokens": 400, "stream": True}
-    with server.http.stream("POST", "/v1/completions", json=body | {"ignore_eos": True}) as got:
-        lines = (line for line in got.iter_lines() if line)
-        assert next(lines).startswith("data: ")
-        fault()
-        *_, last = (line for line in lines if "[DONE]" not in line)
-    message: str = json.loads(last.removeprefix("data: "))["error"]["message"]
-    return message
 
 
 def ranks_of(server: Server) -> list[psutil.Process]:

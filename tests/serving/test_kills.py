@@ -7,120 +7,91 @@ and the server serves again as it did, with nothing left of what was killed.
 from __future__ import annotations
 
 import random
-import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-import msgspec
 import psutil
 import pytest
 from support.checkpoints import make_checkpoint
+from support.clients import asking, complete
 from support.processes import shared_memory_left_alone, wait_until_gone
 from support.server import TIMEOUT, Server, start_server
+from support.sites import Site, Victim, here, two_machines, two_nodes
 
 SIZES = {"kv_cache_memory": 2**22, "max_num_seqs": 4}
-GREEDY = {"prompt": "the user asks the assistant for", "max_tokens": 12, "temperature": 0}
-CLIENTS = 3
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Flags, and how many processes and engine cores they make."""
+    """Flags; how many processes and engine cores they make; where these are, and what is killed."""
 
     flags: dict[str, int]
     processes: int
+    targets: tuple[str, ...]
     cores: int = 1
+    family: str = "qwen3"
+    site: Callable[[Path], AbstractContextManager[Site]] = here
 
 
+RANKS = ("rank 0", "rank 1")
 LAYOUTS = {
-    "tp 1": Layout({}, 1),
-    "tp 2": Layout({"tp": 2}, 3),
-    "dp 2": Layout({"dp": 2}, 2, 2),
+    "tp 1": Layout({}, 1, ("engine",)),
+    "tp 2": Layout({"tp": 2}, 3, ("engine", *RANKS)),
+    "pp 2": Layout({"pp": 2}, 3, ("engine", *RANKS)),
+    "ep 2": Layout({"ep": 2}, 3, ("engine", *RANKS), family="qwen3_moe"),
+    "dp 2": Layout({"dp": 2}, 2, ("engine", "engine 1"), 2),
+    "two machines": Layout({"tp": 2}, 4, ("machine", "its rank 0"), site=two_machines),
+    "two nodes": Layout({"pp": 2}, 5, ("node", "raylet"), site=two_nodes),
 }
 DEADLINE = 20.0
 """Seconds from a kill to the end of every request, on a machine that has other things to do."""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
+class Kills:
+    """What has been killed, and how long the worst of it took."""
+
+    def __init__(self) -> None:
+        self.of: Counter[str] = Counter()
+        self.until_error = self.until_served = 0.0
+
+    def __str__(self) -> str:
+        kills = ", ".join(f"{name}: {count}" for name, count in sorted(self.of.items()))
+        return f"{kills}; {self.until_error:.1f} s, served again {self.until_served:.1f} s"
 
 
-class Client(threading.Thread):
-    """Asks for one answer after the other, some streamed, and judges what it gets.
+@dataclass
+class Scene:
+    """A server, and what can happen to it."""
 
-    Attributes:
-        faults: what should not have come.
-        began: of the request under way; None between two.
-        failed: requests that ended with an error.
-    """
+    server: Server
+    layout: Layout
+    site: Site
+    rng: random.Random
+    kills: Kills
 
-    def __init__(self, server: Server, stop: threading.Event, seed: int) -> None:
-        super().__init__()
-        self.faults: list[str] = []
-        self.began: float | None = None
-        self.failed = 0
-        self._url, self._model = server.url, server.model
-        self._stop_asking = stop
-        self._rng = random.Random(seed)
+    def processes(self) -> list[psutil.Process]:
+        """Of the server, but for itself, and of its machines."""
+        return [*family(self.server), *self.site.processes()]
 
-    def run(self) -> None:
-        with httpx.Client(base_url=self._url, timeout=TIMEOUT) as http:
-            while not self._stop_asking.is_set():
-                body = GREEDY | {"model": self._model, "ignore_eos": True}
-                body["max_tokens"] = self._rng.randrange(1, 200)
-                body["stream"] = self._rng.random() < 0.5
-                self.began = time.monotonic()
-                try:
-                    self._judge(http.post("/v1/completions", json=body), bool(body["stream"]))
-                except (httpx.HTTPError, ValueError, LookupError) as error:
-                    self.faults.append(repr(error))
-                self.began = None
-
-    def _judge(self, response: httpx.Response, streamed: bool) -> None:
-        if response.status_code == 200 and streamed:
-            *pieces, done = (line for line in response.text.split("\n\n") if line)
-            last = msgspec.json.decode(pieces[-1].removeprefix("data: "))
-            if done != "data: [DONE]":
-                self.faults.append(f"ends with {done}")
-        else:
-            last = msgspec.json.decode(response.content)
-        if "error" not in last:
-            if response.status_code != 200 or last["choices"][0]["finish_reason"] != "length":
-                self.faults.append(response.text)
-            return
-        self.failed += 1
-        if last["error"].keys() != {"message", "type", "param", "code"}:
-            self.faults.append(response.text)
-        if response.status_code == 503:
-            if int(response.headers["retry-after"]) < 1:
-                self.faults.append(str(response.headers))
-            self._stop_asking.wait(0.05)
-        elif response.status_code not in (200, 500):
-            self.faults.append(response.text)
-
-
-@contextmanager
-def asking(server: Server, seed: int) -> Iterator[list[Client]]:
-    stop = threading.Event()
-    clients = [Client(server, stop, 10 * seed + i) for i in range(CLIENTS)]
-    for client in clients:
-        client.start()
-    try:
-        yield clients
-    finally:
-        stop.set()
-        for client in clients:
-            client.join()
+    def strike(self, how: Callable[[Any], None], name: str) -> list[int]:
+        """Do that to a target; returns the pids of all that was there."""
+        deadline = time.monotonic() + TIMEOUT
+        while (victim := (named(self.server) | self.site.victims()).get(name)) is None:
+            assert time.monotonic() < deadline  # the next one is about to be started
+            time.sleep(0.01)
+        everyone = [process.pid for process in self.processes()]
+        how(victim)
+        self.kills.of[name] += 1
+        return everyone
 
 
 def family(server: Server) -> list[psutil.Process]:
-    """Engines, and then ranks; those that are about to go are not counted."""
+    """Engines and ranks on this machine; those that are about to go are not counted."""
     return [
         process
         for process in psutil.Process(server.process.pid).children(recursive=True)
@@ -128,20 +99,22 @@ def family(server: Server) -> list[psutil.Process]:
     ]
 
 
-def answer(server: Server) -> Any:
-    response = server.http.post("/v1/completions", json=GREEDY | {"model": server.model})
-    assert response.status_code == 200, response.text
-    return response.json()["choices"]
+def named(server: Server) -> dict[str, Victim]:
+    """Engines and ranks by their names."""
+    engines = psutil.Process(server.process.pid).children()
+    ranks = [rank for engine in engines for rank in engine.children()]
+    names = ["engine", *(f"engine {i}" for i in range(1, len(engines)))]
+    return dict(zip(names, engines, strict=False)) | {f"rank {i}": r for i, r in enumerate(ranks)}
 
 
 def restarts(server: Server) -> int:
     return int(server.metric("engine_restarts_total"))
 
 
-def wait_until_served(server: Server, layout: Layout, restarted: int) -> None:
+def wait_until_served(scene: Scene, restarted: int) -> None:
     """Until cores have been started again so often and all serve, alive all the while."""
-    deadline = time.monotonic() + TIMEOUT
-    while restarts(server) < restarted or server.metric("engine_cores") < layout.cores:
+    server, deadline = scene.server, time.monotonic() + TIMEOUT
+    while restarts(server) < restarted or server.metric("engine_cores") < scene.layout.cores:
         assert server.process.poll() is None, server.log.read_text()
         assert server.http.get("/health").status_code == 200
         assert time.monotonic() < deadline, server.log.read_text()
@@ -149,84 +122,83 @@ def wait_until_served(server: Server, layout: Layout, restarted: int) -> None:
     assert server.http.get("/ready").status_code == 200
 
 
-def strike(
-    server: Server, how: Callable[[psutil.Process], None], victim: int | None, rng: random.Random
-) -> list[int]:
-    """Do that to a process, by its place in the family or any; returns the pids of all of them."""
-    deadline = time.monotonic() + TIMEOUT
-    while not (everyone := family(server)):  # the next one is about to be started
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    how(rng.choice(everyone) if victim is None else everyone[victim])
-    return [process.pid for process in everyone]
-
-
 def kill(
-    server: Server,
-    layout: Layout,
-    rng: random.Random,
+    scene: Scene,
+    name: str,
     *,
-    how: Callable[[psutil.Process], None] = psutil.Process.kill,
-    victim: int | None = None,
+    how: Callable[[Any], None] = lambda victim: victim.kill(),
     again: bool = False,
     deadline: float = DEADLINE,
 ) -> None:
     """Under load, strike once, or with `again` once more while what came loads; then compare."""
-    expected, count = answer(server), restarts(server) + 1
+    server, rng, kills = scene.server, scene.rng, scene.kills
+    expected, count = complete(server), restarts(server) + 1
     with asking(server, rng.randrange(1000)) as clients:
         time.sleep(rng.uniform(0, 1))
-        pids = strike(server, how, victim, rng)
+        pids = scene.strike(how, name)
         at = time.monotonic()
         while any(client.began is not None and client.began < at for client in clients):
             assert time.monotonic() < at + deadline, "a request has not ended"
             time.sleep(0.01)
+        kills.until_error = max(kills.until_error, time.monotonic() - at)
+        scene.site.mend(name)
         if again:
             while restarts(server) < count:
                 time.sleep(0.01)
             time.sleep(rng.uniform(0, 3))
-            pids += strike(server, how, victim, rng)
+            pids += scene.strike(how, name)
+            scene.site.mend(name)
+            at = time.monotonic()
             count += 1
-        wait_until_served(server, layout, count)
+        wait_until_served(scene, count)
+        kills.until_served = max(kills.until_served, time.monotonic() - at)
     assert [fault for client in clients for fault in client.faults] == []
-    assert sum(client.failed for client in clients) > 0 or layout.cores > 1
-    assert answer(server) == expected
-    now = [process.pid for process in family(server)]
-    assert len(now) == layout.processes
+    assert sum(client.failed for client in clients) > 0 or scene.layout.cores > 1
+    assert complete(server) == expected
+    now = [process.pid for process in scene.processes()]
+    assert len(now) == scene.layout.processes
     wait_until_gone([pid for pid in pids if pid not in now])
 
 
 @contextmanager
-def started(model: Path, log: Path, layout: Layout, **settings: Any) -> Iterator[Server]:
+def started(name: str, directory: Path, seed: int = 0, **settings: Any) -> Iterator[Scene]:
     """A server that goes on whatever is killed, and leaves nothing in the end."""
-    flags = layout.flags | SIZES | settings | {"restart": True}
-    with shared_memory_left_alone(), start_server(model, log, **flags) as server:
-        yield server
-        last = [process.pid for process in family(server)]
-    assert server.process.returncode == 0
-    wait_until_gone(last)
+    layout, kills = LAYOUTS[name], Kills()
+    model = make_checkpoint(directory / "model", layout.family)
+    with shared_memory_left_alone(), layout.site(directory) as site:
+        flags = layout.flags | SIZES | site.settings | settings | {"restart": True}
+        with start_server(model, directory, environment=site.environment, **flags) as server:
+            scene = Scene(server, layout, site, random.Random(seed), kills)
+            yield scene
+            last = [process.pid for process in family(server)]
+        assert server.process.returncode == 0
+        wait_until_gone(last)
+    print(f"{name}: {kills}")
 
 
-def test_ranks_and_engines_come_back(model: Path, tmp_path: Path) -> None:
+def test_ranks_and_engines_come_back(tmp_path: Path) -> None:
     """A rank is killed, the engine is, and then a rank is stopped, seen after 3 s."""
-    layout = LAYOUTS["tp 2"]
-    with started(model, tmp_path, layout, stall_timeout=6) as server:
-        for victim in (2, 0):
-            kill(server, layout, random.Random(victim), victim=victim)
-        stop = psutil.Process.suspend
-        kill(server, layout, random.Random(1), how=stop, victim=1, deadline=DEADLINE + 6)
+    with started("tp 2", tmp_path, stall_timeout=6) as scene:
+        for name in ("rank 1", "engine"):
+            kill(scene, name)
+        kill(scene, "rank 0", how=psutil.Process.suspend, deadline=DEADLINE + 6)
 
 
-def test_one_engine_of_two_comes_back(model: Path, tmp_path: Path) -> None:
-    with started(model, tmp_path, LAYOUTS["dp 2"]) as server:
-        kill(server, LAYOUTS["dp 2"], random.Random(0))
+def test_one_engine_of_two_comes_back(tmp_path: Path) -> None:
+    with started("dp 2", tmp_path) as scene:
+        kill(scene, "engine")
+
+
+def test_a_machine_comes_back(tmp_path: Path) -> None:
+    with started("two machines", tmp_path) as scene:
+        kill(scene, "machine")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("seed", range(5))
-def test_fifty_kills(name: str, seed: int, model: Path, tmp_path: Path) -> None:
+def test_fifty_kills(name: str, seed: int, tmp_path: Path) -> None:
     """Ten for each seed, every third of them followed by another while it loads."""
-    rng = random.Random(seed)
-    with started(model, tmp_path, LAYOUTS[name]) as server:
+    with started(name, tmp_path, seed) as scene:
         for i in range(10):
-            kill(server, LAYOUTS[name], rng, again=i % 3 == 2)
+            kill(scene, scene.rng.choice(scene.layout.targets), again=i % 3 == 2)

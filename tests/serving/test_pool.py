@@ -15,9 +15,10 @@ import httpx
 import psutil
 import pytest
 from support.checkpoints import make_checkpoint
-from support.machines import LOAD, TOKEN, Agent, agent, free_port
+from support.clients import GREEDY, complete
+from support.machines import LOAD, TOKEN, Agent, agent
 from support.processes import wait_until_gone
-from support.server import TIMEOUT, Server, start_server
+from support.server import TIMEOUT, Server, free_port, start_server
 
 from weft.errors import EngineError
 from weft.serving.config import EngineConfig
@@ -25,7 +26,6 @@ from weft.serving.launch import share_out
 from weft.serving.pool import Pool
 from weft.serving.resources import Offer
 
-BODY = {"prompt": "the user asks the assistant for", "temperature": 0, "ignore_eos": True}
 SIZES = {"kv_cache_memory": 2**22, "max_num_seqs": 4}
 LONG = 400
 """Tokens of an answer during which a machine is lost."""
@@ -43,17 +43,9 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
         return complete(server, LONG)
 
 
-def complete(server: Server, tokens: int = 12) -> str:
-    body = BODY | {"model": server.model, "max_tokens": tokens}
-    response = server.http.post("/v1/completions", json=body)
-    assert response.status_code == 200, response.text
-    text: str = response.json()["choices"][0]["text"]
-    return text
-
-
 def begin(server: Server, stack: ExitStack) -> Iterator[dict[str, Any]]:
     """Events of a long answer, of which the first has come."""
-    body = BODY | {"model": server.model, "max_tokens": LONG, "stream": True}
+    body = GREEDY | {"model": server.model, "max_tokens": LONG, "stream": True}
     http = stack.enter_context(closing(httpx.Client(base_url=server.url, timeout=TIMEOUT)))
     response = stack.enter_context(http.stream("POST", "/v1/completions", json=body))
 

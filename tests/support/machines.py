@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -41,13 +40,6 @@ try:
 except WeftError as error:
     sys.exit(f"weft: error: {error}")
 """
-
-
-def free_port() -> int:
-    """A port of the loopback interface that nobody listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 Agent = subprocess.Popen[bytes]

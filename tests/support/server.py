@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +23,8 @@ from weft.serving.loading import LoadedModel, Progress
 
 TESTS = Path(__file__).parent.parent
 TIMEOUT = 120.0  # seconds; a loaded machine takes long to import torch
+
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
 
 # `weft serve` with another way to load the model: argv is the settings and the loader's name.
 _WITH_LOADER = """
@@ -76,12 +79,27 @@ class Server:
         assert found is not None, text
         return float(found[1])
 
+    def wait_until_said(self, text: str, times: int = 1) -> None:
+        """Wait for something to be in its log, so many times."""
+        deadline = time.monotonic() + TIMEOUT
+        while (log := self.log.read_text()).count(text) < times:
+            assert self.process.poll() is None, log
+            assert time.monotonic() < deadline, log
+            time.sleep(0.02)
+
     def wait_until(self, name: str, value: float) -> None:
         """Wait for a metric to have a value."""
         deadline = time.monotonic() + TIMEOUT
         while (seen := self.metric(name)) != value:
             assert time.monotonic() < deadline, f"{name} is {seen} and not {value}"
             time.sleep(0.01)
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
 
 
 @contextlib.contextmanager
@@ -92,6 +110,7 @@ def start_server(
     loader: str | None = None,
     until: Literal["started", "healthy", "ready"] = "ready",
     python: Path = Path(sys.executable),
+    environment: Mapping[str, str] = ENVIRONMENT,
     **settings: Any,
 ) -> Iterator[Server]:
     """Start a server, and end it with SIGTERM if it still runs.
@@ -103,6 +122,7 @@ def start_server(
         until: what to wait for: the process, /health (for which `port` must be set), or that
             requests are served.
         python: of the environment that weft is installed in.
+        environment: variables, all of them.
         settings: as `weft serve` has them, with underscores; `port` is a free one by default.
     """
     settings = {"port": 0, "threads": 1} | settings
@@ -114,7 +134,7 @@ def start_server(
             cwd=log,
             stderr=stderr,
             stdout=stderr,
-            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
+            env=environment,
         )
     try:
         if until == "ready":

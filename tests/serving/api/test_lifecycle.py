@@ -20,7 +20,7 @@ import httpx
 import psutil
 import pytest
 from support.mock_runner import CRASH_TOKEN, HANG_TOKEN, NOT_FINITE_TOKEN, expected
-from support.server import TESTS, Server, start_server
+from support.server import TESTS, Server, free_port, start_server
 from support.tokenizers import write_byte_level
 
 SLOW_MOCK = "support.mock_runner:load_slowly"
@@ -50,12 +50,6 @@ def connect(server: Server, body: dict[str, Any]) -> socket.socket:
         b"content-length: %d\r\n\r\n" % len(content) + content
     )
     return connection
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 async def events(client: httpx.AsyncClient, body: dict[str, Any]) -> list[str]:

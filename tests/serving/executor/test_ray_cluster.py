@@ -1,79 +1,115 @@
-"""Ranks on the nodes of a Ray cluster: two nodes on this machine, in a process of their own."""
+"""Ranks on the nodes of a Ray cluster: two nodes on this machine, served over HTTP."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.processes import wait_until_gone
+from support.checkpoints import make_checkpoint
+from support.clients import GREEDY, complete, fail_in_a_request
+from support.processes import shared_memory_left_alone, wait_until_gone
+from support.ray_nodes import RayCluster, ray_cluster
+from support.server import TIMEOUT, free_port, start_server
 
+from weft import LLM, SamplingParams
 from weft.errors import ConfigError
 from weft.serving.config import EngineConfig
 from weft.serving.executor.ray_cluster import RayExecutor
 from weft.serving.loading import load_model
 
-ON_TWO_NODES = """
-import os, sys
-import psutil
-from ray.cluster_utils import Cluster
-from support.mock_ranks import batch, failure_of, load
-from weft.errors import ConfigError
+SIZES = {"kv_cache_memory": 2**22, "max_num_seqs": 4}
+LAYOUT = {"pp": 2, "nodes": 2, "executor": "ray"}
+NO_ROOM = "waiting for Ray to have room for 1 + 1 ranks, a CPU each, on a node for each number"
+LOST = re.compile(
+    r"the model runner failed: Ray node \w{8} at [\d.]+ is lost, with rank \d, in step \d+: "
+    "its connection has ended"
+)
+
+
+def of_weft(cluster: RayCluster) -> list[int]:
+    """Actors and ranks on all nodes."""
+    return [process.pid for node in cluster.nodes for process in node.of_weft()]
+
+
+REFUSED = """
+from support.mock_ranks import load
+from weft import LLM, SamplingParams
+from weft.errors import EngineError
 from weft.serving.config import EngineConfig
-from weft.serving.executor import ray_cluster
+from weft.serving.executor import hosts
 from weft.serving.executor.ray_cluster import RayExecutor
 from weft.serving.launch import share_out
 from weft.serving.resources import Offer
 
-def on_two(**settings):
-    (config,) = share_out(EngineConfig(nodes=2, **settings), [Offer()] * 2)
-    return config
-
-ray_cluster.PLACE = 3.0
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-other = cluster.add_node(num_cpus=1)
-os.environ["RAY_ADDRESS"] = cluster.address
+hosts.versions = lambda: {"weft": "of tomorrow"}
 try:
-    try:
-        RayExecutor(on_two(tp=4), load)
-    except ConfigError as error:
-        print(error, flush=True)
-    executor = RayExecutor(on_two(model="none", tp=2, tokenizer=sys.argv[1]), load)
-    print(*(pid for machine in executor._machines for pid in machine.pids), flush=True)
-    print(*(executor.submit((batch(step),)).result(10)[0].step for step in range(5)), flush=True)
-    for process in other.live_processes():
-        if process[0] == "raylet":
-            raylet = psutil.Process(process[1].pid)
-            for each in [raylet, *raylet.children(recursive=True)]:  # as when a machine ends
-                each.kill()
-    print(failure_of(executor), flush=True)
-    executor.close()
-finally:
-    cluster.shutdown()
+    (config,) = share_out(EngineConfig(), [Offer()])
+    RayExecutor(config, load)
+except EngineError as error:
+    print(error)
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs pip install 'weft[ray]'")
-def test_ranks_are_on_the_nodes_of_a_cluster_and_a_lost_node_is_named(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with shared_memory_left_alone(), ray_cluster() as cluster:
+        yield cluster
+
+
+def test_a_node_that_does_not_take_part_is_named_and_says_why(cluster: RayCluster) -> None:
     done = subprocess.run(
-        [sys.executable, "-P", "-c", ON_TWO_NODES, str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "RAY_USAGE_STATS_ENABLED": "0"},
-        cwd=tmp_path,
+        [sys.executable, "-P", "-c", REFUSED],
+        env=cluster.environment,
         stdout=subprocess.PIPE,
         text=True,
-        timeout=120,
+        timeout=TIMEOUT,
     )
-    refused, pids, steps, failure = done.stdout.splitlines()
-    assert refused.startswith("Ray has no room for 2 + 2 ranks, a CPU each, on a node for each ")
-    assert steps == "0 1 2 3 4"
-    assert failure.startswith("Ray node ")
-    assert " is lost, with rank 1, after step 5: " in failure
-    wait_until_gone([int(pid) for pid in pids.split()])
-    for rank in range(2):
-        assert len((tmp_path / f"rank{rank}").read_text().splitlines()) >= 5
+    assert re.fullmatch(
+        r"Ray node \w{8} at [\d.]+ has not joined: this machine cannot take part: "
+        r"weft is of tomorrow there and .* here\n",
+        done.stdout,
+    )
+
+
+def test_two_nodes_answer_as_one_rank_and_one_that_is_lost_is_named_and_replaced(
+    cluster: RayCluster, model: Path, tmp_path: Path
+) -> None:
+    with LLM(model, threads=1, **SIZES) as llm:
+        greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        expected = llm.generate([str(GREEDY["prompt"])], greedy)[0].text
+    settings = SIZES | LAYOUT | {"port": free_port(), "restart": True}
+    started = start_server(
+        model, tmp_path, until="healthy", environment=cluster.environment, **settings
+    )
+    with started as server:
+        server.wait_until_said(NO_ROOM)
+        node = cluster.add()
+        server.wait_until_said("weft serves ")
+        assert complete(server) == expected
+        there = of_weft(cluster)
+        assert len(there) == 2 + 2
+
+        message = fail_in_a_request(server, node.raylet.kill)
+        assert LOST.fullmatch(message)
+        wait_until_gone(there)
+        node.kill()
+        server.wait_until_said(NO_ROOM, times=2)
+        assert server.http.get("/ready").json() == {"status": "restarting"}
+
+        cluster.add()
+        server.wait_until_said("the engine serves again")
+        assert complete(server) == expected
+        there = of_weft(cluster)
+    wait_until_gone(there)
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,136 @@
+"""Where a server's ranks are: with it, on a machine that has joined it, or on nodes of Ray.
+
+A site knows what can be killed there beside the server's own processes, by name, and has it come
+back, as a supervisor does.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from support.machines import TOKEN
+from support.ray_nodes import RayCluster, ray_cluster
+from support.server import ENVIRONMENT, TIMEOUT, free_port
+
+
+class Victim(Protocol):
+    """What can be killed."""
+
+    def kill(self) -> None: ...
+
+
+class Site:
+    """This machine alone.
+
+    Attributes:
+        settings: of the server.
+        environment: of the server.
+    """
+
+    settings: Mapping[str, Any] = {}
+    environment: Mapping[str, str] = ENVIRONMENT
+
+    def victims(self) -> dict[str, Victim]:
+        """By name."""
+        return {}
+
+    def processes(self) -> list[psutil.Process]:
+        """Those of weft that are there."""
+        return []
+
+    def mend(self, name: str) -> None:
+        """Have what has been killed come back, unless weft itself does that."""
+
+
+class TwoMachines(Site):
+    """A second machine, which runs `weft join`."""
+
+    def __init__(self, directory: Path) -> None:
+        port = free_port()
+        self.settings = {"nodes": 2, "node_port": port, "node_token": TOKEN}
+        self._command = [sys.executable, "-m", "weft", "join", f"127.0.0.1:{port}"]
+        self._directory = directory
+        self._start()
+
+    def _start(self) -> None:
+        with (self._directory / "join.log").open("ab") as log:
+            self._join = subprocess.Popen(
+                self._command,
+                env=ENVIRONMENT | {"WEFT_NODE_TOKEN": TOKEN},
+                stderr=log,
+                cwd=self._directory,
+            )
+
+    def victims(self) -> dict[str, Victim]:
+        joined = psutil.Process(self._join.pid)
+        return {"machine": joined, **{f"its rank {i}": r for i, r in enumerate(joined.children())}}
+
+    def processes(self) -> list[psutil.Process]:
+        joined = psutil.Process(self._join.pid)
+        return [joined, *joined.children(recursive=True)]
+
+    def mend(self, name: str) -> None:
+        if name == "machine":
+            self._join.wait()
+            self._start()
+
+    def close(self) -> None:
+        """Interrupt it."""
+        self._join.terminate()
+        self._join.wait()
+
+
+class TwoNodes(Site):
+    """Two nodes of Ray, of which the second one may be lost: all of it, or only its raylet."""
+
+    settings: Mapping[str, Any] = {"nodes": 2, "executor": "ray"}
+
+    def __init__(self, cluster: RayCluster) -> None:
+        self._cluster = cluster
+        self.environment = cluster.environment
+        cluster.add()
+
+    def victims(self) -> dict[str, Victim]:
+        node = self._cluster.nodes[1]
+        return {"node": node, "raylet": node.raylet}
+
+    def processes(self) -> list[psutil.Process]:
+        return [process for node in self._cluster.nodes for process in node.of_weft()]
+
+    def mend(self, name: str) -> None:
+        if name == "raylet":
+            node = self._cluster.nodes[1]
+            node.process.wait(TIMEOUT)  # which ends when its raylet does
+            node.kill()
+        if name in ("node", "raylet"):
+            self._cluster.add()
+
+
+@contextmanager
+def here(directory: Path) -> Iterator[Site]:
+    """No other machine."""
+    yield Site()
+
+
+@contextmanager
+def two_machines(directory: Path) -> Iterator[Site]:
+    """Another machine, whose log is in the directory."""
+    site = TwoMachines(directory)
+    try:
+        yield site
+    finally:
+        site.close()
+
+
+@contextmanager
+def two_nodes(directory: Path) -> Iterator[Site]:
+    """A cluster of Ray."""
+    with ray_cluster() as cluster:
+        yield TwoNodes(cluster)
