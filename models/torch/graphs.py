@@ -105,7 +105,7 @@ class Graphs:
         """Record all sizes, after the KV cache has been allocated. Collective."""
         pool = None
         if self._device.type == "cuda":
-            pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+            pool = torch.cuda.graph_pool_handle()
         for number, (size, inputs) in enumerate(reversed(self._inputs.items()), 1):
             run = _bound(self._forward, inputs)
             self._replays[size] = run if pool is None else recorded(run, pool)
@@ -147,13 +147,13 @@ def recorded(run: Callable[[], Result], pool: object) -> Callable[[], Result]:
     """A CUDA graph of a call: it returns the same memory, with new contents, each time."""
     run()  # loads the kernels, and has ranks agree on what they call
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+    graph = torch.cuda.CUDAGraph()
     # Other threads of this process (NCCL's, another rank's) may go on as they like.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # type: ignore[arg-type]
         result = run()
 
     def replay() -> Result:
-        graph.replay()  # type: ignore[no-untyped-call]
+        graph.replay()
         return result
 
     return replay
