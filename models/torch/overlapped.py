@@ -220,6 +220,9 @@ class Overlapped:
         max_tokens: of a step.
         count: called at each exchange.
 
+    Attributes:
+        workspaces: of all ops.
+
     Raises:
         ConfigError: experts are on more ranks than attention, which is split, too.
         TuningError: the first rank's file of tuned configurations is damaged.
@@ -250,7 +253,7 @@ class Overlapped:
         if context_home is not None:
             self._shared = _SharedPages(context_home, local, max_tokens, dtype, few, count)
         parts = (self._ws or (), self._shared or (), [self._dispatch] if self._dispatch else ())
-        self._workspaces: list[Workspace] = [workspace for part in parts for workspace in part]
+        self.workspaces: list[Workspace] = [workspace for part in parts for workspace in part]
 
     def is_split(self, tokens: int) -> bool:
         """See Exchange: where there are more than few."""
@@ -311,11 +314,11 @@ class Overlapped:
 
     def faults(self) -> list[Tensor]:
         """See Exchange."""
-        return [workspace.fault for workspace in self._workspaces]
+        return [workspace.fault for workspace in self.workspaces]
 
     def check(self, faults: Sequence[Sequence[int]]) -> None:
         """See Exchange."""
-        for workspace, fault in zip(self._workspaces, faults, strict=True):
+        for workspace, fault in zip(self.workspaces, faults, strict=True):
             workspace.report(fault)
 
 
