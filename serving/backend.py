@@ -90,9 +90,12 @@ def symmetric_bytes(
 
 def recorded_requests(config: EngineConfig, layout: Layout) -> int:
     """Requests of the largest step that is recorded as a CUDA graph; 0 if none is."""
-    from weft.models.torch.graphs import buckets, can_record
+    if not config.cuda_graphs:
+        return 0
+    from weft.models.torch.graphs import buckets
 
-    return buckets(config.max_num_seqs)[-1] if config.cuda_graphs and can_record(layout) else 0
+    sizes = buckets(layout, config.max_num_seqs, config.max_num_batched_tokens)
+    return max(sizes, default=0)
 
 
 def require_same(store: Store, rank: int, world_size: int, mine: str) -> None:

@@ -24,7 +24,7 @@ Not handled: stages, copies of attention and context parallel: steps of these ar
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -63,15 +63,17 @@ class Forward:
     logits: Logits
 
 
-def buckets(most: int) -> list[int]:
-    """Numbers of requests to record a step for, up to the first that is not below `most`."""
+def buckets(layout: Layout, max_num_seqs: int, max_num_batched_tokens: int) -> list[int]:
+    """Numbers of requests to record a step for; none in layouts that are not handled.
+
+    Up to the first that is not below `max_num_seqs`, and none above `max_num_batched_tokens`, for
+    which the ranks' workspaces are made.
+    """
+    if not layout.pp == layout.copies == layout.cp == 1:
+        return []
     sizes = [1, 2, 4, *range(STEP, MOST_REQUESTS + 1, STEP)]
-    return [size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < most]
-
-
-def can_record(layout: Layout) -> bool:
-    """Whether steps of a layout can be recorded; see the top of the file."""
-    return layout.pp == layout.copies == layout.cp == 1
+    enough = (size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < max_num_seqs)
+    return [size for size in enough if size <= max_num_batched_tokens]
 
 
 class Graphs:
@@ -80,9 +82,10 @@ class Graphs:
     Args:
         forward: runs the model. Reads nothing from the device.
         device: of the model.
-        max_num_seqs: most requests of a step.
+        sizes: numbers of requests that steps are recorded for.
         block_size: tokens in a page.
         max_model_len: most tokens of a request.
+        log: whether this rank tells how far recording is.
     """
 
     def __init__(
@@ -90,15 +93,14 @@ class Graphs:
         forward: Callable[[StepTensors], Forward],
         device: torch.device,
         *,
-        max_num_seqs: int,
+        sizes: Sequence[int],
         block_size: int,
         max_model_len: int,
+        log: bool = True,
     ) -> None:
         width = -(-max_model_len // block_size)
-        self._inputs = {
-            size: _inputs(size, width, max_model_len, device) for size in buckets(max_num_seqs)
-        }
-        self._forward, self._device = forward, device
+        self._inputs = {size: _inputs(size, width, max_model_len, device) for size in sorted(sizes)}
+        self._forward, self._device, self._log = forward, device, log
         self._replays: dict[int, Callable[[], Forward]] = {}
 
     def record(self) -> None:
@@ -109,7 +111,7 @@ class Graphs:
         for number, (size, inputs) in enumerate(reversed(self._inputs.items()), 1):
             run = _bound(self._forward, inputs)
             self._replays[size] = run if pool is None else recorded(run, pool)
-            if pool is not None:
+            if pool is not None and self._log:
                 logger.info("CUDA graph %d of %d: %d requests", number, len(self._inputs), size)
 
     def replay(self, batch: StepInput, plan: AttentionPlan) -> Forward | None:

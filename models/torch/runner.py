@@ -13,6 +13,7 @@ tokens, and whether waits for other ranks ran out. Other ways to sample wait mor
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -73,11 +74,12 @@ class TorchRunner:
         layout: Layout,
         device: torch.device = CPU,
         max_model_len: int = 0,
-        cuda_graphs: bool = False,
+        recorded: Sequence[int] = (),
     ) -> None:
         """`spec` is this rank's part of the model; `vocab_size` is of all ranks.
 
-        With `cuda_graphs`, which needs `max_model_len`, decodes are recorded: see graphs.py.
+        Steps of `recorded` requests that decode, of at most `max_model_len` tokens, are recorded
+        by `warm_up` and replayed: see graphs.py.
         """
         self._layout = layout
         self._model = model
@@ -91,17 +93,17 @@ class TorchRunner:
         self._sampler = Sampler(vocab_size, max_num_seqs, device)
         self._newest_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._graphs: Graphs | None = None
-        if cuda_graphs and not isinstance(model, Model):
-            from weft.models.torch.graphs import Graphs, can_record  # imports triton
+        if recorded:
+            from weft.models.torch.graphs import Graphs  # imports triton
 
-            if can_record(layout):
-                self._graphs = Graphs(
-                    self._forward,
-                    device,
-                    max_num_seqs=max_num_seqs,
-                    block_size=block_size,
-                    max_model_len=max_model_len,
-                )
+            self._graphs = Graphs(
+                self._forward,
+                device,
+                sizes=recorded,
+                block_size=block_size,
+                max_model_len=max_model_len,
+                log=layout.rank == 0,
+            )
 
     @classmethod
     def load(
@@ -152,6 +154,7 @@ class TorchRunner:
             ModelError: the checkpoint does not hold what `spec` says.
             ConfigError: the layout cannot be overlapped.
         """
+        recorded: list[int] = []
         if threads is not None:
             torch.set_num_threads(threads)
         dtype = spec.compute_dtype(dtype)
@@ -162,7 +165,10 @@ class TorchRunner:
             model: Model | GpuModel
             if home is not None:
                 from weft.models.torch.gpu_model import GpuModel  # imports triton
+                from weft.models.torch.graphs import buckets
 
+                if cuda_graphs:
+                    recorded = buckets(layout, max_num_seqs, max_tokens)
                 made = _exchange(home, context_home, spec, layout, compute, max_tokens, groups)
                 model = GpuModel(
                     *(spec, weights, compute), device=home.device, exchange=made, groups=groups
@@ -188,7 +194,7 @@ class TorchRunner:
             layout=layout,
             device=CPU if home is None else home.device,
             max_model_len=max_model_len,
-            cuda_graphs=cuda_graphs,
+            recorded=recorded,
         )
 
     @property

@@ -123,7 +123,7 @@ def make_runner(
         layout=layout,
         device=home.device,
         max_model_len=scale.context,
-        cuda_graphs=cuda_graphs,
+        recorded=[users] if cuda_graphs else [],
     )
     runner.allocate_kv_cache(users * scale.pages)
     with torch.inference_mode():

@@ -18,28 +18,26 @@ from weft.kernels.check.interpreter import installed
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 from weft.models.checkpoint import read_spec
 from weft.models.layout import Layout
-from weft.models.torch.graphs import MOST_REQUESTS, buckets, can_record
+from weft.models.torch.graphs import MOST_REQUESTS, buckets
 from weft.models.torch.runner import TorchRunner
 
 PAGE, PAGES, REQUESTS, DECODES = 4, 24, 5, 4
 
 
-@given(st.integers(1, 1000))
-def test_every_step_has_a_bucket_that_is_not_much_larger(most: int) -> None:
-    sizes = buckets(most)
+@given(st.integers(1, 1000), st.integers(1, 1000))
+def test_every_step_has_a_bucket_that_is_not_much_larger(seqs: int, tokens: int) -> None:
+    sizes = buckets(Layout(tp=2, ep=2), seqs, tokens)
     assert sizes == sorted(set(sizes))
-    assert sizes[-1] >= min(most, MOST_REQUESTS)
-    assert all(before < min(most, MOST_REQUESTS) for before in sizes[:-1])
-    for requests in range(1, min(most, MOST_REQUESTS) + 1):
+    assert sizes[-1] <= tokens
+    assert all(before < seqs for before in sizes[:-1])
+    for requests in range(1, min(seqs, tokens - 7, MOST_REQUESTS) + 1):
         size = next(size for size in sizes if size >= requests)
         assert size < max(2 * requests, requests + 8)
 
 
-def test_what_cannot_be_recorded() -> None:
-    assert can_record(Layout(tp=4))
-    assert can_record(Layout(tp=2, ep=2))
-    for layout in (Layout(pp=2), Layout(cp=2), Layout(ep=2)):
-        assert not can_record(layout)
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(cp=2), Layout(ep=2)])
+def test_what_cannot_be_recorded(layout: Layout) -> None:
+    assert buckets(layout, 8, 64) == []
 
 
 def run(path: Path, *, cuda_graphs: bool) -> tuple[list[list[int]], int]:
