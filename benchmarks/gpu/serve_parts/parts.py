@@ -197,7 +197,7 @@ def _their_steps(scale: Scale, users: int) -> Callable[[], object]:
         logits = model(tokens, past_key_values=cache, logits_to_keep=1).logits
         tokens = logits[:, -1:].argmax(-1)
         result = tokens.cpu()  # as a server has to know them
-        cache.crop(scale.context - 1)
+        cache.crop(-1)  # and the next step begins as this one did
         return result
 
     return step
