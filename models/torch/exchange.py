@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from weft.kernels.cpu.attention import merge_parts
-from weft.kernels.gpu.attention import PagedBatch, is_decode, paged_attention
+from weft.kernels.gpu.attention import paged_attention
+from weft.kernels.gpu.attention_inputs import PagedBatch
+from weft.kernels.gpu.attention_tile import is_decode
 from weft.kernels.gpu.decode_attention import decode_attention
 from weft.kernels.gpu.epilogue import Epilogue
 from weft.kernels.gpu.matmul import matmul

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -250,7 +249,7 @@ class TorchRunner:
         if not self._pipe.is_last:
             self._pipe.send(hidden)
             self._read_back()
-            return StepOutput(batch.step, NONE, NONE, seconds=time.perf_counter() - started)
+            return StepOutput(batch.step, NONE, NONE, seconds=self._clock() - started)
         token_ids, status, logprobs = self._sample(
             hidden, rows, batch, None if replayed is None else replayed.logits
         )

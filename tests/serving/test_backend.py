@@ -35,6 +35,7 @@ def test_auto_overlaps_on_gpus_of_one_machine_where_the_layout_can() -> None:
     assert choose_kernels(replace(config, kernels="plain"), Layout(tp=2), GPU) == "plain"
     assert choose_kernels(replace(config, kernels="overlapped"), Layout(tp=2), CPU) == "overlapped"
     assert choose_kernels(replace(config, nodes=2), Layout(tp=2), GPU) == "plain"
+    assert choose_kernels(replace(config, executor="ray"), Layout(tp=2), GPU) == "plain"
     assert choose_kernels(replace(config, ep=4), Layout(tp=2, ep=4), GPU) == "plain"
 
 
