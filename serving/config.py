@@ -180,8 +180,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.devices is not None:
-            parse(self.devices)
+        if self.devices is not None and parse(self.devices).kind == "cuda" and self.device == "cpu":
+            raise ConfigError(
+                f"--device is cpu; with --devices {self.devices} it must be cuda, or auto"
+            )
         if self.world_size > MAX_RANKS:
             raise ConfigError(
                 f"--tp is {self.tp}, --cp {self.cp}, --ep {self.ep} and --pp {self.pp}: "

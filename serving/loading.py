@@ -116,11 +116,7 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         logger.info("%s is stored in %s and computed in %s", config.model, spec.dtype, dtype)
     check_layout(spec, config.tp, config.ep, config.cp, config.pp)
     layout = Layout(config.tp, config.ep, place.rank, config.cp, config.pp)
-    device = choose_device(
-        config.device,
-        config.replica.number * place.on_machine + place.number,
-        config.dp * place.on_machine,
-    )
+    device = choose_device(config.device, place.device)
     kernels = choose_kernels(config, layout, device)
     triton = kernels == "overlapped" or device.type == "cuda"
     interpreted = triton and device.type == "cpu"
