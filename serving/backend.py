@@ -49,7 +49,7 @@ def choose_kernels(config: EngineConfig, layout: Layout, device: torch.device) -
         )
     if config.kernels != "auto":
         return config.kernels
-    if not gpu or config.nodes > 1 or config.executor == "ray":
+    if not gpu or len(config.replica.slice) > 1:
         return "plain"
     return "plain" if 1 < layout.split < layout.ep else "overlapped"
 

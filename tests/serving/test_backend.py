@@ -23,7 +23,8 @@ from weft.models.checkpoint import read_spec
 from weft.models.layout import Layout
 from weft.models.torch.overlapped import Overlapped
 from weft.serving.backend import choose_kernels, require_same
-from weft.serving.config import EngineConfig
+from weft.serving.config import EngineConfig, Replica
+from weft.serving.resources import Share
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -34,8 +35,8 @@ def test_auto_overlaps_on_gpus_of_one_machine_where_the_layout_can() -> None:
     assert choose_kernels(config, Layout(tp=2), GPU) == "overlapped"
     assert choose_kernels(replace(config, kernels="plain"), Layout(tp=2), GPU) == "plain"
     assert choose_kernels(replace(config, kernels="overlapped"), Layout(tp=2), CPU) == "overlapped"
-    assert choose_kernels(replace(config, nodes=2), Layout(tp=2), GPU) == "plain"
-    assert choose_kernels(replace(config, executor="ray"), Layout(tp=2), GPU) == "plain"
+    apart = Replica(slice=(Share(0, (0,)), Share(1, (0,))))
+    assert choose_kernels(replace(config, replica=apart), Layout(tp=2), GPU) == "plain"
     assert choose_kernels(replace(config, ep=4), Layout(tp=2, ep=4), GPU) == "plain"
 
 
