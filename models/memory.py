@@ -5,6 +5,9 @@
     KV cache         2.25 GiB  12,288 blocks of 16 tokens: 196,608 tokens
     left             4.83 GiB  of the 8.42 GiB that weft may take
 
+On Triton kernels there are up to two rows more: `buffers`, the symmetric memory of the
+overlapped ops' workspaces, and `CUDA graphs`, the temporary tensors of recorded steps.
+
 Weights are exact but for padding. Activations are the largest tensors that a
 step holds at once, from the shapes. The KV cache gets what is left, but no
 more than all requests at full length can use. When a request of full length
@@ -43,6 +46,8 @@ class Ledger:
         budget: what weft may take in all.
         weights: of the model.
         activations: temporary tensors of the largest step.
+        buffers: in which ranks exchange numbers inside their products.
+        graphs: temporary tensors of steps that are recorded as CUDA graphs.
         kv_cache: `num_blocks` x bytes of a block.
         num_blocks: of the KV cache.
         block_size: tokens in a block, of all ranks that have some of them.
@@ -57,6 +62,8 @@ class Ledger:
     block_size: int
     max_num_batched_tokens: int
     max_num_seqs: int
+    buffers: int = 0
+    graphs: int = 0
 
     def with_blocks(self, num_blocks: int) -> Ledger:
         """With fewer blocks in the KV cache: as many as the rank with least room has."""
@@ -67,7 +74,11 @@ class Ledger:
     @property
     def left(self) -> int:
         """What stays unused of the budget."""
-        return self.budget - self.weights - self.activations - self.kv_cache
+        return (
+            self.budget
+            - (self.weights + self.activations + self.buffers + self.graphs)
+            - self.kv_cache
+        )
 
     @property
     def tokens(self) -> int:
@@ -81,11 +92,15 @@ class Ledger:
         rows = (
             ("weights", self.weights, ""),
             ("activations", self.activations, step),
+            ("buffers", self.buffers, "in which ranks exchange numbers"),
+            ("CUDA graphs", self.graphs, "of recorded steps"),
             ("KV cache", self.kv_cache, blocks),
             ("left", self.left, f"of the {human_bytes(self.budget)} that weft may take"),
         )
         return "\n".join(
-            f"{name:<12}{human_bytes(size):>10}  {note}".rstrip() for name, size, note in rows
+            f"{name:<12}{human_bytes(size):>10}  {note}".rstrip()
+            for name, size, note in rows
+            if size or name not in ("buffers", "CUDA graphs")
         )
 
 
@@ -103,6 +118,9 @@ def plan_memory(
     max_model_len: int | None,
     copies: int = 1,
     cp: int = 1,
+    triton: bool = False,
+    buffers: int = 0,
+    recorded: int = 0,
 ) -> Ledger:
     """Divide the memory, or say what to change.
 
@@ -119,6 +137,9 @@ def plan_memory(
         max_model_len: most tokens of a request; the model's own limit if None.
         copies: of attention, each of which may have such a step.
         cp: ranks that share each KV head, by position.
+        triton: the model runs on the kernels of a GPU, and not on those for CPUs.
+        buffers: bytes of symmetric memory.
+        recorded: requests of the largest step that is recorded as a CUDA graph; 0 if none is.
 
     Raises:
         ConfigError: the model does not fit, or one request of full length does not.
@@ -136,6 +157,9 @@ def plan_memory(
         max_model_len=max_model_len or spec.max_model_len,
         copies=copies,
         cp=cp,
+        triton=triton,
+        buffers=buffers,
+        recorded=recorded,
     )
     if not plan.fits:
         raise ConfigError(_refusal(plan))
@@ -148,6 +172,8 @@ def plan_memory(
         block_size=plan.cache_block,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
+        buffers=buffers,
+        graphs=plan.graphs,
     )
 
 
@@ -167,6 +193,9 @@ class _Plan:
     max_model_len: int
     copies: int
     cp: int
+    triton: bool
+    buffers: int
+    recorded: int
 
     @property
     def budget(self) -> int:
@@ -178,11 +207,26 @@ class _Plan:
 
     @property
     def activations(self) -> int:
-        return activation_bytes(
+        return self._activations(self.max_num_seqs, self.max_num_batched_tokens)
+
+    @property
+    def graphs(self) -> int:
+        """Of the largest, whose memory the others share."""
+        requests = min(self.recorded, self.max_num_seqs)
+        return self._activations(requests, requests) if requests else 0
+
+    @property
+    def fixed(self) -> int:
+        """All but the KV cache."""
+        return self.weights + self.activations + self.buffers + self.graphs
+
+    def _activations(self, requests: int, tokens: int) -> int:
+        count = triton_activation_bytes if self.triton else activation_bytes
+        return count(
             self.spec,
             dtype=self.dtype,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=requests,
+            max_num_batched_tokens=tokens,
             max_model_len=self.max_model_len,
             copies=self.copies,
             cp=self.cp,
@@ -206,7 +250,7 @@ class _Plan:
     @property
     def room(self) -> int:
         """What the KV cache may take; negative when not even the rest fits."""
-        return self.budget - self.weights - self.activations
+        return self.budget - self.fixed
 
     @property
     def num_blocks(self) -> int:
@@ -276,6 +320,48 @@ def activation_bytes(
     return tokens * 3 * spec.hidden_size * item + max(attention, feed_forward, sampler)
 
 
+def triton_activation_bytes(
+    spec: ModelSpec,
+    *,
+    dtype: str,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    copies: int = 1,
+    cp: int = 1,
+) -> int:
+    """`activation_bytes` of Triton kernels, which keep scores in registers.
+
+    Not counted are the parts of decodes whose keys are split, a few MiB: the fewer requests there
+    are, the more are their parts.
+    """
+    from weft.models.torch.sampler import CHUNK_NUMBERS
+
+    item = DTYPE_BYTES[spec.compute_dtype(dtype)]
+    tokens = min(max_num_batched_tokens, max_num_seqs * max_model_len)
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    attention = tokens * (3 * q + 2 * kv) * item  # projection, rotated, result
+    if cp > 1:  # all heads' queries, twice; results, in float32, as they are sent, and as they come
+        attention += tokens * cp * q * (3 * item + 4 * 4)
+
+    feed_forward = 0
+    for layer in spec.layers:
+        mlp = layer.feed_forward
+        if isinstance(mlp, MlpSpec):
+            size = tokens * mlp.gate.weight.shape[0] * item
+        else:  # rows in expert order, their results; both in float32, weighted
+            rows = copies * tokens * mlp.top_k
+            size = rows * (2 * spec.hidden_size + mlp.gate.shape[1]) * item
+            size += rows * 2 * spec.hidden_size * 4
+        feed_forward = max(feed_forward, size)
+
+    sampler = 0
+    if spec.is_last:
+        sampler = min(max_num_seqs, tokens) * spec.vocab_size * 2 * item
+        sampler += 4 * 7 * max(CHUNK_NUMBERS, spec.vocab_size)
+    return tokens * 3 * spec.hidden_size * item + max(attention, feed_forward, sampler)
+
+
 def _refusal(plan: _Plan) -> str:
     """What is needed, what there is, and the changes that would each be enough."""
     request = f"one request of {plan.max_model_len:,} tokens"
@@ -289,10 +375,13 @@ def _refusal(plan: _Plan) -> str:
         cache, note = plan.request_bytes, f" for {request}"
         if given is not None:
             cache, note = plan.num_blocks * plan.bytes_per_block, ""
+        more = (("buffers", plan.buffers), ("CUDA graphs", plan.graphs))
+        others = "".join(f", {name} {human_bytes(size)}" for name, size in more if size)
         problem = (
             f"the model does not fit in memory: weights {human_bytes(plan.weights)}, "
-            f"activations {human_bytes(plan.activations)} and KV cache {human_bytes(cache)}{note} "
-            f"are more than the {human_bytes(plan.budget)} that weft may take "
+            f"activations {human_bytes(plan.activations)}{others} and "
+            f"KV cache {human_bytes(cache)}{note} are more than the "
+            f"{human_bytes(plan.budget)} that weft may take "
             f"({plan.memory_fraction:g} of the {human_bytes(plan.available)} that are free)"
         )
     changes = _sufficient_changes(plan)
@@ -313,7 +402,7 @@ def _sufficient_changes(plan: _Plan) -> list[str]:
             if too_much:
                 return changes
     else:
-        needed = plan.weights + plan.activations + plan.request_bytes
+        needed = plan.fixed + plan.request_bytes
         fraction = math.ceil(needed / max(plan.available, 1) * 100) / 100
         if fraction <= MAX_ADVISED_FRACTION:
             changes.append(f"--memory-fraction {fraction:g}")

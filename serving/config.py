@@ -22,6 +22,7 @@ from weft.serving.resources import Slice, parse
 
 Dtype = Literal["auto", "bfloat16", "float32"]
 Quantization = Literal["none", "int8"]
+Device = Literal["auto", "cpu", "cuda"]
 Kernels = Literal["auto", "overlapped", "plain"]
 Placing = Literal["processes", "ray"]
 MAX_RANKS = 64
@@ -105,10 +106,19 @@ class EngineConfig:
             "stages of some layers each (pipeline parallel), of so many ranks", ge=1, le=MAX_RANKS
         ),
     ] = 1
+    device: Annotated[
+        Device, Help("what ranks compute on; auto is GPUs where there is one for each rank")
+    ] = "auto"
     kernels: Annotated[
         Kernels,
-        Help("overlapped hides the ranks' traffic in products; on CPUs interpreted, slow"),
+        Help(
+            "overlapped hides the ranks' traffic in products (auto on GPUs; on CPUs interpreted, "
+            "slow); plain does not"
+        ),
     ] = "auto"
+    cuda_graphs: Annotated[
+        bool, Help("record steps of decodes at the start, and replay them, on GPUs")
+    ] = True
     executor: Annotated[
         Placing, Help("who starts ranks: weft itself, or a Ray cluster on the nodes it has")
     ] = "processes"
@@ -170,8 +180,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.devices is not None:
-            parse(self.devices)
+        if self.devices is not None and parse(self.devices).kind == "cuda" and self.device == "cpu":
+            raise ConfigError(
+                f"--device is cpu; with --devices {self.devices} it must be cuda, or auto"
+            )
         if self.world_size > MAX_RANKS:
             raise ConfigError(
                 f"--tp is {self.tp}, --cp {self.cp}, --ep {self.ep} and --pp {self.pp}: "

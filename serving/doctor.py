@@ -26,7 +26,7 @@ from weft.models.checkpoint import BUNDLED, locate, read_spec
 from weft.serving.config import EngineConfig, ServerConfig
 from weft.serving.finding import Finding
 from weft.serving.offer import own_offer
-from weft.serving.resources import Offer, kind_of, map_slices
+from weft.serving.resources import Offer, decided, kind_of, map_slices
 
 GIB = 1024**3
 
@@ -191,6 +191,7 @@ def _shared_memory() -> Finding:
 
 def devices(engine: EngineConfig, offers: Sequence[Offer]) -> list[Finding]:
     """What each machine has for ranks, which is an island, and which ranks get it."""
+    engine = decided(engine, offers)
     kind = kind_of(engine)
     found = []
     for offer in offers:

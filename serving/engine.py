@@ -305,8 +305,9 @@ class AsyncEngine:
         config = self.config
         if config.executor == "ray":  # it knows the machines, and finds such that suit
             most = config.dp * config.world_size
-            return share_out(config, [Offer(gpus=(0,) * most)] * config.nodes)
-        offers = [own_offer(config, gpus=kind_of(config) == "cuda")]
+            gpus = (0,) * most if kind_of(config) == "cuda" else ()  # auto: nobody asks nodes
+            return share_out(config, [Offer(gpus=gpus)] * config.nodes)
+        offers = [own_offer(config, gpus=config.device != "cpu")]
         if config.nodes > 1:
             from weft.serving.loading import check_ranks
             from weft.serving.pool import Pool
@@ -319,7 +320,7 @@ class AsyncEngine:
             config = replace(config, node_token=self._pool.token)
         shares = share_out(config, offers)
         if self._pool is not None:
-            self._pool.deal([share.replica.slice for share in shares])
+            self._pool.deal(shares)
         return shares
 
     def _lend(self, number: int, port: int) -> None:

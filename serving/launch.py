@@ -23,7 +23,7 @@ from weft.errors import ConfigError, WeftError
 from weft.serving.child import how_it_ended
 from weft.serving.config import EngineConfig, Replica
 from weft.serving.messages import Orders
-from weft.serving.resources import Offer, map_slices
+from weft.serving.resources import Offer, decided, map_slices
 
 if TYPE_CHECKING:
     import zmq.asyncio
@@ -43,11 +43,12 @@ def share_out(config: EngineConfig, offers: Sequence[Offer]) -> list[EngineConfi
     Raises:
         ConfigError: there are not the devices, or they do not suit the kernels.
     """
+    config = decided(config, offers)
     slices = map_slices(config, offers)
     if config.kernels == "overlapped" and any(len(each) > 1 for each in slices):
         raise ConfigError(
             f"--nodes is {config.nodes}; with --kernels overlapped an engine must be on one "
-            "machine: on CPUs its ranks meet in that one's memory"
+            "machine: its ranks meet in that one's memory"
         )
     cores = []
     for number, each in enumerate(slices):

@@ -6,28 +6,28 @@ does not fit is refused at once, with the flag to change.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from weft.errors import ConfigError
 from weft.models.interface import ModelRunner, StepInput, StepOutput
 from weft.models.spec import ModelSpec
+from weft.serving.backend import (
+    choose_kernels,
+    homes,
+    prepare_triton,
+    recorded_requests,
+    require_same,
+    symmetric_bytes,
+)
 from weft.serving.config import EngineConfig
-
-if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import Store
-
-    from weft.kernels.symmetric.memory import Home
-    from weft.models.layout import Layout
 
 LINE_EVERY = 10.0  # seconds between two lines of a log
 
@@ -104,6 +104,7 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
     from weft.models.checkpoint import locate, read_spec
     from weft.models.layout import Layout, check_layout
     from weft.models.memory import available_memory, plan_memory
+    from weft.models.torch.device import choose_device, free_memory
     from weft.models.torch.group import meet, split
     from weft.models.torch.runner import TorchRunner
 
@@ -114,17 +115,29 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
     if config.dtype == "auto" and dtype != spec.dtype:
         logger.info("%s is stored in %s and computed in %s", config.model, spec.dtype, dtype)
     check_layout(spec, config.tp, config.ep, config.cp, config.pp)
-    if config.kernels == "overlapped" and config.quantization != "none":
-        raise ConfigError(
-            f"--quantization is '{config.quantization}'; with --kernels overlapped it must be none"
-        )
-    free = available_memory() if config.replica.memory is None else config.replica.memory
     layout = Layout(config.tp, config.ep, place.rank, config.cp, config.pp)
+    device = choose_device(config.device, place.device)
+    kernels = choose_kernels(config, layout, device)
+    triton = kernels == "overlapped" or device.type == "cuda"
+    interpreted = triton and device.type == "cpu"
+    buffers = recorded = 0
+    if triton:
+        prepare_triton(device)
+        if kernels == "overlapped" and layout.stage_size > 1:
+            buffers = symmetric_bytes(config, spec, layout, dtype, device)
+        if device.type == "cuda":
+            recorded = recorded_requests(config, layout)
+    if device.type == "cuda":
+        free = free_memory(device)
+    elif config.replica.memory is None:
+        free = available_memory() // place.on_machine
+    else:
+        free = config.replica.memory // place.on_machine
     ledger = plan_memory(
         layout.local(spec),
         dtype=dtype,
         quantization=config.quantization,
-        available=free // place.on_machine,
+        available=free,
         memory_fraction=config.memory_fraction,
         kv_cache_memory=config.kv_cache_memory,
         block_size=config.block_size,
@@ -133,8 +146,10 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         copies=layout.copies,
+        triton=triton,
+        buffers=buffers,
+        recorded=recorded,
     )
-    interpreted = config.kernels == "overlapped"
     if interpreted and place.rank == config.replica.number == 0:
         logger.warning("--kernels overlapped: interpreted on a CPU, which takes seconds a step")
     store = None
@@ -147,7 +162,8 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
             host=place.host,
             address=place.address,
         )
-    groups = split(layout, place.count_exchange)
+        require_same(store, place.rank, place.world_size, f"{device.type}, --kernels {kernels}")
+    groups = split(layout, place.count_exchange, device)
     ledger = ledger.with_blocks(groups.least(ledger.num_blocks))
     if place.rank % layout.stage_size == config.replica.number == 0:
         whose = f" of each of {layout.stage_size} ranks" if layout.stage_size > 1 else ""
@@ -155,8 +171,8 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         whose += f" of each of {config.dp} engine cores" if config.dp > 1 else ""
         logger.info("memory%s\n%s", whose, ledger.render())
     home = context_home = None
-    if interpreted:
-        home, context_home = _symmetric_memory(layout, store)
+    if triton:
+        home, context_home = homes(layout, device, kernels, groups, store)
     runner: ModelRunner = TorchRunner.load(
         path,
         spec,
@@ -173,6 +189,7 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         groups=groups,
         home=home,
         context_home=context_home,
+        cuda_graphs=config.cuda_graphs,
     )
     runner.allocate_kv_cache(ledger.num_blocks)
     if interpreted and place.rank == 0:
@@ -208,29 +225,6 @@ class SlowRunner:
             self._last_line = time.monotonic()
             logger.info("step %d: %d tokens so far", batch.step, self._tokens)
         return output
-
-
-def _symmetric_memory(layout: Layout, store: Store | None) -> tuple[Home, Home | None]:
-    """Where overlapped kernels find others of the stage, and those that share KV heads, if any do.
-
-    On a CPU they are interpreted.
-    """
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel's module is imported
-    from weft.kernels.check.interpreter import installed
-    from weft.kernels.symmetric.shared import SharedHome
-    from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
-
-    scope = ExitStack()
-    scope.enter_context(installed())
-    atexit.register(scope.close)
-    size = layout.stage_size
-    if store is None or size == 1:
-        return VirtualHome(VirtualWorld(1), 0), None
-    home = SharedHome(store, layout.rank % size, size, name=f"stage-{layout.stage}")
-    if layout.cp == 1:
-        return home, None
-    name = f"context-{layout.rank // layout.cp}"
-    return home, SharedHome(store, layout.context, layout.cp, name)
 
 
 def _threads(threads: int | None, ranks: int) -> int | None:

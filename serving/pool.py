@@ -74,9 +74,10 @@ class Pool:
         await self._until_there(self._numbers)
         return [self._offers[number] for number in self._numbers]
 
-    def deal(self, slices: Sequence[Slice]) -> None:
-        """From now on, engines have these slices."""
-        self._slices = slices
+    def deal(self, shares: Sequence[EngineConfig]) -> None:
+        """From now on, engines have these slices, of that kind of devices."""
+        self._config = shares[0]
+        self._slices = [share.replica.slice for share in shares]
 
     async def until_whole(self, engine: int) -> None:
         """Wait until all machines of an engine's slice are there."""

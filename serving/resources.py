@@ -158,7 +158,8 @@ def map_slices(config: EngineConfig, offers: Sequence[Offer]) -> list[Slice]:
     except _NoRoomError as error:
         kind = kind_of(config)
         there = "; ".join(offer.describe(kind) for offer in offers)
-        raise ConfigError(f"{error}. There are {there}. {_advice(config, offers)}") from None
+        asked = "--device is cuda: " if config.device == "cuda" else ""
+        raise ConfigError(f"{asked}{error}. There are {there}. {_advice(config, offers)}") from None
     on = [{share.machine for share in each} for each in slices]
     engines = [sum(number in machines for machines in on) for number in range(len(offers))]
     return [
@@ -174,9 +175,26 @@ def can_replace(config: EngineConfig, slices: Sequence[Slice], machine: int, off
 
 
 def kind_of(config: EngineConfig) -> Kind:
-    """Of the devices that ranks run on."""
+    """Of the devices that ranks run on; where `device` is auto and not `decided`, CPUs."""
     request = None if config.devices is None else parse(config.devices)
-    return "cpu" if request is None or request.kind is None else request.kind
+    if request is not None and request.kind is not None:
+        return request.kind
+    return "cuda" if config.device == "cuda" else "cpu"
+
+
+def decided(config: EngineConfig, offers: Sequence[Offer]) -> EngineConfig:
+    """With what `device` auto is: GPUs where machines have one for each rank, else CPUs.
+
+    So it is chosen once, for all ranks of all engines.
+    """
+    if config.device != "auto":
+        return config
+    on_gpus = replace(config, device="cuda")
+    try:
+        _map(on_gpus, offers, None if config.devices is None else parse(config.devices))
+    except _NoRoomError:
+        return replace(config, device=kind_of(config))
+    return on_gpus
 
 
 class _NoRoomError(Exception):

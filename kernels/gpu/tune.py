@@ -143,7 +143,7 @@ def tune(
         if home.rank == 0:
             tuned.record(path or tuned.default_path(), {key: entry})
 
-    _from_first_rank(home, write)
+    from_first_rank(home, write)
     return best
 
 
@@ -211,7 +211,7 @@ class Choice:
             ]
             return msgspec.json.encode(found).decode()
 
-        found = _from_first_rank(home, look)
+        found = from_first_rank(home, look)
         kind = list[tuple[tuple[str, int, int, int, int, int], Config]]
         self._tuned = dict(msgspec.json.decode(found, type=kind))
 
@@ -353,7 +353,7 @@ def _prepare_all(
     return ready
 
 
-def _from_first_rank(home: Home, work: Callable[[], str | None]) -> str:
+def from_first_rank(home: Home, work: Callable[[], str | None]) -> str:
     """The first rank's result or error of what all ranks do. Collective."""
     try:
         mine = {"result": work() or ""}

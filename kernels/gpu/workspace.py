@@ -234,9 +234,17 @@ class Workspace:
         """Synchronise with the device, and raise if a wait has run out since the last check.
 
         Raises:
+            KernelError: as of `report`.
+        """
+        self.report(self.fault.tolist())
+
+    def report(self, fault: Sequence[int]) -> None:
+        """Raise if `fault`, which `self.fault` was when it was read, says that a wait ran out.
+
+        Raises:
             KernelError: naming the rank, the signal and what it was.
         """
-        rank, index, wanted, seen = self.fault.tolist()
+        rank, index, wanted, seen = fault
         if rank >= 0:
             self.fault.fill_(-1)
             raise KernelError(

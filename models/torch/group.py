@@ -1,8 +1,8 @@
 """The ranks that hold one model between them, and what they tell each other in a step.
 
-Plain torch.distributed, on any machine and between machines. Results have the
-same bits on all ranks of a copy of attention, so that each of them samples the
-same tokens from them.
+Plain torch.distributed, on any machine and between machines: gloo between CPUs, NCCL
+between GPUs. Results have the same bits on all ranks of a copy of attention, so that each of
+them samples the same tokens from them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 from weft.models.layout import WHOLE, Layout
 from weft.models.torch.pipe import Pipe
 
+CPU = torch.device("cpu")
 LOOPBACK = "127.0.0.1"
 
 
@@ -47,6 +48,11 @@ class Group:
         self.index = ranks.index(rank)
         self._group = group
         self.count = count
+
+    @property
+    def of_torch(self) -> dist.ProcessGroup | None:
+        """The group of torch.distributed; None if it is one rank alone."""
+        return self._group
 
     @property
     def is_first(self) -> bool:
@@ -135,7 +141,7 @@ class Groups:
     pipe: Pipe
 
     def least(self, number: int) -> int:
-        """The least of all ranks' numbers. Collective."""
+        """The least of all ranks' numbers, through gloo on any device. Collective."""
         if self.expert.size == 1 and self.pipe.stages == 1:
             return number
         least = torch.tensor(number)
@@ -207,13 +213,18 @@ def interface_of(address: str) -> str:
     raise ValueError(f"no network interface of this machine has the address {address}")
 
 
-def split(layout: Layout, count: Callable[[bool], None] = lambda of_all: None) -> Groups:
+def split(
+    layout: Layout,
+    count: Callable[[bool], None] = lambda of_all: None,
+    device: torch.device = CPU,
+) -> Groups:
     """The groups of a layout, once all ranks have met. Collective.
 
     Args:
         layout: this rank's.
         count: called when this rank comes to an exchange with others, and told whether every
             rank of its stage comes to it, or to one like it.
+        device: of what they exchange; between GPUs through NCCL.
     """
     size, stage, part, rank = layout.world_size, layout.stage_size, layout.split, layout.rank
     if size == 1:
@@ -226,9 +237,13 @@ def split(layout: Layout, count: Callable[[bool], None] = lambda of_all: None) -
     def mine(groups: Iterable[range], of_all: bool) -> Group:
         found = _ONE
         for ranks in groups:
-            if len(ranks) == size:
+            if len(ranks) == size and device.type == "cpu":
                 return Group(ranks, rank, dist.group.WORLD, partial(count, of_all))
-            made = dist.new_group(list(ranks)) if len(ranks) > 1 else None  # by every rank
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            several = len(ranks) > 1
+            made = (
+                dist.new_group(list(ranks), backend=backend) if several else None
+            )  # by every rank
             if rank in ranks and made is not None:
                 found = Group(ranks, rank, made, partial(count, of_all))
         return found

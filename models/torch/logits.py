@@ -56,6 +56,10 @@ class Logits:
             index = slice(None)
         return Logits(self.local[index].float(), self.shape[1], self.group)
 
+    def some(self, index: Tensor | slice) -> Logits:
+        """Some rows, as they are; the same memory if `index` is a slice."""
+        return Logits(self.local[index], self.shape[1], self.group)
+
     def argmax(self) -> tuple[Tensor, Tensor]:
         """The largest of each row and where it is first; NaN if there is one.
 
@@ -64,7 +68,8 @@ class Logits:
         """
         if self.group.size == 1:
             return argmax(self.local)
-        here = torch.full((2, len(self)), -torch.inf, dtype=torch.float64)  # holds any id
+        device = self.local.device
+        here = torch.full((2, len(self)), -torch.inf, dtype=torch.float64, device=device)  # any id
         here[1] = 0
         if self.own:
             largest, index = argmax(self.local)
@@ -78,7 +83,8 @@ class Logits:
     def amax(self) -> Tensor:
         """The largest of each row: float32 [S]; rows have no NaN."""
         if not self.own:
-            return self.group.gather(torch.full((len(self),), -torch.inf)).amax(0)
+            none = torch.full((len(self),), -torch.inf, device=self.local.device)
+            return self.group.gather(none).amax(0)
         return self.group.gather(self.local.amax(-1).float()).amax(0)
 
     def heads(self, width: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,15 +1,20 @@
-"""Runs a model, or one rank's part of it, on the CPU: see models/interface.ModelRunner.
+"""Runs a model, or one rank's part of it, on a CPU or a GPU: see models/interface.ModelRunner.
 
 A step is: name the tokens that were sampled on the device, plan attention, run
 the layers, sample, remember the sampled tokens. State between steps is the KV
 cache, the sampler's slots, and each slot's newest token. Ranks that share a copy
 of attention are given the same steps; each of them samples, the same tokens. Of stages,
 the first one names, the last one samples, and hidden states go from each to the next.
+
+On a GPU the host waits for the device once in a step, for what it has produced: greedy
+tokens, and whether waits for other ranks ran out. Other ways to sample wait more often.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,15 +31,21 @@ from weft.models.layout import WHOLE, Layout
 from weft.models.spec import ModelSpec
 from weft.models.torch.group import ALONE, Groups
 from weft.models.torch.layers import KVCache
+from weft.models.torch.logits import Logits
 from weft.models.torch.model import Model
 from weft.models.torch.pipe import Pipe
 from weft.models.torch.sampler import Sampler
 from weft.models.weights import Progress, Weights
 
 if TYPE_CHECKING:
-    from weft.models.torch.overlapped import OverlappedModel
+    from weft.models.torch.exchange import Exchange
+    from weft.models.torch.gpu_model import GpuModel
+    from weft.models.torch.graphs import Forward, Graphs
+    from weft.models.torch.inputs import IntArray, StepTensors
 
 Int64 = npt.NDArray[np.int64]
+
+CPU = torch.device("cpu")
 
 PROMPT_LOGPROB_ROWS = 64
 """Rows of logits in memory at once when a prompt is scored."""
@@ -46,11 +57,11 @@ WARM_UP_TOKENS = 32
 
 
 class TorchRunner:
-    """One model on the CPU; made by `load`. A ModelRunner."""
+    """One model on its device; made by `load`. A ModelRunner."""
 
     def __init__(
         self,
-        model: Model | OverlappedModel,
+        model: Model | GpuModel,
         spec: ModelSpec,
         *,
         pipe: Pipe,
@@ -60,8 +71,15 @@ class TorchRunner:
         max_num_seqs: int,
         max_tokens: int,
         layout: Layout,
+        device: torch.device = CPU,
+        max_model_len: int = 0,
+        recorded: Sequence[int] = (),
     ) -> None:
-        """`spec` is this rank's part of the model; `vocab_size` is of all ranks."""
+        """`spec` is this rank's part of the model; `vocab_size` is of all ranks.
+
+        Steps of `recorded` requests that decode, of at most `max_model_len` tokens, are recorded
+        by `warm_up` and replayed: see graphs.py.
+        """
         self._layout = layout
         self._model = model
         self._spec = spec
@@ -70,8 +88,21 @@ class TorchRunner:
         self._block_size = block_size
         self._max_tokens = max_tokens
         self._cache: list[KVCache] = []
-        self._sampler = Sampler(vocab_size, max_num_seqs)
-        self._newest_token = torch.zeros(max_num_seqs, dtype=torch.int64)
+        self._device = device
+        self._sampler = Sampler(vocab_size, max_num_seqs, device)
+        self._newest_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self._graphs: Graphs | None = None
+        if recorded:
+            from weft.models.torch.graphs import Graphs  # imports triton
+
+            self._graphs = Graphs(
+                self._forward,
+                device,
+                sizes=recorded,
+                block_size=block_size,
+                max_model_len=max_model_len,
+                log=layout.rank == 0,
+            )
 
     @classmethod
     def load(
@@ -92,6 +123,7 @@ class TorchRunner:
         groups: Groups = ALONE,
         home: Home | None = None,
         context_home: Home | None = None,
+        cuda_graphs: bool = True,
     ) -> TorchRunner:
         """Read and pack this rank's weights of the checkpoint in `path`.
 
@@ -110,12 +142,18 @@ class TorchRunner:
             progress: told how far reading has come, in bytes.
             layout: how the model is split, and which part is this rank's.
             groups: the ranks that have the others.
-            home: of this rank's symmetric memory, to run on overlapped kernels; plain if None.
-            context_home: of that of the ranks that share KV heads with this one, if there are any.
+            home: to run on Triton kernels, on its device. If it is of all ranks of the stage, which
+                are several, on overlapped ones; if it is of this rank alone, ranks exchange
+                through `groups`. None runs on the kernels for CPUs.
+            context_home: of the ranks that share KV heads with this one, if there are any and
+                kernels are overlapped.
+            cuda_graphs: on Triton kernels, record decode steps and replay them.
 
         Raises:
             ModelError: the checkpoint does not hold what `spec` says.
+            ConfigError: the layout cannot be overlapped.
         """
+        recorded: list[int] = []
         if threads is not None:
             torch.set_num_threads(threads)
         dtype = spec.compute_dtype(dtype)
@@ -123,18 +161,16 @@ class TorchRunner:
             weights = Weights(path, spec, progress, layout)
             compute: torch.dtype = getattr(torch, dtype)
             max_tokens = max_num_batched_tokens
-            model: Model | OverlappedModel
+            model: Model | GpuModel
             if home is not None:
-                from weft.models.torch.overlapped import OverlappedModel  # imports triton
+                from weft.models.torch.gpu_model import GpuModel  # imports triton
+                from weft.models.torch.graphs import buckets
 
-                model = OverlappedModel(
-                    spec,
-                    weights,
-                    compute,
-                    home=home,
-                    context_home=context_home,
-                    groups=groups,
-                    max_tokens=max_tokens,
+                if cuda_graphs:
+                    recorded = buckets(layout, max_num_seqs, max_tokens)
+                made = _exchange(home, context_home, spec, layout, compute, max_tokens, groups)
+                model = GpuModel(
+                    *(spec, weights, compute), device=home.device, exchange=made, groups=groups
                 )
             else:
                 model = Model(
@@ -155,6 +191,9 @@ class TorchRunner:
             max_num_seqs=max_num_seqs,
             max_tokens=min(max_num_batched_tokens, max_model_len),
             layout=layout,
+            device=CPU if home is None else home.device,
+            max_model_len=max_model_len,
+            recorded=recorded,
         )
 
     @property
@@ -166,13 +205,17 @@ class TorchRunner:
         """Make the cache: for each layer [num_blocks, kv_heads, block_size, head_dim], twice."""
         shape = (num_blocks, self._spec.num_kv_heads, self._block_size, self._spec.head_dim)
         dtype: torch.dtype = getattr(torch, self._dtype)
-        self._cache = [
-            (torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype))
-            for _ in self._spec.layers
-        ]
+        made = partial(torch.empty, shape, dtype=dtype, device=self._device)
+        self._cache = [(made(), made()) for _ in self._spec.layers]
 
+    @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run a short prompt and decode it once, in block 0, before any request owns that."""
+        """Run a short prompt and decode it once, in block 0, before any request owns that.
+
+        And record what is to be replayed.
+        """
+        if self._graphs is not None:
+            self._graphs.record()
         tokens = min(WARM_UP_TOKENS, self._block_size, self._max_tokens)
         for step in (
             _single_request(range(tokens), SlotSampling(slot=0)),
@@ -186,6 +229,7 @@ class TorchRunner:
         started = self._clock()
         if not len(batch.token_ids):
             self._model.take_part(batch.copies)
+            self._read_back()
             return StepOutput(batch.step, NONE, NONE, seconds=self._clock() - started)
         plan = AttentionPlan.build(
             batch.query_start,
@@ -195,22 +239,20 @@ class TorchRunner:
             rank=self._layout.context,
             world_size=self._layout.cp,
         )
-        x, positions = self._begin(batch), torch.tensor(batch.positions)
-        if not self._pipe.is_last:
-            x = self._model(x, positions, self._cache, plan, copies=batch.copies)
-            self._pipe.send(x)
-            return StepOutput(batch.step, NONE, NONE, seconds=self._clock() - started)
         # Sorted, so that a row's place among them can be searched.
         rows = np.union1d(batch.sample_index, batch.prompt_logprob_index).astype(np.int64)
-        hidden = self._model(
-            x,
-            positions,
-            self._cache,
-            plan,
-            torch.from_numpy(rows) if len(rows) < len(batch.token_ids) else None,
-            batch.copies,
+        replayed = None if self._graphs is None else self._graphs.replay(batch, plan)
+        if replayed is not None:
+            hidden, rows = replayed.hidden, np.arange(len(batch.token_ids))
+        else:
+            hidden = self._run(batch, plan, rows)
+        if not self._pipe.is_last:
+            self._pipe.send(hidden)
+            self._read_back()
+            return StepOutput(batch.step, NONE, NONE, seconds=self._clock() - started)
+        token_ids, status, logprobs = self._sample(
+            hidden, rows, batch, None if replayed is None else replayed.logits
         )
-        token_ids, status, logprobs = self._sample(hidden, rows, batch)
         return StepOutput(
             step=batch.step,
             token_ids=token_ids,
@@ -230,28 +272,59 @@ class TorchRunner:
         self._cache.clear()
         del self._model
 
-    def _begin(self, batch: StepInput) -> Tensor:
+    def _run(self, batch: StepInput, plan: AttentionPlan, rows: Int64) -> Tensor:
+        """The layers here; [S, hidden], of the tokens `rows` in the last stage, else of all."""
+        some = None
+        if self._pipe.is_last and len(rows) < len(batch.token_ids):
+            some = self._indices(rows)
+        if isinstance(self._model, Model):
+            x = self._begin(torch.tensor(batch.token_ids), batch)
+            positions = torch.tensor(batch.positions)
+            return self._model(x, positions, self._cache, plan, some, batch.copies)
+        from weft.models.torch.inputs import put_step
+
+        step = put_step(self._device, batch, plan)
+        x = self._begin(step.token_ids, batch)
+        return self._model(x, step.positions, self._cache, step.plan, some, batch.copies)
+
+    def _forward(self, step: StepTensors) -> Forward:
+        """All of the model, for tokens all of which may be sampled: what is recorded."""
+        from weft.models.torch.graphs import Forward
+
+        assert not isinstance(self._model, Model)
+        x = self._model.embed(self._named(step.token_ids))
+        hidden = self._model(x, step.positions, self._cache, step.plan)
+        return Forward(hidden, self._model.logits(hidden))
+
+    def _begin(self, token_ids: Tensor, batch: StepInput) -> Tensor:
         """[T, hidden], as this stage's first layer takes it."""
         if not self._pipe.is_first:
             dtype: torch.dtype = getattr(torch, self._dtype)
             return self._pipe.receive(len(batch.token_ids), self._spec.hidden_size, dtype)
-        x = self._model.embed(self._known_tokens(batch.token_ids))
+        if not self._pipe.is_last:
+            named = torch.tensor(batch.token_ids, dtype=torch.int64)
+            for slots, tokens in self._pipe.sampled(-1 - named[named < 0]):
+                self._newest_token[slots] = tokens
+        x = self._model.embed(self._named(token_ids))
         if not self._pipe.is_last:
             self._pipe.expect(torch.tensor(batch.sample_slot, dtype=torch.int64))
         return x
 
-    def _known_tokens(self, token_ids: Int32) -> Tensor:
+    def _named(self, token_ids: Tensor) -> Tensor:
         """Put the slots' newest tokens in the place of the negative ids that stand for them."""
-        ids = torch.tensor(token_ids, dtype=torch.int64)
-        if not self._pipe.is_last:
-            for slots, tokens in self._pipe.sampled(-1 - ids[ids < 0]):
-                self._newest_token[slots] = tokens
-        if token_ids.min() >= 0:
-            return ids
+        ids = token_ids.long()
         return torch.where(ids < 0, self._newest_token[(-1 - ids).clamp_(min=0)], ids)
 
+    def _indices(self, array: Int32 | Int64) -> Tensor:
+        """Int64, on the device."""
+        if self._device.type == "cpu":
+            return torch.tensor(array, dtype=torch.int64)
+        from weft.models.torch.inputs import put
+
+        return put(self._device, array)[0].long()
+
     def _sample(
-        self, hidden: Tensor, rows: Int64, batch: StepInput
+        self, hidden: Tensor, rows: Int64, batch: StepInput, logits: Logits | None
     ) -> tuple[Int32, Int32, Logprobs | None]:
         """Choose the next token of each sampled row, and keep it as its slot's newest.
 
@@ -259,32 +332,53 @@ class TorchRunner:
             hidden: [S, hidden], of the tokens `rows`.
             rows: int64 [S], sorted.
             batch: the step.
+            logits: [S, vocab_size], if they are there already.
         """
         self._sampler.set_slots(batch.new_slots)
         if not len(batch.sample_index):
+            self._read_back()
             return NONE, NONE, None
         slots = torch.tensor(batch.sample_slot, dtype=torch.int64)
-        sampled_rows = torch.from_numpy(np.searchsorted(rows, batch.sample_index))
-        logits = self._model.logits(hidden[sampled_rows])
+        places = np.searchsorted(rows, batch.sample_index)
+        which: Tensor | slice = slice(None)
+        if len(places) < len(rows) or (np.diff(places) < 0).any():
+            which = self._indices(places)
+        logits = self._model.logits(hidden[which]) if logits is None else logits.some(which)
         sampled = self._sampler.sample(logits, slots, torch.tensor(batch.output_index))
         if self._pipe.is_first:
-            self._newest_token[slots] = sampled.token_ids
+            self._newest_token[self._indices(batch.sample_slot)] = sampled.token_ids
         else:
             self._pipe.send_back(sampled.token_ids)
-        token_ids = sampled.token_ids.numpy().astype(np.int32)
-        return token_ids, sampled.status.numpy(), sampled.logprobs
+        token_ids, status = self._read_back(sampled.token_ids, sampled.status)
+        return token_ids.astype(np.int32), status.astype(np.int32), sampled.logprobs
+
+    def _read_back(self, *results: Tensor) -> list[IntArray]:
+        """Results of the step, in host memory.
+
+        Raises:
+            KernelError: a wait for another rank has run out: all after it is garbage.
+        """
+        if isinstance(self._model, Model):
+            return [result.numpy() for result in results]
+        from weft.models.torch.inputs import read_back
+
+        exchange = self._model.exchange
+        faults = exchange.faults()
+        told = read_back([*results, *faults])
+        exchange.check([fault.tolist() for fault in told[len(results) :]])
+        return told[: len(results)]
 
     def _score_prompts(self, hidden: Tensor, rows: Int64, batch: StepInput) -> Logprobs | None:
         """Log probabilities of prompt tokens, a few rows at a time; arguments as in `_sample`."""
         count = len(batch.prompt_logprob_index)
         if not count:
             return None
-        scored_rows = torch.from_numpy(np.searchsorted(rows, batch.prompt_logprob_index))
+        scored_rows = self._indices(np.searchsorted(rows, batch.prompt_logprob_index))
         parts = []
         for start in range(0, count, PROMPT_LOGPROB_ROWS):
             some = slice(start, start + PROMPT_LOGPROB_ROWS)
             logits = self._model.logits(hidden[scored_rows[some]])
-            targets = torch.tensor(batch.prompt_logprob_target[some], dtype=torch.int64)
+            targets = self._indices(batch.prompt_logprob_target[some])
             parts.append(self._sampler.prompt_logprobs(logits, targets, batch.prompt_logprob_top))
         return Logprobs(
             chosen=np.concatenate([part.chosen for part in parts]),
@@ -311,3 +405,22 @@ def _single_request(positions: range, *new_slots: SlotSampling) -> StepInput:
         output_index=zero,
         new_slots=new_slots,
     )
+
+
+def _exchange(
+    home: Home,
+    context_home: Home | None,
+    spec: ModelSpec,
+    layout: Layout,
+    dtype: torch.dtype,
+    max_tokens: int,
+    groups: Groups,
+) -> Exchange:
+    """Overlapped, if the home is of all ranks of the stage and these are several."""
+    if home.world_size == 1:
+        from weft.models.torch.exchange import Plain
+
+        return Plain(groups)
+    from weft.models.torch.overlapped import Overlapped
+
+    return Overlapped(home, context_home, spec, layout, dtype, max_tokens, groups.expert.count)

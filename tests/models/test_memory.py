@@ -312,3 +312,18 @@ def test_human_bytes() -> None:
     sizes = [0, MIB - 1, 3 * MIB // 2, GIB, 10 * GIB]
     readable = ["0.0 KiB", "1024.0 KiB", "1.5 MiB", "1.00 GiB", "10.00 GiB"]
     assert [human_bytes(size) for size in sizes] == readable
+
+
+def test_buffers_and_recorded_steps_take_from_the_cache() -> None:
+    alone = plan(triton=True, max_num_seqs=200)
+    shared = plan(triton=True, max_num_seqs=200, buffers=3 * MIB, recorded=200)
+    assert 0 < shared.graphs < shared.activations
+    assert shared.buffers == 3 * MIB
+    for ledger in (alone, shared):
+        parts = (ledger.weights, ledger.activations, ledger.buffers, ledger.graphs)
+        assert sum(parts) + ledger.kv_cache + ledger.left == ledger.budget
+    assert "buffers" not in alone.render()
+    assert "buffers 3.0 MiB in which ranks exchange numbers" in " ".join(shared.render().split())
+    assert "CUDA graphs" in shared.render()
+    with pytest.raises(ConfigError, match=r"activations .*, buffers 1024\.00 GiB and KV cache"):
+        plan(triton=True, buffers=2**40)

@@ -139,7 +139,7 @@ def test_a_machine_that_comes_late_waits_and_takes_the_place_of_a_lost_one(
         first = join("first", 2)
         (offer,) = await pool.offers()
         assert (offer.places, offer.where) == (2, "first at 127.0.0.1")
-        pool.deal([share.replica.slice for share in share_out(config, [Offer(1), offer])])
+        pool.deal(share_out(config, [Offer(1), offer]))
         small = join("small", 1)
         await wait_for("small at 127.0.0.1 waits: it is not needed, or has too few devices")
         first.kill()

@@ -15,6 +15,7 @@ from weft.serving.resources import (
     Share,
     Slice,
     can_replace,
+    decided,
     map_slices,
     parse,
     units,
@@ -248,3 +249,20 @@ def test_a_slice_that_is_asked_for_is_given_or_refused_rightly(
         for each in slices:
             assert [len(share.devices) for share in each] == [size // islands] * islands
             assert len({share.machine for share in each}) == islands
+
+
+def test_auto_is_gpus_where_there_is_one_for_each_rank() -> None:
+    def kind(*offers: Offer, **settings: object) -> str:
+        return decided(EngineConfig(**settings), offers).device  # type: ignore[arg-type]
+
+    assert kind(gpus(4), tp=4) == "cuda"
+    assert kind(gpus(4), tp=2, dp=2) == "cuda"
+    assert kind(gpus(3), tp=4) == "cpu"
+    assert kind(gpus(4), tp=4, device="cpu") == "cpu"
+    assert kind(gpus(2), gpus(2), tp=4, nodes=2) == "cuda"
+    assert kind(gpus(2), Offer(), tp=4, nodes=2) == "cpu"
+    assert kind(gpus(2), tp=4, devices="nvlink:4") == "cuda"  # which is then refused
+    with pytest.raises(ConfigError, match=r"--device is cuda: .* 0 GPUs"):
+        map_slices(EngineConfig(device="cuda"), [Offer()])
+    with pytest.raises(ConfigError, match="--device is cpu; with --devices nvlink:4 it must be"):
+        EngineConfig(tp=4, devices="nvlink:4", device="cpu")

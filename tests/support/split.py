@@ -105,6 +105,8 @@ def generate(
         context_home=context_home,
     )
     runner.allocate_kv_cache(BLOCKS)
+    if runner._graphs is not None:
+        runner._graphs.record()
     ran = [(step, runner.step(step)) for step in inputs or together(layout.copies, layout.copy)]
     outputs = [output for step, output in ran if len(step.token_ids)]
     runner.close()
@@ -229,10 +231,12 @@ def be_rank(
     cases: list[tuple[str, Path, Case]],
     pipe: Connection,
     few_tokens: int | None = None,
+    overlapped: bool = True,
 ) -> None:
     """A process: run each case, and send what came out, and how many exchanges of all it counted.
 
-    Overlapped if `few_tokens` is given, which are then the same on all ranks, or sent at a time.
+    On Triton kernels if `few_tokens` is given, which are then the same on all ranks, or sent at a
+    time. Steps of decodes are then padded to three requests.
     """
     torch.set_num_threads(1)
     store = meet(rank, size, lambda own: take_port(own, pipe), timeout=60)
@@ -242,19 +246,24 @@ def be_rank(
             os.environ["TRITON_INTERPRET"] = "1"
             from weft.kernels.check.interpreter import installed
             from weft.kernels.symmetric.shared import SharedHome
-            from weft.models.torch import overlapped
+            from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
+            from weft.models.torch import graphs
+            from weft.models.torch import overlapped as exchange
 
-            overlapped.FEW_TOKENS = overlapped.DISPATCH_TOKENS = few_tokens
+            exchange.FEW_TOKENS = exchange.DISPATCH_TOKENS = few_tokens
+            graphs.buckets = lambda layout, *_: [3] * (layout.cp == layout.copies == layout.pp == 1)
             stack.enter_context(installed())
         for name, path, (_, dtype, whole) in cases:
             layout, counted = replace(whole, rank=rank), list[bool]()
-            if few_tokens is not None and (home is None or home.world_size != layout.stage_size):
+            if few_tokens is not None and not overlapped:
+                home = VirtualHome(VirtualWorld(1), 0)
+            elif few_tokens is not None and (home is None or home.world_size != layout.stage_size):
                 of_stage = layout.rank % layout.stage_size, layout.stage_size
                 which = f"stage {layout.stage} of {layout.pp}"
                 home = stack.enter_context(SharedHome(store, *of_stage, which))
             groups = split(layout, counted.append)
             context_home = None
-            if home is not None and layout.cp > 1:
+            if home is not None and overlapped and layout.cp > 1:
                 own = f"context-{rank // layout.cp}"
                 context_home = SharedHome(store, layout.context, layout.cp, own)
                 stack.enter_context(context_home)

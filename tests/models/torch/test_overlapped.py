@@ -1,4 +1,4 @@
-"""The model on overlapped kernels, on one rank; test_split.py has several."""
+"""Overlapped exchanges on one rank; test_split.py has several."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from weft.kernels.check.interpreter import installed
 from weft.kernels.gpu.arguments import KernelError
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 from weft.models.checkpoint import read_spec
-from weft.models.torch.overlapped import OverlappedModel
+from weft.models.layout import Layout
+from weft.models.torch.gpu_model import GpuModel
+from weft.models.torch.overlapped import Overlapped
 from weft.models.torch.runner import TorchRunner
 
 
 def test_a_wait_that_has_run_out_fails_the_step(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "llama", num_hidden_layers=1)
+    spec = read_spec(path)
     with installed():
         runner = TorchRunner.load(
             path,
-            read_spec(path),
+            spec,
             dtype="float32",
             block_size=4,
             max_num_seqs=1,
@@ -34,9 +37,12 @@ def test_a_wait_that_has_run_out_fails_the_step(tmp_path: Path) -> None:
         )
         runner.allocate_kv_cache(1)
         runner.warm_up()
-        assert isinstance(runner._model, OverlappedModel)
-        with torch.inference_mode():
-            runner._model._ws.reduce.fault[:] = torch.tensor([0, 3, 7, 6])
+        assert isinstance(runner._model, GpuModel)
+        home = VirtualHome(VirtualWorld(1), 0)
+        made = Overlapped(home, None, spec, Layout(), torch.float32, 16)
+        runner._model.exchange = made
+        runner.warm_up()
+        made.faults()[-1][:] = torch.tensor([0, 3, 7, 6])
         with pytest.raises(KernelError, match="rank 0 gave up waiting for its signal 3 to reach 7"):
             runner.warm_up()
         runner.warm_up()

@@ -108,11 +108,33 @@ def test_overlapped_kernels_give_the_tokens_of_plain_ones(
         layouts += [("window", Layout(cp=2)), ("tied", Layout(pp=2))]
     if size == 4:
         layouts += [("tied", Layout(tp=2, cp=2)), ("tied", Layout(tp=2, pp=2))]
+    compare(size, layouts, checkpoints)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_gpu_kernels_between_plain_collectives_give_the_tokens_of_cpu_kernels(
+    size: int, checkpoints: dict[str, Path]
+) -> None:
+    layouts = [("experts", Layout(tp=2, ep=4))]
+    if size == 2:
+        layouts = [(model, Layout(tp=2)) for model in ("llama", "mixtral")]
+        layouts += [("window", Layout(cp=2))]
+    compare(size, layouts, checkpoints, overlapped=False)
+
+
+def compare(
+    size: int,
+    layouts: list[tuple[str, Layout]],
+    checkpoints: dict[str, Path],
+    *,
+    overlapped: bool = True,
+) -> None:
+    """Triton kernels, in the interpreter, against those for CPUs on one rank."""
     cases = [
         (f"{model} {layout}", checkpoints[model], (model, "float32", layout))
         for model, layout in layouts
     ]
-    with running(size, be_rank, size, cases, after=(4,)) as pipes:
+    with running(size, be_rank, size, cases, after=(4, overlapped)) as pipes:
         for name, path, (_, dtype, first) in cases:
             alone = each_copy(path, dtype, first)
             counts = set()

@@ -1,0 +1,104 @@
+"""Decodes that are padded and replayed; on a CPU a replay is a call on the same buffers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.checkpoints import make_checkpoint
+from support.steps import Driver
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+from weft.kernels.check.interpreter import installed
+from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
+from weft.models.checkpoint import read_spec
+from weft.models.layout import Layout
+from weft.models.torch.graphs import MOST_REQUESTS, buckets
+from weft.models.torch.runner import TorchRunner
+
+PAGE, PAGES, REQUESTS, DECODES = 4, 24, 5, 4
+
+
+@given(st.integers(1, 1000), st.integers(1, 1000))
+def test_every_step_has_a_bucket_that_is_not_much_larger(seqs: int, tokens: int) -> None:
+    sizes = buckets(Layout(tp=2, ep=2), seqs, tokens)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] <= tokens
+    assert all(before < seqs for before in sizes[:-1])
+    for requests in range(1, min(seqs, tokens - 7, MOST_REQUESTS) + 1):
+        size = next(size for size in sizes if size >= requests)
+        assert size < max(2 * requests, requests + 8)
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(cp=2), Layout(ep=2)])
+def test_what_cannot_be_recorded(layout: Layout) -> None:
+    assert buckets(layout, 8, 64) == []
+
+
+def run(path: Path, *, cuda_graphs: bool) -> tuple[list[list[int]], int]:
+    """Tokens of five requests, one of which is sampled; and how many steps were replayed.
+
+    Pages that are nobody's hold NaN before and after.
+    """
+    runner = TorchRunner.load(
+        path,
+        read_spec(path),
+        dtype="float32",
+        block_size=PAGE,
+        max_num_seqs=REQUESTS,
+        max_num_batched_tokens=64,
+        max_model_len=32,
+        home=VirtualHome(VirtualWorld(1), 0),
+        cuda_graphs=cuda_graphs,
+    )
+    runner.allocate_kv_cache(PAGES)
+    runner.warm_up()
+    replays = 0
+    if runner._graphs is not None:
+        replay = runner._graphs.replay
+
+        def counted(*step: object) -> object:
+            nonlocal replays
+            found = replay(*step)  # type: ignore[arg-type]
+            replays += found is not None
+            return found
+
+        runner._graphs.replay = counted  # type: ignore[method-assign, assignment]
+    with torch.inference_mode():
+        for cache in runner._cache:
+            for tensor in cache:
+                tensor.fill_(float("nan"))
+    driver = Driver(runner, PAGE, PAGES)
+    requests = [
+        driver.add([5 + i] * (3 + i), 16, temperature=float(i == 1), seed=i)
+        for i in range(REQUESTS)
+    ]
+    driver.step(*((request, len(request.tokens)) for request in requests))
+    for unknown in (False, True, True, False)[:DECODES]:
+        driver.step(*((request, 1) for request in requests), unknown=unknown)
+    driver.step((requests[3], 1), (requests[0], 1))
+    owned = {block for request in requests for block in request.blocks}
+    free = [block for block in range(PAGES) if block not in owned]
+    assert free
+    assert all(tensor[free].isnan().all() for cache in runner._cache for tensor in cache)
+    runner.close()
+    return [request.output for request in requests], replays
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_padded_steps_give_the_same_tokens_and_touch_no_other_page(
+    family: str, tmp_path: Path
+) -> None:
+    path = make_checkpoint(tmp_path, family, num_hidden_layers=1)
+    with installed():
+        expected, replays = run(path, cuda_graphs=False)
+        assert replays == 0
+        found, replays = run(path, cuda_graphs=True)
+    assert replays == DECODES + 1
+    assert found == expected
+    assert len({tuple(output) for output in expected}) > 1

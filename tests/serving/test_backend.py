@@ -1,0 +1,82 @@
+"""What a rank's model runs on, by the settings and the device; and what its buffers take."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.checkpoints import make_checkpoint
+from torch.distributed import HashStore
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+from weft.errors import ConfigError
+from weft.kernels.check.ranks import run
+from weft.kernels.symmetric.counting import CountingHome
+from weft.kernels.symmetric.memory import Home
+from weft.kernels.symmetric.virtual import VirtualHome
+from weft.models.checkpoint import read_spec
+from weft.models.layout import Layout
+from weft.models.torch.overlapped import Overlapped
+from weft.serving.backend import choose_kernels, require_same
+from weft.serving.config import EngineConfig, Replica
+from weft.serving.resources import Share
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def test_auto_overlaps_on_gpus_of_one_machine_where_the_layout_can() -> None:
+    config = EngineConfig(tp=2)
+    assert choose_kernels(config, Layout(tp=2), CPU) == "plain"
+    assert choose_kernels(config, Layout(tp=2), GPU) == "overlapped"
+    assert choose_kernels(replace(config, kernels="plain"), Layout(tp=2), GPU) == "plain"
+    assert choose_kernels(replace(config, kernels="overlapped"), Layout(tp=2), CPU) == "overlapped"
+    apart = Replica(slice=(Share(0, (0,)), Share(1, (0,))))
+    assert choose_kernels(replace(config, replica=apart), Layout(tp=2), GPU) == "plain"
+    assert choose_kernels(replace(config, ep=4), Layout(tp=2, ep=4), GPU) == "plain"
+
+
+def test_what_gpus_cannot_do_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--quantization is 'int8'; on GPUs it must be none"):
+        choose_kernels(EngineConfig(quantization="int8"), Layout(), GPU)
+    with pytest.raises(ConfigError, match="--pp is 2; on GPUs it must be 1"):
+        choose_kernels(EngineConfig(pp=2), Layout(pp=2), GPU)
+
+
+def test_ranks_of_different_kinds_are_told() -> None:
+    store, errors = HashStore(), list[str]()
+
+    def rank(number: int, kind: str) -> None:
+        try:
+            require_same(store, number, 2, kind)
+        except ConfigError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=rank, args=each) for each in enumerate(("cuda", "cpu"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(errors)) == 1
+    assert len(errors) == 2
+    assert errors[0].endswith("rank 0: cuda; rank 1: cpu")
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(ep=2)])
+def test_buffers_are_counted_before_they_are_made(layout: Layout, tmp_path: Path) -> None:
+    spec = read_spec(make_checkpoint(tmp_path, "qwen3_moe"))
+
+    def made(home: Home) -> int:
+        assert isinstance(home, VirtualHome)
+        of_rank = replace(layout, rank=home.rank)
+        Overlapped(home, None, spec, of_rank, torch.float32, 100)
+        return sum(home._world.memory[address].nbytes for address in home._addresses)
+
+    counting = CountingHome(2)
+    Overlapped(counting, None, spec, layout, torch.float32, 100)
+    assert run(made, 2) == [counting.nbytes] * 2
+    assert counting.nbytes > 0
