@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import structs
 
 from support.checkpoints import VOCAB_SIZE
 from weft.kernels.symmetric.memory import Home
@@ -77,7 +78,7 @@ def together(copies: int, own: int) -> Iterator[StepInput]:
     for number in range(len(made[0]) + copies - 1):
         at = [(inputs, number - copy) for copy, inputs in enumerate(made)]
         inputs = [some[i] if 0 <= i < len(some) else NOTHING for some, i in at]
-        yield replace(inputs[own], copies=tuple(one.size for one in inputs))
+        yield structs.replace(inputs[own], copies=tuple(one.size for one in inputs))
 
 
 def generate(
