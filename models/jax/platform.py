@@ -1,0 +1,110 @@
+"""jax in this process: which devices it has, where it keeps what it compiles, what it compiles.
+
+`devices` is the one place where jax is told of devices, before it looks for them itself: on a
+machine without TPUs it is held to the CPU, which is taken for as many devices as are needed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.errors import ConfigError
+
+if TYPE_CHECKING:
+    import jax
+
+GOOGLE_PCI_VENDOR = "0x1ae0"
+FORCE_CPU_DEVICES = "--xla_force_host_platform_device_count"
+INSTALL = "pip install 'weft[tpu]'"
+
+logger = logging.getLogger(__name__)
+
+
+def is_installed() -> bool:
+    """Whether jax is."""
+    return find_spec("jax") is not None
+
+
+def finds_tpus(root: Path = Path("/")) -> bool:
+    """Whether jax has TPUs here; it is imported only where there is a device of Google's.
+
+    Args:
+        root: where /sys is; for tests.
+    """
+    if not (is_installed() and _has_google_device(root)):
+        return False
+    import jax
+
+    return any(device.platform == "tpu" for device in jax.devices())
+
+
+def devices(count: int, root: Path = Path("/")) -> list[jax.Device]:
+    """`count` devices of this machine: TPUs if there are any, else parts of the CPU.
+
+    Raises:
+        ConfigError: jax is missing, or has fewer.
+    """
+    if not is_installed():
+        raise ConfigError(f"--backend is 'jax', which is not installed: {INSTALL}")
+    if not _has_google_device(root):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        flags = os.environ.get("XLA_FLAGS", "")
+        if FORCE_CPU_DEVICES not in flags:
+            os.environ["XLA_FLAGS"] = f"{flags} {FORCE_CPU_DEVICES}={count}".strip()
+    import jax
+
+    found = jax.devices()
+    if len(found) < count:
+        kind = found[0].platform
+        hint = (
+            f"; jax has begun with that many in this process: set XLA_FLAGS={FORCE_CPU_DEVICES}="
+            f"{count} before anything uses it"
+            if kind == "cpu"
+            else ""
+        )
+        raise ConfigError(f"--tp is {count}; jax has {len(found)} devices here ({kind}){hint}")
+    return found[:count]
+
+
+def keep_compiled(folder: Path) -> None:
+    """Have jax keep all that it compiles in a folder, and look there first."""
+    import jax
+
+    folder.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+class CompileCounter:
+    """Counts what XLA compiles in this process from here on.
+
+    Attributes:
+        count: programs.
+    """
+
+    def __init__(self) -> None:
+        import jax.monitoring
+
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._count)
+
+    def _count(self, event: str, _: float, **__: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.count += 1
+            logger.warning("jax compiled a program after warm-up; a step has waited for it")
+
+    def close(self) -> None:
+        """Count no further."""
+        import jax.monitoring
+
+        jax.monitoring.unregister_event_duration_listener(self._count)
+
+
+def _has_google_device(root: Path) -> bool:
+    vendors = (root / "sys/bus/pci/devices").glob("*/vendor")
+    return any(file.read_text().strip() == GOOGLE_PCI_VENDOR for file in vendors)
