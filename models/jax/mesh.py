@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
+from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from weft.models.spec import Axis, WeightSpec
@@ -39,8 +39,8 @@ REPLICATED = PartitionSpec()
 
 
 def make_mesh(devices: Sequence[Any], tp: int, ep: int) -> Mesh:
-    """[ep, tp / ep] of the first `tp` devices, in the order in which they are given."""
-    return Mesh(np.array(devices[:tp], dtype=object).reshape(ep, tp // ep), TENSOR)
+    """[ep, tp / ep] of the first `tp` devices; of TPUs in an order whose neighbours are linked."""
+    return Mesh(create_device_mesh((ep, tp // ep), devices[:tp]), TENSOR)
 
 
 def partition(weight: WeightSpec) -> PartitionSpec:

@@ -70,6 +70,32 @@ def devices(count: int, root: Path = Path("/")) -> list[jax.Device]:
     return found[:count]
 
 
+def described_devices(topology: str) -> list[jax.Device]:
+    """TPUs that are not here, to compile for: of a slice such as v5e:4x4.
+
+    Raises:
+        ConfigError: jax or libtpu is missing, or there is no such slice.
+    """
+    if not is_installed() or find_spec("libtpu") is None:
+        raise ConfigError(f"weft compile needs jax and libtpu: {INSTALL}")
+    # libtpu is not to look for a machine's TPUs, nor to keep others from compiling.
+    for name, value in (
+        ("JAX_PLATFORMS", "cpu"),
+        ("TPU_SKIP_MDS_QUERY", "1"),
+        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
+    ):
+        os.environ.setdefault(name, value)
+    import jax
+    from jax.experimental import topologies
+
+    try:
+        found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"--for is {topology!r}, no slice that libtpu knows: {reason}") from None
+    return list(found.devices)
+
+
 def keep_compiled(folder: Path) -> None:
     """Have jax keep all that it compiles in a folder, and look there first."""
     import jax
