@@ -17,7 +17,10 @@ from weft.errors import ConfigError
 if TYPE_CHECKING:
     import jax
 
-GOOGLE_PCI_VENDOR = "0x1ae0"
+GOOGLE = "0x1ae0"
+TPUS = {"0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x0076": "tpu7x"}
+"""What a PCI device says it is: vendor, and the kinds that jax's own code lists."""
+
 FORCE_CPU_DEVICES = "--xla_force_host_platform_device_count"
 INSTALL = "pip install 'weft[tpu]'"
 
@@ -30,16 +33,12 @@ def is_installed() -> bool:
 
 
 def finds_tpus(root: Path = Path("/")) -> bool:
-    """Whether jax has TPUs here; it is imported only where there is a device of Google's.
+    """Whether this machine has TPUs and jax can use them, without a look by jax, which takes them.
 
     Args:
         root: where /sys is; for tests.
     """
-    if not (is_installed() and _has_google_device(root)):
-        return False
-    import jax
-
-    return any(device.platform == "tpu" for device in jax.devices())
+    return is_installed() and find_spec("libtpu") is not None and _has_tpus(root)
 
 
 def devices(count: int, root: Path = Path("/")) -> list[jax.Device]:
@@ -50,7 +49,7 @@ def devices(count: int, root: Path = Path("/")) -> list[jax.Device]:
     """
     if not is_installed():
         raise ConfigError(f"--backend is 'jax', which is not installed: {INSTALL}")
-    if not _has_google_device(root):
+    if not _has_tpus(root):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         flags = os.environ.get("XLA_FLAGS", "")
         if FORCE_CPU_DEVICES not in flags:
@@ -89,7 +88,11 @@ def described_devices(topology: str) -> list[jax.Device]:
     from jax.experimental import topologies
 
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+        found = topologies.get_topology_desc(
+            platform="tpu",
+            topology_name=topology,
+            **({"chips_per_host_bounds": (1, 1, 1)} if topology.endswith(":1x1") else {}),
+        )
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"--for is {topology!r}, no slice that libtpu knows: {reason}") from None
@@ -131,6 +134,9 @@ class CompileCounter:
         jax.monitoring.unregister_event_duration_listener(self._count)
 
 
-def _has_google_device(root: Path) -> bool:
-    vendors = (root / "sys/bus/pci/devices").glob("*/vendor")
-    return any(file.read_text().strip() == GOOGLE_PCI_VENDOR for file in vendors)
+def _has_tpus(root: Path) -> bool:
+    def says(device: Path, what: str) -> str:
+        return (device / what).read_text().strip()
+
+    devices = (root / "sys/bus/pci/devices").glob("*")
+    return any(says(one, "vendor") == GOOGLE and says(one, "device") in TPUS for one in devices)

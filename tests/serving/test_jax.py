@@ -108,14 +108,23 @@ def test_settings_that_jax_has_not(settings: dict[str, Any], message: str) -> No
         check_settings(EngineConfig(**settings))
 
 
-def test_who_runs_a_model(tmp_path: Path) -> None:
+def test_who_runs_a_model() -> None:
     assert uses_jax(EngineConfig(backend="jax"))
     assert not uses_jax(EngineConfig(backend="torch"))
     assert not uses_jax(EngineConfig())  # no TPU here
-    device = tmp_path / "sys/bus/pci/devices/0000:00:05.0"
-    device.mkdir(parents=True)
-    (device / "vendor").write_text("0x8086\n")
-    assert not platform.finds_tpus(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "device", "found"),
+    [("0x1ae0", "0x0063", True), ("0x1ae0", "0x0042", False), ("0x8086", "0x0063", False)],
+)
+def test_only_tpus_count_as_such(tmp_path: Path, vendor: str, device: str, found: bool) -> None:
+    """And not other devices of Google's, such as a network card."""
+    folder = tmp_path / "sys/bus/pci/devices/0000:00:05.0"
+    folder.mkdir(parents=True)
+    (folder / "vendor").write_text(f"{vendor}\n")
+    (folder / "device").write_text(f"{device}\n")
+    assert platform.finds_tpus(tmp_path) == found
 
 
 def test_without_jax_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
