@@ -33,15 +33,18 @@ class InProcessExecutor:
             self._thread.shutdown(wait=False)
             raise
         self._runner, self.model = loaded.runner, loaded.info
+        runner = self._runner
+        self._dispatch = runner.dispatch if isinstance(runner, DispatchingRunner) else None
         self._waiting = ThreadPoolExecutor(1, thread_name_prefix="weft-readback")
 
     def submit(self, step: Step) -> Future[Result]:
         """See `Executor.submit`; of one copy of attention."""
         (batch,) = step
         assert batch is not None
-        if not isinstance(self._runner, DispatchingRunner):
-            return self._thread.submit(lambda: (self._runner.step(batch),))
-        begun = self._thread.submit(self._runner.dispatch, batch)
+        runner = self._runner
+        if self._dispatch is None:
+            return self._thread.submit(lambda: (runner.step(batch),))
+        begun = self._thread.submit(self._dispatch, batch)
         return self._waiting.submit(lambda: (begun.result()(),))
 
     def check(self) -> WeftError | None:
