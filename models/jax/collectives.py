@@ -102,7 +102,9 @@ def matmul_reduce_scatter(x: jax.Array, weight: jax.Array) -> jax.Array:
 
         total = product(own - direction)
         for hop in range(2, devices + 1):
-            total = _pass_on(total.astype(x.dtype), direction) + product(own - direction * hop)
+            # Apart from the sum: XLA would make one of the two, which had to wait for the permute.
+            added = lax.optimization_barrier(product(own - direction * hop))
+            total = _pass_on(total.astype(x.dtype), direction) + added
         return total.astype(x.dtype)
 
     return jnp.concatenate((travel(1, 0), travel(-1, half)))
