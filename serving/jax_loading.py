@@ -34,6 +34,7 @@ ONLY: dict[str, object] = {
     "nodes": 1,
     "executor": "processes",
     "quantization": "none",
+    "devices": None,
 }
 """What these settings must be: there is no other way yet."""
 
@@ -89,7 +90,8 @@ def check_settings(config: EngineConfig) -> None:
     """
     for name, only in ONLY.items():
         if (value := getattr(config, name)) != only:
-            raise ConfigError(f"--{name} is {value}; with --backend jax it must be {only}")
+            must = "cannot be given" if only is None else f"must be {only}"
+            raise ConfigError(f"--{name} is {value}; with --backend jax it {must}")
     if config.kernels == "overlapped":
         raise ConfigError("--kernels is overlapped; with --backend jax it must be auto or plain")
     if config.tp % config.ep:

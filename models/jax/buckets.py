@@ -42,6 +42,12 @@ class Bucket(NamedTuple):
     tile_tokens: int
     pages: int
 
+    @property
+    def name(self) -> str:
+        """What it is for, in words."""
+        what = "decodes" if self.tile_tokens == 1 else "tokens"
+        return f"{self.tokens} {what}, {self.pages} pages each"
+
     def shape(self, devices: int) -> Shape:
         """What `forward` is told."""
         return Shape(self.tile_tokens, shards_tokens(self.tokens, devices))

@@ -91,7 +91,7 @@ class Program:
     def tasks(self) -> Iterator[Task]:
         """All that has to be compiled, the largest first."""
         for bucket in self._buckets:
-            yield self._task(f"a step of {bucket.tokens} tokens", bucket, self.compile_forward)
+            yield self._task(bucket.name, bucket, self.compile_forward)
         for rows in sorted({bucket.rows for bucket in self._buckets}, reverse=True):
             yield self._task(f"sampling of {rows} rows", ("sample", rows), self.compile_sample)
         for tokens, sharded in sorted({self._tokens(bucket) for bucket in self._buckets}):

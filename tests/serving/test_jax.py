@@ -99,6 +99,7 @@ def test_served_over_http_on_two_devices_of_one_process(
         ({"cp": 2}, "--cp is 2; with --backend jax it must be 1"),
         ({"pp": 2}, "--pp is 2; with --backend jax it must be 1"),
         ({"quantization": "int8"}, "--quantization is int8; with --backend jax it must be none"),
+        ({"devices": "2"}, "--devices is 2; with --backend jax it cannot be given"),
         ({"kernels": "overlapped"}, "--kernels is overlapped"),
         ({"tp": 2, "ep": 4}, "--ep is 4 beside --tp 2; with --backend jax it must divide --tp"),
     ],
