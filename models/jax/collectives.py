@@ -96,16 +96,19 @@ def matmul_reduce_scatter(x: jax.Array, weight: jax.Array) -> jax.Array:
     def travel(direction: int, offset: int) -> jax.Array:
         """The sum for half of this device's tokens, which has been at all other devices."""
 
-        def product(target: jax.Array) -> jax.Array:
+        def product(x: jax.Array, target: jax.Array) -> jax.Array:
             start = target % devices * rows + offset
-            return matmul(lax.dynamic_slice_in_dim(x, start, half, axis=0), weight)
-
-        total = product(own - direction)
-        for hop in range(2, devices + 1):
+            part = matmul(lax.dynamic_slice_in_dim(x, start, half, axis=0), weight)
             # Apart from the sum: XLA would make one of the two, which had to wait for the permute.
-            added = lax.optimization_barrier(product(own - direction * hop))
-            total = _pass_on(total.astype(x.dtype), direction) + added
-        return total.astype(x.dtype)
+            return lax.optimization_barrier(part)
+
+        total = product(x, own - direction).astype(x.dtype)
+        for hop in range(2, devices + 1):
+            # Not before: XLA would make one product of all, and nothing were left beside the hops.
+            now, total = lax.optimization_barrier((x, total))
+            added = product(now, own - direction * hop)
+            total = (_pass_on(total, direction) + added).astype(x.dtype)
+        return total
 
     return jnp.concatenate((travel(1, 0), travel(-1, half)))
 

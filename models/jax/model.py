@@ -11,7 +11,7 @@ sum over devices is what all other blocks end with, too.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,10 +45,10 @@ class Batch(NamedTuple):
         rows: [S]; which tokens are sampled.
     """
 
-    tokens: jax.Array
-    tiles: jax.Array
-    tables: jax.Array
-    rows: jax.Array
+    tokens: Any
+    tiles: Any
+    tables: Any
+    rows: Any
 
 
 @dataclass(frozen=True, slots=True)

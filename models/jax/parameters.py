@@ -127,14 +127,16 @@ def describe(spec: ModelSpec, layout: Layout) -> Params:
 
 def shapes(parameters: Params, mesh: Mesh, dtype: str) -> Params:
     """The arrays of `describe`, without their numbers."""
-    return jax.tree.map(
+    arrays: Params = jax.tree.map(
         lambda p: described(mesh, p.shape, DTYPES[dtype], p.cut), parameters, is_leaf=_is_parameter
     )
+    return arrays
 
 
 def cuts(parameters: Params) -> Params:
     """How the arrays of `describe` are cut: a tree of PartitionSpec."""
-    return jax.tree.map(lambda p: p.cut, parameters, is_leaf=_is_parameter)
+    specs: Params = jax.tree.map(lambda p: p.cut, parameters, is_leaf=_is_parameter)
+    return specs
 
 
 def load(

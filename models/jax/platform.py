@@ -10,7 +10,7 @@ import logging
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError
 
@@ -122,7 +122,7 @@ class CompileCounter:
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._count)
 
-    def _count(self, event: str, _: float, **__: Any) -> None:
+    def _count(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             self.count += 1
             logger.warning("jax compiled a program after warm-up; a step has waited for it")

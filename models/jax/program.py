@@ -188,7 +188,8 @@ class Program:
 
     @property
     def _state_cuts(self) -> State:
-        return jax.tree.map(lambda array: array.sharding.spec, self.state)
+        specs: State = jax.tree.map(lambda array: array.sharding.spec, self.state)
+        return specs
 
     def _shardings(self, cut: Any) -> Any:
         return jax.tree.map(
