@@ -132,7 +132,7 @@ def test_all_programs_are_compiled_kept_and_told_of(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_a_model_that_does_not_fit_is_refused_in_the_compilers_words(tmp_path: Path) -> None:
-    config = LLAMA_8B | {"intermediate_size": 24 * 14336}
+    config = LLAMA_8B | {"intermediate_size": 48 * 14336}
     done = compile_for(tmp_path, config, "v5e:1x1", *SMALL)
     assert done.returncode == 2
     assert "available HBM (15.75G)" in done.stderr
