@@ -56,7 +56,7 @@ def devices(count: int, root: Path = Path("/")) -> list[jax.Device]:
             os.environ["XLA_FLAGS"] = f"{flags} {FORCE_CPU_DEVICES}={count}".strip()
     import jax
 
-    found = jax.devices()
+    found: list[jax.Device] = jax.devices()
     if len(found) < count:
         kind = found[0].platform
         hint = (

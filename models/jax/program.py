@@ -182,9 +182,10 @@ class Program:
 
     def _split(self, function: Callable[..., Any], cut: Any, out: Any) -> Callable[..., Any]:
         """A device's view of the mesh, as a function of whole arrays."""
-        return jax.shard_map(
+        split: Callable[..., Any] = jax.shard_map(
             function, mesh=self._mesh, in_specs=cut, out_specs=out, check_vma=False
         )
+        return split
 
     @property
     def _state_cuts(self) -> State:

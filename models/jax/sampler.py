@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 from jax import lax
 
 from weft.models.interface import FINITE, NOT_FINITE, Float32, Int32, SlotSampling, StepInput
@@ -232,6 +231,7 @@ class Settings:
         real[6, :count] = uniform(self._seed[slots], index)
         return Rows(whole, real)
 
-    def logprobs(self, slots: Int32) -> npt.NDArray[np.int32]:
+    def logprobs(self, slots: Int32) -> Int32:
         """How many log probabilities each row's request wants: -1 for none."""
-        return self._whole[3, slots]
+        wanted: Int32 = self._whole[3, slots]
+        return wanted
