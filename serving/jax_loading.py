@@ -92,6 +92,8 @@ def check_settings(config: EngineConfig) -> None:
         if (value := getattr(config, name)) != only:
             must = "cannot be given" if only is None else f"must be {only}"
             raise ConfigError(f"--{name} is {value}; with --backend jax it {must}")
+    if config.device == "cuda":
+        raise ConfigError("--device is cuda; with --backend jax it must be auto or cpu")
     if config.kernels == "overlapped":
         raise ConfigError("--kernels is overlapped; with --backend jax it must be auto or plain")
     if config.tp % config.ep:

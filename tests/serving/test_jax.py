@@ -100,6 +100,7 @@ def test_served_over_http_on_two_devices_of_one_process(
         ({"pp": 2}, "--pp is 2; with --backend jax it must be 1"),
         ({"quantization": "int8"}, "--quantization is int8; with --backend jax it must be none"),
         ({"devices": "2"}, "--devices is 2; with --backend jax it cannot be given"),
+        ({"device": "cuda"}, "--device is cuda; with --backend jax it must be auto or cpu"),
         ({"kernels": "overlapped"}, "--kernels is overlapped"),
         ({"tp": 2, "ep": 4}, "--ep is 4 beside --tp 2; with --backend jax it must divide --tp"),
     ],
