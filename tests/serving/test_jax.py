@@ -52,7 +52,7 @@ def _mixture(count: int) -> tuple[list[str], list[SamplingParams]]:
     ]
     prompts = [f"{PROMPT} {'one more ' * (i % 13)}thing" for i in range(count)]
     params = [
-        SamplingParams(max_tokens=1 + i % 7, ignore_eos=True, **kinds[i % len(kinds)])
+        SamplingParams(max_tokens=3 + i % 7, ignore_eos=True, **kinds[i % len(kinds)])
         for i in range(count)
     ]
     return prompts, params
@@ -135,20 +135,18 @@ def test_without_jax_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPa
         platform.devices(1)
 
 
-@pytest.mark.parametrize(
-    "count", [2, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
-)
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", ["weft-demo", "weft-demo-moe"])
-def test_eval_scores_as_with_torch(name: str, count: int, cache: Path) -> None:
+def test_eval_scores_as_with_torch(name: str, cache: Path) -> None:
     """On four devices, with expert parallel where there are experts."""
     split = ["--tp", "4"] if name == "weft-demo" else ["--tp", "4", "--ep", "4"]
     sizes = ["--max-num-seqs", "8", "--max-num-batched-tokens", "128"]
     jax = ["--backend", "jax", "--compile-cache", str(cache), *split, *sizes]
-    tasks = [] if count > 2 else ["--task", "sorting", "--task", "arithmetic"]
     scores = []
     for flags in (["--backend", "torch"], jax):
-        command = [sys.executable, "-m", "weft", "eval", name, "--json", "--count", str(count)]
-        done = subprocess.run([*command, *tasks, *flags], capture_output=True, text=True)
+        command = [sys.executable, "-m", "weft", "eval", name, "--json", "--count", "10"]
+        done = subprocess.run([*command, *flags], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         scores.append({one["task"]: one["right"] for one in json.loads(done.stdout)})
     assert scores[0] == scores[1]

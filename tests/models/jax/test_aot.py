@@ -130,6 +130,7 @@ def test_all_programs_are_compiled_kept_and_told_of(tmp_path: Path) -> None:
     assert len(kept) == len(told["programs"])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_model_that_does_not_fit_is_refused_in_the_compilers_words(tmp_path: Path) -> None:
     config = LLAMA_8B | {"intermediate_size": 48 * 14336}
