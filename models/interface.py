@@ -13,9 +13,9 @@ token that was sampled last for the request in `slot`".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -225,3 +225,14 @@ class ModelRunner(Protocol):
 
     def close(self) -> None:
         """Release the memory."""
+
+
+@runtime_checkable
+class DispatchingRunner(ModelRunner, Protocol):
+    """A runner whose devices work on their own: a step can begin before the last one is read."""
+
+    def dispatch(self, batch: StepInput) -> Callable[[], StepOutput]:
+        """Begin a step; what is returned blocks till it is done, and may be called by a thread.
+
+        Steps are dispatched in their order by one thread, and waited for in their order.
+        """

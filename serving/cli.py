@@ -296,6 +296,27 @@ def evaluate(settings: Settings, **options: Any) -> int:
     return run(settings.build(EngineConfig), **options)
 
 
+@weft.command("compile")
+@click.option(
+    "--for", "topology", required=True, metavar="SLICE", help="TPU chips, such as v5e:4x4"
+)
+@click.option("--json", "as_json", is_flag=True, help="write JSON")
+@takes(EngineConfig, model=True)
+def compile_steps(settings: Settings, topology: str, as_json: bool) -> int:
+    """Compile MODEL's steps for TPUs, on any machine.
+
+    Reads config.json alone. Says what a chip's memory holds, and how much of the chips' traffic
+    is hidden under products. What is compiled stays in --compile-cache, for `weft serve`.
+
+    \b
+    weft compile ./Llama-3.1-8B --for v5e:2x4 --tp 8
+    weft compile ./Qwen3-30B-A3B --for v6e:2x4 --tp 8 --ep 8 --max-model-len 8192
+    """
+    from weft.serving.compile import run
+
+    return run(settings.build(EngineConfig), topology, as_json=as_json)
+
+
 @weft.command()
 @click.option("--json", "as_json", is_flag=True, help="write JSON")
 @takes(EngineConfig, ServerConfig)

@@ -20,6 +20,7 @@ import msgspec
 from weft.errors import ConfigError
 from weft.serving.resources import Slice, parse
 
+Backend = Literal["auto", "torch", "jax"]
 Dtype = Literal["auto", "bfloat16", "float32"]
 Quantization = Literal["none", "int8"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -73,6 +74,12 @@ class EngineConfig:
 
     model: Annotated[str, Help("a checkpoint's directory, or a bundled model's name")] = "weft-demo"
     tokenizer: Annotated[str | None, Help("the tokenizer's directory, if not the model's")] = None
+    backend: Annotated[
+        Backend, Help("what runs the model; auto is jax where it finds TPUs, else torch")
+    ] = "auto"
+    compile_cache: Annotated[
+        str | None, Help("folder that keeps what jax has compiled; else ~/.cache/weft/jax")
+    ] = None
     dtype: Annotated[Dtype, Help("compute type; auto is the checkpoint's")] = "auto"
     quantization: Annotated[
         Quantization, Help("of the weights at load: int8 has a scale per output channel")
@@ -82,7 +89,11 @@ class EngineConfig:
     ] = True
     tp: Annotated[
         int,
-        Help("ranks that share each layer (tensor parallel), as processes", ge=1, le=MAX_RANKS),
+        Help(
+            "ranks that share each layer (tensor parallel): processes, or devices of jax",
+            ge=1,
+            le=MAX_RANKS,
+        ),
     ] = 1
     ep: Annotated[
         int,

@@ -103,7 +103,7 @@ def _python() -> Finding:
 
 
 def _libraries() -> Finding:
-    names = ("torch", "triton", "transformers", "tokenizers", "safetensors")
+    names = ("torch", "triton", "transformers", "tokenizers", "safetensors", "jax")
     seen = ", ".join(f"{name} {found}" for name in names if (found := _version(name)))
     if _version("torch") is None:
         return Finding("libraries", "fail", seen, "pip install torch")

@@ -216,7 +216,8 @@ def start_executor(
         WeftError: it cannot be loaded.
     """
     elsewhere = any(share.machine for share in config.replica.slice)
-    if elsewhere or config.world_size > 1 or config.executor == "ray":
+    several = elsewhere or config.world_size > 1 or config.executor == "ray"
+    if several and not loading.uses_jax(config):  # which has all devices in one process
         if load_model is loading.load_model:
             loading.check_ranks(config)  # before so many processes are started
         if config.executor == "ray":

@@ -108,12 +108,14 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
     from weft.models.torch.group import meet, split
     from weft.models.torch.runner import TorchRunner
 
+    if uses_jax(config):
+        from weft.serving.jax_loading import load_jax_model
+
+        return load_jax_model(config, progress)
     path = locate(config.model)
     spec = read_spec(path)
     max_model_len = context_length(config, spec)
-    dtype = spec.compute_dtype(config.dtype)
-    if config.dtype == "auto" and dtype != spec.dtype:
-        logger.info("%s is stored in %s and computed in %s", config.model, spec.dtype, dtype)
+    dtype = compute_dtype(config, spec)
     check_layout(spec, config.tp, config.ep, config.cp, config.pp)
     layout = Layout(config.tp, config.ep, place.rank, config.cp, config.pp)
     device = choose_device(config.device, place.device)
@@ -246,6 +248,21 @@ def check_ranks(config: EngineConfig) -> None:
 
     spec = read_spec(locate(config.model))
     check_layout(spec, config.tp, config.ep, config.cp, config.pp)
+
+
+def uses_jax(config: EngineConfig) -> bool:
+    """Whether jax runs the model: if asked to, or where it finds TPUs."""
+    from weft.models.jax.platform import finds_tpus
+
+    return config.backend == "jax" or (config.backend == "auto" and finds_tpus())
+
+
+def compute_dtype(config: EngineConfig, spec: ModelSpec) -> str:
+    """The dtype to compute in; said where it is not the checkpoint's."""
+    dtype = spec.compute_dtype(config.dtype)
+    if config.dtype == "auto" and dtype != spec.dtype:
+        logger.info("%s is stored in %s and computed in %s", config.model, spec.dtype, dtype)
+    return dtype
 
 
 def context_length(config: EngineConfig, spec: ModelSpec) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 
 import numpy as np
@@ -43,6 +44,18 @@ class Runner:
         self.closed = True
 
 
+class DispatchingRunner(Runner):
+    """Begins steps at once; each is done when `go` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dispatched = threading.Semaphore(0)
+
+    def dispatch(self, batch: StepInput) -> Callable[[], StepOutput]:
+        self.dispatched.release()
+        return lambda: self.step(batch)
+
+
 def batch(step: int) -> StepInput:
     fields = dict.fromkeys(
         ["token_ids", "positions", "query_start", "context_len", "block_table", "slot"], EMPTY
@@ -50,11 +63,11 @@ def batch(step: int) -> StepInput:
     return StepInput(step, **fields, sample_index=EMPTY, sample_slot=EMPTY, output_index=EMPTY)
 
 
-def start() -> tuple[InProcessExecutor, Runner]:
+def start(kind: type[Runner] = Runner) -> tuple[InProcessExecutor, Runner]:
     runners: list[Runner] = []
 
     def load() -> LoadedModel:
-        runners.append(Runner())
+        runners.append(kind())
         return LoadedModel(runners[0], ModelInfo(1, 1, 1, "none"))
 
     return InProcessExecutor(load), runners[0]
@@ -72,8 +85,21 @@ def test_steps_run_in_order_in_the_thread_that_loaded_the_model() -> None:
     assert runner.closed
 
 
-def test_what_the_runner_raises_is_in_the_future() -> None:
-    executor, runner = start()
+def test_steps_begin_before_the_first_is_read_where_devices_work_on_their_own() -> None:
+    executor, runner = start(DispatchingRunner)
+    assert isinstance(runner, DispatchingRunner)
+    steps = [executor.submit((batch(i),)) for i in range(3)]
+    for _ in steps:
+        assert runner.dispatched.acquire(timeout=10)
+    assert not any(step.done() for step in steps)
+    runner.go.set()
+    assert [step.result(10)[0].step for step in steps] == [0, 1, 2]
+    executor.close()
+
+
+@pytest.mark.parametrize("kind", [Runner, DispatchingRunner])
+def test_what_the_runner_raises_is_in_the_future(kind: type[Runner]) -> None:
+    executor, runner = start(kind)
     runner.go.set()
     with pytest.raises(ValueError, match="step 3"):
         executor.submit((batch(3),)).result(10)
@@ -81,8 +107,9 @@ def test_what_the_runner_raises_is_in_the_future() -> None:
     executor.close()
 
 
-def test_close_drops_what_has_not_begun() -> None:
-    executor, runner = start()
+@pytest.mark.parametrize("kind", [Runner, DispatchingRunner])
+def test_close_drops_what_has_not_begun(kind: type[Runner]) -> None:
+    executor, runner = start(kind)
     steps: list[Future[Result]] = [executor.submit((batch(i),)) for i in range(2)]
     assert runner.began.wait(10)
     threading.Timer(0.05, runner.go.set).start()

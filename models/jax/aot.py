@@ -1,0 +1,153 @@
+"""A model's steps, compiled by the TPU compiler for a slice that is not here.
+
+What is compiled is what `JaxRunner.warm_up` compiles there, from shapes alone: no weight is
+read. The compiler says what a step takes of a chip's HBM, and refuses what does not fit.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from weft.errors import ConfigError
+from weft.models.jax.buckets import Buckets
+from weft.models.jax.mesh import make_mesh
+from weft.models.jax.overlap import Collective, collectives
+from weft.models.jax.platform import described_devices
+from weft.models.jax.program import Program
+from weft.models.layout import Layout
+from weft.models.memory import GIB
+from weft.models.spec import ModelSpec
+
+HBM = {"v5e": 15.75, "v5p": 95.0, "v6e": 31.25, "tpu7x": 94.75}
+"""GiB that the compiler gives a program, of one device (a chip; of tpu7x, half a chip)."""
+
+SLICES = {
+    "v5e": ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
+    "v6e": ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
+    "v5p": ("2x2x1", "2x2x2", "2x4x4", "4x4x4"),
+    "tpu7x": ("2x2x1", "2x2x2", "2x4x4", "4x4x4"),
+}
+"""That can be rented, the smallest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What the compiler says of one program; bytes are of one chip.
+
+    Attributes:
+        arguments: weights, cache and what else is there before and after.
+        temporaries: what it needs while it runs.
+        seconds: that compiling took.
+        collectives: of its schedule.
+    """
+
+    name: str
+    arguments: int
+    temporaries: int
+    seconds: float
+    collectives: list[Collective]
+
+
+class DoesNotFitError(ConfigError):
+    """The compiler has refused a step for want of memory."""
+
+
+def chip_of(topology: str) -> str:
+    """The kind of chip of v5e:4x4; ConfigError if it is none that is known."""
+    chip = topology.partition(":")[0]
+    if chip not in HBM or ":" not in topology:
+        raise ConfigError(
+            f"--for is {topology!r}; it must be a slice such as v5e:2x4, of {', '.join(HBM)}"
+        )
+    return chip
+
+
+def hbm_bytes(chip: str) -> int:
+    """Of one device."""
+    return int(HBM[chip] * GIB)
+
+
+def chips_in(shape: str, chip: str) -> int:
+    """Devices of a slice."""
+    count = 2 if chip == "tpu7x" else 1
+    for side in shape.split("x"):
+        count *= int(side)
+    return count
+
+
+def compile_model(
+    spec: ModelSpec,
+    topology: str,
+    layout: Layout,
+    *,
+    dtype: str,
+    block_size: int,
+    num_blocks: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    progress: Callable[[str, int, int], None],
+) -> list[Compiled]:
+    """Compile all programs that serving the model takes.
+
+    Raises:
+        ConfigError: there is no such slice, or it has not `layout.tp` chips.
+        DoesNotFitError: with the compiler's words.
+    """
+    devices = described_devices(topology)
+    if len(devices) != layout.tp:
+        raise ConfigError(
+            f"--tp is {layout.tp}; {topology} has {len(devices)} devices, so it must be that many"
+        )
+    buckets = Buckets(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        block_size=block_size,
+    )
+    program = Program(
+        *(spec, layout, make_mesh(devices, layout.tp, layout.ep)),
+        dtype=dtype,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_num_seqs=max_num_seqs,
+        buckets=buckets.all(),
+    )
+    tasks, results = list(program.tasks()), []
+    for done, task in enumerate(tasks):
+        progress(task.name, done, len(tasks))
+        begin = time.perf_counter()
+        try:
+            compiled = task.compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise DoesNotFitError(f"{task.name} does not fit: {_reason(str(error))}") from None
+        results.append(_told(task.name, compiled, time.perf_counter() - begin))
+    progress("", len(tasks), len(tasks))
+    return results
+
+
+def _told(name: str, compiled: Any, seconds: float) -> Compiled:
+    memory = compiled.memory_analysis()
+    return Compiled(
+        name,
+        arguments=memory.argument_size_in_bytes,
+        # What is not given back in the place of an argument is there beside it.
+        temporaries=memory.temp_size_in_bytes
+        + max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes),
+        seconds=seconds,
+        collectives=collectives(compiled.as_text()),
+    )
+
+
+def _reason(message: str) -> str:
+    """The compiler's sentence about the memory."""
+    found = re.search(r"(Used [^.]*\.?\d* of [^.]*\.?\d*\w* \w+\. Exceeded [^.]*\.\d*\w?)", message)
+    return found[1] if found else message.splitlines()[0]

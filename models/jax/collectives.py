@@ -1,0 +1,142 @@
+"""What the devices of a mesh exchange around a product, inside `shard_map`.
+
+Two layouts of a step's activations between blocks (Korthikanti et al. 2022, section 4.2.2):
+
+- many tokens: each device has some of them. A block begins with an all-gather and ends with a
+  reduce-scatter, as rings: in each hop a device multiplies what it has while that (or the partial
+  sum) travels on. Both directions are used at once, each by half of the tokens (Wang et al. 2023,
+  "Overlap Communication with Dependent Computation via Decomposition").
+- few tokens: every device has all of them, and a block ends with an all-reduce.
+
+XLA schedules a ring's permutes around the products, which it does not do to its own all-gather
+and reduce-scatter. These functions are where overlapped kernels go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from weft.models.jax.mesh import TENSOR
+
+MIN_SHARD_TOKENS = 32
+"""Of each device, from which on tokens are dealt out: fewer do not hide a hop."""
+
+
+def shards_tokens(tokens: int, devices: int) -> bool:
+    """Whether a step of so many tokens deals them out."""
+    return devices > 1 and tokens % (2 * devices) == 0 and tokens >= MIN_SHARD_TOKENS * devices
+
+
+def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """[..., K] x [K, N] -> float32 [..., N]; float32 is multiplied as float32, on TPUs too."""
+    return lax.dot_general(
+        *(x, weight),
+        (((x.ndim - 1,), (0,)), ((), ())),
+        precision=precision(x),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def precision(x: jax.Array) -> lax.Precision:
+    """Of products of such numbers."""
+    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
+
+
+def gather_tokens(x: jax.Array) -> jax.Array:
+    """[T / devices, K] -> [T, K]."""
+    return lax.all_gather(x, TENSOR, tiled=True)
+
+
+def scatter_sum(x: jax.Array) -> jax.Array:
+    """[T, N] of each device -> the sum of all, [T / devices, N]."""
+    return lax.psum_scatter(x, TENSOR, tiled=True)
+
+
+def all_reduce(x: jax.Array) -> jax.Array:
+    """The sum over all devices."""
+    return lax.psum(x, TENSOR) if lax.axis_size(TENSOR) > 1 else x
+
+
+def all_gather_matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """[T / devices, K] and this device's [K, N] -> [T, N] of all tokens, in x's dtype.
+
+    T / devices must be even.
+    """
+    devices, own = lax.axis_size(TENSOR), lax.axis_index(TENSOR)
+    rows = x.shape[0]
+    half = rows // 2
+    out = jnp.zeros((devices * rows, weight.shape[1]), x.dtype)
+    up, down = x[:half], x[half:]
+    for hop in range(devices):
+        last = hop == devices - 1
+        next_up = up if last else _pass_on(up, 1)
+        next_down = down if last else _pass_on(down, -1)
+        # What travels up has come from the devices before this one.
+        for part, source, offset in ((up, own - hop, 0), (down, own + hop, half)):
+            start = source % devices * rows + offset
+            product = matmul(part, weight).astype(x.dtype)
+            out = lax.dynamic_update_slice_in_dim(out, product, start, axis=0)
+        up, down = next_up, next_down
+    return out
+
+
+def matmul_reduce_scatter(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """[T, K] and [K, N], cut along K -> this device's tokens of the product, [T / devices, N].
+
+    Partial sums travel in x's dtype. T / devices must be even.
+    """
+    devices, own = lax.axis_size(TENSOR), lax.axis_index(TENSOR)
+    rows = x.shape[0] // devices
+    half = rows // 2
+
+    def travel(direction: int, offset: int) -> jax.Array:
+        """The sum for half of this device's tokens, which has been at all other devices."""
+
+        def product(x: jax.Array, target: jax.Array) -> jax.Array:
+            start = target % devices * rows + offset
+            part = matmul(lax.dynamic_slice_in_dim(x, start, half, axis=0), weight)
+            # Apart from the sum: XLA would make one of the two, which had to wait for the permute.
+            return lax.optimization_barrier(part)
+
+        total = product(x, own - direction).astype(x.dtype)
+        for hop in range(2, devices + 1):
+            # Not before: XLA would make one product of all, and nothing were left beside the hops.
+            now, total = lax.optimization_barrier((x, total))
+            added = product(now, own - direction * hop)
+            total = (_pass_on(total, direction) + added).astype(x.dtype)
+        return total
+
+    return jnp.concatenate((travel(1, 0), travel(-1, half)))
+
+
+def _pass_on(x: jax.Array, direction: int) -> jax.Array:
+    """To the next device of the ring, or to the one before."""
+    devices = lax.axis_size(TENSOR)
+    pairs = [(i, (i + direction) % devices) for i in range(devices)]
+    return lax.ppermute(x, TENSOR, pairs)
+
+
+def block_input(
+    x: jax.Array, weight: jax.Array, bias: jax.Array | None, *, sharded: bool
+) -> jax.Array:
+    """What a block begins with: the product of all tokens, in x's dtype."""
+    multiply: Callable[[jax.Array, jax.Array], jax.Array] = all_gather_matmul if sharded else matmul
+    product = multiply(x, weight)
+    if bias is not None:
+        product = product.astype(jnp.float32) + bias.astype(jnp.float32)
+    return product.astype(x.dtype)
+
+
+def block_output(
+    x: jax.Array, weight: jax.Array, bias: jax.Array | None, *, sharded: bool
+) -> jax.Array:
+    """What a block ends with: the sum of all devices' products, in x's dtype."""
+    if sharded:
+        total = matmul_reduce_scatter(x, weight)
+    else:
+        total = all_reduce(matmul(x, weight).astype(x.dtype))
+    return total if bias is None else total + bias

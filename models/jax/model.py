@@ -1,0 +1,251 @@
+"""A decoder as a pure function of its ModelSpec and a tree of parameters.
+
+One device's view, inside `shard_map`: `forward` runs a ragged batch through the layers, writes
+keys and values to the paged cache and gives the logits of the rows that are sampled. With many
+tokens each device has some of them between blocks (collectives.py); attention always has all
+tokens and some of the heads. Each device runs its experts, or its part of each, for all tokens,
+sorted by expert (Gale et al. 2022): rows of experts that are elsewhere count as zero, and the
+sum over devices is what all other blocks end with, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from weft.models.jax.attention import Plan, paged_attention, write_cache
+from weft.models.jax.collectives import (
+    all_reduce,
+    block_input,
+    block_output,
+    gather_tokens,
+    matmul,
+    precision,
+    scatter_sum,
+)
+from weft.models.jax.mesh import EXPERT, TENSOR
+from weft.models.jax.parameters import Attention, Mlp, Moe, Params
+from weft.models.spec import AttentionSpec, ModelSpec, MoeSpec
+
+Cache = tuple[jax.Array, ...]
+"""Of each layer [num_blocks, block_size, 2 Hk, D]."""
+
+
+class Batch(NamedTuple):
+    """One step as int32 arrays: T tokens, B requests, N tiles, S sampled rows.
+
+    Attributes:
+        tokens: [4, T]: token ids, -1 - slot for what was sampled last in a slot; and `positions`,
+            `write` and `place` of a Plan.
+        tiles, tables: of a Plan.
+        rows: [S]; which tokens are sampled.
+    """
+
+    tokens: Any
+    tiles: Any
+    tables: Any
+    rows: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What of a step is known when it is compiled.
+
+    Attributes:
+        tile_tokens: of a tile of attention.
+        sharded: whether each device has some of the tokens between blocks.
+    """
+
+    tile_tokens: int
+    sharded: bool
+
+
+def forward(
+    spec: ModelSpec,
+    vocab_size: int,
+    shape: Shape,
+    params: Params,
+    cache: Cache,
+    newest: jax.Array,
+    batch: Batch,
+) -> tuple[jax.Array, jax.Array, Cache]:
+    """Run one step.
+
+    Args:
+        spec: a device's part of the model.
+        vocab_size: of the whole.
+        shape: of the step.
+        params: this device's part.
+        cache: this device's heads; given back with this step's keys and values.
+        newest: int32 [slots]; the token that was sampled last in each.
+        batch: the step.
+
+    Returns:
+        logits of the sampled rows, [S, vocab / devices]; -inf beyond the vocabulary;
+        hidden states, [T, hidden], or this device's tokens of them; the cache.
+    """
+    ids, positions, write, place = batch.tokens
+    plan = Plan(positions, write, place, batch.tiles, batch.tables)
+    ids = jnp.where(ids < 0, newest[jnp.maximum(-1 - ids, 0)], ids)
+    x = embed(params.embedding, ids, sharded=shape.sharded)
+    rotation = rotation_of(spec, positions)
+    written = []
+    for layer, own, pages in zip(spec.layers, params.layers, cache, strict=True):
+        attended, pages = _attend(
+            spec, layer.attention, own.attention, shape, x, rotation, pages, plan
+        )
+        x = _add(x, attended)
+        if isinstance(own.feed_forward, Moe):
+            assert isinstance(layer.feed_forward, MoeSpec)
+            fed = _mix(spec, layer.feed_forward, own.feed_forward, shape, x)
+        else:
+            fed = _feed_forward(spec, own.feed_forward, shape, x)
+        x = _add(x, fed)
+        written.append(pages)
+    logits = head(spec, vocab_size, params, _rows(x, batch.rows, sharded=shape.sharded))
+    return logits, x, tuple(written)
+
+
+def embed(table: jax.Array, ids: jax.Array, *, sharded: bool) -> jax.Array:
+    """int32 [T] -> [T, hidden], or this device's tokens; each device knows some words."""
+    each = table.shape[0]
+    local = ids - lax.axis_index(TENSOR) * each
+    here = (local >= 0) & (local < each)
+    x = jnp.where(here[:, None], table[jnp.clip(local, 0, each - 1)], 0)
+    return scatter_sum(x) if sharded else all_reduce(x)
+
+
+def head(spec: ModelSpec, vocab_size: int, params: Params, x: jax.Array) -> jax.Array:
+    """[S, hidden] -> logits of this device's words, [S, vocab / devices], in x's dtype."""
+    table = params.embedding if params.lm_head is None else params.lm_head
+    logits = lax.dot_general(
+        *(rms_norm(x, params.norm, spec.norm_eps), table),
+        (((1,), (1,)), ((), ())),
+        precision=precision(x),
+        preferred_element_type=jnp.float32,
+    ).astype(x.dtype)
+    word = lax.axis_index(TENSOR) * table.shape[0] + jnp.arange(table.shape[0], dtype=jnp.int32)
+    return jnp.where(word < vocab_size, logits, -jnp.inf)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Over the last axis, in float32 (Zhang and Sennrich 2019)."""
+    wide = x.astype(jnp.float32)
+    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + jnp.float32(eps))
+    return wide.astype(x.dtype) * weight
+
+
+def rotation_of(spec: ModelSpec, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of each token's angles, float32 [T, 1, D / 2]."""
+    inverse = jnp.asarray(spec.rope.inverse_frequencies(spec.head_dim))
+    angles = positions.astype(jnp.float32)[:, None, None] * inverse
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Turn each pair (x[d], x[d + D/2]) of [T, H, D] by its token's angles (Su et al. 2021)."""
+    cos, sin = rotation
+    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate((low * cos - high * sin, high * cos + low * sin), axis=-1).astype(
+        x.dtype
+    )
+
+
+def _add(x: jax.Array, block: jax.Array) -> jax.Array:
+    """The residual stream with what a block gives."""
+    return (x.astype(jnp.float32) + block.astype(jnp.float32)).astype(x.dtype)
+
+
+def _attend(
+    spec: ModelSpec,
+    layer: AttentionSpec,
+    own: Attention,
+    shape: Shape,
+    x: jax.Array,
+    rotation: tuple[jax.Array, jax.Array],
+    pages: jax.Array,
+    plan: Plan,
+) -> tuple[jax.Array, jax.Array]:
+    """attention(norm(x)), and the layer's cache with its keys and values."""
+    heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    qkv = block_input(
+        rms_norm(x, own.norm, spec.norm_eps), own.qkv.weight, own.qkv.bias, sharded=shape.sharded
+    )
+    qkv = qkv.reshape(-1, heads + 2 * kv_heads, dim)
+    q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=1)
+    if own.q_norm is not None:
+        q = rms_norm(q, own.q_norm, spec.norm_eps)
+        k = rms_norm(k, own.k_norm, spec.norm_eps)
+    pages = write_cache(pages, rotate(k, rotation), v, plan)
+    out = paged_attention(
+        *(rotate(q, rotation), pages, plan),
+        tile_tokens=shape.tile_tokens,
+        window=layer.sliding_window,
+    )
+    out = out.reshape(-1, heads * dim)
+    return block_output(out, own.o.weight, own.o.bias, sharded=shape.sharded), pages
+
+
+def _feed_forward(spec: ModelSpec, own: Mlp, shape: Shape, x: jax.Array) -> jax.Array:
+    """down(silu(gate(norm(x))) * up(norm(x)))."""
+    gate_up = block_input(
+        rms_norm(x, own.norm, spec.norm_eps),
+        *(own.gate_up.weight, own.gate_up.bias),
+        sharded=shape.sharded,
+    )
+    return block_output(_gated(gate_up), own.down.weight, own.down.bias, sharded=shape.sharded)
+
+
+def _gated(gate_up: jax.Array) -> jax.Array:
+    """silu(gate) * up of [T, 2 width] (Shazeer 2020)."""
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
+
+
+def _mix(spec: ModelSpec, layer: MoeSpec, own: Moe, shape: Shape, x: jax.Array) -> jax.Array:
+    """The experts of norm(x), each weighted by its probability."""
+    normed = rms_norm(x, own.norm, spec.norm_eps)
+    if shape.sharded:
+        normed = gather_tokens(normed)
+    logits = matmul(normed, own.router).astype(x.dtype)
+    weights, experts = lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), layer.top_k)
+    if layer.normalize:
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+    mixed = _run_experts(own, normed, weights, experts)
+    return scatter_sum(mixed) if shape.sharded else all_reduce(mixed)
+
+
+def _run_experts(own: Moe, x: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:
+    """This device's share of the sum: [T, hidden] and [T, top_k] twice -> [T, hidden]."""
+    here = own.gate_up.shape[0]
+    local = experts - lax.axis_index(EXPERT) * here
+    # Rows of experts that are elsewhere come last, where no group is.
+    local = jnp.where((local >= 0) & (local < here), local, here).reshape(-1)
+    order = jnp.argsort(local, stable=True)
+    counts = jnp.bincount(local, length=here + 1)[:here].astype(jnp.int32)
+
+    def grouped(rows: jax.Array, matrices: jax.Array) -> jax.Array:
+        return lax.ragged_dot(
+            *(rows, matrices, counts), precision=precision(x), preferred_element_type=jnp.float32
+        )
+
+    rows = x[order // experts.shape[1]]
+    inner = _gated(grouped(rows, own.gate_up).astype(x.dtype))
+    out = grouped(inner, own.down) * weights.reshape(-1)[order][:, None]
+    out = jnp.where((local[order] < here)[:, None], out, 0.0)
+    out = out[jnp.argsort(order)].reshape(*experts.shape, -1)
+    return out.sum(axis=1).astype(x.dtype)
+
+
+def _rows(x: jax.Array, rows: jax.Array, *, sharded: bool) -> jax.Array:
+    """Some tokens' hidden states, [S, hidden], on every device."""
+    if not sharded:
+        return x[rows]
+    each = x.shape[0]
+    local = rows - lax.axis_index(TENSOR) * each
+    here = (local >= 0) & (local < each)
+    return all_reduce(jnp.where(here[:, None], x[jnp.clip(local, 0, each - 1)], 0))

@@ -1,0 +1,291 @@
+"""A model's parameters: a tree of arrays, each cut over the mesh, from a checkpoint's tensors.
+
+Projections that read the same input are one matrix: on each device its part of the first one,
+then of the next. Matrices are [in, out], the embedding and the matrix that gives the logits are
+[vocab, hidden]; a vocabulary that does not divide ends in zeros.
+
+`describe` says what there is without reading a number, so that a step can be compiled for
+devices that are not here; `load` puts one array after another on the devices. The host never
+holds more than one device's part of one array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import torch
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from torch import Tensor
+
+from weft.models.jax.mesh import described, global_shape, partition
+from weft.models.layout import Layout
+from weft.models.spec import (
+    AttentionSpec,
+    LinearSpec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    WeightSpec,
+)
+from weft.models.weights import Progress, Weights
+
+Part = npt.NDArray[Any]
+DTYPES: dict[str, npt.DTypeLike] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
+
+
+class Linear(NamedTuple):
+    """Matrix [in, out]; bias [out] or None."""
+
+    weight: Any
+    bias: Any
+
+
+class Attention(NamedTuple):
+    """Norms [hidden], [head_dim] or None; qkv [hidden, (H + 2 Hk) D] and o on each device."""
+
+    norm: Any
+    qkv: Linear
+    o: Linear
+    q_norm: Any
+    k_norm: Any
+
+
+class Mlp(NamedTuple):
+    """Norm [hidden]; gate_up [hidden, 2 x width] and down [width, hidden] on each device."""
+
+    norm: Any
+    gate_up: Linear
+    down: Linear
+
+
+class Moe(NamedTuple):
+    """Norm [hidden]; router [hidden, experts]; of each expert gate_up and down as of an Mlp."""
+
+    norm: Any
+    router: Any
+    gate_up: Any
+    down: Any
+
+
+class Layer(NamedTuple):
+    """One layer."""
+
+    attention: Attention
+    feed_forward: Mlp | Moe
+
+
+class Params(NamedTuple):
+    """Embedding [vocab, hidden]; norm [hidden]; lm_head as the embedding, or None if tied."""
+
+    embedding: Any
+    layers: tuple[Layer, ...]
+    norm: Any
+    lm_head: Any
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One array.
+
+    Attributes:
+        shape: of the part that a device has.
+        cut: along which axes of the mesh.
+        read: gives a device's part, of its rank's weights, in a torch dtype.
+    """
+
+    shape: tuple[int, ...]
+    cut: PartitionSpec
+    read: Callable[[Weights, torch.dtype], Tensor]
+
+
+def describe(spec: ModelSpec, layout: Layout) -> Params:
+    """A `Parameter` for each array of a model that is cut like that."""
+    local = layout.local(spec)
+    each = -(-spec.vocab_size // layout.tp)
+    return Params(
+        embedding=_table(spec.embedding, each),
+        layers=tuple(
+            Layer(
+                _attention(layer.attention_norm, layer.attention, own.attention),
+                _moe(layer.feed_forward_norm, layer.feed_forward, own.feed_forward)
+                if isinstance(layer.feed_forward, MoeSpec)
+                else _mlp(layer.feed_forward_norm, layer.feed_forward, own.feed_forward),
+            )
+            for layer, own in zip(spec.layers, local.layers, strict=True)
+        ),
+        norm=_vector(spec.norm),
+        lm_head=None if spec.lm_head is None else _table(spec.lm_head, each),
+    )
+
+
+def shapes(parameters: Params, mesh: Mesh, dtype: str) -> Params:
+    """The arrays of `describe`, without their numbers."""
+    arrays: Params = jax.tree.map(
+        lambda p: described(mesh, p.shape, DTYPES[dtype], p.cut), parameters, is_leaf=_is_parameter
+    )
+    return arrays
+
+
+def cuts(parameters: Params) -> Params:
+    """How the arrays of `describe` are cut: a tree of PartitionSpec."""
+    specs: Params = jax.tree.map(lambda p: p.cut, parameters, is_leaf=_is_parameter)
+    return specs
+
+
+def load(
+    path: Path,
+    spec: ModelSpec,
+    layout: Layout,
+    mesh: Mesh,
+    dtype: str,
+    progress: Progress | None = None,
+) -> Params:
+    """Read a checkpoint onto the devices of the mesh.
+
+    Raises:
+        ModelError: it does not hold what `spec` says.
+    """
+    devices = list(mesh.devices.flat)
+    told = _Progress(progress, len(devices))
+    weights = [
+        Weights(path, spec, told.of(rank), Layout(layout.tp, layout.ep, rank))
+        for rank in range(len(devices))
+    ]
+    kind: torch.dtype = getattr(torch, dtype)
+
+    def place(parameter: Parameter) -> jax.Array:
+        parts = [
+            jax.device_put(_numpy(parameter.read(own, kind)), device)
+            for own, device in zip(weights, devices, strict=True)
+        ]
+        shape = global_shape(mesh, parameter.shape, parameter.cut)
+        sharding = NamedSharding(mesh, parameter.cut)
+        return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+    params: Params = jax.tree.map(place, describe(spec, layout), is_leaf=_is_parameter)
+    return params
+
+
+class _Progress:
+    """Adds up how far the ranks' reading has come."""
+
+    def __init__(self, progress: Progress | None, ranks: int) -> None:
+        self._progress = progress
+        self._done = [0] * ranks
+        self._total = [0] * ranks
+
+    def of(self, rank: int) -> Progress:
+        """For one of them."""
+
+        def progress(done: int, total: int) -> None:
+            self._done[rank], self._total[rank] = done, total
+            if self._progress is not None:  # all ranks read as much, but for the last tokens
+                self._progress(sum(self._done), len(self._total) * max(self._total))
+
+        return progress
+
+
+def _is_parameter(value: object) -> bool:
+    return isinstance(value, Parameter)
+
+
+def _numpy(x: Tensor) -> Part:
+    """The same numbers, copied: what is mapped from a file may leave memory."""
+    x = x.contiguous()
+    if x.dtype == torch.bfloat16:
+        return np.array(x.view(torch.int16).numpy()).view(ml_dtypes.bfloat16)
+    return np.array(x.numpy())
+
+
+def _vector(weight: WeightSpec) -> Parameter:
+    """A norm, which every device has."""
+    return Parameter(
+        weight.shape, partition(weight), lambda weights, dtype: weights.read(weight).to(dtype)
+    )
+
+
+def _table(weight: WeightSpec, each: int) -> Parameter:
+    """[vocab, hidden], of which each device has `each` tokens."""
+
+    def read(weights: Weights, dtype: torch.dtype) -> Tensor:
+        table = weights.read(weight).to(dtype)
+        return torch.cat((table, table.new_zeros(each - len(table), table.shape[1])))
+
+    return Parameter((each, weight.shape[1]), partition(weight), read)
+
+
+def _linear(linears: Sequence[LinearSpec], own: Sequence[LinearSpec]) -> Linear:
+    """Projections of one input as one matrix [in, out]; `own` is what one device has of them."""
+    columns = sum(linear.weight.shape[0] for linear in own)
+    rows = own[0].weight.shape[1]
+
+    def matrix(weights: Weights, dtype: torch.dtype) -> Tensor:
+        return torch.cat([weights.read(linear.weight).to(dtype) for linear in linears]).t()
+
+    def bias(weights: Weights, dtype: torch.dtype) -> Tensor:
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        return torch.cat([weights.read(one).to(dtype) for one in biases])
+
+    out_axis, in_axis = partition(linears[0].weight)
+    biased = linears[0].bias
+    return Linear(
+        Parameter((rows, columns), PartitionSpec(in_axis, out_axis), matrix),
+        None if biased is None else Parameter((columns,), partition(biased), bias),
+    )
+
+
+def _attention(norm: WeightSpec, spec: AttentionSpec, own: AttentionSpec) -> Attention:
+    return Attention(
+        norm=_vector(norm),
+        qkv=_linear((spec.q, spec.k, spec.v), (own.q, own.k, own.v)),
+        o=_linear((spec.o,), (own.o,)),
+        q_norm=None if spec.q_norm is None else _vector(spec.q_norm),
+        k_norm=None if spec.k_norm is None else _vector(spec.k_norm),
+    )
+
+
+def _mlp(norm: WeightSpec, spec: MlpSpec, own: MlpSpec | MoeSpec) -> Mlp:
+    assert isinstance(own, MlpSpec)
+    return Mlp(
+        norm=_vector(norm),
+        gate_up=_linear((spec.gate, spec.up), (own.gate, own.up)),
+        down=_linear((spec.down,), (own.down,)),
+    )
+
+
+def _moe(norm: WeightSpec, spec: MoeSpec, own: MlpSpec | MoeSpec) -> Moe:
+    assert isinstance(own, MoeSpec)
+    experts, width, hidden = own.gate.shape
+
+    def router(weights: Weights, dtype: torch.dtype) -> Tensor:
+        return weights.read(spec.router).to(dtype).t()
+
+    def gate_up(weights: Weights, dtype: torch.dtype) -> Tensor:
+        pairs = zip(weights.read_each(spec.gate), weights.read_each(spec.up), strict=True)
+        return torch.stack([torch.cat(pair).to(dtype).t() for pair in pairs])
+
+    def down(weights: Weights, dtype: torch.dtype) -> Tensor:
+        return torch.stack([one.to(dtype).t() for one in weights.read_each(spec.down)])
+
+    expert_axis, width_axis, hidden_axis = partition(spec.gate)
+    return Moe(
+        norm=_vector(norm),
+        router=Parameter(
+            spec.router.shape[::-1], PartitionSpec(*partition(spec.router)[::-1]), router
+        ),
+        gate_up=Parameter(
+            (experts, hidden, 2 * width),
+            PartitionSpec(expert_axis, hidden_axis, width_axis),
+            gate_up,
+        ),
+        down=Parameter(
+            (experts, width, hidden), PartitionSpec(expert_axis, width_axis, hidden_axis), down
+        ),
+    )

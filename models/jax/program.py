@@ -1,0 +1,261 @@
+"""The compiled functions of a model on a mesh: made ahead of the first step, for every bucket.
+
+| function | compiled for | |
+| --- | --- | --- |
+| forward | each bucket | ragged batch -> logits of sampled rows; the cache is donated |
+| sample | each number of rows | logits -> tokens; the sampler's state is donated |
+| pick, score | each number of tokens; once | rows of hidden states -> prompt log probabilities |
+| mark | once | a new request's history and bias |
+
+A step calls what has been compiled, by its bucket; a shape that was not is an error, never a
+silent compile. The same code compiles for devices that are not here (aot.py): nothing in it
+touches an array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from weft.models.jax import sampler
+from weft.models.jax.buckets import Bucket
+from weft.models.jax.mesh import REPLICATED, TENSOR, described
+from weft.models.jax.model import Batch, Cache, forward, head
+from weft.models.jax.parameters import DTYPES, Params, cuts, describe, shapes
+from weft.models.jax.sampler import Rows, Sampled, Scores, State
+from weft.models.layout import Layout
+from weft.models.spec import ModelSpec
+
+SCORED_ROWS = 64
+"""Prompt tokens whose logits are in memory at once."""
+
+Compiled = Callable[..., Any]
+"""What jax compiles a function to; called like it."""
+
+
+class Task(NamedTuple):
+    """Something to compile: what it is called, and how."""
+
+    name: str
+    compile: Callable[[], Any]
+
+
+class Program:
+    """The functions of one model on one mesh.
+
+    Args:
+        spec: the whole model.
+        layout: how it is split; its world is the mesh.
+        mesh: [expert, width], see mesh.py; of real devices, or of described ones.
+        dtype: to compute in and to cache in.
+        block_size, num_blocks: of the cache.
+        max_num_seqs: slots.
+        buckets: of steps.
+
+    Attributes:
+        params, cache, state: what is on the devices between steps, described.
+        columns: of the logits: the vocabulary, and what makes it divide.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layout: Layout,
+        mesh: Mesh,
+        *,
+        dtype: str,
+        block_size: int,
+        num_blocks: int,
+        max_num_seqs: int,
+        buckets: list[Bucket],
+    ) -> None:
+        self._spec = spec
+        self._local = layout.local(spec)
+        self._mesh = mesh
+        self._buckets = buckets
+        self._dtype = np.dtype(DTYPES[dtype])
+        parameters = describe(spec, layout)
+        self._cuts = cuts(parameters)
+        self.params: Params = shapes(parameters, mesh, dtype)
+        self.cache = cache_shapes(spec, layout, mesh, dtype, block_size, num_blocks)
+        self.columns = -(-spec.vocab_size // layout.tp) * layout.tp
+        self.state = state_shapes(mesh, self.columns // layout.tp, max_num_seqs)
+        self._compiled: dict[object, Compiled] = {}
+
+    def tasks(self) -> Iterator[Task]:
+        """All that has to be compiled, the largest first."""
+        for bucket in self._buckets:
+            yield self._task(bucket.name, bucket, self.compile_forward)
+        for rows in sorted({bucket.rows for bucket in self._buckets}, reverse=True):
+            yield self._task(f"sampling of {rows} rows", ("sample", rows), self.compile_sample)
+        for tokens, sharded in sorted({self._tokens(bucket) for bucket in self._buckets}):
+            key = ("pick", tokens, sharded)
+            yield self._task(f"scores of {tokens} tokens", key, self._compile_pick)
+        yield self._task("prompt log probabilities", ("score",), self._compile_score)
+        yield self._task("new requests", ("mark",), self._compile_mark)
+
+    def _task(self, name: str, key: Any, compile: Callable[..., Any]) -> Task:
+        def run() -> Any:
+            arguments = (key,) if isinstance(key, Bucket) else key[1:]
+            self._compiled[key] = compiled = compile(*arguments)
+            return compiled
+
+        return Task(name, run)
+
+    def _tokens(self, bucket: Bucket) -> tuple[int, bool]:
+        """What the shape of a bucket's hidden states depends on."""
+        return bucket.tokens, bucket.shape(self._mesh.size).sharded
+
+    # Compiling.
+
+    def compile_forward(self, bucket: Bucket) -> Any:
+        """`forward` for one bucket."""
+        shape = bucket.shape(self._mesh.size)
+        by_head = jax.tree.map(lambda _: CACHE_CUT, self.cache)
+        hidden = PartitionSpec(TENSOR) if shape.sharded else REPLICATED
+        run = self._split(
+            partial(forward, self._local, self._spec.vocab_size, shape),
+            (self._cuts, by_head, REPLICATED, REPLICATED),
+            (PartitionSpec(None, TENSOR), hidden, by_head),
+        )
+        whole = partial(described, self._mesh, dtype=jnp.int32)
+        batch = Batch(
+            whole((4, bucket.tokens)),
+            whole((3, bucket.tiles)),
+            whole((bucket.rows, bucket.pages)),
+            whole((bucket.rows,)),
+        )
+        jitted = jax.jit(run, donate_argnums=1)
+        return jitted.lower(self.params, self.cache, self.state.newest, batch).compile()
+
+    def compile_sample(self, rows: int) -> Any:
+        """`sample` for so many rows."""
+        with jax.enable_x64(True):
+            described_rows = Rows(
+                described(self._mesh, (3, rows), jnp.int32),
+                described(self._mesh, (7, rows), jnp.float64),
+            )
+            shardings = self._shardings((REPLICATED, self._state_cuts))
+            jitted = jax.jit(
+                sampler.sample,
+                donate_argnums=2,
+                out_shardings=(shardings[0], shardings[1]),
+            )
+            return jitted.lower(self._logits(rows), described_rows, self.state).compile()
+
+    def _compile_pick(self, tokens: int, sharded: bool) -> Any:
+        cut = PartitionSpec(TENSOR) if sharded else REPLICATED
+        own = tokens // self._mesh.size if sharded else tokens
+        hidden = described(self._mesh, (own, self._spec.hidden_size), self._dtype, cut)
+        index = described(self._mesh, (SCORED_ROWS,), jnp.int32)
+        jitted = jax.jit(_pick, out_shardings=NamedSharding(self._mesh, REPLICATED))
+        return jitted.lower(hidden, index).compile()
+
+    def _compile_score(self) -> Any:
+        rows = described(self._mesh, (SCORED_ROWS, self._spec.hidden_size), self._dtype)
+        targets = described(self._mesh, (SCORED_ROWS,), jnp.int32)
+        logits = self._split(
+            partial(head, self._local, self._spec.vocab_size),
+            (self._cuts, REPLICATED),
+            PartitionSpec(None, TENSOR),
+        )
+
+        def score(params: Params, rows: jax.Array, targets: jax.Array) -> Scores:
+            return sampler.score(logits(params, rows), targets)
+
+        jitted = jax.jit(score, out_shardings=NamedSharding(self._mesh, REPLICATED))
+        return jitted.lower(self.params, rows, targets).compile()
+
+    def _compile_mark(self) -> Any:
+        whole = partial(described, self._mesh, (self.columns,))
+        jitted = jax.jit(
+            sampler.set_slot, donate_argnums=0, out_shardings=self._shardings(self._state_cuts)
+        )
+        slot = described(self._mesh, (), jnp.int32)
+        return jitted.lower(self.state, slot, whole(jnp.int32), whole(jnp.float32)).compile()
+
+    def _split(self, function: Callable[..., Any], cut: Any, out: Any) -> Callable[..., Any]:
+        """A device's view of the mesh, as a function of whole arrays."""
+        split: Callable[..., Any] = jax.shard_map(
+            function, mesh=self._mesh, in_specs=cut, out_specs=out, check_vma=False
+        )
+        return split
+
+    @property
+    def _state_cuts(self) -> State:
+        specs: State = jax.tree.map(lambda array: array.sharding.spec, self.state)
+        return specs
+
+    def _shardings(self, cut: Any) -> Any:
+        return jax.tree.map(
+            lambda spec: NamedSharding(self._mesh, spec),
+            cut,
+            is_leaf=lambda value: isinstance(value, PartitionSpec),
+        )
+
+    def _logits(self, rows: int) -> jax.ShapeDtypeStruct:
+        own = (rows, self.columns // self._mesh.size)
+        return described(self._mesh, own, self._dtype, PartitionSpec(None, TENSOR))
+
+    # Running.
+
+    def forward(
+        self, bucket: Bucket, params: Params, cache: Cache, newest: jax.Array, batch: Batch
+    ) -> tuple[jax.Array, jax.Array, Cache]:
+        """See model.forward, of whole arrays; `cache` is gone."""
+        result: tuple[jax.Array, jax.Array, Cache] = self._compiled[bucket](
+            params, cache, newest, batch
+        )
+        return result
+
+    def sample(self, logits: jax.Array, rows: Rows, state: State) -> tuple[Sampled, State]:
+        """See sampler.sample; `state` is gone."""
+        with jax.enable_x64(True):
+            result: tuple[Sampled, State] = self._compiled["sample", logits.shape[0]](
+                logits, rows, state
+            )
+        return result
+
+    def score(
+        self, bucket: Bucket, params: Params, hidden: jax.Array, rows: Any, ids: Any
+    ) -> Scores:
+        """Scores of SCORED_ROWS tokens `ids`, which follow the rows of `hidden`."""
+        picked = self._compiled["pick", *self._tokens(bucket)](hidden, rows)
+        scores: Scores = self._compiled["score",](params, picked, ids)
+        return scores
+
+    def mark(self, state: State, slot: int, history: Any, bias: Any) -> State:
+        """See sampler.set_slot; `state` is gone."""
+        marked: State = self._compiled["mark",](state, np.int32(slot), history, bias)
+        return marked
+
+
+CACHE_CUT = PartitionSpec(None, None, TENSOR)
+
+
+def cache_shapes(
+    spec: ModelSpec, layout: Layout, mesh: Mesh, dtype: str, block_size: int, num_blocks: int
+) -> Cache:
+    """The cache of each layer, described: [num_blocks, block_size, 2 Hk, D], cut by heads."""
+    own = (num_blocks, block_size, 2 * layout.local(spec).num_kv_heads, spec.head_dim)
+    one: Any = described(mesh, own, DTYPES[dtype], CACHE_CUT)
+    return tuple(one for _ in spec.layers)
+
+
+def state_shapes(mesh: Mesh, words: int, slots: int) -> State:
+    """The sampler's state, described; each device has `words` of the vocabulary."""
+    by_word = PartitionSpec(None, TENSOR)
+    newest: Any = described(mesh, (slots,), jnp.int32)
+    history: Any = described(mesh, (slots, words), jnp.int32, by_word)
+    bias: Any = described(mesh, (slots, words), jnp.float32, by_word)
+    return State(newest, history, bias)
+
+
+def _pick(hidden: jax.Array, index: jax.Array) -> jax.Array:
+    return hidden[index]

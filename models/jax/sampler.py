@@ -1,0 +1,237 @@
+"""Logits to tokens on the devices, for a whole batch at once; see models/torch/sampler.py.
+
+Per row: penalties change the logits, then logit bias, then the suppression of end tokens; then
+draw.py shapes the distribution and draws from it. What no row of a step asks for is skipped on
+the devices (`lax.cond`), so that one compiled function serves every mixture of settings.
+
+Between steps the devices keep, for each slot, the newest token and what penalties and biases
+look at, a number for each word of the vocabulary, cut over the mesh. The host keeps the settings.
+
+`sample` is one program over the whole mesh, which XLA's partitioner splits: all it exchanges of a
+row are maxima and sums. It is traced with 64-bit types, for draw.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from weft.models.interface import FINITE, NOT_FINITE, Float32, Int32, SlotSampling, StepInput
+from weft.models.jax.draw import Shaping, draw, uniform
+
+MAX_TOP = 20
+"""Most alternatives that a token's log probability comes with."""
+
+# What a row asks for, in `Rows.whole[2]`.
+EDITED, NO_END, RANDOM, SCORED = 1, 2, 4, 8
+
+# What a slot's history says of a word: bits, above which is how often it was sampled.
+IN_PROMPT, IS_END, ONCE = 1, 2, 4
+
+SMALLEST = float(np.finfo(np.float32).tiny)
+
+
+class State(NamedTuple):
+    """On the devices, by slot.
+
+    Attributes:
+        newest: int32 [slots]; the token sampled last.
+        history: int32 [slots, V]; see IN_PROMPT.
+        bias: float32 [slots, V]; added to logits.
+    """
+
+    newest: jax.Array
+    history: jax.Array
+    bias: jax.Array
+
+
+class Rows(NamedTuple):
+    """What each of S rows asks for.
+
+    Attributes:
+        whole: int32 [3, S]: slot, or the number of slots for padding; top-k; what it asks for.
+        real: float64 [7, S]: temperature, top-p, log2 of min-p, the three penalties, u.
+    """
+
+    whole: Any
+    real: Any
+
+
+class Scores(NamedTuple):
+    """Log probabilities of N tokens: chosen, rank int32 [N], and the likeliest [N, MAX_TOP]."""
+
+    chosen: jax.Array
+    rank: jax.Array
+    top_ids: jax.Array
+    top: jax.Array
+
+
+class Sampled(NamedTuple):
+    """int32 [S] twice, see StepOutput; scores are zeros if no row asked."""
+
+    token_ids: jax.Array
+    status: jax.Array
+    scores: Scores
+
+
+def sample(logits: jax.Array, rows: Rows, state: State) -> tuple[Sampled, State]:
+    """One token for each row, [S, V] of any float dtype; what is beyond the vocabulary is -inf."""
+    slot, top_k, asked = rows.whole
+    temperature, top_p, least, repetition, presence, frequency, u = rows.real
+
+    def asks(what: int) -> jax.Array:
+        return (asked & what) != 0
+
+    plain = logits.astype(jnp.float32)
+    finite = jnp.isfinite(plain.max(axis=1))
+    safe = jnp.where(finite[:, None], plain, 0.0)
+    history = state.history.at[slot].get(mode="fill", fill_value=0)
+
+    def edit() -> jax.Array:
+        count = history // ONCE
+        penalty = jnp.maximum(repetition.astype(jnp.float32), SMALLEST)[:, None]
+        repeated = jnp.where(safe > 0, safe / penalty, safe * penalty)
+        repeated = jnp.minimum(repeated, jnp.finfo(jnp.float32).max)
+        seen = (count > 0) | ((history & IN_PROMPT) != 0)
+        edited = jnp.where(seen, repeated, safe)
+        edited -= jnp.where(count > 0, presence.astype(jnp.float32)[:, None], 0.0)
+        edited -= frequency.astype(jnp.float32)[:, None] * count
+        edited += state.bias.at[slot].get(mode="fill", fill_value=0.0)
+        suppressed = asks(NO_END)[:, None] & ((history & IS_END) != 0)
+        edited = jnp.where(suppressed, -jnp.inf, edited)
+        return jnp.where(asks(EDITED)[:, None], edited, safe)
+
+    wanted = lax.cond(asks(EDITED).any(), edit, lambda: safe)
+    greedy = jnp.argmax(wanted, axis=1).astype(jnp.int32)
+    shaping = Shaping(
+        jnp.maximum(temperature.astype(jnp.float32) * jnp.float32(math.log(2)), SMALLEST),
+        jnp.where(top_k > 0, top_k, jnp.iinfo(jnp.int32).max).astype(jnp.int64),
+        top_p,
+        least.astype(jnp.float32),
+        u,
+    )
+    random = asks(RANDOM)
+    drawn = lax.cond(random.any(), lambda: draw(wanted, shaping), lambda: greedy)
+    token_ids = jnp.minimum(jnp.where(random, drawn, greedy), logits.shape[1] - 1)
+    scores = lax.cond(
+        asks(SCORED).any(),
+        lambda: score(plain, token_ids),
+        lambda: no_scores(len(slot), logits.shape[1]),
+    )
+    status = jnp.where(finite, FINITE, NOT_FINITE).astype(jnp.int32)
+    kept = State(
+        newest=state.newest.at[slot].set(token_ids, mode="drop"),
+        history=state.history.at[slot, token_ids].add(jnp.int32(ONCE), mode="drop"),
+        bias=state.bias,
+    )
+    return Sampled(token_ids, status, scores), kept
+
+
+def score(logits: jax.Array, token_ids: jax.Array) -> Scores:
+    """Log probabilities of given tokens by the logits as they are: [N, V], int32 [N]."""
+    logits = logits.astype(jnp.float32)
+    total = jax.nn.logsumexp(logits, axis=1)
+    word = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    chosen = jnp.where(word == token_ids[:, None], logits, -jnp.inf).max(axis=1)
+    larger = (logits > chosen[:, None]).astype(jnp.int32).sum(axis=1, dtype=jnp.int32)
+    top, top_ids = lax.top_k(logits, min(MAX_TOP, logits.shape[1]))
+    return Scores(chosen - total, larger + 1, top_ids.astype(jnp.int32), top - total[:, None])
+
+
+def no_scores(rows: int, vocab: int) -> Scores:
+    """What `score` would give, of zeros."""
+    top = min(MAX_TOP, vocab)
+    return Scores(
+        jnp.zeros(rows, jnp.float32),
+        jnp.zeros(rows, jnp.int32),
+        jnp.zeros((rows, top), jnp.int32),
+        jnp.zeros((rows, top), jnp.float32),
+    )
+
+
+def set_slot(state: State, slot: jax.Array, history: jax.Array, bias: jax.Array) -> State:
+    """Put a request's history and bias, [V] each, in its slot."""
+    return state._replace(
+        history=state.history.at[slot].set(history), bias=state.bias.at[slot].set(bias)
+    )
+
+
+class Settings:
+    """The host's side: every slot's settings, and what of them a step's rows need.
+
+    Args:
+        vocab_size: V.
+        columns: of the logits; V, and padding.
+        max_num_seqs: slots.
+    """
+
+    def __init__(self, vocab_size: int, columns: int, max_num_seqs: int) -> None:
+        self._vocab_size = vocab_size
+        self._columns = columns
+        self._slots = max_num_seqs
+        self._real = np.zeros((6, max_num_seqs), np.float64)
+        self._seed = np.zeros(max_num_seqs, np.uint64)
+        self._whole = np.zeros((4, max_num_seqs), np.int32)  # top-k, asked, min tokens, logprobs
+
+    def set_slot(self, settings: SlotSampling) -> tuple[Int32, Float32] | None:
+        """Take in a request; its history and bias where they are looked at.
+
+        Raises:
+            ValueError: it asks for more log probabilities than there are.
+        """
+        slot = settings.slot
+        if settings.logprobs > MAX_TOP:
+            raise ValueError(f"logprobs is {settings.logprobs}; it must be at most {MAX_TOP}")
+        suppresses = settings.min_tokens > 0 and bool(settings.end_token_ids)
+        edited = settings.needs_history or bool(settings.logit_bias) or suppresses
+        asked = EDITED * edited | RANDOM * (settings.temperature > 0.0)
+        asked |= SCORED * (settings.logprobs >= 0)
+        least = math.log2(settings.min_p or 2.0**-149)
+        penalties = (
+            settings.repetition_penalty,
+            settings.presence_penalty,
+            settings.frequency_penalty,
+        )
+        self._real[:, slot] = (settings.temperature, settings.top_p, least, *penalties)
+        self._seed[slot] = settings.seed % 2**64
+        top_k = min(settings.top_k, 2**31 - 1)
+        min_tokens = settings.min_tokens if suppresses else 0
+        self._whole[:, slot] = (top_k, asked, min_tokens, settings.logprobs)
+        return self._marks(settings) if edited else None
+
+    def _marks(self, settings: SlotSampling) -> tuple[Int32, Float32]:
+        history = np.zeros(self._columns, np.int32)
+        history[np.array(settings.prompt_token_ids, np.int64)] = IN_PROMPT
+        # An id beyond the vocabulary cannot be sampled, and must not be an index either.
+        ends = [token for token in settings.end_token_ids if 0 <= token < self._vocab_size]
+        history[ends] |= IS_END
+        np.add.at(history, np.array(settings.output_token_ids, np.int64), ONCE)
+        bias = np.zeros(self._columns, np.float32)
+        for token, value in settings.logit_bias.items():
+            bias[token] = value
+        return history, bias
+
+    def rows(self, batch: StepInput, size: int) -> Rows:
+        """What a step's sampled rows ask for, padded to `size` rows."""
+        slots, index = batch.sample_slot, batch.output_index
+        count = len(slots)
+        whole = np.zeros((3, size), np.int32)
+        whole[0, count:] = self._slots
+        whole[0, :count] = slots
+        top_k, asked, min_tokens, _ = self._whole[:, slots]
+        whole[1, :count] = top_k
+        whole[2, :count] = asked | NO_END * (index < min_tokens)
+        real = np.ones((7, size), np.float64)
+        real[:6, :count] = self._real[:, slots]
+        real[6, :count] = uniform(self._seed[slots], index)
+        return Rows(whole, real)
+
+    def logprobs(self, slots: Int32) -> Int32:
+        """How many log probabilities each row's request wants: -1 for none."""
+        wanted: Int32 = self._whole[3, slots]
+        return wanted

@@ -1,0 +1,154 @@
+"""`weft compile`: a model's steps compiled for a TPU slice, on a machine that has none.
+
+Says what a chip's memory holds, how much of the chips' traffic is hidden, and how long it took;
+what it compiles stays in the folder that `weft serve` looks in. Where a model does not fit, it
+says so in the compiler's words, and which slice would do.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from weft.errors import ConfigError
+from weft.models.spec import ModelSpec
+from weft.serving.config import EngineConfig
+from weft.serving.jax_loading import cache_folder, check_settings, show_compiling, state_bytes
+from weft.serving.loading import compute_dtype, context_length
+
+if TYPE_CHECKING:
+    from weft.models.jax.aot import Compiled
+    from weft.models.memory import Ledger
+
+
+def run(config: EngineConfig, topology: str, *, as_json: bool = False) -> int:
+    """Compile and report.
+
+    Raises:
+        ConfigError: a setting does not suit the model or the slice, or the model does not fit.
+        ModelError: the checkpoint's config.json cannot be found or understood.
+    """
+    from weft.models.checkpoint import locate, read_spec
+    from weft.models.jax import platform
+    from weft.models.layout import Layout, check_layout
+
+    if not platform.is_installed():
+        raise ConfigError(f"weft compile needs jax: {platform.INSTALL}")
+    from weft.models.jax import aot
+
+    chip = aot.chip_of(topology)
+    check_settings(config)
+    spec = read_spec(locate(config.model))
+    check_layout(spec, config.tp, config.ep)
+    max_model_len = context_length(config, spec)
+    dtype = compute_dtype(config, spec)
+    layout = Layout(config.tp, config.ep)
+    local = layout.local(spec)
+    block_bytes = config.block_size * local.kv_bytes_per_token(dtype)
+    try:
+        num_blocks = _ledger(config, spec, dtype, max_model_len, chip, config.tp).num_blocks
+    except ConfigError:  # the compiler may see it otherwise: with the least that can serve
+        num_blocks = -(-max_model_len // config.block_size)
+    platform.described_devices(topology)  # before jax looks for devices of this machine
+    platform.keep_compiled(cache_folder(config))
+    try:
+        with show_compiling() as compiling:
+            programs = aot.compile_model(
+                *(spec, topology, layout),
+                dtype=dtype,
+                block_size=config.block_size,
+                num_blocks=num_blocks,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_model_len=max_model_len,
+                progress=compiling,
+            )
+    except aot.DoesNotFitError as error:
+        fits = _slice_that_fits(config, spec, dtype, max_model_len, chip)
+        raise ConfigError(f"{config.model} on {topology}: {error}; {fits}") from None
+    memory = {
+        "weights": local.weight_bytes(dtype),
+        "KV cache": num_blocks * block_bytes,
+        "sampling": state_bytes(spec, config.max_num_seqs, config.tp),
+        "temporaries": max(program.temporaries for program in programs),
+    }
+    memory["left"] = aot.hbm_bytes(chip) - sum(memory.values())
+    if as_json:
+        parts = {"memory": memory, "blocks": num_blocks}
+        print(json.dumps(parts | {"programs": [asdict(one) for one in programs]}, indent=2))
+        return 0
+    _print_report(memory, programs, num_blocks * config.block_size, aot.hbm_bytes(chip))
+    return 0
+
+
+def _ledger(
+    config: EngineConfig, spec: ModelSpec, dtype: str, max_model_len: int, chip: str, tp: int
+) -> Ledger:
+    """Where a chip's memory goes, by arithmetic; ConfigError if it is too little."""
+    from weft.models.jax.aot import hbm_bytes
+    from weft.models.layout import Layout
+    from weft.models.memory import plan_memory
+
+    ep = config.ep if tp % config.ep == 0 else 1
+    return plan_memory(
+        Layout(tp, ep).local(spec),
+        dtype=dtype,
+        available=hbm_bytes(chip) - state_bytes(spec, config.max_num_seqs, tp),
+        memory_fraction=config.memory_fraction,
+        kv_cache_memory=config.kv_cache_memory,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+    )
+
+
+def _slice_that_fits(
+    config: EngineConfig, spec: ModelSpec, dtype: str, max_model_len: int, chip: str
+) -> str:
+    """The smallest slice of these chips that the model fits on, in words."""
+    from weft.models.jax.aot import SLICES, chips_in
+    from weft.models.layout import check_layout
+
+    for shape in SLICES[chip]:
+        tp = chips_in(shape, chip)
+        try:
+            check_layout(spec, tp, 1)
+            _ledger(config, spec, dtype, max_model_len, chip, tp)
+        except ConfigError:
+            continue
+        return f"it would fit on {chip}:{shape}, with --tp {tp}"
+    return f"it fits on no slice of {chip} that it can be split over"
+
+
+def _print_report(memory: dict[str, int], programs: list[Compiled], tokens: int, hbm: int) -> None:
+    from weft.models.jax.overlap import hidden_share
+    from weft.models.memory import human_bytes
+
+    notes = {"KV cache": f"{tokens:,} tokens", "left": f"of {human_bytes(hbm)}"}
+    print("HBM of each chip")
+    for name, size in memory.items():
+        print(f"  {name:<12}{human_bytes(size):>11}  {notes.get(name, '')}".rstrip())
+    print(f"\n{'program':<32}{'compiled':>9}{'temporary':>12}{'traffic':>12}{'hidden':>8}")
+    for one in programs:
+        traffic = sum(collective.bytes for collective in one.collectives)
+        hidden = f"{hidden_share(one.collectives):.0%}" if traffic else "-"
+        print(
+            f"{one.name:<32}{one.seconds:>7.1f} s{human_bytes(one.temporaries):>12}"
+            f"{human_bytes(traffic):>12}{hidden:>8}"
+        )
+    kinds: dict[str, tuple[int, int, int]] = {}
+    for collective in programs[0].collectives:
+        count, size, beside = kinds.get(collective.kind, (0, 0, 0))
+        kinds[collective.kind] = (
+            count + 1,
+            size + collective.bytes,
+            beside + bool(collective.products),
+        )
+    for kind, (count, size, beside) in kinds.items():
+        print(
+            f"{programs[0].name}: {count} x {kind}, {human_bytes(size)}, "
+            f"{beside} of them beside a product"
+        )
+    print(f"\ncompiled in {sum(one.seconds for one in programs):.1f} s")

@@ -1,0 +1,161 @@
+"""Every family gives the float32 logits of transformers, however a step is cut, on any mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from support.checkpoints import VOCAB_SIZE, make_checkpoint
+
+from weft.models.checkpoint import read_spec
+from weft.models.interface import StepInput
+from weft.models.jax.buckets import Bucket, Buckets
+from weft.models.jax.mesh import make_mesh
+from weft.models.jax.parameters import load
+from weft.models.jax.program import Program
+from weft.models.layout import Layout
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+QWEN2 = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+slow = pytest.mark.slow
+
+# A family, fields of its config, tp and ep.
+CASES = [
+    pytest.param("llama", {"rope_parameters": LLAMA3}, 1, 1, id="llama"),
+    pytest.param("llama", BIASES, 2, 1, id="llama, biases, tp 2"),
+    pytest.param("mistral", {"sliding_window": 6}, 1, 1, id="mistral, window"),
+    pytest.param("qwen2", QWEN2 | {"tie_word_embeddings": True}, 1, 1, id="qwen2, window, tied"),
+    pytest.param("qwen3", {"head_dim": 24}, 4, 1, id="qwen3, tp 4, more than KV heads"),
+    pytest.param("qwen3_moe", {"norm_topk_prob": True}, 1, 1, id="qwen3_moe"),
+    pytest.param("qwen3_moe", {"mlp_only_layers": [0]}, 4, 2, id="qwen3_moe, tp 4, ep 2"),
+    pytest.param("mixtral", {"sliding_window": 9}, 2, 2, id="mixtral, window, tp 2, ep 2"),
+    pytest.param("llama", {"num_key_value_heads": 1}, 1, 1, marks=slow, id="llama, one KV head"),
+    pytest.param("llama", {"vocab_size": 321}, 4, 1, marks=slow, id="llama, vocabulary, tp 4"),
+    pytest.param("mistral", {}, 2, 1, marks=slow, id="mistral, tp 2"),
+    pytest.param("mixtral", {}, 1, 1, marks=slow, id="mixtral"),
+    pytest.param("mixtral", {}, 4, 4, marks=slow, id="mixtral, tp 4, ep 4"),
+    pytest.param("qwen2", {}, 2, 1, marks=slow, id="qwen2, tp 2"),
+    pytest.param("qwen3", {"attention_bias": True}, 2, 1, marks=slow, id="qwen3, biases, tp 2"),
+    pytest.param("qwen3_moe", {"num_experts_per_tok": 3}, 2, 1, marks=slow, id="qwen3_moe, tp 2"),
+]
+
+BLOCK_SIZE, NUM_BLOCKS = 4, 64
+LENGTHS = (90, 5, 21)
+# Steps: (request, how many of its next tokens). All are of one bucket, of 128 tokens: with so
+# many, a mesh of 2 or 4 deals out tokens between blocks; FEW is of 32, which it does not.
+MANY = [[(0, 53), (1, 5)], [(2, 13), (0, 1)], [(0, 36), (2, 8)]]
+FEW = [[(0, 20), (1, 5)], [(2, 13), (0, 1)], [(0, 23), (2, 7)], [(2, 1), (0, 30)], [(0, 16)]]
+
+
+@pytest.mark.parametrize(("family", "overrides", "tp", "ep"), CASES)
+def test_logits_equal_those_of_transformers(
+    tmp_path: Path, family: str, overrides: dict[str, Any], tp: int, ep: int
+) -> None:
+    path = make_checkpoint(tmp_path, family, **overrides)
+    random = np.random.default_rng(1)
+    requests = [random.integers(0, VOCAB_SIZE, length).tolist() for length in LENGTHS]
+    expected = _transformers_logits(path, requests)
+    few = FEW if tp > 1 else []
+    for tokens, steps in ((128, MANY), (32, few)):
+        if steps:
+            actual = _run(path, requests, steps, tokens, tp, ep)
+            for ours, theirs in zip(actual, expected, strict=True):
+                np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=0)
+
+
+def _run(
+    path: Path,
+    requests: Sequence[list[int]],
+    steps: Sequence[Sequence[tuple[int, int]]],
+    tokens: int,
+    tp: int,
+    ep: int,
+) -> list[np.ndarray[Any, Any]]:
+    """The logits after every token of every request; the cache starts out full of NaN."""
+    spec, layout = read_spec(path), Layout(tp, ep)
+    mesh = make_mesh(jax.devices(), tp, ep)
+    buckets = Buckets(
+        max_num_seqs=tokens,
+        max_num_batched_tokens=tokens,
+        max_model_len=128,
+        block_size=BLOCK_SIZE,
+    )
+    bucket = next(one for one in buckets.all() if one.tokens == tokens and one.tile_tokens > 1)
+    assert bucket.shape(tp).sharded == (tp > 1 and tokens == 128)
+    program = Program(
+        *(spec, layout, mesh),
+        dtype="float32",
+        block_size=BLOCK_SIZE,
+        num_blocks=NUM_BLOCKS,
+        max_num_seqs=tokens,
+        buckets=[bucket],
+    )
+    params = load(path, spec, layout, mesh, "float32")
+    forward = program.compile_forward(bucket)
+    cache = jax.tree.map(
+        lambda a: jax.device_put(np.full(a.shape, np.nan, a.dtype), a.sharding), program.cache
+    )
+    newest = jax.device_put(np.zeros(tokens, np.int32), program.state.newest.sharding)
+    done = [0] * len(requests)
+    logits: list[list[np.ndarray[Any, Any]]] = [[] for _ in requests]
+    for step in steps:
+        batch = _pad(buckets, bucket, _step(requests, done, step))
+        out, _, cache = forward(params, cache, newest, batch)
+        out, start = np.asarray(out)[:, : spec.vocab_size], 0
+        for request, count in step:
+            logits[request].append(out[start : start + count])
+            start += count
+    return [np.concatenate(parts) for parts in logits]
+
+
+def _pad(buckets: Buckets, bucket: Bucket, step: StepInput) -> Any:
+    return buckets.pad(step, bucket, NUM_BLOCKS)
+
+
+def _step(
+    requests: Sequence[list[int]], done: list[int], step: Sequence[tuple[int, int]]
+) -> StepInput:
+    """A step in which every token is sampled, in scattered blocks."""
+    deal = np.random.default_rng(0).permutation(NUM_BLOCKS).astype(np.int32)
+    blocks = np.split(deal, np.cumsum([-(-length // BLOCK_SIZE) for length in LENGTHS]))
+    table = np.zeros((len(step), max(map(len, blocks[: len(requests)]))), np.int32)
+    tokens, positions = [], []
+    for row, (request, count) in enumerate(step):
+        table[row, : len(blocks[request])] = blocks[request]
+        positions += range(done[request], done[request] + count)
+        tokens += requests[request][done[request] : done[request] + count]
+        done[request] += count
+    which = np.array([request for request, _ in step], np.int32)
+    return StepInput(
+        step=0,
+        token_ids=np.array(tokens, np.int32),
+        positions=np.array(positions, np.int32),
+        query_start=np.cumsum([0, *(count for _, count in step)], dtype=np.int32),
+        context_len=np.array([done[request] for request, _ in step], np.int32),
+        block_table=table,
+        slot=which,
+        sample_index=np.arange(len(tokens), dtype=np.int32),
+        sample_slot=np.zeros(len(tokens), np.int32),
+        output_index=np.zeros(len(tokens), np.int32),
+    )
+
+
+def _transformers_logits(path: Path, requests: list[list[int]]) -> list[np.ndarray[Any, Any]]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        return [model(torch.tensor([tokens])).logits[0].numpy() for tokens in requests]

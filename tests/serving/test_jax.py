@@ -1,0 +1,152 @@
+"""`--backend jax`: served over HTTP, refused settings, and no compile once it serves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support.checkpoints import make_checkpoint
+from support.server import start_server
+
+from weft import LLM, SamplingParams
+from weft.errors import ConfigError
+from weft.models.jax import platform
+from weft.serving.config import EngineConfig
+from weft.serving.jax_loading import check_settings
+from weft.serving.loading import uses_jax
+
+SIZES: dict[str, Any] = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 32,
+    "max_model_len": 128,
+    "kv_cache_memory": 2**20,
+}
+PROMPT = "the user asks the assistant for"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compiled")
+
+
+def _mixture(count: int) -> tuple[list[str], list[SamplingParams]]:
+    """Prompts of all lengths, and settings of all kinds."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 2},
+        {"temperature": 1.0, "seed": 3, "top_p": 0.9},
+        {"temperature": 0.8, "seed": 4, "top_k": 9, "min_p": 0.02},
+        {"temperature": 0.0, "repetition_penalty": 1.2, "presence_penalty": 0.5},
+        {"temperature": 0.7, "seed": 5, "logit_bias": {7: 4.0}, "min_tokens": 3},
+    ]
+    prompts = [f"{PROMPT} {'one more ' * (i % 13)}thing" for i in range(count)]
+    params = [
+        SamplingParams(max_tokens=3 + i % 7, ignore_eos=True, **kinds[i % len(kinds)])
+        for i in range(count)
+    ]
+    return prompts, params
+
+
+def test_a_mixed_run_compiles_nothing_and_answers_as_torch(model: Path, cache: Path) -> None:
+    prompts, params = _mixture(200)
+    with LLM(model, threads=1, backend="torch", **SIZES) as llm:
+        expected = [answer.token_ids for answer in llm.generate(prompts, params)]
+    with LLM(model, backend="jax", compile_cache=str(cache), **SIZES) as llm:
+        counter = platform.CompileCounter()
+        answers = llm.generate(prompts, params)
+        counter.close()
+    assert counter.count == 0
+    assert [answer.token_ids for answer in answers] == expected
+
+
+def test_served_over_http_on_two_devices_of_one_process(
+    model: Path, cache: Path, tmp_path: Path
+) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    texts = []
+    jax = {"backend": "jax", "tp": 2, "ep": 2, "compile_cache": cache}
+    for settings in ({"backend": "torch"}, jax):
+        with start_server(model, tmp_path, **SIZES, **settings) as server:
+            (engine,) = psutil.Process(server.process.pid).children()
+            assert not engine.children()
+            body["model"] = server.model
+            with ThreadPoolExecutor(4) as pool:
+                answers = list(
+                    pool.map(lambda _: server.http.post("/v1/completions", json=body), range(4))
+                )
+            assert {answer.status_code for answer in answers} == {200}
+            texts.append({answer.json()["choices"][0]["text"] for answer in answers})
+            log = server.log.read_text()
+        assert ("compiled" in log) == (settings is jax)
+        assert "after warm-up" not in log
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"cp": 2}, "--cp is 2; with --backend jax it must be 1"),
+        ({"pp": 2}, "--pp is 2; with --backend jax it must be 1"),
+        ({"quantization": "int8"}, "--quantization is int8; with --backend jax it must be none"),
+        ({"devices": "2"}, "--devices is 2; with --backend jax it cannot be given"),
+        ({"device": "cuda"}, "--device is cuda; with --backend jax it must be auto or cpu"),
+        ({"kernels": "overlapped"}, "--kernels is overlapped"),
+        ({"tp": 2, "ep": 4}, "--ep is 4 beside --tp 2; with --backend jax it must divide --tp"),
+    ],
+)
+def test_settings_that_jax_has_not(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_settings(EngineConfig(**settings))
+
+
+def test_who_runs_a_model() -> None:
+    assert uses_jax(EngineConfig(backend="jax"))
+    assert not uses_jax(EngineConfig(backend="torch"))
+    assert not uses_jax(EngineConfig())  # no TPU here
+
+
+@pytest.mark.parametrize(
+    ("vendor", "device", "found"),
+    [("0x1ae0", "0x0063", True), ("0x1ae0", "0x0042", False), ("0x8086", "0x0063", False)],
+)
+def test_only_tpus_count_as_such(tmp_path: Path, vendor: str, device: str, found: bool) -> None:
+    """And not other devices of Google's, such as a network card."""
+    folder = tmp_path / "sys/bus/pci/devices/0000:00:05.0"
+    folder.mkdir(parents=True)
+    (folder / "vendor").write_text(f"{vendor}\n")
+    (folder / "device").write_text(f"{device}\n")
+    assert platform.finds_tpus(tmp_path) == found
+
+
+def test_without_jax_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "is_installed", lambda: False)
+    with pytest.raises(ConfigError, match=r"not installed: pip install 'weft\[tpu\]'"):
+        platform.devices(1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", ["weft-demo", "weft-demo-moe"])
+def test_eval_scores_as_with_torch(name: str, cache: Path) -> None:
+    """On four devices, with expert parallel where there are experts."""
+    split = ["--tp", "4"] if name == "weft-demo" else ["--tp", "4", "--ep", "4"]
+    sizes = ["--max-num-seqs", "8", "--max-num-batched-tokens", "128"]
+    jax = ["--backend", "jax", "--compile-cache", str(cache), *split, *sizes]
+    scores = []
+    for flags in (["--backend", "torch"], jax):
+        command = [sys.executable, "-m", "weft", "eval", name, "--json", "--count", "10"]
+        done = subprocess.run([*command, *flags], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        scores.append({one["task"]: one["right"] for one in json.loads(done.stdout)})
+    assert scores[0] == scores[1]
