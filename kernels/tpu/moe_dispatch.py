@@ -101,22 +101,19 @@ def moe_dispatch(
     return jnp.where(real[:, None], by_expert, 0), routing
 
 
-def moe_combine(
-    y: jax.Array, weights: jax.Array, expert_ids: jax.Array, routing: Routing, axes: Axes
-) -> jax.Array:
+def moe_combine(y: jax.Array, weights: jax.Array, routing: Routing, axes: Axes) -> jax.Array:
     """The experts' outputs times the router's weights, added by token.
 
     Args:
         y: [R, K]; of the rows that `moe_dispatch` has given.
         weights: float [T, k].
-        expert_ids: int32 [T, k], as it was given.
         routing: of that call.
-        axes: likewise.
+        axes: of that call.
 
     Returns:
         [T, K] in y's dtype, in which rows travel; added in float32.
     """
-    tokens, k = expert_ids.shape
+    tokens, k = weights.shape
     devices = size(axes)
     everyone = lax.all_gather(weights.astype(jnp.float32), names(axes)).reshape(devices, tokens, k)
     mine = jnp.take_along_axis(everyone, routing.choice[..., None], axis=1)  # of the rows that came

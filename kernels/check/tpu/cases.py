@@ -236,7 +236,7 @@ def experts(
     def all_of_it(x: jax.Array, ids: jax.Array, weights: jax.Array, w: jax.Array) -> jax.Array:
         came, routing = moe_dispatch(x, ids, count, order)
         made = grouped_matmul(came, w, routing.offsets)
-        return moe_combine(made, weights, ids, routing, order)
+        return moe_combine(made, weights, routing, order)
 
     return [
         Case(
