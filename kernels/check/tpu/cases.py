@@ -291,6 +291,7 @@ INTERPRETED = [
     *products({"x": 4}, 64, 128, 256, jnp.bfloat16),
     *products({"x": 2, "y": 2}, 64, 128, 128, jnp.float32),
     *on_two_cores(products({"x": 4}, 64, 128, 128, jnp.float32)),
+    *on_two_cores(products({"x": 2, "y": 2}, 64, 128, 128, jnp.float32)),
     attention(RAGGED, 1, jnp.float32, "", queries_per_block=4, pages_per_block=2),
     attention(
         RAGGED, 1, jnp.float32, "window", queries_per_block=4, pages_per_block=1, sliding_window=10
