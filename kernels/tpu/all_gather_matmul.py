@@ -59,7 +59,7 @@ def all_gather_matmul(
             f"x is {list(x.shape)} and w is {list(w.shape)}; they must be [m, K], [K, N]"
         )
     order = tuple(name for name in names(axes) if size(name) > 1)
-    lanes = split(x.shape[0], lane_counts(order))
+    lanes = split(x.shape[0], lane_counts(order)) if order else 1
     if not order or x.shape[0] // lanes < SUBLANES:
         rows = lax.all_gather(x, names(axes), tiled=True)
         product = jnp.dot(rows, w, preferred_element_type=jnp.float32).astype(x.dtype)

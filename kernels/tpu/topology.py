@@ -23,14 +23,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import TypeAlias
 
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-Axes = str | Sequence[str]
-Index = int | jax.Array
+Axes: TypeAlias = str | Sequence[str]
+Index: TypeAlias = "int | jax.Array"
 
 PERMUTES = 16
 """The first semaphore of permutes; those below are for 4 mesh axes, a set each."""

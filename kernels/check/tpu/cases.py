@@ -238,7 +238,7 @@ def experts(
         made = grouped_matmul(came, w, routing.offsets)
         return moe_combine(made, weights, routing, order)
 
-    return [
+    moe = [
         Case(
             "moe_dispatch",
             axes,
@@ -257,20 +257,22 @@ def experts(
             P(order),
             note=note,
         ),
-        Case(
-            "grouped_matmul",
-            axes,
-            grouped_matmul,
-            oracles.grouped_matmul,
-            [
-                Input((rows, k), P(), dtype),
-                Input((count, k, n), P(), dtype),
-                Input((count + 1,), P(), jnp.int32, draw_offsets),
-            ],
-            P(),
-            note=note,
-        ),
     ]
+    if idle:
+        return moe
+    products = Case(
+        "grouped_matmul",
+        axes,
+        grouped_matmul,
+        oracles.grouped_matmul,
+        [
+            Input((rows, k), P(), dtype),
+            Input((count, k, n), P(), dtype),
+            Input((count + 1,), P(), jnp.int32, draw_offsets),
+        ],
+        P(),
+    )
+    return [*moe, products]
 
 
 def on_two_cores(cases: Sequence[Case]) -> list[Case]:

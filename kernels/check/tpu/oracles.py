@@ -69,11 +69,13 @@ def shared_attention(
 ) -> jax.Array:
     """As `distributed_decode_attention`: page p of a request is entry p // W of device p % W."""
     devices = lax.axis_size(axes)
-    pools = (lax.all_gather(pool, axes, tiled=True) for pool in (keys, values))
+    keys_of_all, values_of_all = (lax.all_gather(pool, axes, tiled=True) for pool in (keys, values))
     tables = lax.all_gather(block_table, axes).reshape(devices, *block_table.shape)
     tables = tables + jnp.arange(devices)[:, None, None] * keys.shape[0]
     table = tables.transpose(1, 2, 0).reshape(block_table.shape[0], -1)
-    return paged_attention(q, *pools, query_start, context_len, table, **options)[0]
+    return paged_attention(
+        q, keys_of_all, values_of_all, query_start, context_len, table, **options
+    )[0]
 
 
 def moe_dispatch(
