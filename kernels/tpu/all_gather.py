@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import jax
 from jax import lax
@@ -32,7 +33,7 @@ from jax.experimental.pallas import tpu as pltpu
 from weft.kernels.tpu.ring import Lane, meet, split
 from weft.kernels.tpu.topology import Axes, Index, collective_id, names, size
 
-Place = tuple[Index | pl.Slice, ...]
+Place: TypeAlias = tuple[Index | pl.Slice, ...]
 """Where in [*sizes, lanes] something lies: along axes that are done, everywhere."""
 
 

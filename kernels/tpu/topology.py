@@ -31,7 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 Axes: TypeAlias = str | Sequence[str]
-Index: TypeAlias = "int | jax.Array"
+Index: TypeAlias = int | jax.Array
 
 PERMUTES = 16
 """The first semaphore of permutes; those below are for 4 mesh axes, a set each."""
