@@ -88,7 +88,7 @@ def test_a_dropped_barrier_is_seen_without_running() -> None:
 
 
 def test_what_mosaic_cannot_take_is_found() -> None:
-    big = ("all_gather_matmul", "VMEM((tall, wide)", "VMEM((1 << 16, wide)")
+    big = ("pipeline", "1024, LANES", "8192, LANES")
     (finding,) = found("all_gather_matmul x=8", [big], topology="v5e:2x4")
     assert "refused" in finding
     assert "vmem" in finding.lower()
