@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from weft.errors import ConfigError
 
@@ -100,6 +100,46 @@ def timeline(op: str, output: Path, world_size: int) -> int:
     return 0
 
 
+def tpu(ops: Sequence[str], topologies: Sequence[str], *, as_json: bool) -> int:
+    """Interpret every TPU kernel, and compile it for TPUs.
+
+    Args:
+        ops: names; all for none.
+        topologies: to compile for; all for none.
+
+    Raises:
+        ConfigError: there is no such op or topology, or jax is not installed.
+    """
+    if importlib.util.find_spec("jax") is None or importlib.util.find_spec("libtpu") is None:
+        raise ConfigError("weft check tpu needs jax and libtpu: pip install 'weft[tpu]'")
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    from weft.kernels.check.tpu.cases import INTERPRETED, TOPOLOGIES, compiled
+    from weft.kernels.check.tpu.process import Workers
+
+    known = dict.fromkeys(case.op for case in INTERPRETED)
+    for name in ops:
+        if name not in known:
+            raise ConfigError(f"op is {name!r}; it must be one of {', '.join(known)}")
+    for name in topologies:
+        if name not in TOPOLOGIES:
+            raise ConfigError(f"target is {name!r}; it must be one of {', '.join(TOPOLOGIES)}")
+    wanted = [case for case in INTERPRETED if not ops or case.op in ops]
+    jobs = [{"case": case.name, "mode": mode} for case in wanted for mode in ("eager", "on_wait")]
+    jobs += [
+        {"case": case.name, "topology": topology}
+        for topology in topologies or TOPOLOGIES
+        for case in compiled(topology)
+        if not ops or case.op in ops
+    ]
+    with Workers() as workers:
+        outcomes = [workers.ask(job) for job in _progress("checks", jobs, len(jobs))]
+    if as_json:
+        print(json.dumps(outcomes, indent=2))
+    else:
+        _print_tpu(outcomes)
+    return int(any(outcome["findings"] for outcome in outcomes))
+
+
 def _interpret() -> None:
     """Triton reads this when a kernel's module is imported: nothing of weft.kernels.gpu yet is."""
     if importlib.util.find_spec("triton") is None:
@@ -156,6 +196,30 @@ def _print_outcomes(outcomes: Sequence[Outcome]) -> None:
             )
             for finding in outcome.findings:
                 print(f"- {finding}")
+
+
+def _print_tpu(outcomes: Sequence[dict[str, Any]]) -> None:
+    wide = max(len(outcome["case"]) for outcome in outcomes) + 2
+    print(
+        f"{'op, mesh':<{wide}}{'where':<22}{'bad':>4}{'seconds':>9}{'kernels':>9}"
+        f"{'temporary':>13}{'GFLOP':>9}{'MB moved':>10}"
+    )
+    for outcome in outcomes:
+        where = outcome.get("topology") or f"interpreter, {outcome['mode']}"
+        line = f"{outcome['case']:<{wide}}{where:<22}{len(outcome['findings']):>4}"
+        line = f"{line}{outcome['seconds']:>9.1f}"
+        if "kernels" in outcome:
+            line += (
+                f"{outcome['kernels']:>9}{outcome['temporary_bytes'] / 1e6:>10.1f} MB"
+                f"{outcome['flops'] / 1e9:>9.2f}{outcome['bytes_accessed'] / 1e6:>10.1f}"
+            )
+        print(line)
+    found = sum(len(outcome["findings"]) for outcome in outcomes)
+    print(f"{len(outcomes)} checks, {found} findings")
+    for outcome in outcomes:
+        for finding in outcome["findings"]:
+            where = outcome.get("topology") or outcome["mode"]
+            print(f"- {outcome['case']}, {where}: {finding}")
 
 
 def _print_compiled(rows: Sequence[Compiled]) -> None:

@@ -386,14 +386,16 @@ def bench(**options: Any) -> int:
 @weft.group(invoke_without_command=True)
 @click.pass_context
 def check(context: click.Context) -> int:
-    """Check the overlapped kernels, without a GPU.
+    """Check the overlapped kernels, without a GPU or a TPU.
 
-    Needs Triton. Exits with 1 if something is found. docs/kernels.md says how they work.
+    Needs Triton, or for `tpu` JAX. Exits with 1 if something is found. docs/kernels.md says how
+    they work.
 
     \b
     weft check kernels --world-size 2,3
     weft check aot --target sm_90
     weft check timeline all_gather_matmul -o overlap.svg
+    weft check tpu --only all_reduce
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
@@ -471,6 +473,26 @@ def check_timeline(op: str, output: Path, world_size: int) -> int:
     from weft.serving import check
 
     return check.timeline(op, output, world_size)
+
+
+@check.command("tpu")
+@click.option("--only", multiple=True, metavar="OP", help="only this op; may be given again")
+@click.option("--target", multiple=True, metavar="NAME", help="only this; may be given again")
+@click.option("--json", "as_json", is_flag=True, help="write JSON")
+def check_tpu(only: tuple[str, ...], target: tuple[str, ...], as_json: bool) -> int:
+    """Run every TPU op on 2, 4 and 8 interpreted devices, and compile it for real TPUs.
+
+    Interpreted, it is looked at for wrong numbers, races, deadlocks, signals that nobody waits for,
+    and other devices touched before they are there. Compiled, by the compiler of v5e:2x4,
+    v5p:2x2x1, v6e:2x4 and tpu7x:2x2x1, for what that refuses. docs/tpu.md says more.
+
+    \b
+    weft check tpu
+    weft check tpu --only all_gather_matmul --target v5e:2x4
+    """
+    from weft.serving import check
+
+    return check.tpu(only, target, as_json=as_json)
 
 
 def _params(given: dict[str, Any]) -> SamplingParams:

@@ -92,6 +92,17 @@ def test_kernels_are_compiled(run: Run) -> None:
     assert push[header.index("dtype")] == "bf16"
 
 
+def test_tpu_kernels_are_interpreted_and_compiled(run: Run) -> None:
+    done = run("tpu", "--only", "grouped_matmul", "--target", "v5e:2x4")
+    assert done.returncode == 0, done.stderr
+    header, *rows, last = done.stdout.splitlines()
+    assert header.startswith("op, mesh ")
+    assert len(rows) == 5
+    assert sum("interpreter, eager" in row for row in rows) == 2
+    assert sum("v5e:2x4" in row for row in rows) == 1
+    assert last == "5 checks, 0 findings"
+
+
 def test_problems_of_compiled_kernels_are_told_and_are_the_exit_status(run: Run) -> None:
     done = run("aot", before=PROBLEM)
     assert done.returncode == 1
@@ -113,6 +124,8 @@ def test_problems_of_compiled_kernels_are_told_and_are_the_exit_status(run: Run)
         (["kernels", "--seeds", "0"], "--seeds is '0'; it must be a count, as 3, or a range"),
         (["aot", "--target", "sm_12"], "target is 'sm_12'; it must be one of sm_80, "),
         (["aot", "--only", "gather"], "op is 'gather' (did you mean all_gather?); it must be"),
+        (["tpu", "--only", "gather"], "op is 'gather'; it must be one of permute, all_gather, "),
+        (["tpu", "--target", "v4"], "target is 'v4'; it must be one of v5e:2x4, "),
         (["frobnicate"], "frobnicate"),
     ],
 )
@@ -134,11 +147,19 @@ def test_without_triton_it_says_what_to_install(run: Run, command: str) -> None:
     )
 
 
+def test_without_jax_tpu_says_what_to_install(run: Run) -> None:
+    done = run("tpu", before="sys.modules['jax'] = None")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "weft: error: weft check tpu needs jax and libtpu: pip install 'weft[tpu]'\n"
+    )
+
+
 def test_help_has_examples(run: Run) -> None:
     bare = run()
     assert bare.returncode == 0
     assert bare.stdout == run("--help").stdout
-    for command in ("kernels", "aot"):
+    for command in ("kernels", "aot", "tpu"):
         assert f"\n  {command} " in bare.stdout
         assert f"weft check {command}" in run(command, "--help").stdout
 

@@ -1,0 +1,342 @@
+"""Every TPU op at the shapes it is checked at: small to be interpreted, real to be compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from weft.kernels.check.tpu import oracles
+from weft.kernels.check.tpu.case import Case, Input
+from weft.kernels.tpu.all_gather import all_gather
+from weft.kernels.tpu.all_gather_matmul import all_gather_matmul
+from weft.kernels.tpu.all_reduce import all_reduce
+from weft.kernels.tpu.all_to_all import all_to_all
+from weft.kernels.tpu.attention import ragged_paged_attention
+from weft.kernels.tpu.distributed_decode_attention import distributed_decode_attention
+from weft.kernels.tpu.grouped_matmul import grouped_matmul
+from weft.kernels.tpu.matmul_reduce_scatter import matmul_reduce_scatter
+from weft.kernels.tpu.moe_dispatch import moe_combine, moe_dispatch
+from weft.kernels.tpu.permute import permute
+from weft.kernels.tpu.reduce_scatter import reduce_scatter
+
+P = PartitionSpec
+
+
+def _ring(axis: str, direction: int) -> list[tuple[int, int]]:
+    size = lax.axis_size(axis)
+    return [(i, (i + direction) % size) for i in range(size)]
+
+
+def collectives(
+    axes: dict[str, int], rows: int, columns: int, dtype: Any, slots: int = 2
+) -> list[Case]:
+    """The ops that move or add, over all axes; each device has [rows, columns]."""
+    order = tuple(axes)
+    devices = int(np.prod(list(axes.values())))
+    mine = Input((devices * rows, columns), P(order), dtype)
+    parts = Input((devices * devices, rows, columns), P(order), dtype)
+    summed = Input((devices * devices * rows, columns), P(order), dtype)
+    one = len(order) == 1
+    return [
+        *(
+            Case(
+                "permute",
+                axes,
+                partial(permute, axis=order[0], direction=direction),
+                lambda x, d=direction: lax.ppermute(x, order[0], _ring(order[0], d)),
+                [mine],
+                P(order),
+                note="down" if direction < 0 else "",
+            )
+            for direction in (1, -1)
+            if one
+        ),
+        Case(
+            "all_gather",
+            axes,
+            partial(all_gather, axes=order),
+            partial(lax.all_gather, axis_name=order, tiled=True),
+            [mine],
+            P(),
+        ),
+        Case(
+            "reduce_scatter",
+            axes,
+            partial(reduce_scatter, axes=order, slots=slots),
+            partial(lax.psum_scatter, axis_name=order, tiled=True),
+            [summed],
+            P(order),
+        ),
+        Case(
+            "all_reduce",
+            axes,
+            partial(all_reduce, axes=order, slots=slots),
+            partial(lax.psum, axis_name=order),
+            [mine],
+            P(order),
+        ),
+        Case(
+            "all_to_all",
+            axes,
+            partial(all_to_all, axes=order),
+            partial(lax.all_to_all, axis_name=order, split_axis=0, concat_axis=0),
+            [parts],
+            P(order),
+        ),
+    ]
+
+
+def products(axes: dict[str, int], m: int, k: int, n: int, dtype: Any) -> list[Case]:
+    """The products, over all axes: [m, k] rows of a device before, or [m, n] after; n is a device's
+    part of the weight of the first, k of the second.
+    """
+    order = tuple(axes)
+    devices = int(np.prod(list(axes.values())))
+    x, w = Input((devices * m, k), P(order), dtype), Input((k, devices * n), P(None, order), dtype)
+
+    def gather(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rows = lax.all_gather(x, order, tiled=True)
+        return oracles.times(rows, w).astype(x.dtype), rows
+
+    def scatter(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.psum_scatter(oracles.times(x, w), order, tiled=True).astype(x.dtype)
+
+    return [
+        Case(
+            "all_gather_matmul",
+            axes,
+            partial(all_gather_matmul, axes=order, gathered=True),
+            gather,
+            [x, w],
+            (P(None, order), P()),
+        ),
+        Case(
+            "matmul_reduce_scatter",
+            axes,
+            partial(matmul_reduce_scatter, axes=order),
+            scatter,
+            [
+                Input((devices * m, devices * k), P(None, order), dtype),
+                Input((devices * k, n), P(order), dtype),
+            ],
+            P(order),
+        ),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A ragged batch over a paged cache.
+
+    Attributes:
+        queries, contexts: of each request; contexts include the queries.
+        padding: tokens behind them.
+        heads, kv_heads, depth, page: of the cache.
+    """
+
+    queries: Sequence[int]
+    contexts: Sequence[int]
+    padding: int = 0
+    heads: int = 4
+    kv_heads: int = 2
+    depth: int = 128
+    page: int = 16
+
+    def inputs(self, dtype: Any, axis: str | None, devices: int) -> list[Input]:
+        """q, keys, values, query_start, context_len, block_table; devices share the pages."""
+        requests = len(self.queries)
+        width = -(-max(self.contexts) // (self.page * devices))
+        pool = (devices * requests * width, self.kv_heads, self.page, self.depth)
+        start = np.concatenate([[0], np.cumsum(self.queries)])
+
+        def table(rng: np.random.Generator) -> np.ndarray:
+            each = [rng.permutation(requests * width) for _ in range(devices)]
+            return np.concatenate(each).reshape(devices * requests, width)
+
+        return [
+            Input((int(start[-1]) + self.padding, self.heads, self.depth), P(), dtype),
+            Input(pool, P(axis), dtype),
+            Input(pool, P(axis), dtype),
+            Input(start.shape, P(), jnp.int32, lambda _: start),
+            Input((requests,), P(), jnp.int32, lambda _: np.array(self.contexts)),
+            Input((devices * requests, width), P(axis), jnp.int32, table),
+        ]
+
+
+def attention(
+    batch: Batch, devices: int, dtype: Any, note: str = "", alike: int = 1, **options: Any
+) -> Case:
+    """Attention of a batch, on several devices that share it, or on one, or `alike` that do so."""
+    axes, options = {"x": max(devices, alike)}, {"scale": batch.depth**-0.5} | options
+    blocking = ("queries_per_block", "pages_per_block")
+    plain = {name: value for name, value in options.items() if name not in blocking}
+    inputs = batch.inputs(dtype, "x" if devices > 1 else None, devices)
+    if devices == 1:
+        kernel, oracle = ragged_paged_attention, oracles.paged_attention
+        return Case(
+            "ragged_paged_attention",
+            axes,
+            partial(kernel, **options),
+            partial(oracle, **plain),
+            inputs,
+            (P(), P()),
+            note=note,
+        )
+    return Case(
+        "distributed_decode_attention",
+        axes,
+        partial(distributed_decode_attention, axes=("x",), **options),
+        partial(oracles.shared_attention, axes=("x",), **plain),
+        inputs,
+        P(),
+        note=note,
+    )
+
+
+def experts(
+    axes: dict[str, int],
+    tokens: int,
+    k: int,
+    n: int,
+    count: int,
+    choices: int,
+    dtype: Any,
+    idle: bool = False,
+) -> list[Case]:
+    """Experts [k, n] that devices share, `tokens` on each device; `idle`: all go to the first."""
+    order = tuple(axes)
+    devices = int(np.prod(list(axes.values())))
+    rows = devices * tokens
+
+    def draw_ids(rng: np.random.Generator) -> np.ndarray:
+        if idle:
+            return np.zeros((rows, choices), np.int32)
+        return rng.permuted(np.tile(np.arange(count), (rows, 1)), axis=1)[:, :choices]
+
+    def draw_offsets(rng: np.random.Generator) -> np.ndarray:
+        return np.concatenate([[0], np.sort(rng.integers(0, rows, count))])
+
+    note = "idle" if idle else ""
+    x = Input((rows, k), P(order), dtype)
+    ids = Input((rows, choices), P(order), jnp.int32, draw_ids)
+    w = Input((count, k, n), P(order), dtype)
+
+    def dispatch(x: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        came, routing = moe_dispatch(x, ids, count, order)
+        return came, routing.offsets
+
+    def all_of_it(x: jax.Array, ids: jax.Array, weights: jax.Array, w: jax.Array) -> jax.Array:
+        came, routing = moe_dispatch(x, ids, count, order)
+        made = grouped_matmul(came, w, routing.offsets)
+        return moe_combine(made, weights, routing, order)
+
+    moe = [
+        Case(
+            "moe_dispatch",
+            axes,
+            dispatch,
+            partial(oracles.moe_dispatch, experts=count, axes=order),
+            [x, ids],
+            (P(order), P(order)),
+            note=note,
+        ),
+        Case(
+            "moe_combine",
+            axes,
+            all_of_it,
+            partial(oracles.experts, axes=order),
+            [x, ids, Input((rows, choices), P(order)), w],
+            P(order),
+            note=note,
+        ),
+    ]
+    if idle:
+        return moe
+    products = Case(
+        "grouped_matmul",
+        axes,
+        grouped_matmul,
+        oracles.grouped_matmul,
+        [
+            Input((rows, k), P(), dtype),
+            Input((count, k, n), P(), dtype),
+            Input((count + 1,), P(), jnp.int32, draw_offsets),
+        ],
+        P(),
+    )
+    return [*moe, products]
+
+
+def on_two_cores(cases: Sequence[Case]) -> list[Case]:
+    """The same, each device with two cores."""
+    return [replace(case, cores=2, note=f"{case.note} megacore".strip()) for case in cases]
+
+
+RAGGED = Batch(queries=[5, 1, 0, 7], contexts=[21, 40, 9, 7], padding=3)
+DECODES = Batch(queries=[1, 1, 1], contexts=[1, 33, 70])
+
+INTERPRETED = [
+    *collectives({"x": 2}, 16, 128, jnp.float32),
+    *collectives({"x": 4}, 32, 256, jnp.float32),
+    *collectives({"x": 8}, 16, 128, jnp.float32, slots=3),
+    *collectives({"x": 2, "y": 2}, 16, 128, jnp.float32),
+    *on_two_cores(collectives({"x": 4}, 32, 128, jnp.float32)),
+    *products({"x": 2}, 64, 256, 128, jnp.float32),
+    *products({"x": 4}, 64, 128, 256, jnp.bfloat16),
+    *products({"x": 2, "y": 2}, 64, 128, 128, jnp.float32),
+    *on_two_cores(products({"x": 4}, 64, 128, 128, jnp.float32)),
+    *on_two_cores(products({"x": 2, "y": 2}, 64, 128, 128, jnp.float32)),
+    attention(RAGGED, 1, jnp.float32, "", queries_per_block=4, pages_per_block=2),
+    attention(
+        RAGGED, 1, jnp.float32, "window", queries_per_block=4, pages_per_block=1, sliding_window=10
+    ),
+    attention(DECODES, 1, jnp.bfloat16, "decode softcap", softcap=5.0),
+    *on_two_cores([attention(RAGGED, 1, jnp.float32, "", pages_per_block=2)]),
+    attention(DECODES, 2, jnp.float32),
+    attention(DECODES, 4, jnp.float32, "window", sliding_window=40, pages_per_block=1),
+    *experts({"x": 2}, 8, 256, 128, 4, 2, jnp.float32),
+    *experts({"x": 4}, 4, 128, 128, 8, 1, jnp.float32, idle=True),
+    *experts({"x": 4}, 5, 128, 128, 8, 3, jnp.float32),
+]
+
+TOPOLOGIES: dict[str, dict[str, int]] = {
+    "v5e:2x4": {"x": 2, "y": 4},
+    "v5p:2x2x1": {"x": 2, "y": 2},
+    "v6e:2x4": {"x": 2, "y": 4},
+    "tpu7x:2x2x1": {"x": 4, "y": 2},  # a device for each of a chip's two cores
+}
+"""What ops are compiled for, and the two axes that their devices are."""
+
+
+def compiled(topology: str) -> list[Case]:
+    """The ops at sizes of a model of 8 billion parameters, over one axis and over two."""
+    two = TOPOLOGIES[topology]
+    one = {"x": int(np.prod(list(two.values())))}
+    return [
+        case
+        for axes in (one, two)
+        for case in (
+            *collectives(axes, 1024, 4096, jnp.bfloat16),
+            *products(axes, 512, 4096, 1792, jnp.bfloat16),
+        )
+    ] + [
+        *experts(one, 128, 2048, 768, 128, 8, jnp.bfloat16),
+        attention(
+            Batch([512] + [1] * 63, [4096] * 64, 0, 32, 8, 128, 64), 1, jnp.bfloat16, "", one["x"]
+        ),
+        attention(Batch([1] * 8, [32768] * 8, 0, 32, 8, 128, 64), one["x"], jnp.bfloat16),
+    ]
+
+
+def named(name: str, topology: str | None = None) -> Case:
+    """A case by its name, among those that are interpreted or compiled for a topology."""
+    cases = INTERPRETED if topology is None else compiled(topology)
+    return next(case for case in cases if case.name == name)

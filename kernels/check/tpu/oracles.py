@@ -1,0 +1,112 @@
+"""What the TPU ops that are no collective of `jax.lax` have to equal: in plain jax, all at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def times(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x @ w in float32."""
+    return jnp.einsum(
+        "...k,kn->...n", x, w, preferred_element_type=jnp.float32, precision="highest"
+    )
+
+
+def paged_attention(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    query_start: jax.Array,
+    context_len: jax.Array,
+    block_table: jax.Array,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """As `ragged_paged_attention` of pages that are all here."""
+    (tokens, heads, depth), (_, kv_heads, page, _) = q.shape, keys.shape
+    token = jnp.arange(tokens)
+    real = token < query_start[-1]
+    request = jnp.searchsorted(query_start[1:], token, side="right")
+    request = jnp.minimum(request, len(context_len) - 1)
+    queries = query_start[request + 1] - query_start[request]
+    position = context_len[request] - queries + token - query_start[request]
+
+    def of_request(pool: jax.Array) -> jax.Array:
+        pages = pool[block_table[request]].astype(jnp.float32)  # [T, n, Hk, page, D]
+        each = pages.transpose(0, 2, 1, 3, 4).reshape(tokens, kv_heads, -1, depth)
+        return jnp.repeat(each, heads // kv_heads, axis=1)
+
+    scores = jnp.einsum("thd,thnd->thn", q.astype(jnp.float32), of_request(keys)) * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    key = jnp.arange(block_table.shape[1] * page)[None]
+    sees = (key <= position[:, None]) & real[:, None]
+    if sliding_window is not None:
+        sees &= key > position[:, None] - sliding_window
+    scores = jnp.where(sees[:, None], scores, -jnp.inf)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    weights = jnp.where(
+        sees[:, None], jnp.exp(scores - jnp.where(real[:, None], lse, 0)[..., None]), 0
+    )
+    return jnp.einsum("thn,thnd->thd", weights, of_request(values)).astype(q.dtype), lse
+
+
+def shared_attention(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    query_start: jax.Array,
+    context_len: jax.Array,
+    block_table: jax.Array,
+    axes: tuple[str, ...],
+    **options: Any,
+) -> jax.Array:
+    """As `distributed_decode_attention`: page p of a request is entry p // W of device p % W."""
+    devices = lax.axis_size(axes)
+    keys_of_all, values_of_all = (lax.all_gather(pool, axes, tiled=True) for pool in (keys, values))
+    tables = lax.all_gather(block_table, axes).reshape(devices, *block_table.shape)
+    tables = tables + jnp.arange(devices)[:, None, None] * keys.shape[0]
+    table = tables.transpose(1, 2, 0).reshape(block_table.shape[0], -1)
+    return paged_attention(
+        q, keys_of_all, values_of_all, query_start, context_len, table, **options
+    )[0]
+
+
+def moe_dispatch(
+    x: jax.Array, expert_ids: jax.Array, experts: int, axes: tuple[str, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """The rows of this device's experts, in the order of devices and tokens; and their offsets."""
+    devices, k = lax.axis_size(axes), expert_ids.shape[1]
+    local = experts // devices
+    rows = lax.all_gather(x, axes, tiled=True)
+    ids = lax.all_gather(expert_ids, axes, tiled=True) - lax.axis_index(axes) * local
+    expert = jnp.where((ids >= 0) & (ids < local), ids, local).reshape(-1)
+    limit = rows.shape[0] * min(k, local)
+    order = jnp.argsort(expert, stable=True)[:limit]
+    offsets = jnp.searchsorted(jnp.sort(expert), jnp.arange(local + 1)).astype(jnp.int32)
+    real = jnp.arange(limit) < offsets[-1]
+    return jnp.where(real[:, None], rows[order // k], 0), offsets
+
+
+def experts(
+    x: jax.Array, expert_ids: jax.Array, weights: jax.Array, w: jax.Array, axes: tuple[str, ...]
+) -> jax.Array:
+    """Each token's experts, weighed and added; a device has some of w [E / W, K, N]."""
+    every = lax.all_gather(w, axes, tiled=True)[expert_ids].astype(jnp.float32)
+    outs = jnp.einsum("tk,tjkn->tjn", x.astype(jnp.float32), every, precision="highest")
+    return jnp.einsum("tj,tjn->tn", weights, outs).astype(x.dtype)
+
+
+def grouped_matmul(x: jax.Array, w: jax.Array, offsets: jax.Array) -> jax.Array:
+    """Each row times its group's weight."""
+    group = jnp.searchsorted(offsets[1:], jnp.arange(len(x)), side="right")
+    inside = group < len(w)
+    each = w[jnp.minimum(group, len(w) - 1)].astype(jnp.float32)
+    out = jnp.einsum("tk,tkn->tn", x.astype(jnp.float32), each, precision="highest")
+    return jnp.where(inside[:, None], out, 0).astype(x.dtype)

@@ -1,0 +1,117 @@
+"""Work on arrays in HBM that are larger than VMEM: blocks come and go under the arithmetic."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+LANES = 128
+SUBLANES = 8
+
+BLOCK_BYTES = 1 << 20
+"""Of a block of float32. A pipeline that adds holds six: two of each array."""
+
+
+def largest(count: int, limit: int, unit: int) -> int:
+    """The largest divisor of `count` that is at most `limit` and a multiple of `unit`.
+
+    `count` itself if there is none: a block as wide as its array may have any width.
+    """
+    return next((n for n in range(limit - limit % unit, 0, -unit) if count % n == 0), count)
+
+
+def block(rows: int, columns: int) -> tuple[int, int]:
+    """A block of a [rows, columns] array to add: whole rows if eight fit, else parts of them."""
+    limit = BLOCK_BYTES // 4
+    wide = columns
+    if SUBLANES * columns > limit:
+        wide = largest(columns, limit // SUBLANES, LANES)
+    return largest(rows, max(limit // wide, SUBLANES), 2 * SUBLANES), wide
+
+
+def add(first: jax.Ref, second: jax.Ref, out: jax.Ref) -> None:
+    """out = first + second, in float32 and rounded once.
+
+    Args:
+        first, second, out: [..., rows, columns] in HBM. `out` may be one of the others.
+    """
+    *lead, rows, columns = out.shape
+    tall, wide = block(rows, columns)
+
+    def body(a: jax.Ref, b: jax.Ref, o: jax.Ref) -> None:
+        o[...] = (a[...].astype(jnp.float32) + b[...].astype(jnp.float32)).astype(o.dtype)
+
+    spec = pl.BlockSpec((*(None,) * len(lead), tall, wide), lambda *at: at)
+    pipeline = pltpu.emit_pipeline(
+        body,
+        grid=(*lead, rows // tall, columns // wide),
+        in_specs=[spec, spec],
+        out_specs=[spec],
+    )
+    pipeline(first, second, out)
+
+
+def tiles(rows: int, columns: int, inner: int) -> tuple[int, int, int]:
+    """Tiles of a product: as tall as can be, for the weight is read again for each row of tiles."""
+    return (
+        largest(rows, 512, 2 * SUBLANES),
+        largest(columns, 1024, LANES),
+        largest(inner, 1024, LANES),
+    )
+
+
+def multiply(
+    x: jax.Ref,
+    w: jax.Ref,
+    out: jax.Ref,
+    accumulator: jax.Ref,
+    plus: jax.Ref | None = None,
+) -> None:
+    """out = x @ w + plus, added up in float32 and rounded once.
+
+    Args:
+        x: [..., m, K] in HBM.
+        w: [K, N] in HBM.
+        out: [..., m, N] in HBM.
+        accumulator: float32 of a tile of `tiles(m, N, K)` in VMEM.
+        plus: [..., m, N] in HBM; may be `out`. None for nothing.
+    """
+    *lead, m, k = x.shape
+    n = w.shape[1]
+    tall, wide, deep = tiles(m, n, k)
+    steps = k // deep
+    axis = len(lead) + 2
+
+    def body(x: jax.Ref, w: jax.Ref, *rest: jax.Ref) -> None:
+        out = rest[-1]
+        step = pl.program_id(axis)
+        product = jnp.dot(x[...], w[...], preferred_element_type=jnp.float32)
+
+        @pl.when(step == 0)
+        def _() -> None:
+            start = rest[0][...].astype(jnp.float32) if plus is not None else 0.0
+            accumulator[...] = product + start
+
+        @pl.when(step > 0)
+        def _() -> None:
+            accumulator[...] += product
+
+        @pl.when(step == steps - 1)
+        def _() -> None:
+            out[...] = accumulator[...].astype(out.dtype)
+
+    none = (None,) * len(lead)
+    result = pl.BlockSpec((*none, tall, wide), lambda *at: at[:-1])
+    pipeline = pltpu.emit_pipeline(
+        body,
+        grid=(*lead, m // tall, n // wide, steps),
+        in_specs=[
+            pl.BlockSpec((*none, tall, deep), lambda *at: (*at[:-2], at[-1])),
+            pl.BlockSpec((deep, wide), lambda *at: (at[-1], at[-2])),
+            *([result] if plus is not None else []),
+        ],
+        out_specs=[result],
+    )
+    pipeline(*(ref for ref in (x, w, plus, out) if ref is not None))

@@ -1,0 +1,102 @@
+"""Each fault that is planted in a kernel is found: a check that cannot fail is none."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from weft.kernels.check.tpu.process import Workers
+
+WORKER = Path(__file__).parents[2] / "support" / "tpu_worker.py"
+TPU = "weft.kernels.tpu."
+
+TAKE = "pl.when(full)(lambda: pl.semaphore_wait(self.credit, 1))"
+GIVE = "pl.when(free)(lambda: signal(self.credit, self.previous, self.core))"
+WAIT = "    pl.semaphore_wait(semaphore, len(writers))\n"
+
+FAULTS = {
+    "dropped wait": (
+        "reduce_scatter x=4",
+        [("sums", "message(lane, hop - 1).wait()", "message(lane, hop - 1).wait_send()")],
+        "race: |wrong: ",
+    ),
+    "dropped credit": (
+        "reduce_scatter x=4",
+        [("ring", TAKE, "pass"), ("ring", GIVE, "pass")],
+        "race: ",
+    ),
+    "credit that nobody takes": ("reduce_scatter x=4", [("ring", TAKE, "pass")], "leftover"),
+    "double write": (
+        "all_to_all x=4",
+        [("all_to_all", "            out.at[me],\n", "            out.at[0],\n")],
+        "race: ",
+    ),
+    "out of bounds": ("permute x=2", [("permute", "x.at[i],", "x.at[i + 1],")], "Out-of-bounds"),
+    "dropped barrier": ("all_gather x=2", [("topology", WAIT, "")], "missing barrier"),
+    "barrier with the wrong neighbour": (
+        "permute x=4",
+        [("permute", "barrier([{axis: along(axis, -direction)}])",
+          "barrier([{axis: along(axis, direction)}])")],
+        "missing barrier",
+    ),
+    "early exit": (
+        "moe_dispatch x=4 idle",
+        [("moe_dispatch", "            signal(passed, device(axes, peer))\n", "            pass\n"),
+         ("moe_dispatch", "        pl.semaphore_wait(passed, devices - 1)\n", "        pass\n")],
+        "early exit",
+    ),
+    "deadlock": ("reduce_scatter x=4", [("ring", GIVE, "pass")], "deadlock"),
+}  # fmt: skip
+
+
+def found(case: str, faults: list[tuple[str, str, str]], **how: str) -> list[str]:
+    planted = json.dumps([(TPU + module, old, new) for module, old, new in faults])
+    with Workers([sys.executable, str(WORKER), planted]) as workers:
+        findings = workers.ask({"case": case} | how)["findings"]
+    assert isinstance(findings, list)
+    return findings
+
+
+def modes(name: str) -> list[str]:
+    """One by default; both in the slow run."""
+    return ["on_wait" if name in ("out of bounds", "deadlock") else "eager"]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found(name: str) -> None:
+    case, faults, kind = FAULTS[name]
+    findings = [text for mode in modes(name) for text in found(case, faults, mode=mode)]
+    assert any(re.search(kind, text) for text in findings), findings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["eager", "on_wait"])
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found_in_both_modes(name: str, mode: str) -> None:
+    case, faults, kind = FAULTS[name]
+    findings = found(case, faults, mode=mode)
+    assert any(re.search(kind, text) for text in findings), findings
+
+
+def test_a_dropped_barrier_is_seen_without_running() -> None:
+    findings = found("all_gather x=8", [("topology", WAIT, "")], topology="v5e:2x4")
+    assert findings == ["missing barrier: all_gather writes to another device first"]
+
+
+def test_what_mosaic_cannot_take_is_found() -> None:
+    big = ("pipeline", "1024, LANES", "8192, LANES")
+    (finding,) = found("all_gather_matmul x=8", [big], topology="v5e:2x4")
+    assert "refused" in finding
+    assert "vmem" in finding.lower()
+
+
+def test_a_worker_that_dies_or_says_nothing_is_a_finding() -> None:
+    job = {"case": "permute x=2", "mode": "eager"}
+    with Workers([sys.executable, "-c", "raise SystemExit('no TPU')"]) as workers:
+        assert workers.ask(job)["findings"] == ["crash: exit status 1: no TPU"]
+    with Workers([sys.executable, "-c", "import time; time.sleep(600)"], 0.1) as workers:
+        assert workers.ask(job)["findings"] == ["hang: no answer in 0.1 s"]
