@@ -165,7 +165,8 @@ def writing(batch: Batch, dtype: Any, note: str = "", alike: int = 1) -> Case:
     new = Input((batch.tokens, batch.kv_heads, batch.depth), P(), dtype)
     inputs = [replace(pages, draw=None), new, new, *lengths]
     axes = {"x": alike}
-    return Case("write_pages", axes, write_pages, oracles.write_pages, inputs, P(), note=note)
+    ops = write_pages, oracles.write_pages
+    return Case("write_pages", axes, *ops, inputs, P(), note=note, donated=(0,))
 
 
 def experts(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from weft.kernels.check.tpu.case import Case
-from weft.kernels.check.tpu.cases import INTERPRETED, TOPOLOGIES, compiled
+from weft.kernels.check.tpu.cases import INTERPRETED, TOPOLOGIES, compiled, named
 from weft.kernels.check.tpu.process import Workers
 
 QUICK = {
@@ -65,6 +67,14 @@ def test_names_tell_cases_apart() -> None:
 @pytest.mark.parametrize(("case", "mode"), RUNS)
 def test_equals_its_oracle_without_races(interpreter: Workers, case: str, mode: str) -> None:
     assert interpreter.ask({"case": case, "mode": mode})["findings"] == []
+
+
+def test_writing_to_a_cache_does_not_copy_it(compiler: Workers) -> None:
+    case = named("write_pages x=8", "v5e:2x4")
+    cache = 2 * math.prod(case.inputs[0].shape)
+    outcome = compiler.ask({"case": case.name, "topology": "v5e:2x4"})
+    assert outcome["findings"] == []
+    assert outcome["temporary_bytes"] + outcome["bytes_accessed"] < cache / 10
 
 
 @pytest.mark.parametrize(("case", "topology"), COMPILATIONS)
