@@ -67,7 +67,7 @@ def moe_dispatch(
 
     Args:
         x: [T, K], in `shard_map`; K is a multiple of 128.
-        expert_ids: int32 [T, k], in [0, experts), no two alike in a row.
+        expert_ids: int32 [T, k], no two alike in a row; those not in [0, experts) go nowhere.
         experts: E, a multiple of the number of devices W.
         axes: of the mesh; later ones are minor in the numbers of devices.
 
@@ -105,7 +105,7 @@ def moe_combine(y: jax.Array, weights: jax.Array, routing: Routing, axes: Axes) 
     """The experts' outputs times the router's weights, added by token.
 
     Args:
-        y: [R, K]; of the rows that `moe_dispatch` has given.
+        y: [R, K]; of the rows that `moe_dispatch` has given. What is behind them is not looked at.
         weights: float [T, k].
         routing: of that call.
         axes: of that call.
@@ -113,13 +113,16 @@ def moe_combine(y: jax.Array, weights: jax.Array, routing: Routing, axes: Axes) 
     Returns:
         [T, K] in y's dtype, in which rows travel; added in float32.
     """
-    tokens, k = weights.shape
-    devices = size(axes)
+    devices, tokens, k = routing.place.shape
     everyone = lax.all_gather(weights.astype(jnp.float32), names(axes)).reshape(devices, tokens, k)
     mine = jnp.take_along_axis(everyone, routing.choice[..., None], axis=1)  # of the rows that came
     here = routing.place < y.shape[0]
-    picked = y[jnp.minimum(routing.place, y.shape[0] - 1)].astype(jnp.float32)
-    sums = jnp.sum(jnp.where(here, mine, 0.0)[..., None] * picked, axis=2).astype(y.dtype)
+    sums = jnp.zeros((devices, tokens, y.shape[1]), jnp.float32)
+    for choice in range(k):  # all at once would be k times the memory
+        picked = y.at[routing.place[..., choice]].get(mode="clip").astype(jnp.float32)
+        weighed = mine[..., choice, None] * picked
+        sums += jnp.where(here[..., choice, None], weighed, 0.0)
+    sums = sums.astype(y.dtype)
     index = jnp.arange(devices * tokens, dtype=jnp.int32).reshape(devices, tokens)
     back = _exchange(
         sums.reshape(devices * tokens, -1), index, routing.came, routing.sent, axes

@@ -41,7 +41,7 @@ def compile_for(case: Case, topology: str) -> dict[str, Any]:
         for each in case.inputs
     ]
     try:
-        traced = case.mapped(case.kernel, mesh).trace(*arguments)
+        traced = case.mapped(case.kernel, mesh, case.donated).trace(*arguments)
         findings = missing_barriers(traced.jaxpr)
         compiled = traced.lower().compile()
     except Exception as error:  # noqa: BLE001 - whatever the compiler refuses is what was found

@@ -46,6 +46,7 @@ class Case:
         kernel, oracle: what runs in `shard_map`, with the same arguments and results.
         out_specs: of the results.
         cores: of a device when it is interpreted.
+        donated: arguments whose memory the result may take, when it is compiled.
     """
 
     op: str
@@ -56,6 +57,7 @@ class Case:
     out_specs: Any
     cores: int = 1
     note: str = ""
+    donated: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -68,7 +70,9 @@ class Case:
         """Devices of the mesh."""
         return math.prod(self.axes.values())
 
-    def mapped(self, function: Callable[..., Any], mesh: Mesh) -> Any:
+    def mapped(
+        self, function: Callable[..., Any], mesh: Mesh, donated: tuple[int, ...] = ()
+    ) -> Any:
         """A function of whole arrays that runs `function` on every device."""
         return jax.jit(
             jax.shard_map(
@@ -77,7 +81,8 @@ class Case:
                 in_specs=tuple(each.spec for each in self.inputs),
                 out_specs=self.out_specs,
                 check_vma=False,
-            )
+            ),
+            donate_argnums=donated,
         )
 
     def compare(self) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,14 +14,16 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from weft.kernels.check.tpu import oracles
+from weft.kernels.check.tpu.batch import Batch
 from weft.kernels.check.tpu.case import Case, Input
 from weft.kernels.tpu.all_gather import all_gather
 from weft.kernels.tpu.all_gather_matmul import all_gather_matmul
 from weft.kernels.tpu.all_reduce import all_reduce
 from weft.kernels.tpu.all_to_all import all_to_all
 from weft.kernels.tpu.attention import ragged_paged_attention
+from weft.kernels.tpu.cache import write_pages
 from weft.kernels.tpu.distributed_decode_attention import distributed_decode_attention
-from weft.kernels.tpu.grouped_matmul import grouped_matmul
+from weft.kernels.tpu.grouped_matmul import grouped_gate_up, grouped_matmul
 from weft.kernels.tpu.matmul_reduce_scatter import matmul_reduce_scatter
 from weft.kernels.tpu.moe_dispatch import moe_combine, moe_dispatch
 from weft.kernels.tpu.permute import permute
@@ -132,73 +134,39 @@ def products(axes: dict[str, int], m: int, k: int, n: int, dtype: Any) -> list[C
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A ragged batch over a paged cache.
-
-    Attributes:
-        queries, contexts: of each request; contexts include the queries.
-        padding: tokens behind them.
-        heads, kv_heads, depth, page: of the cache.
-    """
-
-    queries: Sequence[int]
-    contexts: Sequence[int]
-    padding: int = 0
-    heads: int = 4
-    kv_heads: int = 2
-    depth: int = 128
-    page: int = 16
-
-    def inputs(self, dtype: Any, axis: str | None, devices: int) -> list[Input]:
-        """q, keys, values, query_start, context_len, block_table; devices share the pages."""
-        requests = len(self.queries)
-        width = -(-max(self.contexts) // (self.page * devices))
-        pool = (devices * requests * width, self.kv_heads, self.page, self.depth)
-        start = np.concatenate([[0], np.cumsum(self.queries)])
-
-        def table(rng: np.random.Generator) -> np.ndarray:
-            each = [rng.permutation(requests * width) for _ in range(devices)]
-            return np.concatenate(each).reshape(devices * requests, width)
-
-        return [
-            Input((int(start[-1]) + self.padding, self.heads, self.depth), P(), dtype),
-            Input(pool, P(axis), dtype),
-            Input(pool, P(axis), dtype),
-            Input(start.shape, P(), jnp.int32, lambda _: start),
-            Input((requests,), P(), jnp.int32, lambda _: np.array(self.contexts)),
-            Input((devices * requests, width), P(axis), jnp.int32, table),
-        ]
-
-
 def attention(
     batch: Batch, devices: int, dtype: Any, note: str = "", alike: int = 1, **options: Any
 ) -> Case:
     """Attention of a batch, on several devices that share it, or on one, or `alike` that do so."""
     axes, options = {"x": max(devices, alike)}, {"scale": batch.depth**-0.5} | options
-    blocking = ("queries_per_block", "pages_per_block")
-    plain = {name: value for name, value in options.items() if name not in blocking}
-    inputs = batch.inputs(dtype, "x" if devices > 1 else None, devices)
+    plain = {name: value for name, value in options.items() if name not in ("block_q", "block_k")}
+    inputs = [
+        Input((batch.tokens, batch.heads, batch.depth), P(), dtype),
+        *batch.inputs(dtype, "x" if devices > 1 else None, devices),
+    ]
     if devices == 1:
-        kernel, oracle = ragged_paged_attention, oracles.paged_attention
-        return Case(
+        op, kernel, oracle = (
             "ragged_paged_attention",
-            axes,
-            partial(kernel, **options),
-            partial(oracle, **plain),
-            inputs,
-            (P(), P()),
-            note=note,
+            partial(ragged_paged_attention, **options),
+            partial(oracles.paged_attention, **plain),
         )
-    return Case(
-        "distributed_decode_attention",
-        axes,
-        partial(distributed_decode_attention, axes=("x",), **options),
-        partial(oracles.shared_attention, axes=("x",), **plain),
-        inputs,
-        P(),
-        note=note,
-    )
+    else:
+        op, kernel, oracle = (
+            "distributed_decode_attention",
+            partial(distributed_decode_attention, axes=("x",), **options),
+            partial(oracles.shared_attention, axes=("x",), **plain),
+        )
+    return Case(op, axes, kernel, oracle, inputs, (P(), P()), note=note)
+
+
+def writing(batch: Batch, dtype: Any, note: str = "", alike: int = 1) -> Case:
+    """New keys and values of a batch into its pages."""
+    pages, *lengths = batch.inputs(dtype, None, 1)
+    new = Input((batch.tokens, batch.kv_heads, batch.depth), P(), dtype)
+    inputs = [replace(pages, draw=None), new, new, *lengths]
+    axes = {"x": alike}
+    ops = write_pages, oracles.write_pages
+    return Case("write_pages", axes, *ops, inputs, P(), note=note, donated=(0,))
 
 
 def experts(
@@ -260,19 +228,28 @@ def experts(
     ]
     if idle:
         return moe
-    products = Case(
-        "grouped_matmul",
-        axes,
-        grouped_matmul,
-        oracles.grouped_matmul,
-        [
-            Input((rows, k), P(), dtype),
-            Input((count, k, n), P(), dtype),
-            Input((count + 1,), P(), jnp.int32, draw_offsets),
-        ],
-        P(),
-    )
-    return [*moe, products]
+    lengths = Input((count + 1,), P(), jnp.int32, draw_offsets)
+    rows_of_all = Input((rows, k), P(), dtype)
+    weight, transposed = (Input((count, *shape), P(), dtype) for shape in ((k, n), (n, k)))
+    return [
+        *moe,
+        Case(
+            "grouped_matmul",
+            axes,
+            grouped_matmul,
+            oracles.grouped_matmul,
+            [rows_of_all, weight, lengths],
+            P(),
+        ),
+        Case(
+            "grouped_gate_up",
+            axes,
+            partial(grouped_gate_up, transposed=True),
+            partial(oracles.grouped_gate_up, transposed=True),
+            [rows_of_all, transposed, transposed, lengths],
+            P(),
+        ),
+    ]
 
 
 def on_two_cores(cases: Sequence[Case]) -> list[Case]:
@@ -282,6 +259,8 @@ def on_two_cores(cases: Sequence[Case]) -> list[Case]:
 
 RAGGED = Batch(queries=[5, 1, 0, 7], contexts=[21, 40, 9, 7], padding=3)
 DECODES = Batch(queries=[1, 1, 1], contexts=[1, 33, 70])
+NARROW = Batch([3, 1, 6], [40, 90, 6], padding=2, heads=7, kv_heads=1, depth=64, page=32)
+LONG = Batch([40, 1, 33], [77, 33, 33], padding=6, depth=64)
 
 INTERPRETED = [
     *collectives({"x": 2}, 16, 128, jnp.float32),
@@ -294,14 +273,18 @@ INTERPRETED = [
     *products({"x": 2, "y": 2}, 64, 128, 128, jnp.float32),
     *on_two_cores(products({"x": 4}, 64, 128, 128, jnp.float32)),
     *on_two_cores(products({"x": 2, "y": 2}, 64, 128, 128, jnp.float32)),
-    attention(RAGGED, 1, jnp.float32, "", queries_per_block=4, pages_per_block=2),
-    attention(
-        RAGGED, 1, jnp.float32, "window", queries_per_block=4, pages_per_block=1, sliding_window=10
-    ),
+    attention(RAGGED, 1, jnp.float32, "", block_q=4, block_k=32),
+    attention(RAGGED, 1, jnp.float32, "window", block_q=4, block_k=16, sliding_window=10),
     attention(DECODES, 1, jnp.bfloat16, "decode softcap", softcap=5.0),
-    *on_two_cores([attention(RAGGED, 1, jnp.float32, "", pages_per_block=2)]),
+    attention(NARROW, 1, jnp.bfloat16, "64 numbers a head", block_k=32),
+    attention(RAGGED, 1, jnp.float32, "sinks", sinks=np.linspace(-1, 2, RAGGED.heads)),
+    *on_two_cores([attention(RAGGED, 1, jnp.float32, "", block_q=2, block_k=32)]),
     attention(DECODES, 2, jnp.float32),
-    attention(DECODES, 4, jnp.float32, "window", sliding_window=40, pages_per_block=1),
+    attention(DECODES, 4, jnp.float32, "window", sliding_window=40, block_k=16),
+    attention(NARROW, 4, jnp.bfloat16, "64 numbers a head", block_q=3),
+    *on_two_cores([attention(DECODES, 2, jnp.float32, "", block_k=16)]),
+    writing(RAGGED, jnp.float32),
+    writing(LONG, jnp.bfloat16, "whole pages"),
     *experts({"x": 2}, 8, 256, 128, 4, 2, jnp.float32),
     *experts({"x": 4}, 4, 128, 128, 8, 1, jnp.float32, idle=True),
     *experts({"x": 4}, 5, 128, 128, 8, 3, jnp.float32),
@@ -314,6 +297,10 @@ TOPOLOGIES: dict[str, dict[str, int]] = {
     "tpu7x:2x2x1": {"x": 4, "y": 2},  # a device for each of a chip's two cores
 }
 """What ops are compiled for, and the two axes that their devices are."""
+
+
+MIXED = Batch([512] + [1] * 63, [4096] * 64, 0, 32, 8, 128, 64)
+SMALL = Batch([1] * 16, [1024] * 16, 0, 14, 2, 64, 16)
 
 
 def compiled(topology: str) -> list[Case]:
@@ -329,9 +316,10 @@ def compiled(topology: str) -> list[Case]:
         )
     ] + [
         *experts(one, 128, 2048, 768, 128, 8, jnp.bfloat16),
-        attention(
-            Batch([512] + [1] * 63, [4096] * 64, 0, 32, 8, 128, 64), 1, jnp.bfloat16, "", one["x"]
-        ),
+        attention(MIXED, 1, jnp.bfloat16, "", one["x"]),
+        attention(SMALL, 1, jnp.float32, "64 numbers a head", one["x"], sliding_window=512),
+        writing(MIXED, jnp.bfloat16, "", one["x"]),
+        writing(SMALL, jnp.float32, "64 numbers a head", one["x"]),
         attention(Batch([1] * 8, [32768] * 8, 0, 32, 8, 128, 64), one["x"], jnp.bfloat16),
     ]
 

@@ -18,8 +18,7 @@ def times(x: jax.Array, w: jax.Array) -> jax.Array:
 
 def paged_attention(
     q: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
+    kv_pages: jax.Array,
     query_start: jax.Array,
     context_len: jax.Array,
     block_table: jax.Array,
@@ -27,55 +26,77 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """As `ragged_paged_attention` of pages that are all here."""
-    (tokens, heads, depth), (_, kv_heads, page, _) = q.shape, keys.shape
-    token = jnp.arange(tokens)
-    real = token < query_start[-1]
-    request = jnp.searchsorted(query_start[1:], token, side="right")
-    request = jnp.minimum(request, len(context_len) - 1)
-    queries = query_start[request + 1] - query_start[request]
-    position = context_len[request] - queries + token - query_start[request]
-
-    def of_request(pool: jax.Array) -> jax.Array:
-        pages = pool[block_table[request]].astype(jnp.float32)  # [T, n, Hk, page, D]
-        each = pages.transpose(0, 2, 1, 3, 4).reshape(tokens, kv_heads, -1, depth)
-        return jnp.repeat(each, heads // kv_heads, axis=1)
-
-    scores = jnp.einsum("thd,thnd->thn", q.astype(jnp.float32), of_request(keys)) * scale
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
+    (tokens, heads, depth), (_, kv_heads, page, _) = q.shape, kv_pages.shape
+    request, position, real = _positions(query_start, context_len, tokens)
     key = jnp.arange(block_table.shape[1] * page)[None]
     sees = (key <= position[:, None]) & real[:, None]
+    pool = kv_pages.at[block_table[request]].get(mode="clip").astype(jnp.float32)
+    pool = pool.swapaxes(1, 2).reshape(tokens, kv_heads, -1, 2 * depth)
+    pool = jnp.where(sees[:, None, :, None], pool, 0)  # what is not seen may be NaN
+    keys, values = jnp.split(jnp.repeat(pool, heads // kv_heads, axis=1), 2, axis=-1)
+    scores = jnp.einsum("thd,thnd->thn", q.astype(jnp.float32), keys, precision="highest") * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
     if sliding_window is not None:
         sees &= key > position[:, None] - sliding_window
     scores = jnp.where(sees[:, None], scores, -jnp.inf)
     lse = jax.nn.logsumexp(scores, axis=-1)
+    if sinks is not None:
+        lse = jnp.logaddexp(lse, sinks)
     weights = jnp.where(
         sees[:, None], jnp.exp(scores - jnp.where(real[:, None], lse, 0)[..., None]), 0
     )
-    return jnp.einsum("thn,thnd->thd", weights, of_request(values)).astype(q.dtype), lse
+    return jnp.einsum("thn,thnd->thd", weights, values, precision="highest").astype(q.dtype), lse
+
+
+def _positions(
+    query_start: jax.Array, context_len: jax.Array, tokens: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of each token the request, the position in it, and whether it has one."""
+    token = jnp.arange(tokens)
+    request = jnp.searchsorted(query_start[1:], token, side="right")
+    request = jnp.minimum(request, len(context_len) - 1)
+    queries = query_start[request + 1] - query_start[request]
+    position = context_len[request] - queries + token - query_start[request]
+    return request, position, token < query_start[-1]
 
 
 def shared_attention(
     q: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
+    kv_pages: jax.Array,
     query_start: jax.Array,
     context_len: jax.Array,
     block_table: jax.Array,
     axes: tuple[str, ...],
     **options: Any,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """As `distributed_decode_attention`: page p of a request is entry p // W of device p % W."""
     devices = lax.axis_size(axes)
-    keys_of_all, values_of_all = (lax.all_gather(pool, axes, tiled=True) for pool in (keys, values))
+    pool = lax.all_gather(kv_pages, axes, tiled=True)
     tables = lax.all_gather(block_table, axes).reshape(devices, *block_table.shape)
-    tables = tables + jnp.arange(devices)[:, None, None] * keys.shape[0]
+    tables = jnp.minimum(tables, len(kv_pages) - 1)
+    tables = tables + jnp.arange(devices)[:, None, None] * len(kv_pages)
     table = tables.transpose(1, 2, 0).reshape(block_table.shape[0], -1)
-    return paged_attention(
-        q, keys_of_all, values_of_all, query_start, context_len, table, **options
-    )[0]
+    return paged_attention(q, pool, query_start, context_len, table, **options)
+
+
+def write_pages(
+    kv_pages: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    query_start: jax.Array,
+    context_len: jax.Array,
+    block_table: jax.Array,
+) -> jax.Array:
+    """As the op of that name: XLA's scatter."""
+    pages, _, page, _ = kv_pages.shape
+    request, position, real = _positions(query_start, context_len, len(k))
+    target = jnp.where(real, block_table[request, position // page], pages)
+    new = jnp.concatenate([k, v], axis=2)
+    return kv_pages.at[target, :, position % page].set(new, mode="drop")
 
 
 def moe_dispatch(
@@ -110,3 +131,14 @@ def grouped_matmul(x: jax.Array, w: jax.Array, offsets: jax.Array) -> jax.Array:
     each = w[jnp.minimum(group, len(w) - 1)].astype(jnp.float32)
     out = jnp.einsum("tk,tkn->tn", x.astype(jnp.float32), each, precision="highest")
     return jnp.where(inside[:, None], out, 0).astype(x.dtype)
+
+
+def grouped_gate_up(
+    x: jax.Array, gate: jax.Array, up: jax.Array, offsets: jax.Array, transposed: bool = False
+) -> jax.Array:
+    """Each row times its group's two weights: silu of the one, times the other."""
+    if transposed:
+        gate, up = gate.swapaxes(1, 2), up.swapaxes(1, 2)
+    rows = x.astype(jnp.float32)
+    gates, ups = grouped_matmul(rows, gate, offsets), grouped_matmul(rows, up, offsets)
+    return (jax.nn.silu(gates) * ups).astype(x.dtype)

@@ -17,8 +17,9 @@ from weft.kernels.tpu.all_gather_matmul import all_gather_matmul
 from weft.kernels.tpu.all_reduce import all_reduce
 from weft.kernels.tpu.all_to_all import all_to_all
 from weft.kernels.tpu.attention import ragged_paged_attention
-from weft.kernels.tpu.distributed_decode_attention import combine
-from weft.kernels.tpu.grouped_matmul import grouped_matmul
+from weft.kernels.tpu.cache import write_pages
+from weft.kernels.tpu.distributed_decode_attention import distributed_decode_attention
+from weft.kernels.tpu.grouped_matmul import grouped_gate_up, grouped_matmul
 from weft.kernels.tpu.matmul_reduce_scatter import matmul_reduce_scatter
 from weft.kernels.tpu.moe_dispatch import moe_dispatch
 from weft.kernels.tpu.permute import permute
@@ -52,11 +53,11 @@ def alone(function: Callable[..., Any], *arguments: jax.Array) -> Any:
         ),
         (partial(matmul_reduce_scatter, axes="x"), [(8, 64), (128, 8)], r"x is \[8, 64\] and w is"),
         (partial(moe_dispatch, experts=4, axes="x"), [(8, 100), (8, 2)], "K a multiple of 128"),
-        (grouped_matmul, [(8, 128), (2, 128, 128), (2,)], r"offsets \[2\]; they must be"),
+        (grouped_matmul, [(8, 128), (2, 128, 128), (2,)], r"offsets \(2,\); they must be"),
         (
-            partial(ragged_paged_attention, scale=1.0),
-            [(4, 3, 128), (2, 2, 16, 128), (2, 2, 16, 128), (2,), (1,), (1, 2)],
-            "with Hk a divisor of H",
+            grouped_gate_up,
+            [(8, 128), (2, 128, 64), (2, 128, 32), (3,)],
+            r"up \(2, 128, 32\); they must be alike",
         ),
     ],
 )
@@ -77,22 +78,44 @@ def test_one_device_sends_nothing() -> None:
         assert jnp.array_equal(alone(partial(product, axes="x"), x, w), x)
 
 
-def test_parts_of_attention_are_joined() -> None:
-    rng = np.random.default_rng(3)
-    scores, values = rng.standard_normal((2, 5, 4)), rng.standard_normal((2, 4, 8))
-    scores[1, 2] = -np.inf  # the second part has no key for query 2
+@pytest.mark.parametrize(
+    ("function", "shapes", "message"),
+    [
+        (
+            partial(ragged_paged_attention, scale=1.0),
+            [(4, 3, 128), (2, 2, 16, 256), (2,), (1,), (1, 2)],
+            "heads=3 must be a multiple of kv_heads=2",
+        ),
+        (
+            partial(ragged_paged_attention, scale=1.0),
+            [(4, 4, 80), (2, 2, 16, 160), (2,), (1,), (1, 2)],
+            "heads must be multiples of 64",
+        ),
+        (
+            partial(ragged_paged_attention, scale=1.0),
+            [(4, 4, 64), (2, 2, 24, 128), (2,), (1,), (1, 2)],
+            "page=24 must be a multiple of 16",
+        ),
+        (
+            partial(distributed_decode_attention, axes="x", scale=1.0, block_q=40),
+            [(80, 4, 64), (2, 1, 16, 128), (2,), (1,), (1, 2)],
+            "40 queries of 4 heads are more than 128 rows",
+        ),
+        (
+            write_pages,
+            [(2, 2, 16, 128), (4, 2, 64), (4, 1, 64), (2,), (1,), (1, 2)],
+            "v \\(4, 1, 64",
+        ),
+    ],
+)
+def test_what_attention_does_not_take_is_refused(
+    function: Callable[..., Any], shapes: list[tuple[int, ...]], message: str
+) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        alone(function, *(zeros(*shape) for shape in shapes))
 
-    def part(scores: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        weights = np.exp(scores)
-        total = weights.sum(-1)
-        return weights @ values / np.maximum(total, 1e-30)[:, None], np.log(total)
 
-    with np.errstate(divide="ignore"):
-        outs, lses = zip(*map(part, scores, values), strict=True)
-    out, lse = combine(jnp.stack(outs), jnp.stack(lses))
-    want, want_lse = part(np.concatenate(scores, axis=-1), np.concatenate(values))
-    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(lse, want_lse, rtol=1e-5)
-    nothing, nowhere = combine(jnp.zeros((2, 1, 8)), jnp.full((2, 1), -jnp.inf))
-    assert not nothing.any()
-    assert nowhere[0] == -jnp.inf
+def test_other_dtypes_than_the_cache_are_refused() -> None:
+    arguments = zeros(4, 4, 64), zeros(2, 2, 16, 128, dtype=jnp.bfloat16), *map(zeros, (2, 1))
+    with pytest.raises(NotImplementedError, match="q is float32 and kv_pages bfloat16"):
+        alone(partial(ragged_paged_attention, scale=1.0), *arguments, zeros(1, 2))

@@ -49,6 +49,37 @@ FAULTS = {
          ("moe_dispatch", "        pl.semaphore_wait(passed, devices - 1)\n", "        pass\n")],
         "early exit",
     ),
+    "pages that are multiplied before they are here": (
+        "ragged_paged_attention x=1 window",
+        [("attend", "self._fetch(tile, block, buffer, _WAIT)", "pass")],
+        "race: |wrong: ",
+    ),
+    "pages over those that are multiplied": (
+        "ragged_paged_attention x=1 window",
+        [("attend", "at.pages.at[buffer, :, rows]", "at.pages.at[0, :, rows]")],
+        "race: |wrong: ",
+    ),
+    "stale pages": (
+        "ragged_paged_attention x=1 window",
+        [("attend", "jnp.where(stale, jnp.zeros_like(pages), pages[...])", "pages[...]")],
+        "wrong: ",
+    ),
+    "a part that is refilled before it has left": (
+        "distributed_decode_attention x=2",
+        [("distributed_decode_attention",
+          "pl.when(i >= SLOTS)(lambda: wait_sent(slot))", "pass")],
+        "race: |leftover",
+    ),
+    "parts that are not waited for": (
+        "distributed_decode_attention x=2",
+        [("distributed_decode_attention", "send.wait_recv()", "pass")],
+        "race: |wrong: |leftover",
+    ),
+    "rows that are not waited for": (
+        "moe_dispatch x=2",
+        [("moe_dispatch", "row(step, 0).wait_recv()", "None")],
+        "race: |wrong: |leftover",
+    ),
     "deadlock": ("reduce_scatter x=4", [("ring", GIVE, "pass")], "deadlock"),
 }  # fmt: skip
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from weft.kernels.check.tpu.case import Case
-from weft.kernels.check.tpu.cases import INTERPRETED, TOPOLOGIES, compiled
+from weft.kernels.check.tpu.cases import INTERPRETED, TOPOLOGIES, compiled, named
 from weft.kernels.check.tpu.process import Workers
 
 QUICK = {
@@ -18,9 +20,12 @@ QUICK = {
     "all_gather_matmul x=4": "eager",
     "all_gather_matmul x=2,y=2": "on_wait",
     "matmul_reduce_scatter x=4": "on_wait",
-    "ragged_paged_attention x=1": "on_wait",
-    "ragged_paged_attention x=1 window": "eager",
+    "ragged_paged_attention x=1 window": "on_wait",
+    "ragged_paged_attention x=1 64 numbers a head": "eager",
     "distributed_decode_attention x=2": "eager",
+    "distributed_decode_attention x=4 window": "on_wait",
+    "write_pages x=1": "on_wait",
+    "grouped_gate_up x=2": "eager",
     "moe_dispatch x=2": "on_wait",
     "moe_combine x=2": "eager",
 }
@@ -62,6 +67,14 @@ def test_names_tell_cases_apart() -> None:
 @pytest.mark.parametrize(("case", "mode"), RUNS)
 def test_equals_its_oracle_without_races(interpreter: Workers, case: str, mode: str) -> None:
     assert interpreter.ask({"case": case, "mode": mode})["findings"] == []
+
+
+def test_writing_to_a_cache_does_not_copy_it(compiler: Workers) -> None:
+    case = named("write_pages x=8", "v5e:2x4")
+    cache = 2 * math.prod(case.inputs[0].shape)
+    outcome = compiler.ask({"case": case.name, "topology": "v5e:2x4"})
+    assert outcome["findings"] == []
+    assert outcome["temporary_bytes"] + outcome["bytes_accessed"] < cache / 10
 
 
 @pytest.mark.parametrize(("case", "topology"), COMPILATIONS)
