@@ -135,11 +135,11 @@ class _Part:
     @property
     def logs(self) -> int:
         """Where the LSE begins."""
-        return pl.cdiv(self.shape.kv_heads * self.of_head, 8) * 8
+        return -(-self.shape.kv_heads * self.of_head // 8) * 8
 
     @property
     def rows(self) -> int:
-        return self.logs + pl.cdiv(self.shape.kv_heads, 8) * 8
+        return self.logs + -(-self.shape.kv_heads // 8) * 8
 
 
 def _attend_and_send(

@@ -53,7 +53,7 @@ def grouped_matmul(
     if not len(x):
         return jnp.zeros((0, columns), x.dtype)
     sizes = jnp.diff(offsets).astype(jnp.int32)
-    tiling = _tiling(*rows.shape, columns)
+    tiling = _tiling(rows.shape[0], rows.shape[1], columns)
     with jax.default_matmul_precision("highest" if x.dtype == jnp.float32 else "default"):
         out = gmm(rows, w, sizes, x.dtype, tiling, transpose_rhs=transposed)
     return _known(out, x, offsets)
