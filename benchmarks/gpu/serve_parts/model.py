@@ -64,7 +64,7 @@ class Scale:
     def bytes_read(self, layout: Layout, users: int) -> int:
         """By a step of decodes on one rank: weights but for the embedding, and the cache."""
         local = layout.local(self.spec)
-        item = getattr(torch, self.dtype).itemsize
+        item: int = getattr(torch, self.dtype).itemsize
         weights = local.weight_bytes(self.dtype) - local.embedding.size * item
         return weights + users * self.context * local.kv_bytes_per_token(self.dtype)
 
