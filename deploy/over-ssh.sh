@@ -27,9 +27,9 @@ export WEFT_NODE_TOKEN=${WEFT_NODE_TOKEN:-$(head -c 24 /dev/urandom | base64)}
 
 # Run there. The token goes by stdin: everybody on a machine can see arguments. When stdin ends,
 # as it does when what is served here ends, however that ends, so does what runs there.
-join="read -r WEFT_NODE_TOKEN; export WEFT_NODE_TOKEN
+join="exec 3<&0; read -r WEFT_NODE_TOKEN; export WEFT_NODE_TOKEN
 ${WEFT:-weft} join $address:$WEFT_NODE_PORT & join=\$!
-{ cat; kill \$join; } <&0 > /dev/null 2>&1 &
+{ cat; kill \$join; } <&3 > /dev/null 2>&1 &
 wait \$join; status=\$?
 [ \$status = 143 ] || exit \$status"
 

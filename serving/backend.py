@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 def choose_kernels(config: EngineConfig, layout: Layout, device: torch.device) -> str:
     """ "overlapped" or "plain", for a device.
 
-    auto is overlapped on GPUs of one machine, wherever the layout can be.
+    auto is overlapped on GPUs of one machine that reach each other's memory, wherever the layout
+    can be.
 
     Raises:
         ConfigError: the device or the kernels cannot run what the settings say.
@@ -49,9 +51,17 @@ def choose_kernels(config: EngineConfig, layout: Layout, device: torch.device) -
         )
     if config.kernels != "auto":
         return config.kernels
-    if not gpu or len(config.replica.slice) > 1:
+    slice = config.replica.slice
+    if not gpu or len(slice) > 1 or not all(_reach_each_other(share.devices) for share in slice):
         return "plain"
     return "plain" if 1 < layout.split < layout.ep else "overlapped"
+
+
+def _reach_each_other(gpus: Sequence[int]) -> bool:
+    """Whether each of them can read and write the memory of the others."""
+    import torch
+
+    return all(torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus if a != b)
 
 
 def prepare_triton(device: torch.device) -> None:

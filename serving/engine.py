@@ -345,6 +345,9 @@ class AsyncEngine:
                     self._fail(failure)
                 if core.status != "loading":  # else it does not listen yet
                     await core.shutdown(drain=False, timeout=END_GRACE)
+            except Exception as error:  # a fault of ours, of which nobody would hear
+                self._fail(EngineError(f"{core.name}: {error!r}"))
+                raise
             finally:
                 await core.close()
             if failure is not None or self._draining:

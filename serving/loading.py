@@ -165,7 +165,7 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
             address=place.address,
         )
         require_same(store, place.rank, place.world_size, f"{device.type}, --kernels {kernels}")
-    groups = split(layout, place.count_exchange, device)
+    groups = split(layout, place.count_exchange, device, RANK_TIMEOUT)
     ledger = ledger.with_blocks(groups.least(ledger.num_blocks))
     if place.rank % layout.stage_size == config.replica.number == 0:
         whose = f" of each of {layout.stage_size} ranks" if layout.stage_size > 1 else ""

@@ -125,6 +125,7 @@ class Pool:
         self._fill()
 
     def _drop(self, joined: Joined) -> None:
+        joined.link.close()  # here, where it is asked whether it is there
         if joined in self._spare:
             self._spare.remove(joined)
         for number, other in list(self._joined.items()):
@@ -166,7 +167,6 @@ class Pool:
                         selector.unregister(key.fileobj)
                         del links[key.fd]
                         self._tell(self._drop, key.data)
-                        key.data.link.close()
                     elif (joined := self._head.admit()) is not None:
                         joined.link.set_patience(self._config.stall_timeout * STUCK)
                         links[joined.link.socket.fileno()] = joined

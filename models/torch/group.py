@@ -217,6 +217,7 @@ def split(
     layout: Layout,
     count: Callable[[bool], None] = lambda of_all: None,
     device: torch.device = CPU,
+    timeout: float | None = None,
 ) -> Groups:
     """The groups of a layout, once all ranks have met. Collective.
 
@@ -225,6 +226,7 @@ def split(
         count: called when this rank comes to an exchange with others, and told whether every
             rank of its stage comes to it, or to one like it.
         device: of what they exchange; between GPUs through NCCL.
+        timeout: seconds that a rank waits for another; torch's own if None.
     """
     size, stage, part, rank = layout.world_size, layout.stage_size, layout.split, layout.rank
     if size == 1:
@@ -234,16 +236,17 @@ def split(
         """So many ranks that are next to each other, and the next ones."""
         return (range(i, i + each) for i in range(0, size, each))
 
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    wait = None if timeout is None else timedelta(seconds=timeout)
+
     def mine(groups: Iterable[range], of_all: bool) -> Group:
         found = _ONE
         for ranks in groups:
             if len(ranks) == size and device.type == "cpu":
                 return Group(ranks, rank, dist.group.WORLD, partial(count, of_all))
-            backend = "nccl" if device.type == "cuda" else "gloo"
-            several = len(ranks) > 1
-            made = (
-                dist.new_group(list(ranks), backend=backend) if several else None
-            )  # by every rank
+            made = None
+            if len(ranks) > 1:  # by every rank
+                made = dist.new_group(list(ranks), timeout=wait, backend=backend)
             if rank in ranks and made is not None:
                 found = Group(ranks, rank, made, partial(count, of_all))
         return found

@@ -55,6 +55,10 @@ NONE: Int32 = np.empty(0, np.int32)
 WARM_UP_TOKENS = 32
 """Tokens of the prompt that `warm_up` runs, at most."""
 
+WARM_UP_PROMPTS = (20, 50, 100, 1 << 20)
+"""Tokens of those that it runs on a GPU, or as many as a step has: products of up to 32, 64 and 128
+rows, and of more, have tiles of their own."""
+
 
 class TorchRunner:
     """One model on its device; made by `load`. A ModelRunner."""
@@ -212,7 +216,8 @@ class TorchRunner:
     def warm_up(self) -> None:
         """Run a short prompt and decode it once, in block 0, before any request owns that.
 
-        And record what is to be replayed.
+        On a GPU, also longer ones, for each of whose tiles a kernel is compiled; and record what is
+        to be replayed.
         """
         if self._graphs is not None:
             self._graphs.record()
@@ -222,6 +227,10 @@ class TorchRunner:
             _single_request(range(tokens - 1, tokens)),
         ):
             self.step(replace(step, copies=self._layout.copies * (step.size,)))
+        if self._device.type == "cuda":
+            for tokens in sorted({min(size, self._max_tokens) for size in WARM_UP_PROMPTS}):
+                step = _single_request(range(tokens), blocks=-(-tokens // self._block_size))
+                self.step(replace(step, copies=self._layout.copies * (step.size,)))
 
     @torch.inference_mode()
     def step(self, batch: StepInput) -> StepOutput:
@@ -270,6 +279,7 @@ class TorchRunner:
         """Release the weights and the cache; no step can follow."""
         self._pipe.close()
         self._cache.clear()
+        self._graphs = None
         del self._model
 
     def _run(self, batch: StepInput, plan: AttentionPlan, rows: Int64) -> Tensor:
@@ -388,8 +398,8 @@ class TorchRunner:
         )
 
 
-def _single_request(positions: range, *new_slots: SlotSampling) -> StepInput:
-    """A step of one request in slot 0 and block 0 whose tokens are all 0."""
+def _single_request(positions: range, *new_slots: SlotSampling, blocks: int = 1) -> StepInput:
+    """A step of one request in slot 0 whose tokens are all 0; all its blocks are block 0."""
     tokens = len(positions)
     zero = np.zeros(1, np.int32)
     return StepInput(
@@ -398,7 +408,7 @@ def _single_request(positions: range, *new_slots: SlotSampling) -> StepInput:
         positions=np.array(positions, np.int32),
         query_start=np.array([0, tokens], np.int32),
         context_len=np.array([positions.stop], np.int32),
-        block_table=np.zeros((1, 1), np.int32),
+        block_table=np.zeros((1, blocks), np.int32),
         slot=zero,
         sample_index=np.array([tokens - 1], np.int32),
         sample_slot=zero,

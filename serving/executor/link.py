@@ -35,6 +35,9 @@ NO = bytes(PROOF)
 HANDSHAKE = 5.0
 """Seconds that the other side gets to prove itself."""
 
+MOST_PATIENCE = 100_000.0
+"""Seconds; a quarter of them is less than the most that TCP takes for a probe, 32,767."""
+
 PATIENCE = 30.0
 """Seconds without any sign of life of the other machine, until a connection is lost."""
 
@@ -67,6 +70,7 @@ class Link(Generic[Message]):
     def set_patience(self, seconds: float) -> None:
         """After how long without a sign of life the connection is lost."""
         tcp = socket.IPPROTO_TCP
+        seconds = min(seconds, MOST_PATIENCE)
         probe = max(1, round(seconds / 4))
         self.socket.settimeout(seconds)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -55,8 +55,8 @@ STACKS_GRACE = 1.0
 ROOM_POLL = 50e-6
 """Seconds between two looks whether the slowest rank has read an old step."""
 
-LOOK = 0.25
-"""Of the time after which ranks are stuck: between two looks at how far they are."""
+LOOKS = 4
+"""At how far ranks are, in the time after which they are stuck, and each as long after the last."""
 
 
 class _Pending:
@@ -101,8 +101,9 @@ class RankExecutor:
         self._step = 0
         self._loaded = self._is_stuck = False
         self._patience = config.stall_timeout * STUCK
-        self._looked = self._since = time.monotonic()
-        self._progress = -1
+        self._look_every = self._patience / LOOKS
+        self._looked = time.monotonic()
+        self._progress, self._quiet = -1, 0
         self._machines: list[Machine] = []
         self._selector = selectors.DefaultSelector()
         try:
@@ -132,7 +133,6 @@ class RankExecutor:
             pending.came = EngineError(str(error))
         if pending.came is None:
             self._step = number
-            self._since = time.monotonic()
             self._pending.append(pending)
             for machine in self._machines:
                 machine.put(number, data)
@@ -142,12 +142,13 @@ class RankExecutor:
         """What comes of a step; see base.Pending."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while pending.came is None:
-            left = self._patience * LOOK
+            now = time.monotonic()
+            left = self._looked + self._look_every - now
             if deadline is not None:
-                left = min(left, deadline - time.monotonic())
-                if left < 0:
+                if deadline < now:
                     raise TimeoutError
-            self._turn(left)
+                left = min(left, deadline - now)
+            self._turn(max(0.0, left))
         return pending.came
 
     def check(self) -> WeftError | None:
@@ -167,7 +168,7 @@ class RankExecutor:
     def _load(self) -> ModelInfo:
         loaded: dict[int, ModelInfo] = {}
         while len(loaded) < self._count:
-            for rank, message in self._messages(self._patience * LOOK):
+            for rank, message in self._messages(self._look_every):
                 match message:
                     case Address():
                         for machine in self._machines:
@@ -200,6 +201,8 @@ class RankExecutor:
         stage_size = self._count // self._stages
         self._came[rank % stage_size * len(self._came) // stage_size].append(output)
         if all(self._came):
+            if not self._pending:
+                raise EngineError(f"rank {rank} answers a step that it was not given")
             self._pending.popleft().came = tuple(came.popleft() for came in self._came)
 
     def _fail(self, error: WeftError) -> None:
@@ -217,12 +220,11 @@ class RankExecutor:
             if told is not None:
                 yield self._heard(key.data, told)
         now = time.monotonic()
-        if (waited := now - self._looked) < self._patience * LOOK:
+        if (waited := now - self._looked) < self._look_every:
             return
-        # When this process does not get to run, nor may the ranks have (a paused machine).
-        pause = waited - self._patience * LOOK
         self._looked = now
-        self._since = min(now, self._since + pause)
+        # When this process does not get to run, nor may the ranks have (a paused machine).
+        pause = waited - self._look_every
         for machine in self._machines:
             if (told := machine.check(pause)) is not None:
                 yield self._heard(machine, told)
@@ -237,12 +239,16 @@ class RankExecutor:
         return told
 
     def _check_progress(self) -> None:
-        """Raise a WeftError if the ranks have not got on for too long."""
+        """Raise a WeftError if the ranks have not got on for too long: for so many looks, of which
+        a paused machine takes none.
+        """
         counters = self._counters()
         last, self._progress = self._progress, int(counters.sum())
         if self._progress != last or counters[1].min() == self._step:
-            self._since = self._looked
-        elif self._looked - self._since > self._patience:
+            self._quiet = 0
+            return
+        self._quiet += 1
+        if self._quiet > LOOKS:
             self._is_stuck = True
             raise self._name_stuck()
 
@@ -263,7 +269,7 @@ class RankExecutor:
         when = self._when(number)
         self._end(grace=0.0)
         where = machine.where
-        if machine.lost is not None:
+        if machine.lost is not None and not isinstance(said, Failed):
             ranks = ", ".join(map(str, machine.ranks))
             return EngineError(f"{where} is lost, with rank {ranks},{when}: {machine.lost}")
         if not isinstance(said, Failed):

@@ -6,7 +6,6 @@ import dataclasses
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,7 +87,8 @@ class RemoteMachine:
         self._how: dict[int, str] = {}
         self._window = AHEAD * slots(config.pp)
         link.set_patience(patience)
-        replica = dataclasses.replace(config.replica, engines=share.engines)
+        # What is free there, it knows itself.
+        replica = dataclasses.replace(config.replica, engines=share.engines, memory=None)
         told = dataclasses.replace(config, node_token=None, replica=replica)
         heartbeat = min(1.0, patience / 8)
         link.send(Start(told, ranks[0], share.devices, world_size, host, heartbeat, patience))
@@ -163,5 +163,7 @@ class RemoteMachine:
         self._link.close()
 
     def _send(self, message: object) -> None:
-        with suppress(OSError):  # it is gone, as the receiver sees
+        try:
             self._link.send(message)
+        except OSError:  # it is gone, as whoever receives sees; half a message may have been sent
+            self._link.shut()

@@ -82,12 +82,12 @@ def test_groups_and_bias(
     scale: float,
     seed: int,
 ) -> None:
-    """Scores are equal or far apart: rounding decides nothing, ties do."""
+    """Rounding decides nothing: without a bias scores tie or are far apart, with one the latter."""
     torch.manual_seed(seed)
     top_groups = data.draw(st.integers(1, groups))
     top_k = data.draw(st.integers(1, min(top_groups * size, 10)))
     logits = torch.randint(0, 9, (tokens, groups * size)) / 2
-    bias = torch.randint(0, 4, (groups * size,)) / 2 if biased else None
+    bias = 2 * torch.rand(groups * size) if biased else None
     options = {"scoring": scoring, "bias": bias, "groups": groups, "top_groups": top_groups}
     options |= {"normalize": normalize, "scale": scale}
     ids, weights = route(logits, top_k, **options)  # type: ignore[arg-type]

@@ -341,7 +341,7 @@ def test_a_rank_that_does_nothing_by_the_same_clock_is_stuck(
         pending = executor.submit((batch(0),))
         stuck: BaseException | None = None
         while stuck is None and clock.paused < 3000.0:
-            clock.paused += 300.0 * processes.STUCK * processes.LOOK
+            clock.paused += 300.0 * processes.STUCK / processes.LOOKS
             with suppress(TimeoutError):
                 stuck = pending.exception(0.01)
         assert re.match(r"rank 0 \(process \d+\) is stuck in step 1, ", str(stuck))
