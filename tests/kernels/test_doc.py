@@ -36,8 +36,13 @@ def found(folder: Path) -> str:
 
 
 def test_the_call_of_the_doc_works(folder: Path) -> None:
+    # The two ranks share one pipe: unbuffered, a line's end is written apart from the line.
     done = subprocess.run(
-        [sys.executable, "call_all_gather_matmul.py"], capture_output=True, text=True, cwd=folder
+        [sys.executable, "call_all_gather_matmul.py"],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"PYTHONUNBUFFERED": ""},
     )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["rank 0: [12, 16]", "rank 1: [12, 16]"]

@@ -73,11 +73,13 @@ def test_a_node_that_does_not_take_part_is_named_and_says_why(cluster: RayCluste
         text=True,
         timeout=TIMEOUT,
     )
-    assert re.fullmatch(
-        r"Ray node \w{8} at [\d.]+ has not joined: this machine cannot take part: "
-        r"weft is of tomorrow there and .* here\n",
+    # Ray prints there too what TPU compilers on this machine log.
+    assert re.search(
+        r"^Ray node \w{8} at [\d.]+ has not joined: this machine cannot take part: "
+        r"weft is of tomorrow there and .* here$",
         done.stdout,
-    )
+        re.MULTILINE,
+    ), done.stdout
 
 
 def test_two_nodes_answer_as_one_rank_and_one_that_is_lost_is_named_and_replaced(
