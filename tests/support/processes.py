@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -14,10 +15,13 @@ def wait_until_gone(pids: Sequence[int], timeout: float = 10.0) -> None:
     """Fail if one of them is still there in the end; a zombie that its parent has yet to read is
     gone.
     """
-    alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    _, left = psutil.wait_procs(
-        [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE], timeout
-    )
+    alive = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may go between two looks
+            process = psutil.Process(pid)
+            if process.status() != psutil.STATUS_ZOMBIE:
+                alive.append(process)
+    _, left = psutil.wait_procs(alive, timeout)
     assert not left, left
 
 
