@@ -48,7 +48,18 @@ def busy(spans: list[Span], activity: str) -> int:
     return sum(span.end - span.start for span in spans if span.activity == activity)
 
 
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+DRAWN = {
+    *("all_gather_two_level", "reduce_scatter", "matmul_all_reduce", "all_gather_grouped_matmul"),
+    *("distributed_decode_attention", "moe_dispatch_combine"),
+}
+"""One of each kind; in the long run all."""
+
+
+@pytest.mark.parametrize(
+    "op",
+    [pytest.param(op, marks=() if op.name in DRAWN else pytest.mark.slow) for op in OPS],
+    ids=lambda op: op.name,
+)
 def test_each_row_shows_one_thing_at_a_time(op: Op) -> None:
     rows = defaultdict(list)
     for span in record(op, SIZES):

@@ -62,7 +62,7 @@ def attend(case: Case, **options: Any) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(shape=shapes, requests=REQUESTS, blocks=BLOCKS, seed=SEEDS)
 def test_equals_the_reference(
     shape: Shape, requests: list[tuple[int, int]], blocks: tuple[int, int] | None, seed: int
@@ -188,7 +188,7 @@ def outside(attention: Any, case: Case, batch: PagedBatch, **options: Any) -> in
 ENTRIES = st.sampled_from([-GARBAGE, -1, 0, 1, 2, 5, 10**6, 2 * GARBAGE - 1, -2 * GARBAGE])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     requests=st.lists(
         st.tuples(st.integers(-5, 60), st.sampled_from([1, 1, 3])), min_size=1, max_size=4

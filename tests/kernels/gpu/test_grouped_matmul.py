@@ -42,7 +42,7 @@ def offsets_of(sizes: Sequence[int], before: int = 0) -> Tensor:
 SIZES = st.lists(st.integers(0, 40) | st.just(0), min_size=1, max_size=5)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     sizes=SIZES,
     before=st.integers(0, 3),
@@ -285,7 +285,7 @@ def test_faults_of_scales_are_found(fault: str, tmp_path: Path) -> None:
 # Bad offsets and input.
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 20), min_size=2, max_size=5),
     place=st.integers(0, 5),

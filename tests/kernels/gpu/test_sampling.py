@@ -42,7 +42,7 @@ def numbers(rows: int, columns: int, dtype: torch.dtype, seed: int, *, ties: boo
     return (x.round() if ties else x).to(dtype)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     rows=st.integers(0, 4),
     columns=SIZES,
@@ -69,7 +69,7 @@ def test_argmax(
             same(got, expected)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     rows=st.integers(0, 3),
     columns=SIZES,
@@ -130,7 +130,7 @@ def store_numbers(out, seeds, index):
     tl.store(out + at, uniform(tl.load(seeds + at), tl.load(index + at)))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40)), min_size=1))
 def test_the_number_of_a_seed_is_the_cpus_to_the_bit(streams: list[tuple[int, int]]) -> None:
     seeds, index = torch.tensor(streams).T.contiguous()
@@ -175,7 +175,7 @@ def near(logits: torch.Tensor, u: float, **shaped: Any) -> set[int]:
     return {reference.draw(logits, number, **shaped) for number in around}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     shaped=st.lists(DRAWS, max_size=4),
     columns=st.one_of(st.integers(1, 40), st.sampled_from([129, 1024])),

@@ -107,7 +107,7 @@ def run_steps(steps: Sequence[Step], chunk: int, seed: int, slowness: Sequence[f
         step.check(got)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     world=st.integers(1, 4),
     halves=st.lists(st.integers(1, 11), min_size=1, max_size=3),

@@ -121,8 +121,16 @@ ALONE |= {op.name for op in ROW_OPS}
 """Ops of one rank."""
 
 
-@pytest.mark.parametrize("processors", [1, 3])
-@pytest.mark.parametrize("op", [op for op in OPS if op.name not in ALONE], ids=lambda op: op.name)
+@pytest.mark.parametrize("processors", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "op",
+    [
+        pytest.param(op, marks=pytest.mark.slow if "fp8" in op.name else ())
+        for op in OPS
+        if op.name not in ALONE
+    ],
+    ids=lambda op: op.name,
+)
 def test_no_more_programs_wait_than_there_are_processors(
     op: Op, processors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
