@@ -131,12 +131,12 @@ def tpu(ops: Sequence[str], topologies: Sequence[str], *, as_json: bool) -> int:
         for case in compiled(topology)
         if not ops or case.op in ops
     ]
+    wide = max(len(job["case"]) for job in jobs) + 2
     with Workers() as workers:
-        outcomes = [workers.ask(job) for job in _progress("checks", jobs, len(jobs))]
+        answers = (workers.ask(job) for job in _progress("checks", jobs, len(jobs)))
+        outcomes = list(answers) if as_json else _print_tpu(answers, wide)
     if as_json:
         print(json.dumps(outcomes, indent=2))
-    else:
-        _print_tpu(outcomes)
     return int(any(outcome["findings"] for outcome in outcomes))
 
 
@@ -198,28 +198,32 @@ def _print_outcomes(outcomes: Sequence[Outcome]) -> None:
                 print(f"- {finding}")
 
 
-def _print_tpu(outcomes: Sequence[dict[str, Any]]) -> None:
-    wide = max(len(outcome["case"]) for outcome in outcomes) + 2
+def _print_tpu(answers: Iterable[dict[str, Any]], wide: int) -> list[dict[str, Any]]:
+    """Each as it comes; all of them."""
     print(
         f"{'op, mesh':<{wide}}{'where':<22}{'bad':>4}{'seconds':>9}{'kernels':>9}"
-        f"{'temporary':>13}{'GFLOP':>9}{'MB moved':>10}"
+        f"{'VMEM':>11}{'temporary':>13}{'GFLOP':>9}{'MB moved':>10}"
     )
-    for outcome in outcomes:
+    outcomes = []
+    for outcome in answers:
+        outcomes.append(outcome)
         where = outcome.get("topology") or f"interpreter, {outcome['mode']}"
         line = f"{outcome['case']:<{wide}}{where:<22}{len(outcome['findings']):>4}"
         line = f"{line}{outcome['seconds']:>9.1f}"
         if "kernels" in outcome:
             line += (
-                f"{outcome['kernels']:>9}{outcome['temporary_bytes'] / 1e6:>10.1f} MB"
+                f"{outcome['kernels']:>9}{outcome['vmem_bytes'] / 1e6:>8.2f} MB"
+                f"{outcome['temporary_bytes'] / 1e6:>10.1f} MB"
                 f"{outcome['flops'] / 1e9:>9.2f}{outcome['bytes_accessed'] / 1e6:>10.1f}"
             )
-        print(line)
+        print(line, flush=True)
     found = sum(len(outcome["findings"]) for outcome in outcomes)
     print(f"{len(outcomes)} checks, {found} findings")
     for outcome in outcomes:
         for finding in outcome["findings"]:
             where = outcome.get("topology") or outcome["mode"]
             print(f"- {outcome['case']}, {where}: {finding}")
+    return outcomes
 
 
 def _print_compiled(rows: Sequence[Compiled]) -> None:

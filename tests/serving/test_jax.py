@@ -73,24 +73,23 @@ def test_a_mixed_run_compiles_nothing_and_answers_as_torch(model: Path, cache: P
 def test_served_over_http_on_two_devices_of_one_process(
     model: Path, cache: Path, tmp_path: Path
 ) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
-    texts = []
+    settings = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True}
+    with LLM(model, threads=1, backend="torch", **SIZES) as llm:
+        (expected,) = llm.generate([PROMPT], [SamplingParams(**settings)])
     jax = {"backend": "jax", "tp": 2, "ep": 2, "compile_cache": cache}
-    for settings in ({"backend": "torch"}, jax):
-        with start_server(model, tmp_path, **SIZES, **settings) as server:
-            (engine,) = psutil.Process(server.process.pid).children()
-            assert not engine.children()
-            body["model"] = server.model
-            with ThreadPoolExecutor(4) as pool:
-                answers = list(
-                    pool.map(lambda _: server.http.post("/v1/completions", json=body), range(4))
-                )
-            assert {answer.status_code for answer in answers} == {200}
-            texts.append({answer.json()["choices"][0]["text"] for answer in answers})
-            log = server.log.read_text()
-        assert ("compiled" in log) == (settings is jax)
-        assert "after warm-up" not in log
-    assert texts[0] == texts[1]
+    with start_server(model, tmp_path, **SIZES, **jax) as server:
+        (engine,) = psutil.Process(server.process.pid).children()
+        assert not engine.children()
+        body = settings | {"prompt": PROMPT, "model": server.model}
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(
+                pool.map(lambda _: server.http.post("/v1/completions", json=body), range(4))
+            )
+        log = server.log.read_text()
+    assert {answer.status_code for answer in answers} == {200}
+    assert {answer.json()["choices"][0]["text"] for answer in answers} == {expected.text}
+    assert "compiled" in log
+    assert "after warm-up" not in log
 
 
 @pytest.mark.parametrize(

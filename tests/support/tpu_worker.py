@@ -1,14 +1,20 @@
-"""A worker of kernels/check/tpu whose kernels have faults: `tpu_worker.py '[["module", "old",
-"new"]]'`.
+"""Workers of kernels/check/tpu whose kernels have faults.
 
-The modules are given from the imported ones to those that import them.
+    {"faults": [["module", "old", "new"]], "case": "all_gather x=4", "mode": "eager"}
+
+A job is done by a process of its own, forked from one that has imported jax. Modules are given from
+the imported ones to those that import them.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
+import os
 import sys
+
+from jax.experimental.pallas import tpu as _  # noqa: F401 - takes long
 
 
 def plant(name: str, old: str, new: str) -> None:
@@ -25,9 +31,21 @@ def plant(name: str, old: str, new: str) -> None:
     exec(compile(module.planted_source, spec.origin, "exec"), module.__dict__)
 
 
-if __name__ == "__main__":
-    for name, old, new in json.loads(sys.argv[1]):
+def work(line: str) -> None:
+    """Do a job, and answer it."""
+    for name, old, new in json.loads(line)["faults"]:
         plant(name, old, new)
     from weft.kernels.check.tpu.worker import main
 
+    sys.stdin = io.StringIO(line)
     main()
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        if not (child := os.fork()):
+            try:
+                work(line)
+            finally:
+                os._exit(0)  # whatever threads a deadlock has left
+        os.waitpid(child, 0)

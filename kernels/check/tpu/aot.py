@@ -7,6 +7,7 @@ there are none of, arrays that do not fit HBM. `memory_analysis` says what HBM a
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -16,8 +17,12 @@ from jax.sharding import NamedSharding
 from weft.kernels.check.tpu.case import Case
 from weft.kernels.check.tpu.entry import missing_barriers
 
-CALL = 'custom_call_target="tpu_custom_call"'
-"""A Mosaic kernel in HLO."""
+CALL = re.compile(
+    r'custom_call_target="tpu_custom_call".*?"used_scoped_memory_configs":\[(.*?)\]', re.DOTALL
+)
+"""A Mosaic kernel in HLO, and the memories that it needs while it runs."""
+
+VMEM = re.compile(r'"memory_space":"1","offset":"\d+","size":"(\d+)"')
 
 
 def compile_for(case: Case, topology: str) -> dict[str, Any]:
@@ -30,6 +35,7 @@ def compile_for(case: Case, topology: str) -> dict[str, Any]:
     Returns:
         findings: why it does not compile, barriers that are missing (entry.py), no Mosaic kernel.
         kernels: Mosaic kernels in the program.
+        vmem_bytes: of the one that needs most.
         temporary_bytes: of HBM, beyond arguments and results.
         flops, bytes_accessed: what the kernels' cost estimates and XLA's own say.
     """
@@ -46,12 +52,14 @@ def compile_for(case: Case, topology: str) -> dict[str, Any]:
         compiled = traced.lower().compile()
     except Exception as error:  # noqa: BLE001 - whatever the compiler refuses is what was found
         return {"findings": [f"refused: {_reason(error)}"]}
-    kernels = compiled.as_text().count(CALL)
+    kernels = CALL.findall(compiled.as_text())
+    vmem = [int(size) for memories in kernels for size in VMEM.findall(memories)]
     cost = compiled.cost_analysis() or {}
     memory = compiled.memory_analysis()
     return {
         "findings": findings if kernels else [*findings, "no kernel: XLA's own code runs"],
-        "kernels": kernels,
+        "kernels": len(kernels),
+        "vmem_bytes": max(vmem, default=0),
         "temporary_bytes": memory.temp_size_in_bytes,
         "flops": cost.get("flops", 0.0),
         "bytes_accessed": cost.get("bytes accessed", 0.0),

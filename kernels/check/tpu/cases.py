@@ -285,9 +285,9 @@ INTERPRETED = [
     *on_two_cores([attention(DECODES, 2, jnp.float32, "", block_k=16)]),
     writing(RAGGED, jnp.float32),
     writing(LONG, jnp.bfloat16, "whole pages"),
-    *experts({"x": 2}, 8, 256, 128, 4, 2, jnp.float32),
+    *experts({"x": 2}, 4, 128, 128, 4, 2, jnp.float32),
     *experts({"x": 4}, 4, 128, 128, 8, 1, jnp.float32, idle=True),
-    *experts({"x": 4}, 5, 128, 128, 8, 3, jnp.float32),
+    *experts({"x": 4}, 5, 256, 128, 8, 3, jnp.float32),
 ]
 
 TOPOLOGIES: dict[str, dict[str, int]] = {

@@ -49,7 +49,7 @@ class Workers:
         """The outcome of a job (worker.py): what was found, and the job."""
         if self._process is None:
             self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - `_end` closes it
-            self._process = _start(self._command, self._errors)
+            self._process = start(self._command, self._errors)
         outcome = self._answer(self._process, job)
         if outcome["findings"]:
             self._end()
@@ -91,7 +91,13 @@ def _found(finding: str) -> dict[str, Any]:
     return {"findings": [finding], "seconds": 0.0}
 
 
-def _start(command: Sequence[str], errors: IO[str]) -> subprocess.Popen[str]:
+def start(command: Sequence[str], errors: IO[str] | None = None) -> subprocess.Popen[str]:
+    """A worker, with the environment that it needs.
+
+    Args:
+        command: of it.
+        errors: where its stderr goes; this process's by default.
+    """
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}",

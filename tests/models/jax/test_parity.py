@@ -29,20 +29,22 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 QWEN2 = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+ONE_HEAD = {"num_key_value_heads": 1}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 slow = pytest.mark.slow
 
 # A family, fields of its config, tp and ep.
 CASES = [
-    pytest.param("llama", {"rope_parameters": LLAMA3}, 1, 1, id="llama"),
-    pytest.param("llama", BIASES, 2, 1, id="llama, biases, tp 2"),
+    pytest.param("llama", BIASES | {"rope_parameters": LLAMA3}, 2, 1, id="llama, biases, tp 2"),
     pytest.param("mistral", {"sliding_window": 6}, 1, 1, id="mistral, window"),
     pytest.param("qwen2", QWEN2 | {"tie_word_embeddings": True}, 1, 1, id="qwen2, window, tied"),
-    pytest.param("qwen3", {"head_dim": 24}, 4, 1, id="qwen3, tp 4, more than KV heads"),
-    pytest.param("qwen3_moe", {"norm_topk_prob": True}, 1, 1, id="qwen3_moe"),
+    pytest.param("qwen3", ONE_HEAD | {"head_dim": 24}, 2, 1, id="qwen3, tp 2, one KV head"),
     pytest.param("qwen3_moe", {"mlp_only_layers": [0]}, 4, 2, id="qwen3_moe, tp 4, ep 2"),
     pytest.param("mixtral", {"sliding_window": 9}, 2, 2, id="mixtral, window, tp 2, ep 2"),
-    pytest.param("llama", {"num_key_value_heads": 1}, 1, 1, marks=slow, id="llama, one KV head"),
+    pytest.param("llama", {}, 1, 1, marks=slow, id="llama"),
+    pytest.param("qwen3_moe", {"norm_topk_prob": True}, 1, 1, marks=slow, id="qwen3_moe"),
+    pytest.param("llama", ONE_HEAD, 1, 1, marks=slow, id="llama, one KV head"),
+    pytest.param("qwen3", {}, 4, 1, marks=slow, id="qwen3, tp 4, more than KV heads"),
     pytest.param("llama", {"vocab_size": 321}, 4, 1, marks=slow, id="llama, vocabulary, tp 4"),
     pytest.param("mistral", {}, 2, 1, marks=slow, id="mistral, tp 2"),
     pytest.param("mixtral", {}, 1, 1, marks=slow, id="mixtral"),

@@ -166,6 +166,7 @@ def test_a_request_that_fails_leaves_the_others_as_they_were(runner: JaxRunner) 
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_in_bfloat16(path: Path) -> None:
     runner = JaxRunner.load(
         *(path, read_spec(path)),
