@@ -29,6 +29,10 @@ BITS = 40
 FLOAT_BITS, PLACE_BITS = 31, 23
 """Of a float without its sign; of a place in a vocabulary."""
 
+DIGIT_BITS = 24
+WHOLE = 1 << 2 * DIGIT_BITS
+"""What shares of a row's mass are counted in. TPUs have no float64, so they come as two digits."""
+
 
 class Shaping(NamedTuple):
     """How each of S rows is drawn from.
@@ -36,14 +40,14 @@ class Shaping(NamedTuple):
     Attributes:
         temperature: float32 [S]; in units in which a logit less makes a token half as likely.
         top_k: int64 [S]; at least the vocabulary if all are kept.
-        top_p: float64 [S].
+        tail: int64 [S]; what top-p cuts off, of WHOLE.
         least: float32 [S]; log2 of the weight that min-p asks for.
-        u: float64 [S]; in [0, 1).
+        u: int64 [S]; of WHOLE, less than that.
     """
 
     temperature: jax.Array
     top_k: jax.Array
-    top_p: jax.Array
+    tail: jax.Array
     least: jax.Array
     u: jax.Array
 
@@ -66,16 +70,35 @@ def draw(logits: jax.Array, rows: Shaping) -> jax.Array:
     weights = lax.cond(
         by_k.any(), lambda: keep(by_k, jnp.ones_like(weights), rows.top_k), lambda: weights
     )
-    by_p = rows.top_p < 1.0
+    by_p = rows.tail > 0
     total = weights.sum(axis=1)
-    nucleus = jnp.ceil(rows.top_p * total.astype(jnp.float64)).astype(jnp.int64)
-    nucleus = jnp.minimum(jnp.maximum(nucleus, 1), total)
+    nucleus = jnp.maximum(total - share_of(rows.tail, total), 1)
     weights = lax.cond(by_p.any(), lambda: keep(by_p, weights, nucleus), lambda: weights)
     weights = jnp.where(scaled >= rows.least[:, None], weights, 0)
     total = weights.sum(axis=1)
-    target = jnp.minimum((rows.u * total.astype(jnp.float64)).astype(jnp.int64), total - 1)
+    target = jnp.minimum(share_of(rows.u, total), total - 1)  # -1 of nothing
     place = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     return _first(PLACE_BITS, place, weights, lambda sums: sums > target)
+
+
+def number_of(high: jax.Array, low: jax.Array) -> jax.Array:
+    """int64 [S] of two digits."""
+    return (high.astype(jnp.int64) << DIGIT_BITS) + low
+
+
+def digits_of(numbers: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int32], ...]:
+    """The higher and the lower digit of numbers up to WHOLE."""
+    digit = np.uint64((1 << DIGIT_BITS) - 1)
+    return (numbers >> np.uint64(DIGIT_BITS)).astype("i4"), (numbers & digit).astype("i4")
+
+
+def share_of(share: jax.Array, total: jax.Array) -> jax.Array:
+    """share / WHOLE of a total, rounded down: int64 [S]; long multiplication."""
+    digit = (1 << DIGIT_BITS) - 1
+    high, low = share >> DIGIT_BITS, share & digit
+    top, middle, bottom = total >> 2 * DIGIT_BITS, (total >> DIGIT_BITS) & digit, total & digit
+    carried = (high * bottom + low * middle + (low * bottom >> DIGIT_BITS)) >> DIGIT_BITS
+    return (high * top << DIGIT_BITS) + high * middle + low * top + carried
 
 
 def _first(
@@ -105,14 +128,13 @@ def _first(
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
-def uniform(seeds: npt.NDArray[np.uint64], index: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """The index-th number of each seed's stream, in [0, 1): models.torch.draw.uniform's.
+def uniform(seeds: npt.NDArray[np.uint64], index: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """The index-th number of each seed's stream, of WHOLE: models.torch.draw.uniform's.
 
     SplitMix64's finaliser (Steele, Lea and Flood 2014): mix(mix(seed) + (index + 1) * gamma).
     """
     state = _mix(seeds) + (index.astype(np.uint64) + np.uint64(1)) * _GAMMA
-    numbers: npt.NDArray[np.float64] = (_mix(state) >> np.uint64(16)).astype(np.float64) * 2.0**-48
-    return numbers
+    return _mix(state) >> np.uint64(16)
 
 
 def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -138,8 +138,8 @@ class Program:
         """`sample` for so many rows."""
         with jax.enable_x64(True):
             described_rows = Rows(
-                described(self._mesh, (3, rows), jnp.int32),
-                described(self._mesh, (7, rows), jnp.float64),
+                described(self._mesh, (7, rows), jnp.int32),
+                described(self._mesh, (5, rows), jnp.float32),
             )
             shardings = self._shardings((REPLICATED, self._state_cuts))
             jitted = jax.jit(

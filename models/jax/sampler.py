@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from weft.models.interface import FINITE, NOT_FINITE, Float32, Int32, SlotSampling, StepInput
-from weft.models.jax.draw import Shaping, draw, uniform
+from weft.models.jax.draw import WHOLE, Shaping, digits_of, draw, number_of, uniform
 
 MAX_TOP = 20
 """Most alternatives that a token's log probability comes with."""
@@ -54,8 +54,9 @@ class Rows(NamedTuple):
     """What each of S rows asks for.
 
     Attributes:
-        whole: int32 [3, S]: slot, or the number of slots for padding; top-k; what it asks for.
-        real: float64 [7, S]: temperature, top-p, log2 of min-p, the three penalties, u.
+        whole: int32 [7, S]: slot, or the number of slots for padding; top-k; what it asks for;
+            what top-p cuts off, and u, in two digits each (draw.py).
+        real: float32 [5, S]: temperature, log2 of min-p, the three penalties.
     """
 
     whole: Any
@@ -81,8 +82,9 @@ class Sampled(NamedTuple):
 
 def sample(logits: jax.Array, rows: Rows, state: State) -> tuple[Sampled, State]:
     """One token for each row, [S, V] of any float dtype; what is beyond the vocabulary is -inf."""
-    slot, top_k, asked = rows.whole
-    temperature, top_p, least, repetition, presence, frequency, u = rows.real
+    slot, top_k, asked, *shares = rows.whole
+    tail, u = (number_of(shares[i], shares[i + 1]) for i in (0, 2))
+    temperature, least, repetition, presence, frequency = rows.real
 
     def asks(what: int) -> jax.Array:
         return (asked & what) != 0
@@ -94,13 +96,13 @@ def sample(logits: jax.Array, rows: Rows, state: State) -> tuple[Sampled, State]
 
     def edit() -> jax.Array:
         count = history // ONCE
-        penalty = jnp.maximum(repetition.astype(jnp.float32), SMALLEST)[:, None]
+        penalty = jnp.maximum(repetition, SMALLEST)[:, None]
         repeated = jnp.where(safe > 0, safe / penalty, safe * penalty)
         repeated = jnp.minimum(repeated, jnp.finfo(jnp.float32).max)
         seen = (count > 0) | ((history & IN_PROMPT) != 0)
         edited = jnp.where(seen, repeated, safe)
-        edited -= jnp.where(count > 0, presence.astype(jnp.float32)[:, None], 0.0)
-        edited -= frequency.astype(jnp.float32)[:, None] * count
+        edited -= jnp.where(count > 0, presence[:, None], 0.0)
+        edited -= frequency[:, None] * count
         edited += state.bias.at[slot].get(mode="fill", fill_value=0.0)
         suppressed = asks(NO_END)[:, None] & ((history & IS_END) != 0)
         edited = jnp.where(suppressed, -jnp.inf, edited)
@@ -109,11 +111,9 @@ def sample(logits: jax.Array, rows: Rows, state: State) -> tuple[Sampled, State]
     wanted = lax.cond(asks(EDITED).any(), edit, lambda: safe)
     greedy = jnp.argmax(wanted, axis=1).astype(jnp.int32)
     shaping = Shaping(
-        jnp.maximum(temperature.astype(jnp.float32) * jnp.float32(math.log(2)), SMALLEST),
+        jnp.maximum(temperature * jnp.float32(math.log(2)), SMALLEST),
         jnp.where(top_k > 0, top_k, jnp.iinfo(jnp.int32).max).astype(jnp.int64),
-        top_p,
-        least.astype(jnp.float32),
-        u,
+        *(tail, least, u),
     )
     random = asks(RANDOM)
     drawn = lax.cond(random.any(), lambda: draw(wanted, shaping), lambda: greedy)
@@ -174,8 +174,8 @@ class Settings:
         self._vocab_size = vocab_size
         self._columns = columns
         self._slots = max_num_seqs
-        self._real = np.zeros((6, max_num_seqs), np.float64)
-        self._seed = np.zeros(max_num_seqs, np.uint64)
+        self._real = np.zeros((5, max_num_seqs), np.float32)
+        self._tail, self._seed = np.zeros((2, max_num_seqs), np.uint64)
         self._whole = np.zeros((4, max_num_seqs), np.int32)  # top-k, asked, min tokens, logprobs
 
     def set_slot(self, settings: SlotSampling) -> tuple[Int32, Float32] | None:
@@ -197,7 +197,8 @@ class Settings:
             settings.presence_penalty,
             settings.frequency_penalty,
         )
-        self._real[:, slot] = (settings.temperature, settings.top_p, least, *penalties)
+        self._real[:, slot] = (settings.temperature, least, *penalties)
+        self._tail[slot] = round((1 - settings.top_p) * WHOLE)
         self._seed[slot] = settings.seed % 2**64
         top_k = min(settings.top_k, 2**31 - 1)
         min_tokens = settings.min_tokens if suppresses else 0
@@ -220,15 +221,16 @@ class Settings:
         """What a step's sampled rows ask for, padded to `size` rows."""
         slots, index = batch.sample_slot, batch.output_index
         count = len(slots)
-        whole = np.zeros((3, size), np.int32)
+        whole = np.zeros((7, size), np.int32)
         whole[0, count:] = self._slots
         whole[0, :count] = slots
         top_k, asked, min_tokens, _ = self._whole[:, slots]
         whole[1, :count] = top_k
         whole[2, :count] = asked | NO_END * (index < min_tokens)
-        real = np.ones((7, size), np.float64)
-        real[:6, :count] = self._real[:, slots]
-        real[6, :count] = uniform(self._seed[slots], index)
+        whole[3:5, :count] = digits_of(self._tail[slots])
+        whole[5:, :count] = digits_of(uniform(self._seed[slots], index))
+        real = np.ones((5, size), np.float32)
+        real[:, :count] = self._real[:, slots]
         return Rows(whole, real)
 
     def logprobs(self, slots: Int32) -> Int32:

@@ -45,6 +45,9 @@ BUCKETS_PER_HALVING = 6
 CDF_BLOCK = 128
 """Tokens that the first level of the inverse CDF looks at as one."""
 
+WHOLE = 1 << 48
+"""What shares of a row's mass are counted in: whole numbers, too, as TPUs have no float64."""
+
 
 def uniform(seeds: Sequence[int], index: Sequence[int]) -> Tensor:
     """The index-th number of each seed's stream: float64 [R] in [0, 1), multiples of 2**-48.
@@ -59,6 +62,17 @@ def uniform(seeds: Sequence[int], index: Sequence[int]) -> Tensor:
     return _shift_right(bits, 16).double() * 2.0**-48
 
 
+def share_of(share: Tensor, total: Tensor) -> Tensor:
+    """share / WHOLE of a total, rounded down: int64 [R], of at most WHOLE and of any that is not
+    negative. Long multiplication, of digits of 24 bits.
+    """
+    digit = (1 << 24) - 1
+    high, low = share >> 24, share & digit
+    top, middle, bottom = total >> 48, total >> 24 & digit, total & digit
+    carried = high * bottom + low * middle + (low * bottom >> 24) >> 24
+    return (high * top << 24) + high * middle + low * top + carried
+
+
 @dataclass(frozen=True, slots=True)
 class _Rows:
     """R rows, and what is to be drawn from them.
@@ -67,15 +81,15 @@ class _Rows:
         logits: float32 [R, V].
         temperature: float32 [R]; in units in which a logit less makes a token half as likely.
         top_k: int64 [R]; V if all are kept.
-        top_p: float64 [R].
+        tail: int64 [R]; what top-p cuts off, of WHOLE.
         least: float32 [R]; log2 of the weight that min-p asks for.
-        u: float64 [R]; in [0, 1).
+        u: int64 [R]; of WHOLE, less than that.
     """
 
     logits: Logits
     temperature: Tensor
     top_k: Tensor
-    top_p: Tensor
+    tail: Tensor
     least: Tensor
     u: Tensor
 
@@ -87,7 +101,7 @@ class _Rows:
             self.logits.rows(rows),
             self.temperature[rows],
             self.top_k[rows],
-            self.top_p[rows],
+            self.tail[rows],
             self.least[rows],
             self.u[rows],
         )
@@ -101,12 +115,12 @@ class _Rows:
         return torch.sub(logits, largest[:, None], out=out).div_(self.temperature[:, None])
 
     def target(self, total: Tensor) -> Tensor:
-        """The sum at which the token is drawn, of so much: int64 [R], in [0, total)."""
-        return (self.u * total).long().minimum(total - 1)
+        """The sum at which the token is drawn, of so much: int64 [R], in [0, total), or 0."""
+        return share_of(self.u, total)
 
     def nucleus(self, total: Tensor) -> Tensor:
         """The sum that top-p asks for, of so much: int64 [R], in [1, total]."""
-        return (self.top_p * total).ceil().long().clamp(min=1).minimum(total)
+        return (total - share_of(self.tail, total)).clamp(min=1)
 
 
 def draw(logits: Logits, settings: Sequence[SlotSampling], u: Tensor) -> Tensor:
@@ -127,9 +141,9 @@ def draw(logits: Logits, settings: Sequence[SlotSampling], u: Tensor) -> Tensor:
         logits,
         temperature.mul_(math.log(2)).clamp_(min=torch.finfo(torch.float32).tiny),
         torch.tensor(top_k, device=device),
-        torch.tensor([s.top_p for s in settings], dtype=torch.float64, device=device),
+        torch.tensor([round((1 - s.top_p) * WHOLE) for s in settings], device=device),
         torch.tensor([math.log2(s.min_p or 2.0**-149) for s in settings], device=device),
-        u,
+        (u * WHOLE).long(),
     )
     widths = [_head(k, s, vocab_size) for k, s in zip(top_k, settings, strict=True)]
     few = [i for i, width in enumerate(widths) if width]
@@ -208,7 +222,7 @@ def _draw_from_heads(rows: _Rows, width: int) -> tuple[Tensor, Tensor, _Whole | 
     floor = kth.masked_fill(~by_k, -torch.inf)
     weights.mul_(scaled >= floor[:, None])
     whole = None
-    if (by_p := rows.top_p < 1.0).any():
+    if (by_p := rows.tail > 0).any():
         total = weights.sum(-1)
         if open_ended := (by_p & ~by_k).nonzero().flatten().tolist():
             whole = _Whole.of(open_ended, rows.some(open_ended), largest[open_ended])
@@ -235,7 +249,7 @@ def _draw_from_all(rows: _Rows, whole: _Whole | None = None) -> Tensor:
     whole = whole or _Whole.of([], rows, logits.amax())
     scaled, weights = whole.scaled, whole.weights
     by_k = (rows.top_k < logits.shape[1]).nonzero().flatten().tolist()
-    by_p = (rows.top_p < 1.0).nonzero().flatten().tolist()
+    by_p = (rows.tail > 0).nonzero().flatten().tolist()
     for cut, is_nucleus in ((by_k, False), (by_p, True)):
         if not cut:
             continue

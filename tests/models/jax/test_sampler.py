@@ -22,6 +22,7 @@ from weft.models.jax.sampler import (
     sample,
     set_slot,
 )
+from weft.models.torch import draw as torch_draw
 from weft.models.torch.draw import uniform
 from weft.models.torch.logits import Logits
 from weft.models.torch.sampler import SampledTokens, Sampler
@@ -29,6 +30,14 @@ from weft.models.torch.sampler import SampledTokens, Sampler
 ROWS, VOCAB = 8, 400
 
 jitted, jitted_set_slot = jax.jit(sample), jax.jit(set_slot)
+jitted_share = jax.jit(
+    lambda high, low, total: draw.share_of(draw.number_of(high, low), total),
+)
+
+
+def empty_state() -> State:
+    marks = np.zeros((ROWS, VOCAB), np.int32)
+    return State(np.zeros(ROWS, np.int32), marks, marks.astype(np.float32))
 
 
 def on_devices(
@@ -36,9 +45,7 @@ def on_devices(
 ) -> tuple[Sampled, State]:
     """One row per slot, of fresh state."""
     settings = Settings(VOCAB, VOCAB, ROWS)
-    state = State(
-        np.zeros(ROWS, np.int32), np.zeros((ROWS, VOCAB), np.int32), np.zeros((ROWS, VOCAB), "f4")
-    )
+    state = empty_state()
     with jax.enable_x64(True):
         for slot in slots:
             if (marks := settings.set_slot(slot)) is not None:
@@ -98,7 +105,7 @@ slot_settings = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     slots=st.lists(slot_settings, min_size=1, max_size=ROWS),
     data=st.integers(0, 2**31),
@@ -135,8 +142,7 @@ def test_penalties_see_what_was_sampled_before() -> None:
     assert marks is not None
     logits = np.zeros((ROWS, VOCAB), np.float32)
     logits[0, :3] = 3.0, 2.5, 1.5
-    zeros = np.zeros((ROWS, VOCAB), np.int32)
-    state = State(np.zeros(ROWS, np.int32), zeros, zeros.astype(np.float32))
+    state = empty_state()
     tokens = []
     with jax.enable_x64(True):
         state = jitted_set_slot(state, np.int32(0), *marks)
@@ -163,7 +169,26 @@ def test_rows_that_are_not_finite_fail_alone(temperature: float) -> None:
 def test_uniform_numbers_are_those_of_torch() -> None:
     seeds, index = [0, -1, 5, 2**63, 2**64 - 1, -(2**63)], [0, 1, 2, 1000, 2**31 - 1, 7]
     ours = draw.uniform(np.array([seed % 2**64 for seed in seeds], np.uint64), np.array(index))
-    np.testing.assert_array_equal(ours, uniform(seeds, index).numpy())
+    np.testing.assert_array_equal(ours * 2.0**-48, uniform(seeds, index).numpy())
+
+
+@given(st.integers(0, draw.WHOLE), st.integers(0, 2**63 - 1))
+def test_shares_are_exact(share: int, total: int) -> None:
+    """With no float64, which TPUs have not."""
+    with jax.enable_x64(True):
+        high, low = draw.digits_of(np.array([share], np.uint64))
+        ours = jitted_share(high, low, np.array([total]))
+    theirs = torch_draw.share_of(torch.tensor([share]), torch.tensor([total]))
+    assert ours.tolist() == theirs.tolist() == [share * total >> 48]
+
+
+def test_a_tpu_has_all_types() -> None:
+    settings = Settings(VOCAB, VOCAB, ROWS)
+    with jax.enable_x64(True):
+        rows = settings.rows(_batch(ROWS, [0] * ROWS), ROWS)
+        text = jitted.lower(np.zeros((ROWS, VOCAB), np.float32), rows, empty_state()).as_text()
+    assert "xi64>" in text
+    assert "xf64>" not in text  # Python numbers are, and are folded
 
 
 def test_too_many_log_probabilities_are_refused() -> None:
