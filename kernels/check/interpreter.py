@@ -235,6 +235,8 @@ class RankBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
         _tell("atomic", ptr, mask)
         old = super().create_atomic_rmw(op, ptr, val, mask, sem, scope)
         new = _UPDATES[op.name](old.data, val.data)
+        if _observer() is None and np.array_equal(old.data, new):
+            os.sched_yield()  # a poll: whoever is waited for may want this processor
         _tell_atomic(ptr, old, new, mask, sem, scope, sets=op.name == "XCHG")
         return old
 

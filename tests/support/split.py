@@ -26,12 +26,14 @@ from weft.models.torch.runner import TorchRunner
 from weft.models.torch.sampler import Sampler
 
 BLOCK, BLOCKS, PROMPT, DECODES = 4, 16, 13, 6
+INTERPRETED_DECODES = 2
+"""In Triton's interpreter, which is slow."""
 
 Case = tuple[str, str, Layout]
 """A model, the type to compute in, and the layout, of no rank yet."""
 
 
-def steps(seed: int = 0) -> list[StepInput]:
+def steps(seed: int = 0, decodes: int = DECODES) -> list[StepInput]:
     """Two requests: a prompt in two chunks, then decodes; the other samples by seed."""
     rng = np.random.default_rng(seed)
     prompts = rng.integers(0, VOCAB_SIZE, (2, PROMPT)).astype(np.int32)
@@ -65,16 +67,16 @@ def steps(seed: int = 0) -> list[StepInput]:
         step(1, prompts[:, 5:], 5, sampling),
     ]
     newest = (-1 - slots)[:, None]
-    made += [step(2 + i, newest, PROMPT + i, ()) for i in range(DECODES)]
+    made += [step(2 + i, newest, PROMPT + i, ()) for i in range(decodes)]
     return made
 
 
-def together(copies: int, own: int) -> Iterator[StepInput]:
+def together(copies: int, own: int, decodes: int = DECODES) -> Iterator[StepInput]:
     """What each copy of attention is given, for one of them: another one begins with every step.
 
     So one has a chunk of a prompt, or nothing, while another decodes.
     """
-    made = [steps(copy) for copy in range(copies)]
+    made = [steps(copy, decodes) for copy in range(copies)]
     for number in range(len(made[0]) + copies - 1):
         at = [(inputs, number - copy) for copy, inputs in enumerate(made)]
         inputs = [some[i] if 0 <= i < len(some) else NOTHING for some, i in at]
@@ -89,7 +91,7 @@ def generate(
     home: Home | None = None,
     context_home: Home | None = None,
     *,
-    inputs: Iterable[StepInput] | None = None,
+    inputs: Iterable[StepInput],
 ) -> tuple[Any, Any]:
     """Sampled tokens, and log probabilities of the greedy request; none before the last stage."""
     runner = TorchRunner.load(
@@ -108,7 +110,7 @@ def generate(
     runner.allocate_kv_cache(BLOCKS)
     if runner._graphs is not None:
         runner._graphs.record()
-    ran = [(step, runner.step(step)) for step in inputs or together(layout.copies, layout.copy)]
+    ran = [(step, runner.step(step)) for step in inputs]
     outputs = [output for step, output in ran if len(step.token_ids)]
     runner.close()
     tokens = np.array([output.token_ids for output in outputs[1:]])
@@ -268,7 +270,9 @@ def be_rank(
                 own = f"context-{rank // layout.cp}"
                 context_home = SharedHome(store, layout.context, layout.cp, own)
                 stack.enter_context(context_home)
-            got = generate(path, dtype, layout, groups, home, context_home)
+            decodes = DECODES if few_tokens is None else INTERPRETED_DECODES
+            inputs = together(layout.copies, layout.copy, decodes)
+            got = generate(path, dtype, layout, groups, home, context_home, inputs=inputs)
             pipe.send((name, *got, sum(counted)))
     torch.distributed.destroy_process_group()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import subprocess
 import sys
@@ -138,7 +139,7 @@ def barriers() -> list[tuple[str, str, int]]:
 
 
 WITHOUT_A_BARRIER = """
-import importlib, pkgutil, re, sys
+import importlib, json, os, pkgutil, sys
 from pathlib import Path
 
 import torch
@@ -147,20 +148,22 @@ import triton.language as tl
 
 from weft.kernels import gpu
 from weft.kernels.check.aot import cases, compiling, describe, launches_of
-from weft.kernels.check.ops.table import OPS
+from weft.kernels.check.ops.table import named
 from weft.kernels.gpu import nvshmem
 
-module, function, line, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
+folder = Path(sys.argv[1])
 names = [name for _, name, _ in pkgutil.iter_modules(gpu.__path__)]
 modules = {name: importlib.import_module("weft.kernels.gpu." + name) for name in names}
-right = getattr(modules[module], function)
-if line:
+
+
+def drop(module, function, line):
     source = Path(modules[module].__file__).read_text().splitlines()
     assert source[line - 1].strip().startswith("tl.debug_barrier()")
     source[line - 1] = source[line - 1].replace("tl.debug_barrier()", "pass")
-    (folder / "planted.py").write_text("\\n".join(source))
+    (folder / f"planted_{line}.py").write_text("\\n".join(source))
     sys.path.insert(0, str(folder))
-    wrong = getattr(importlib.import_module("planted"), function)
+    right = getattr(modules[module], function)
+    wrong = getattr(importlib.import_module(f"planted_{line}"), function)
     for one in modules.values():
         if vars(one).get(function) is right:
             setattr(one, function, wrong)
@@ -198,51 +201,61 @@ with library.open("w") as text:
 x, signal, fault = torch.empty(1 << 8), torch.empty(8, dtype=torch.int64), torch.empty(
     4, dtype=torch.int32
 )
-with compiling("sm_90") as launches:
-    libraries = {"libnvshmem_device": str(library)}
-    send_and_wait[(1,)](x, signal, fault, 512, 3, 7, extern_libs=libraries)
-rows = [describe("nvshmem", "sm_90", launch) for launch in launches]
-for op in OPS:
-    if op.far:
-        continue
-    found = [problem for row in rows for problem in row.problems]
-    if found or (not line and rows[1:]):
-        break
-    (case, *_) = cases(op, "sm_90")
-    rows += [describe(op.name, "sm_90", launch) for launch in launches_of(op, "sm_90", case)]
-for problem in found:
-    print(problem)
+
+
+def problems():
+    # Of kernels that between them use all that has a barrier.
+    with compiling("sm_90") as launches:
+        libraries = {"libnvshmem_device": str(library)}
+        send_and_wait[(1,)](x, signal, fault, 512, 3, 7, extern_libs=libraries)
+    rows = [describe("nvshmem", "sm_90", launch) for launch in launches]
+    for op in named(["all_gather", "all_gather_grouped_matmul"]):
+        (case, *_) = cases(op, "sm_90")
+        rows += [describe(op.name, "sm_90", launch) for launch in launches_of(op, "sm_90", case)]
+    return [problem for row in rows for problem in row.problems]
+
+
+for barrier in [None, *json.load(sys.stdin)]:
+    if not (child := os.fork()):  # for Triton remembers what it has compiled
+        if barrier:
+            drop(*barrier)
+        print(json.dumps([barrier, problems()]), flush=True)
+        os._exit(0)
+    assert not os.waitpid(child, 0)[1]
 """
 
+Barrier = tuple[str, str, int]
 
-def without_a_barrier(folder: Path, module: str, function: str, line: int) -> list[str]:
-    """Problems, if a line of a module were not there; none is missing if it is 0."""
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Barrier | None, list[str]]:
+    """Problems, if one barrier were not there; of None, if none is missing."""
+    folder = tmp_path_factory.mktemp("planted")
     path = folder / "without.py"
     path.write_text(WITHOUT_A_BARRIER)
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(path), module, function, str(line), str(folder)],
+        [sys.executable, "-W", "ignore", str(path), str(folder)],
+        input=json.dumps(barriers()),
         capture_output=True,
         text=True,
         env=os.environ | {"TRITON_INTERPRET": "0"},
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    return {barrier and tuple(barrier): problems for barrier, problems in told}
 
 
-@pytest.mark.parametrize(
-    ("module", "function", "line"), barriers(), ids=lambda value: str(value).removeprefix("0")
-)
+@pytest.mark.parametrize("barrier", barriers(), ids=lambda barrier: "-".join(map(str, barrier)))
 def test_each_barrier_that_is_dropped_is_found(
-    module: str, function: str, line: int, tmp_path: Path
+    barrier: Barrier, found: dict[Barrier | None, list[str]]
 ) -> None:
     """Also where the compiler would have put one by itself."""
-    found = without_a_barrier(tmp_path, module, function, line)
-    assert found
-    assert all("without tl.debug_barrier" in problem for problem in found)
+    assert found[barrier]
+    assert all("without tl.debug_barrier" in problem for problem in found[barrier])
 
 
-def test_no_barrier_is_missing(tmp_path: Path) -> None:
+def test_no_barrier_is_missing(found: dict[Barrier | None, list[str]]) -> None:
     assert {("signals", "notify"), ("signals", "wait"), ("nvshmem", "put_signal")} <= {
         (module, function) for module, function, _ in barriers()
     }
-    assert without_a_barrier(tmp_path, "signals", "notify", 0) == []
+    assert found[None] == []

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.dispatched import Call, Reads, differences, draw_call, left_out, outputs
 from support.faults import planted
-from support.overlapped import DTYPES, FP8, SEEDS, SLOWNESS, run_calls
+from support.overlapped import DTYPES, FP8, IN_PARTS, SEEDS, SLOWNESS, run_calls
 from torch import Tensor
 
 from weft.kernels import reference
@@ -82,7 +82,8 @@ def perform(
     return list(zip(sent, out, strict=True))
 
 
-@settings(max_examples=10, deadline=None)
+@IN_PARTS
+@settings(max_examples=4, deadline=None)
 @given(
     size=st.integers(1, 4),
     tokens=st.lists(
@@ -101,6 +102,7 @@ def perform(
     seed=SEEDS,
 )
 def test_any_routing(
+    part: int,
     size: int,
     tokens: list[list[int]],
     width: int,

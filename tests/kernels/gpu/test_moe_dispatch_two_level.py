@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.dispatched import Call, Reads, differences, draw_call, left_out, outputs
 from support.faults import planted
-from support.overlapped import DTYPES, FP8, SEEDS
+from support.overlapped import DTYPES, FP8, IN_PARTS, SEEDS
 from torch import Tensor
 
 from weft.kernels.check import interpreter
@@ -98,7 +98,8 @@ def results(
     return [list(call) for call in zip(*by_rank, strict=True)]
 
 
-@settings(max_examples=6, deadline=None)
+@IN_PARTS
+@settings(max_examples=3, deadline=None)
 @given(
     nodes=st.sampled_from(NODES),
     far=st.booleans(),
@@ -118,6 +119,7 @@ def results(
     seed=SEEDS,
 )
 def test_any_routing(
+    part: int,
     nodes: tuple[int, int],
     far: bool,
     tokens: list[list[int]],
