@@ -57,6 +57,7 @@ class CoreClient:
         config: of this core.
 
     Attributes:
+        config: as given; until `spawn` it may change.
         name: in messages.
         status: see the module's text; "stalled" when no step was done for `stall_timeout` seconds
             with work at hand.
@@ -74,7 +75,7 @@ class CoreClient:
         self.stats = EngineStats()
         self.load_seconds = 0.0
         self.latest = -1
-        self._config = config
+        self.config = config
         self._core: Core | None = None
         self._directory: str | None = None
         self._streams: dict[str, Stream] = {}
@@ -136,9 +137,9 @@ class CoreClient:
         self._inbox.bind(from_core)
         self._spawned = time.monotonic()
         if in_process:
-            self._core = CoreThread(self._config, load_model, base, self._context)
+            self._core = CoreThread(self.config, load_model, base, self._context)
         else:
-            self._core = await CoreProcess.start(self._config, load_model, base)
+            self._core = await CoreProcess.start(self.config, load_model, base)
 
     async def load(self, lend: Callable[[int], None]) -> None:
         """Wait until it is ready.
@@ -244,7 +245,7 @@ class CoreClient:
         """Hand on what it sends, until it ends or is stuck; raises as `serve`."""
         core = self._core
         assert core is not None
-        tick = min(1.0, self._config.stall_timeout / 4)
+        tick = min(1.0, self.config.stall_timeout / 4)
         receive = self._receive()
         while True:
             if core.ended.done():
@@ -276,7 +277,7 @@ class CoreClient:
                 await self._give_up(core)
 
     def _named(self, message: str) -> str:
-        return message if self._config.dp == 1 else f"{self.name}: {message}"
+        return message if self.config.dp == 1 else f"{self.name}: {message}"
 
     def _receive(self) -> asyncio.Future[bytes]:
         return asyncio.ensure_future(self._inbox.recv())
@@ -294,11 +295,11 @@ class CoreClient:
                     self._send(Abort((output.request_id,)))
 
     def _is_stalled(self) -> bool:
-        return time.monotonic() - self._last_progress > self._config.stall_timeout
+        return time.monotonic() - self._last_progress > self.config.stall_timeout
 
     async def _give_up(self, core: Core) -> None:
         """It is stuck: tell everyone, and end it, with its stacks on stderr."""
-        error = EngineError(f"{self.name} is stuck: no step in {self._config.stall_timeout:g} s")
+        error = EngineError(f"{self.name} is stuck: no step in {self.config.stall_timeout:g} s")
         self.status = "stalled"
         self.drop_all(error)
         await core.kill(dump=True)

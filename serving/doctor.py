@@ -209,7 +209,7 @@ def devices(engine: EngineConfig, offers: Sequence[Offer]) -> list[Finding]:
         for share in each_slice:
             last = first + len(share.devices) - 1
             ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
-            parts.append(f"{ranks} on {offers[share.machine].where}")
+            parts.append(f"{ranks} on {share.where}")
             first = last + 1
         found.append(Finding("slice", "ok", whose + ", ".join(parts)))
     return found

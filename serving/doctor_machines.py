@@ -13,7 +13,8 @@ from contextlib import suppress
 from weft.errors import ConfigError
 from weft.serving.config import EngineConfig
 from weft.serving.doctor import devices
-from weft.serving.executor.hosts import Head, check_addresses, check_nodes, own_address
+from weft.serving.executor.head import Head
+from weft.serving.executor.hosts import check_addresses, check_nodes, own_address
 from weft.serving.executor.machine_wire import (
     End,
     Examine,

@@ -103,7 +103,7 @@ class AsyncEngine:
             for core in engine._cores:
                 await core.close()
             if engine._pool is not None:
-                await engine._pool.close()
+                engine._pool.close()
             raise
         return engine
 
@@ -281,7 +281,7 @@ class AsyncEngine:
         await asyncio.gather(*(core.shutdown(drain=drain, timeout=timeout) for core in self._cores))
         await asyncio.wait(self._keepers)
         if self._pool is not None:
-            await self._pool.close()
+            self._pool.close()
 
     async def _start(self, on_spawned: Callable[[], None]) -> None:
         self._shares = await self._share_out(on_spawned)
@@ -366,7 +366,7 @@ class AsyncEngine:
         """
         if core.status == "loading":
             if self._pool is not None:
-                await self._pool.until_whole(number)
+                core.config = await self._pool.until_whole(number)
             patience = math.ceil(self.config.stall_timeout + SLOW_RELOAD * self._load_seconds)
             try:
                 async with asyncio.timeout(patience):

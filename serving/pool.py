@@ -8,32 +8,52 @@ Each machine has a number, in the order in which they came, and slices (resource
 machines by it. When one is lost, the next that joins and has as many devices takes its number;
 machines that come when all numbers are taken wait for that. The port stays open meanwhile.
 
-A thread lets machines in, and notices when they leave. All else is on the event loop.
+    weft join ◄── front: Ping                        every second, while it is here
+    weft join ──► front: Pong                        else it hangs, and is given up
+
+A machine is given up here before an engine that has ranks on it says that it is lost (after half
+of `stall_timeout`): so the engine that is started instead has another machine, or waits for one.
+All is on the event loop, and nothing waits for who has connected.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import selectors
-import socket
-import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from weft.errors import EngineError
-from weft.serving.executor.hosts import Head, check_nodes
-from weft.serving.executor.machine_wire import End, Lend
+from weft.serving.executor.head import Head
+from weft.serving.executor.hosts import check_nodes
+from weft.serving.executor.machine_wire import End, Lend, Ping
 from weft.serving.executor.processes import STUCK
 from weft.serving.resources import Offer, can_replace
 
 if TYPE_CHECKING:
     from weft.serving.config import EngineConfig
     from weft.serving.executor.remote import Joined
-    from weft.serving.resources import Slice
+
+SILENT = 0.5
+"""Of the time after which an engine says that a machine is lost: then it is given up here."""
+
+LOOK = 1.0
+"""Seconds between two looks whether machines are there, at most."""
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class _Member:
+    """A machine that has joined, and when it was last heard of, by time.monotonic()."""
+
+    joined: Joined
+    heard: float
 
 
 class Pool:
@@ -54,19 +74,19 @@ class Pool:
     def __init__(self, config: EngineConfig) -> None:
         check_nodes(config)
         self._config = config
+        self._patience = config.stall_timeout * STUCK * SILENT
         self._head = Head(config)
         self.port, self.token = self._head.port, self._head.token
-        self._loop = asyncio.get_running_loop()
         self._numbers = range(1, config.nodes)
-        self._joined: dict[int, Joined] = {}
-        self._spare: list[Joined] = []
+        self._members: list[_Member] = []
+        self._numbered: dict[int, _Member] = {}
         self._offers: dict[int, Offer] = {}
-        self._slices: Sequence[Slice] = ()
+        self._shares: Sequence[EngineConfig] = ()
         self._changed = asyncio.Event()
-        self._end, end = socket.socketpair()
-        self._thread = threading.Thread(target=self._watch, args=(end,), name="weft-pool")
-        self._thread.daemon = True  # it waits for strangers
-        self._thread.start()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._head.fileno(), self._admit)
+        self._looking = self._loop.create_task(self._look())
+        self._is_closed = False
 
     async def offers(self) -> list[Offer]:
         """What the machines have, in the order of their numbers, once all are there."""
@@ -77,11 +97,18 @@ class Pool:
     def deal(self, shares: Sequence[EngineConfig]) -> None:
         """From now on, engines have these slices, of that kind of devices."""
         self._config = shares[0]
-        self._slices = [share.replica.slice for share in shares]
+        self._shares = shares
 
-    async def until_whole(self, engine: int) -> None:
-        """Wait until all machines of an engine's slice are there."""
-        await self._until_there([share.machine for share in self._slices[engine] if share.machine])
+    async def until_whole(self, engine: int) -> EngineConfig:
+        """Wait until all machines of an engine's slice are there; its configuration, with them."""
+        config = self._shares[engine]
+        slice = config.replica.slice
+        await self._until_there([share.machine for share in slice if share.machine])
+        named = tuple(
+            replace(share, where=self._offers[share.machine].where) if share.machine else share
+            for share in slice
+        )
+        return replace(config, replica=replace(config.replica, slice=named))
 
     def lend(self, engine: int, port: int) -> None:
         """Have the machines of an engine's slice connect to it.
@@ -89,24 +116,30 @@ class Pool:
         Raises:
             EngineError: one of them has left.
         """
-        for share in self._slices[engine]:
+        for share in self._shares[engine].replica.slice:
             if not share.machine:
                 continue
-            joined = self._joined.get(share.machine)
+            member = self._numbered.get(share.machine)
             try:
-                if joined is None:
+                if member is None:
                     raise ConnectionError(0, "its connection has ended")
-                joined.link.send(Lend(engine, port, share.machine))
+                member.joined.link.send(Lend(engine, port, share.machine))
             except OSError as error:
                 where = self._offers[share.machine].where
                 raise EngineError(f"{where} has left: {error.strerror}") from None
 
-    async def close(self) -> None:
-        """Tell the machines that all has ended, and give the port back."""
-        with suppress(OSError):  # it has been
-            self._end.shutdown(socket.SHUT_RDWR)
-        await asyncio.to_thread(self._thread.join)
-        self._end.close()
+    def close(self) -> None:
+        """Tell the machines that all has ended, and give the port back. May be called again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._looking.cancel()
+        self._loop.remove_reader(self._head.fileno())
+        self._head.close()
+        for member in self._members:
+            with suppress(OSError):  # it has left
+                member.joined.link.send(End(0.0))
+            self._hang_up(member)
 
     async def _until_there(self, numbers: Sequence[int]) -> None:
         while missing := [number for number in numbers if not self._is_there(number)]:
@@ -117,63 +150,82 @@ class Pool:
             await self._changed.wait()
 
     def _is_there(self, number: int) -> bool:
-        joined = self._joined.get(number)
-        return joined is not None and not joined.link.has_come  # which is its end
+        """Whether it is, also by what has come and was not looked at."""
+        while (member := self._numbered.get(number)) and member.joined.link.has_come:
+            self._hear(member)
+        return member is not None
 
-    def _take(self, joined: Joined) -> None:
-        self._spare.append(joined)
+    def _admit(self) -> None:
+        """Let a machine in, if one has become that."""
+        joined = self._head.admit()
+        if joined is None:
+            return
+        joined.link.set_patience(self._patience)
+        member = _Member(joined, time.monotonic())
+        self._members.append(member)
+        self._loop.add_reader(joined.link.socket.fileno(), self._hear, member)
+        logger.info("%s has joined", joined.where)
         self._fill()
 
-    def _drop(self, joined: Joined) -> None:
-        joined.link.close()  # here, where it is asked whether it is there
-        if joined in self._spare:
-            self._spare.remove(joined)
-        for number, other in list(self._joined.items()):
-            if other is joined:
-                del self._joined[number]
+    def _hear(self, member: _Member) -> None:
+        """Take in what one says, of which all that matters is that it comes."""
+        try:
+            said = member.joined.link.receive()
+        except msgspec.DecodeError:
+            said = None
+        if said is None:
+            self._drop(member, "has left")
+        else:
+            member.heard = time.monotonic()
+
+    async def _look(self) -> None:
+        """Now and then, ask all whether they are there, and give up those that do not answer."""
+        pause = min(LOOK, self._patience / 4)
+        looked = time.monotonic()
+        while True:
+            await asyncio.sleep(pause)
+            now = time.monotonic()
+            late = max(0.0, now - looked - pause)
+            looked = now
+            self._admit()  # strangers that are silent cause no event
+            for member in [*self._members]:
+                # When this process does not get to run, nor may they have (a paused machine).
+                member.heard += late
+                if now - member.heard > self._patience:
+                    silent = f"has said nothing for {self._patience:g} s, and is given up"
+                    self._drop(member, silent)
+                    continue
+                with suppress(OSError):  # it has left, as is heard
+                    member.joined.link.send(Ping())
+
+    def _drop(self, member: _Member, why: str) -> None:
+        if member not in self._members:  # it was, meanwhile
+            return
+        logger.warning("%s %s", member.joined.where, why)
+        self._members.remove(member)
+        self._hang_up(member)
+        for number, other in list(self._numbered.items()):
+            if other is member:
+                del self._numbered[number]
         self._fill()
+
+    def _hang_up(self, member: _Member) -> None:
+        self._loop.remove_reader(member.joined.link.socket.fileno())
+        member.joined.link.close()
 
     def _fill(self) -> None:
         """Give free numbers to machines that have none."""
+        slices = [share.replica.slice for share in self._shares]
+        spare = [each for each in self._members if each not in self._numbered.values()]
         for number in self._numbers:
-            if number in self._joined:
+            if number in self._numbered:
                 continue
-            for joined in self._spare:
-                offer = joined.hello.offer
-                if can_replace(self._config, self._slices, number, offer):
-                    self._spare.remove(joined)
-                    self._joined[number], self._offers[number] = joined, offer
+            for member in spare:
+                offer = member.joined.hello.offer
+                if can_replace(self._config, slices, number, offer):
+                    spare.remove(member)
+                    self._numbered[number], self._offers[number] = member, offer
                     break
-        for joined in self._spare:
-            logger.info("%s waits: it is not needed, or has too few devices", joined.where)
+        for member in spare:
+            logger.info("%s waits: it is not needed, or has too few devices", member.joined.where)
         self._changed.set()
-
-    def _watch(self, end: socket.socket) -> None:
-        """Let machines in, and notice those that leave, until `close`."""
-        links: dict[int, Joined] = {}
-        with self._head, end, selectors.DefaultSelector() as selector:
-            selector.register(self._head, selectors.EVENT_READ)
-            selector.register(end, selectors.EVENT_READ)
-            while True:
-                for key, _ in selector.select():
-                    if key.fileobj is end:
-                        for left in links.values():
-                            with suppress(OSError):  # it has left
-                                left.link.send(End(0.0))
-                            left.link.close()
-                        return
-                    if key.data is not None:  # it has nothing to say
-                        logger.warning("%s has left", key.data.where)
-                        selector.unregister(key.fileobj)
-                        del links[key.fd]
-                        self._tell(self._drop, key.data)
-                    elif (joined := self._head.admit()) is not None:
-                        joined.link.set_patience(self._config.stall_timeout * STUCK)
-                        links[joined.link.socket.fileno()] = joined
-                        selector.register(joined.link.socket, selectors.EVENT_READ, joined)
-                        logger.info("%s has joined", joined.where)
-                        self._tell(self._take, joined)
-
-    def _tell(self, what: Callable[[Joined], None], joined: Joined) -> None:
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(what, joined)

@@ -38,18 +38,12 @@ class Device:
     """What one rank runs on.
 
     Attributes:
-        machine: its number; the controller's is 0.
+        machine: its number, which is that of an island, too; the controller's is 0.
         index: among the devices of its machine; ranks on a CPU share it, and have places.
-        island: its number; a machine is one.
-        kind: what it is.
-        memory: bytes that were free when the machine was asked; ranks on a CPU share them.
     """
 
     machine: int
     index: int
-    island: int
-    kind: Kind
-    memory: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +64,8 @@ class Offer:
 
     def devices(self, kind: Kind, machine: int, most: int) -> list[Device]:
         """Of a kind, as those of the machine with that number; so many if there is no limit."""
-        if kind == "cuda":
-            return [Device(machine, i, machine, kind, free) for i, free in enumerate(self.gpus)]
         count = most if self.places is None else self.places
-        return [Device(machine, i, machine, kind, self.memory) for i in range(count)]
+        return [Device(machine, i) for i in range(len(self.gpus) if kind == "cuda" else count)]
 
     def describe(self, kind: Kind) -> str:
         """In words."""
@@ -90,11 +82,13 @@ class Share:
         machine: its number.
         devices: by index, one for each rank, in the order of the ranks.
         engines: how many have a part of this machine, and so share its cores and memory.
+        where: the machine's name and address.
     """
 
     machine: int
     devices: tuple[int, ...]
     engines: int = 1
+    where: str = HERE
 
 
 Slice = tuple[Share, ...]
@@ -163,7 +157,8 @@ def map_slices(config: EngineConfig, offers: Sequence[Offer]) -> list[Slice]:
     on = [{share.machine for share in each} for each in slices]
     engines = [sum(number in machines for machines in on) for number in range(len(offers))]
     return [
-        tuple(replace(share, engines=engines[share.machine]) for share in each) for each in slices
+        tuple(replace(s, engines=engines[s.machine], where=offers[s.machine].where) for s in each)
+        for each in slices
     ]
 
 

@@ -2,6 +2,7 @@
 
     front                             agent
     Hello                  ◄──TCP──   joins, and stays
+    Ping                   ──TCP──►   says Pong: it is there, and does what it is told
     Lend(engine, port)     ──TCP──►   connects to that engine core, too, in a thread of its own
 
     engine core                       that thread                    ranks of this machine
@@ -44,6 +45,8 @@ from weft.serving.executor.machine_wire import (
     Listen,
     Listening,
     Meet,
+    Ping,
+    Pong,
     Progress,
     Reach,
     Refused,
@@ -174,6 +177,8 @@ class _Guest:
                         raise ConfigError(why)
                     case Lend():
                         self._lend(message)
+                    case Ping():
+                        link.send(Pong())
                     case Start():
                         return self._serve(link, message, address)
                     case End():

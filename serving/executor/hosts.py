@@ -12,131 +12,23 @@ ranks, and the port is closed.
 from __future__ import annotations
 
 import ipaddress
-import logging
-import secrets
-import selectors
-import socket
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
-from typing import Self
-
-import msgspec
 
 from weft.errors import ConfigError, EngineError
 from weft.serving.config import EngineConfig
-from weft.serving.executor.link import Link, admit, check_address, check_token
+from weft.serving.executor.head import Head
+from weft.serving.executor.link import check_address
 from weft.serving.executor.machine import LocalMachine, Machine
-from weft.serving.executor.machine_wire import (
-    FromAgent,
-    Hello,
-    Refused,
-    Unreachable,
-    differences,
-    versions,
-)
+from weft.serving.executor.machine_wire import Unreachable
 from weft.serving.executor.processes import STUCK, RankExecutor, named
 from weft.serving.executor.reach import measure
 from weft.serving.executor.remote import Joined, RemoteMachine
 from weft.serving.loading import LOOPBACK, LoadedModel
+from weft.serving.resources import Share, Slice
 
 LEND = 30.0
 """Seconds for the machines of a slice to connect."""
-
-HELLO = 5.0
-"""Seconds for a machine to say what it is, after it has proved that it may."""
-
-logger = logging.getLogger(__name__)
-
-
-class Head:
-    """Waits for machines to join this one. As a context manager it gives the port back.
-
-    Args:
-        config: of the engine: node_address, node_port, node_token.
-        strict: turn machines away that have other versions.
-
-    Attributes:
-        port: at which it listens.
-        token: that machines must know.
-
-    Raises:
-        ConfigError: the address is not to be had, or the token is too short.
-    """
-
-    def __init__(self, config: EngineConfig, *, strict: bool = True) -> None:
-        check_token(config.node_token)
-        self._strict = strict
-        self._given = config.node_token is not None
-        self.token = config.node_token or secrets.token_urlsafe(24)
-        self._name = config.node_address or socket.gethostname()
-        self._listener = _listen(config.node_address, config.node_port)
-        self.port = int(self._listener.getsockname()[1])
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._listener.close()
-
-    def invite(self, count: int) -> None:
-        """Say what to run on so many other machines."""
-        token = "" if self._given else f"WEFT_NODE_TOKEN={self.token} "
-        machines = "another machine" if count == 1 else f"{count} other machines"
-        command = f"{token}weft join {self._name}:{self.port}"
-        logger.warning("waiting for %s to run: %s", machines, command)  # else nothing goes on
-
-    def fileno(self) -> int:
-        """Can be read when somebody has connected."""
-        return self._listener.fileno()
-
-    def wait_for(self, count: int, timeout: float | None = None) -> list[Joined]:
-        """So many machines, in the order in which they came; or those that came in time."""
-        joined: list[Joined] = []
-        with selectors.DefaultSelector() as selector:
-            selector.register(self, selectors.EVENT_READ)
-            deadline = None if timeout is None else time.monotonic() + timeout
-            while len(joined) < count:
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    break
-                for key, _ in selector.select(left):
-                    if key.data is None:
-                        if (machine := self.admit()) is not None:
-                            joined.append(machine)
-                            selector.register(machine.link.socket, selectors.EVENT_READ, machine)
-                            logger.info("%s has joined", machine.where)
-                    else:  # it has nothing to say before it is told something
-                        logger.info("%s has left", key.data.where)
-                        selector.unregister(key.fileobj)
-                        key.data.link.close()
-                        joined.remove(key.data)
-        return joined
-
-    def admit(self) -> Joined | None:
-        """Who has connected, if it may join."""
-        try:
-            sock, (address, *_) = self._listener.accept()
-        except OSError as error:  # it has hung up
-            logger.warning("a machine could not join: %s", error.strerror)
-            return None
-        with suppress(OSError, msgspec.DecodeError):
-            if not admit(sock, self.token):
-                logger.warning("%s was turned away: it does not know --node-token", address)
-                sock.close()
-                return None
-            link: Link[FromAgent] = Link(sock, FromAgent)
-            hello = link.wait(HELLO)
-            if isinstance(hello, Hello):
-                wrong = differences(versions(), hello.versions)
-                if not (wrong and self._strict):
-                    return Joined(link, hello)
-                logger.warning("%s cannot take part: %s", hello.name, "; ".join(wrong))
-                wrong = differences(hello.versions, versions())
-                link.send(Refused(f"this machine cannot take part: {'; '.join(wrong)}"))
-        sock.close()
-        return None
 
 
 class HostsExecutor(RankExecutor):
@@ -164,14 +56,20 @@ def gather(
     config: EngineConfig, load_model: Callable[..., LoadedModel], announce: Callable[[int], None]
 ) -> Iterator[Machine]:
     """All machines of the slice, each started when it is asked for."""
-    others = {share.machine for share in config.replica.slice if share.machine}
+    slice = config.replica.slice
+    others = {share.machine for share in slice if share.machine}
     with Head(replace(config, node_port=0)) as head:
         announce(head.port)
         joined = {each.hello.machine: each for each in head.wait_for(len(others), LEND)}
     if missing := others - joined.keys():
         for each in joined.values():
             each.link.close()
-        raise EngineError(f"{len(missing)} of the machines did not connect within {LEND:g} s")
+        names = " and ".join(
+            f"{share.where}, for {_name(ranks)}"
+            for share, ranks in ranks_of(slice)
+            if share.machine in missing
+        )
+        raise EngineError(f"{names}, did not connect to its engine within {LEND:g} s")
     yield from deal_out(config, joined, head.token, named(load_model))
 
 
@@ -203,9 +101,7 @@ def deal_out(
         for source, target, way in measure(own, others, token, seconds=0.0):
             if isinstance(way, Unreachable):
                 raise EngineError(f"{source} does not reach {target} at a free port: {way.why}")
-        first = 0
-        for share, address in zip(slice, where, strict=True):
-            ranks = range(first, first := first + len(share.devices))
+        for (share, ranks), address in zip(ranks_of(slice), where, strict=True):
             joined = machines.get(share.machine)
             if joined is None:
                 yield LocalMachine(
@@ -236,6 +132,17 @@ def deal_out(
     finally:
         for joined in waiting:
             joined.link.close()
+
+
+def ranks_of(slice: Slice) -> Iterator[tuple[Share, range]]:
+    """The parts of a slice, each with its ranks."""
+    first = 0
+    for share in slice:
+        yield share, range(first, first := first + len(share.devices))
+
+
+def _name(ranks: range) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def check_nodes(config: EngineConfig) -> None:
@@ -282,18 +189,3 @@ def check_addresses(addresses: list[str]) -> None:
             f"a machine has joined at {local[0]}, where {far} cannot reach it: "
             "--node-address must give each machine's address"
         )
-
-
-def _listen(address: str | None, port: int) -> socket.socket:
-    """At one address, or at all of this machine."""
-    where = "" if address is None else f"--node-address {address} "
-    try:
-        if address is not None:
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            return socket.create_server((address, port), family=family)
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", port))
-    except OSError as error:
-        why = str(error.strerror).split(" (")[0]
-        raise ConfigError(f"{where}--node-port {port}: {why}") from None

@@ -19,6 +19,7 @@ import ipaddress
 import secrets
 import select
 import socket
+import time
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
@@ -26,14 +27,17 @@ import msgspec
 
 from weft.errors import ConfigError
 
-MAGIC = b"weft-join-1\n"
+PROTOCOL = b"weft-join-"
+MAGIC = PROTOCOL + b"2\n"
+"""To be raised with every change of what machines tell each other before they compare versions."""
+
 NONCE = 32
 PROOF = 32
 NO = bytes(PROOF)
 """Instead of a proof, to who has shown a wrong one."""
 
 HANDSHAKE = 5.0
-"""Seconds that the other side gets to prove itself."""
+"""Seconds that the other side gets to prove itself, and to say what it is."""
 
 MOST_PATIENCE = 100_000.0
 """Seconds; a quarter of them is less than the most that TCP takes for a probe, 32,767."""
@@ -167,18 +171,61 @@ def read(sock: socket.socket, count: int) -> bytes:
     return b"".join(parts)
 
 
+class Stranger:
+    """Who has connected to the head, until it has proved that it knows the token.
+
+    Nobody waits for it: it has until `deadline`, and what it has said by then is taken in as it
+    comes.
+
+    Args:
+        sock: the connection, which from now on does not block.
+        token: the group's.
+
+    Attributes:
+        socket: can be read when there is something to take in.
+        deadline: by time.monotonic().
+    """
+
+    def __init__(self, sock: socket.socket, token: str) -> None:
+        self.socket = sock
+        self.deadline = time.monotonic() + HANDSHAKE
+        self._token = token
+        self._nonce = secrets.token_bytes(NONCE)
+        self._said = b""
+        sock.setblocking(False)
+        with suppress(OSError):  # it has hung up, as is seen next
+            sock.sendall(MAGIC + self._nonce)
+
+    def knows_token(self) -> bool | None:
+        """Take in what has come; None while that is not all.
+
+        Raises:
+            OSError: it has hung up.
+        """
+        try:
+            part = self.socket.recv(NONCE + PROOF - len(self._said))
+        except BlockingIOError:
+            return None
+        if not part:
+            raise ConnectionError("it has hung up")
+        self._said += part
+        if len(self._said) < NONCE + PROOF:
+            return None
+        theirs, proof = self._said[:NONCE], self._said[NONCE:]
+        knows = hmac.compare_digest(proof, _proof(self._token, b"join", self._nonce, theirs))
+        self.socket.sendall(_proof(self._token, b"head", self._nonce, theirs) if knows else NO)
+        return knows
+
+
 def admit(sock: socket.socket, token: str) -> bool:
-    """Head: whether who has connected knows the token."""
-    sock.settimeout(HANDSHAKE)
-    ours = secrets.token_bytes(NONCE)
+    """Head: wait until who has connected has shown whether it knows the token."""
+    stranger = Stranger(sock, token)
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
     with suppress(OSError):
-        sock.sendall(MAGIC + ours)
-        theirs, proof = read(sock, NONCE), read(sock, PROOF)
-        if hmac.compare_digest(proof, _proof(token, b"join", ours, theirs)):
-            sock.sendall(_proof(token, b"head", ours, theirs))
-            return True
-        if proof:
-            sock.sendall(NO)
+        while (left := stranger.deadline - time.monotonic()) > 0:
+            if poll.poll(1000 * left) and (knows := stranger.knows_token()) is not None:
+                return knows
     return False
 
 
@@ -193,8 +240,13 @@ def present(sock: socket.socket, token: str) -> None:
     magic = read(sock, len(MAGIC))
     if not magic:
         raise ConnectionError("it has hung up")
-    if magic != MAGIC:
+    if not magic.startswith(PROTOCOL):
         raise ConfigError("what listens there is not `weft` that waits for machines")
+    if magic != MAGIC:
+        raise ConfigError(
+            f"weft there speaks {_name(magic)}, and here {_name(MAGIC)}: install the same version "
+            "on both machines"
+        )
     theirs, ours = read(sock, NONCE), secrets.token_bytes(NONCE)
     sock.sendall(ours + _proof(token, b"join", theirs, ours))
     proof = read(sock, PROOF)
@@ -206,6 +258,10 @@ def present(sock: socket.socket, token: str) -> None:
 
 def _proof(token: str, side: bytes, *nonces: bytes) -> bytes:
     return hmac.digest(token.encode(), side + b"".join(nonces), "sha256")
+
+
+def _name(magic: bytes) -> str:
+    return magic.decode(errors="replace").strip()
 
 
 def _plain(address: str) -> str:

@@ -70,6 +70,10 @@ class Lend(msgspec.Struct, frozen=True, tag=True):
     machine: int
 
 
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Controller -> agent: say that you are there."""
+
+
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """Controller -> agent: this machine cannot take part."""
 
@@ -94,7 +98,7 @@ class Reach(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
-ToAgent = Start | Meet | Step | Dump | End | Lend | Refused | Examine | Listen | Reach
+ToAgent = Start | Meet | Step | Dump | End | Lend | Ping | Refused | Examine | Listen | Reach
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -118,6 +122,10 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     def where(self) -> str:
         """The machine, in words."""
         return f"{self.name} at {self.address}"
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    """Agent -> controller: the answer to `Ping`."""
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
@@ -182,7 +190,9 @@ class Unreachable(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
-FromAgent = Hello | Started | Said | Gone | Progress | Examined | Listening | Speed | Unreachable
+FromAgent = (
+    Hello | Pong | Started | Said | Gone | Progress | Examined | Listening | Speed | Unreachable
+)
 
 
 def versions() -> dict[str, str]:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from weft.errors import ConfigError, EngineError
 from weft.serving.config import EngineConfig
-from weft.serving.executor.hosts import Head, deal_out
+from weft.serving.executor.head import Head
+from weft.serving.executor.hosts import deal_out
 from weft.serving.executor.machine import Machine
 from weft.serving.executor.processes import RankExecutor, named
 from weft.serving.executor.remote import Joined

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +16,13 @@ import httpx
 import psutil
 import pytest
 from support.checkpoints import make_checkpoint
-from support.clients import GREEDY, complete
+from support.clients import GREEDY, complete, fail_in_a_request
+from support.clock import Clock
 from support.machines import LOAD, TOKEN, Agent, agent
 from support.processes import wait_until_gone
 from support.server import TIMEOUT, Server, free_port, start_server
 
+import weft.serving.pool
 from weft.errors import EngineError
 from weft.serving.config import EngineConfig
 from weft.serving.launch import share_out
@@ -119,10 +122,35 @@ def test_a_lost_machine_ends_its_engine_alone_and_another_takes_its_place(
         wait_until_gone(ranks)
 
 
+def test_a_machine_that_hangs_is_named_given_up_and_replaced(
+    model: Path, expected: str, tmp_path: Path
+) -> None:
+    port = free_port()
+    two = {"tp": 2, "nodes": 2, "node_port": port, "node_token": TOKEN}
+    with ExitStack() as stack:
+        hung = stack.enter_context(agent(port, tmp_path / "agent1", load_model=LOAD))
+        started = start_server(model, tmp_path, restart=True, stall_timeout=4.0, **two, **SIZES)
+        server = stack.enter_context(started)
+        message = fail_in_a_request(server, lambda: hung.send_signal(signal.SIGSTOP))
+        assert "machine1 at 127.0.0.1 is lost, with rank 1, in step " in message
+        assert message.endswith(": it has said nothing for 2 s")
+        server.wait_until_said("machine1 at 127.0.0.1 has said nothing for 1 s, and is given up")
+        server.wait_until_said("waiting for machine1 at 127.0.0.1, or another machine")
+        stack.enter_context(agent(port, tmp_path / "agent2", name="machine2", load_model=LOAD))
+        server.wait_until("engine_cores", 1)
+        assert server.metric("engine_restarts_total") == 1
+        assert complete(server, LONG) == expected
+        hung.send_signal(signal.SIGCONT)
+        assert hung.wait(TIMEOUT) == 1
+        assert f"127.0.0.1:{port} has hung up" in (tmp_path / "agent1").read_text()
+
+
 def test_a_machine_that_comes_late_waits_and_takes_the_place_of_a_lost_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO")
+    clock = Clock()
+    monkeypatch.setattr(weft.serving.pool, "time", clock)
     config = EngineConfig(tp=3, nodes=2, node_port=0, node_token=TOKEN)
 
     async def wait_for(text: str) -> None:
@@ -142,6 +170,10 @@ def test_a_machine_that_comes_late_waits_and_takes_the_place_of_a_lost_one(
         pool.deal(share_out(config, [Offer(1), offer]))
         small = join("small", 1)
         await wait_for("small at 127.0.0.1 waits: it is not needed, or has too few devices")
+        clock.paused = 1000.0  # in which nothing ran: no machine has been silent
+        before = pool._members[0].heard
+        while pool._members[0].heard < before + clock.paused:
+            await asyncio.sleep(0.01)
         first.kill()
         await wait_for("first at 127.0.0.1 has left")
         waiting = asyncio.ensure_future(pool.until_whole(0))
@@ -150,8 +182,10 @@ def test_a_machine_that_comes_late_waits_and_takes_the_place_of_a_lost_one(
         with pytest.raises(EngineError, match=r"first at 127\.0\.0\.1 has left: its"):
             pool.lend(0, 1)
         large = join("large", 2)
-        await waiting
-        await pool.close()
+        share = (await waiting).replica.slice[1]
+        assert (share.machine, share.where) == (1, "large at 127.0.0.1")
+        pool.close()
+        pool.close()
         assert [small.wait(TIMEOUT), large.wait(TIMEOUT)] == [0, 0]
 
     with ExitStack() as stack:

@@ -106,8 +106,8 @@ def test_a_shape_says_how_many_of_each_machine() -> None:
 def test_nvlink_asks_for_gpus() -> None:
     assert mapped(ANY, gpus(8), tp=8, devices="nvlink:8") == [[(1, tuple(range(8)))]]
     assert gpus(2).devices("cuda", 3, 64) == [
-        Device(3, 0, 3, "cuda", 2**30),
-        Device(3, 1, 3, "cuda", 2**30),
+        Device(3, 0),
+        Device(3, 1),
     ]
 
 

@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from weft.serving.config import EngineConfig
-from weft.serving.executor.hosts import Head, deal_out
+from weft.serving.executor.head import Head
+from weft.serving.executor.hosts import deal_out
 from weft.serving.executor.processes import RankExecutor
 from weft.serving.launch import share_out
 from weft.serving.resources import Offer

@@ -19,23 +19,26 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.clock import Clock
 from support.machines import MOCK, TOKEN, Agent, agent, spread
-from support.mock_ranks import batch, failure_of
+from support.mock_ranks import batch, failure_of, load
 from support.processes import wait_until_gone
 
 from weft.errors import ConfigError, EngineError
 from weft.serving.config import EngineConfig
+from weft.serving.executor import head as head_module
 from weft.serving.executor import hosts
 from weft.serving.executor.agent import run
 from weft.serving.executor.board import slots
+from weft.serving.executor.head import MOST_STRANGERS, Head
 from weft.serving.executor.hosts import (
-    Head,
+    HostsExecutor,
     check_addresses,
     check_nodes,
     deal_out,
     own_address,
 )
-from weft.serving.executor.link import check_address, check_token
+from weft.serving.executor.link import HANDSHAKE, MAGIC, check_address, check_token, present
 from weft.serving.executor.machine_wire import Hello, differences, versions
 from weft.serving.executor.processes import RankExecutor
 from weft.serving.executor.remote import AHEAD, Joined
@@ -225,9 +228,22 @@ def test_a_stopped_rank_of_another_machine_is_named(config: EngineConfig, tmp_pa
             executor.submit((batch(2),)).result(0)
 
 
+def test_a_machine_that_does_not_connect_is_named(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "LEND", 0.01)
+    (config,) = share_out(config, [Offer(), Offer(where="machine1 at 10.0.0.2")])
+    with pytest.raises(EngineError) as caught:
+        HostsExecutor(config, load, lambda port: None)
+    assert str(caught.value) == (
+        "machine1 at 10.0.0.2, for ranks 2, 3, did not connect to its engine within 0.01 s"
+    )
+
+
 CONTROLLER = """
 import sys
 from pathlib import Path
+from support.clock import Clock
 from support.machines import spread
 from weft.serving.config import EngineConfig
 config = EngineConfig(model="none", tp=2, nodes=2)
@@ -260,18 +276,25 @@ def head() -> Iterator[Head]:
         yield head
 
 
+def wait_until_turned_away(head: Head, count: int, caplog: pytest.LogCaptureFixture) -> None:
+    deadline = time.monotonic() + 20
+    while caplog.text.count("was turned away") < count:
+        assert head.wait_for(1, timeout=0.05) == []
+        assert time.monotonic() < deadline
+
+
 def test_who_does_not_know_the_token_is_turned_away(
     head: Head, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with agent(head.port, tmp_path / "bad", token="another token, guessed") as bad:
-        assert head.admit() is None
+        wait_until_turned_away(head, 1, caplog)
         assert bad.wait(20) == 1
     with agent(head.port, tmp_path / "good", name="good"):
         (joined,) = head.wait_for(1)
         assert joined.hello.name == "good"
         joined.link.close()
     assert "--node-token is not the one that is in force there" in (tmp_path / "bad").read_text()
-    assert "127.0.0.1 was turned away" in caplog.text
+    assert "127.0.0.1 was turned away: it does not know --node-token" in caplog.text
 
 
 def test_a_head_that_does_not_know_the_token_is_not_obeyed(tmp_path: Path) -> None:
@@ -282,7 +305,7 @@ def test_a_head_that_does_not_know_the_token_is_not_obeyed(tmp_path: Path) -> No
     ):
         peer, _ = listener.accept()
         with peer:
-            peer.sendall(b"weft-join-1\n" + bytes(32))
+            peer.sendall(MAGIC + bytes(32))
             assert len(peer.recv(64, socket.MSG_WAITALL)) == 64
             peer.sendall(bytes(32))
             assert joining.wait(20) == 1
@@ -290,22 +313,63 @@ def test_a_head_that_does_not_know_the_token_is_not_obeyed(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", bytes(64)])
-def test_strangers_are_not_let_in(words: bytes, head: Head) -> None:
+def test_strangers_are_not_let_in(
+    words: bytes, head: Head, caplog: pytest.LogCaptureFixture
+) -> None:
     with socket.create_connection(("127.0.0.1", head.port)) as stranger:
         stranger.sendall(words)
         stranger.shutdown(socket.SHUT_WR)
-        assert head.admit() is None
+        wait_until_turned_away(head, 1, caplog)
         answer = stranger.makefile("rb").read()
-    assert len(answer) == len(b"weft-join-1\n") + 32 + 32 * (len(words) == 64)
+    assert len(answer) == len(MAGIC) + 32 + 32 * (len(words) == 64)
     assert answer[44:] in (b"", bytes(32))
 
 
-def test_a_machine_with_other_versions_is_refused(
-    head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_strangers_keep_no_machine_from_joining(
+    head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(hosts, "versions", lambda: versions() | {"torch": "1.0"})
-    with agent(head.port, tmp_path / "log", name="old") as joining:
+    """Some are silent, some have said a part; all have the same time, and too many have less."""
+    with ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", head.port)))
+            for _ in range(MOST_STRANGERS)
+        ]
+        silent[1].sendall(bytes(40))
+        stack.enter_context(agent(head.port, tmp_path / "log"))
+        (joined,) = head.wait_for(1)
+        joined.link.close()
+        assert "127.0.0.1 was turned away: too many others have connected" in caplog.text
+        assert caplog.text.count("turned away") == 1, "the others are not waited for"
+        clock = Clock()
+        clock.paused = HANDSHAKE
+        monkeypatch.setattr(head_module, "time", clock)
         assert head.admit() is None
+    late = "127.0.0.1 was turned away: it has not proved in time that it knows --node-token"
+    assert caplog.text.count(late) == MOST_STRANGERS - 1
+
+
+@pytest.mark.parametrize(
+    ("magic", "why"),
+    [
+        (b"weft-join-1\n", "weft there speaks weft-join-1, and here weft-join-2: install the same"),
+        (b"SSH-2.0-Open", "what listens there is not `weft` that waits for machines"),
+    ],
+)
+def test_a_head_that_speaks_otherwise_is_not_joined(magic: bytes, why: str, tmp_path: Path) -> None:
+    """Such as that of a weft before this one."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(magic + bytes(32))
+        with pytest.raises(ConfigError, match=why):
+            present(ours, TOKEN)
+
+
+def test_a_machine_with_other_versions_is_refused(
+    head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(head_module, "versions", lambda: versions() | {"torch": "1.0"})
+    with agent(head.port, tmp_path / "log", name="old") as joining:
+        wait_until_turned_away(head, 1, caplog)
         assert joining.wait(20) == 1
     log = (tmp_path / "log").read_text()
     assert "this machine cannot take part: torch is 1.0 there and " in log

@@ -40,12 +40,12 @@ from support.mock_ranks import load
 from weft import LLM, SamplingParams
 from weft.errors import EngineError
 from weft.serving.config import EngineConfig
-from weft.serving.executor import hosts
+from weft.serving.executor import head
 from weft.serving.executor.ray_cluster import RayExecutor
 from weft.serving.launch import share_out
 from weft.serving.resources import Offer
 
-hosts.versions = lambda: {"weft": "of tomorrow"}
+head.versions = lambda: {"weft": "of tomorrow"}
 try:
     (config,) = share_out(EngineConfig(), [Offer()])
     RayExecutor(config, load)

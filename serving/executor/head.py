@@ -1,0 +1,201 @@
+"""Where machines join: a port of this one, at which strangers may connect, too.
+
+    connects ──► proves that it knows the token ──► says Hello ──► Joined
+                 within HANDSHAKE seconds, for both; else it is turned away
+
+Nobody is waited for: what each has said is taken in as it comes, so that one that is silent, or
+slow, or says nonsense, keeps no other one from joining.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import selectors
+import socket
+import time
+from dataclasses import dataclass
+from typing import Self
+
+import msgspec
+
+from weft.errors import ConfigError
+from weft.serving.config import EngineConfig
+from weft.serving.executor.link import Link, Stranger, check_token
+from weft.serving.executor.machine_wire import FromAgent, Hello, Refused, differences, versions
+from weft.serving.executor.remote import Joined
+
+MOST_STRANGERS = 64
+"""At once; for one more, the one that has been there longest is turned away."""
+
+LOOK = 1.0
+"""Seconds between two looks for strangers whose time is over, at most."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class _Arrival:
+    """Who has connected; `link` is there once it has proved that it knows the token."""
+
+    stranger: Stranger
+    address: str
+    link: Link[FromAgent] | None = None
+
+
+class Head:
+    """Waits for machines to join this one. As a context manager it gives the port back.
+
+    Args:
+        config: of the engine: node_address, node_port, node_token.
+        strict: turn machines away that have other versions.
+
+    Attributes:
+        port: at which it listens.
+        token: that machines must know.
+
+    Raises:
+        ConfigError: the address is not to be had, or the token is too short.
+    """
+
+    def __init__(self, config: EngineConfig, *, strict: bool = True) -> None:
+        check_token(config.node_token)
+        self._strict = strict
+        self._given = config.node_token is not None
+        self.token = config.node_token or secrets.token_urlsafe(24)
+        self._name = config.node_address or socket.gethostname()
+        self._listener = _listen(config.node_address, config.node_port)
+        self._listener.setblocking(False)
+        self.port = int(self._listener.getsockname()[1])
+        self._arrivals: list[_Arrival] = []
+        self._selector = selectors.EpollSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the port back, and hang up on who has not joined yet."""
+        for arrival in self._arrivals:
+            arrival.stranger.socket.close()
+        self._arrivals.clear()
+        self._selector.close()
+        self._listener.close()
+
+    def invite(self, count: int) -> None:
+        """Say what to run on so many other machines."""
+        token = "" if self._given else f"WEFT_NODE_TOKEN={self.token} "
+        machines = "another machine" if count == 1 else f"{count} other machines"
+        command = f"{token}weft join {self._name}:{self.port}"
+        logger.warning("waiting for %s to run: %s", machines, command)  # else nothing goes on
+
+    def fileno(self) -> int:
+        """Can be read when `admit` has something to do."""
+        return self._selector.fileno()
+
+    def wait_for(self, count: int, timeout: float | None = None) -> list[Joined]:
+        """So many machines, in the order in which they came; or those that came in time."""
+        joined: list[Joined] = []
+        with selectors.DefaultSelector() as selector:
+            selector.register(self, selectors.EVENT_READ)
+            deadline = None if timeout is None else time.monotonic() + timeout
+            while len(joined) < count:
+                left = LOOK if deadline is None else deadline - time.monotonic()
+                if left <= 0:
+                    break
+                for key, _ in selector.select(min(left, LOOK)):
+                    if key.data is not None:  # it has nothing to say before it is told something
+                        logger.info("%s has left", key.data.where)
+                        selector.unregister(key.fileobj)
+                        key.data.link.close()
+                        joined.remove(key.data)
+                if len(joined) < count and (machine := self.admit()) is not None:
+                    joined.append(machine)
+                    selector.register(machine.link.socket, selectors.EVENT_READ, machine)
+                    logger.info("%s has joined", machine.where)
+        return joined
+
+    def admit(self) -> Joined | None:
+        """Take in what has come, and turn those away whose time is over; who may join, if one
+        has become that.
+        """
+        for key, _ in self._selector.select(0):
+            if key.data is None:
+                self._accept()
+                continue
+            if key.data not in self._arrivals:  # another one has taken its place
+                continue
+            try:
+                joined = self._hear(key.data)
+            except (OSError, msgspec.DecodeError) as error:
+                self._turn_away(key.data, str(error))
+                continue
+            if joined is not None:
+                self._forget(key.data)
+                return joined
+        now = time.monotonic()
+        for arrival in [each for each in self._arrivals if each.stranger.deadline < now]:
+            self._turn_away(arrival, "it has not proved in time that it knows --node-token")
+        return None
+
+    def _accept(self) -> None:
+        try:
+            sock, (address, *_) = self._listener.accept()
+        except OSError as error:  # it has hung up
+            logger.warning("a machine could not join: %s", error.strerror)
+            return
+        if len(self._arrivals) == MOST_STRANGERS:
+            self._turn_away(self._arrivals[0], "too many others have connected")
+        arrival = _Arrival(Stranger(sock, self.token), address)
+        self._arrivals.append(arrival)
+        self._selector.register(sock, selectors.EVENT_READ, arrival)
+
+    def _hear(self, arrival: _Arrival) -> Joined | None:
+        """Take in what one says; the machine, if that was the last of it.
+
+        Raises:
+            OSError: it has hung up, or may not join.
+            msgspec.DecodeError: it makes no sense.
+        """
+        if arrival.link is None:
+            if (knows := arrival.stranger.knows_token()) is False:
+                raise ConnectionError("it does not know --node-token")
+            if knows:  # so it means well: what it says next comes as a whole
+                arrival.link = Link(arrival.stranger.socket, FromAgent)
+            return None
+        hello = arrival.link.receive()
+        if not isinstance(hello, Hello):
+            raise ConnectionError("it has not said what it is")
+        wrong = differences(versions(), hello.versions)
+        if wrong and self._strict:
+            theirs = differences(hello.versions, versions())
+            arrival.link.send(Refused(f"this machine cannot take part: {'; '.join(theirs)}"))
+            raise ConnectionError(f"{hello.name} cannot take part: {'; '.join(wrong)}")
+        return Joined(arrival.link, hello)
+
+    def _turn_away(self, arrival: _Arrival, why: str) -> None:
+        logger.warning("%s was turned away: %s", arrival.address, why)
+        self._forget(arrival)
+        arrival.stranger.socket.close()
+
+    def _forget(self, arrival: _Arrival) -> None:
+        self._arrivals.remove(arrival)
+        self._selector.unregister(arrival.stranger.socket)
+
+
+def _listen(address: str | None, port: int) -> socket.socket:
+    """At one address, or at all of this machine."""
+    where = "" if address is None else f"--node-address {address} "
+    try:
+        if address is not None:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            return socket.create_server((address, port), family=family)
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        return socket.create_server(("", port))
+    except OSError as error:
+        why = str(error.strerror).split(" (")[0]
+        raise ConfigError(f"{where}--node-port {port}: {why}") from None
