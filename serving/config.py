@@ -187,6 +187,10 @@ class EngineConfig:
         float,
         Help("seconds without a step, with work at hand, until the engine counts as stuck", gt=0),
     ] = 60.0
+    load_stall_timeout: Annotated[
+        float,
+        Help("seconds in which no rank gets on with loading, until they count as stuck", gt=0),
+    ] = 300.0
     replica: Replica = Replica()
 
     def __post_init__(self) -> None:

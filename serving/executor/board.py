@@ -7,9 +7,9 @@
     waits before it writes to a slot            done[r] = n
       until all ranks have done[r] >= n - slots
 
-The counters also tell which rank is stuck, in which step, and before which of the
-exchanges with other ranks, which each counts as it comes to them. The memory has no
-name (memfd), so that nothing of it is left behind however the processes end.
+The counters also tell which rank is stuck, in which step or how far with loading, and before which
+of the exchanges with other ranks, which each counts as it comes to them. The memory has no name
+(memfd), so that nothing of it is left behind however the processes end.
 """
 
 from __future__ import annotations
@@ -25,8 +25,12 @@ SLOTS = 4
 SLOT_BYTES = 1 << 30
 """Of address space; memory is what the largest step has taken."""
 
-COUNTERS = 4
+COUNTERS = 5
 """Of each rank."""
+
+MET = 1
+READ = 1_000_000
+"""What `loaded` is of a rank that has come to where all meet, and by how much it then grows."""
 
 Int64 = npt.NDArray[np.int64]
 
@@ -34,6 +38,13 @@ Int64 = npt.NDArray[np.int64]
 def slots(stages: int) -> int:
     """Of the board of a model of so many stages."""
     return SLOTS + stages - 1
+
+
+def how_loaded(counter: int) -> str:
+    """What a rank's counter `loaded` says, in words."""
+    if counter < MET:
+        return "before it met the others"
+    return f"with {(counter - MET) / READ:.0%} of its weights read"
 
 
 def check_size(step: int, data: bytes) -> None:
@@ -59,6 +70,8 @@ class Board:
         begun, done: int64 [ranks]; the last step that each has begun and done, from 1.
         exchanges: int64 [ranks]; how many each has come to.
         rounds: int64 [ranks]; of these, how many are of all ranks.
+        loaded: int64 [ranks]; how far each has loaded: 0, MET, and then up to MET + READ, by the
+            part of its weights that it has read.
     """
 
     def __init__(self, ranks: int, fd: int | None = None, *, stages: int = 1) -> None:
@@ -76,7 +89,8 @@ class Board:
         self.done: Int64
         self.exchanges: Int64
         self.rounds: Int64
-        self.begun, self.done, self.exchanges, self.rounds = self.counters
+        self.loaded: Int64
+        self.begun, self.done, self.exchanges, self.rounds, self.loaded = self.counters
 
     def close(self) -> None:
         """Give the descriptor back; the memory goes with the last process that has it."""

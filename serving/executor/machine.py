@@ -24,7 +24,7 @@ from weft.serving.config import EngineConfig
 from weft.serving.executor.board import Board, Int64
 from weft.serving.executor.link import read
 from weft.serving.executor.rank import RankOrders
-from weft.serving.executor.wire import FromRank, rank_decoder
+from weft.serving.executor.wire import FromRank, decode_said
 from weft.serving.loading import LOOPBACK
 
 EXIT_GRACE = 1.0
@@ -150,7 +150,7 @@ class LocalMachine:
 
     def receive(self, channel: socket.socket) -> tuple[int, FromRank | None] | None:
         number, data = self.receive_bytes(channel)
-        return number, None if data is None else rank_decoder.decode(data)
+        return number, None if data is None else decode_said(data)
 
     def receive_bytes(self, channel: socket.socket) -> tuple[int, bytes | None]:
         """As `receive`, not decoded."""

@@ -26,15 +26,13 @@ import selectors
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 
-import msgspec
 import numpy as np
 
 from weft.errors import EngineError, WeftError
 from weft.models.interface import Result, Step, StepOutput
 from weft.serving.config import EngineConfig
-from weft.serving.executor.board import Int64, check_size
+from weft.serving.executor.board import Int64, check_size, how_loaded
 from weft.serving.executor.machine import LocalMachine, Machine
 from weft.serving.executor.wire import Address, Done, FromRank, Loaded, encode_step
 from weft.serving.loading import LoadedModel, ModelInfo
@@ -64,17 +62,17 @@ class _Pending:
 
     def __init__(self, executor: RankExecutor) -> None:
         self._executor = executor
-        self.came: Result | WeftError | None = None
+        self.outcome: Result | WeftError | None = None
 
     def exception(self, timeout: float | None = None) -> WeftError | None:
-        came = self._executor.wait_for(self, timeout)
-        return came if isinstance(came, WeftError) else None
+        outcome = self._executor.wait_for(self, timeout)
+        return outcome if isinstance(outcome, WeftError) else None
 
     def result(self, timeout: float | None = None) -> Result:
-        came = self._executor.wait_for(self, timeout)
-        if isinstance(came, WeftError):
-            raise came
-        return came
+        outcome = self._executor.wait_for(self, timeout)
+        if isinstance(outcome, WeftError):
+            raise outcome
+        return outcome
 
 
 class RankExecutor:
@@ -96,12 +94,12 @@ class RankExecutor:
         self._stages = config.pp
         self.failure: WeftError | None = None
         self._pending: deque[_Pending] = deque()
-        # By copy of attention, what came of pending steps.
-        self._came: list[deque[StepOutput | None]] = [deque() for _ in range(config.copies)]
+        # By copy of attention, of steps that not all of them have done.
+        self._outputs: list[deque[StepOutput | None]] = [deque() for _ in range(config.copies)]
         self._step = 0
         self._loaded = self._is_stuck = False
-        self._patience = config.stall_timeout * STUCK
-        self._look_every = self._patience / LOOKS
+        patience = config.stall_timeout * STUCK
+        self._patience, self._look_every = config.load_stall_timeout, patience / LOOKS
         self._looked = time.monotonic()
         self._progress, self._quiet = -1, 0
         self._machines: list[Machine] = []
@@ -113,7 +111,7 @@ class RankExecutor:
                     self._selector.register(channel, selectors.EVENT_READ, machine)
             self._count = sum(len(machine.ranks) for machine in self._machines)
             self.model = self._load()
-            self._loaded = True
+            self._loaded, self._patience = True, patience
         except BaseException:
             self._end(grace=0.0)
             self._release()
@@ -126,12 +124,12 @@ class RankExecutor:
         while self.failure is None and not all(m.has_room(number) for m in self._machines):
             if not self._turn(0.0):
                 time.sleep(ROOM_POLL)
-        pending.came = self.failure
+        pending.outcome = self.failure
         try:
             check_size(number, data)
         except ValueError as error:
-            pending.came = EngineError(str(error))
-        if pending.came is None:
+            pending.outcome = EngineError(str(error))
+        if pending.outcome is None:
             self._step = number
             self._pending.append(pending)
             for machine in self._machines:
@@ -141,7 +139,7 @@ class RankExecutor:
     def wait_for(self, pending: _Pending, timeout: float | None) -> Result | WeftError:
         """What comes of a step; see base.Pending."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        while pending.came is None:
+        while pending.outcome is None:
             now = time.monotonic()
             left = self._looked + self._look_every - now
             if deadline is not None:
@@ -149,7 +147,7 @@ class RankExecutor:
                     raise TimeoutError
                 left = min(left, deadline - now)
             self._turn(max(0.0, left))
-        return pending.came
+        return pending.outcome
 
     def check(self) -> WeftError | None:
         """See `Executor.check`."""
@@ -159,15 +157,13 @@ class RankExecutor:
 
     def close(self) -> None:
         """See `Executor.close`."""
-        if self._is_stuck:
-            for machine in self._machines:
-                machine.dump()
-        self._end(CLOSE_GRACE if self.failure is None else STACKS_GRACE)
+        self._end(CLOSE_GRACE if self.failure is None else 0.0)
         self._release()
 
     def _load(self) -> ModelInfo:
         loaded: dict[int, ModelInfo] = {}
         while len(loaded) < self._count:
+            looked = self._looked
             for rank, message in self._messages(self._look_every):
                 match message:
                     case Address():
@@ -177,48 +173,46 @@ class RankExecutor:
                         loaded[rank] = message.info
                     case _:
                         raise self._blame(rank, message)
+            if self._looked != looked:
+                self._check_progress()
         return loaded[0]
 
     def _turn(self, timeout: float) -> bool:
         """Take in what comes from the ranks within so many seconds; whether anything has."""
-        came, looked = False, self._looked
+        has_come, looked = False, self._looked
         try:
             for rank, message in self._messages(timeout):
-                came = True
+                has_come = True
                 if not isinstance(message, Done):
                     raise self._blame(rank, message)
                 self._take(rank, message.output)
             if self._looked != looked:
                 self._check_progress()
-        except msgspec.DecodeError as error:
-            self._fail(EngineError(f"what a rank says makes no sense: {error}"))
         except WeftError as error:
             self._fail(error)
-        return came
+        return has_come
 
     def _take(self, rank: int, output: StepOutput | None) -> None:
         """Keep what a copy of attention has produced until all have, in the order of the steps."""
         stage_size = self._count // self._stages
-        self._came[rank % stage_size * len(self._came) // stage_size].append(output)
-        if all(self._came):
+        self._outputs[rank % stage_size * len(self._outputs) // stage_size].append(output)
+        if all(self._outputs):
             if not self._pending:
                 raise EngineError(f"rank {rank} answers a step that it was not given")
-            self._pending.popleft().came = tuple(came.popleft() for came in self._came)
+            self._pending.popleft().outcome = tuple(outputs.popleft() for outputs in self._outputs)
 
     def _fail(self, error: WeftError) -> None:
         """Give every step that error, also those to come."""
         self.failure = error
         while self._pending:
-            self._pending.popleft().came = error
+            self._pending.popleft().outcome = error
 
     def _messages(self, timeout: float) -> Iterator[tuple[int, FromRank | None]]:
         """What has come, with the rank's number; None of one that has ended, and of the first one
         of a machine that is lost.
         """
         for key, _ in self._selector.select(timeout):
-            told = key.data.receive(key.fileobj)
-            if told is not None:
-                yield self._heard(key.data, told)
+            yield from self._said(key.data, key.data.receive(key.fileobj))
         now = time.monotonic()
         if (waited := now - self._looked) < self._look_every:
             return
@@ -226,17 +220,19 @@ class RankExecutor:
         # When this process does not get to run, nor may the ranks have (a paused machine).
         pause = waited - self._look_every
         for machine in self._machines:
-            if (told := machine.check(pause)) is not None:
-                yield self._heard(machine, told)
+            yield from self._said(machine, machine.check(pause))
 
-    def _heard(
-        self, machine: Machine, told: tuple[int, FromRank | None]
-    ) -> tuple[int, FromRank | None]:
-        if told[1] is None:
+    def _said(
+        self, machine: Machine, message: tuple[int, FromRank | None] | None
+    ) -> Iterator[tuple[int, FromRank | None]]:
+        """What a machine says of a rank, if it does; channels that have ended are forgotten."""
+        if message is None:
+            return
+        if message[1] is None:
             for key in list(self._selector.get_map().values()):
                 if key.data is machine and key.fileobj not in machine.channels:
                     self._selector.unregister(key.fileobj)
-        return told
+        yield message
 
     def _check_progress(self) -> None:
         """Raise a WeftError if the ranks have not got on for too long: for so many looks, of which
@@ -244,11 +240,12 @@ class RankExecutor:
         """
         counters = self._counters()
         last, self._progress = self._progress, int(counters.sum())
-        if self._progress != last or counters[1].min() == self._step:
+        idle = self._loaded and counters[1].min() == self._step
+        if self._progress != last or idle:
             self._quiet = 0
             return
         self._quiet += 1
-        if self._quiet > LOOKS:
+        if self._quiet * self._look_every > self._patience:
             self._is_stuck = True
             raise self._name_stuck()
 
@@ -272,8 +269,11 @@ class RankExecutor:
         if machine.lost is not None and not isinstance(said, Failed):
             ranks = ", ".join(map(str, machine.ranks))
             return EngineError(f"{where} is lost, with rank {ranks},{when}: {machine.lost}")
-        if not isinstance(said, Failed):
+        if said is None:
             return EngineError(f"{machine.name(number)} {machine.how_ended(number)}{when}")
+        if not isinstance(said, Failed):
+            what = type(said).__name__
+            return EngineError(f"{machine.name(number)} says {what}{when}, which makes no sense")
         error = said.error
         if isinstance(error, EngineError):
             on = f" on {where}" if where else ""
@@ -287,14 +287,14 @@ class RankExecutor:
 
     def _name_stuck(self) -> WeftError:
         """Say which rank is behind."""
-        _, done, exchanges, rounds = (counter.tolist() for counter in self._counters())
+        _, done, exchanges, rounds, loaded = (counter.tolist() for counter in self._counters())
         stage_size = self._count // self._stages
         stopped = [m.is_stopped(rank) for m in self._machines for rank in m.ranks]
 
-        def place(rank: int) -> tuple[bool, int, int, int, int]:
+        def place(rank: int) -> tuple[bool, int, int, int, int, int]:
             """Which of two is behind: a stage's exchanges are not those of another."""
-            stage = rank // stage_size
-            return not stopped[rank], done[rank], stage, rounds[rank], exchanges[rank]
+            at = rank // stage_size, rounds[rank], exchanges[rank]
+            return not stopped[rank], loaded[rank], done[rank], *at
 
         number = min(range(self._count), key=place)
         first = number // stage_size * stage_size
@@ -303,7 +303,8 @@ class RankExecutor:
         at = rounds if rounds[number] < max(rounds[stage]) else exchanges
         return EngineError(
             f"{self._machine(number).name(number)} is "
-            f"{'stopped' if stopped[number] else 'stuck'}{self._when(number)}, at its exchange "
+            f"{'stopped' if stopped[number] else 'stuck'}{self._when(number)}"
+            f"{'' if self._loaded else f', {how_loaded(loaded[number])}'}, at its exchange "
             f"{at[number]} with other ranks, for {self._patience:g} s; others are at "
             f"{max(at[stage])}"
         )
@@ -327,14 +328,17 @@ class RankExecutor:
         return f" in step {begun}" if begun > done else f" after step {done}"
 
     def _end(self, grace: float) -> None:
-        """Let the ranks end, and kill those that do not."""
+        """Let the ranks end, and kill those that do not; if they are stuck, with their stacks."""
+        if self._is_stuck:
+            grace = STACKS_GRACE
+            for machine in self._machines:
+                machine.dump()
         for machine in self._machines:
             machine.hang_up(grace)
         deadline = time.monotonic() + grace
         while self._selector.get_map() and (left := deadline - time.monotonic()) > 0:
-            with suppress(msgspec.DecodeError):  # it is not looked at
-                for _ in self._messages(left):  # which a rank may wait to say before it ends
-                    pass
+            for _ in self._messages(left):  # which a rank may wait to say before it ends
+                pass
         for machine in self._machines:
             machine.wait(deadline)
 

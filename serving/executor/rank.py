@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import socket
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,9 +23,9 @@ import msgspec
 from weft.errors import WeftError
 from weft.serving import child
 from weft.serving.config import EngineConfig
-from weft.serving.executor.board import Board
+from weft.serving.executor.board import MET, READ, Board
 from weft.serving.executor.wire import Address, Done, FromRank, Loaded, decode_step, encoder
-from weft.serving.loading import LoadedModel, Place, show_progress
+from weft.serving.loading import LoadedModel, Place, Progress, show_progress
 from weft.serving.messages import Failed
 
 if TYPE_CHECKING:
@@ -73,14 +74,15 @@ def serve(orders: RankOrders, channel: socket.socket) -> None:
     """
     send = partial(_send, channel)
 
+    board = Board(orders.on_machine, orders.board, stages=orders.config.pp)
+    column = orders.rank - orders.first
+
     def find_port(own: int | None) -> int:
+        board.loaded[column] = MET
         if own is not None:
             send(Address(own))
             return own
         return int.from_bytes(channel.recv(8, socket.MSG_WAITALL), "little")
-
-    board = Board(orders.on_machine, orders.board, stages=orders.config.pp)
-    column = orders.rank - orders.first
 
     def count_exchange(of_all: bool) -> None:
         board.exchanges[column] += 1
@@ -98,17 +100,27 @@ def serve(orders: RankOrders, channel: socket.socket) -> None:
     )
     try:
         load = child.find(orders.load_model)
-        if orders.rank or orders.config.replica.number:
-            loaded: LoadedModel = load(orders.config, lambda done, total: None, place)
-        else:
-            with show_progress("loading") as progress:
-                loaded = load(orders.config, progress, place)
+        with _shown_progress(orders) as show:
+
+            def count_read(done: int, total: int) -> None:
+                board.loaded[column] = MET + READ * done // total
+                show(done, total)
+
+            loaded: LoadedModel = load(orders.config, count_read, place)
+        board.loaded[column] = MET + READ
         child.settle_garbage_collector()
         send(Loaded(loaded.info))
         _run(loaded.runner, orders, board, channel)
     except Exception as error:
         send(Failed.of(error))
         raise
+
+
+def _shown_progress(orders: RankOrders) -> AbstractContextManager[Progress]:
+    """The first rank of all shows how far it is."""
+    if orders.rank or orders.config.replica.number:
+        return nullcontext(lambda done, total: None)
+    return show_progress("loading")
 
 
 def _run(runner: ModelRunner, orders: RankOrders, board: Board, channel: socket.socket) -> None:

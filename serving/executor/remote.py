@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from weft.serving.config import EngineConfig
@@ -26,7 +27,7 @@ from weft.serving.executor.machine_wire import (
     Started,
     Step,
 )
-from weft.serving.executor.wire import FromRank, rank_decoder
+from weft.serving.executor.wire import FromRank, decode_said
 from weft.serving.resources import Share
 
 AHEAD = 4
@@ -96,11 +97,15 @@ class RemoteMachine:
 
     def receive(self, channel: socket.socket) -> tuple[int, FromRank | None] | None:
         self._heard = time.monotonic()
-        match self._link.receive():
+        try:
+            message = self._link.receive()
+        except msgspec.DecodeError as error:
+            return self._lose(f"what it says makes no sense: {error}")
+        match message:
             case None:
                 return self._lose("its connection has ended")
             case Said(rank, data):
-                return rank, rank_decoder.decode(data)
+                return rank, decode_said(data)
             case Gone(rank, how):
                 self._how[rank] = how
                 return rank, None

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from weft.errors import EngineError
 from weft.models.interface import NOTHING, Int32, Step, StepInput, StepOutput
 from weft.serving.loading import ModelInfo
 from weft.serving.messages import Failed
@@ -97,7 +98,15 @@ def unpack(packed: Any) -> StepInput:
 encoder = msgspec.msgpack.Encoder(enc_hook=_encode)
 parts_decoder = msgspec.msgpack.Decoder(tuple[msgspec.Raw, ...])
 step_decoder = msgspec.msgpack.Decoder(Packed)
-rank_decoder = msgspec.msgpack.Decoder(FromRank, dec_hook=_decode)
+_rank_decoder = msgspec.msgpack.Decoder(FromRank, dec_hook=_decode)
+
+
+def decode_said(data: bytes) -> FromRank:
+    """What a rank says; if that makes no sense, that it has failed."""
+    try:
+        return _rank_decoder.decode(data)
+    except msgspec.DecodeError as error:
+        return Failed.of(EngineError(f"what it says makes no sense: {error}"))
 
 
 def encode_step(step: Step) -> bytes:

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,7 +20,16 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.checkpoints import make_checkpoint
 from support.clock import Clock
-from support.mock_ranks import batch, failure_of, load, load_and_die, load_late
+from support.mock_ranks import (
+    PARTS,
+    batch,
+    failure_of,
+    load,
+    load_and_babble,
+    load_and_die,
+    load_in_parts,
+    load_late,
+)
 from support.processes import wait_until_gone
 
 from weft.errors import ConfigError, EngineError
@@ -274,9 +284,65 @@ def test_a_rank_that_dies_when_it_is_told_where_to_meet_is_named(
 
 def test_a_rank_may_load_for_longer_than_a_step_may_take(tmp_path: Path) -> None:
     model = str(make_checkpoint(tmp_path / "model", "llama"))
-    config = EngineConfig(model=model, tp=2, threads=2, kv_cache_memory=2**20, stall_timeout=1.0)
+    config = EngineConfig(model=model, tp=2, threads=2, kv_cache_memory=2**20, stall_timeout=0.2)
     executor = ProcessExecutor(config, load_late, 2)
     assert executor.model.max_model_len == 512
+    executor.close()
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.01)
+
+
+LOADING = {"model": "none", "stall_timeout": 0.4, "load_stall_timeout": 0.2}
+"""A look every 0.05 s, and ranks that are stuck if five have seen nothing new."""
+
+
+def test_a_rank_that_is_stuck_while_it_loads_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hear = ProcessExecutor._load
+
+    def hear_late(executor: ProcessExecutor) -> ModelInfo:
+        for name in ("rank0 has 4", "rank1 has 2", "rank2 has 4"):
+            wait_for(tmp_path / name)
+        return hear(executor)
+
+    monkeypatch.setattr(ProcessExecutor, "_load", hear_late)
+    for part in (1, 2):
+        (tmp_path / f"part{part}").touch()
+    stuck = (
+        r"rank 1 \(process \d+\) is stuck while it loaded, with 50% of its weights read, .* 0.2 s"
+    )
+    with pytest.raises(EngineError, match=stuck):
+        ProcessExecutor(EngineConfig(tokenizer=str(tmp_path), **LOADING), load_in_parts, 3)
+    assert "mock_ranks.py" in capfd.readouterr().err  # where it hangs
+
+
+def test_a_rank_that_loads_slowly_is_not_stuck(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads the next part before too many looks have seen no progress, but long after."""
+    check, looks, reads = ProcessExecutor._check_progress, 0, 0
+
+    def check_and_go_on(executor: ProcessExecutor) -> None:
+        nonlocal looks, reads
+        if reads == PARTS or not (tmp_path / "rank0 has 4").exists():
+            return  # it is about to be ready; the processes are being started
+        looks += 1
+        if looks % 4 == 0 and reads < PARTS:
+            reads += 1
+            (tmp_path / f"part{reads}").touch()
+            wait_for(tmp_path / f"rank1 has {reads}")
+        check(executor)
+
+    monkeypatch.setattr(ProcessExecutor, "_check_progress", check_and_go_on)
+    executor = ProcessExecutor(EngineConfig(tokenizer=str(tmp_path), **LOADING), load_in_parts, 2)
+    assert executor.model.num_blocks == 8
+    assert looks >= 4 * PARTS
     executor.close()
 
 
@@ -300,10 +366,13 @@ def test_a_stage_that_dies_is_named(rank: int, tmp_path: Path) -> None:
 
 
 def test_what_no_rank_should_say_fails_all_that_waits(tmp_path: Path) -> None:
+    nonsense = "rank {} failed {}: what it says makes no sense: Expected `int`, got `str`"
     with started(tmp_path, 2, "0 babbles in 1") as executor:
         assert steps_of(executor.submit((batch(0),))) == [0]
-        with pytest.raises(EngineError, match="what a rank says makes no sense"):
+        with pytest.raises(EngineError, match=nonsense.format(0, "after step 2")):
             executor.submit((batch(1),)).result(10)
+    with pytest.raises(EngineError, match=nonsense.format(1, "while it loaded")):
+        ProcessExecutor(EngineConfig(model="none", tokenizer=str(tmp_path)), load_and_babble, 2)
 
 
 def test_a_step_that_is_too_large_fails_alone(

@@ -1,0 +1,115 @@
+"""What another machine says, by a connection of which the test has the other end."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+from support.machines import TOKEN
+from support.mock_ranks import batch, failure_of
+
+from weft.errors import EngineError
+from weft.serving.config import EngineConfig, Replica
+from weft.serving.executor.link import (
+    MOST_PATIENCE,
+    Link,
+)
+from weft.serving.executor.machine_wire import (
+    FromAgent,
+    Hello,
+    Said,
+    Start,
+    ToAgent,
+)
+from weft.serving.executor.processes import RankExecutor
+from weft.serving.executor.remote import Joined, RemoteMachine
+from weft.serving.executor.wire import Done, Loaded, encoder
+from weft.serving.loading import ModelInfo
+from weft.serving.messages import Failed
+from weft.serving.resources import Offer, Share
+
+
+@contextmanager
+def told(**settings: Any) -> Iterator[tuple[RemoteMachine, Link[ToAgent]]]:
+    """A machine with one rank, and the other end of the connection to it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    link: Link[FromAgent] = Link(ours, FromAgent)
+    agent: Link[ToAgent] = Link(theirs, ToAgent)
+    joined = Joined(link, Hello("machine1", "10.0.0.2", {}, Offer()))
+    machine = RemoteMachine(
+        joined,
+        EngineConfig(**settings),
+        Share(1, (0,)),
+        range(1),
+        1,
+        host="127.0.0.1",
+        patience=30.0,
+    )
+    with closing(link), closing(agent):
+        yield machine, agent
+
+
+def test_the_memory_of_a_machine_is_its_own_to_look_at() -> None:
+    """This machine's share of memory is not that of another one, which has no token either."""
+    with told(replica=Replica(memory=1000, engines=3), node_token=TOKEN) as (_, agent):
+        start = agent.receive()
+        assert isinstance(start, Start)
+        assert start.config.replica == Replica(memory=None, engines=1)
+        assert start.config.node_token is None
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        (b"nonsense", "is lost, with rank 0, while it loaded: what it says makes no sense: "),
+        (
+            Said(0, b"nonsense"),
+            "failed while it loaded: what it says makes no sense: ",
+        ),
+        (
+            Said(0, encoder.encode(Done(None))),
+            "(machine1 at 10.0.0.2) says Done while it loaded, which makes no sense",
+        ),
+        (
+            Said(0, encoder.encode(Failed("EngineError", "no memory"))),
+            "rank 0 on machine1 at 10.0.0.2 failed while it loaded: no memory",
+        ),
+    ],
+)
+def test_what_a_machine_says_last_is_told_and_not_that_it_is_lost(word: object, why: str) -> None:
+    with told() as (machine, agent):
+        agent.send(word)
+        agent.shut()
+        with pytest.raises(EngineError) as caught:
+            RankExecutor(EngineConfig(), [machine])
+    assert "machine1 at 10.0.0.2" in str(caught.value)
+    assert why in str(caught.value)
+
+
+def test_an_answer_that_was_not_asked_for_is_an_error() -> None:
+    with told() as (machine, agent):
+        info = ModelInfo(8, 1000, 64, "none")
+        agent.send(Said(0, encoder.encode(Loaded(info))))
+        executor = RankExecutor(EngineConfig(), [machine])
+        assert executor.model == info
+        assert executor.check() is None
+        agent.send(Said(0, encoder.encode(Done(None))))
+        unasked = "rank 0 answers a step that it was not given"
+        assert str(failure_of(executor)) == unasked
+        with pytest.raises(EngineError, match=unasked):
+            executor.submit((batch(0),)).result(0)
+        executor.close()
+
+
+def test_patience_is_no_longer_than_tcp_takes() -> None:
+    with told() as (_, agent):
+        agent.set_patience(1e9)
+        tcp = socket.IPPROTO_TCP
+        assert agent.socket.getsockopt(tcp, socket.TCP_KEEPIDLE) == 25_000
+        assert agent.socket.getsockopt(tcp, socket.TCP_USER_TIMEOUT) == 1000 * MOST_PATIENCE
+        assert agent.socket.gettimeout() == MOST_PATIENCE
