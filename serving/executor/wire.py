@@ -104,7 +104,8 @@ _rank_decoder = msgspec.msgpack.Decoder(FromRank, dec_hook=_decode)
 def decode_said(data: bytes) -> FromRank:
     """What a rank says; if that makes no sense, that it has failed."""
     try:
-        return _rank_decoder.decode(data)
+        said: FromRank = _rank_decoder.decode(data)
+        return said
     except msgspec.DecodeError as error:
         return Failed.of(EngineError(f"what it says makes no sense: {error}"))
 
