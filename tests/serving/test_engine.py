@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from support.engine import (
     SLOW,
     collect,
     idle,
-    mock_config,
     params,
     started,
     text,
@@ -37,19 +35,6 @@ from weft.models.interface import StepInput, StepOutput
 from weft.serving.config import EngineConfig
 from weft.serving.engine import AsyncEngine
 from weft.serving.sampling_params import SamplingParams
-
-
-@pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
-    return mock_config(tmp_path, monkeypatch)
-
-
-@pytest.fixture(params=[True, False], ids=["thread", "process"])
-async def engine(
-    request: pytest.FixtureRequest, config: EngineConfig
-) -> AsyncIterator[AsyncEngine]:
-    async with started(config, in_process=request.param, runner_factory=SLOW) as engine:
-        yield engine
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from support.engine import (
     collect,
     cores,
     idle,
-    mock_config,
     params,
     started,
     tokens,
@@ -35,11 +34,6 @@ from weft.serving.engine import AsyncEngine
 
 TOLD = "support.mock_runner:load_as_told"
 LONG = {"max_tokens": 400, "stop_token_ids": ()}
-
-
-@pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
-    return mock_config(tmp_path, monkeypatch)
 
 
 def how(config: EngineConfig, told: str) -> None:

@@ -8,9 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 
 import psutil
 import pytest
@@ -21,7 +19,6 @@ from support.engine import (
     SLOW,
     collect,
     cores,
-    mock_config,
     params,
     started,
     tokens,
@@ -36,19 +33,6 @@ from weft.errors import ConfigError, EngineError, ModelError
 from weft.serving import core_client
 from weft.serving.config import EngineConfig
 from weft.serving.engine import AsyncEngine
-
-
-@pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
-    return mock_config(tmp_path, monkeypatch)
-
-
-@pytest.fixture(params=[True, False], ids=["thread", "process"])
-async def engine(
-    request: pytest.FixtureRequest, config: EngineConfig
-) -> AsyncIterator[AsyncEngine]:
-    async with started(config, in_process=request.param, runner_factory=SLOW) as engine:
-        yield engine
 
 
 async def test_shutdown_drains(engine: AsyncEngine) -> None:
