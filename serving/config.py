@@ -57,12 +57,14 @@ class Replica:
         memory: bytes that count as free for it; None for all that are.
         engines: how many share the machine's cores.
         slice: the devices of its ranks, on all machines.
+        group: a name that all cores of one front have, and no others; for Ray.
     """
 
     number: int = 0
     memory: int | None = None
     engines: int = 1
     slice: Slice = ()
+    group: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import asyncio
 import logging
 import math
 import random
+import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
@@ -306,7 +307,11 @@ class AsyncEngine:
         if config.executor == "ray":  # it knows the machines, and finds such that suit
             most = config.dp * config.world_size
             gpus = (0,) * most if kind_of(config) == "cuda" else ()  # auto: nobody asks nodes
-            return share_out(config, [Offer(gpus=gpus)] * config.nodes)
+            group = secrets.token_hex(4)
+            return [
+                replace(share, replica=replace(share.replica, group=group))
+                for share in share_out(config, [Offer(gpus=gpus)] * config.nodes)
+            ]
         offers = [own_offer(config, gpus=config.device != "cpu")]
         if config.nodes > 1:
             from weft.serving.loading import check_ranks

@@ -3,12 +3,17 @@
 Ray places and supervises, and does no more: a placement group reserves a bundle of CPUs on each
 node, with an actor in it that runs an agent (agent.py). Steps go by the agent's own connection,
 for a call of an actor takes a millisecond, as long as a step of a small model.
+
+Each engine has a placement group of its own, so that one that fails lets go of its nodes alone.
+Ray may place several engines on one node, which then share its memory and cores: each counts, by
+the names of the groups, how many are where it is.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -28,6 +33,9 @@ if TYPE_CHECKING:
 
 PLACE = 5.0
 """Seconds for Ray to find room, until it is said what is waited for."""
+
+LOOK_PLACED = 0.05
+"""Seconds between two looks whether all engines have been placed."""
 
 LOOK = 0.5
 """Seconds between two looks whether an actor has ended that should join."""
@@ -69,10 +77,13 @@ class RayExecutor(RankExecutor):
             replace(share, devices=tuple(range(len(share.devices))))
             for share in config.replica.slice
         )
-        config = replace(config, replica=replace(config.replica, slice=slice))
         counts = {share.machine: len(share.devices) for share in slice}
         resource = "GPU" if kind_of(config) == "cuda" else "CPU"
-        self._group = _place(resource, list(counts.values()))
+        name = f"weft {config.replica.group} engine {config.replica.number}"
+        self._group = _place(resource, list(counts.values()), name)
+        engines = _engines_on_nodes(self._group, name, config)
+        slice = tuple(replace(s, engines=n) for s, n in zip(slice, engines, strict=True))
+        config = replace(config, replica=replace(config.replica, slice=slice))
         own = config.node_address or ray.util.get_node_ip_address()
         with Head(replace(config, node_port=0)) as head:
             joins = self._start(resource, counts, own, head.port, head.token, load_model)
@@ -137,12 +148,12 @@ def _connect() -> None:
         raise ConfigError(f"--executor ray finds no Ray cluster {where}") from None
 
 
-def _place(resource: str, counts: list[int]) -> PlacementGroup:
+def _place(resource: str, counts: list[int], name: str) -> PlacementGroup:
     """So many CPUs or GPUs, each number on a node of its own, once Ray has room for them."""
     import ray
 
     bundles = [{resource: float(count)} for count in counts]
-    group: Any = ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
+    group: Any = ray.util.placement_group(bundles, strategy="STRICT_SPREAD", name=name)
     told = ""
     while not group.wait(PLACE):
         there = ", ".join(
@@ -160,6 +171,37 @@ def _place(resource: str, counts: list[int]) -> PlacementGroup:
             )
         told = there
     return group
+
+
+def _engines_on_nodes(group: PlacementGroup, name: str, config: EngineConfig) -> list[int]:
+    """How many of the server's engines have a part of the node of each bundle.
+
+    Engines start at one time, and each measures the memory that is free before others have taken
+    theirs. So those that Ray has not placed in time count, too: they may come to any node.
+
+    Args:
+        group, name: of this engine.
+        config: of this engine.
+    """
+    import ray
+
+    own: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    deadline = time.monotonic() + PLACE
+    while True:
+        placed = {
+            each["name"]: each["bundles_to_node_id"].values()
+            for each in ray.util.placement_group_table().values()
+            if each["name"].startswith(f"weft {config.replica.group} ")
+            and each["state"] == "CREATED"
+        }
+        placed[name] = own.values()  # and not those of a core that has ended
+        missing = config.dp - len(placed)
+        if not missing or time.monotonic() >= deadline:
+            break
+        time.sleep(LOOK_PLACED)
+    return [
+        missing + sum(own[bundle] in nodes for nodes in placed.values()) for bundle in sorted(own)
+    ]
 
 
 def _wait_for(head: Head, joins: list[Any], group: PlacementGroup) -> list[Joined]:

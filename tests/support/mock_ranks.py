@@ -1,8 +1,8 @@
 """Ranks without a model, for tests of the executor: `load` stands in for `loading.load_model`.
 
 `config.model` says what goes wrong: "1 raises in 3" (rank, what, step), and
-`config.tokenizer` is a directory, in which each rank notes the steps that it runs. A rank
-"works" until there is a file "worked" in it. When a
+`config.tokenizer` is a directory, in which each rank notes its replica and the steps that it runs.
+A rank "works" until there is a file "worked" in it. When a
 rank "stalls", the others wait for it where those of a model with `config.pp` stages do.
 """
 
@@ -13,6 +13,7 @@ import signal
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from weft.errors import ConfigError, WeftError
@@ -45,6 +46,8 @@ class RankRunner:
         self._notes = Path(config.tokenizer or os.devnull)
         if self._notes.is_dir():
             (self._notes / f"device{place.rank}").write_text(str(place.device))
+            replica = msgspec.json.encode(config.replica)
+            (self._notes / f"replica{config.replica.number}-{place.rank}").write_bytes(replica)
             self._notes /= f"rank{place.rank}"
 
     def allocate_kv_cache(self, num_blocks: int) -> None: ...

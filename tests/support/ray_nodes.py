@@ -16,7 +16,6 @@ import psutil
 
 from support.server import ENVIRONMENT, TIMEOUT, free_port
 
-CPUS = 1
 STORE = (
     80_000_000  # bytes for objects, of which there are none: hardly more than Ray takes at least
 )
@@ -30,7 +29,7 @@ class RayNode:
         log = cluster.directory / f"node-{time.monotonic_ns()}.log"
         command = [
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *arguments),
-            *("--node-ip-address=127.0.0.1", f"--num-cpus={CPUS}"),
+            *("--node-ip-address=127.0.0.1", f"--num-cpus={cluster.cpus}"),
             f"--object-store-memory={STORE}",
         ]
         with log.open("wb") as out:
@@ -73,11 +72,13 @@ class RayCluster:
     Attributes:
         directory: of logs and sockets.
         port: at which it is found.
+        cpus: of each node.
         nodes: those that have not been killed.
     """
 
     directory: Path
     port: int
+    cpus: int
     nodes: list[RayNode] = field(default_factory=list)
 
     @property
@@ -97,10 +98,14 @@ class RayCluster:
 
 
 @contextmanager
-def ray_cluster() -> Iterator[RayCluster]:
-    """A cluster of one node; its processes are gone in the end."""
+def ray_cluster(cpus: int = 1) -> Iterator[RayCluster]:
+    """A cluster of one node; its processes are gone in the end.
+
+    Args:
+        cpus: of each of its nodes.
+    """
     directory = Path(tempfile.mkdtemp(prefix="ray-"))  # short, for the paths of sockets
-    cluster = RayCluster(directory, free_port())
+    cluster = RayCluster(directory, free_port(), cpus)
     try:
         RayNode(cluster, "--head", f"--port={cluster.port}", "--include-dashboard=false")
         yield cluster

@@ -8,16 +8,19 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+import psutil
 import pytest
 from support.checkpoints import make_checkpoint
 from support.clients import GREEDY, complete, fail_in_a_request
 from support.processes import shared_memory_left_alone, wait_until_gone
 from support.ray_nodes import RayCluster, ray_cluster
 from support.server import TIMEOUT, free_port, start_server
+from support.tokenizers import write_byte_level
 
 from weft import LLM, SamplingParams
 from weft.errors import ConfigError
-from weft.serving.config import EngineConfig
+from weft.serving.config import EngineConfig, Replica
 from weft.serving.executor.ray_cluster import RayExecutor
 from weft.serving.loading import load_model
 
@@ -112,6 +115,46 @@ def test_two_nodes_answer_as_one_rank_and_one_that_is_lost_is_named_and_replaced
         assert complete(server) == expected
         there = of_weft(cluster)
     wait_until_gone(there)
+
+
+def test_engines_that_ray_places_on_one_node_share_it(tmp_path: Path) -> None:
+    write_byte_level(tmp_path)
+    settings = {"tokenizer": str(tmp_path), "dp": 2, "tp": 2, "executor": "ray"}
+    with ray_cluster(cpus=4) as cluster:
+        started = start_server(
+            tmp_path,
+            tmp_path,
+            loader="support.mock_ranks:load",
+            environment=cluster.environment,
+            **settings,
+        )
+        with started as server:
+            assert server.metric("engine_cores") == 2
+            assert len(of_weft(cluster)) == 2 + 4
+    notes = [tmp_path / f"replica{engine}-{rank}" for engine in range(2) for rank in range(2)]
+    replicas = [msgspec.json.decode(note.read_bytes(), type=Replica) for note in notes]
+    assert [(r.number, r.engines) for r in replicas] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert all(r.memory and 2 * r.memory <= psutil.virtual_memory().total for r in replicas)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2, "pp": 2, "nodes": 2}])
+def test_layouts_on_two_nodes_answer_as_one_rank(
+    layout: dict[str, int], model: Path, tmp_path: Path
+) -> None:
+    """Engines on nodes of their own; stages on nodes of their own, which are split within."""
+    with LLM(model, threads=1, **SIZES) as llm:
+        greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        expected = llm.generate([str(GREEDY["prompt"])], greedy)[0].text
+    with ray_cluster(cpus=layout.get("tp", 1)) as cluster:
+        cluster.add()
+        started = start_server(
+            model, tmp_path, environment=cluster.environment, executor="ray", **SIZES, **layout
+        )
+        with started as server:
+            assert [complete(server) for _ in range(4)] == [expected] * 4
+            on_each = [len(node.of_weft()) for node in cluster.nodes]
+            assert on_each == [1 + layout.get("tp", 1)] * 2
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
