@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from support.checkpoints import make_checkpoint
-from support.clients import complete, fail_in_a_request
+from support.clients import answer_of_one_rank, complete, fail_in_a_request
 from support.machines import LOAD, TOKEN, agent
 from support.netns import Host, two_hosts
 from support.processes import wait_until_gone
@@ -29,10 +29,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The answer of one rank."""
-    with start_server(model, tmp_path_factory.mktemp("one"), **SIZES) as server:
-        return complete(server)
+def expected(model: Path) -> str:
+    return answer_of_one_rank(model, **SIZES)
 
 
 def ranks_of(server: Server) -> list[psutil.Process]:

@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 from support.checkpoints import make_checkpoint
-from support.clients import GREEDY, complete, fail_in_a_request
+from support.clients import GREEDY, answer_of_one_rank, complete, fail_in_a_request
 from support.clock import Clock
 from support.machines import LOAD, TOKEN, Agent, agent
 from support.processes import wait_until_gone
@@ -40,10 +40,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The long answer of one rank."""
-    with start_server(model, tmp_path_factory.mktemp("one"), **SIZES) as server:
-        return complete(server, LONG)
+def expected(model: Path) -> str:
+    """The long answer."""
+    return answer_of_one_rank(model, LONG, **SIZES)
 
 
 def begin(server: Server, stack: ExitStack) -> Iterator[dict[str, Any]]:

@@ -11,12 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 
 from support.server import TIMEOUT, Server
+from weft import LLM, SamplingParams
 
 GREEDY = {"prompt": "the user asks the assistant for", "temperature": 0, "ignore_eos": True}
 CLIENTS = 3
@@ -29,6 +31,14 @@ def complete(server: Server, tokens: int = 12) -> str:
     assert response.status_code == 200, response.text
     text: str = response.json()["choices"][0]["text"]
     return text
+
+
+def answer_of_one_rank(model: Path, tokens: int = 12, **settings: Any) -> str:
+    """What `complete` is to give, by an engine in this process."""
+    prompt = str(GREEDY["prompt"])
+    greedy = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    with LLM(model, threads=1, **settings) as llm:
+        return llm.generate([prompt], greedy)[0].text
 
 
 def fail_in_a_request(server: Server, fault: Callable[[], Any]) -> str:

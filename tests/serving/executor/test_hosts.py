@@ -93,7 +93,6 @@ def test_ranks_of_all_machines_run_the_same_steps_in_order(
 @pytest.mark.parametrize(
     ("settings", "ranks"),
     [
-        ({"tp": 6}, [[0, 1], [2, 3], [4, 5]]),
         ({"tp": 5}, [[0, 1], [2, 3], [4]]),
         ({"tp": 5, "devices": "1+1+3"}, [[0], [1], [2, 3, 4]]),
     ],

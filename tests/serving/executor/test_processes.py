@@ -102,7 +102,7 @@ def test_a_rank_that_lags_is_waited_for_before_its_steps_are_written_over(tmp_pa
     assert len(notes(tmp_path, 1)) == count + 1
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize(
     ("fault", "how"),
     [
@@ -161,7 +161,7 @@ def test_the_outputs_of_a_slow_copy_are_those_of_its_steps(tmp_path: Path) -> No
         assert [steps_of(each) for each in pending] == [[i, i] for i in range(3 * SLOTS)]
 
 
-@pytest.mark.parametrize("rank", [0, 1, 3])
+@pytest.mark.parametrize("rank", [0, 3])
 def test_a_rank_that_fails_in_one_copy_ends_all(rank: int, tmp_path: Path) -> None:
     with started(tmp_path, 4, f"{rank} dies in 1", **COPIES) as executor:
         assert steps_of(executor.submit((batch(0), batch(0)))) == [0, 0]

@@ -12,13 +12,12 @@ import msgspec
 import psutil
 import pytest
 from support.checkpoints import make_checkpoint
-from support.clients import GREEDY, complete, fail_in_a_request
+from support.clients import answer_of_one_rank, complete, fail_in_a_request
 from support.processes import shared_memory_left_alone, wait_until_gone
 from support.ray_nodes import RayCluster, ray_cluster
 from support.server import TIMEOUT, free_port, start_server
 from support.tokenizers import write_byte_level
 
-from weft import LLM, SamplingParams
 from weft.errors import ConfigError
 from weft.serving.config import EngineConfig, Replica
 from weft.serving.executor.ray_cluster import RayExecutor
@@ -40,7 +39,6 @@ def of_weft(cluster: RayCluster) -> list[int]:
 
 REFUSED = """
 from support.mock_ranks import load
-from weft import LLM, SamplingParams
 from weft.errors import EngineError
 from weft.serving.config import EngineConfig
 from weft.serving.executor import head
@@ -88,9 +86,7 @@ def test_a_node_that_does_not_take_part_is_named_and_says_why(cluster: RayCluste
 def test_two_nodes_answer_as_one_rank_and_one_that_is_lost_is_named_and_replaced(
     cluster: RayCluster, model: Path, tmp_path: Path
 ) -> None:
-    with LLM(model, threads=1, **SIZES) as llm:
-        greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-        expected = llm.generate([str(GREEDY["prompt"])], greedy)[0].text
+    expected = answer_of_one_rank(model, **SIZES)
     settings = SIZES | LAYOUT | {"port": free_port(), "restart": True}
     started = start_server(
         model, tmp_path, until="healthy", environment=cluster.environment, **settings
@@ -143,9 +139,7 @@ def test_layouts_on_two_nodes_answer_as_one_rank(
     layout: dict[str, int], model: Path, tmp_path: Path
 ) -> None:
     """Engines on nodes of their own; stages on nodes of their own, which are split within."""
-    with LLM(model, threads=1, **SIZES) as llm:
-        greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-        expected = llm.generate([str(GREEDY["prompt"])], greedy)[0].text
+    expected = answer_of_one_rank(model, **SIZES)
     with ray_cluster(cpus=layout.get("tp", 1)) as cluster:
         cluster.add()
         started = start_server(
