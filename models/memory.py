@@ -31,6 +31,9 @@ from weft.models.spec import DTYPE_BYTES, MlpSpec, ModelSpec
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
+MOST_PADDING = 7
+"""Requests by which a step is padded to a recorded one, at most."""
+
 MAX_ADVISED_FRACTION = 0.95
 """Of the free memory; above, the machine has nothing left for anything else."""
 
@@ -211,9 +214,22 @@ class _Plan:
 
     @property
     def graphs(self) -> int:
-        """Of the largest, whose memory the others share."""
-        requests = min(self.recorded, self.max_num_seqs)
-        return self._activations(requests, requests) if requests else 0
+        """Of the largest, whose memory the others share, and its result, which is apart from it."""
+        requests = min(self.recorded, self.max_num_seqs + MOST_PADDING)
+        if not requests:
+            return 0
+        row = self.spec.hidden_size + self.spec.vocab_size
+        result = requests * row * DTYPE_BYTES[self.spec.compute_dtype(self.dtype)]
+        return result + triton_activation_bytes(
+            self.spec,
+            dtype=self.dtype,
+            max_num_seqs=requests,
+            max_num_batched_tokens=requests,
+            max_model_len=self.max_model_len,
+            copies=self.copies,
+            cp=self.cp,
+            sampled=False,
+        )
 
     @property
     def fixed(self) -> int:
@@ -316,7 +332,7 @@ def activation_bytes(
     sampler = 0
     if spec.is_last:
         sampler = min(max_num_seqs, tokens) * spec.vocab_size * 2 * item
-        sampler += 4 * 7 * max(CHUNK_NUMBERS, spec.vocab_size)
+        sampler += 4 * 7 * max(CHUNK_NUMBERS["cpu"], spec.vocab_size)
     return tokens * 3 * spec.hidden_size * item + max(attention, feed_forward, sampler)
 
 
@@ -329,8 +345,11 @@ def triton_activation_bytes(
     max_model_len: int,
     copies: int = 1,
     cp: int = 1,
+    sampled: bool = True,
 ) -> int:
     """`activation_bytes` of Triton kernels, which keep scores in registers.
+
+    Without the sampler's, unless `sampled`.
 
     Not counted are the parts of decodes whose keys are split, a few MiB: the fewer requests there
     are, the more are their parts.
@@ -357,8 +376,11 @@ def triton_activation_bytes(
 
     sampler = 0
     if spec.is_last:
-        sampler = min(max_num_seqs, tokens) * spec.vocab_size * 2 * item
-        sampler += 4 * 7 * max(CHUNK_NUMBERS, spec.vocab_size)
+        logits = min(max_num_seqs, tokens) * spec.vocab_size
+        sampler = logits * item
+        if sampled:
+            sampler += logits * item
+            sampler += 4 * 7 * max(min(CHUNK_NUMBERS["cuda"], logits), spec.vocab_size)
     return tokens * 3 * spec.hidden_size * item + max(attention, feed_forward, sampler)
 
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import permutations
 from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError
@@ -29,13 +29,14 @@ if TYPE_CHECKING:
     from weft.kernels.symmetric.memory import Home
     from weft.models.layout import Layout
     from weft.models.torch.group import Groups
+    from weft.serving.resources import Slice
 
 
 def choose_kernels(config: EngineConfig, layout: Layout, device: torch.device) -> str:
     """ "overlapped" or "plain", for a device.
 
-    auto is overlapped on GPUs of one machine that reach each other's memory, wherever the layout
-    can be.
+    auto is overlapped on GPUs where the ranks of each stage are on one machine and reach each
+    other's memory, wherever the layout can be.
 
     Raises:
         ConfigError: the device or the kernels cannot run what the settings say.
@@ -43,25 +44,42 @@ def choose_kernels(config: EngineConfig, layout: Layout, device: torch.device) -
     gpu = device.type == "cuda"
     if (gpu or config.kernels == "overlapped") and config.quantization != "none":
         which = "on GPUs" if gpu else "with --kernels overlapped"
-        raise ConfigError(f"--quantization is '{config.quantization}'; {which} it must be none")
-    if gpu and config.pp > 1:
         raise ConfigError(
-            f"--pp is {config.pp}; on GPUs it must be 1: stages exchange through host memory. "
-            "--device cpu runs them on processors"
+            f"--quantization is '{config.quantization}'; {which} it must be none, which computes "
+            "in --dtype. --device cpu --kernels plain has int8"
         )
-    if config.kernels != "auto":
-        return config.kernels
-    slice = config.replica.slice
-    if not gpu or len(slice) > 1 or not all(_reach_each_other(share.devices) for share in slice):
-        return "plain"
-    return "plain" if 1 < layout.split < layout.ep else "overlapped"
+    if config.kernels == "plain" or not gpu:
+        return "overlapped" if config.kernels == "overlapped" else "plain"
+    apart = _apart(config.replica.slice, layout)
+    if config.kernels == "overlapped":
+        if apart:
+            raise ConfigError(
+                f"--kernels is overlapped; {apart}. --kernels plain exchanges through NCCL"
+            )
+        return "overlapped"
+    return "plain" if apart or 1 < layout.split < layout.ep else "overlapped"
 
 
-def _reach_each_other(gpus: Sequence[int]) -> bool:
-    """Whether each of them can read and write the memory of the others."""
+def _apart(slice: Slice, layout: Layout) -> str:
+    """Which GPUs of a stage cannot read and write each other's memory; nothing if all can.
+
+    Of other machines' GPUs it is known only that those of a stage are on one machine.
+    """
     import torch
 
-    return all(torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus if a != b)
+    size = layout.stage_size
+    places = [(share.machine, index) for share in slice for index in share.devices]
+    stages = [places[first : first + size] for first in range(0, len(places), size)]
+    for stage in stages:
+        machines = sorted({machine for machine, _ in stage})
+        if len(machines) > 1:
+            where = ", ".join(f"GPU {index} of machine {machine}" for machine, index in stage)
+            return f"ranks that share a layer must be on one machine; they are on {where}"
+    gpus = [index for _, index in stages[layout.stage]] if stages else []
+    for a, b in permutations(gpus, 2):
+        if not torch.cuda.can_device_access_peer(a, b):
+            return f"GPU {a} cannot read and write the memory of GPU {b}"
+    return ""
 
 
 def prepare_triton(device: torch.device) -> None:

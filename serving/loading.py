@@ -129,6 +129,19 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
             buffers = symmetric_bytes(config, spec, layout, dtype, device)
         if device.type == "cuda":
             recorded = recorded_requests(config, layout)
+    store = None
+    if place.world_size > 1:
+        store = meet(
+            place.rank,
+            place.world_size,
+            place.find_port,
+            timeout=RANK_TIMEOUT,
+            host=place.host,
+            address=place.address,
+        )
+        require_same(store, place.rank, place.world_size, f"{device.type}, --kernels {kernels}")
+    groups = split(layout, place.count_exchange, device, RANK_TIMEOUT)
+    # After the ranks have met: what NCCL takes for its groups is no longer free then.
     if device.type == "cuda":
         free = free_memory(device)
     elif config.replica.memory is None:
@@ -154,18 +167,6 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
     )
     if interpreted and place.rank == config.replica.number == 0:
         logger.warning("--kernels overlapped: interpreted on a CPU, which takes seconds a step")
-    store = None
-    if place.world_size > 1:
-        store = meet(
-            place.rank,
-            place.world_size,
-            place.find_port,
-            timeout=RANK_TIMEOUT,
-            host=place.host,
-            address=place.address,
-        )
-        require_same(store, place.rank, place.world_size, f"{device.type}, --kernels {kernels}")
-    groups = split(layout, place.count_exchange, device, RANK_TIMEOUT)
     ledger = ledger.with_blocks(groups.least(ledger.num_blocks))
     if place.rank % layout.stage_size == config.replica.number == 0:
         whose = f" of each of {layout.stage_size} ranks" if layout.stage_size > 1 else ""

@@ -104,7 +104,7 @@ def plan_length(experts: int, pairs: int) -> int:
     return experts + 1 + 2 * pairs
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "m"])
 def push_shard(
     x,  # [m, K]; this rank's shard
     x_scale,  # float32 [scales_count], or None
@@ -175,7 +175,7 @@ def pick(values, index, GROUPS: tl.constexpr):
     return tl.sum(tl.where(tl.arange(0, GROUPS) == index, values, 0), 0)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "m", "pairs"])
 def multiply_gathered_groups(
     x,  # [m, K]; this rank's shard
     plan,  # int32 [length]; this rank's

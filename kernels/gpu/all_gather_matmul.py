@@ -102,7 +102,7 @@ def step_and_part(index, parts, WORLD: tl.constexpr, MESH: tl.constexpr):
     return step, part
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "m"])
 def push_rows(
     x,  # [m, K]; this rank's shard
     x_scale,  # float32 [m] or [1], or None
@@ -145,7 +145,7 @@ def push_rows(
         notify(signals, peer, chunk * WORLD + rank, call)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "m"])
 def multiply_gathered(
     x,  # [m, K]; this rank's shard
     w0,  # [K, n0], or [n0, K] if TRANSPOSED
@@ -218,7 +218,7 @@ def multiply_gathered(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "m"])
 def collect_rows(
     x,  # [m, K]; this rank's shard
     out,  # [W * m, K]

@@ -43,7 +43,7 @@ MAX_BYTES = 1 << 15
 """Of a row: with addresses of all ranks beside it, a longer one does not fit the registers."""
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "rows"])
 def reduce_and_normalize(
     out,  # [T, N]
     total,  # [T, N]

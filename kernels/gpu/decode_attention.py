@@ -102,7 +102,7 @@ def count_splits(tiles: int, blocks: int, processors: int, least: int) -> int:
 
     A device that has work for a part of a round of programs is idle for the rest of it. Of the
     splits whose use of the device is within 15% of the best, it is the fewest (FlashAttention's
-    rule).
+    rule). Only powers of two are looked at: for each number of splits kernels are compiled.
 
     Args:
         tiles: programs without a split.
@@ -111,7 +111,7 @@ def count_splits(tiles: int, blocks: int, processors: int, least: int) -> int:
         least: blocks of a split.
 
     Returns:
-        From 1 to MAX_SPLITS.
+        A power of two, at most MAX_SPLITS.
     """
     most = max(1, min(MAX_SPLITS, blocks // max(1, least)))
 
@@ -120,8 +120,9 @@ def count_splits(tiles: int, blocks: int, processors: int, least: int) -> int:
         rounds = -(-tiles * splits // processors)
         return tiles * blocks / (processors * rounds * longest)
 
-    best = max(map(use, range(1, most + 1)))
-    return next(splits for splits in range(1, most + 1) if use(splits) >= 0.85 * best)
+    powers = [1 << number for number in range(most.bit_length())]
+    best = max(map(use, powers))
+    return next(splits for splits in powers if use(splits) >= 0.85 * best)
 
 
 def decode_attention(

@@ -91,7 +91,7 @@ def report(status, value):
         tl.atomic_cas(status, 0, value, sem="relaxed", scope="gpu")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def multiply_groups(
     x,  # [T, K]
     w0,  # [E, K, n0], or [E, n0, K] if TRANSPOSED

@@ -100,7 +100,7 @@ def find_pairs(
     tl.store(places + owner * pairs + pair, at, mask=inside & (pair >= 0) & (pair < pairs))
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "pairs"])
 def multiply_pairs(
     x,  # [W * pairs, K]
     w,  # [E, K, N], or [E, N, K] if TRANSPOSED
@@ -181,7 +181,7 @@ def multiply_pairs(
         done = begun
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "m"])
 def add_and_send(
     products,  # [W * pairs, N]
     plans,  # int32 [W, length]

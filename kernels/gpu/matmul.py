@@ -334,7 +334,7 @@ def multiply_and_finish(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def multiply(
     x,  # [M, K]; or TMA descriptor of it
     w0,  # [K, n0], or [n0, K] if TRANSPOSED; or TMA descriptor of it

@@ -158,7 +158,7 @@ def reduce_tile(
     finish(total, bias, residual, out, row, m, column, N, N, SILU, even)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "m"])
 def multiply_partial(
     x,  # [W * m, K]
     w,  # [K, N], or [N, K] if TRANSPOSED
@@ -202,7 +202,7 @@ def multiply_partial(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "m"])
 def reduce_partials(
     bias,  # [N], or None
     residual,  # [m, N'], or None
@@ -235,7 +235,7 @@ def reduce_partials(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "m"])
 def multiply_all_reduce(
     x,  # [m, K]
     w,  # [K, N], or [N, K] if TRANSPOSED

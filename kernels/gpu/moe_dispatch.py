@@ -111,7 +111,7 @@ def send_chunk(
         flag_tokens(status, ids, tokens, num_tokens, num_experts)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "num_tokens"])
 def exchange_tokens(
     x,  # [T, K]
     expert_ids,  # int32 [T, k]
@@ -212,7 +212,7 @@ def return_tokens(
     notify(signals, peer, combined + index * WORLD + rank, call)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "num_tokens"])
 def sum_tokens(
     out,  # [T, K]
     weights,  # float32 [T, k]

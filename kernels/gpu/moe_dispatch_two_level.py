@@ -135,7 +135,7 @@ def put_rows(
     )
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "num_tokens"])
 def cross_nodes(
     x,  # [T, K]
     expert_ids,  # int32 [T, k]
@@ -470,7 +470,7 @@ def cross_back(
                 )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "num_tokens"])
 def sum_nodes(
     out,  # [T, K]
     packed,  # int32 [NODES, C]

@@ -194,7 +194,7 @@ def route(
     return ids, weights
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "span"])
 def count_pairs(
     counts,  # int32 [tiles, E]
     status,  # int32 [T]
@@ -226,7 +226,7 @@ def count_pairs(
     tl.store(counts + tile * experts + expert, total, mask=expert < experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "span"])
 def place_pairs(
     offsets,  # int32 [E + 1]
     order,  # int32 [pairs]

@@ -15,7 +15,9 @@ What a replay must not depend on:
   results; and workspaces' counts of calls are on the device, so that a replay is a call as
   any other (kernels/gpu/workspace.py).
 
-All graphs share one pool of memory, for they run one after the other, the largest one first.
+All graphs share one pool of memory, for they run one after the other, the largest one first; and
+they copy their results to the same memory, for what a graph returns is nobody else's while it is
+there: with 35 sizes up to 256 requests that would be 4231 rows of logits.
 On a CPU there is nothing to record: a replay calls the model on the same buffers.
 
 Not handled: stages, copies of attention and context parallel: steps of these are not recorded.
@@ -26,6 +28,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -102,6 +105,7 @@ class Graphs:
         self._inputs = {size: _inputs(size, width, max_model_len, device) for size in sorted(sizes)}
         self._forward, self._device, self._log = forward, device, log
         self._replays: dict[int, Callable[[], Forward]] = {}
+        self._results: list[Tensor] = []
 
     def record(self) -> None:
         """Record all sizes, after the KV cache has been allocated. Collective."""
@@ -109,10 +113,21 @@ class Graphs:
         if self._device.type == "cuda":
             pool = torch.cuda.graph_pool_handle()
         for number, (size, inputs) in enumerate(reversed(self._inputs.items()), 1):
-            run = _bound(self._forward, inputs)
+            run = partial(self._run, inputs)
             self._replays[size] = run if pool is None else recorded(run, pool)
             if pool is not None and self._log:
                 logger.info("CUDA graph %d of %d: %d requests", number, len(self._inputs), size)
+
+    def _run(self, inputs: StepTensors) -> Forward:
+        """The model's result, in memory that all sizes share."""
+        out = self._forward(inputs)
+        made, rows = (out.hidden, out.logits.local), len(out.hidden)
+        if not self._results or len(self._results[0]) < rows:
+            self._results = [torch.empty_like(x) for x in made]
+        for kept, x in zip(self._results, made, strict=True):
+            kept[:rows].copy_(x)
+        hidden, logits = (kept[:rows] for kept in self._results)
+        return Forward(hidden, Logits(logits, out.logits.shape[1], out.logits.group))
 
     def replay(self, batch: StepInput, plan: AttentionPlan) -> Forward | None:
         """Run a step; None if it is none that was recorded.
@@ -159,10 +174,6 @@ def recorded(run: Callable[[], Result], pool: object) -> Callable[[], Result]:
         return result
 
     return replay
-
-
-def _bound(forward: Callable[[StepTensors], Forward], inputs: StepTensors) -> Callable[[], Forward]:
-    return lambda: forward(inputs)
 
 
 def _inputs(size: int, width: int, max_context: int, device: torch.device) -> StepTensors:

@@ -140,6 +140,18 @@ class Groups:
     context: Group
     pipe: Pipe
 
+    def open(self, device: torch.device) -> None:
+        """Exchange something in each group: then NCCL has taken its memory. Collective."""
+        for group in (self.tensor, self.copies, self.expert, self.context):
+            group.sum(torch.zeros(1, device=device))
+        row = torch.zeros(1, 1, device=device)
+        if not self.pipe.is_first:
+            row = self.pipe.receive(1, 1, row.dtype)
+        if not self.pipe.is_last:
+            self.pipe.send(row)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
     def least(self, number: int) -> int:
         """The least of all ranks' numbers, through gloo on any device. Collective."""
         if self.expert.size == 1 and self.pipe.stages == 1:
@@ -256,5 +268,13 @@ def split(
         tensor = mine(parts(part), False)
     context = tensor if layout.tp == 1 else mine(parts(layout.cp), layout.copies == 1)
     columns = (range(i + j, i + stage, part) for i in range(0, size, stage) for j in range(part))
-    pipe = Pipe(layout, partial(count, layout.copies == 1))
-    return Groups(tensor, mine(columns, True), expert, context, pipe)
+    copies = mine(columns, True)
+    # Of each rank and the one with its place in the next stage.
+    pairs = [mine([range(i, i + stage + 1, stage)], True).of_torch for i in range(size - stage)]
+    before = pairs[rank - stage] if rank >= stage else None
+    after = pairs[rank] if rank < len(pairs) else None
+    pipe = Pipe(layout, partial(count, layout.copies == 1), device, before, after)
+    groups = Groups(tensor, copies, expert, context, pipe)
+    if device.type == "cuda":
+        groups.open(device)
+    return groups

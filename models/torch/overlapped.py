@@ -263,7 +263,7 @@ class Overlapped:
         """See Exchange."""
         size, rank = self._home.world_size, self._home.rank
         each = -(-len(x) // size)
-        x = pad(x, (0, 0, 0, each * size - len(x)))
+        x = _with_rows(x, each * size)
         return x[rank * each :][:each].contiguous()
 
     def unshard(self, x: Tensor, tokens: int) -> Tensor:
@@ -289,7 +289,7 @@ class Overlapped:
         self._count()
         if not split:
             return matmul_all_reduce(x, weight, self._ws.sum, epilogue=epilogue)
-        x = pad(x, (0, 0, 0, len(residual) * self._ws.end.world_size - len(x)))
+        x = _with_rows(x, len(residual) * self._ws.end.world_size)
         return matmul_reduce_scatter(x, weight, self._ws.end, epilogue=epilogue)
 
     def attend(
@@ -320,6 +320,11 @@ class Overlapped:
         """See Exchange."""
         for workspace, fault in zip(self.workspaces, faults, strict=True):
             workspace.report(fault)
+
+
+def _with_rows(x: Tensor, rows: int) -> Tensor:
+    """[T, n] -> [rows, n], with zeros behind; x itself, and no copy, if it has as many."""
+    return x if len(x) == rows else pad(x, (0, 0, 0, rows - len(x)))
 
 
 def refusal(layout: Layout) -> str:

@@ -55,9 +55,10 @@ NONE: Int32 = np.empty(0, np.int32)
 WARM_UP_TOKENS = 32
 """Tokens of the prompt that `warm_up` runs, at most."""
 
-WARM_UP_PROMPTS = (20, 50, 100, 1 << 20)
-"""Tokens of those that it runs on a GPU, or as many as a step has: products of up to 32, 64 and 128
-rows, and of more, have tiles of their own."""
+WARM_UP_PROMPTS = (9, 16, 20, 32, 50, 64, 100, 128, 130, 1 << 20)
+"""Tokens of those that it runs on a GPU, or as many as a step has: products of up to 16, 32, 64 and
+128 rows, and of more, have tiles of their own, and kernels of their own where tiles divide them."""
+
 
 
 class TorchRunner:
@@ -314,7 +315,8 @@ class TorchRunner:
         if not self._pipe.is_last:
             named = torch.tensor(batch.token_ids, dtype=torch.int64)
             for slots, tokens in self._pipe.sampled(-1 - named[named < 0]):
-                self._newest_token[slots] = tokens
+                there = self._indices(slots.numpy()), self._indices(tokens.numpy())
+                self._newest_token[there[0]] = there[1]
         x = self._model.embed(self._named(token_ids))
         if not self._pipe.is_last:
             self._pipe.expect(torch.tensor(batch.sample_slot, dtype=torch.int64))
@@ -357,9 +359,9 @@ class TorchRunner:
         sampled = self._sampler.sample(logits, slots, torch.tensor(batch.output_index))
         if self._pipe.is_first:
             self._newest_token[self._indices(batch.sample_slot)] = sampled.token_ids
-        else:
-            self._pipe.send_back(sampled.token_ids)
         token_ids, status = self._read_back(sampled.token_ids, sampled.status)
+        if not self._pipe.is_first:
+            self._pipe.send_back(torch.from_numpy(token_ids))
         return token_ids.astype(np.int32), status.astype(np.int32), sampled.logprobs
 
     def _read_back(self, *results: Tensor) -> list[IntArray]:
@@ -373,6 +375,9 @@ class TorchRunner:
         from weft.models.torch.inputs import read_back
 
         exchange = self._model.exchange
+        if self._device.type == "cuda" and not self._pipe.is_last:
+            # Else nothing might be read, and a stage that is stuck would look as if it were done.
+            torch.cuda.current_stream(self._device).synchronize()
         faults = exchange.faults()
         told = read_back([*results, *faults])
         exchange.check([fault.tolist() for fault in told[len(results) :]])

@@ -22,6 +22,7 @@ from weft.models.memory import (
     human_bytes,
     plan_memory,
 )
+from weft.models.spec import DTYPE_BYTES
 
 QWEN: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -318,6 +319,10 @@ def test_buffers_and_recorded_steps_take_from_the_cache() -> None:
     alone = plan(triton=True, max_num_seqs=200)
     shared = plan(triton=True, max_num_seqs=200, buffers=3 * MIB, recorded=200)
     assert 0 < shared.graphs < shared.activations
+    padded = plan(triton=True, max_num_seqs=197, recorded=200)
+    assert padded.graphs == shared.graphs  # a recorded step is run with all its rows
+    logits = 200 * SPEC.vocab_size * DTYPE_BYTES[SPEC.compute_dtype("auto")]
+    assert shared.graphs >= 2 * logits  # those of the model, and where all sizes leave them
     assert shared.buffers == 3 * MIB
     for ledger in (alone, shared):
         parts = (ledger.weights, ledger.activations, ledger.buffers, ledger.graphs)

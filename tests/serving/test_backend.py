@@ -38,6 +38,30 @@ def test_auto_overlaps_on_gpus_of_one_machine_where_the_layout_can() -> None:
     apart = Replica(slice=(Share(0, (0,)), Share(1, (0,))))
     assert choose_kernels(replace(config, replica=apart), Layout(tp=2), GPU) == "plain"
     assert choose_kernels(replace(config, ep=4), Layout(tp=2, ep=4), GPU) == "plain"
+    # Stages may be on machines of their own.
+    stages, layout = replace(config, tp=1, pp=2, replica=apart), Layout(rank=1, pp=2)
+    assert choose_kernels(stages, layout, GPU) == "overlapped"
+    assert choose_kernels(stages, layout, CPU) == "plain"
+
+
+def test_overlapped_kernels_are_refused_where_gpus_do_not_reach_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    missing = {(2, 0)}
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) not in missing)
+    here = EngineConfig(tp=2, pp=2, replica=Replica(slice=(Share(0, (1, 3, 0, 2)),)))
+    first, last = Layout(tp=2, pp=2), Layout(tp=2, pp=2, rank=3)
+    assert choose_kernels(here, first, GPU) == "overlapped"
+    assert choose_kernels(here, last, GPU) == "plain"
+    asked = replace(here, kernels="overlapped")
+    assert choose_kernels(asked, first, GPU) == "overlapped"
+    with pytest.raises(
+        ConfigError, match=r"overlapped; GPU 2 cannot read .* memory of GPU 0.*plain"
+    ):
+        choose_kernels(asked, last, GPU)
+    apart = replace(asked, tp=2, pp=1, replica=Replica(slice=(Share(0, (1,)), Share(3, (0,)))))
+    with pytest.raises(ConfigError, match="they are on GPU 1 of machine 0, GPU 0 of machine 3"):
+        choose_kernels(apart, Layout(tp=2), GPU)
 
 
 def test_auto_overlaps_only_gpus_that_all_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,8 +80,8 @@ def test_auto_overlaps_only_gpus_that_all_reach_each_other(monkeypatch: pytest.M
 def test_what_gpus_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigError, match="--quantization is 'int8'; on GPUs it must be none"):
         choose_kernels(EngineConfig(quantization="int8"), Layout(), GPU)
-    with pytest.raises(ConfigError, match="--pp is 2; on GPUs it must be 1"):
-        choose_kernels(EngineConfig(pp=2), Layout(pp=2), GPU)
+    with pytest.raises(ConfigError, match=r"in --dtype\. --device cpu --kernels plain has int8"):
+        choose_kernels(EngineConfig(quantization="int8", kernels="overlapped"), Layout(), CPU)
 
 
 def test_ranks_of_different_kinds_are_told() -> None:

@@ -137,6 +137,15 @@ def test_overlapped_kernels_answer_as_plain_ones(model: Path, tmp_path: Path) ->
         assert complete(server) == expected
 
 
+def test_stages_on_overlapped_kernels_answer_as_one_rank(
+    model: Path, expected: list[list[int]]
+) -> None:
+    few = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    with LLM(model, pp=2, kernels="overlapped", **SIZES) as llm:
+        answers = llm.generate(PROMPTS[:3], few)
+    assert [answer.token_ids for answer in answers] == [tokens[:3] for tokens in expected[:3]]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -265,6 +265,7 @@ def be_rank(
                 which = f"stage {layout.stage} of {layout.pp}"
                 home = stack.enter_context(SharedHome(store, *of_stage, which))
             groups = split(layout, counted.append)
+            groups.open(torch.device("cpu"))  # as between GPUs
             context_home = None
             if home is not None and overlapped and layout.cp > 1:
                 own = f"context-{rank // layout.cp}"

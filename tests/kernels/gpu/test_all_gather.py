@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import collectives
 from support.faults import planted
-from support.overlapped import DTYPES, SEEDS, SLOWNESS
+from support.overlapped import DTYPES, IN_PARTS, SEEDS, SLOWNESS
 from torch import Tensor
 
 from weft.kernels import reference
@@ -35,7 +35,8 @@ WHOLE_UNITS = ("ll128", "multimem")
 SHAPES = st.sampled_from([(1,), (5, 3), (33, 7), (2, 0), (1501,)])
 
 
-@settings(max_examples=30, deadline=None)
+@IN_PARTS
+@settings(max_examples=8, deadline=None)
 @given(
     size=st.integers(1, 4),
     calls=st.lists(st.tuples(st.sampled_from(sorted(METHODS)), SHAPES), min_size=1, max_size=CALLS),
@@ -46,6 +47,7 @@ SHAPES = st.sampled_from([(1,), (5, 3), (33, 7), (2, 0), (1501,)])
     seed=SEEDS,
 )
 def test_all_gather(
+    part: int,
     size: int,
     calls: list[tuple[str, tuple[int, ...]]],
     alike: bool,
@@ -73,24 +75,33 @@ def test_all_gather(
             assert torch.equal(mine, reference.all_gather(call)[0])
 
 
-@pytest.mark.parametrize("other", sorted(set(METHODS) - {"two_level"}))
-def test_methods_take_turns_with_two_level(other: str) -> None:
+OTHERS = sorted(set(METHODS) - {"two_level"})
+
+
+@pytest.mark.parametrize(
+    ("other", "late"),
+    [
+        pytest.param(other, late, marks=[] if late == number % 4 else pytest.mark.slow)
+        for number, other in enumerate(OTHERS)
+        for late in range(4)
+    ],
+)
+def test_methods_take_turns_with_two_level(other: str, late: int) -> None:
     """Of a signal, the rank that sets it is the same in both; one rank is late."""
     methods = ["two_level", other, "two_level", other]
-    for seed in range(4):
-        torch.manual_seed(seed)
-        shards = [[torch.randn(numel) for _ in range(4)] for numel in (1, 8, 40, 16)]
-        slowness = [20.0 if rank == seed % 4 else 1.0 for rank in range(4)]
-        by_rank = collectives.results(
-            all_gather,
-            lambda home, methods: all_gather_workspace(
-                home, 48, torch.float32, methods, chunk=16, ranks_per_node=2
-            ),
-            *(methods, shards, 4, seed, slowness),
-        )
-        for got in by_rank:
-            for mine, call in zip(got, shards, strict=True):
-                assert torch.equal(mine, torch.cat(call))
+    torch.manual_seed(late)
+    shards = [[torch.randn(numel) for _ in range(4)] for numel in (1, 8, 40, 16)]
+    slowness = [20.0 if rank == late else 1.0 for rank in range(4)]
+    by_rank = collectives.results(
+        all_gather,
+        lambda home, methods: all_gather_workspace(
+            home, 48, torch.float32, methods, chunk=16, ranks_per_node=2
+        ),
+        *(methods, shards, 4, late, slowness),
+    )
+    for got in by_rank:
+        for mine, call in zip(got, shards, strict=True):
+            assert torch.equal(mine, torch.cat(call))
 
 
 # Refusals.
@@ -198,7 +209,7 @@ def test_a_rank_of_the_node_without_an_address_is_refused() -> None:
 PARTS = (chunks, low_latency, multimem, all_gather_ll, all_gather_two_level)
 
 
-def symptoms(faulty: ModuleType, *methods: str, wanted: str = "", numel: int = 40) -> set[str]:
+def symptoms(faulty: ModuleType, *methods: str, wanted: str = "", numel: int = 24) -> set[str]:
     """Of four ranks on two nodes."""
     return collectives.symptoms(
         faulty.all_gather,

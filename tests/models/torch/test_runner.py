@@ -87,7 +87,7 @@ def test_a_step_does_not_count_what_it_waits_for_other_stages(
     runner, pipe, call = _load(path), Pipe(WHOLE), Model.__call__
 
     def wait(model: Model, *args: Any) -> torch.Tensor:
-        pipe.waited += 1000.0
+        pipe._waited += 1000.0
         return call(model, *args)
 
     monkeypatch.setattr(runner, "_pipe", pipe)
