@@ -119,8 +119,8 @@ class _Rows:
         return share_of(self.u, total)
 
     def nucleus(self, total: Tensor) -> Tensor:
-        """The sum that top-p asks for, of so much: int64 [R], in [1, total]."""
-        return (total - share_of(self.tail, total)).clamp(min=1)
+        """The sum that top-p asks for, of so much: int64 [R], in [1, total]; 0 of nothing."""
+        return (total - share_of(self.tail, total)).clamp(min=1).minimum(total)
 
 
 def draw(logits: Logits, settings: Sequence[SlotSampling], u: Tensor) -> Tensor:
