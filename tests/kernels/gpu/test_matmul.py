@@ -23,7 +23,7 @@ def installed() -> Iterator[None]:
         yield
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(
     m=st.integers(1, 70),
     widths=st.lists(st.integers(1, 40), min_size=1, max_size=3),
