@@ -157,7 +157,7 @@ def test_a_demo_answers_as_with_torch(cache: Path) -> None:
 def test_eval_scores_as_with_torch(name: str, tp: int, cache: Path) -> None:
     """On 1, 2 and 4 devices, among which experts are dealt out where there are some."""
     ep = tp if name == "weft-demo-moe" else 1
-    sizes = ["--max-num-seqs", "16", "--max-num-batched-tokens", "512", "--max-model-len", "2560"]
+    sizes = ["--max-num-seqs", "16", "--max-num-batched-tokens", "512"]
     split = ["--tp", str(tp), "--ep", str(ep), "--compile-cache", str(cache)]
     scores = []
     for flags in (["--backend", "torch"], ["--backend", "jax", *split]):
