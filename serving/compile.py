@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError
@@ -86,13 +87,14 @@ def _ledger(
     config: EngineConfig, spec: ModelSpec, dtype: str, max_model_len: int, chip: str, tp: int
 ) -> Ledger:
     """Where a chip's memory goes, by arithmetic; ConfigError if it is too little."""
+    from weft.models.activations import jax_activations
     from weft.models.jax.aot import hbm_bytes
     from weft.models.layout import Layout
-    from weft.models.memory import plan_memory
+    from weft.models.memory_plan import MemoryPlan
 
     ep = config.ep if tp % config.ep == 0 else 1
-    return plan_memory(
-        Layout(tp, ep).local(spec),
+    return MemoryPlan(
+        spec=Layout(tp, ep).local(spec),
         dtype=dtype,
         available=hbm_bytes(chip) - state_bytes(spec, config.max_num_seqs, tp),
         memory_fraction=config.memory_fraction,
@@ -101,7 +103,8 @@ def _ledger(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
-    )
+        count=partial(jax_activations, tp=tp),
+    ).ledger()
 
 
 def _slice_that_fits(

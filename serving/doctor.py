@@ -164,7 +164,7 @@ def _cores(engine: EngineConfig) -> Finding:
 
 
 def _memory() -> Finding:
-    from weft.models.memory import available_memory
+    from weft.models.free_memory import available_memory
 
     available = available_memory()
     seen = f"{available / GIB:.1f} GiB available to this process"

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,23 +112,27 @@ def cache_folder(config: EngineConfig) -> Path:
 
 def state_bytes(spec: ModelSpec, max_num_seqs: int, tp: int) -> int:
     """Bytes of a device's part of the sampler's state (models/jax/sampler.py)."""
-    return 2 * 4 * max_num_seqs * -(-spec.vocab_size // tp)
+    from weft.models.activations import padded_numbers
+
+    return 2 * 4 * padded_numbers(max_num_seqs, -(-spec.vocab_size // tp))
 
 
 def _plan(
     config: EngineConfig, spec: ModelSpec, devices: list[Any], dtype: str, max_model_len: int
 ) -> int:
     """Say where each device's memory goes; blocks of its cache."""
+    from weft.models.activations import jax_activations
+    from weft.models.free_memory import available_memory
     from weft.models.layout import Layout
-    from weft.models.memory import available_memory, plan_memory
+    from weft.models.memory_plan import MemoryPlan
 
     if devices[0].platform == "cpu":
         free = available_memory() // len(devices)
     else:
         stats = [device.memory_stats() for device in devices]
         free = min(stat["bytes_limit"] - stat["bytes_in_use"] for stat in stats)
-    ledger = plan_memory(
-        Layout(config.tp, config.ep).local(spec),
+    ledger = MemoryPlan(
+        spec=Layout(config.tp, config.ep).local(spec),
         dtype=dtype,
         available=free - state_bytes(spec, config.max_num_seqs, config.tp),
         memory_fraction=config.memory_fraction,
@@ -136,7 +141,8 @@ def _plan(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
-    )
+        count=partial(jax_activations, tp=config.tp),
+    ).ledger()
     whose = f" of each of {config.tp} devices" if config.tp > 1 else ""
     logger.info("memory%s (%s)\n%s", whose, devices[0].device_kind, ledger.render())
     return ledger.num_blocks

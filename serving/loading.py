@@ -101,9 +101,11 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         ConfigError: a setting does not suit the model, or it does not fit in memory.
         ModelError: the checkpoint cannot be found, understood or loaded.
     """
+    from weft.models.activations import cpu_activations, triton_activations
     from weft.models.checkpoint import locate, read_spec
+    from weft.models.free_memory import available_memory
     from weft.models.layout import Layout, check_layout
-    from weft.models.memory import available_memory, plan_memory
+    from weft.models.memory_plan import MemoryPlan
     from weft.models.torch.device import choose_device, free_memory
     from weft.models.torch.group import meet, split
     from weft.models.torch.runner import TorchRunner
@@ -148,8 +150,8 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         free = available_memory() // place.on_machine
     else:
         free = config.replica.memory // place.on_machine
-    ledger = plan_memory(
-        layout.local(spec),
+    ledger = MemoryPlan(
+        spec=layout.local(spec),
         dtype=dtype,
         quantization=config.quantization,
         available=free,
@@ -161,10 +163,10 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         copies=layout.copies,
-        triton=triton,
+        count=triton_activations if triton else cpu_activations,
         buffers=buffers,
         recorded=recorded,
-    )
+    ).ledger()
     if interpreted and place.rank == config.replica.number == 0:
         logger.warning("--kernels overlapped: interpreted on a CPU, which takes seconds a step")
     ledger = ledger.with_blocks(groups.least(ledger.num_blocks))

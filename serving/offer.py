@@ -24,7 +24,7 @@ def own_offer(config: EngineConfig, *, gpus: bool = True) -> Offer:
         config: its `node_ranks` limits how many ranks share the cores.
         gpus: look for them, which takes some seconds where there are any.
     """
-    from weft.models.memory import available_memory
+    from weft.models.free_memory import available_memory
 
     return Offer(config.node_ranks, available_memory(), _free_of_gpus() if gpus else ())
 

@@ -16,7 +16,7 @@ Scores are float32. Weights and values are multiplied in q's dtype; float32 as f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import methodcaller
 from typing import Any, NamedTuple
@@ -27,8 +27,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from weft.kernels.tpu.query_tiles import LANES, Shape, Tiles
-from weft.kernels.tpu.topology import Index
+from weft.kernels.tpu.query_tiles import LANES, Shape, Tiles, gather_queries, plan_tiles
+from weft.kernels.tpu.topology import Index, cores
 
 MASKED = -1e30
 """A score that is not seen; finite, so that the difference of two is a number."""
@@ -43,6 +43,34 @@ class Scalars(NamedTuple):
     tiles: Tiles
     rank: jax.Array
     table: jax.Array
+
+    @classmethod
+    def of(cls, flat: Sequence[jax.Ref]) -> Scalars:
+        """Of a kernel's first SCALARS arguments."""
+        *tiles, rank, table = flat
+        return cls(Tiles(*tiles), rank, table)
+
+    @property
+    def flat(self) -> tuple[jax.Array, ...]:
+        """As a kernel's arguments."""
+        return *self.tiles, self.rank, self.table
+
+
+SCALARS = len(Tiles._fields) + 2
+
+
+def tile_batch(
+    shape: Shape,
+    q: jax.Array,
+    query_start: jax.Array,
+    context_len: jax.Array,
+    block_table: jax.Array,
+    rank: jax.Array,
+) -> tuple[Scalars, jax.Array]:
+    """What a kernel is told of a batch, and its queries in tiles [N, Hk, rows, lanes]."""
+    tiles = plan_tiles(query_start, context_len, len(q), shape.block_q, cores())
+    queries = gather_queries(shape, q, query_start, context_len, tiles)
+    return Scalars(tiles, rank, block_table.ravel()), queries
 
 
 class Work(NamedTuple):

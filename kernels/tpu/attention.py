@@ -29,17 +29,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from weft.kernels.tpu.attend import Attention, Scalars, Work, work
+from weft.kernels.tpu.attend import SCALARS, Attention, Scalars, Work, tile_batch, work
 from weft.kernels.tpu.query_tiles import (
     LANES,
     Shape,
-    Tiles,
-    add_sinks,
     column_to_row,
     cost,
-    gather_queries,
     make_shape,
-    plan_tiles,
     scatter_results,
 )
 from weft.kernels.tpu.topology import Index, cores
@@ -94,12 +90,10 @@ def ragged_paged_attention(
         window=sliding_window,
         softcap=softcap,
     )
-    tiles = plan_tiles(query_start, context_len, len(q), shape.block_q, cores())
-    queries = gather_queries(shape, q, query_start, context_len, tiles)
-    scalars = Scalars(tiles, jnp.zeros(1, jnp.int32), block_table.ravel())
+    alone = jnp.zeros(1, jnp.int32)
+    scalars, queries = tile_batch(shape, q, query_start, context_len, block_table, alone)
     out, logs = _attend_tiles(shape, scalars, queries, kv_pages)
-    out, lse = scatter_results(shape, out, logs, query_start, len(q))
-    return add_sinks(out, lse, sinks)
+    return scatter_results(shape, out, logs, query_start, len(q), sinks)
 
 
 def _attend_tiles(
@@ -115,12 +109,11 @@ def _attend_tiles(
         return lax.min(i, last) * cores() + core, 0, 0, 0
 
     def kernel(*refs: jax.Ref) -> None:
-        count, request, first, in_tile, rank, table, q, pages, out, lse, *scratch = refs
-        known = Scalars(Tiles(count, request, first, in_tile), rank, table)
+        known, (q, pages, out, lse, *scratch) = Scalars.of(refs[:SCALARS]), refs[SCALARS:]
         core, i = pl.program_id(0), pl.program_id(1)
         tile = i * cores() + core
 
-        @pl.when(tile < count[0])
+        @pl.when(tile < known.tiles.count[0])
         def _() -> None:
             attention = Attention(shape, known, pages, Work(*scratch))
             attention.attend(tile, i == 0, tile + cores(), q.at[0])
@@ -138,7 +131,7 @@ def _attend_tiles(
             jax.ShapeDtypeStruct((tiles, heads, width), jnp.float32),
         ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=6,
+            num_scalar_prefetch=SCALARS,
             grid=(cores(), tiles // cores()),
             in_specs=[block, pl.BlockSpec(memory_space=pl.ANY)],
             out_specs=[block, log_block],
@@ -148,5 +141,5 @@ def _attend_tiles(
         cost_estimate=cost(shape, tiles, len(scalars.table) // shape.pages),
         name="ragged_paged_attention",
     )
-    out, logs = call(*scalars.tiles, scalars.rank, scalars.table, queries, kv_pages)
+    out, logs = call(*scalars.flat, queries, kv_pages)
     return out, logs

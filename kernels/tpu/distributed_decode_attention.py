@@ -36,17 +36,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from weft.kernels.tpu.all_to_all import device
-from weft.kernels.tpu.attend import Attention, Scalars, Work, work
+from weft.kernels.tpu.attend import SCALARS, Attention, Scalars, Work, tile_batch, work
 from weft.kernels.tpu.query_tiles import (
     LANES,
     Shape,
-    Tiles,
-    add_sinks,
     column_to_row,
     cost,
-    gather_queries,
     make_shape,
-    plan_tiles,
     scatter_results,
 )
 from weft.kernels.tpu.topology import (
@@ -110,16 +106,11 @@ def distributed_decode_attention(
             f"{shape.block_q} queries of {shape.group} heads are more than {LANES} rows; "
             "lower block_q"
         )
-    tiles = plan_tiles(query_start, context_len, len(q), shape.block_q, cores())
-    queries = gather_queries(shape, q, query_start, context_len, tiles)
     rank = jnp.reshape(lax.axis_index(names(axes)).astype(jnp.int32), 1)
-    parts = _attend_and_send(
-        shape, Scalars(tiles, rank, block_table.ravel()), queries, kv_pages, names(axes)
-    )
+    scalars, queries = tile_batch(shape, q, query_start, context_len, block_table, rank)
+    parts = _attend_and_send(shape, scalars, queries, kv_pages, names(axes))
     out, logs = _merge(shape, parts)
-    out, lse = scatter_results(shape, out, logs, query_start, len(q))
-    out, lse = add_sinks(out, lse, sinks)
-    return out.astype(q.dtype), lse
+    return scatter_results(shape, out, logs, query_start, len(q), sinks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +142,9 @@ def _attend_and_send(
     part, world = _Part(shape), shape.world
 
     def kernel(*refs: jax.Ref) -> None:
-        count, request, first, in_tile, rank, table, q_tiles, pages, parts = refs[:9]
-        slots, sent, kept, received, *scratch = refs[9:]
-        known = Scalars(Tiles(count, request, first, in_tile), rank, table)
+        known, (q_tiles, pages, parts, *rest) = Scalars.of(refs[:SCALARS]), refs[SCALARS:]
+        slots, sent, kept, received, *scratch = rest
+        count, rank = known.tiles.count, known.rank
         attention = Attention(shape, known, pages, Work(*scratch))
         core, me = pl.program_id(0), rank[0]
         peers = [device(axes, lax.rem(me + step, world)) for step in range(1, world)]
@@ -229,7 +220,7 @@ def _attend_and_send(
         kernel,
         out_shape=jax.ShapeDtypeStruct((world, tiles, part.rows, lanes), jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=6,
+            num_scalar_prefetch=SCALARS,
             grid=(cores(),),
             in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
             out_specs=pl.BlockSpec(memory_space=pl.ANY),
@@ -246,7 +237,7 @@ def _attend_and_send(
             remote_bytes_transferred=sent_bytes,
         ),
         name="distributed_decode_attention",
-    )(*scalars.tiles, scalars.rank, scalars.table, queries, kv_pages)
+    )(*scalars.flat, queries, kv_pages)
 
 
 def _merge(shape: Shape, parts: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -188,10 +188,16 @@ def gather_queries(
 
 
 def scatter_results(
-    shape: Shape, out: jax.Array, logs: jax.Array, query_start: jax.Array, tokens: int
+    shape: Shape,
+    out: jax.Array,
+    logs: jax.Array,
+    query_start: jax.Array,
+    tokens: int,
+    sinks: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Results [N, Hk, rows, lanes], the last D of which count, as [T, H, D], and LSE
-    [N, Hk, rows or more] as [T, H]. Tokens of no request have 0, and -inf."""
+    [N, Hk, rows or more] as [T, H], with one more score of each head, if there are sinks [H].
+    Tokens of no request have 0, and -inf."""
     token = jnp.arange(tokens, dtype=jnp.int32)
     whose = owner(query_start[1:], token)
     known = whose < len(query_start) - 1
@@ -207,17 +213,11 @@ def scatter_results(
     logs = logs[:, :, :rows].reshape(sizes).swapaxes(1, 2)
     logs = logs.reshape(-1, heads).at[place].get(mode="clip")
     none = jnp.logical_not(known)[:, None]
-    return jnp.where(none[..., None], 0, out), jnp.where(none, -jnp.inf, logs)
-
-
-def add_sinks(
-    out: jax.Array, lse: jax.Array, sinks: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """One more score of each head [H], whose weight goes nowhere."""
-    if sinks is None:
-        return out, lse
-    total = jnp.logaddexp(lse, jnp.asarray(sinks, jnp.float32))
-    return (out * jnp.exp(lse - total)[..., None]).astype(out.dtype), total
+    out, lse = jnp.where(none[..., None], 0, out), jnp.where(none, -jnp.inf, logs)
+    if sinks is not None:
+        total = jnp.logaddexp(lse, jnp.asarray(sinks, jnp.float32))
+        out, lse = out * jnp.exp(lse - total)[..., None], total
+    return out.astype(shape.dtype), lse
 
 
 def column_to_row(column: jax.Array) -> jax.Array:

@@ -11,17 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import ConfigError
+from weft.models.activations import Step, cpu_activations, triton_activations
 from weft.models.families import build_spec
 from weft.models.layout import Layout
-from weft.models.memory import (
-    GIB,
-    MIB,
-    Ledger,
-    activation_bytes,
-    available_memory,
-    human_bytes,
-    plan_memory,
-)
+from weft.models.memory import GIB, MIB, Ledger, human_bytes
+from weft.models.memory_plan import MemoryPlan
 from weft.models.spec import DTYPE_BYTES
 
 QWEN: dict[str, Any] = {
@@ -54,9 +48,9 @@ def plan(**changes: Any) -> Ledger:
         "block_size": 32,
         "max_num_seqs": 16,
         "max_num_batched_tokens": 2048,
-        "max_model_len": None,
+        "max_model_len": SPEC.max_model_len,
     }
-    return plan_memory(SPEC, **(arguments | changes))
+    return MemoryPlan(spec=SPEC, **(arguments | changes)).ledger()
 
 
 def test_blocks_that_another_rank_has_no_room_for_are_left() -> None:
@@ -78,9 +72,8 @@ def test_stages_share_weights_and_cache(quantization: str) -> None:
     norm = 2 * SPEC.hidden_size
     assert weights[0] - table == weights[1] == weights[2] - last - norm
     assert {stage.kv_bytes_per_token() for stage in stages} == {KV_BYTES_PER_TOKEN // 3}
-    sizes = {"dtype": "auto", "max_num_seqs": 64, "max_num_batched_tokens": 64}
-    first, middle, end = (activation_bytes(s, **sizes, max_model_len=512) for s in stages)
-    assert first == middle < end == activation_bytes(SPEC, **sizes, max_model_len=512)
+    first, middle, end = (cpu_activations(s, "auto", Step(64, 64, 512)) for s in stages)
+    assert first == middle < end == cpu_activations(SPEC, "auto", Step(64, 64, 512))
 
 
 def test_everything_is_accounted_for() -> None:
@@ -90,18 +83,6 @@ def test_everything_is_accounted_for() -> None:
     assert ledger.kv_cache == ledger.tokens * KV_BYTES_PER_TOKEN
     parts = ledger.weights + ledger.activations + ledger.kv_cache + ledger.left
     assert parts == ledger.budget
-
-
-def test_experts_have_the_tokens_of_all_copies_of_attention() -> None:
-    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-    shape = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 128}
-    spec = build_spec({**QWEN, **shape, **experts, "norm_topk_prob": True}, Path("config.json"))
-    step = {"max_num_seqs": 16, "max_num_batched_tokens": 2048, "max_model_len": 1024}
-    one, four = (
-        activation_bytes(spec, dtype="bfloat16", copies=copies, **step) for copies in (1, 4)
-    )
-    assert 3 * one < four < 6 * one
-    assert plan(copies=4).activations == plan().activations, "it has no experts"
 
 
 def test_the_cache_stops_at_what_requests_can_use() -> None:
@@ -193,10 +174,10 @@ def test_no_setting_helps_a_model_that_is_too_large() -> None:
     block_size=st.sampled_from([1, 16, 32, 100]),
     max_num_seqs=st.integers(1, 1000),
     max_num_batched_tokens=st.integers(1, 10_000),
-    max_model_len=st.none() | st.integers(1, 200_000),
+    max_model_len=st.integers(1, 200_000),
 )
 def test_a_plan_fits_or_is_refused(**changes: Any) -> None:
-    length = changes["max_model_len"] or SPEC.max_model_len
+    length = changes["max_model_len"]
     try:
         ledger = plan(**changes)
     except ConfigError:
@@ -209,106 +190,6 @@ def test_a_plan_fits_or_is_refused(**changes: Any) -> None:
         assert ledger.kv_cache <= changes["kv_cache_memory"]
 
 
-def test_activations_grow_with_every_dimension() -> None:
-    shape = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128}
-    base = activation_bytes(SPEC, dtype="bfloat16", **shape)
-    assert activation_bytes(SPEC, dtype="float32", **shape) > base
-    for name in shape:
-        more = shape | {name: shape[name] * 100}
-        assert activation_bytes(SPEC, dtype="bfloat16", **more) > base
-
-
-def test_mixture_of_experts_counts_the_experts_of_a_token() -> None:
-    moe = QWEN | {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "head_dim": 64,
-        "num_experts": 8,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 256,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "vocab_size": 1000,
-    }
-    shape = {"max_num_seqs": 8, "max_num_batched_tokens": 4096, "max_model_len": 128}
-    few = build_spec(moe, Path("config.json"))
-    many = build_spec(moe | {"num_experts_per_tok": 8}, Path("config.json"))
-    assert activation_bytes(many, dtype="auto", **shape) > activation_bytes(
-        few, dtype="auto", **shape
-    )
-
-
-def make_tree(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
-def test_free_memory_of_this_machine() -> None:
-    assert 0 < available_memory() < 2**50
-
-
-def test_without_cgroups_the_machine_is_the_limit(tmp_path: Path) -> None:
-    assert available_memory(tmp_path) > MIB
-
-
-def test_version_2_group_and_its_parents(tmp_path: Path) -> None:
-    root = make_tree(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/pod/container\n",
-            "sys/fs/cgroup/pod/memory.max": f"{20 * MIB}\n",
-            "sys/fs/cgroup/pod/memory.current": f"{15 * MIB}\n",
-            "sys/fs/cgroup/pod/memory.stat": f"anon 1\nactive_file 7\ninactive_file {2 * MIB}\n",
-            "sys/fs/cgroup/pod/container/memory.max": "max\n",
-            "sys/fs/cgroup/pod/container/memory.current": f"{14 * MIB}\n",
-        },
-    )
-    assert available_memory(root) == 7 * MIB
-
-
-def test_version_2_path_of_the_host(tmp_path: Path) -> None:
-    root = make_tree(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/kubepods/pod1/abc\n",
-            "sys/fs/cgroup/memory.max": f"{9 * MIB}\n",
-            "sys/fs/cgroup/memory.current": f"{4 * MIB}\n",
-        },
-    )
-    assert available_memory(root) == 5 * MIB
-
-
-def test_version_1(tmp_path: Path) -> None:
-    root = make_tree(
-        tmp_path,
-        {
-            "proc/self/cgroup": "3:cpuset:/\n2:cpu,memory:/docker/abc\n0::/\n",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2**63 - 4096}\n",
-            "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{4 * MIB}\n",
-            "sys/fs/cgroup/memory/docker/abc/memory.limit_in_bytes": f"{9 * MIB}\n",
-            "sys/fs/cgroup/memory/docker/abc/memory.usage_in_bytes": f"{4 * MIB}\n",
-            "sys/fs/cgroup/memory/docker/abc/memory.stat": f"total_inactive_file {MIB}\n",
-        },
-    )
-    assert available_memory(root) == 6 * MIB
-
-
-def test_a_group_over_its_limit_has_nothing_left(tmp_path: Path) -> None:
-    root = make_tree(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/\n",
-            "sys/fs/cgroup/memory.max": "100\n",
-            "sys/fs/cgroup/memory.current": "200\n",
-        },
-    )
-    assert available_memory(root) == 0
-
-
 def test_human_bytes() -> None:
     sizes = [0, MIB - 1, 3 * MIB // 2, GIB, 10 * GIB]
     readable = ["0.0 KiB", "1024.0 KiB", "1.5 MiB", "1.00 GiB", "10.00 GiB"]
@@ -316,10 +197,10 @@ def test_human_bytes() -> None:
 
 
 def test_buffers_and_recorded_steps_take_from_the_cache() -> None:
-    alone = plan(triton=True, max_num_seqs=200)
-    shared = plan(triton=True, max_num_seqs=200, buffers=3 * MIB, recorded=200)
+    alone = plan(count=triton_activations, max_num_seqs=200)
+    shared = plan(count=triton_activations, max_num_seqs=200, buffers=3 * MIB, recorded=200)
     assert 0 < shared.graphs < shared.activations
-    padded = plan(triton=True, max_num_seqs=197, recorded=200)
+    padded = plan(count=triton_activations, max_num_seqs=197, recorded=200)
     assert padded.graphs == shared.graphs  # a recorded step is run with all its rows
     logits = 200 * SPEC.vocab_size * DTYPE_BYTES[SPEC.compute_dtype("auto")]
     assert shared.graphs >= 2 * logits  # those of the model, and where all sizes leave them
@@ -331,4 +212,4 @@ def test_buffers_and_recorded_steps_take_from_the_cache() -> None:
     assert "buffers 3.0 MiB in which ranks exchange numbers" in " ".join(shared.render().split())
     assert "CUDA graphs" in shared.render()
     with pytest.raises(ConfigError, match=r"activations .*, buffers 1024\.00 GiB and KV cache"):
-        plan(triton=True, buffers=2**40)
+        plan(count=triton_activations, buffers=2**40)

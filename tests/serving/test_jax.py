@@ -16,6 +16,7 @@ from support.server import start_server
 
 from weft import LLM, SamplingParams
 from weft.errors import ConfigError
+from weft.models.demo.tasks import held_out
 from weft.models.jax import platform
 from weft.serving.config import EngineConfig
 from weft.serving.jax_loading import check_settings
@@ -134,18 +135,37 @@ def test_without_jax_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPa
         platform.devices(1)
 
 
+def test_a_demo_answers_as_with_torch(cache: Path) -> None:
+    """Token by token; experts on two devices."""
+    chats = [question.messages for question in held_out("arithmetic", 8)]
+    sizes = {**SIZES, "max_model_len": 96, "dtype": "float32"}
+    answers = []
+    for settings in (
+        {"backend": "torch", "threads": 1},
+        {"backend": "jax", "tp": 2, "ep": 2, "compile_cache": str(cache)},
+    ):
+        with LLM("weft-demo-moe", **sizes, **settings) as llm:
+            told = llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=16))
+        answers.append([answer.token_ids for answer in told])
+    assert answers[0] == answers[1]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("name", ["weft-demo", "weft-demo-moe"])
-def test_eval_scores_as_with_torch(name: str, cache: Path) -> None:
-    """On four devices, with expert parallel where there are experts."""
-    split = ["--tp", "4"] if name == "weft-demo" else ["--tp", "4", "--ep", "4"]
-    sizes = ["--max-num-seqs", "8", "--max-num-batched-tokens", "128"]
-    jax = ["--backend", "jax", "--compile-cache", str(cache), *split, *sizes]
+def test_eval_scores_as_with_torch(name: str, tp: int, cache: Path) -> None:
+    """On 1, 2 and 4 devices, among which experts are dealt out where there are some."""
+    ep = tp if name == "weft-demo-moe" else 1
+    sizes = ["--max-num-seqs", "16", "--max-num-batched-tokens", "512"]
+    split = ["--tp", str(tp), "--ep", str(ep), "--compile-cache", str(cache)]
     scores = []
-    for flags in (["--backend", "torch"], jax):
+    for flags in (["--backend", "torch"], ["--backend", "jax", *split]):
         command = [sys.executable, "-m", "weft", "eval", name, "--json", "--count", "10"]
-        done = subprocess.run([*command, *flags], capture_output=True, text=True)
+        command += ["--dtype", "float32", *sizes, *flags]
+        done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        scores.append({one["task"]: one["right"] for one in json.loads(done.stdout)})
+        scores.append(
+            [(one["task"], one["right"], one["tokens"]) for one in json.loads(done.stdout)]
+        )
     assert scores[0] == scores[1]

@@ -1,0 +1,87 @@
+"""What a step's temporary tensors are counted as."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.models.activations import Step, cpu_activations, jax_activations
+from weft.models.families import build_spec
+
+QWEN_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 14,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+    "vocab_size": 151936,
+}
+
+
+def spec(**changes: Any) -> Any:
+    return build_spec(QWEN_MOE | changes, Path("config.json"))
+
+
+DENSE = spec(mlp_only_layers=[0, 1])
+
+
+def test_activations_grow_with_every_dimension() -> None:
+    shape = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128}
+    base = cpu_activations(DENSE, "bfloat16", Step(**shape))
+    assert cpu_activations(DENSE, "float32", Step(**shape)) > base
+    for name in shape:
+        more = Step(**shape | {name: shape[name] * 100})
+        assert cpu_activations(DENSE, "bfloat16", more) > base
+
+
+def test_experts_have_the_tokens_of_all_copies_of_attention() -> None:
+    one, four = (
+        cpu_activations(spec(), "bfloat16", Step(16, 2048, 1024, copies)) for copies in (1, 4)
+    )
+    assert 3 * one < four < 6 * one
+    dense = {cpu_activations(DENSE, "auto", Step(16, 2048, 1024, copies)) for copies in (1, 4)}
+    assert len(dense) == 1
+
+
+def test_mixture_of_experts_counts_the_experts_of_a_token() -> None:
+    step = Step(max_num_seqs=8, max_num_batched_tokens=4096, max_model_len=128)
+    few, many = (
+        cpu_activations(spec(num_experts_per_tok=top_k, vocab_size=1000), "auto", step)
+        for top_k in (4, 8)
+    )
+    assert many > few
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab_size", "tp", "temporaries"),
+    [
+        (8, 128256, 8, 4210688),
+        (64, 32000, 8, 9114112),
+        (64, 128256, 8, 15611904),
+        (256, 128256, 8, 69026304),
+        (64, 32000, 1, 27575808),
+        (64, 128256, 1, 167877120),
+        (256, 128256, 1, 791680512),
+    ],
+)
+def test_sampling_on_a_tpu_is_counted(
+    rows: int, vocab_size: int, tp: int, temporaries: int
+) -> None:
+    """As libtpu 0.0.42 tells of sampling that many rows."""
+    sizes = spec(vocab_size=vocab_size)
+    counted = jax_activations(sizes, "bfloat16", Step(rows, rows, 128), tp=tp)
+    assert temporaries <= counted < 2.5 * temporaries + 2**24
