@@ -60,7 +60,6 @@ WARM_UP_PROMPTS = (9, 16, 20, 32, 50, 64, 100, 128, 130, 1 << 20)
 128 rows, and of more, have tiles of their own, and kernels of their own where tiles divide them."""
 
 
-
 class TorchRunner:
     """One model on its device; made by `load`. A ModelRunner."""
 

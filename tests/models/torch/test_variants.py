@@ -60,7 +60,7 @@ def count(what, sizes):
     for size in sizes:
         steps = Driver(runner, 16, 512)
         if what == "prompts":
-            steps.step((steps.add([5] * size, 4), size))
+            steps.step((steps.add([5] * size, size + 1), size))
         else:
             requests = [steps.add([5], 4) for _ in range(size)]
             steps.step(*((request, 1) for request in requests))
