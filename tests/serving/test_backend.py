@@ -70,8 +70,8 @@ def test_auto_overlaps_only_gpus_that_all_reach_each_other(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) in reached)
 
     def chosen(*gpus: int) -> str:
-        config = EngineConfig(tp=2, replica=Replica(slice=(Share(0, gpus),)))
-        return choose_kernels(config, Layout(tp=2), GPU)
+        config = EngineConfig(tp=len(gpus), replica=Replica(slice=(Share(0, gpus),)))
+        return choose_kernels(config, Layout(tp=len(gpus)), GPU)
 
     assert [chosen(0, 1), chosen(3, 2)] == ["overlapped"] * 2
     assert [chosen(1, 2), chosen(0, 3), chosen(0, 1, 2)] == ["plain"] * 3
