@@ -81,7 +81,7 @@ class Pipe:
     @property
     def waited(self) -> float:
         """Seconds that this rank has waited for other stages, in all; a GPU, as far as it is."""
-        while self._stalls and self._stalls[0][1].query():
+        while self._stalls and self._stalls[0][1].query():  # type: ignore[no-untyped-call]
             begin, end = self._stalls.popleft()
             self._waited += begin.elapsed_time(end) / 1000
         return self._waited
@@ -134,7 +134,7 @@ class Pipe:
     def _wait(self, work: dist.Work) -> None:
         self._count()
         if self._device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin, end = _event(), _event()
             begin.record()
             work.wait()
             end.record()
@@ -143,6 +143,10 @@ class Pipe:
         started = time.perf_counter()
         work.wait()
         self._waited += time.perf_counter() - started
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _begun(work: dist.Work | None) -> dist.Work:

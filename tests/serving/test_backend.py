@@ -64,6 +64,19 @@ def test_overlapped_kernels_are_refused_where_gpus_do_not_reach_each_other(
         choose_kernels(apart, Layout(tp=2), GPU)
 
 
+def test_auto_overlaps_only_gpus_that_all_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs 0, 1 and 2, 3 are joined; 1 reads 2, which does not read 1."""
+    reached = {(0, 1), (1, 0), (2, 3), (3, 2), (1, 2)}
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) in reached)
+
+    def chosen(*gpus: int) -> str:
+        config = EngineConfig(tp=len(gpus), replica=Replica(slice=(Share(0, gpus),)))
+        return choose_kernels(config, Layout(tp=len(gpus)), GPU)
+
+    assert [chosen(0, 1), chosen(3, 2)] == ["overlapped"] * 2
+    assert [chosen(1, 2), chosen(0, 3), chosen(0, 1, 2)] == ["plain"] * 3
+
+
 def test_what_gpus_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigError, match="--quantization is 'int8'; on GPUs it must be none"):
         choose_kernels(EngineConfig(quantization="int8"), Layout(), GPU)

@@ -60,7 +60,7 @@ def count(what, sizes):
     for size in sizes:
         steps = Driver(runner, 16, 512)
         if what == "prompts":
-            steps.step((steps.add([5] * size, 4), size))
+            steps.step((steps.add([5] * size, size + 1), size))
         else:
             requests = [steps.add([5], 4) for _ in range(size)]
             steps.step(*((request, 1) for request in requests))
@@ -73,7 +73,7 @@ print(json.dumps([count(*each) for each in json.loads(sys.argv[2])]))
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_kernels_are_not_compiled_for_each_number_of_rows(family: str, tmp_path: Path) -> None:
-    """Of one tile: none of them is 1, divides nothing, or is a multiple of 16 and of the tile."""
+    """Of one tile, which divides none of them; 16 divides some."""
     path = make_checkpoint(tmp_path / "model", family, num_hidden_layers=1, dtype="bfloat16")
     script = tmp_path / "count.py"
     script.write_text(COUNT_VARIANTS)
