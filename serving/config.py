@@ -23,7 +23,7 @@ from weft.serving.resources import Slice, parse
 Backend = Literal["auto", "torch", "jax"]
 Dtype = Literal["auto", "bfloat16", "float32"]
 Quantization = Literal["none", "int8"]
-Device = Literal["auto", "cpu", "cuda"]
+Device = Literal["auto", "cpu", "cuda", "tpu"]
 Kernels = Literal["auto", "overlapped", "plain"]
 Placing = Literal["processes", "ray"]
 MAX_RANKS = 64
@@ -120,7 +120,8 @@ class EngineConfig:
         ),
     ] = 1
     device: Annotated[
-        Device, Help("what ranks compute on; auto is GPUs where there is one for each rank")
+        Device,
+        Help("what ranks compute on; auto is TPUs, or GPUs where there is one for each rank"),
     ] = "auto"
     kernels: Annotated[
         Kernels,
@@ -197,10 +198,18 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.devices is not None and parse(self.devices).kind == "cuda" and self.device == "cpu":
+        kind = None if self.devices is None else parse(self.devices).kind
+        if kind is not None and self.device not in ("auto", kind):
             raise ConfigError(
-                f"--device is cpu; with --devices {self.devices} it must be cuda, or auto"
+                f"--device is {self.device}; with --devices {self.devices} it must be {kind}, or "
+                "auto"
             )
+        if kind == "cuda" and self.backend == "jax":
+            raise ConfigError(
+                f"--devices is {self.devices}; with --backend jax it must be such as 8, 2x4 or 4+1"
+            )
+        if self.device == "tpu" and self.backend == "torch":
+            raise ConfigError("--device is tpu; with --backend torch it must be auto, cpu or cuda")
         if self.world_size > MAX_RANKS:
             raise ConfigError(
                 f"--tp is {self.tp}, --cp {self.cp}, --ep {self.ep} and --pp {self.pp}: "

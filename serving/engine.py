@@ -306,13 +306,17 @@ class AsyncEngine:
         config = self.config
         if config.executor == "ray":  # it knows the machines, and finds such that suit
             most = config.dp * config.world_size
-            gpus = (0,) * most if kind_of(config) == "cuda" else ()  # auto: nobody asks nodes
+            kind = kind_of(config)  # auto: nobody asks nodes
+            offer = Offer(
+                gpus=(0,) * most if kind == "cuda" else (), tpus=most if kind == "tpu" else 0
+            )
             group = secrets.token_hex(4)
             return [
                 replace(share, replica=replace(share.replica, group=group))
-                for share in share_out(config, [Offer(gpus=gpus)] * config.nodes)
+                for share in share_out(config, [offer] * config.nodes)
             ]
-        offers = [own_offer(config, gpus=config.device != "cpu")]
+        gpus = config.device in ("auto", "cuda") and config.backend != "jax"
+        offers = [own_offer(config, gpus=gpus)]
         if config.nodes > 1:
             from weft.serving.loading import check_ranks
             from weft.serving.pool import Pool

@@ -205,7 +205,7 @@ def serve(
 def start_executor(
     config: EngineConfig, load_model: LoadModel, announce: Callable[[int], None]
 ) -> Executor:
-    """Load the model: here, or in a process for each rank.
+    """Load the model: here, or in a process for each rank. On one machine jax has one rank.
 
     Args:
         config: of this engine.
@@ -216,8 +216,8 @@ def start_executor(
         WeftError: it cannot be loaded.
     """
     elsewhere = any(share.machine for share in config.replica.slice)
-    several = elsewhere or config.world_size > 1 or config.executor == "ray"
-    if several and not loading.uses_jax(config):  # which has all devices in one process
+    several = config.world_size > 1 and not loading.uses_jax(config)
+    if several or elsewhere or config.executor == "ray":
         if load_model is loading.load_model:
             loading.check_ranks(config)  # before so many processes are started
         if config.executor == "ray":

@@ -1,6 +1,6 @@
 """From settings to a model on the devices of jax: see loading.py, of which this is the one branch.
 
-One process has all devices; --tp and --ep are of its mesh.
+One process has all devices of a machine; --tp and --ep are of the mesh of all processes.
 """
 
 from __future__ import annotations
@@ -9,48 +9,52 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weft.errors import ConfigError
 from weft.models.spec import ModelSpec
 from weft.serving.config import EngineConfig
 from weft.serving.loading import (
+    ALONE,
     LINE_EVERY,
+    RANK_TIMEOUT,
     LoadedModel,
     ModelInfo,
+    Place,
     Progress,
     compute_dtype,
     context_length,
 )
+from weft.serving.resources import kind_of
+
+if TYPE_CHECKING:
+    from weft.models.memory import Ledger
 
 CompileProgress = Callable[[str, int, int], None]
 
 ONLY: dict[str, object] = {
     "cp": 1,
     "pp": 1,
-    "dp": 1,
-    "nodes": 1,
-    "executor": "processes",
     "quantization": "none",
-    "devices": None,
 }
 """What these settings must be: there is no other way yet."""
 
 logger = logging.getLogger(__name__)
 
 
-def load_jax_model(config: EngineConfig, progress: Progress) -> LoadedModel:
+def load_jax_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -> LoadedModel:
     """Load the checkpoint that the settings name onto the devices of jax, and compile its steps.
+
+    Each process reads what its devices have.
 
     Raises:
         ConfigError: a setting does not suit the model or jax, or it does not fit in memory.
         ModelError: the checkpoint cannot be found, understood or loaded.
     """
     from weft.models.checkpoint import locate, read_spec
-    from weft.models.jax import platform
     from weft.models.layout import Layout, check_layout
 
     check_settings(config)
@@ -59,12 +63,19 @@ def load_jax_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     check_layout(spec, config.tp, config.ep)
     max_model_len = context_length(config, spec)
     dtype = compute_dtype(config, spec)
-    devices = platform.devices(config.tp)
-    platform.keep_compiled(cache_folder(config))
-    num_blocks = _plan(config, spec, devices, dtype, max_model_len)
+    devices = _devices(config, place)
+    ledger = _plan(config, spec, dtype, max_model_len)
+    from weft.models.jax.distributed import least
     from weft.models.jax.runner import JaxRunner
 
-    with show_compiling() as compiling:
+    if place.world_size > 1:
+        ledger = ledger.with_blocks(least(ledger.num_blocks))
+    speaks = place.rank == config.replica.number == 0
+    if speaks:
+        whose = f" of each of {config.tp} devices" if config.tp > 1 else ""
+        whose += f" of each of {config.dp} engine cores" if config.dp > 1 else ""
+        logger.info("memory%s (%s)\n%s", whose, devices[0].device_kind, ledger.render())
+    with show_compiling() if speaks else nullcontext() as compiling:
         runner = JaxRunner.load(
             path,
             spec,
@@ -78,9 +89,44 @@ def load_jax_model(config: EngineConfig, progress: Progress) -> LoadedModel:
             progress=progress,
             compiling=compiling,
         )
-        runner.allocate_kv_cache(num_blocks)
+        runner.allocate_kv_cache(ledger.num_blocks)
         runner.warm_up()
-    return LoadedModel(runner, ModelInfo(num_blocks, spec.vocab_size, max_model_len, dtype))
+    info = ModelInfo(ledger.num_blocks, spec.vocab_size, max_model_len, dtype)
+    return LoadedModel(runner, info)
+
+
+def _devices(config: EngineConfig, place: Place) -> list[Any]:
+    """Of all processes, in the order of the mesh; this one's are here from now on.
+
+    Raises:
+        ConfigError: there are not those that the resource manager counted.
+    """
+    from weft.models.jax import platform
+
+    own = place.own_devices(config)
+    platform.prepare(len(own), config.device, own_process=place.world_size > 1)
+    if config.dp > 1 and kind_of(config) == "tpu":
+        platform.keep_to(own)
+    if place.world_size == 1:
+        devices = platform.devices(config.tp)
+    else:
+        from weft.models.jax.distributed import meet
+
+        devices = meet(
+            place.rank,
+            place.world_size,
+            place.find_port,
+            RANK_TIMEOUT,
+            host=place.host,
+            address=place.address,
+        )
+        if len(devices) != config.tp:
+            raise ConfigError(
+                f"--tp is {config.tp}; the machines have {len(devices)} devices together, and of "
+                "several machines all must be used"
+            )
+    platform.keep_compiled(cache_folder(config))
+    return devices
 
 
 def check_settings(config: EngineConfig) -> None:
@@ -94,12 +140,17 @@ def check_settings(config: EngineConfig) -> None:
             must = "cannot be given" if only is None else f"must be {only}"
             raise ConfigError(f"--{name} is {value}; with --backend jax it {must}")
     if config.device == "cuda":
-        raise ConfigError("--device is cuda; with --backend jax it must be auto or cpu")
+        raise ConfigError("--device is cuda; with --backend jax it must be auto, cpu or tpu")
     if config.kernels == "overlapped":
         raise ConfigError("--kernels is overlapped; with --backend jax it must be auto or plain")
     if config.tp % config.ep:
         raise ConfigError(
             f"--ep is {config.ep} beside --tp {config.tp}; with --backend jax it must divide --tp"
+        )
+    if config.dp > 1 and len(config.replica.slice) > 1 and kind_of(config) == "tpu":
+        raise ConfigError(
+            f"--dp is {config.dp} and an engine has TPUs of {len(config.replica.slice)} machines; "
+            "it must be 1, or --devices such that each engine is on one machine"
         )
 
 
@@ -117,21 +168,23 @@ def state_bytes(spec: ModelSpec, max_num_seqs: int, tp: int) -> int:
     return 2 * 4 * padded_numbers(max_num_seqs, -(-spec.vocab_size // tp))
 
 
-def _plan(
-    config: EngineConfig, spec: ModelSpec, devices: list[Any], dtype: str, max_model_len: int
-) -> int:
-    """Say where each device's memory goes; blocks of its cache."""
+def _plan(config: EngineConfig, spec: ModelSpec, dtype: str, max_model_len: int) -> Ledger:
+    """Where the memory goes of each device of this process."""
+    import jax
+
     from weft.models.activations import jax_activations
     from weft.models.free_memory import available_memory
     from weft.models.layout import Layout
     from weft.models.memory_plan import MemoryPlan
 
+    devices = jax.local_devices()[: config.tp]
     if devices[0].platform == "cpu":
-        free = available_memory() // len(devices)
+        free = config.replica.memory or available_memory()
+        free //= len(devices)
     else:
         stats = [device.memory_stats() for device in devices]
         free = min(stat["bytes_limit"] - stat["bytes_in_use"] for stat in stats)
-    ledger = MemoryPlan(
+    return MemoryPlan(
         spec=Layout(config.tp, config.ep).local(spec),
         dtype=dtype,
         available=free - state_bytes(spec, config.max_num_seqs, config.tp),
@@ -143,9 +196,6 @@ def _plan(
         max_model_len=max_model_len,
         count=partial(jax_activations, tp=config.tp),
     ).ledger()
-    whose = f" of each of {config.tp} devices" if config.tp > 1 else ""
-    logger.info("memory%s (%s)\n%s", whose, devices[0].device_kind, ledger.render())
-    return ledger.num_blocks
 
 
 @contextmanager

@@ -45,7 +45,8 @@ def share_out(config: EngineConfig, offers: Sequence[Offer]) -> list[EngineConfi
     """
     config = decided(config, offers)
     slices = map_slices(config, offers)
-    if config.kernels == "overlapped" and any(len(each) > 1 for each in slices):
+    apart = config.backend == "torch" and any(len(each) > 1 for each in slices)
+    if config.kernels == "overlapped" and apart:
         raise ConfigError(
             f"--nodes is {config.nodes}; with --kernels overlapped an engine must be on one "
             "machine: its ranks meet in that one's memory"

@@ -28,6 +28,7 @@ from weft.serving.backend import (
     symmetric_bytes,
 )
 from weft.serving.config import EngineConfig
+from weft.serving.resources import RankDevices
 
 LINE_EVERY = 10.0  # seconds between two lines of a log
 
@@ -78,7 +79,8 @@ class Place:
             that is with all of them.
         on_machine: ranks that share this machine's memory and cores.
         host, address: of the first rank's machine and of this one, for the ranks to meet.
-        device: index of this rank's, on its machine (see resources.py).
+        devices: of this rank, on its machine (see resources.py); none of one that is alone, which
+            has its engine's.
     """
 
     rank: int = 0
@@ -88,7 +90,12 @@ class Place:
     on_machine: int = 1
     host: str = LOOPBACK
     address: str = LOOPBACK
-    device: int = 0
+    devices: RankDevices = ()
+
+    def own_devices(self, config: EngineConfig) -> RankDevices:
+        """Devices of this rank, by index."""
+        slice = (index for share in config.replica.slice for index in share.devices)
+        return self.devices or tuple(slice) or tuple(range(config.world_size))
 
 
 ALONE = Place()
@@ -113,14 +120,14 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
     if uses_jax(config):
         from weft.serving.jax_loading import load_jax_model
 
-        return load_jax_model(config, progress)
+        return load_jax_model(config, progress, place)
     path = locate(config.model)
     spec = read_spec(path)
     max_model_len = context_length(config, spec)
     dtype = compute_dtype(config, spec)
     check_layout(spec, config.tp, config.ep, config.cp, config.pp)
     layout = Layout(config.tp, config.ep, place.rank, config.cp, config.pp)
-    device = choose_device(config.device, place.device)
+    device = choose_device(config.device, place.own_devices(config)[0])
     kernels = choose_kernels(config, layout, device)
     triton = kernels == "overlapped" or device.type == "cuda"
     interpreted = triton and device.type == "cpu"
@@ -240,7 +247,7 @@ def _threads(threads: int | None, ranks: int) -> int | None:
 
 
 def check_ranks(config: EngineConfig) -> None:
-    """Refuse a number of ranks that the model cannot be split over, by its config.json.
+    """Refuse what the model cannot be split over, by its config.json, or its backend cannot run.
 
     Raises:
         ConfigError: naming the sizes that work.
@@ -249,15 +256,21 @@ def check_ranks(config: EngineConfig) -> None:
     from weft.models.checkpoint import locate, read_spec
     from weft.models.layout import check_layout
 
+    if uses_jax(config):
+        from weft.serving.jax_loading import check_settings
+
+        check_settings(config)
     spec = read_spec(locate(config.model))
     check_layout(spec, config.tp, config.ep, config.cp, config.pp)
 
 
 def uses_jax(config: EngineConfig) -> bool:
     """Whether jax runs the model: if asked to, or where it finds TPUs."""
-    from weft.models.jax.platform import finds_tpus
+    from weft.models.jax.platform import count_tpus
 
-    return config.backend == "jax" or (config.backend == "auto" and finds_tpus())
+    if config.backend == "auto" and config.device in ("auto", "tpu"):
+        return count_tpus() > 0
+    return config.backend == "jax"
 
 
 def compute_dtype(config: EngineConfig, spec: ModelSpec) -> str:

@@ -25,8 +25,14 @@ def own_offer(config: EngineConfig, *, gpus: bool = True) -> Offer:
         gpus: look for them, which takes some seconds where there are any.
     """
     from weft.models.free_memory import available_memory
+    from weft.models.jax.platform import count_tpus
 
-    return Offer(config.node_ranks, available_memory(), _free_of_gpus() if gpus else ())
+    return Offer(
+        config.node_ranks,
+        memory=available_memory(),
+        gpus=_free_of_gpus() if gpus else (),
+        tpus=count_tpus(),
+    )
 
 
 def _free_of_gpus() -> tuple[int, ...]:

@@ -13,7 +13,10 @@ that exchange most have neighbouring numbers (models/layout.py), and islands get
 order: of the units that a model is made of (an engine, a stage, a copy of attention, the ranks
 that share a KV head), the largest of which all can be whole on an island are.
 
-All GPUs of a machine count as one island: torch does not tell where NVLink is and where not.
+All GPUs of a machine count as one island: torch does not tell where NVLink is and where not. So do
+its TPUs, though those of other machines of their slice are as near.
+
+A rank is a process. With torch it has one device; with jax all that its engine has of a machine.
 """
 
 from __future__ import annotations
@@ -26,16 +29,16 @@ from typing import TYPE_CHECKING, Literal
 from weft.errors import ConfigError
 
 if TYPE_CHECKING:
-    from weft.serving.config import EngineConfig
+    from weft.serving.config import Backend, EngineConfig
 
-Kind = Literal["cpu", "cuda"]
+Kind = Literal["cpu", "cuda", "tpu"]
 
 HERE = "this machine"
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What one rank runs on.
+    """What one part of a model runs on.
 
     Attributes:
         machine: its number, which is that of an island, too; the controller's is 0.
@@ -55,22 +58,29 @@ class Offer:
         memory: free bytes of the machine.
         gpus: free bytes of each.
         where: its name and address.
+        tpus: how many, as jax counts them.
     """
 
     places: int | None = None
     memory: int = 0
     gpus: tuple[int, ...] = ()
     where: str = HERE
+    tpus: int = 0
 
     def devices(self, kind: Kind, machine: int, most: int) -> list[Device]:
         """Of a kind, as those of the machine with that number; so many if there is no limit."""
-        count = most if self.places is None else self.places
-        return [Device(machine, i) for i in range(len(self.gpus) if kind == "cuda" else count)]
+        if kind == "cpu":
+            count = most if self.places is None else self.places
+        else:
+            count = len(self.gpus) if kind == "cuda" else self.tpus
+        return [Device(machine, i) for i in range(count)]
 
     def describe(self, kind: Kind) -> str:
         """In words."""
         if kind == "cuda":
             return f"{self.where}: {len(self.gpus)} GPUs"
+        if kind == "tpu":
+            return f"{self.where}: {self.tpus} TPUs"
         return f"{self.where}: {'any number of' if self.places is None else self.places} places"
 
 
@@ -80,7 +90,7 @@ class Share:
 
     Attributes:
         machine: its number.
-        devices: by index, one for each rank, in the order of the ranks.
+        devices: by index, in the order of the mesh or of the ranks; see `devices_of_ranks`.
         engines: how many have a part of this machine, and so share its cores and memory.
         where: the machine's name and address.
     """
@@ -93,6 +103,9 @@ class Share:
 
 Slice = tuple[Share, ...]
 """Of one engine; in the order of its ranks."""
+
+RankDevices = tuple[int, ...]
+"""By index, of one rank, on its machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +165,7 @@ def map_slices(config: EngineConfig, offers: Sequence[Offer]) -> list[Slice]:
     except _NoRoomError as error:
         kind = kind_of(config)
         there = "; ".join(offer.describe(kind) for offer in offers)
-        asked = "--device is cuda: " if config.device == "cuda" else ""
+        asked = f"--device is {kind}: " if config.device == kind != "cpu" else ""
         raise ConfigError(f"{asked}{error}. There are {there}. {_advice(config, offers)}") from None
     on = [{share.machine for share in each} for each in slices]
     engines = [sum(number in machines for machines in on) for number in range(len(offers))]
@@ -160,6 +173,13 @@ def map_slices(config: EngineConfig, offers: Sequence[Offer]) -> list[Slice]:
         tuple(replace(s, engines=engines[s.machine], where=offers[s.machine].where) for s in each)
         for each in slices
     ]
+
+
+def devices_of_ranks(config: EngineConfig, share: Share) -> list[RankDevices]:
+    """What each rank that is on a machine has: one device, or with jax all of the share."""
+    if config.backend == "jax":
+        return [share.devices]
+    return [(index,) for index in share.devices]
 
 
 def can_replace(config: EngineConfig, slices: Sequence[Slice], machine: int, offer: Offer) -> bool:
@@ -174,16 +194,25 @@ def kind_of(config: EngineConfig) -> Kind:
     request = None if config.devices is None else parse(config.devices)
     if request is not None and request.kind is not None:
         return request.kind
-    return "cuda" if config.device == "cuda" else "cpu"
+    return "cpu" if config.device == "auto" else config.device
 
 
 def decided(config: EngineConfig, offers: Sequence[Offer]) -> EngineConfig:
-    """With what `device` auto is: GPUs where machines have one for each rank, else CPUs.
+    """With what `backend` and `device` auto are.
 
-    So it is chosen once, for all ranks of all engines.
+    jax where all machines have TPUs, else torch: on GPUs where machines have one for each rank,
+    else on CPUs. So it is chosen once, for all ranks of all engines.
     """
+    if config.backend == "auto":
+        gpus = kind_of(config) == "cuda"
+        tpus = config.device == "auto" and not gpus and all(offer.tpus for offer in offers)
+        backend: Backend = "jax" if tpus or config.device == "tpu" else "torch"
+        config = replace(config, backend=backend)
     if config.device != "auto":
         return config
+    if config.backend == "jax":
+        kind: Kind = "tpu" if all(offer.tpus for offer in offers) else "cpu"
+        return replace(config, device=kind)
     on_gpus = replace(config, device="cuda")
     try:
         _map(on_gpus, offers, None if config.devices is None else parse(config.devices))

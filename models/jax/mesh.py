@@ -1,11 +1,12 @@
 """The mesh that a model is split over, and which of its axes each logical axis is cut along.
 
-One process has all devices of a host. The mesh is [ep, tp / ep], with the axes "expert" and
-"width": experts are dealt out along the first and each one's width is cut along the second;
-everything else is cut along both, taken as one ("tensor"). Device i of the mesh is rank i of a
-`Layout` (models/layout.py), so that a weight's part is found in the same way as on torch's ranks.
+One process has all devices of a machine, and the mesh those of all processes (distributed.py). It
+is [ep, tp / ep], with the axes "expert" and "width": experts are dealt out along the first and each
+one's width is cut along the second; everything else is cut along both, taken as one ("tensor").
+Device i of the mesh is rank i of a `Layout` (models/layout.py), so that a weight's part is found in
+the same way as on torch's ranks.
 
-Not here: several hosts, context parallel, pipeline stages, copies of attention (ep above tp).
+Not here: context parallel, pipeline stages, copies of attention (ep above tp).
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ then of the next. Matrices are [in, out], the embedding and the matrix that give
 [vocab, hidden]; a vocabulary that does not divide ends in zeros.
 
 `describe` says what there is without reading a number, so that a step can be compiled for
-devices that are not here; `load` puts one array after another on the devices. The host never
-holds more than one device's part of one array.
+devices that are not here; `load` puts one array after another on this process's devices. The host
+never holds more than one device's part of one array.
 """
 
 from __future__ import annotations
@@ -147,16 +147,18 @@ def load(
     dtype: str,
     progress: Progress | None = None,
 ) -> Params:
-    """Read a checkpoint onto the devices of the mesh.
+    """Read a checkpoint onto the devices of the mesh; those of other processes are left to them.
 
     Raises:
         ModelError: it does not hold what `spec` says.
     """
-    devices = list(mesh.devices.flat)
-    told = _Progress(progress, len(devices))
+    here = set(jax.local_devices())
+    ranks = [rank for rank, device in enumerate(mesh.devices.flat) if device in here]
+    devices = mesh.devices.flat[ranks]
+    told = _Progress(progress, len(ranks))
     weights = [
-        Weights(path, spec, told.of(rank), Layout(layout.tp, layout.ep, rank))
-        for rank in range(len(devices))
+        Weights(path, spec, told.of(place), Layout(layout.tp, layout.ep, rank))
+        for place, rank in enumerate(ranks)
     ]
     kind: torch.dtype = getattr(torch, dtype)
 
@@ -174,19 +176,19 @@ def load(
 
 
 class _Progress:
-    """Adds up how far the ranks' reading has come."""
+    """Adds up how far reading has come for each of some devices."""
 
-    def __init__(self, progress: Progress | None, ranks: int) -> None:
+    def __init__(self, progress: Progress | None, devices: int) -> None:
         self._progress = progress
-        self._done = [0] * ranks
-        self._total = [0] * ranks
+        self._done = [0] * devices
+        self._total = [0] * devices
 
-    def of(self, rank: int) -> Progress:
+    def of(self, place: int) -> Progress:
         """For one of them."""
 
         def progress(done: int, total: int) -> None:
-            self._done[rank], self._total[rank] = done, total
-            if self._progress is not None:  # all ranks read as much, but for the last tokens
+            self._done[place], self._total[place] = done, total
+            if self._progress is not None:  # for all as much, but for the last tokens
                 self._progress(sum(self._done), len(self._total) * max(self._total))
 
         return progress

@@ -1,6 +1,6 @@
 """jax in this process: which devices it has, where it keeps what it compiles, what it compiles.
 
-`devices` is the one place where jax is told of devices, before it looks for them itself: on a
+`prepare` and `keep_to` are where jax is told of devices, before it looks for them itself: on a
 machine without TPUs it is held to the CPU, which is taken for as many devices as are needed.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,12 @@ GOOGLE = "0x1ae0"
 TPUS = {"0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x0076": "tpu7x"}
 """What a PCI device says it is: vendor, and the kinds that jax's own code lists."""
 
+DEVICES_OF_CHIP = {"tpu7x": 2}
+"""Where it is not one."""
+
+BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
+"""How libtpu wants to be told of so many chips of one machine."""
+
 FORCE_CPU_DEVICES = "--xla_force_host_platform_device_count"
 INSTALL = "pip install 'weft[tpu]'"
 
@@ -32,28 +39,65 @@ def is_installed() -> bool:
     return find_spec("jax") is not None
 
 
-def finds_tpus(root: Path = Path("/")) -> bool:
-    """Whether this machine has TPUs and jax can use them, without a look by jax, which takes them.
+def count_tpus(root: Path = Path("/")) -> int:
+    """Devices that jax would find, if it can use TPUs; without a look by jax, which takes them.
 
     Args:
         root: where /sys is; for tests.
     """
-    return is_installed() and find_spec("libtpu") is not None and _has_tpus(root)
+    if not is_installed() or find_spec("libtpu") is None:
+        return 0
+    return sum(DEVICES_OF_CHIP.get(kind, 1) for kind in _chips(root))
 
 
-def devices(count: int, root: Path = Path("/")) -> list[jax.Device]:
-    """`count` devices of this machine: TPUs if there are any, else parts of the CPU.
+def prepare(count: int, setting: str = "auto", *, own_process: bool = False) -> None:
+    """Hold jax to the CPU, as so many devices, where that is asked for or there are no TPUs.
+
+    Args:
+        count: devices of this process.
+        setting: "auto", "cpu" or "tpu".
+        own_process: nothing else here uses jax, so that it has not begun with another number.
 
     Raises:
-        ConfigError: jax is missing, or has fewer.
+        ConfigError: jax is missing.
     """
     if not is_installed():
         raise ConfigError(f"--backend is 'jax', which is not installed: {INSTALL}")
-    if not _has_tpus(root):
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        flags = os.environ.get("XLA_FLAGS", "")
-        if FORCE_CPU_DEVICES not in flags:
-            os.environ["XLA_FLAGS"] = f"{flags} {FORCE_CPU_DEVICES}={count}".strip()
+    if setting == "tpu" or (setting == "auto" and _chips(Path("/"))):
+        return
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    if own_process:
+        flags = [flag for flag in flags if not flag.startswith(FORCE_CPU_DEVICES)]
+    if not any(flag.startswith(FORCE_CPU_DEVICES) for flag in flags):
+        flags.append(f"{FORCE_CPU_DEVICES}={count}")
+    os.environ["XLA_FLAGS"] = " ".join(flags)
+
+
+def keep_to(indexes: Sequence[int]) -> None:
+    """Leave other TPUs of this machine, and other machines of their slice, to other processes.
+
+    Raises:
+        ConfigError: libtpu knows no such part of a machine.
+    """
+    each = max(DEVICES_OF_CHIP.get(kind, 1) for kind in _chips(Path("/")))
+    chips = sorted({index // each for index in indexes})
+    if len(chips) not in BOUNDS or len(indexes) % each:
+        sizes = ", ".join(str(size * each) for size in BOUNDS)
+        raise ConfigError(
+            f"--tp is {len(indexes)}; with --dp engines on TPUs have these sizes: {sizes}"
+        )
+    os.environ["TPU_VISIBLE_CHIPS"] = ",".join(map(str, chips))
+    os.environ["TPU_CHIPS_PER_PROCESS_BOUNDS"] = BOUNDS[len(chips)]
+    os.environ["TPU_PROCESS_BOUNDS"] = "1,1,1"
+
+
+def devices(count: int) -> list[jax.Device]:
+    """`count` devices of this machine: see `prepare`.
+
+    Raises:
+        ConfigError: jax has fewer.
+    """
     import jax
 
     found: list[jax.Device] = jax.devices()
@@ -134,9 +178,12 @@ class CompileCounter:
         jax.monitoring.unregister_event_duration_listener(self._count)
 
 
-def _has_tpus(root: Path) -> bool:
+def _chips(root: Path) -> list[str]:
+    """The TPU chips of this machine, by their kind."""
+
     def says(device: Path, what: str) -> str:
         return (device / what).read_text().strip()
 
     devices = (root / "sys/bus/pci/devices").glob("*")
-    return any(says(one, "vendor") == GOOGLE and says(one, "device") in TPUS for one in devices)
+    google = (one for one in devices if says(one, "vendor") == GOOGLE)
+    return [TPUS[kind] for one in google if (kind := says(one, "device")) in TPUS]

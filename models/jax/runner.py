@@ -1,4 +1,4 @@
-"""Runs a model on all devices of one process with jax: see models/interface.ModelRunner.
+"""Runs a model on a mesh of devices with jax: see models/interface.ModelRunner.
 
 A step is dispatched by `dispatch`, which gives back a function that waits for what it produced:
 the next step can be dispatched before. Sampled tokens stay on the devices, where the next step
@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from weft.models.interface import Int32, Logprobs, StepInput, StepOutput
 from weft.models.jax.buckets import Bucket, Buckets
+from weft.models.jax.distributed import leave
 from weft.models.jax.mesh import make_mesh
 from weft.models.jax.model import Cache
 from weft.models.jax.parameters import Params, load
@@ -96,7 +97,7 @@ class JaxRunner:
         Args:
             path: the checkpoint's directory.
             spec: what it holds, from `checkpoint.read_spec`.
-            devices: of jax, `layout.tp` of them.
+            devices: of jax, `layout.tp` of them, of this process and others that do the same.
             layout: tp and ep, which divides tp.
             dtype: to compute in and to cache keys and values in: "auto", "bfloat16", "float32".
             block_size: tokens in a block of the KV cache.
@@ -202,11 +203,12 @@ class JaxRunner:
         return finish
 
     def close(self) -> None:
-        """Release the weights and the cache; no step can follow."""
+        """Release the weights and the cache, with other processes; no step can follow."""
         if self._counter is not None:
             self._counter.close()
         self._cache = ()
         del self._params, self._state, self._program
+        leave()
 
     def _rows(self, batch: StepInput, bucket: Bucket) -> Any:
         """What the step's rows ask for, once the devices know of its new requests."""

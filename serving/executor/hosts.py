@@ -25,7 +25,7 @@ from weft.serving.executor.processes import STUCK, RankExecutor, named
 from weft.serving.executor.reach import measure
 from weft.serving.executor.remote import Joined, RemoteMachine
 from weft.serving.loading import LOOPBACK, LoadedModel
-from weft.serving.resources import Share, Slice
+from weft.serving.resources import Share, devices_of_ranks
 
 LEND = 30.0
 """Seconds for the machines of a slice to connect."""
@@ -56,8 +56,7 @@ def gather(
     config: EngineConfig, load_model: Callable[..., LoadedModel], announce: Callable[[int], None]
 ) -> Iterator[Machine]:
     """All machines of the slice, each started when it is asked for."""
-    slice = config.replica.slice
-    others = {share.machine for share in slice if share.machine}
+    others = {share.machine for share in config.replica.slice if share.machine}
     with Head(replace(config, node_port=0)) as head:
         announce(head.port)
         joined = {each.hello.machine: each for each in head.wait_for(len(others), LEND)}
@@ -66,7 +65,7 @@ def gather(
             each.link.close()
         names = " and ".join(
             f"{share.where}, for {_name(ranks)}"
-            for share, ranks in ranks_of(slice)
+            for share, ranks in ranks_of(config)
             if share.machine in missing
         )
         raise EngineError(f"{names}, did not connect to its engine within {LEND:g} s")
@@ -101,17 +100,19 @@ def deal_out(
         for source, target, way in measure(own, others, token, seconds=0.0):
             if isinstance(way, Unreachable):
                 raise EngineError(f"{source} does not reach {target} at a free port: {way.why}")
-        for (share, ranks), address in zip(ranks_of(slice), where, strict=True):
+        slice_ranks = list(ranks_of(config))
+        world_size = slice_ranks[-1][1].stop
+        for (share, ranks), address in zip(slice_ranks, where, strict=True):
             joined = machines.get(share.machine)
             if joined is None:
                 yield LocalMachine(
                     config,
                     load_model,
                     ranks,
-                    config.world_size,
+                    world_size,
                     host=where[0],
                     address=address,
-                    devices=share.devices,
+                    devices=devices_of_ranks(config, share),
                 )
                 continue
             patience = config.stall_timeout * STUCK
@@ -122,7 +123,7 @@ def deal_out(
                     config,
                     share,
                     ranks,
-                    config.world_size,
+                    world_size,
                     host=where[0],
                     patience=patience,
                 )
@@ -134,11 +135,11 @@ def deal_out(
             joined.link.close()
 
 
-def ranks_of(slice: Slice) -> Iterator[tuple[Share, range]]:
-    """The parts of a slice, each with its ranks."""
+def ranks_of(config: EngineConfig) -> Iterator[tuple[Share, range]]:
+    """The parts of an engine's slice, each with its ranks."""
     first = 0
-    for share in slice:
-        yield share, range(first, first := first + len(share.devices))
+    for share in config.replica.slice:
+        yield share, range(first, first := first + len(devices_of_ranks(config, share)))
 
 
 def _name(ranks: range) -> str:

@@ -26,6 +26,7 @@ from weft.serving.executor.link import read
 from weft.serving.executor.rank import RankOrders
 from weft.serving.executor.wire import FromRank, decode_said
 from weft.serving.loading import LOOPBACK
+from weft.serving.resources import RankDevices
 
 EXIT_GRACE = 1.0
 """Seconds for the process of a rank that has hung up to be gone."""
@@ -100,8 +101,7 @@ class LocalMachine:
         ranks: numbers of the ranks.
         world_size: how many there are on all machines.
         host, address: of the first rank's machine and of this one, for the ranks to meet.
-        devices: by index, of each rank; else the machine's first ones.
-
+        devices: of each rank; else one each, the machine's first ones.
     """
 
     where = ""
@@ -116,7 +116,7 @@ class LocalMachine:
         *,
         host: str = LOOPBACK,
         address: str = LOOPBACK,
-        devices: Sequence[int] = (),
+        devices: Sequence[RankDevices] = (),
     ) -> None:
         self.ranks = ranks
         self._board = Board(len(ranks), stages=config.pp)
@@ -124,7 +124,8 @@ class LocalMachine:
         self._ranks: list[_Rank] = []
         try:
             stage_size = world_size // config.pp
-            for number, device in zip(ranks, devices or range(len(ranks)), strict=True):
+            devices = devices or [(index,) for index in range(len(ranks))]
+            for number, own in zip(ranks, devices, strict=True):
                 copy, place = divmod(number % stage_size, stage_size // config.copies)
                 orders = RankOrders(
                     config,
@@ -137,7 +138,7 @@ class LocalMachine:
                     on_machine=len(ranks),
                     host=host,
                     address=address,
-                    device=device,
+                    devices=own,
                 )
                 self._ranks.append(_Rank.start(orders, self._board))
         except BaseException:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import platform
+from contextlib import suppress
 
 import msgspec
 
 from weft.serving.config import EngineConfig
 from weft.serving.finding import Finding
-from weft.serving.resources import Offer
+from weft.serving.resources import Offer, RankDevices
 from weft.version import __version__
 
 
@@ -18,7 +19,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         config: of the engine; `replica` is its share of this machine, but for the memory.
         first: of the ranks.
-        devices: by index, of each of them.
+        devices: of each of them.
         world_size: ranks of all machines.
         host: address of the first rank's machine.
         heartbeat: seconds between two `Progress`.
@@ -27,7 +28,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
     config: EngineConfig
     first: int
-    devices: tuple[int, ...]
+    devices: tuple[RankDevices, ...]
     world_size: int
     host: str
     heartbeat: float
@@ -197,16 +198,19 @@ FromAgent = (
 
 def versions() -> dict[str, str]:
     """Of what must be the same on all machines."""
-    from importlib.metadata import version
+    from importlib.metadata import PackageNotFoundError, version
 
     python = ".".join(platform.python_version_tuple()[:2])
-    return {"weft": __version__, "torch": version("torch"), "Python": python}
+    found = {"weft": __version__, "torch": version("torch"), "Python": python}
+    with suppress(PackageNotFoundError):
+        found["jax"] = version("jax")
+    return found
 
 
 def differences(ours: dict[str, str], theirs: dict[str, str]) -> list[str]:
-    """Versions that differ, in words."""
+    """Versions that differ, in words; not all machines need jax."""
     return [
         f"{name} is {theirs.get(name, 'missing')} there and {ours[name]} here"
         for name in ours
-        if theirs.get(name) != ours[name]
+        if theirs.get(name) != ours[name] and (name != "jax" or name in theirs)
     ]

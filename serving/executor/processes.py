@@ -37,6 +37,7 @@ from weft.serving.executor.machine import LocalMachine, Machine
 from weft.serving.executor.wire import Address, Done, FromRank, Loaded, encode_step
 from weft.serving.loading import LoadedModel, ModelInfo
 from weft.serving.messages import Failed
+from weft.serving.resources import devices_of_ranks
 
 CLOSE_GRACE = 5.0
 """Seconds that ranks get to end by themselves."""
@@ -356,7 +357,7 @@ class ProcessExecutor(RankExecutor):
     def __init__(
         self, config: EngineConfig, load_model: Callable[..., LoadedModel], world_size: int
     ) -> None:
-        devices = [index for share in config.replica.slice for index in share.devices]
+        devices = [own for s in config.replica.slice for own in devices_of_ranks(config, s)]
         ranks = range(world_size)
         machine = LocalMachine(config, named(load_model), ranks, world_size, devices=devices)
         super().__init__(config, [machine])

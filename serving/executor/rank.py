@@ -14,23 +14,25 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import NoReturn
 
 import msgspec
 
 from weft.errors import WeftError
+from weft.models.interface import DispatchingRunner, ModelRunner, StepInput, StepOutput
 from weft.serving import child
 from weft.serving.config import EngineConfig
 from weft.serving.executor.board import MET, READ, Board
 from weft.serving.executor.wire import Address, Done, FromRank, Loaded, decode_step, encoder
 from weft.serving.loading import LoadedModel, Place, Progress, show_progress
 from weft.serving.messages import Failed
+from weft.serving.resources import RankDevices
 
-if TYPE_CHECKING:
-    from weft.models.interface import ModelRunner
-
+logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
 """Of Linux's prctl: the signal that this process gets when its parent ends."""
@@ -47,7 +49,7 @@ class RankOrders(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         answers: whether it says what the copy's steps have produced.
         first, on_machine: the first rank of this machine, and how many it has.
         host, address: of the first rank's machine of all, and of this one; see Place.
-        device: see Place.
+        devices: see Place.
         socket, board: file descriptors that it has been given.
     """
 
@@ -61,7 +63,7 @@ class RankOrders(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     on_machine: int
     host: str
     address: str
-    device: int
+    devices: RankDevices
     socket: int = -1
     board: int = -1
 
@@ -96,7 +98,7 @@ def serve(orders: RankOrders, channel: socket.socket) -> None:
         orders.on_machine,
         orders.host,
         orders.address,
-        orders.device,
+        orders.devices,
     )
     try:
         load = child.find(orders.load_model)
@@ -124,15 +126,38 @@ def _shown_progress(orders: RankOrders) -> AbstractContextManager[Progress]:
 
 
 def _run(runner: ModelRunner, orders: RankOrders, board: Board, channel: socket.socket) -> None:
+    """Run each step; where devices work on their own, begin it, and let a thread wait for it."""
     column, step = orders.rank - orders.first, 0
-    while channel.recv(1):
-        step += 1
+    dispatch = runner.dispatch if isinstance(runner, DispatchingRunner) else None
+
+    def finish(step: int, batch: StepInput, run: Callable[[], StepOutput]) -> None:
         board.begun[column] = step
-        batch = decode_step(board.read(step), orders.copy)
-        output = runner.step(batch)
+        output = run()
         board.done[column] = step
         if orders.answers:
             _send(channel, Done(output if len(batch.token_ids) else None))
+
+    def finish_dispatched(step: int, batch: StepInput, run: Callable[[], StepOutput]) -> None:
+        try:
+            finish(step, batch, run)
+        except Exception as error:
+            _send(channel, Failed.of(error))
+            logger.critical("step %d failed", step, exc_info=error)
+            _end(1)  # the main thread may be stuck in the next step
+
+    with ThreadPoolExecutor(1, thread_name_prefix="weft-readback") as waiting:
+        while channel.recv(1):
+            step += 1
+            board.begun[column] = board.done[column] + 1
+            batch = decode_step(board.read(step), orders.copy)
+            if dispatch is None:
+                finish(step, batch, partial(runner.step, batch))
+                continue
+            run = dispatch(batch)
+            # Where ranks that have dispatched the step meet, on the devices.
+            board.exchanges[column] += 1
+            board.rounds[column] += 1
+            waiting.submit(finish_dispatched, step, batch, run)
     runner.close()
 
 
@@ -153,8 +178,15 @@ def main() -> None:
             serve(orders, channel)
         except WeftError:
             status = 1  # the controller has been told, and says so
-    # Nothing is left to be done. Taking Python down while a thread runs frees little, of which
-    # the kernels' interpreter would complain.
+    _end(status)
+
+
+def _end(status: int) -> NoReturn:
+    """End this process, in which nothing is left to be done.
+
+    Taking Python down while a thread runs frees little, of which the kernels' interpreter would
+    complain.
+    """
     logging.shutdown()
     os._exit(status)
 

@@ -28,7 +28,7 @@ from weft.serving.executor.machine_wire import (
     Step,
 )
 from weft.serving.executor.wire import FromRank, decode_said
-from weft.serving.resources import Share
+from weft.serving.resources import Share, devices_of_ranks
 
 AHEAD = 4
 """Times the slots of a board: steps that another machine is given before its slowest rank has done
@@ -92,7 +92,8 @@ class RemoteMachine:
         replica = dataclasses.replace(config.replica, engines=share.engines, memory=None)
         told = dataclasses.replace(config, node_token=None, replica=replica)
         heartbeat = min(1.0, patience / 8)
-        link.send(Start(told, ranks[0], share.devices, world_size, host, heartbeat, patience))
+        devices = tuple(devices_of_ranks(config, share))
+        link.send(Start(told, ranks[0], devices, world_size, host, heartbeat, patience))
         self._heard = time.monotonic()
 
     def receive(self, channel: socket.socket) -> tuple[int, FromRank | None] | None:

@@ -1,0 +1,60 @@
+"""`--backend jax` on several machines: a process on each, and one mesh over all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support.checkpoints import make_checkpoint
+from support.clients import complete, fail_in_a_request
+from support.machines import LOAD, TOKEN, agent
+from support.server import free_port, start_server
+
+SIZES: dict[str, Any] = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "max_model_len": 512,
+    "kv_cache_memory": 2**20,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The answer of one process."""
+    with start_server(model, tmp_path_factory.mktemp("one"), **SIZES) as server:
+        return complete(server)
+
+
+def test_two_machines_answer_as_one_and_are_there_again_after_one_of_their_processes_is_killed(
+    model: Path, cache: Path, expected: str, tmp_path: Path
+) -> None:
+    port = free_port()
+    jax = {"backend": "jax", "tp": 4, "nodes": 2, "devices": "2x2", "compile_cache": cache}
+    machines = {"node_port": port, "node_token": TOKEN, "restart": True}
+    with (
+        agent(port, tmp_path / "agent", load_model=LOAD) as joined,
+        start_server(model, tmp_path, **jax, **machines, **SIZES) as server,
+    ):
+        (engine,) = psutil.Process(server.process.pid).children()
+        assert len(engine.children()) == 1
+        (there,) = psutil.Process(joined.pid).children()
+        assert complete(server) == expected
+        message = fail_in_a_request(server, there.kill)
+        named = f"rank 1 (process {there.pid} on machine1 at 127.0.0.1) was killed by SIGKILL"
+        assert named in message
+        server.wait_until("engine_restarts_total", 1)
+        server.wait_until("engine_cores", 1)
+        assert complete(server) == expected
+        assert "after warm-up" not in server.log.read_text()
