@@ -69,7 +69,7 @@ def load_jax_model(config: EngineConfig, progress: Progress, place: Place = ALON
     from weft.models.jax.runner import JaxRunner
 
     if place.world_size > 1:
-        ledger = ledger.with_blocks(least(ledger.num_blocks))
+        ledger = ledger.with_blocks(least(ledger.num_blocks, RANK_TIMEOUT))
     speaks = place.rank == config.replica.number == 0
     if speaks:
         whose = f" of each of {config.tp} devices" if config.tp > 1 else ""

@@ -13,7 +13,7 @@ from support.machines import LOAD, TOKEN, agent
 from support.server import free_port, start_server
 
 SIZES: dict[str, Any] = {
-    "max_num_seqs": 4,
+    "max_num_seqs": 8,
     "max_num_batched_tokens": 32,
     "max_model_len": 512,
     "kv_cache_memory": 2**20,
