@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,10 @@ from weft import LLM, SamplingParams
 from weft.errors import ConfigError
 from weft.models.demo.tasks import held_out
 from weft.models.jax import platform
-from weft.serving.config import EngineConfig
+from weft.serving.config import EngineConfig, Replica
 from weft.serving.jax_loading import check_settings
 from weft.serving.loading import uses_jax
+from weft.serving.resources import Share
 
 SIZES: dict[str, Any] = {
     "max_num_seqs": 8,
@@ -99,8 +102,7 @@ def test_served_over_http_on_two_devices_of_one_process(
         ({"cp": 2}, "--cp is 2; with --backend jax it must be 1"),
         ({"pp": 2}, "--pp is 2; with --backend jax it must be 1"),
         ({"quantization": "int8"}, "--quantization is int8; with --backend jax it must be none"),
-        ({"devices": "2"}, "--devices is 2; with --backend jax it cannot be given"),
-        ({"device": "cuda"}, "--device is cuda; with --backend jax it must be auto or cpu"),
+        ({"device": "cuda"}, "--device is cuda; with --backend jax it must be auto, cpu or tpu"),
         ({"kernels": "overlapped"}, "--kernels is overlapped"),
         ({"tp": 2, "ep": 4}, "--ep is 4 beside --tp 2; with --backend jax it must divide --tp"),
     ],
@@ -117,22 +119,51 @@ def test_who_runs_a_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("vendor", "device", "found"),
-    [("0x1ae0", "0x0063", True), ("0x1ae0", "0x0042", False), ("0x8086", "0x0063", False)],
+    ("vendor", "device", "count"),
+    [
+        ("0x1ae0", "0x0063", 1),
+        ("0x1ae0", "0x0076", 2),
+        ("0x1ae0", "0x0042", 0),
+        ("0x8086", "0x0063", 0),
+    ],
 )
-def test_only_tpus_count_as_such(tmp_path: Path, vendor: str, device: str, found: bool) -> None:
+def test_only_tpus_count_as_such(tmp_path: Path, vendor: str, device: str, count: int) -> None:
     """And not other devices of Google's, such as a network card."""
     folder = tmp_path / "sys/bus/pci/devices/0000:00:05.0"
     folder.mkdir(parents=True)
     (folder / "vendor").write_text(f"{vendor}\n")
     (folder / "device").write_text(f"{device}\n")
-    assert platform.finds_tpus(tmp_path) == found
+    assert platform.count_tpus(tmp_path) == count
+
+
+def test_engines_that_share_tpus_are_told_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(platform, "_chips", lambda root: 8 * ["v5e"])
+    platform.keep_to((4, 5, 6, 7))
+    assert os.environ == {
+        "TPU_VISIBLE_CHIPS": "4,5,6,7",
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": "2,2,1",
+        "TPU_PROCESS_BOUNDS": "1,1,1",
+    }
+    monkeypatch.setattr(platform, "_chips", lambda root: 4 * ["tpu7x"])
+    platform.keep_to((2, 3))
+    assert os.environ["TPU_VISIBLE_CHIPS"] == "1"
+    with pytest.raises(ConfigError, match="--tp is 3; with --dp engines on TPUs have these sizes"):
+        platform.keep_to((0, 1, 2))
+
+
+def test_an_engine_of_several_must_have_its_tpus_on_one_machine() -> None:
+    apart = Replica(slice=(Share(0, (0, 1)), Share(1, (0, 1))))
+    config = EngineConfig(tp=4, dp=2, nodes=2, backend="jax", device="tpu", replica=apart)
+    with pytest.raises(ConfigError, match="--dp is 2 and an engine has TPUs of 2 machines; it mu"):
+        check_settings(config)
+    check_settings(replace(config, dp=1))
 
 
 def test_without_jax_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "is_installed", lambda: False)
     with pytest.raises(ConfigError, match=r"not installed: pip install 'weft\[tpu\]'"):
-        platform.devices(1)
+        platform.prepare(1)
 
 
 def test_a_demo_answers_as_with_torch(cache: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ from weft.serving.resources import (
     Slice,
     can_replace,
     decided,
+    devices_of_ranks,
     map_slices,
     parse,
     units,
@@ -266,3 +269,38 @@ def test_auto_is_gpus_where_there_is_one_for_each_rank() -> None:
         map_slices(EngineConfig(device="cuda"), [Offer()])
     with pytest.raises(ConfigError, match="--device is cpu; with --devices nvlink:4 it must be"):
         EngineConfig(tp=4, devices="nvlink:4", device="cpu")
+
+
+def tpus(count: int) -> Offer:
+    return Offer(tpus=count)
+
+
+def test_auto_is_jax_where_all_machines_have_tpus() -> None:
+    def chosen(*offers: Offer, **settings: object) -> tuple[str, str]:
+        config = decided(EngineConfig(**settings), offers)  # type: ignore[arg-type]
+        return config.backend, config.device
+
+    assert chosen(tpus(4), tpus(4), tp=8, nodes=2) == ("jax", "tpu")
+    assert chosen(tpus(4), tp=8) == ("jax", "tpu"), "which is then refused"
+    assert chosen(tpus(4), ANY, tp=4, nodes=2) == ("torch", "cpu")
+    assert chosen(tpus(4), device="cpu") == ("torch", "cpu")
+    assert chosen(ANY, device="tpu") == ("jax", "tpu")
+    assert chosen(tpus(4), backend="torch") == ("torch", "cpu")
+    assert chosen(tpus(4), backend="jax") == ("jax", "tpu")
+    assert chosen(tpus(4), backend="jax", device="cpu") == ("jax", "cpu")
+    assert chosen(gpus(4), backend="jax") == ("jax", "cpu")
+    with pytest.raises(ConfigError, match=r"--device is tpu: 8 ranks have no room.*: 4 TPUs"):
+        map_slices(EngineConfig(tp=8, device="tpu"), [tpus(4)])
+    with pytest.raises(ConfigError, match="--device is tpu; with --backend torch it must be auto"):
+        EngineConfig(device="tpu", backend="torch")
+    with pytest.raises(ConfigError, match="--devices is nvlink:4; with --backend jax it must be"):
+        EngineConfig(tp=4, backend="jax", devices="nvlink:4")
+
+
+def test_a_rank_has_one_device_or_with_jax_all_of_its_machine() -> None:
+    config = EngineConfig(tp=4, dp=2, nodes=2, backend="jax")
+    slices = map_slices(config, [tpus(8), tpus(8)])
+    (share,) = slices[1]
+    assert devices_of_ranks(config, share) == [(0, 1, 2, 3)]
+    on_torch = replace(config, backend="torch")
+    assert devices_of_ranks(on_torch, share) == [(0,), (1,), (2,), (3,)]

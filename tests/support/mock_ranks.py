@@ -45,7 +45,7 @@ class RankRunner:
             self._at = step + (place.rank // size < rank // size)  # there tokens are awaited
         self._notes = Path(config.tokenizer or os.devnull)
         if self._notes.is_dir():
-            (self._notes / f"device{place.rank}").write_text(str(place.device))
+            (self._notes / f"device{place.rank}").write_text(str(*place.devices))
             replica = msgspec.json.encode(config.replica)
             (self._notes / f"replica{config.replica.number}-{place.rank}").write_bytes(replica)
             self._notes /= f"rank{place.rank}"

@@ -349,6 +349,9 @@ def test_versions_that_differ_are_listed() -> None:
         "weft is 3 there and 1 here",
         "torch is missing there and 2 here",
     ]
+    jax = ours | {"jax": "1"}
+    assert differences(ours, jax) == differences(jax, ours) == []
+    assert differences(jax, ours | {"jax": "2"}) == ["jax is 2 there and 1 here"]
 
 
 @pytest.mark.parametrize(
