@@ -27,6 +27,9 @@ Float32 = npt.NDArray[np.float32]
 FINITE = 0
 NOT_FINITE = 1
 
+NONE: Int32 = np.empty(0, np.int32)
+"""Of no tokens, requests or rows."""
+
 
 @dataclass(frozen=True, slots=True)
 class SlotSampling:
@@ -129,8 +132,8 @@ class StepInput(msgspec.Struct, frozen=True):
     sample_slot: Int32
     output_index: Int32
     new_slots: tuple[SlotSampling, ...] = ()
-    prompt_logprob_index: Int32 = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
-    prompt_logprob_target: Int32 = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
+    prompt_logprob_index: Int32 = msgspec.field(default_factory=lambda: NONE)
+    prompt_logprob_target: Int32 = msgspec.field(default_factory=lambda: NONE)
     prompt_logprob_top: int = 0
     copies: tuple[Size, ...] = ()
 
@@ -143,15 +146,15 @@ class StepInput(msgspec.Struct, frozen=True):
 
 NOTHING = StepInput(
     0,
-    token_ids=np.empty(0, np.int32),
-    positions=np.empty(0, np.int32),
+    token_ids=NONE,
+    positions=NONE,
     query_start=np.zeros(1, np.int32),
-    context_len=np.empty(0, np.int32),
+    context_len=NONE,
     block_table=np.empty((0, 0), np.int32),
-    slot=np.empty(0, np.int32),
-    sample_index=np.empty(0, np.int32),
-    sample_slot=np.empty(0, np.int32),
-    output_index=np.empty(0, np.int32),
+    slot=NONE,
+    sample_index=NONE,
+    sample_slot=NONE,
+    output_index=NONE,
 )
 """Of a copy of attention that has no tokens in a step."""
 
@@ -178,7 +181,7 @@ class StepOutput(msgspec.Struct, frozen=True):
 
     Attributes:
         step: the `StepInput.step` that this answers.
-        token_ids: int32[S]; the sampled tokens.
+        token_ids: int32[S]; the sampled tokens, if there are any.
         status: int32[S]; FINITE, or NOT_FINITE when a row's logits held NaN or only
             infinities: that request has failed, the others have not.
         logprobs: of the S sampled tokens, when any request of the step asked; k is the largest
@@ -189,8 +192,8 @@ class StepOutput(msgspec.Struct, frozen=True):
     """
 
     step: int
-    token_ids: Int32
-    status: Int32
+    token_ids: Int32 = msgspec.field(default_factory=lambda: NONE)
+    status: Int32 = msgspec.field(default_factory=lambda: NONE)
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     seconds: float = 0.0

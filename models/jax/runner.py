@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from msgspec.structs import replace
 
 from weft.models.interface import Int32, Logprobs, StepInput, StepOutput
 from weft.models.jax.buckets import Bucket, Buckets
@@ -32,8 +33,6 @@ from weft.models.weights import Progress
 
 CompileProgress = Callable[[str, int, int], None]
 """Told what is compiled next, how much is done, and how much there is in all."""
-
-NONE: Int32 = np.empty(0, np.int32)
 
 
 class JaxRunner:
@@ -182,7 +181,7 @@ class JaxRunner:
         tops = self._settings.logprobs(batch.sample_slot)
 
         def finish() -> StepOutput:
-            result = StepOutput(batch.step, NONE, NONE)
+            result = StepOutput(batch.step)
             if sampled is not None:
                 result = _output(batch, sampled, tops)
             else:
@@ -191,14 +190,7 @@ class JaxRunner:
             # The devices have worked on it since the step before was done.
             ended = time.perf_counter()
             seconds, self._free_at = ended - max(started, self._free_at), ended
-            return StepOutput(
-                batch.step,
-                result.token_ids,
-                result.status,
-                result.logprobs,
-                prompt,
-                seconds=seconds,
-            )
+            return replace(result, prompt_logprobs=prompt, seconds=seconds)
 
         return finish
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from weft.kernels.cpu.attention import AttentionPlan
 from weft.kernels.symmetric.memory import Home
-from weft.models.interface import Int32, Logprobs, SlotSampling, StepInput, StepOutput
+from weft.models.interface import NONE, Int32, Logprobs, SlotSampling, StepInput, StepOutput
 from weft.models.layout import WHOLE, Layout
 from weft.models.spec import ModelSpec
 from weft.models.torch.group import ALONE, Groups
@@ -49,8 +49,6 @@ CPU = torch.device("cpu")
 
 PROMPT_LOGPROB_ROWS = 64
 """Rows of logits in memory at once when a prompt is scored."""
-
-NONE: Int32 = np.empty(0, np.int32)
 
 WARM_UP_TOKENS = 32
 """Tokens of the prompt that `warm_up` runs, at most."""
@@ -239,7 +237,7 @@ class TorchRunner:
         if not len(batch.token_ids):
             self._model.take_part(batch.copies)
             self._read_back()
-            return StepOutput(batch.step, NONE, NONE, seconds=self._clock() - started)
+            return StepOutput(batch.step, seconds=self._clock() - started)
         plan = AttentionPlan.build(
             batch.query_start,
             batch.context_len,
@@ -258,7 +256,7 @@ class TorchRunner:
         if not self._pipe.is_last:
             self._pipe.send(hidden)
             self._read_back()
-            return StepOutput(batch.step, NONE, NONE, seconds=self._clock() - started)
+            return StepOutput(batch.step, seconds=self._clock() - started)
         token_ids, status, logprobs = self._sample(
             hidden, rows, batch, None if replayed is None else replayed.logits
         )

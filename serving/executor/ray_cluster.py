@@ -26,7 +26,7 @@ from weft.serving.executor.machine import Machine
 from weft.serving.executor.processes import RankExecutor, named
 from weft.serving.executor.remote import Joined
 from weft.serving.loading import LoadedModel
-from weft.serving.resources import kind_of
+from weft.serving.resources import Kind, kind_of
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -39,6 +39,9 @@ LOOK_PLACED = 0.05
 
 LOOK = 0.5
 """Seconds between two looks whether an actor has ended that should join."""
+
+RESOURCES: dict[Kind, str] = {"cpu": "CPU", "cuda": "GPU", "tpu": "TPU"}
+"""What Ray calls devices."""
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +81,7 @@ class RayExecutor(RankExecutor):
             for share in config.replica.slice
         )
         counts = {share.machine: len(share.devices) for share in slice}
-        resource = "GPU" if kind_of(config) == "cuda" else "CPU"
+        resource = RESOURCES[kind_of(config)]
         name = f"weft {config.replica.group} engine {config.replica.number}"
         self._group = _place(resource, list(counts.values()), name)
         engines = _engines_on_nodes(self._group, name, config)
@@ -100,7 +103,7 @@ class RayExecutor(RankExecutor):
         self._actors = []  # which end when nobody knows them
         for bundle, (machine, count) in enumerate(counts.items()):
             strategy = PlacementGroupSchedulingStrategy(self._group, bundle)
-            takes = {"num_gpus": count} if resource == "GPU" else {"num_cpus": count}
+            takes = _takes(resource, count)
             actor = ray.remote(_Node).options(scheduling_strategy=strategy, **takes).remote()
             self._actors.append(actor)
             joins.append(actor.join.remote(*told, machine))
@@ -148,8 +151,16 @@ def _connect() -> None:
         raise ConfigError(f"--executor ray finds no Ray cluster {where}") from None
 
 
+def _takes(resource: str, count: int) -> dict[str, Any]:
+    """What an actor is said to take: all of its bundle."""
+    of_rays = {"CPU": "num_cpus", "GPU": "num_gpus"}
+    if resource in of_rays:
+        return {of_rays[resource]: count}
+    return {"num_cpus": 0, "resources": {resource: count}}
+
+
 def _place(resource: str, counts: list[int], name: str) -> PlacementGroup:
-    """So many CPUs or GPUs, each number on a node of its own, once Ray has room for them."""
+    """So many CPUs, GPUs or TPUs, each number on a node of its own, once Ray has room for them."""
     import ray
 
     bundles = [{resource: float(count)} for count in counts]

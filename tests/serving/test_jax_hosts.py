@@ -10,6 +10,8 @@ import pytest
 from support.checkpoints import make_checkpoint
 from support.clients import complete, fail_in_a_request
 from support.machines import LOAD, TOKEN, agent
+from support.processes import shared_memory_left_alone
+from support.ray_nodes import ray_cluster
 from support.server import free_port, start_server
 
 SIZES: dict[str, Any] = {
@@ -58,3 +60,29 @@ def test_two_machines_answer_as_one_and_are_there_again_after_one_of_their_proce
         server.wait_until("engine_cores", 1)
         assert complete(server) == expected
         assert "after warm-up" not in server.log.read_text()
+
+
+def test_several_engines_have_devices_of_their_own(
+    model: Path, cache: Path, expected: str, tmp_path: Path
+) -> None:
+    jax = {"backend": "jax", "dp": 2, "compile_cache": cache}
+    with start_server(model, tmp_path, **jax, **SIZES) as server:
+        assert len(psutil.Process(server.process.pid).children()) == 2
+        assert [complete(server), complete(server)] == [expected, expected]
+        log = server.log.read_text()
+    assert log.count("memory of each of 2 engine cores (cpu)") == log.count("compiled") == 1
+
+
+@pytest.mark.slow
+def test_nodes_of_ray_answer_as_one(
+    model: Path, cache: Path, expected: str, tmp_path: Path
+) -> None:
+    jax = {"backend": "jax", "tp": 2, "nodes": 2, "executor": "ray", "compile_cache": cache}
+    with shared_memory_left_alone(), ray_cluster() as cluster:
+        cluster.add()
+        started = start_server(
+            model, tmp_path, environment=cluster.environment, port=free_port(), **jax, **SIZES
+        )
+        with started as server:
+            assert complete(server) == expected
+            assert len([p for node in cluster.nodes for p in node.of_weft()]) == 2 + 2
