@@ -26,7 +26,7 @@ from weft.models.checkpoint import BUNDLED, locate, read_spec
 from weft.serving.config import EngineConfig, ServerConfig
 from weft.serving.finding import Finding
 from weft.serving.offer import own_offer
-from weft.serving.resources import Offer, decided, kind_of, map_slices
+from weft.serving.resources import Offer, decided, devices_of_ranks, kind_of, map_slices
 
 GIB = 1024**3
 
@@ -195,9 +195,10 @@ def devices(engine: EngineConfig, offers: Sequence[Offer]) -> list[Finding]:
     kind = kind_of(engine)
     found = []
     for offer in offers:
-        memory = min(offer.gpus, default=0) if kind == "cuda" else offer.memory
-        each = " each" if kind == "cuda" else ""
-        seen = f"island of {offer.describe(kind)}, {memory / GIB:.1f} GiB free{each}"
+        seen = f"island of {offer.describe(kind)}"
+        if kind != "tpu":  # to ask it is to take it
+            memory = min(offer.gpus, default=0) if kind == "cuda" else offer.memory
+            seen += f", {memory / GIB:.1f} GiB free{' each' if kind == 'cuda' else ''}"
         found.append(Finding("devices", "ok", seen))
     try:
         slices = map_slices(engine, offers)
@@ -207,8 +208,10 @@ def devices(engine: EngineConfig, offers: Sequence[Offer]) -> list[Finding]:
         whose = f"engine {number}: " if engine.dp > 1 else ""
         first, parts = 0, []
         for share in each_slice:
-            last = first + len(share.devices) - 1
+            last = first + len(devices_of_ranks(engine, share)) - 1
             ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
+            if engine.backend == "jax":
+                ranks += f" with {len(share.devices)} devices"
             parts.append(f"{ranks} on {share.where}")
             first = last + 1
         found.append(Finding("slice", "ok", whose + ", ".join(parts)))

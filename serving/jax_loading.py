@@ -137,8 +137,7 @@ def check_settings(config: EngineConfig) -> None:
     """
     for name, only in ONLY.items():
         if (value := getattr(config, name)) != only:
-            must = "cannot be given" if only is None else f"must be {only}"
-            raise ConfigError(f"--{name} is {value}; with --backend jax it {must}")
+            raise ConfigError(f"--{name} is {value}; with --backend jax it must be {only}")
     if config.device == "cuda":
         raise ConfigError("--device is cuda; with --backend jax it must be auto, cpu or tpu")
     if config.kernels == "overlapped":

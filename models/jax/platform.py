@@ -25,6 +25,9 @@ TPUS = {"0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x00
 DEVICES_OF_CHIP = {"tpu7x": 2}
 """Where it is not one."""
 
+VISIBLE_CHIPS = "TPU_VISIBLE_CHIPS"
+"""Where libtpu is told which chips of a machine are a process's; Ray says it to its actors, too."""
+
 BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 """How libtpu wants to be told of so many chips of one machine."""
 
@@ -80,14 +83,16 @@ def keep_to(indexes: Sequence[int]) -> None:
     Raises:
         ConfigError: libtpu knows no such part of a machine.
     """
-    each = max(DEVICES_OF_CHIP.get(kind, 1) for kind in _chips(Path("/")))
+    kinds = _chips(Path("/"))
+    each = max(DEVICES_OF_CHIP.get(kind, 1) for kind in kinds)
     chips = sorted({index // each for index in indexes})
     if len(chips) not in BOUNDS or len(indexes) % each:
         sizes = ", ".join(str(size * each) for size in BOUNDS)
         raise ConfigError(
             f"--tp is {len(indexes)}; with --dp engines on TPUs have these sizes: {sizes}"
         )
-    os.environ["TPU_VISIBLE_CHIPS"] = ",".join(map(str, chips))
+    visible = _visible_chips() or [str(index) for index in range(len(kinds))]
+    os.environ[VISIBLE_CHIPS] = ",".join(visible[chip] for chip in chips)
     os.environ["TPU_CHIPS_PER_PROCESS_BOUNDS"] = BOUNDS[len(chips)]
     os.environ["TPU_PROCESS_BOUNDS"] = "1,1,1"
 
@@ -178,12 +183,18 @@ class CompileCounter:
         jax.monitoring.unregister_event_duration_listener(self._count)
 
 
+def _visible_chips() -> list[str]:
+    """Chips that this process is held to, by their numbers; none if it may have all."""
+    return os.environ.get(VISIBLE_CHIPS, "").replace(",", " ").split()
+
+
 def _chips(root: Path) -> list[str]:
-    """The TPU chips of this machine, by their kind."""
+    """The TPU chips of this machine that this process may have, by their kind."""
 
     def says(device: Path, what: str) -> str:
         return (device / what).read_text().strip()
 
     devices = (root / "sys/bus/pci/devices").glob("*")
     google = (one for one in devices if says(one, "vendor") == GOOGLE)
-    return [TPUS[kind] for one in google if (kind := says(one, "device")) in TPUS]
+    chips = [TPUS[kind] for one in google if (kind := says(one, "device")) in TPUS]
+    return chips[: len(_visible_chips()) or None]
