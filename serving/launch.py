@@ -45,7 +45,7 @@ def share_out(config: EngineConfig, offers: Sequence[Offer]) -> list[EngineConfi
     """
     config = decided(config, offers)
     slices = map_slices(config, offers)
-    apart = config.backend == "torch" and any(len(each) > 1 for each in slices)
+    apart = config.device != "tpu" and any(len(each) > 1 for each in slices)
     if config.kernels == "overlapped" and apart:
         raise ConfigError(
             f"--nodes is {config.nodes}; with --kernels overlapped an engine must be on one "

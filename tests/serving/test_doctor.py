@@ -12,8 +12,9 @@ from support.checkpoints import make_checkpoint
 
 from weft.errors import ConfigError
 from weft.serving.config import EngineConfig, ServerConfig
-from weft.serving.doctor import Finding, examine, run
+from weft.serving.doctor import Finding, devices, examine, run
 from weft.serving.doctor_machines import examine_others
+from weft.serving.resources import Offer
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +74,13 @@ def test_devices_and_who_gets_them_are_shown(checkpoint: Path) -> None:
     assert [finding.seen for finding in findings if finding.name == "slice"] == [
         "engine 0: ranks 0 to 1 on this machine",
         "engine 1: ranks 0 to 1 on this machine",
+    ]
+    jax = devices(replace(engine, backend="jax"), [Offer(tpus=2), Offer(tpus=2)])
+    assert [finding.seen for finding in jax] == [
+        "island of this machine: 2 TPUs",
+        "island of this machine: 2 TPUs",
+        "engine 0: rank 0 with 2 devices on this machine",
+        "engine 1: rank 0 with 2 devices on this machine",
     ]
     (slice_,) = (
         finding

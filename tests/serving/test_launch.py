@@ -44,6 +44,8 @@ def test_interpreted_kernels_are_on_one_machine() -> None:
         share_out(config, [Offer()] * 2)
     for share in share_out(replace(config, dp=2), [Offer()] * 2):
         assert len(share.replica.slice) == 1
+    (share,) = share_out(replace(config, backend="jax"), [Offer(tpus=1)] * 2)
+    assert len(share.replica.slice) == 2, "TPUs have links"
 
 
 def test_the_first_of_several_shows_what_each_takes(
