@@ -75,7 +75,12 @@ def load_jax_model(config: EngineConfig, progress: Progress, place: Place = ALON
         whose = f" of each of {config.tp} devices" if config.tp > 1 else ""
         whose += f" of each of {config.dp} engine cores" if config.dp > 1 else ""
         logger.info("memory%s (%s)\n%s", whose, devices[0].device_kind, ledger.render())
-    with show_compiling() if speaks else nullcontext() as compiling:
+    with show_compiling() if speaks else nullcontext(_silent) as show:
+
+        def compiling(name: str, done: int, total: int) -> None:
+            place.count_exchange(True)  # for this rank gets on; all compile the same
+            show(name, done, total)
+
         runner = JaxRunner.load(
             path,
             spec,
@@ -195,6 +200,10 @@ def _plan(config: EngineConfig, spec: ModelSpec, dtype: str, max_model_len: int)
         max_model_len=max_model_len,
         count=partial(jax_activations, tp=config.tp),
     ).ledger()
+
+
+def _silent(name: str, done: int, total: int) -> None:
+    """Shows nothing."""
 
 
 @contextmanager
