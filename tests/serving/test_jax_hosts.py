@@ -16,7 +16,7 @@ from support.server import free_port, start_server
 
 SIZES: dict[str, Any] = {
     "max_num_seqs": 8,
-    "max_num_batched_tokens": 32,
+    "max_num_batched_tokens": 8,
     "max_model_len": 512,
     "kv_cache_memory": 2**20,
 }
@@ -43,7 +43,7 @@ def test_two_machines_answer_as_one_and_are_there_again_after_one_of_their_proce
     model: Path, cache: Path, expected: str, tmp_path: Path
 ) -> None:
     port = free_port()
-    jax = {"backend": "jax", "tp": 4, "nodes": 2, "devices": "2x2", "compile_cache": cache}
+    jax = {"backend": "jax", "tp": 2, "nodes": 2, "devices": "2x1", "compile_cache": cache}
     machines = {"node_port": port, "node_token": TOKEN, "restart": True}
     with (
         agent(port, tmp_path / "agent", load_model=LOAD) as joined,
@@ -62,6 +62,7 @@ def test_two_machines_answer_as_one_and_are_there_again_after_one_of_their_proce
         assert "after warm-up" not in server.log.read_text()
 
 
+@pytest.mark.slow
 def test_several_engines_have_devices_of_their_own(
     model: Path, cache: Path, expected: str, tmp_path: Path
 ) -> None:

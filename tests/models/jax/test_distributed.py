@@ -87,12 +87,11 @@ def test_each_process_reads_the_parts_of_its_devices_alone(tmp_path: Path) -> No
     path = make_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=1)
     layout, counts = Layout(tp=4, ep=2), [1, 3]
     one, three = _run(path, counts, "4", "2")
-    (alone,) = _run(path, [4], "4", "2")
     assert (one["devices"], three["devices"]) == (4, 4)
     assert (one["here"], three["here"]) == (1, 3)
     assert one["least"] == three["least"] == 6
     each = layout.local(read_spec(path)).weight_bytes("float32")
     assert (one["held"], three["held"]) == (each, 3 * each)
-    assert (one["read"], three["read"]) == (alone["read"] / 4, alone["read"] * 3 / 4)
+    assert three["read"] == 3 * one["read"]
     assert one["sums"] == three["sums"]
     assert set(one["listens"]) | set(three["listens"]) <= {"127.0.0.1", "::ffff:127.0.0.1"}
