@@ -16,6 +16,7 @@ import jax
 
 from weft.errors import ConfigError
 from weft.models.jax.buckets import Buckets
+from weft.models.jax.kernels import Choice
 from weft.models.jax.mesh import make_mesh
 from weft.models.jax.overlap import Collective, collectives
 from weft.models.jax.platform import described_devices
@@ -92,6 +93,7 @@ def compile_model(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_model_len: int,
+    kernels: Choice,
     progress: Callable[[str, int, int], None],
 ) -> list[Compiled]:
     """Compile all programs that serving the model takes.
@@ -118,6 +120,7 @@ def compile_model(
         num_blocks=num_blocks,
         max_num_seqs=max_num_seqs,
         buckets=buckets.all(),
+        kernels=kernels,
     )
     tasks, results = list(program.tasks()), []
     for done, task in enumerate(tasks):

@@ -14,7 +14,7 @@ from support.checkpoints import VOCAB_SIZE, make_checkpoint
 
 from weft.models.checkpoint import read_spec
 from weft.models.interface import StepInput
-from weft.models.jax.buckets import Bucket, Buckets
+from weft.models.jax.buckets import Buckets
 from weft.models.jax.mesh import make_mesh
 from weft.models.jax.parameters import load
 from weft.models.jax.program import Program
@@ -95,8 +95,7 @@ def _run(
         max_model_len=128,
         block_size=BLOCK_SIZE,
     )
-    bucket = next(one for one in buckets.all() if one.tokens == tokens and one.tile_tokens > 1)
-    assert bucket.shape(tp).sharded == (tp > 1 and tokens == 128)
+    bucket = next(one for one in buckets.all() if one.tokens == tokens and not one.decodes)
     program = Program(
         *(spec, layout, mesh),
         dtype="float32",
@@ -105,6 +104,7 @@ def _run(
         max_num_seqs=tokens,
         buckets=[bucket],
     )
+    assert program.shape(bucket).sharded == (tp > 1 and tokens == 128)
     params = load(path, spec, layout, mesh, "float32")
     forward = program.compile_forward(bucket)
     cache = jax.tree.map(
@@ -114,17 +114,13 @@ def _run(
     done = [0] * len(requests)
     logits: list[list[np.ndarray[Any, Any]]] = [[] for _ in requests]
     for step in steps:
-        batch = _pad(buckets, bucket, _step(requests, done, step))
+        batch = buckets.pad(_step(requests, done, step), bucket)
         out, _, cache = forward(params, cache, newest, batch)
         out, start = np.asarray(out)[:, : spec.vocab_size], 0
         for request, count in step:
             logits[request].append(out[start : start + count])
             start += count
     return [np.concatenate(parts) for parts in logits]
-
-
-def _pad(buckets: Buckets, bucket: Bucket, step: StepInput) -> Any:
-    return buckets.pad(step, bucket, NUM_BLOCKS)
 
 
 def _step(
