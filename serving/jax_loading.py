@@ -59,7 +59,10 @@ def load_jax_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     check_layout(spec, config.tp, config.ep)
     max_model_len = context_length(config, spec)
     dtype = compute_dtype(config, spec)
-    devices = platform.devices(config.tp)
+    overlapped = config.kernels == "overlapped"
+    devices = platform.devices(config.tp, interpreting=overlapped)
+    if overlapped and devices[0].platform == "cpu":
+        logger.warning("--kernels overlapped: interpreted on a CPU, which takes seconds a step")
     platform.keep_compiled(cache_folder(config))
     num_blocks = _plan(config, spec, devices, dtype, max_model_len)
     from weft.models.jax.runner import JaxRunner
@@ -75,6 +78,7 @@ def load_jax_model(config: EngineConfig, progress: Progress) -> LoadedModel:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=max_model_len,
+            kernels=config.kernels,
             progress=progress,
             compiling=compiling,
         )
@@ -95,8 +99,6 @@ def check_settings(config: EngineConfig) -> None:
             raise ConfigError(f"--{name} is {value}; with --backend jax it {must}")
     if config.device == "cuda":
         raise ConfigError("--device is cuda; with --backend jax it must be auto or cpu")
-    if config.kernels == "overlapped":
-        raise ConfigError("--kernels is overlapped; with --backend jax it must be auto or plain")
     if config.tp % config.ep:
         raise ConfigError(
             f"--ep is {config.ep} beside --tp {config.tp}; with --backend jax it must divide --tp"

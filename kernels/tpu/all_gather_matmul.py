@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from weft.kernels.tpu.all_gather import Gather, Place, Way, lane_counts, own_place, semaphores
-from weft.kernels.tpu.pipeline import SUBLANES, multiply, tiles
+from weft.kernels.tpu.pipeline import SUBLANES, dot, multiply, tiles
 from weft.kernels.tpu.ring import split, this_core
 from weft.kernels.tpu.topology import Axes, collective_id, cores, names, size
 
@@ -62,7 +62,7 @@ def all_gather_matmul(
     lanes = split(x.shape[0], lane_counts(order)) if order else 1
     if not order or x.shape[0] // lanes < SUBLANES:
         rows = lax.all_gather(x, names(axes), tiled=True)
-        product = jnp.dot(rows, w, preferred_element_type=jnp.float32).astype(x.dtype)
+        product = dot(rows, w).astype(x.dtype)
     else:
         product, rows = _ring(x, w, order, lanes)
     return (product, rows) if gathered else product

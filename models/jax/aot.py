@@ -18,7 +18,7 @@ from weft.errors import ConfigError
 from weft.models.jax.buckets import Buckets
 from weft.models.jax.kernels import Choice
 from weft.models.jax.mesh import make_mesh
-from weft.models.jax.overlap import Collective, collectives
+from weft.models.jax.overlap import Collective, collectives, mosaic_kernels
 from weft.models.jax.platform import described_devices
 from weft.models.jax.program import Program
 from weft.models.layout import Layout
@@ -46,6 +46,7 @@ class Compiled:
         temporaries: what it needs while it runs.
         seconds: that compiling took.
         collectives: of its schedule.
+        kernels: that it calls, and how often.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Compiled:
     temporaries: int
     seconds: float
     collectives: list[Collective]
+    kernels: dict[str, int]
 
 
 class DoesNotFitError(ConfigError):
@@ -138,7 +140,7 @@ def compile_model(
 
 
 def _told(name: str, compiled: Any, seconds: float) -> Compiled:
-    memory = compiled.memory_analysis()
+    memory, hlo = compiled.memory_analysis(), compiled.as_text()
     return Compiled(
         name,
         arguments=memory.argument_size_in_bytes,
@@ -146,7 +148,8 @@ def _told(name: str, compiled: Any, seconds: float) -> Compiled:
         temporaries=memory.temp_size_in_bytes
         + max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes),
         seconds=seconds,
-        collectives=collectives(compiled.as_text()),
+        collectives=collectives(hlo),
+        kernels=mosaic_kernels(hlo),
     )
 
 

@@ -10,7 +10,7 @@ here, for each shape of a step, and nowhere else.
 
 | part | kernels take |
 | --- | --- |
-| attention | heads of a multiple of 64, blocks of a multiple of 16, tables that fit in scalar memory |
+| attention | heads of a multiple of 64, blocks of 16, block tables that fit in scalar memory |
 | experts | all |
 | products | steps that deal out tokens, a multiple of 32 to each device |
 | exchange | the same, if an expert is on one device, and the hidden size a multiple of 128 |

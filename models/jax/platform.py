@@ -41,8 +41,14 @@ def finds_tpus(root: Path = Path("/")) -> bool:
     return is_installed() and find_spec("libtpu") is not None and _has_tpus(root)
 
 
-def devices(count: int, root: Path = Path("/")) -> list[jax.Device]:
+def devices(count: int, root: Path = Path("/"), *, interpreting: bool = False) -> list[jax.Device]:
     """`count` devices of this machine: TPUs if there are any, else parts of the CPU.
+
+    Args:
+        count: how many.
+        root: where /sys is; for tests.
+        interpreting: kernels will be interpreted on CPUs, which hangs where XLA has no more threads
+            than devices.
 
     Raises:
         ConfigError: jax is missing, or has fewer.
@@ -54,6 +60,8 @@ def devices(count: int, root: Path = Path("/")) -> list[jax.Device]:
         flags = os.environ.get("XLA_FLAGS", "")
         if FORCE_CPU_DEVICES not in flags:
             os.environ["XLA_FLAGS"] = f"{flags} {FORCE_CPU_DEVICES}={count}".strip()
+        if interpreting:
+            os.environ.setdefault("NPROC", str(2 * count + 2))
     import jax
 
     found: list[jax.Device] = jax.devices()
