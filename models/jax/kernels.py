@@ -30,7 +30,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from jax._src.pallas.mosaic import tpu_info
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
@@ -129,7 +128,8 @@ def runnable(mesh: Mesh) -> Iterator[None]:
     if mesh.devices.flat[0].platform != "cpu":
         yield
         return
-    chip = pltpu.ChipVersion("v5e")
-    tpu_info.registry["cpu"] = lambda: tpu_info.get_tpu_info_for_chip(chip, 1)
+    from weft.kernels.check.tpu import interpreter
+
+    interpreter.be(cores=1)
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(dma_execution_mode="eager")):
         yield
