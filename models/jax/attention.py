@@ -21,7 +21,7 @@ from jax import lax
 
 from weft.kernels.tpu.attention import ragged_paged_attention
 from weft.kernels.tpu.cache import write_pages
-from weft.kernels.tpu.query_tiles import ROWS, owner, plan_tiles
+from weft.kernels.tpu.query_tiles import owner, plan_tiles, tile_queries
 from weft.models.jax.collectives import precision
 
 TILE_TOKENS = 16
@@ -113,7 +113,7 @@ def paged_attention(
         *(q, cache, plan.query_start, plan.context_len, plan.tables),
         scale=dim**-0.5,
         sliding_window=window,
-        block_q=1 if decodes else max(1, ROWS * cache.shape[1] // heads),
+        block_q=1 if decodes else tile_queries(heads, cache.shape[1], dim),
     )
     return out
 

@@ -99,18 +99,19 @@ class Buckets:
         tables = np.zeros((bucket.rows, bucket.pages), np.int32)
         tables[:requests, : batch.block_table.shape[1]] = batch.block_table
         return Batch(
-            tokens=_padded(batch.token_ids, bucket.tokens),
-            query_start=_padded(batch.query_start, bucket.rows + 1, len(batch.token_ids)),
-            context_len=_padded(batch.context_len, bucket.rows),
+            tokens=padded(batch.token_ids, bucket.tokens),
+            query_start=padded(batch.query_start, bucket.rows + 1, len(batch.token_ids)),
+            context_len=padded(batch.context_len, bucket.rows),
             tables=tables,
-            rows=_padded(batch.sample_index, bucket.rows),
+            rows=padded(batch.sample_index, bucket.rows),
         )
 
 
-def _padded(values: Int32, size: int, fill: int = 0) -> Int32:
-    padded = np.full(size, fill, np.int32)
-    padded[: len(values)] = values
-    return padded
+def padded(values: Int32, size: int, fill: int = 0) -> Int32:
+    """Values, followed by others up to a size."""
+    full = np.full(size, fill, np.int32)
+    full[: len(values)] = values
+    return full
 
 
 def _powers(low: int, high: int, factor: int) -> list[int]:

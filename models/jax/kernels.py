@@ -18,7 +18,7 @@ here, for each shape of a step, and nowhere else.
 What kernels do not take is done as in `plain`, which is none of them; `auto` on CPUs is `plain`.
 No kernel has been timed on hardware yet. `auto` has those that spare memory on paper, where XLA
 would copy the cache, or gather pages before it reads them; not those of which XLA's schedule does
-as well, with a product beside every hop of its rings.
+as well, with a product beside nearly every hop of its rings.
 
 On CPUs kernels run in Pallas' TPU interpreter: for tests, some thousand times slower.
 """

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from weft.models.interface import Int32, Logprobs, StepInput, StepOutput
-from weft.models.jax.buckets import Bucket, Buckets
+from weft.models.jax.buckets import Bucket, Buckets, padded
 from weft.models.jax.kernels import Choice
 from weft.models.jax.mesh import make_mesh
 from weft.models.jax.model import Cache
@@ -226,8 +226,8 @@ class JaxRunner:
         parts = []
         for start in range(0, len(batch.prompt_logprob_index), SCORED_ROWS):
             some = slice(start, start + SCORED_ROWS)
-            index = _padded(batch.prompt_logprob_index[some], SCORED_ROWS)
-            target = _padded(batch.prompt_logprob_target[some], SCORED_ROWS)
+            index = padded(batch.prompt_logprob_index[some], SCORED_ROWS)
+            target = padded(batch.prompt_logprob_target[some], SCORED_ROWS)
             scores = self._program.score(bucket, self._params, hidden, index, target)
             _fetch(scores)
             parts.append(scores)
@@ -245,12 +245,6 @@ def _fetch(arrays: Any) -> None:
     """Have arrays copied to the host as soon as they are there."""
     for array in jax.tree.leaves(arrays):
         array.copy_to_host_async()
-
-
-def _padded(values: Int32, size: int) -> Int32:
-    padded = np.zeros(size, np.int32)
-    padded[: len(values)] = values
-    return padded
 
 
 def _output(batch: StepInput, sampled: Sampled, tops: Int32) -> StepOutput:
