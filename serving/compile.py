@@ -142,20 +142,17 @@ def _print_report(memory: dict[str, int], programs: list[Compiled], tokens: int,
             f"{one.name:<32}{one.seconds:>7.1f} s{human_bytes(one.temporaries):>12}"
             f"{human_bytes(traffic):>12}{hidden:>8}"
         )
-    steps = [one for one in programs if one.kernels or one.collectives]
-    for one in steps[:1] + [one for one in steps[1:] if one.kernels != steps[0].kernels][:1]:
-        _print_step(one)
+    _print_step(programs[0])
     print(f"\ncompiled in {sum(one.seconds for one in programs):.1f} s")
 
 
 def _print_step(step: Compiled) -> None:
-    """Its kernels, and what chips exchange in it."""
-    names = ", ".join(f"{count} x {name}" for name, count in sorted(step.kernels.items()))
-    print(f"\n{step.name}: kernels: {names or 'none, all by XLA'}")
+    """What chips exchange in it, and the kernels that it calls."""
+    print(f"\n{step.name}")
     for kind in dict.fromkeys(one.kind for one in step.collectives):
         alike = [one for one in step.collectives if one.kind == kind]
-        print(
-            f"{step.name}: {len(alike)} x {kind}, "
-            f"{human_bytes(sum(one.bytes for one in alike))}, "
-            f"{sum(bool(one.products) for one in alike)} of them beside a product"
-        )
+        beside = sum(bool(one.products) for one in alike)
+        size = human_bytes(sum(one.bytes for one in alike))
+        print(f"  {len(alike)} x {kind}, {size}, {beside} of them beside a product")
+    kernels = ", ".join(f"{count} x {name}" for name, count in sorted(step.kernels.items()))
+    print(f"  kernels: {kernels or 'none'}")

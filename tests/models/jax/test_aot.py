@@ -72,6 +72,7 @@ def test_all_programs_are_compiled_kept_and_told_of(tmp_path: Path) -> None:
     assert told["memory"]["temporaries"] > 0
     largest = told["programs"][0]
     assert largest["arguments"] >= told["memory"]["weights"] + told["memory"]["KV cache"]
+    assert largest["kernels"] == {"write_pages": 2, "ragged_paged_attention": 2}
     kept = list((tmp_path / "cache").glob("*-cache"))
     assert len(kept) == len(told["programs"])
 
