@@ -22,6 +22,8 @@ With megacore each core has the lanes of one direction and their rows' products.
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -32,6 +34,18 @@ from weft.kernels.tpu.all_gather import Gather, Place, Way, lane_counts, own_pla
 from weft.kernels.tpu.pipeline import SUBLANES, dot, multiply, tiles
 from weft.kernels.tpu.ring import split, this_core
 from weft.kernels.tpu.topology import Axes, collective_id, cores, names, size
+
+
+@overload
+def all_gather_matmul(
+    x: jax.Array, w: jax.Array, axes: Axes, *, gathered: Literal[False] = False
+) -> jax.Array: ...
+
+
+@overload
+def all_gather_matmul(
+    x: jax.Array, w: jax.Array, axes: Axes, *, gathered: Literal[True]
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 def all_gather_matmul(
