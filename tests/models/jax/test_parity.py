@@ -64,7 +64,11 @@ WIDE = {"head_dim": 64, "hidden_size": 128}
 # The same, and the parts that are kernels in a step that deals out tokens, and in others.
 KERNEL_CASES = [
     pytest.param("mistral", WIDE | {"sliding_window": 6}, 1, 1, "attention", id="mistral, window"),
-    pytest.param("qwen3_moe", WIDE, 2, 2, "attention products exchange", id="qwen3_moe, ep 2"),
+    pytest.param(
+        *("qwen3_moe", WIDE, 2, 2, "attention products exchange"),
+        id="qwen3_moe, ep 2",
+        marks=slow,
+    ),
     pytest.param("llama", WIDE | BIASES, 2, 1, "attention products", id="llama, tp 2", marks=slow),
     pytest.param("llama", {}, 2, 1, "products", id="llama, heads of 16", marks=slow),
     pytest.param("mixtral", {}, 2, 2, "products", id="mixtral, heads of 16", marks=slow),
