@@ -12,7 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 KINDS = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all|ragged-all-to-all"
 ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
@@ -87,6 +87,8 @@ def _computations(hlo: str) -> dict[str, list[_Instruction]]:
             body = found.setdefault(match[1], [])
         elif match := _INSTRUCTION.match(line):
             body.append(_Instruction(*match.groups()))
+        elif body:  # what a kernel is described by goes over several lines
+            body[-1] = replace(body[-1], rest=f"{body[-1].rest}\n{line}")
     return found
 
 

@@ -30,7 +30,9 @@ ENTRY %main (p: bf16[8,16]) -> f32[8,4] {
 }
 """
 
-CALL = '  %{} = bf16[4,16] custom-call(%p), custom_call_target="{}", backend_config={}\n'
+CALL = (
+    '  %{} = bf16[4,16] custom-call(%p), custom_call_target="{}", meta={{\n}}, backend_config={}\n'
+)
 SENT = '{{"flops":"9","remote_bytes_transferred":"{}"}}'
 KERNELS = "".join(
     (
