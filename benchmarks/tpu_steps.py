@@ -1,7 +1,7 @@
 """Steps of two models compiled for TPU slices that are not here: time, memory, hidden traffic.
 
     python benchmarks/tpu_steps.py                                   # a table of all
-    python benchmarks/tpu_steps.py --model llama --target v5e:2x4 --json
+    python benchmarks/tpu_steps.py --model llama --target v5e:2x4 --kernels overlapped --json
 
 The step is the largest of an engine with 8 requests and 512 tokens; the models have two layers.
 Each is compiled in a process of its own, as libtpu describes one kind of TPU in each.
@@ -17,7 +17,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -68,12 +68,15 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
 TARGETS = ("v5e:2x4", "v5p:2x2x1", "v6e:2x4", "tpu7x:2x2x1")
 
 
-def compile_step(model: str, topology: str) -> dict[str, Any]:
+def compile_step(
+    model: str, topology: str, kernels: Literal["auto", "overlapped", "plain"] = "auto"
+) -> dict[str, Any]:
     """Compile a step; what the compiler says of it. Bytes are of one device.
 
     Args:
         model: of `MODELS`.
         topology: such as "v5e:2x4"; the model is split over all of its devices.
+        kernels: --kernels.
     """
     from weft.models.checkpoint import read_spec
     from weft.models.jax.platform import described_devices
@@ -81,7 +84,7 @@ def compile_step(model: str, topology: str) -> dict[str, Any]:
     devices = described_devices(topology)
     from weft.models.jax.buckets import Buckets
     from weft.models.jax.mesh import make_mesh
-    from weft.models.jax.overlap import collectives
+    from weft.models.jax.overlap import collectives, mosaic_kernels
     from weft.models.jax.program import Program
     from weft.models.layout import Layout
 
@@ -97,13 +100,14 @@ def compile_step(model: str, topology: str) -> dict[str, Any]:
         dtype="bfloat16",
         num_blocks=1024,
         buckets=[bucket],
+        kernels=kernels,
         **sizes,
     )
     began = time.perf_counter()
     compiled = program.compile_forward(bucket)
     seconds = time.perf_counter() - began
     memory = compiled.memory_analysis()
-    found = collectives(compiled.as_text())
+    hlo = compiled.as_text()
     return {
         "model": model,
         "topology": topology,
@@ -111,7 +115,8 @@ def compile_step(model: str, topology: str) -> dict[str, Any]:
         "seconds": seconds,
         "arguments": memory.argument_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
-        "collectives": [asdict(one) for one in found],
+        "collectives": [asdict(one) for one in collectives(hlo)],
+        "kernels": mosaic_kernels(hlo),
     }
 
 
@@ -132,6 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compile steps of two models for TPUs.")
     parser.add_argument("--model", choices=MODELS, help="only this")
     parser.add_argument("--target", help="only this slice")
+    parser.add_argument("--kernels", default="auto", choices=("auto", "overlapped", "plain"))
     parser.add_argument("--json", action="store_true", help="a line of JSON for each")
     arguments = parser.parse_args()
     models = [arguments.model] if arguments.model else ["llama", "qwen3_moe"]
@@ -144,7 +150,7 @@ def main() -> None:
         for target in targets:
             context = multiprocessing.get_context("spawn")
             with ProcessPoolExecutor(1, mp_context=context) as pool:
-                step = pool.submit(compile_step, model, target).result()
+                step = pool.submit(compile_step, model, target, arguments.kernels).result()
             print(json.dumps(step) if arguments.json else row(step), flush=True)
 
 

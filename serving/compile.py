@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError
+from weft.models.memory import human_bytes
 from weft.models.spec import ModelSpec
 from weft.serving.config import EngineConfig
 from weft.serving.jax_loading import cache_folder, check_settings, show_compiling, state_bytes
@@ -63,6 +64,7 @@ def run(config: EngineConfig, topology: str, *, as_json: bool = False) -> int:
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_model_len=max_model_len,
+                kernels=config.kernels,
                 progress=compiling,
             )
     except aot.DoesNotFitError as error:
@@ -127,7 +129,6 @@ def _slice_that_fits(
 
 def _print_report(memory: dict[str, int], programs: list[Compiled], tokens: int, hbm: int) -> None:
     from weft.models.jax.overlap import hidden_share
-    from weft.models.memory import human_bytes
 
     notes = {"KV cache": f"{tokens:,} tokens", "left": f"of {human_bytes(hbm)}"}
     print("HBM of each chip")
@@ -141,17 +142,17 @@ def _print_report(memory: dict[str, int], programs: list[Compiled], tokens: int,
             f"{one.name:<32}{one.seconds:>7.1f} s{human_bytes(one.temporaries):>12}"
             f"{human_bytes(traffic):>12}{hidden:>8}"
         )
-    kinds: dict[str, tuple[int, int, int]] = {}
-    for collective in programs[0].collectives:
-        count, size, beside = kinds.get(collective.kind, (0, 0, 0))
-        kinds[collective.kind] = (
-            count + 1,
-            size + collective.bytes,
-            beside + bool(collective.products),
-        )
-    for kind, (count, size, beside) in kinds.items():
-        print(
-            f"{programs[0].name}: {count} x {kind}, {human_bytes(size)}, "
-            f"{beside} of them beside a product"
-        )
+    _print_step(programs[0])
     print(f"\ncompiled in {sum(one.seconds for one in programs):.1f} s")
+
+
+def _print_step(step: Compiled) -> None:
+    """What chips exchange in it, and the kernels that it calls."""
+    print(f"\n{step.name}")
+    for kind in dict.fromkeys(one.kind for one in step.collectives):
+        alike = [one for one in step.collectives if one.kind == kind]
+        beside = sum(bool(one.products) for one in alike)
+        size = human_bytes(sum(one.bytes for one in alike))
+        print(f"  {len(alike)} x {kind}, {size}, {beside} of them beside a product")
+    kernels = ", ".join(f"{count} x {name}" for name, count in sorted(step.kernels.items()))
+    print(f"  kernels: {kernels or 'none'}")

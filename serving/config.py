@@ -126,8 +126,8 @@ class EngineConfig:
     kernels: Annotated[
         Kernels,
         Help(
-            "overlapped hides the ranks' traffic in products (auto on GPUs; on CPUs interpreted, "
-            "slow); plain does not"
+            "overlapped hides the ranks' traffic in products (auto on GPUs, in part on TPUs; on "
+            "CPUs interpreted, slow); plain does not"
         ),
     ] = "auto"
     cuda_graphs: Annotated[

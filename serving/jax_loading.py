@@ -64,6 +64,8 @@ def load_jax_model(config: EngineConfig, progress: Progress, place: Place = ALON
     max_model_len = context_length(config, spec)
     dtype = compute_dtype(config, spec)
     devices = _devices(config, place)
+    if config.kernels == "overlapped" and devices[0].platform == "cpu":
+        logger.warning("--kernels overlapped: interpreted on a CPU, which takes seconds a step")
     ledger = _plan(config, spec, dtype, max_model_len)
     from weft.models.jax.distributed import least
     from weft.models.jax.runner import JaxRunner
@@ -91,6 +93,7 @@ def load_jax_model(config: EngineConfig, progress: Progress, place: Place = ALON
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=max_model_len,
+            kernels=config.kernels,
             progress=progress,
             compiling=compiling,
         )
@@ -109,7 +112,12 @@ def _devices(config: EngineConfig, place: Place) -> list[Any]:
     from weft.models.jax import platform
 
     own = place.own_devices(config)
-    platform.prepare(len(own), config.device, own_process=place.world_size > 1)
+    platform.prepare(
+        len(own),
+        config.device,
+        own_process=place.world_size > 1,
+        interpreting=config.kernels == "overlapped",
+    )
     if config.dp > 1 and kind_of(config) == "tpu":
         platform.keep_to(own)
     if place.world_size == 1:
@@ -145,8 +153,6 @@ def check_settings(config: EngineConfig) -> None:
             raise ConfigError(f"--{name} is {value}; with --backend jax it must be {only}")
     if config.device == "cuda":
         raise ConfigError("--device is cuda; with --backend jax it must be auto, cpu or tpu")
-    if config.kernels == "overlapped":
-        raise ConfigError("--kernels is overlapped; with --backend jax it must be auto or plain")
     if config.tp % config.ep:
         raise ConfigError(
             f"--ep is {config.ep} beside --tp {config.tp}; with --backend jax it must divide --tp"

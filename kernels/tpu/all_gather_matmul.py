@@ -22,6 +22,8 @@ With megacore each core has the lanes of one direction and their rows' products.
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -29,9 +31,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from weft.kernels.tpu.all_gather import Gather, Place, Way, lane_counts, own_place, semaphores
-from weft.kernels.tpu.pipeline import SUBLANES, multiply, tiles
+from weft.kernels.tpu.pipeline import SUBLANES, dot, multiply, tiles
 from weft.kernels.tpu.ring import split, this_core
 from weft.kernels.tpu.topology import Axes, collective_id, cores, names, size
+
+
+@overload
+def all_gather_matmul(
+    x: jax.Array, w: jax.Array, axes: Axes, *, gathered: Literal[False] = False
+) -> jax.Array: ...
+
+
+@overload
+def all_gather_matmul(
+    x: jax.Array, w: jax.Array, axes: Axes, *, gathered: Literal[True]
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 def all_gather_matmul(
@@ -62,7 +76,7 @@ def all_gather_matmul(
     lanes = split(x.shape[0], lane_counts(order)) if order else 1
     if not order or x.shape[0] // lanes < SUBLANES:
         rows = lax.all_gather(x, names(axes), tiled=True)
-        product = jnp.dot(rows, w, preferred_element_type=jnp.float32).astype(x.dtype)
+        product = dot(rows, w).astype(x.dtype)
     else:
         product, rows = _ring(x, w, order, lanes)
     return (product, rows) if gathered else product

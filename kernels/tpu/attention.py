@@ -72,7 +72,8 @@ def ragged_paged_attention(
         sliding_window: token i sees the tokens j with i - sliding_window < j <= i.
         softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
         sinks: [H], one more score of each head, whose weight goes nowhere (gpt-oss).
-        block_q: queries of a tile; by default 1 where T = B, else what makes about 128 rows.
+        block_q: queries of a tile; by default 1 where T = B, else what makes about 128 rows, or
+            fewer with many KV heads.
         block_k: keys that are fetched at a time, in whole pages; by default what fits in VMEM.
 
     Returns:

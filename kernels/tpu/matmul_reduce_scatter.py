@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from weft.kernels.tpu import torus
-from weft.kernels.tpu.pipeline import SUBLANES, multiply, tiles
+from weft.kernels.tpu.pipeline import SUBLANES, dot, multiply, tiles
 from weft.kernels.tpu.reduce_scatter import reduce_scatter
 from weft.kernels.tpu.ring import Lane, Lanes, grid, semaphores, split, this_core
 from weft.kernels.tpu.sums import LANES, reduce
@@ -61,8 +61,7 @@ def matmul_reduce_scatter(x: jax.Array, w: jax.Array, axes: Axes, *, slots: int 
         raise ValueError(f"slots is {slots}; it must be at least 2")
     lanes = split(x.shape[0] // size(order[0]), LANES) if order else 1
     if not order or x.shape[0] // size(order[0]) // lanes < SUBLANES:
-        product = jnp.dot(x, w, preferred_element_type=jnp.float32)
-        return lax.psum_scatter(product, names(axes), tiled=True).astype(x.dtype)
+        return lax.psum_scatter(dot(x, w), names(axes), tiled=True).astype(x.dtype)
     if len(order) == 2 and x.shape[0] // devices % torus.LANES == 0:
         return torus.over_two(x, order, w, slots=slots)
     return reduce_scatter(_ring(x, w, order[0], lanes, slots), order[1:], slots=slots)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -62,6 +63,12 @@ def tiles(rows: int, columns: int, inner: int) -> tuple[int, int, int]:
     )
 
 
+def dot(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x @ w, added up in float32; float32 is multiplied as float32."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.dot(x, w, precision=precision, preferred_element_type=jnp.float32)
+
+
 def multiply(
     x: jax.Ref,
     w: jax.Ref,
@@ -87,7 +94,7 @@ def multiply(
     def body(x: jax.Ref, w: jax.Ref, *rest: jax.Ref) -> None:
         out = rest[-1]
         step = pl.program_id(axis)
-        product = jnp.dot(x[...], w[...], preferred_element_type=jnp.float32)
+        product = dot(x[...], w[...])
 
         @pl.when(step == 0)
         def _() -> None:

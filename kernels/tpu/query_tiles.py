@@ -18,7 +18,10 @@ from jax.experimental import pallas as pl
 LANES = 128
 
 ROWS = 128
-"""Of a tile, about, where requests may have more than one query."""
+"""Of a tile for each KV head, at most, where requests may have more than one query."""
+
+MOST_NUMBERS = 1 << 18
+"""Of a tile's rows for all KV heads, of which a kernel has about eight such arrays in VMEM."""
 
 BUFFER_BYTES = 4 << 20
 """Of the two buffers of pages."""
@@ -102,7 +105,7 @@ def make_shape(
         raise NotImplementedError(f"{page=} must be a multiple of 16")
     group = heads // kv_heads
     if block_q is None:
-        block_q = 1 if tokens == len(block_table) else max(1, ROWS // group)
+        block_q = 1 if tokens == len(block_table) else tile_queries(heads, kv_heads, dim)
     registers = 32 // q.dtype.itemsize  # rows of a register
     if block_k is None:
         block_k = min(MOST_KEYS, BUFFER_BYTES // (2 * kv_heads * both * q.dtype.itemsize))
@@ -121,6 +124,13 @@ def make_shape(
         dtype=q.dtype,
         world=world,
     )
+
+
+def tile_queries(heads: int, kv_heads: int, dim: int) -> int:
+    """Queries of a tile where requests may have more than one."""
+    lanes = dim if dim % LANES == 0 else 2 * dim
+    rows = min(ROWS, MOST_NUMBERS // (kv_heads * lanes))
+    return max(1, rows * kv_heads // heads)
 
 
 def cost(shape: Shape, tiles: int, requests: int) -> pl.CostEstimate:

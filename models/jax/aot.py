@@ -16,8 +16,9 @@ import jax
 
 from weft.errors import ConfigError
 from weft.models.jax.buckets import Buckets
+from weft.models.jax.kernels import Choice
 from weft.models.jax.mesh import make_mesh
-from weft.models.jax.overlap import Collective, collectives
+from weft.models.jax.overlap import Collective, collectives, mosaic_kernels
 from weft.models.jax.platform import described_devices
 from weft.models.jax.program import Program
 from weft.models.layout import Layout
@@ -45,6 +46,7 @@ class Compiled:
         temporaries: what it needs while it runs.
         seconds: that compiling took.
         collectives: of its schedule.
+        kernels: that it calls, and how often.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Compiled:
     temporaries: int
     seconds: float
     collectives: list[Collective]
+    kernels: dict[str, int]
 
 
 class DoesNotFitError(ConfigError):
@@ -92,6 +95,7 @@ def compile_model(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_model_len: int,
+    kernels: Choice,
     progress: Callable[[str, int, int], None],
 ) -> list[Compiled]:
     """Compile all programs that serving the model takes.
@@ -118,6 +122,7 @@ def compile_model(
         num_blocks=num_blocks,
         max_num_seqs=max_num_seqs,
         buckets=buckets.all(),
+        kernels=kernels,
     )
     tasks, results = list(program.tasks()), []
     for done, task in enumerate(tasks):
@@ -135,7 +140,7 @@ def compile_model(
 
 
 def _told(name: str, compiled: Any, seconds: float) -> Compiled:
-    memory = compiled.memory_analysis()
+    memory, hlo = compiled.memory_analysis(), compiled.as_text()
     return Compiled(
         name,
         arguments=memory.argument_size_in_bytes,
@@ -143,7 +148,8 @@ def _told(name: str, compiled: Any, seconds: float) -> Compiled:
         temporaries=memory.temp_size_in_bytes
         + max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes),
         seconds=seconds,
-        collectives=collectives(compiled.as_text()),
+        collectives=collectives(hlo),
+        kernels=mosaic_kernels(hlo),
     )
 
 

@@ -3,7 +3,6 @@
 | | every request has one token | other steps |
 | --- | --- | --- |
 | tokens | 8, times powers of 4, up to the slots | 32, times powers of 2, up to the token budget |
-| attention tiles | one token each | 16 tokens, or fewer at a request's end |
 | block tables | as wide as the longest request's, or a power of 8 less, down to 64 groups |
 
 A step's rows (requests, sampled tokens) are as many as its tokens, or all slots.
@@ -15,10 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weft.models.interface import StepInput
-from weft.models.jax.attention import TILE_TOKENS, group_pages
-from weft.models.jax.collectives import shards_tokens
-from weft.models.jax.model import Batch, Shape
+from weft.models.interface import Int32, StepInput
+from weft.models.jax.attention import group_pages
+from weft.models.jax.model import Batch
 
 MIN_DECODES, DECODES_FACTOR = 8, 4
 MIN_TOKENS, TOKENS_FACTOR = 32, 2
@@ -31,26 +29,20 @@ class Bucket(NamedTuple):
     Attributes:
         tokens: T.
         rows: B and S.
-        tiles: N.
-        tile_tokens: of a tile of attention.
         pages: n.
+        decodes: whether each request has one token, or none.
     """
 
     tokens: int
     rows: int
-    tiles: int
-    tile_tokens: int
     pages: int
+    decodes: bool
 
     @property
     def name(self) -> str:
         """What it is for, in words."""
-        what = "decodes" if self.tile_tokens == 1 else "tokens"
+        what = "decodes" if self.decodes else "tokens"
         return f"{self.tokens} {what}, {self.pages} pages each"
-
-    def shape(self, devices: int) -> Shape:
-        """What `forward` is told."""
-        return Shape(self.tile_tokens, shards_tokens(self.tokens, devices))
 
 
 class Buckets:
@@ -83,9 +75,9 @@ class Buckets:
     def all(self) -> list[Bucket]:
         """Every shape, the largest first: if that does not fit, nothing has to wait to tell."""
         shapes = [
-            self._bucket(tokens, decode, pages)
+            self._bucket(tokens, decodes, pages)
             for pages in self._pages
-            for decode, sizes in ((False, self._tokens), (True, self._decodes))
+            for decodes, sizes in ((False, self._tokens), (True, self._decodes))
             for tokens in sizes
         ]
         return sorted(shapes, reverse=True)
@@ -93,47 +85,33 @@ class Buckets:
     def of(self, batch: StepInput) -> Bucket:
         """The smallest shape that a step fits."""
         tokens, requests = len(batch.token_ids), len(batch.context_len)
-        decode = tokens == requests
-        sizes = self._decodes if decode else self._tokens
+        decodes = tokens == requests
+        sizes = self._decodes if decodes else self._tokens
         width = batch.block_table.shape[1]
-        return self._bucket(_least(sizes, tokens), decode, _least(self._pages, width))
+        return self._bucket(_least(sizes, tokens), decodes, _least(self._pages, width))
 
-    def _bucket(self, tokens: int, decode: bool, pages: int) -> Bucket:
-        if decode:
-            return Bucket(tokens, tokens, tokens, 1, pages)
-        rows = min(tokens, self._slots)
-        return Bucket(tokens, rows, tokens // TILE_TOKENS + rows, TILE_TOKENS, pages)
+    def _bucket(self, tokens: int, decodes: bool, pages: int) -> Bucket:
+        return Bucket(tokens, tokens if decodes else min(tokens, self._slots), pages, decodes)
 
-    def pad(self, batch: StepInput, bucket: Bucket, num_blocks: int) -> Batch:
-        """A step's arrays in that shape, for a cache of so many blocks."""
-        count, size = len(batch.token_ids), bucket.tile_tokens
-        lengths = np.diff(batch.query_start)
-        request = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-        tokens = np.zeros((4, bucket.tokens), np.int32)
-        tokens[0, :count] = batch.token_ids
-        tokens[1, count:] = -1
-        tokens[1, :count] = batch.positions
-        page, place = np.divmod(batch.positions, self._block_size)
-        tokens[2, count:] = num_blocks * self._block_size
-        tokens[2, :count] = batch.block_table[request, page] * self._block_size + place
-        in_request = np.arange(count, dtype=np.int32) - batch.query_start[request]
-        each = -(-lengths // size)
-        first = np.zeros(len(each) + 1, np.int32)
-        np.cumsum(each, out=first[1:])
-        tokens[3, :count] = first[request] * size + in_request
-
-        tiles = np.zeros((3, bucket.tiles), np.int32)
-        owner = np.repeat(np.arange(len(each), dtype=np.int32), each)
-        start = batch.query_start[owner] + (np.arange(len(owner)) - first[owner]) * size
-        tiles[0, : len(owner)] = owner
-        tiles[1, : len(owner)] = start
-        tiles[2, : len(owner)] = np.minimum(start + size, batch.query_start[owner + 1])
-
+    def pad(self, batch: StepInput, bucket: Bucket) -> Batch:
+        """A step's arrays in that shape."""
+        requests = len(batch.context_len)
         tables = np.zeros((bucket.rows, bucket.pages), np.int32)
-        tables[: len(lengths), : batch.block_table.shape[1]] = batch.block_table
-        rows = np.zeros(bucket.rows, np.int32)
-        rows[: len(batch.sample_index)] = batch.sample_index
-        return Batch(tokens, tiles, tables, rows)
+        tables[:requests, : batch.block_table.shape[1]] = batch.block_table
+        return Batch(
+            tokens=padded(batch.token_ids, bucket.tokens),
+            query_start=padded(batch.query_start, bucket.rows + 1, len(batch.token_ids)),
+            context_len=padded(batch.context_len, bucket.rows),
+            tables=tables,
+            rows=padded(batch.sample_index, bucket.rows),
+        )
+
+
+def padded(values: Int32, size: int, fill: int = 0) -> Int32:
+    """Values, followed by others up to a size."""
+    full = np.full(size, fill, np.int32)
+    full[: len(values)] = values
+    return full
 
 
 def _powers(low: int, high: int, factor: int) -> list[int]:

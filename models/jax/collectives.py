@@ -9,26 +9,19 @@ Two layouts of a step's activations between blocks (Korthikanti et al. 2022, sec
 - few tokens: every device has all of them, and a block ends with an all-reduce.
 
 XLA schedules a ring's permutes around the products, which it does not do to its own all-gather
-and reduce-scatter. These functions are where overlapped kernels go.
+and reduce-scatter. Pallas kernels do the same inside (kernels/tpu/all_gather_matmul.py).
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from weft.kernels.tpu import all_gather_matmul as gather_kernel
+from weft.kernels.tpu import matmul_reduce_scatter as scatter_kernel
+from weft.models.jax.kernels import Shape
 from weft.models.jax.mesh import TENSOR
-
-MIN_SHARD_TOKENS = 32
-"""Of each device, from which on tokens are dealt out: fewer do not hide a hop."""
-
-
-def shards_tokens(tokens: int, devices: int) -> bool:
-    """Whether a step of so many tokens deals them out."""
-    return devices > 1 and tokens % (2 * devices) == 0 and tokens >= MIN_SHARD_TOKENS * devices
 
 
 def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -120,22 +113,24 @@ def _pass_on(x: jax.Array, direction: int) -> jax.Array:
     return lax.ppermute(x, TENSOR, pairs)
 
 
-def block_input(
-    x: jax.Array, weight: jax.Array, bias: jax.Array | None, *, sharded: bool
-) -> jax.Array:
+def block_input(x: jax.Array, weight: jax.Array, bias: jax.Array | None, shape: Shape) -> jax.Array:
     """What a block begins with: the product of all tokens, in x's dtype."""
-    multiply: Callable[[jax.Array, jax.Array], jax.Array] = all_gather_matmul if sharded else matmul
-    product = multiply(x, weight)
+    if shape.kernels.products:
+        product = gather_kernel.all_gather_matmul(x, weight, TENSOR)
+    else:
+        product = all_gather_matmul(x, weight) if shape.sharded else matmul(x, weight)
     if bias is not None:
         product = product.astype(jnp.float32) + bias.astype(jnp.float32)
     return product.astype(x.dtype)
 
 
 def block_output(
-    x: jax.Array, weight: jax.Array, bias: jax.Array | None, *, sharded: bool
+    x: jax.Array, weight: jax.Array, bias: jax.Array | None, shape: Shape
 ) -> jax.Array:
     """What a block ends with: the sum of all devices' products, in x's dtype."""
-    if sharded:
+    if shape.kernels.products:
+        total = scatter_kernel.matmul_reduce_scatter(x, weight, TENSOR)
+    elif shape.sharded:
         total = matmul_reduce_scatter(x, weight)
     else:
         total = all_reduce(matmul(x, weight).astype(x.dtype))

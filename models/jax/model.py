@@ -3,65 +3,49 @@
 One device's view, inside `shard_map`: `forward` runs a ragged batch through the layers, writes
 keys and values to the paged cache and gives the logits of the rows that are sampled. With many
 tokens each device has some of them between blocks (collectives.py); attention always has all
-tokens and some of the heads. Each device runs its experts, or its part of each, for all tokens,
-sorted by expert (Gale et al. 2022): rows of experts that are elsewhere count as zero, and the
-sum over devices is what all other blocks end with, too.
+tokens and some of the heads. Which parts are Pallas kernels is in kernels.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from weft.models.jax.attention import Plan, paged_attention, write_cache
+from weft.models.jax.attention import Plan, make_plan, paged_attention, write_cache
 from weft.models.jax.collectives import (
     all_reduce,
     block_input,
     block_output,
-    gather_tokens,
-    matmul,
     precision,
     scatter_sum,
 )
-from weft.models.jax.mesh import EXPERT, TENSOR
+from weft.models.jax.experts import gated, mix
+from weft.models.jax.kernels import Shape
+from weft.models.jax.mesh import TENSOR
 from weft.models.jax.parameters import Attention, Mlp, Moe, Params
 from weft.models.spec import AttentionSpec, ModelSpec, MoeSpec
 
 Cache = tuple[jax.Array, ...]
-"""Of each layer [num_blocks, block_size, 2 Hk, D]."""
+"""Of each layer [num_blocks, Hk, block_size, 2 D]."""
 
 
 class Batch(NamedTuple):
-    """One step as int32 arrays: T tokens, B requests, N tiles, S sampled rows.
+    """One step as int32 arrays: T tokens, B requests, S sampled rows.
 
     Attributes:
-        tokens: [4, T]: token ids, -1 - slot for what was sampled last in a slot; and `positions`,
-            `write` and `place` of a Plan.
-        tiles, tables: of a Plan.
+        tokens: [T]; token ids, -1 - slot for what was sampled last in a slot.
+        query_start, context_len, tables: of a Plan.
         rows: [S]; which tokens are sampled.
     """
 
     tokens: Any
-    tiles: Any
+    query_start: Any
+    context_len: Any
     tables: Any
     rows: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What of a step is known when it is compiled.
-
-    Attributes:
-        tile_tokens: of a tile of attention.
-        sharded: whether each device has some of the tokens between blocks.
-    """
-
-    tile_tokens: int
-    sharded: bool
 
 
 def forward(
@@ -88,11 +72,11 @@ def forward(
         logits of the sampled rows, [S, vocab / devices]; -inf beyond the vocabulary;
         hidden states, [T, hidden], or this device's tokens of them; the cache.
     """
-    ids, positions, write, place = batch.tokens
-    plan = Plan(positions, write, place, batch.tiles, batch.tables)
+    ids = batch.tokens
+    plan = make_plan(batch.query_start, batch.context_len, batch.tables, len(ids))
     ids = jnp.where(ids < 0, newest[jnp.maximum(-1 - ids, 0)], ids)
     x = embed(params.embedding, ids, sharded=shape.sharded)
-    rotation = rotation_of(spec, positions)
+    rotation = rotation_of(spec, plan.position)
     written = []
     for layer, own, pages in zip(spec.layers, params.layers, cache, strict=True):
         attended, pages = _attend(
@@ -101,7 +85,8 @@ def forward(
         x = _add(x, attended)
         if isinstance(own.feed_forward, Moe):
             assert isinstance(layer.feed_forward, MoeSpec)
-            fed = _mix(spec, layer.feed_forward, own.feed_forward, shape, x)
+            normed = rms_norm(x, own.feed_forward.norm, spec.norm_eps)
+            fed = mix(layer.feed_forward, own.feed_forward, shape, normed)
         else:
             fed = _feed_forward(spec, own.feed_forward, shape, x)
         x = _add(x, fed)
@@ -172,73 +157,28 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     """attention(norm(x)), and the layer's cache with its keys and values."""
     heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-    qkv = block_input(
-        rms_norm(x, own.norm, spec.norm_eps), own.qkv.weight, own.qkv.bias, sharded=shape.sharded
-    )
+    qkv = block_input(rms_norm(x, own.norm, spec.norm_eps), *own.qkv, shape)
     qkv = qkv.reshape(-1, heads + 2 * kv_heads, dim)
     q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=1)
     if own.q_norm is not None:
         q = rms_norm(q, own.q_norm, spec.norm_eps)
         k = rms_norm(k, own.k_norm, spec.norm_eps)
-    pages = write_cache(pages, rotate(k, rotation), v, plan)
+    kernel = shape.kernels.attention
+    pages = write_cache(pages, rotate(k, rotation), v, plan, kernel=kernel)
     out = paged_attention(
         *(rotate(q, rotation), pages, plan),
-        tile_tokens=shape.tile_tokens,
+        decodes=shape.decodes,
         window=layer.sliding_window,
+        kernel=kernel,
     )
-    out = out.reshape(-1, heads * dim)
-    return block_output(out, own.o.weight, own.o.bias, sharded=shape.sharded), pages
+    return block_output(out.reshape(-1, heads * dim), *own.o, shape), pages
 
 
 def _feed_forward(spec: ModelSpec, own: Mlp, shape: Shape, x: jax.Array) -> jax.Array:
     """down(silu(gate(norm(x))) * up(norm(x)))."""
-    gate_up = block_input(
-        rms_norm(x, own.norm, spec.norm_eps),
-        *(own.gate_up.weight, own.gate_up.bias),
-        sharded=shape.sharded,
-    )
-    return block_output(_gated(gate_up), own.down.weight, own.down.bias, sharded=shape.sharded)
-
-
-def _gated(gate_up: jax.Array) -> jax.Array:
-    """silu(gate) * up of [T, 2 width] (Shazeer 2020)."""
-    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
-    return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
-
-
-def _mix(spec: ModelSpec, layer: MoeSpec, own: Moe, shape: Shape, x: jax.Array) -> jax.Array:
-    """The experts of norm(x), each weighted by its probability."""
-    normed = rms_norm(x, own.norm, spec.norm_eps)
-    if shape.sharded:
-        normed = gather_tokens(normed)
-    logits = matmul(normed, own.router).astype(x.dtype)
-    weights, experts = lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), layer.top_k)
-    if layer.normalize:
-        weights = weights / weights.sum(axis=-1, keepdims=True)
-    mixed = _run_experts(own, normed, weights, experts)
-    return scatter_sum(mixed) if shape.sharded else all_reduce(mixed)
-
-
-def _run_experts(own: Moe, x: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:
-    """This device's share of the sum: [T, hidden] and [T, top_k] twice -> [T, hidden]."""
-    here = own.gate_up.shape[0]
-    local = experts - lax.axis_index(EXPERT) * here
-    # Rows of experts that are elsewhere come last, where no group is.
-    local = jnp.where((local >= 0) & (local < here), local, here).reshape(-1)
-    order = jnp.argsort(local, stable=True)
-    counts = jnp.bincount(local, length=here + 1)[:here].astype(jnp.int32)
-
-    def grouped(rows: jax.Array, matrices: jax.Array) -> jax.Array:
-        return lax.ragged_dot(
-            *(rows, matrices, counts), precision=precision(x), preferred_element_type=jnp.float32
-        )
-
-    rows = x[order // experts.shape[1]]
-    inner = _gated(grouped(rows, own.gate_up).astype(x.dtype))
-    out = grouped(inner, own.down) * weights.reshape(-1)[order][:, None]
-    out = jnp.where((local[order] < here)[:, None], out, 0.0)
-    out = out[jnp.argsort(order)].reshape(*experts.shape, -1)
-    return out.sum(axis=1).astype(x.dtype)
+    gate_up = block_input(rms_norm(x, own.norm, spec.norm_eps), *own.gate_up, shape)
+    inner = gated(*jnp.split(gate_up, 2, axis=-1))
+    return block_output(inner, *own.down, shape)
 
 
 def _rows(x: jax.Array, rows: jax.Array, *, sharded: bool) -> jax.Array:

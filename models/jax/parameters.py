@@ -66,11 +66,13 @@ class Mlp(NamedTuple):
 
 
 class Moe(NamedTuple):
-    """Norm [hidden]; router [hidden, experts]; of each expert gate_up and down as of an Mlp."""
+    """Norm [hidden]; router [hidden, experts]; of a device's experts gate and up
+    [experts, hidden, width] and down [experts, width, hidden]."""
 
     norm: Any
     router: Any
-    gate_up: Any
+    gate: Any
+    up: Any
     down: Any
 
 
@@ -269,25 +271,24 @@ def _moe(norm: WeightSpec, spec: MoeSpec, own: MlpSpec | MoeSpec) -> Moe:
     def router(weights: Weights, dtype: torch.dtype) -> Tensor:
         return weights.read(spec.router).to(dtype).t()
 
-    def gate_up(weights: Weights, dtype: torch.dtype) -> Tensor:
-        pairs = zip(weights.read_each(spec.gate), weights.read_each(spec.up), strict=True)
-        return torch.stack([torch.cat(pair).to(dtype).t() for pair in pairs])
+    def each(weight: WeightSpec) -> Callable[[Weights, torch.dtype], Tensor]:
+        def read(weights: Weights, dtype: torch.dtype) -> Tensor:
+            return torch.stack([one.to(dtype).t() for one in weights.read_each(weight)])
 
-    def down(weights: Weights, dtype: torch.dtype) -> Tensor:
-        return torch.stack([one.to(dtype).t() for one in weights.read_each(spec.down)])
+        return read
 
     expert_axis, width_axis, hidden_axis = partition(spec.gate)
+    inward = PartitionSpec(expert_axis, hidden_axis, width_axis)
     return Moe(
         norm=_vector(norm),
         router=Parameter(
             spec.router.shape[::-1], PartitionSpec(*partition(spec.router)[::-1]), router
         ),
-        gate_up=Parameter(
-            (experts, hidden, 2 * width),
-            PartitionSpec(expert_axis, hidden_axis, width_axis),
-            gate_up,
-        ),
+        gate=Parameter((experts, hidden, width), inward, each(spec.gate)),
+        up=Parameter((experts, hidden, width), inward, each(spec.up)),
         down=Parameter(
-            (experts, width, hidden), PartitionSpec(expert_axis, width_axis, hidden_axis), down
+            (experts, width, hidden),
+            PartitionSpec(expert_axis, width_axis, hidden_axis),
+            each(spec.down),
         ),
     )

@@ -53,13 +53,17 @@ def count_tpus(root: Path = Path("/")) -> int:
     return sum(DEVICES_OF_CHIP.get(kind, 1) for kind in _chips(root))
 
 
-def prepare(count: int, setting: str = "auto", *, own_process: bool = False) -> None:
+def prepare(
+    count: int, setting: str = "auto", *, own_process: bool = False, interpreting: bool = False
+) -> None:
     """Hold jax to the CPU, as so many devices, where that is asked for or there are no TPUs.
 
     Args:
         count: devices of this process.
         setting: "auto", "cpu" or "tpu".
         own_process: nothing else here uses jax, so that it has not begun with another number.
+        interpreting: kernels will be interpreted on CPUs, which hangs where XLA has no more threads
+            than devices.
 
     Raises:
         ConfigError: jax is missing.
@@ -75,6 +79,8 @@ def prepare(count: int, setting: str = "auto", *, own_process: bool = False) -> 
     if not any(flag.startswith(FORCE_CPU_DEVICES) for flag in flags):
         flags.append(f"{FORCE_CPU_DEVICES}={count}")
     os.environ["XLA_FLAGS"] = " ".join(flags)
+    if interpreting:
+        os.environ.setdefault("NPROC", str(2 * count + 2))
 
 
 def keep_to(indexes: Sequence[int]) -> None:

@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from weft.models.jax import sampler
 from weft.models.jax.buckets import Bucket
+from weft.models.jax.kernels import Choice, Shape, choose_kernels, runnable, shards_tokens
 from weft.models.jax.mesh import REPLICATED, TENSOR, described
 from weft.models.jax.model import Batch, Cache, forward, head
 from weft.models.jax.parameters import DTYPES, Params, cuts, describe, shapes
@@ -57,6 +58,7 @@ class Program:
         block_size, num_blocks: of the cache.
         max_num_seqs: slots.
         buckets: of steps.
+        kernels: --kernels.
 
     Attributes:
         params, cache, state: what is on the devices between steps, described.
@@ -74,8 +76,12 @@ class Program:
         num_blocks: int,
         max_num_seqs: int,
         buckets: list[Bucket],
+        kernels: Choice = "auto",
     ) -> None:
         self._spec = spec
+        self._layout = layout
+        self._kernels = kernels
+        self._block_size = block_size
         self._local = layout.local(spec)
         self._mesh = mesh
         self._buckets = buckets
@@ -110,13 +116,24 @@ class Program:
 
     def _tokens(self, bucket: Bucket) -> tuple[int, bool]:
         """What the shape of a bucket's hidden states depends on."""
-        return bucket.tokens, bucket.shape(self._mesh.size).sharded
+        return bucket.tokens, self.shape(bucket).sharded
+
+    def shape(self, bucket: Bucket) -> Shape:
+        """What `forward` is told of a bucket."""
+        kernels = choose_kernels(
+            *(self._kernels, self._spec, self._layout),
+            on_tpu=self._mesh.devices.flat[0].platform == "tpu",
+            block_size=self._block_size,
+            tokens=bucket.tokens,
+            table_entries=bucket.rows * bucket.pages,
+        )
+        return Shape(bucket.decodes, shards_tokens(bucket.tokens, self._mesh.size), kernels)
 
     # Compiling.
 
     def compile_forward(self, bucket: Bucket) -> Any:
         """`forward` for one bucket."""
-        shape = bucket.shape(self._mesh.size)
+        shape = self.shape(bucket)
         by_head = jax.tree.map(lambda _: CACHE_CUT, self.cache)
         hidden = PartitionSpec(TENSOR) if shape.sharded else REPLICATED
         run = self._split(
@@ -126,13 +143,16 @@ class Program:
         )
         whole = partial(described, self._mesh, dtype=jnp.int32)
         batch = Batch(
-            whole((4, bucket.tokens)),
-            whole((3, bucket.tiles)),
-            whole((bucket.rows, bucket.pages)),
-            whole((bucket.rows,)),
+            tokens=whole((bucket.tokens,)),
+            query_start=whole((bucket.rows + 1,)),
+            context_len=whole((bucket.rows,)),
+            tables=whole((bucket.rows, bucket.pages)),
+            rows=whole((bucket.rows,)),
         )
         jitted = jax.jit(run, donate_argnums=1)
-        return jitted.lower(self.params, self.cache, self.state.newest, batch).compile()
+        with runnable(self._mesh):
+            lowered = jitted.lower(self.params, self.cache, self.state.newest, batch)
+        return lowered.compile()
 
     def compile_sample(self, rows: int) -> Any:
         """`sample` for so many rows."""
@@ -236,14 +256,14 @@ class Program:
         return marked
 
 
-CACHE_CUT = PartitionSpec(None, None, TENSOR)
+CACHE_CUT = PartitionSpec(None, TENSOR)
 
 
 def cache_shapes(
     spec: ModelSpec, layout: Layout, mesh: Mesh, dtype: str, block_size: int, num_blocks: int
 ) -> Cache:
-    """The cache of each layer, described: [num_blocks, block_size, 2 Hk, D], cut by heads."""
-    own = (num_blocks, block_size, 2 * layout.local(spec).num_kv_heads, spec.head_dim)
+    """The cache of each layer, described: [num_blocks, Hk, block_size, 2 D], cut by heads."""
+    own = (num_blocks, layout.local(spec).num_kv_heads, block_size, 2 * spec.head_dim)
     one: Any = described(mesh, own, DTYPES[dtype], CACHE_CUT)
     return tuple(one for _ in spec.layers)
 

@@ -19,8 +19,9 @@ from jax.sharding import Mesh
 from msgspec.structs import replace
 
 from weft.models.interface import Int32, Logprobs, StepInput, StepOutput
-from weft.models.jax.buckets import Bucket, Buckets
+from weft.models.jax.buckets import Bucket, Buckets, padded
 from weft.models.jax.distributed import leave
+from weft.models.jax.kernels import Choice
 from weft.models.jax.mesh import make_mesh
 from weft.models.jax.model import Cache
 from weft.models.jax.parameters import Params, load
@@ -50,6 +51,7 @@ class JaxRunner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        kernels: Choice = "auto",
         compiling: CompileProgress | None = None,
     ) -> None:
         self._spec = spec
@@ -59,6 +61,7 @@ class JaxRunner:
         self._dtype = dtype
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
+        self._kernels = kernels
         self._compiling = compiling
         self._buckets = Buckets(
             max_num_seqs=max_num_seqs,
@@ -68,7 +71,6 @@ class JaxRunner:
         )
         columns = -(-spec.vocab_size // layout.tp) * layout.tp
         self._settings = Settings(spec.vocab_size, columns, max_num_seqs)
-        self._num_blocks = 0
         self._program: Program
         self._cache: Cache = ()
         self._state: State
@@ -88,6 +90,7 @@ class JaxRunner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        kernels: Choice = "auto",
         progress: Progress | None = None,
         compiling: CompileProgress | None = None,
     ) -> JaxRunner:
@@ -103,6 +106,7 @@ class JaxRunner:
             max_num_seqs: slots.
             max_num_batched_tokens: most tokens of a step.
             max_model_len: most tokens of a request.
+            kernels: which parts of steps are Pallas kernels: see kernels.py.
             progress: told how far reading has come, in bytes.
             compiling: told how far `warm_up` has come.
 
@@ -119,6 +123,7 @@ class JaxRunner:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
+            kernels=kernels,
             compiling=compiling,
         )
 
@@ -133,8 +138,7 @@ class JaxRunner:
         return 0 if self._counter is None else self._counter.count
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Make the cache: for each layer [num_blocks, block_size, 2 Hk, D], cut by heads."""
-        self._num_blocks = num_blocks
+        """Make the cache: for each layer [num_blocks, Hk, block_size, 2 D], cut by heads."""
         self._program = Program(
             *(self._spec, self._layout, self._mesh),
             dtype=self._dtype,
@@ -142,6 +146,7 @@ class JaxRunner:
             num_blocks=num_blocks,
             max_num_seqs=self._max_num_seqs,
             buckets=self._buckets.all(),
+            kernels=self._kernels,
         )
         self._cache = jax.tree.map(_zeros, self._program.cache)
         self._state = jax.tree.map(_zeros, self._program.state)
@@ -169,7 +174,7 @@ class JaxRunner:
         started = time.perf_counter()
         bucket = self._buckets.of(batch)
         rows = self._rows(batch, bucket)
-        arrays = self._buckets.pad(batch, bucket, self._num_blocks)
+        arrays = self._buckets.pad(batch, bucket)
         logits, hidden, self._cache = self._program.forward(
             bucket, self._params, self._cache, self._state.newest, arrays
         )
@@ -215,8 +220,8 @@ class JaxRunner:
         parts = []
         for start in range(0, len(batch.prompt_logprob_index), SCORED_ROWS):
             some = slice(start, start + SCORED_ROWS)
-            index = _padded(batch.prompt_logprob_index[some], SCORED_ROWS)
-            target = _padded(batch.prompt_logprob_target[some], SCORED_ROWS)
+            index = padded(batch.prompt_logprob_index[some], SCORED_ROWS)
+            target = padded(batch.prompt_logprob_target[some], SCORED_ROWS)
             scores = self._program.score(bucket, self._params, hidden, index, target)
             _fetch(scores)
             parts.append(scores)
@@ -234,12 +239,6 @@ def _fetch(arrays: Any) -> None:
     """Have arrays copied to the host as soon as they are there."""
     for array in jax.tree.leaves(arrays):
         array.copy_to_host_async()
-
-
-def _padded(values: Int32, size: int) -> Int32:
-    padded = np.zeros(size, np.int32)
-    padded[: len(values)] = values
-    return padded
 
 
 def _output(batch: StepInput, sampled: Sampled, tops: Int32) -> StepOutput:

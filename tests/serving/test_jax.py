@@ -31,6 +31,9 @@ SIZES: dict[str, Any] = {
     "max_model_len": 128,
     "kv_cache_memory": 2**20,
 }
+TPU_SHAPE = {"num_hidden_layers": 1, "head_dim": 64, "hidden_size": 128}
+"""Small, and such that all kernels take it."""
+
 PROMPT = "the user asks the assistant for"
 
 
@@ -96,6 +99,24 @@ def test_served_over_http_on_two_devices_of_one_process(
     assert "after warm-up" not in log
 
 
+def test_kernels_of_tpus_serve_on_two_interpreted_devices(cache: Path, tmp_path: Path) -> None:
+    """Attention, products, experts and their exchange: what a TPU runs, from HTTP to HTTP."""
+    model = make_checkpoint(tmp_path / "model", "qwen3_moe", **TPU_SHAPE)
+    prompt = f"{PROMPT} all of this, once more and at length, so that"
+    body = {"prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    sizes = SIZES | {"max_num_batched_tokens": 64}
+    with LLM(model, threads=1, backend="torch", **sizes) as llm:
+        params = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+        (expected,) = llm.generate([prompt], params)
+        assert 32 < len(expected.prompt_token_ids) <= 64  # of a step that deals out tokens
+    jax = {"backend": "jax", "tp": 2, "ep": 2, "kernels": "overlapped", "compile_cache": cache}
+    with start_server(model, tmp_path, **sizes, **jax) as server:
+        answer = server.http.post("/v1/completions", json=body | {"model": server.model})
+        assert answer.status_code == 200
+        assert "interpreted on a CPU" in server.log.read_text()
+    assert answer.json()["choices"][0]["text"] == expected.text
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -103,7 +124,6 @@ def test_served_over_http_on_two_devices_of_one_process(
         ({"pp": 2}, "--pp is 2; with --backend jax it must be 1"),
         ({"quantization": "int8"}, "--quantization is int8; with --backend jax it must be none"),
         ({"device": "cuda"}, "--device is cuda; with --backend jax it must be auto, cpu or tpu"),
-        ({"kernels": "overlapped"}, "--kernels is overlapped"),
         ({"tp": 2, "ep": 4}, "--ep is 4 beside --tp 2; with --backend jax it must divide --tp"),
     ],
 )

@@ -33,33 +33,62 @@ def compile_for(
     )
 
 
-@pytest.mark.parametrize(
-    ("model", "topology"),
-    [
-        ("small-llama", "v5e:2x2"),
-        *(
-            pytest.param(model, topology, marks=pytest.mark.slow)
-            for model in ("llama", "qwen3_moe")
-            for topology in TARGETS
-        ),
-    ],
-)
+STEP_CASES = [
+    ("small-llama", "v5e:2x2"),
+    *(
+        pytest.param(model, topology, marks=pytest.mark.slow)
+        for model in ("llama", "qwen3_moe")
+        for topology in TARGETS
+    ),
+]
+
+
+def compile_largest(model: str, topology: str, kernels: str) -> dict[str, Any]:
+    """What benchmarks/tpu_steps.py tells of a step."""
+    command = [sys.executable, str(STEPS), "--model", model, "--target", topology, "--json"]
+    done = subprocess.run([*command, "--kernels", kernels], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    step: dict[str, Any] = json.loads(done.stdout)
+    return step
+
+
+@pytest.mark.parametrize(("model", "topology"), STEP_CASES)
 @pytest.mark.timeout(900)
 def test_a_step_compiles_and_hides_its_traffic(model: str, topology: str) -> None:
     """Of layers of Llama, at least 90% of the bytes that chips exchange are beside products."""
-    command = [sys.executable, str(STEPS), "--model", model, "--target", topology, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    step = json.loads(done.stdout)
+    step = compile_largest(model, topology, "auto")
     found = step["collectives"]
     assert found
+    layers = tpu_steps.MODELS[model][0]["num_hidden_layers"]
+    assert step["kernels"]["write_pages"] == step["kernels"]["ragged_paged_attention"] == layers
     if model != "qwen3_moe":  # each layer has four rings, of two directions
         of_layers = [one for one in found if one["kind"] == "collective-permute"]
-        layers = tpu_steps.MODELS[model][0]["num_hidden_layers"]
         assert len(of_layers) == layers * 4 * 2 * (step["devices"] - 1)
         assert len(found) == len(of_layers) + 2  # the embedding, and the rows that are sampled
         moved = sum(one["bytes"] for one in of_layers)
         assert sum(one["bytes"] for one in of_layers if one["products"]) >= 0.9 * moved
+
+
+@pytest.mark.parametrize(("model", "topology"), STEP_CASES)
+@pytest.mark.timeout(900)
+def test_a_step_compiles_with_overlapped_kernels(model: str, topology: str) -> None:
+    """Of Llama, all traffic but that of the embedding and of sampled rows is in kernels."""
+    step = compile_largest(model, topology, "overlapped")
+    config, ep = tpu_steps.MODELS[model]
+    layers = config["num_hidden_layers"]
+    expected = {"write_pages": layers, "ragged_paged_attention": layers}
+    if model == "qwen3_moe":
+        expected |= {"grouped_gate_up": layers, "gmm": layers}
+        if ep == step["devices"]:
+            expected["moe_exchange"] = 2 * layers
+    assert {name: step["kernels"].get(name) for name in expected} == expected
+    rings = (1 if model == "qwen3_moe" else 2) * layers
+    assert step["kernels"]["all_gather_matmul"] == rings
+    scatters = ("matmul_reduce_scatter", "matmul_reduce_scatter_torus")
+    assert sum(step["kernels"].get(name, 0) for name in scatters) == rings
+    if model != "qwen3_moe":
+        moved = sum(one["bytes"] for one in step["collectives"])
+        assert sum(one["bytes"] for one in step["collectives"] if one["products"]) >= 0.9 * moved
 
 
 @pytest.mark.slow
@@ -72,6 +101,7 @@ def test_all_programs_are_compiled_kept_and_told_of(tmp_path: Path) -> None:
     assert told["memory"]["temporaries"] > 0
     largest = told["programs"][0]
     assert largest["arguments"] >= told["memory"]["weights"] + told["memory"]["KV cache"]
+    assert largest["kernels"] == {"write_pages": 2, "ragged_paged_attention": 2}
     kept = list((tmp_path / "cache").glob("*-cache"))
     assert len(kept) == len(told["programs"])
 

@@ -1,4 +1,6 @@
-"""Every family gives the float32 logits of transformers, however a step is cut, on any mesh."""
+"""Every family gives the float32 logits of transformers, however a step is cut, on any mesh; and so
+do the kernels for TPUs, which Pallas interprets here.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from support.checkpoints import VOCAB_SIZE, make_checkpoint
 
 from weft.models.checkpoint import read_spec
 from weft.models.interface import StepInput
-from weft.models.jax.buckets import Bucket, Buckets
+from weft.models.jax.buckets import Buckets
+from weft.models.jax.kernels import Kernels
 from weft.models.jax.mesh import make_mesh
 from weft.models.jax.parameters import load
 from weft.models.jax.program import Program
@@ -32,6 +35,7 @@ QWEN2 = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1
 ONE_HEAD = {"num_key_value_heads": 1}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 slow = pytest.mark.slow
+PLAIN = Kernels()
 
 # A family, fields of its config, tp and ep.
 CASES = [
@@ -54,7 +58,31 @@ CASES = [
     pytest.param("qwen3_moe", {"num_experts_per_tok": 3}, 2, 1, marks=slow, id="qwen3_moe, tp 2"),
 ]
 
-BLOCK_SIZE, NUM_BLOCKS = 4, 64
+WIDE = {"head_dim": 64, "hidden_size": 128}
+"""What attention and the exchange of tokens have kernels for."""
+
+# The same, and the parts that are kernels in a step that deals out tokens, and in others.
+KERNEL_CASES = [
+    pytest.param("mistral", WIDE | {"sliding_window": 6}, 1, 1, "attention", id="mistral, window"),
+    pytest.param(
+        *("qwen3_moe", WIDE, 2, 2, "attention products exchange"),
+        id="qwen3_moe, ep 2",
+        marks=slow,
+    ),
+    pytest.param("llama", WIDE | BIASES, 2, 1, "attention products", id="llama, tp 2", marks=slow),
+    pytest.param("llama", {}, 2, 1, "products", id="llama, heads of 16", marks=slow),
+    pytest.param("mixtral", {}, 2, 2, "products", id="mixtral, heads of 16", marks=slow),
+    pytest.param(
+        *("qwen3_moe", WIDE | {"num_experts_per_tok": 3}, 4, 2, "attention products"),
+        id="qwen3_moe, on two axes",
+        marks=slow,
+    ),
+    pytest.param(
+        *("mixtral", WIDE, 4, 4, "attention products exchange"), id="mixtral, ep 4", marks=slow
+    ),
+]
+
+NUM_BLOCKS = 64
 LENGTHS = (90, 5, 21)
 # Steps: (request, how many of its next tokens). All are of one bucket, of 128 tokens: with so
 # many, a mesh of 2 or 4 deals out tokens between blocks; FEW is of 32, which it does not.
@@ -74,8 +102,25 @@ def test_logits_equal_those_of_transformers(
     for tokens, steps in ((128, MANY), (32, few)):
         if steps:
             actual = _run(path, requests, steps, tokens, tp, ep)
-            for ours, theirs in zip(actual, expected, strict=True):
-                np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=0)
+            _assert_close(actual, expected)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("family", "overrides", "tp", "ep", "parts"), KERNEL_CASES)
+def test_kernels_give_the_same_logits(
+    tmp_path: Path, family: str, overrides: dict[str, Any], tp: int, ep: int, parts: str
+) -> None:
+    path = make_checkpoint(tmp_path, family, **overrides)
+    random = np.random.default_rng(1)
+    requests = [random.integers(0, VOCAB_SIZE, length).tolist() for length in LENGTHS]
+    kernels = Kernels(experts=True, **dict.fromkeys(parts.split(), True))
+    actual = _run(path, requests, MANY, 128, tp, ep, kernels)
+    _assert_close(actual, _transformers_logits(path, requests))
+
+
+def _assert_close(actual: list[np.ndarray[Any, Any]], expected: list[np.ndarray[Any, Any]]) -> None:
+    for ours, theirs in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=0)
 
 
 def _run(
@@ -85,26 +130,34 @@ def _run(
     tokens: int,
     tp: int,
     ep: int,
+    kernels: Kernels = PLAIN,
 ) -> list[np.ndarray[Any, Any]]:
-    """The logits after every token of every request; the cache starts out full of NaN."""
+    """The logits after every token of every request; the cache starts out full of NaN.
+
+    Args:
+        kernels: that must be what --kernels overlapped chooses; blocks are smaller without.
+    """
+    block_size = 4 if kernels is PLAIN else 16
     spec, layout = read_spec(path), Layout(tp, ep)
     mesh = make_mesh(jax.devices(), tp, ep)
     buckets = Buckets(
         max_num_seqs=tokens,
         max_num_batched_tokens=tokens,
         max_model_len=128,
-        block_size=BLOCK_SIZE,
+        block_size=block_size,
     )
-    bucket = next(one for one in buckets.all() if one.tokens == tokens and one.tile_tokens > 1)
-    assert bucket.shape(tp).sharded == (tp > 1 and tokens == 128)
+    bucket = next(one for one in buckets.all() if one.tokens == tokens and not one.decodes)
     program = Program(
         *(spec, layout, mesh),
         dtype="float32",
-        block_size=BLOCK_SIZE,
+        block_size=block_size,
         num_blocks=NUM_BLOCKS,
         max_num_seqs=tokens,
         buckets=[bucket],
+        kernels="plain" if kernels is PLAIN else "overlapped",
     )
+    assert program.shape(bucket).kernels == kernels
+    assert program.shape(bucket).sharded == (tp > 1 and tokens == 128)
     params = load(path, spec, layout, mesh, "float32")
     forward = program.compile_forward(bucket)
     cache = jax.tree.map(
@@ -114,7 +167,7 @@ def _run(
     done = [0] * len(requests)
     logits: list[list[np.ndarray[Any, Any]]] = [[] for _ in requests]
     for step in steps:
-        batch = _pad(buckets, bucket, _step(requests, done, step))
+        batch = buckets.pad(_step(requests, done, step, block_size), bucket)
         out, _, cache = forward(params, cache, newest, batch)
         out, start = np.asarray(out)[:, : spec.vocab_size], 0
         for request, count in step:
@@ -123,16 +176,15 @@ def _run(
     return [np.concatenate(parts) for parts in logits]
 
 
-def _pad(buckets: Buckets, bucket: Bucket, step: StepInput) -> Any:
-    return buckets.pad(step, bucket, NUM_BLOCKS)
-
-
 def _step(
-    requests: Sequence[list[int]], done: list[int], step: Sequence[tuple[int, int]]
+    requests: Sequence[list[int]],
+    done: list[int],
+    step: Sequence[tuple[int, int]],
+    block_size: int,
 ) -> StepInput:
     """A step in which every token is sampled, in scattered blocks."""
     deal = np.random.default_rng(0).permutation(NUM_BLOCKS).astype(np.int32)
-    blocks = np.split(deal, np.cumsum([-(-length // BLOCK_SIZE) for length in LENGTHS]))
+    blocks = np.split(deal, np.cumsum([-(-length // block_size) for length in LENGTHS]))
     table = np.zeros((len(step), max(map(len, blocks[: len(requests)]))), np.int32)
     tokens, positions = [], []
     for row, (request, count) in enumerate(step):

@@ -27,8 +27,8 @@ SIZES = {"kv_cache_memory": 2**22, "max_num_seqs": 4}
 LAYOUT = {"pp": 2, "nodes": 2, "executor": "ray"}
 NO_ROOM = "waiting for Ray to have room for 1 + 1 ranks, a CPU each, on a node for each number"
 LOST = re.compile(
-    r"the model runner failed: Ray node \\w{8} at [\\d.]+ is lost, with rank \\d, (in|after) step \\d+: "
-    "its connection has ended"
+    r"the model runner failed: Ray node \w{8} at [\d.]+ is lost, with rank \d, "
+    r"(in|after) step \d+: its connection has ended"
 )
 
 
