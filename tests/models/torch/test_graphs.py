@@ -18,7 +18,7 @@ from weft.kernels.check.interpreter import installed
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 from weft.models.checkpoint import read_spec
 from weft.models.layout import Layout
-from weft.models.memory import MOST_PADDING
+from weft.models.memory_plan import MOST_PADDING
 from weft.models.torch.graphs import MOST_REQUESTS, buckets
 from weft.models.torch.runner import TorchRunner
 
