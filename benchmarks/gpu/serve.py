@@ -10,6 +10,8 @@
     graphs     a step without CUDA graphs over one with them
     shard      one rank of 2, 4 and 8 on overlapped kernels, as in `decode`. It runs alone, finds
                all signals set, and sends to the same GPU's memory
+    together   2, 4 and 8 virtual ranks that serve on this GPU, as threads: one rank's time for a
+               step over theirs, whether all sample the same tokens, and how many are those of one
 
 The model is a Llama of 8B parameters with random weights, made on the device. All users
 have contexts of the same length.

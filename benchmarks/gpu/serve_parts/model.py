@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,12 +21,12 @@ from weft.models.layout import Layout
 from weft.models.spec import ModelSpec, WeightSpec
 from weft.models.torch.exchange import Exchange, Plain
 from weft.models.torch.gpu_model import GpuModel
-from weft.models.torch.group import ALONE
+from weft.models.torch.group import ALONE, Groups
 from weft.models.torch.overlapped import Overlapped
 from weft.models.torch.runner import TorchRunner
 
 PAGE = 16
-STD = 0.02
+STD, STD_OF_CACHE = 0.02, 1.0
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Scale:
 
 
 class RandomWeights:
-    """Stands in for a checkpoint's tensors; norms are 1."""
+    """Stands in for a checkpoint's tensors, the same ones for all ranks; norms are 1."""
 
     def __init__(self, scale: Scale, layout: Layout) -> None:
         self.layout = layout
@@ -79,10 +80,13 @@ class RandomWeights:
 
     def read(self, weight: WeightSpec) -> Tensor:
         """See gpu_layers.Source."""
-        shape = [part.stop - part.start for part in self.parts(weight)]
-        if len(shape) == 1:
+        parts = self.parts(weight)
+        if len(parts) == 1:
+            shape = parts[0].stop - parts[0].start
             return torch.ones(shape, dtype=self._dtype, device=self._device)
-        return torch.empty(shape, dtype=self._dtype, device=self._device).normal_(0.0, STD)
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(weight.name.encode()))
+        whole = torch.empty(weight.shape, dtype=self._dtype, device=self._device)
+        return whole.normal_(0.0, STD, generator=generator)[parts].clone()
 
     def read_each(self, weight: WeightSpec) -> Iterator[Tensor]:
         """See gpu_layers.Source; the model has no experts."""
@@ -94,11 +98,18 @@ class RandomWeights:
 
 
 def make_runner(
-    scale: Scale, home: Home, layout: Layout, users: int, *, cuda_graphs: bool = True
+    scale: Scale,
+    home: Home,
+    layout: Layout,
+    users: int,
+    *,
+    groups: Groups = ALONE,
+    cuda_graphs: bool = True,
 ) -> tuple[TorchRunner, Exchange]:
     """A runner that is ready for `decodes`, and how its layers exchange. Collective.
 
-    Random weights stand for this rank's; of the other ranks nothing but their buffers is there.
+    Args:
+        groups: the ranks, if the others run, too; else nothing but their buffers is there.
     """
     dtype: torch.dtype = getattr(torch, scale.dtype)
     exchange: Exchange = Plain(ALONE)
@@ -109,7 +120,7 @@ def make_runner(
             *(scale.spec, RandomWeights(scale, layout), dtype),
             device=home.device,
             exchange=exchange,
-            groups=ALONE,
+            groups=groups,
         )
     local = layout.local(scale.spec)
     runner = TorchRunner(
@@ -127,11 +138,16 @@ def make_runner(
         recorded=[users] if cuda_graphs else [],
     )
     runner.allocate_kv_cache(users * scale.pages)
+    fill_cache(runner, STD_OF_CACHE)
+    return runner, exchange
+
+
+def fill_cache(runner: TorchRunner, std: float) -> None:
+    """As if there had been prompts: random numbers of that deviation."""
     with torch.inference_mode():
         for cache in runner._cache:
             for tensor in cache:
-                tensor.normal_()
-    return runner, exchange
+                tensor.normal_(0.0, std)
 
 
 def decodes(scale: Scale, users: int, number: int) -> StepInput:

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from harness.command import Parts
-from harness.ranks import receive_all, run
+from harness.ranks import prepare, receive_all, run
 from harness.report import Case, Figure, LeftOut
 from harness.timing import Ratio, Times, copying, ratio
 
-from serve_parts.model import PAGE, Scale, decodes, make_runner
+from serve_parts.group import Table, virtual_groups
+from serve_parts.model import PAGE, STD_OF_CACHE, Scale, decodes, fill_cache, make_runner
 from weft.kernels.gpu.clock import gpu_clock, host_clock
 from weft.kernels.symmetric.memory import Home
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
@@ -102,9 +103,8 @@ def shard(scale: Scale, repetitions: int) -> Iterator[Case]:
 
 
 def _shard(scale: Scale, world: int, users: int, repetitions: int) -> Figure:
+    _check_divides(scale, world)
     layout = Layout(tp=world)
-    if scale.spec.num_kv_heads % world:
-        raise LeftOut(f"{scale.spec.num_kv_heads} KV heads do not divide by {world} ranks")
 
     def on_rank(home: Home) -> list[Figure]:
         found = []
@@ -126,6 +126,57 @@ def _shard(scale: Scale, world: int, users: int, repetitions: int) -> Figure:
         return found
 
     return run(on_rank, world, tiny=scale.tiny)[0][0]
+
+
+def together(scale: Scale, repetitions: int) -> Iterator[Case]:
+    """Virtual ranks that serve on one device; one rank's time over theirs."""
+    for world in scale.worlds:
+        for users in scale.users:
+            made = partial(_together, scale, world, users, repetitions)
+            yield Case(f"{users} users, {world} ranks", made)
+
+
+def _together(scale: Scale, world: int, users: int, repetitions: int) -> Figure:
+    _check_divides(scale, world)
+    one = _alone(scale, users, cuda_graphs=False)
+    expected = _tokens(scale, one, users)
+    of_one = _time(scale, repetitions, _steps(scale, one, users))
+    one.close()
+    del one
+    table: Table = {}
+
+    def on_rank(home: Home) -> tuple[list[int], Times]:
+        layout = Layout(tp=world, rank=home.rank)
+        groups = virtual_groups(home, table)
+        runner, _ = make_runner(scale, home, layout, users, groups=groups, cuda_graphs=False)
+        prepare(home, [lambda: runner.step(decodes(scale, users, 0))])
+        tokens = _tokens(scale, runner, users)
+        times = _time(scale, repetitions, _steps(scale, runner, users))
+        home.barrier()
+        runner.close()
+        return tokens, times
+
+    tokens, times = zip(*run(on_rank, world, tiny=scale.tiny), strict=True)
+    same = sum(a == b for a, b in zip(tokens[0], expected, strict=True)) / users
+    return Figure(
+        *ratio(of_one, times[0]),
+        goal="all ranks sample the same tokens",
+        good=all(of_rank == tokens[0] for of_rank in tokens),
+        details={"ms": 1e3 * times[0].median, "of one": 1e3 * of_one.median, "its tokens": same},
+    )
+
+
+def _tokens(scale: Scale, runner: TorchRunner, users: int) -> list[int]:
+    """What is sampled after an empty context, which is the same on any number of ranks."""
+    fill_cache(runner, 0.0)
+    tokens: list[int] = runner.step(decodes(scale, users, 0)).token_ids.tolist()
+    fill_cache(runner, STD_OF_CACHE)
+    return tokens
+
+
+def _check_divides(scale: Scale, world: int) -> None:
+    if scale.spec.num_kv_heads % world:
+        raise LeftOut(f"{scale.spec.num_kv_heads} KV heads do not divide by {world} ranks")
 
 
 def processors_of(scale: Scale) -> int:
@@ -249,4 +300,10 @@ def _part_of_bandwidth(
     )
 
 
-PARTS: Parts = {"decode": decode, "peer": peer, "graphs": graphs, "shard": shard}
+PARTS: Parts = {
+    "decode": decode,
+    "peer": peer,
+    "graphs": graphs,
+    "shard": shard,
+    "together": together,
+}
