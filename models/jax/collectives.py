@@ -8,11 +8,18 @@ Two layouts of a step's activations between blocks (Korthikanti et al. 2022, sec
   "Overlap Communication with Dependent Computation via Decomposition").
 - few tokens: every device has all of them, and a block ends with an all-reduce.
 
+A dense MLP of very many tokens leaves them where they are: its weights travel instead, which are
+fewer bytes then (Pope et al. 2022, section 3.2.3).
+
 XLA schedules a ring's permutes around the products, which it does not do to its own all-gather
 and reduce-scatter. Pallas kernels do the same inside (kernels/tpu/all_gather_matmul.py).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +111,55 @@ def matmul_reduce_scatter(x: jax.Array, weight: jax.Array) -> jax.Array:
         return total
 
     return jnp.concatenate((travel(1, 0), travel(-1, half)))
+
+
+class MlpPart(NamedTuple):
+    """A device's part of an MLP of some width: gate and up [hidden, width], their biases [width],
+    if there are any, and down [width, hidden].
+    """
+
+    gate: jax.Array
+    up: jax.Array
+    gate_bias: jax.Array | None
+    up_bias: jax.Array | None
+    down: jax.Array
+
+
+def weight_gathered_mlp(
+    x: jax.Array, own: MlpPart, activate: Callable[[jax.Array, jax.Array], jax.Array]
+) -> jax.Array:
+    """[T / devices, hidden] -> the same of all devices' parts together, in float32.
+
+    In each hop a device multiplies its tokens by the parts that it has, while these travel on: half
+    of a device's part up the ring, the other half down.
+
+    Args:
+        activate: of what gate and up give, both in x's dtype.
+    """
+
+    def halves(part: jax.Array | None, axis: int) -> tuple[Any, Any]:
+        if part is None:
+            return None, None
+        first, second = jnp.split(part, [part.shape[axis] // 2], axis=axis)
+        return first, second
+
+    axes = MlpPart(gate=1, up=1, gate_bias=0, up_bias=0, down=0)  # of their width
+    up, down = (MlpPart(*parts) for parts in zip(*map(halves, own, axes), strict=True))
+
+    def product(weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+        out = matmul(x, weight).astype(x.dtype)
+        return out if bias is None else (out + bias.astype(jnp.float32)).astype(x.dtype)
+
+    total = jnp.zeros(x.shape, jnp.float32)
+    for hop in range(devices := lax.axis_size(TENSOR)):
+        last = hop == devices - 1
+        next_up = up if last else jax.tree.map(partial(_pass_on, direction=1), up)
+        next_down = down if last else jax.tree.map(partial(_pass_on, direction=-1), down)
+        for part in (up, down):
+            inner = activate(product(part.gate, part.gate_bias), product(part.up, part.up_bias))
+            total += matmul(inner, part.down)
+        up, down = next_up, next_down
+    return total
 
 
 def _pass_on(x: jax.Array, direction: int) -> jax.Array:

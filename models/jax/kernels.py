@@ -84,6 +84,11 @@ def shards_tokens(tokens: int, devices: int) -> bool:
     return devices > 1 and tokens % (2 * devices) == 0 and tokens >= MIN_SHARD_TOKENS * devices
 
 
+def gathers_weights(tokens: int, width: int) -> bool:
+    """Whether fewer bytes travel if the three matrices of an MLP do, and not its tokens twice."""
+    return 2 * tokens > 3 * width
+
+
 def choose_kernels(
     choice: Choice,
     spec: ModelSpec,

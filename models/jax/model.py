@@ -16,14 +16,16 @@ from jax import lax
 
 from weft.models.jax.attention import Plan, make_plan, paged_attention, write_cache
 from weft.models.jax.collectives import (
+    MlpPart,
     all_reduce,
     block_input,
     block_output,
     precision,
     scatter_sum,
+    weight_gathered_mlp,
 )
 from weft.models.jax.experts import gated, mix
-from weft.models.jax.kernels import Shape
+from weft.models.jax.kernels import Shape, gathers_weights
 from weft.models.jax.mesh import TENSOR
 from weft.models.jax.parameters import Attention, Mlp, Moe, Params
 from weft.models.spec import AttentionSpec, ModelSpec, MoeSpec
@@ -176,7 +178,16 @@ def _attend(
 
 def _feed_forward(spec: ModelSpec, own: Mlp, shape: Shape, x: jax.Array) -> jax.Array:
     """down(silu(gate(norm(x))) * up(norm(x)))."""
-    gate_up = block_input(rms_norm(x, own.norm, spec.norm_eps), *own.gate_up, shape)
+    normed, devices = rms_norm(x, own.norm, spec.norm_eps), lax.axis_size(TENSOR)
+    moves_tokens = shape.sharded and not shape.kernels.products
+    if moves_tokens and gathers_weights(devices * len(x), devices * own.down.weight.shape[0]):
+        gate, up = jnp.split(own.gate_up.weight, 2, axis=1)
+        bias = own.gate_up.bias
+        gate_bias, up_bias = (None, None) if bias is None else jnp.split(bias, 2)
+        part = MlpPart(gate, up, gate_bias, up_bias, own.down.weight)
+        out = weight_gathered_mlp(normed, part, gated).astype(x.dtype)
+        return out if own.down.bias is None else out + own.down.bias
+    gate_up = block_input(normed, *own.gate_up, shape)
     inner = gated(*jnp.split(gate_up, 2, axis=-1))
     return block_output(inner, *own.down, shape)
 
