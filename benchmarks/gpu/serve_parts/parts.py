@@ -24,6 +24,9 @@ from weft.models.torch.runner import TorchRunner
 COPIES = 5
 """Of the bandwidth, in each repetition."""
 
+CHAIN = 6
+"""Steps whose tokens are compared."""
+
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -157,7 +160,7 @@ def _together(scale: Scale, world: int, users: int, repetitions: int) -> Figure:
         return tokens, times
 
     tokens, times = zip(*run(on_rank, world, tiny=scale.tiny), strict=True)
-    same = sum(a == b for a, b in zip(tokens[0], expected, strict=True)) / users
+    same = sum(a == b for a, b in zip(tokens[0], expected, strict=True)) / len(expected)
     return Figure(
         *ratio(of_one, times[0]),
         goal="all ranks sample the same tokens",
@@ -169,7 +172,9 @@ def _together(scale: Scale, world: int, users: int, repetitions: int) -> Figure:
 def _tokens(scale: Scale, runner: TorchRunner, users: int) -> list[int]:
     """What is sampled after an empty context, which is the same on any number of ranks."""
     fill_cache(runner, 0.0)
-    tokens: list[int] = runner.step(decodes(scale, users, 0)).token_ids.tolist()
+    tokens: list[int] = []
+    for number in range(CHAIN):  # each decodes what the last has sampled, of any rank's vocabulary
+        tokens += runner.step(decodes(scale, users, number)).token_ids.tolist()
     fill_cache(runner, STD_OF_CACHE)
     return tokens
 
