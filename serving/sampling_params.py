@@ -7,6 +7,8 @@ cannot work raises RequestError naming the field. What depends on the model
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from weft.errors import RequestError
@@ -16,6 +18,62 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_LOGIT_BIAS = 1024
+MAX_GRAMMAR_LENGTH = 1 << 18
+MAX_CHOICES = 1024
+
+GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
+
+
+class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the output must be, from its first token to its last; see docs/structured-output.md.
+
+    Attributes:
+        kind: "json_object", any JSON object; "json_schema", JSON that the schema admits; "regex",
+            a text that it matches as a whole; "ebnf", a text that the rule `root` produces;
+            "choice", one of some texts; "structural_tag", xgrammar's.
+        text: the schema, expression, grammar or tag; a JSON list of the texts for "choice", and
+            nothing for "json_object".
+        param: the request's field that asked for it, which errors name.
+    """
+
+    kind: GrammarKind
+    text: str = ""
+    param: str = "grammar"
+
+    def __post_init__(self) -> None:
+        if (self.kind == "json_object") != (not self.text):
+            raise RequestError(
+                "json_object takes no text" if self.text else f"{self.param} is empty",
+                param=self.param,
+            )
+        if len(self.text) > MAX_GRAMMAR_LENGTH:
+            raise RequestError(
+                f"{self.param} has {len(self.text)} characters; at most {MAX_GRAMMAR_LENGTH}",
+                param=self.param,
+            )
+        if self.kind == "choice":
+            self._check_choices()
+
+    @property
+    def choices(self) -> list[str]:
+        """The texts of a "choice"; RequestError if it is no list of texts."""
+        try:
+            return msgspec.json.decode(self.text, type=list[str])
+        except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+            raise RequestError(f"{self.param} must be a list of texts", param=self.param) from None
+
+    def _check_choices(self) -> None:
+        choices = self.choices
+        if not 0 < len(choices) <= MAX_CHOICES:
+            raise RequestError(
+                f"{self.param} has {len(choices)} choices; it must have 1 to {MAX_CHOICES}",
+                param=self.param,
+            )
+        if "" in choices:
+            raise RequestError(
+                f"{self.param}[{choices.index('')}] is empty; a choice must have a text",
+                param=self.param,
+            )
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,6 +93,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ignore_eos: do not end at the model's own end tokens.
         logprobs: None, or how many of the most likely tokens to report with each token.
         prompt_logprobs: the same for the prompt's tokens.
+        grammar: what the output must be; None leaves it free.
     """
 
     n: int = 1
@@ -54,6 +113,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def answer(self, i: int) -> SamplingParams:
         """The settings of the i-th of `n` answers: with a seed, each answer has its own."""
