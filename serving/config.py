@@ -156,7 +156,10 @@ class EngineConfig:
     ] = 7333
     node_token: Annotated[
         str | None,
-        Help("what machines must know to join, 16 characters or more; else made", secret=True),
+        Help(
+            "what machines must know to join, 16 characters or more; else the head makes one",
+            secret=True,
+        ),
     ] = None
     node_ranks: Annotated[
         int | None,

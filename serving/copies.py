@@ -55,10 +55,6 @@ class Copies:
         ids = tuple(request_ids)
         return [output for s in self._schedulers for output in s.abort(ids)]
 
-    def fail_all(self, error: str) -> list[TokenOutput]:
-        """End every request with an error."""
-        return [output for s in self._schedulers for output in s.fail_all(error)]
-
     @property
     def count(self) -> int:
         """How many have not ended."""

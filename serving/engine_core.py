@@ -5,8 +5,8 @@ send. Up to `DEPTH` steps are under way at once, so that the model never waits
 for the host.
 
 A request that fails ends alone. When the runner itself raises, nothing can be
-said about the cache any more: every request ends with an error, the front is
-told, and the core ends.
+said about the cache any more: the core ends, and the front, which is told, ends
+every request with an error.
 
 It is a process (`python -m weft.serving.engine_core`, see child.py) that launch.py
 starts, or a thread.
@@ -161,8 +161,8 @@ class EngineCore:
         else:
             message = f"the model runner failed: {type(error).__name__}: {error}"
             logger.critical(message, exc_info=error)
-        self._outputs += self._scheduler.fail_all(message)
-        self._send()
+        if self._outputs:
+            self._send()
         raise EngineError(message) from error
 
 

@@ -6,6 +6,7 @@ does not fit is refused at once, with the flag to change.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import sys
@@ -260,6 +261,11 @@ def check_ranks(config: EngineConfig) -> None:
         from weft.serving.jax_loading import check_settings
 
         check_settings(config)
+    elif config.kernels == "overlapped" and importlib.util.find_spec("triton") is None:
+        raise ConfigError(
+            "--kernels is overlapped; that needs triton, which runs the kernels: "
+            "pip install 'triton>=3.6'"
+        )
     spec = read_spec(locate(config.model))
     check_layout(spec, config.tp, config.ep, config.cp, config.pp)
 
@@ -312,10 +318,12 @@ def show_progress(title: str) -> Iterator[Progress]:
 def _lines(title: str) -> Progress:
     from weft.models.memory import human_bytes
 
-    last = time.monotonic()
+    last: float | None = None
 
     def progress(done: int, total: int) -> None:
         nonlocal last
+        if last is None:  # what came before, such as imports, is not told
+            last = time.monotonic()
         if time.monotonic() - last >= LINE_EVERY:
             last = time.monotonic()
             print(f"{title}: {done / total:.0%} of {human_bytes(total)}", file=sys.stderr)

@@ -166,7 +166,8 @@ def map_slices(config: EngineConfig, offers: Sequence[Offer]) -> list[Slice]:
         kind = kind_of(config)
         there = "; ".join(offer.describe(kind) for offer in offers)
         asked = f"--device is {kind}: " if config.device == kind != "cpu" else ""
-        raise ConfigError(f"{asked}{error}. There are {there}. {_advice(config, offers)}") from None
+        advice = _advice(config, offers)
+        raise ConfigError(f"{asked}{error}. What there is: {there}. {advice}") from None
     on = [{share.machine for share in each} for each in slices]
     engines = [sum(number in machines for machines in on) for number in range(len(offers))]
     return [
@@ -279,7 +280,7 @@ def _deal(config: EngineConfig, rooms: Sequence[int]) -> list[int]:
         fit, count = [room // unit for room in rooms], ranks // unit
         if count >= len(rooms) and all(fit) and sum(fit) >= count:
             return [unit * n for n in _level(fit, count)]
-    raise _NoRoomError(f"{ranks} ranks have no room")
+    raise _NoRoomError(f"{ranks} ranks have no room" if ranks > 1 else "1 rank has no room")
 
 
 def _level(rooms: Sequence[int], count: int) -> list[int]:
@@ -335,4 +336,5 @@ def _advice(config: EngineConfig, offers: Sequence[Offer]) -> str:
         fits.append(text)
     if fits:
         return f"These --devices would fit: {', '.join(fits)}"
-    return f"None fits: {config.dp * size} are needed"
+    needed = config.dp * size
+    return f"None fits: {needed} {'are' if needed > 1 else 'is'} needed"

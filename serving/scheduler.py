@@ -156,12 +156,6 @@ class Scheduler:
         self._release()
         return outputs
 
-    def fail_all(self, error: str) -> list[TokenOutput]:
-        """End every request with an error."""
-        outputs = self._end_all(list(self._live.values()), "error", error)
-        self._release()
-        return outputs
-
     def has(self, request_id: str) -> bool:
         """Whether a request has not ended."""
         return request_id in self._live

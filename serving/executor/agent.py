@@ -346,7 +346,7 @@ def run(config: EngineConfig, head: str, *, once: bool) -> int:
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"HOST:PORT is {head!r}; it must be such as 10.0.0.1:7333")
     if config.node_token is None:
-        raise ConfigError("--node-token is missing; WEFT_NODE_TOKEN gives it too")
+        raise ConfigError("--node-token or WEFT_NODE_TOKEN is missing; the head prints it")
     check_token(config.node_token)
     check_address(config.node_address)
     logging.basicConfig(

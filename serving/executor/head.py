@@ -21,7 +21,7 @@ import msgspec
 
 from weft.errors import ConfigError
 from weft.serving.config import EngineConfig
-from weft.serving.executor.link import Link, Stranger, check_token
+from weft.serving.executor.link import Link, Stranger, check_token, plain
 from weft.serving.executor.machine_wire import FromAgent, Hello, Refused, differences, versions
 from weft.serving.executor.remote import Joined
 
@@ -149,7 +149,7 @@ class Head:
             return
         if len(self._arrivals) == MOST_STRANGERS:
             self._turn_away(self._arrivals[0], "too many others have connected")
-        arrival = _Arrival(Stranger(sock, self.token), address)
+        arrival = _Arrival(Stranger(sock, self.token), plain(address))
         self._arrivals.append(arrival)
         self._selector.register(sock, selectors.EVENT_READ, arrival)
 

@@ -85,12 +85,12 @@ class Link(Generic[Message]):
     @property
     def own_address(self) -> str:
         """This machine's, at which the other one has it."""
-        return _plain(self.socket.getsockname()[0])
+        return plain(self.socket.getsockname()[0])
 
     @property
     def address(self) -> str:
         """The other machine's, as seen from here."""
-        return _plain(self.socket.getpeername()[0])
+        return plain(self.socket.getpeername()[0])
 
     @property
     def has_come(self) -> bool:
@@ -264,6 +264,6 @@ def _name(magic: bytes) -> str:
     return magic.decode(errors="replace").strip()
 
 
-def _plain(address: str) -> str:
+def plain(address: str) -> str:
     """An IPv4 address that a socket for both families shows as IPv6, as such."""
     return address.removeprefix("::ffff:")

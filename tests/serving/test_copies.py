@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -159,16 +158,3 @@ def test_what_cannot_run_and_what_is_there_is_refused() -> None:
     with pytest.raises(RequestError, match="'r0' is in use"):
         engine.copies.add(engine.adds["r0"])
     assert engine.copies.live == ("r0",)
-
-
-def test_a_failure_ends_the_requests_of_all() -> None:
-    engine = Engine(2)
-    for _ in range(4):
-        engine.add([1, 2, 3], 9)
-    engine.step()
-    engine.take(engine.copies.fail_all("the runner failed"))
-    last: list[Any] = [outputs[-1] for outputs in engine.outputs.values()]
-    assert {(output.finish_reason, output.error) for output in last} == {
-        ("error", "the runner failed")
-    }
-    assert engine.copies.live == ()

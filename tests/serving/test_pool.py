@@ -243,6 +243,6 @@ def test_a_machine_with_too_few_places_is_named_with_what_fits(model: Path, tmp_
         assert server.process.wait(TIMEOUT) == 2
         assert joined.wait(TIMEOUT) == 0
         assert server.log.read_text().splitlines()[-1] == (
-            "weft: error: 4 ranks have no room. There are this machine: 2 places; machine1 at "
+            "weft: error: 4 ranks have no room. What there is: this machine: 2 places; machine1 at "
             "127.0.0.1: 1 places. None fits: 4 are needed"
         )

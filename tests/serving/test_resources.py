@@ -126,31 +126,31 @@ def test_engines_on_a_machine_are_counted() -> None:
         (
             (Offer(4), Offer(1, where="node2 at 10.0.0.2")),
             {"tp": 6},
-            "6 ranks have no room. There are this machine: 4 places; node2 at 10.0.0.2: 1 places. "
-            "None fits: 6 are needed",
+            "6 ranks have no room. What there is: this machine: 4 places; node2 at 10.0.0.2: 1 "
+            "places. None fits: 6 are needed",
         ),
         (
             (Offer(4), Offer(4)),
             {"tp": 4, "devices": "2x4"},
-            "--devices is 2x4, 8 of each engine; it has 4 ranks. There are this machine: 4 places; "
-            "this machine: 4 places. These --devices would fit: 4, 1x4, 2x2",
+            "--devices is 2x4, 8 of each engine; it has 4 ranks. What there is: this machine: 4 "
+            "places; this machine: 4 places. These --devices would fit: 4, 1x4, 2x2",
         ),
         (
             (Offer(4), Offer(4)),
             {"tp": 8, "devices": "1x8"},
-            "--devices is 1x8; that is not to be had. There are this machine: 4 places; this "
+            "--devices is 1x8; that is not to be had. What there is: this machine: 4 places; this "
             "machine: 4 places. These --devices would fit: 8, 2x4",
         ),
         (
             (ANY, gpus(4)),
             {"tp": 4, "dp": 2, "devices": "nvlink:4"},
-            "--devices is nvlink:4; that is not to be had for each of 2 engines. There are this "
-            "machine: 0 GPUs; this machine: 4 GPUs. None fits: 8 are needed",
+            "--devices is nvlink:4; that is not to be had for each of 2 engines. What there is: "
+            "this machine: 0 GPUs; this machine: 4 GPUs. None fits: 8 are needed",
         ),
         (
             (ANY, ANY, ANY),
             {"tp": 2},
-            "--nodes is 3; ranks for them are 2 in all. There are this machine: any number of "
+            "--nodes is 3; ranks for them are 2 in all. What there is: this machine: any number of "
             "places; this machine: any number of places; this machine: any number of places. "
             "These --devices would fit: 2, 1x2, 2x1",
         ),
