@@ -24,20 +24,21 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sqlite3
-import threading
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import msgspec
 
 from weft.errors import ConfigError, WeftError
+from weft.serving.batch.database import Database
 
-_APPLICATION = 0x77656674  # "weft"
-_VERSION = 1
+if TYPE_CHECKING:
+    import sqlite3
+
+_APPLICATION = 0x77656662  # "wefb"
 _SCHEMA = """
 CREATE TABLE run (settings TEXT NOT NULL, total INTEGER NOT NULL);
 CREATE TABLE duplicate (row INTEGER PRIMARY KEY, first TEXT NOT NULL);
@@ -84,14 +85,9 @@ class Journal:
         self.total = 0
         self._files: list[BinaryIO] = []
         self._ends = [0] * len(files)
-        self._lock = threading.RLock()
-        try:
-            self._db = _connect(path)
-        except sqlite3.Error as error:
-            raise ConfigError(f"the state {path}: {_explained(error)}") from None
-        found = self._db.execute("SELECT settings, total FROM run").fetchone()
-        if found is not None:
-            self.settings, self.total = msgspec.json.decode(found[0]), found[1]
+        self._db = Database(path, _SCHEMA, _APPLICATION)
+        for settings, total in self._db.all("SELECT settings, total FROM run"):
+            self.settings, self.total = msgspec.json.decode(settings), total
 
     def begin(self, settings: dict[str, Any], rows: Iterable[tuple[int, str, str | None]]) -> None:
         """Begin a run, in place of what was there.
@@ -103,7 +99,7 @@ class Journal:
         Raises:
             WeftError: the disk is full.
         """
-        with self._transaction() as db:
+        with self._db.transaction() as db:
             for table in ("run", "duplicate", "append", "done"):
                 db.execute(f"DELETE FROM {table}")
             # On disk, too, for there may be many.
@@ -139,7 +135,7 @@ class Journal:
 
     def _recover(self, file: int, path: Path) -> int:
         """The end of the last group that is whole; those after it are forgotten."""
-        appends = self._all(
+        appends = self._db.all(
             "SELECT number, end, crc FROM append WHERE file = ? ORDER BY number", file
         )
         begin = 0
@@ -162,7 +158,7 @@ class Journal:
         return begin
 
     def _forget(self, file: int, number: int) -> None:
-        with self._transaction() as db:
+        with self._db.transaction() as db:
             which = "append WHERE file = ? AND number >= ?"
             db.execute(
                 f"DELETE FROM done WHERE append IN (SELECT number FROM {which})", (file, number)
@@ -189,11 +185,11 @@ class Journal:
         Raises:
             WeftError: the disk is full, or fails.
         """
-        with self._lock:
+        with self._db.lock:
             ends = list(self._ends)
             try:
                 added = [self._write(file, answers, ends) for file in range(len(self._files))]
-                with self._transaction() as db:
+                with self._db.transaction() as db:
                     for (file, crc), rows in filter(None, added):
                         number = db.execute(
                             "INSERT INTO append (file, end, crc) VALUES (?, ?, ?)",
@@ -230,7 +226,7 @@ class Journal:
 
     def close(self) -> None:
         """Let go of the files and the state. May be called again."""
-        with self._lock:
+        with self._db.lock:
             for file in self._files:
                 file.close()
             self._files = []
@@ -241,65 +237,17 @@ class Journal:
     def counts(self) -> list[int]:
         """Rows that are done, by the file that has their answers."""
         query = "SELECT file, COUNT(*) FROM done JOIN append ON append = number GROUP BY file"
-        found = dict(self._all(query))
+        found = dict(self._db.all(query))
         return [found.get(file, 0) for file in range(len(self.paths))]
 
     def done(self, first: int, last: int) -> set[int]:
         """Which of the rows from `first` up to, without, `last` are done."""
         query = "SELECT row FROM done WHERE row >= ? AND row < ?"
-        return {row for (row,) in self._all(query, first, last)}
+        return {row for (row,) in self._db.all(query, first, last)}
 
     def duplicates(self, first: int, last: int) -> dict[int, str]:
         """Of these rows, those whose custom_id came before, and the place where that was."""
-        return dict(self._all("SELECT * FROM duplicate WHERE row >= ? AND row < ?", first, last))
-
-    def _all(self, query: str, *values: object) -> list[Any]:
-        with self._lock:
-            return self._db.execute(query, values).fetchall()
-
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._lock:
-            try:
-                self._db.execute("BEGIN IMMEDIATE")
-                yield self._db
-                self._db.execute("COMMIT")
-            except BaseException as error:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-                if isinstance(error, sqlite3.Error):
-                    raise WeftError(f"the state {self.path}: {_explained(error)}") from error
-                raise
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    db = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
-    try:
-        # Its lock is held from here to the end, and no shared memory is needed, which network
-        # file systems have not.
-        db.execute("PRAGMA locking_mode = EXCLUSIVE")
-        db.execute("BEGIN EXCLUSIVE")
-        (tables,) = db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
-        (application,) = db.execute("PRAGMA application_id").fetchone()
-        (version,) = db.execute("PRAGMA user_version").fetchone()
-        if tables and (application, version) != (_APPLICATION, _VERSION):
-            raise sqlite3.DatabaseError("it is not a batch's state")
-        if not tables:
-            for statement in _SCHEMA.split(";"):
-                db.execute(statement)
-            db.execute(f"PRAGMA application_id = {_APPLICATION}")
-            db.execute(f"PRAGMA user_version = {_VERSION}")
-        db.execute("COMMIT")
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute("PRAGMA synchronous = FULL")
-    except BaseException:
-        db.close()
-        raise
-    return db
-
-
-def _explained(error: sqlite3.Error) -> str:
-    return "another process has it" if "locked" in str(error) else str(error)
+        return dict(self._db.all("SELECT * FROM duplicate WHERE row >= ? AND row < ?", first, last))
 
 
 def _checksum(content: BinaryIO, size: int) -> int:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.batches import check_output, write_rows
 from support.checkpoints import make_checkpoint
+from support.engine import FAST, mock_config
 
 from weft.errors import ConfigError, EngineError, ModelError
 from weft.serving.api.app import build_app
@@ -230,3 +236,75 @@ async def test_an_unexpected_fault_is_that_rows_alone(caplog: pytest.LogCaptureF
     assert status == 500
     assert json.loads(body)["error"]["message"]
     assert "planted" in caplog.text
+
+
+def mock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """`run` on a mock model."""
+    config = replace(mock_config(folder, monkeypatch), prefix_caching=False)
+    return partial(run, config, ServerConfig(), runner_factory=FAST)
+
+
+def test_many_files_a_directory_and_stdin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the order of all rows, the failed ones in a file of their own; and once more, resumed."""
+    batch = mock(tmp_path, monkeypatch)
+    folder = tmp_path / "questions"
+    folder.mkdir()
+    write_rows(tmp_path / "all.jsonl", 9)
+    lines = (tmp_path / "all.jsonl").read_bytes().splitlines(keepends=True)
+    first, output, errors = tmp_path / "a.jsonl", folder / "out.jsonl", folder / "failed.jsonl"
+    first.write_bytes(b"".join(lines[:2]))
+    (folder / "c.jsonl").write_bytes(b"".join(lines[4:]) + b"nonsense\n")
+    (folder / "b.jsonl").write_bytes(b"".join(lines[2:4]))
+    sources = [first, folder, Path("-")]
+    last = b'{"prompt": []}\n'
+    options = {"errors": errors, "ordered": True, "resume": True}
+    for times in (1, 2):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(last)))
+        assert batch(sources, output, **options) == 0
+        log = capsys.readouterr().err
+        assert f"batch: reads {first}, {folder}/b.jsonl, {folder}/c.jsonl, -" in log
+        assert ("11 rows, 2 of them errors" in log) == (times == 1)
+        assert ("0 rows, 0 of them errors" in log) == (times == 2)
+        assert check_output(output, 9) == list(range(9))
+        bad, empty = (json.loads(line) for line in errors.read_text().splitlines())
+        assert "c.jsonl line 6 is not JSON" in bad["error"]["message"]
+        assert empty["error"]["message"] == "prompt is empty"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "b.jsonl",
+        "c.jsonl",
+        "failed.jsonl",
+        "out.jsonl",
+        "out.jsonl.state",
+    ]
+
+
+def test_another_input_or_other_settings_are_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = mock(tmp_path, monkeypatch)
+    source, output = write_rows(tmp_path / "in.jsonl", 3), tmp_path / "out.jsonl"
+    assert batch([source], output) == 0
+    before = output.read_bytes()
+    for options, message in (
+        ({"ordered": True}, "was begun with ordered = False, which is now True"),
+        ({"errors": tmp_path / "errors"}, "was begun with errors = False"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            batch([source], output, resume=True, **options)
+    with pytest.raises(ConfigError, match="begun with 1 input files, and now there are 2"):
+        batch([source, source], output, resume=True)
+    text = source.read_bytes()
+    source.write_bytes(text.replace(b"1", b"2"))
+    with pytest.raises(ConfigError, match=r"in\.jsonl is not what it was when .*out\.jsonl was"):
+        batch([source], output, resume=True)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"{}")))
+    with pytest.raises(ConfigError, match="stdin is not what it was"):
+        batch([Path("-")], output, resume=True)
+    assert output.read_bytes() == before
+    assert {path.name for path in tmp_path.glob("*.stdin*")} == set()
+    source.write_bytes(text)  # what it was, at another time
+    moved = source.rename(tmp_path / "moved.jsonl")
+    assert batch([moved], output, resume=True) == 0
+    assert output.read_bytes() == before

@@ -90,7 +90,7 @@ def test_each_row_is_there_once_whatever_happens(
             with closing(scene.started()) as journal:
                 left = scene.left(journal)
                 for size in groups:
-                    states.append(_copied(journal.path, Path(folder) / f"state-{len(states)}"))
+                    states.append(_copied(scene.state, Path(folder) / f"state-{len(states)}"))
                     group, left = left[:size], left[size:]
                     journal.append(answers(group, files))
                 assert sorted(scene.rows() + left) == list(range(scene.total))
@@ -173,7 +173,7 @@ def test_a_database_of_something_else_is_left_alone(tmp_path: Path) -> None:
     with closing(sqlite3.connect(path)) as db:
         db.execute("CREATE TABLE mine (x)")
     before = path.read_bytes()
-    with pytest.raises(ConfigError, match="not a batch's state"):
+    with pytest.raises(ConfigError, match="a database of something else"):
         Journal(path, [tmp_path / "out"])
     assert path.read_bytes() == before
 
