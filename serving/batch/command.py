@@ -246,13 +246,13 @@ class _Command:
         return status
 
     async def _load_and_answer(self, job: Job) -> None:
-        from weft.serving.api.app import build_app
+        from weft.serving.api.app import local_app
 
         self._api.engine = engine = await self._start()
         try:
             self._journal.open()
             with self._progress:
-                await job.run(LocalApi(build_app(self._api)).post, width(engine))
+                await job.run(LocalApi(local_app(self._api)).post, width(engine))
         finally:
             await engine.shutdown(drain=False)
 

@@ -27,6 +27,11 @@ GROUP_BYTES = 1 << 20  # of lines that make a group before that
 HELD_BYTES = 64 << 20  # of lines that wait for one before them, with `ordered`
 _BLOCK = 4096  # rows whose state is looked up at once
 
+
+class LeftOut(Exception):  # noqa: N818  # it is none
+    """Raised in the place of an answer: the row is for the next run."""
+
+
 Post = Callable[[str, bytes], Coroutine[Any, Any, tuple[int, bytes]]]
 
 
@@ -41,6 +46,7 @@ class Job:
             answers in each run, and resumed.
         ordered: write answers in the order of the rows.
         overrides: fields that every request gets, whatever it says.
+        refusal: code and message of the error that all rows get that are left, instead of answers.
         on_done: called when an answer is on the disk, with its HTTP status and its output tokens.
     """
 
@@ -53,6 +59,7 @@ class Job:
         seed: int,
         ordered: bool = False,
         overrides: dict[str, Any] | None = None,
+        refusal: tuple[str, str] | None = None,
         on_done: Callable[[int, int], None] = lambda status, tokens: None,
     ) -> None:
         self._inputs = inputs
@@ -61,6 +68,7 @@ class Job:
         self._seed = seed
         self._ordered = ordered
         self._overrides = overrides or {}
+        self._refusal = refusal
         self._on_done = on_done
         self._stopped = False
 
@@ -74,7 +82,8 @@ class Job:
         When it is cancelled or fails, what has been answered is still written.
 
         Args:
-            post: the status and the body of the answer to a path and a body.
+            post: the status and the body of the answer to a path and a body; raises `LeftOut`
+                for a row that is not to be answered now.
             workers: rows at a time.
 
         Raises:
@@ -89,7 +98,10 @@ class Job:
 
         async def work(item: tuple[int, Row]) -> None:
             turn, row = item
-            status, body, line = await self._answer(row, post)
+            try:
+                status, body, line = await self._answer(row, post)
+            except LeftOut:
+                return
             tokens = msgspec.json.decode(body, type=_Counted).usage.completion_tokens
             file = 0 if status == 200 else len(self._journal.paths) - 1
             data = msgspec.json.encode(line) + b"\n"
@@ -124,6 +136,8 @@ class Job:
             if line.index in duplicates:
                 problem = f"{line.place}: custom_id {row.id!r} is that of {duplicates[line.index]}"
                 row = replace(row, problem=problem, code="duplicate_custom_id")
+            if self._refusal is not None:
+                row = replace(row, code=self._refusal[0], problem=self._refusal[1])
             yield row
 
 

@@ -245,9 +245,10 @@ class Journal:
         query = "SELECT row FROM done WHERE row >= ? AND row < ?"
         return {row for (row,) in self._db.all(query, first, last)}
 
-    def duplicates(self, first: int, last: int) -> dict[int, str]:
+    def duplicates(self, first: int, last: int, *, most: int = -1) -> dict[int, str]:
         """Of these rows, those whose custom_id came before, and the place where that was."""
-        return dict(self._db.all("SELECT * FROM duplicate WHERE row >= ? AND row < ?", first, last))
+        query = "SELECT * FROM duplicate WHERE row >= ? AND row < ? ORDER BY row LIMIT ?"
+        return dict(self._db.all(query, first, last, most))
 
 
 def _checksum(content: BinaryIO, size: int) -> int:
