@@ -25,12 +25,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from weft.errors import EngineError, RequestError, WeftError
 from weft.serving.batch.inputs import Inputs
-from weft.serving.batch.job import Job, LeftOut
+from weft.serving.batch.job import Job, LeftOut, Post
 from weft.serving.batch.journal import Journal
 from weft.serving.batch.local import LocalApi
 from weft.serving.batch.objects import (
@@ -53,7 +54,6 @@ WINDOW = 24 * 3600  # seconds that a batch has
 PRIORITY = 2**31 - 1  # of rows: all that has another one goes first
 MAX_ERRORS = 50  # of an input file that are shown
 POLL = 0.02  # seconds between two looks at whether the engine has room
-MAX_TRIES = 3  # of a row with which the engine fails
 _EXPIRED = ("batch_expired", "the row was not run within the completion window")
 
 End = Literal["completed", "cancelled", "expired"]
@@ -244,10 +244,8 @@ class BatchService:
                 continue
             try:
                 await self._advance(batch, engine)
-            except EngineError as error:
-                if self._server.draining or engine.status != "restarting":
-                    return  # the server ends
-                logger.warning("batch %s waits: %s", batch.id, error)
+            except EngineEnded:
+                return  # and so does the server
             except WeftError as error:
                 logger.error("batch %s waits: %s", batch.id, error)
                 with suppress(TimeoutError):  # until there is room on the disk
@@ -272,7 +270,7 @@ class BatchService:
             engine: for its rows, if they are to be run.
 
         Raises:
-            EngineError: the engine has failed.
+            EngineEnded: the engine has ended.
             WeftError: the disk is full.
         """
         self._busy.add(batch.id)
@@ -379,6 +377,10 @@ class BatchService:
         self.store.update([batch], files)
 
 
+class EngineEnded(Exception):  # noqa: N818  # the server says what it is
+    """There is no engine any more, for this server."""
+
+
 class _Running:
     """The batch that is run now."""
 
@@ -406,25 +408,37 @@ class _Feeder:
     async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
         """The answer to a row.
 
-        When the engine fails and is started again, so is the row; one that it fails with again
-        and again gets the error.
+        When the engine fails and is started again, so is the row; one that it fails with once
+        more gets the error.
 
         Raises:
             LeftOut: the server ends.
-            EngineError: the engine has ended.
+            EngineEnded: the engine has ended.
         """
-        for tries_left in reversed(range(MAX_TRIES)):
-            await self._until_there_is_room()
-            try:
-                return await self._api.post(path, body)
-            except EngineError as error:
-                if self._server.draining:
-                    raise LeftOut from None
-                if self._engine.status not in ("ready", "restarting"):
-                    raise
-                if not tries_left:
-                    return describe_failure(error)
-        raise AssertionError("the last try returns")
+        from weft.serving.api.errors import describe
+
+        try:
+            return await self._when_there_is_room(self._api.post, path, body)
+        except EngineError:
+            pass  # it is started again
+        try:
+            async with self._api.alone:
+                return await self._when_there_is_room(self._api.ask, path, body)
+        except EngineError as error:
+            status, answer = describe(error)
+            return status, msgspec.json.encode(answer)
+
+    async def _when_there_is_room(self, post: Post, path: str, body: bytes) -> tuple[int, bytes]:
+        """The same; EngineError when the engine has failed, and will serve again."""
+        await self._until_there_is_room()
+        try:
+            return await post(path, body)
+        except EngineError:
+            if self._server.draining:
+                raise LeftOut from None
+            if self._engine.status not in ("ready", "restarting"):
+                raise EngineEnded from None
+            raise
 
     async def _until_there_is_room(self) -> None:
         async with self._turn:
@@ -433,13 +447,3 @@ class _Feeder:
                     raise LeftOut
                 await asyncio.sleep(POLL)
             await asyncio.sleep(0)  # the row before is now counted
-
-
-def describe_failure(error: EngineError) -> tuple[int, bytes]:
-    """The answer to a row that the engine fails with."""
-    import msgspec
-
-    from weft.serving.api.errors import describe
-
-    status, body = describe(error)
-    return status, msgspec.json.encode(body)
