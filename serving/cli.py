@@ -242,7 +242,9 @@ def chat(settings: Settings, system: str | None, **sampling: Any) -> int:
 
 
 @weft.command()
-@click.argument("source", metavar="IN.JSONL", type=click.Path(path_type=Path))
+@click.argument(
+    "sources", metavar="IN...", nargs=-1, required=True, type=click.Path(path_type=Path)
+)
 @click.option(
     "-o",
     "--output",
@@ -251,24 +253,44 @@ def chat(settings: Settings, system: str | None, **sampling: Any) -> int:
     type=click.Path(path_type=Path),
     help="file for the answers, a line each",
 )
+@click.option(
+    "--errors",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="file for the lines of rows that failed; else they are in the output, too",
+)
+@click.option(
+    "--state",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="file that says what is done  [default: OUT.JSONL.state]",
+)
+@click.option(
+    "--ordered", is_flag=True, help="write answers in the rows' order, not as they finish"
+)
 @click.option("--overwrite", is_flag=True, help="replace the output if there is one")
 @click.option("--resume", is_flag=True, help="do what an interrupted run has left")
 @takes(EngineConfig)
-def batch(settings: Settings, source: Path, output: Path, overwrite: bool, resume: bool) -> int:
-    """Answer every line of a file.
+def batch(settings: Settings, **options: Any) -> int:
+    """Answer every line of files, each exactly once.
 
-    A line is a request of OpenAI's batch format (custom_id, method, url, body), or simply
-    {"prompt": "..."} or {"messages": [...]} with sampling fields beside it. A line that
+    IN is a JSONL file, a directory (every *.jsonl in it) or - for stdin; several are read one
+    after the other. A line is a request of OpenAI's batch format (custom_id, method, url, body),
+    or simply {"prompt": "..."} or {"messages": [...]} with sampling fields beside it. A line that
     cannot be answered becomes a line that says why.
+
+    What ends a run, be it kill -9 or a full disk, loses at most the rows of its last second:
+    --resume does them again, and leaves alone what is done.
 
     \b
     weft batch questions.jsonl -o answers.jsonl
     weft batch questions.jsonl -o answers.jsonl --resume
+    weft batch monday/ tuesday.jsonl -o answers.jsonl --errors failed.jsonl --ordered
+    zcat questions.jsonl.gz | weft batch - -o answers.jsonl
     """
-    from weft.serving.batch import run
+    from weft.serving.batch.command import run
 
-    engine, server = settings.build(EngineConfig), settings.build(ServerConfig)
-    return run(engine, server, source, output, overwrite=overwrite, resume=resume)
+    return run(settings.build(EngineConfig), settings.build(ServerConfig), **options)
 
 
 @weft.command("eval")

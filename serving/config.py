@@ -255,6 +255,10 @@ class ServerConfig:
     restart: Annotated[
         bool, Help("start an engine that fails again, and answer 503 until it serves")
     ] = False
+    state_dir: Annotated[
+        str | None,
+        Help("folder of uploaded files and batches, which go on at the next start; else temporary"),
+    ] = None
 
     def __post_init__(self) -> None:
         check(self)

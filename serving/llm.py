@@ -6,7 +6,7 @@ prompts keeps the engine full (see window.py), and the answers come back in
 the order of the prompts.
 
 Does not handle: calls from the engine's own event loop; one prompt that cannot
-be served fails the whole list before anything runs (batch.py is the way to
+be served fails the whole list before anything runs (`weft batch` is the way to
 have it fail alone).
 """
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
-from weft.serving.api import chat, completions, documentation, errors, health, models
+from weft.serving.api import (
+    batches,
+    chat,
+    completions,
+    documentation,
+    errors,
+    files,
+    health,
+    models,
+)
 from weft.serving.api.limits import BodyLimits
 from weft.serving.api.state import ServerState
 from weft.version import __version__
@@ -12,6 +21,16 @@ from weft.version import __version__
 
 def build_app(state: ServerState) -> FastAPI:
     """The application; `state.engine` may be set later, until then requests get a 503."""
+    app = local_app(state)
+    for routes in (files, batches, models, health):
+        app.include_router(routes.router)
+    app.add_middleware(BodyLimits)
+    documentation.install(app)
+    return app
+
+
+def local_app(state: ServerState) -> FastAPI:
+    """What answers requests, without what guards a socket: for the rows of batches."""
     app = FastAPI(
         title="weft",
         version=__version__,
@@ -20,9 +39,7 @@ def build_app(state: ServerState) -> FastAPI:
         redoc_url=None,
     )
     app.state.server = state
-    for routes in (completions, chat, models, health):
+    for routes in (completions, chat):
         app.include_router(routes.router)
-    app.add_middleware(BodyLimits)
     errors.install(app)
-    documentation.install(app)
     return app

@@ -10,6 +10,7 @@ from fastapi.openapi.utils import get_openapi
 
 from weft.serving.api import responses
 from weft.serving.api.errors import ErrorResponse
+from weft.serving.batch import objects
 
 _REF = "#/components/schemas/{name}"
 _STRUCTS = (
@@ -20,6 +21,11 @@ _STRUCTS = (
     responses.ModelList,
     responses.Status,
     responses.Version,
+    objects.FileObject,
+    objects.FileList,
+    objects.FileDeleted,
+    objects.BatchObject,
+    objects.BatchList,
     ErrorResponse,
 )
 

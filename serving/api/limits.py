@@ -1,4 +1,4 @@
-"""Bodies that are too large, or not JSON, are refused before they are read."""
+"""Bodies that are too large, or of another kind, are refused before they are read."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ from weft.serving.api.errors import error_response
 MAX_BODY = 32 * 1024 * 1024  # bytes; a prompt of a million tokens takes about five
 
 
+MAX_UPLOAD = 2 * 1024 * 1024 * 1024  # bytes; it goes to the disk
+_JSON = "application/json"
+
+
 class BodyLimits:
-    """ASGI middleware: 413 for a body above `MAX_BODY`, 415 for one that is not JSON."""
+    """ASGI middleware: 413 for a body that is too large, 415 for one of another kind.
+
+    That is JSON of `MAX_BODY`, and for files a form of `MAX_UPLOAD`.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -22,25 +29,23 @@ class BodyLimits:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        kind = headers.get("content-type", "")
-        if kind.partition(";")[0].strip().lower() != "application/json":
-            message = f"the content type is {kind!r}; send application/json"
+        upload = scope["path"] == "/v1/files"
+        wanted, most = ("multipart/form-data", MAX_UPLOAD) if upload else (_JSON, MAX_BODY)
+        kind, length = headers.get("content-type", ""), headers.get("content-length", "0")
+        empty = length == "0" and "transfer-encoding" not in headers
+        if kind.partition(";")[0].strip().lower() != wanted and (kind or not empty):
+            message = f"the content type is {kind!r}; send {wanted}"
             await error_response(415, message)(scope, receive, send)
             return
-        length = headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > MAX_BODY:
-            await _too_large(scope, receive, send)
+        if not length.isdecimal() or int(length) > most:
+            # Closing spares reading the rest.
+            response = error_response(413, _too_large(most), headers={"connection": "close"})
+            await response(scope, receive, send)
             return
-        await self._app(scope, _counted(receive), send)
+        await self._app(scope, _counted(receive, most), send)
 
 
-async def _too_large(scope: Scope, receive: Receive, send: Send) -> None:
-    # Closing spares reading the rest.
-    response = error_response(413, _MESSAGE, headers={"connection": "close"})
-    await response(scope, receive, send)
-
-
-def _counted(receive: Receive) -> Receive:
+def _counted(receive: Receive, most: int) -> Receive:
     """The same channel, which raises once a body without a length gets too large."""
     size = 0
 
@@ -48,11 +53,12 @@ def _counted(receive: Receive) -> Receive:
         nonlocal size
         message = await receive()
         size += len(message.get("body", b""))
-        if size > MAX_BODY:
-            raise HTTPException(413, _MESSAGE, headers={"connection": "close"})
+        if size > most:
+            raise HTTPException(413, _too_large(most), headers={"connection": "close"})
         return message
 
     return counting
 
 
-_MESSAGE = f"the body is too large; at most {MAX_BODY} bytes"
+def _too_large(most: int) -> str:
+    return f"the body is too large; at most {most} bytes"

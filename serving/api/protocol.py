@@ -18,12 +18,14 @@ from weft.serving.api.errors import describe
 
 MAX_HEAD = 64 * 1024  # bytes of request line and headers, up to one read of the socket more
 ARRIVAL_TIMEOUT = 60.0  # seconds for a request to arrive whole
+ARRIVAL_BYTES = 1024 * 1024  # of a body that, come in that time, give it as long again
 
 
 class BoundedProtocol(HttpToolsProtocol):
     """431 for a head that is too large, 408 for a request that does not arrive."""
 
     _head_bytes = 0
+    _new_bytes = 0  # since the time to arrive was last given
     _arrival: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -36,6 +38,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
+        self._new_bytes += len(data)
         super().data_received(data)
         if self._head_bytes > MAX_HEAD and not self.transport.is_closing():
             self._refuse(431, f"the request's head is too large; at most {MAX_HEAD} bytes")
@@ -55,6 +58,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _await_arrival(self) -> None:
         self._arrived()
+        self._new_bytes = 0
         self._arrival = self.loop.call_later(ARRIVAL_TIMEOUT, self._too_slow)
 
     def _arrived(self) -> None:
@@ -63,7 +67,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self._arrival = None
 
     def _too_slow(self) -> None:
-        if self._head_bytes == 0:  # an idle connection: nobody waits for an answer
+        if self._head_bytes < 0 and self._new_bytes >= ARRIVAL_BYTES:
+            self._await_arrival()  # a large file
+        elif self._head_bytes == 0:  # an idle connection: nobody waits for an answer
             self.transport.close()
         elif not self.transport.is_closing():
             self._refuse(408, f"the request did not arrive within {ARRIVAL_TIMEOUT:g} seconds")

@@ -110,10 +110,13 @@ class _Server:
         try:
             if await self._loaded(loading):
                 state.engine = engine = loading.result()
+                state.batches.start(engine)
                 print(f"weft serves {state.model} at {self._url()}", file=sys.stderr)
                 await self._watch(engine)
+                state.batches.drain()
                 await self._drain(engine)
         finally:
+            await state.batches.close()
             server.should_exit = True
             server.force_exit = self._abort.is_set()
             await http
@@ -124,6 +127,7 @@ class _Server:
         from weft.serving.api.state import ServerState
 
         state = ServerState.of(self._engine_config, self._server_config)
+        state.batches.open()
         return state, HttpServer(state)
 
     def _on_signal(self) -> None:

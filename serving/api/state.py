@@ -10,6 +10,7 @@ from fastapi import Depends, Request
 
 from weft.errors import EngineError, RequestError
 from weft.serving.api.responses import now
+from weft.serving.batch.service import BatchService
 from weft.serving.config import EngineConfig, ServerConfig
 from weft.serving.metrics import Metrics
 
@@ -26,22 +27,28 @@ class ServerState:
         engine: None while it loads.
         draining: the server has been told to end; what runs may finish, nothing new begins.
         created: seconds since 1970 at the server's start.
+        state_dir: folder of files and batches; None for a temporary one.
+        batches: files and batches.
     """
 
     model: str
     engine: AsyncEngine | None = None
     draining: bool = False
     created: int = field(default_factory=now)
+    state_dir: Path | None = None
     metrics: Metrics = field(init=False)
+    batches: BatchService = field(init=False)
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(lambda: self.engine, self.model)
+        self.batches = BatchService(self, self.state_dir)
 
     @classmethod
     def of(cls, engine_config: EngineConfig, server_config: ServerConfig) -> ServerState:
         """The state of a server whose engine is still to come."""
         name = server_config.served_model_name or Path(engine_config.model).resolve().name
-        return cls(model=name)
+        folder = server_config.state_dir
+        return cls(model=name, state_dir=None if folder is None else Path(folder))
 
     @property
     def status(self) -> str:

@@ -158,7 +158,7 @@ def _arguments(model: Path, loader: str | None, settings: dict[str, Any]) -> lis
     if loader is None:
         flags = [_flag(name, value) for name, value in settings.items()]
         return ["-m", "weft", "serve", str(model), *flags]
-    of_server = {"port", "drain_timeout", "restart"} & settings.keys()
+    of_server = {"port", "drain_timeout", "restart", "state_dir"} & settings.keys()
     server = {name: settings[name] for name in of_server}
     engine = {name: settings[name] for name in settings.keys() - of_server} | {"model": str(model)}
     configs = [msgspec.json.encode(config).decode() for config in (engine, server)]

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.batches import check_output, write_rows
 from support.checkpoints import make_checkpoint
+from support.engine import FAST, mock_config
 
-from weft.errors import ConfigError, EngineError, ModelError, WeftError
+from weft.errors import ConfigError, EngineError, ModelError
 from weft.serving.api.app import build_app
 from weft.serving.api.state import ServerState
-from weft.serving.batch import LocalApi, run
-from weft.serving.batch_file import Output
+from weft.serving.batch.command import run
+from weft.serving.batch.local import LocalApi
 from weft.serving.config import EngineConfig, ServerConfig
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -100,7 +106,7 @@ def test_mixed_file_and_resumption(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     output = tmp_path / "out.jsonl"
-    assert run(engine_config, ServerConfig(), source, output) == 0
+    assert run(engine_config, ServerConfig(), [source], output) == 0
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith(f"batch: {len(LINES)} rows, {len(LINES) - 6} of them errors, ")
@@ -113,13 +119,10 @@ def test_mixed_file_and_resumption(
             assert message in str(error_of(line))
     check_shapes(lines)
 
-    # Killed after nine lines and a half.
-    whole = output.read_bytes()
-    kept = b"".join(whole.splitlines(keepends=True)[:9])
-    output.write_bytes(whole[: len(kept) + 20])
-    assert run(engine_config, ServerConfig(), source, output, resume=True) == 0
-    assert output.read_bytes().startswith(kept)
-    assert "; 9 rows were done before" in capsys.readouterr().err
+    # The end of it is lost, in the middle of a line.
+    output.write_bytes(output.read_bytes()[:-9])
+    assert run(engine_config, ServerConfig(), [source], output, resume=True) == 0
+    assert "rows are no longer in the output" in capsys.readouterr().err
     resumed = read(output)
     assert [error_of(line) for line in resumed.values()] == [error_of(x) for x in lines.values()]
     assert resumed[3] | {"usage": None} == lines[3] | {"usage": None}
@@ -127,7 +130,8 @@ def test_mixed_file_and_resumption(
     # Nothing is left to do: not even the model is loaded.
     before = output.read_bytes()
     nowhere = EngineConfig(model="nowhere")
-    assert run(nowhere, ServerConfig(), source, output, resume=True) == 0
+    named = ServerConfig(served_model_name="tiny")
+    assert run(nowhere, named, [source], output, resume=True) == 0
     assert output.read_bytes() == before
 
 
@@ -153,62 +157,55 @@ def test_an_output_is_not_overwritten_by_accident(source: Path, tmp_path: Path) 
     config = EngineConfig(model="nowhere")
     for options, message in (
         ({}, "exists; --resume goes on with it, --overwrite replaces it"),
-        ({"resume": True}, "--resume: line 1 of .* is not of a batch's output"),
+        ({"resume": True}, "nothing in .*out.jsonl.state says what of it is done"),
         ({"resume": True, "overwrite": True}, "contradict"),
     ):
         with pytest.raises(ConfigError, match=message):
-            run(config, ServerConfig(), source, output, **options)
+            run(config, ServerConfig(), [source], output, **options)
     with pytest.raises(ConfigError, match="is the input"):
-        run(config, ServerConfig(), output, output, overwrite=True)
+        run(config, ServerConfig(), [output], output, overwrite=True)
     assert output.read_text() == "precious\n"
 
 
 def test_files_that_cannot_be_used(source: Path, tmp_path: Path) -> None:
     config = EngineConfig(model="nowhere")
     with pytest.raises(ConfigError, match="No such file or directory"):
-        run(config, ServerConfig(), tmp_path / "nowhere", tmp_path / "out")
+        run(config, ServerConfig(), [tmp_path / "nowhere"], tmp_path / "out")
     with pytest.raises(ConfigError, match=r"--output .*it must be a file"):
-        run(config, ServerConfig(), source, tmp_path, overwrite=True)
+        run(config, ServerConfig(), [source], tmp_path, overwrite=True)
     output = tmp_path / "out"
     output.write_text("")
     with pytest.raises(ConfigError, match="No such file or directory"):
-        run(config, ServerConfig(), tmp_path / "nowhere", output, overwrite=True)
+        run(config, ServerConfig(), [tmp_path / "nowhere"], output, overwrite=True)
     with pytest.raises(ConfigError, match="/dev/null is not a regular file"):
-        run(config, ServerConfig(), Path("/dev/null"), output, overwrite=True)
-    with pytest.raises(ConfigError, match="--resume: /dev/null: Invalid argument"):
-        run(config, ServerConfig(), source, Path("/dev/null"), resume=True)
+        run(config, ServerConfig(), [Path("/dev/null")], output, overwrite=True)
+    with pytest.raises(ConfigError, match="--output /dev/null: it must be a file"):
+        run(config, ServerConfig(), [source], Path("/dev/null"), resume=True)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"empty has no file that ends in \.jsonl"):
+        run(config, ServerConfig(), [tmp_path / "empty"], output, overwrite=True)
+    with pytest.raises(ConfigError, match="must be different files"):
+        run(config, ServerConfig(), [source], output, errors=output, overwrite=True)
+    state = tmp_path / "notes"
+    state.write_text("These are my notes, which are older than SQLite.\n" * 99)
+    with pytest.raises(ConfigError, match=r"the state .*notes: file is not a database"):
+        run(config, ServerConfig(), [source], output, state=state, overwrite=True)
+    assert output.read_text() == ""
 
 
 def test_an_empty_file_has_an_empty_answer(tmp_path: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n")
     output.write_text("old\n")
-    assert run(EngineConfig(model="nowhere"), ServerConfig(), source, output, overwrite=True) == 0
+    assert run(EngineConfig(model="nowhere"), ServerConfig(), [source], output, overwrite=True) == 0
     assert output.read_text() == ""
 
 
 def test_a_model_that_cannot_be_loaded_leaves_no_empty_output(source: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     with pytest.raises(ModelError, match="no checkpoint"):
-        run(EngineConfig(model="nowhere"), ServerConfig(), source, output)
+        run(EngineConfig(model="nowhere"), ServerConfig(), [source], output)
     assert not output.exists(), "it would stop the next try"
-
-
-def test_overwrite_starts_anew(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-    path.write_text("old\n")
-    with Output(path, overwrite=True) as output:
-        output.write({"index": 0})
-    assert path.read_text() == '{"index":0}\n'
-
-
-def test_a_full_disk_says_how_to_go_on() -> None:
-    output = Output(Path("/dev/full"), overwrite=True)
-    with (
-        output,
-        pytest.raises(WeftError, match="No space left on device; run again with --resume"),
-    ):
-        output.write({"index": 0})
 
 
 async def test_an_engine_that_is_gone_ends_the_run() -> None:
@@ -220,11 +217,10 @@ async def test_an_engine_that_is_gone_ends_the_run() -> None:
 def test_a_row_samples_the_same_in_every_run(engine_config: EngineConfig, tmp_path: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text((json.dumps({"prompt": "one two", "max_tokens": 16}) + "\n") * 4)
-    run(engine_config, ServerConfig(), source, output)
+    run(engine_config, ServerConfig(), [source], output)
     lines = read(output)
     assert len({line["text"] for line in lines.values()}) == 4
-    output.write_text(json.dumps(lines[0]) + "\n")
-    run(engine_config, ServerConfig(), source, output, resume=True)
+    run(engine_config, ServerConfig(), [source], output, overwrite=True)
     assert [x["text"] for x in read(output).values()] == [x["text"] for x in lines.values()]
 
 
@@ -240,3 +236,75 @@ async def test_an_unexpected_fault_is_that_rows_alone(caplog: pytest.LogCaptureF
     assert status == 500
     assert json.loads(body)["error"]["message"]
     assert "planted" in caplog.text
+
+
+def mock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """`run` on a mock model."""
+    config = replace(mock_config(folder, monkeypatch), prefix_caching=False)
+    return partial(run, config, ServerConfig(), runner_factory=FAST)
+
+
+def test_many_files_a_directory_and_stdin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the order of all rows, the failed ones in a file of their own; and once more, resumed."""
+    batch = mock(tmp_path, monkeypatch)
+    folder = tmp_path / "questions"
+    folder.mkdir()
+    write_rows(tmp_path / "all.jsonl", 9)
+    lines = (tmp_path / "all.jsonl").read_bytes().splitlines(keepends=True)
+    first, output, errors = tmp_path / "a.jsonl", folder / "out.jsonl", folder / "failed.jsonl"
+    first.write_bytes(b"".join(lines[:2]))
+    (folder / "c.jsonl").write_bytes(b"".join(lines[4:]) + b"nonsense\n")
+    (folder / "b.jsonl").write_bytes(b"".join(lines[2:4]))
+    sources = [first, folder, Path("-")]
+    last = b'{"prompt": []}\n'
+    options = {"errors": errors, "ordered": True, "resume": True}
+    for times in (1, 2):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(last)))
+        assert batch(sources, output, **options) == 0
+        log = capsys.readouterr().err
+        assert f"batch: reads {first}, {folder}/b.jsonl, {folder}/c.jsonl, -" in log
+        assert ("11 rows, 2 of them errors" in log) == (times == 1)
+        assert ("0 rows, 0 of them errors" in log) == (times == 2)
+        assert check_output(output, 9) == list(range(9))
+        bad, empty = (json.loads(line) for line in errors.read_text().splitlines())
+        assert "c.jsonl line 6 is not JSON" in bad["error"]["message"]
+        assert empty["error"]["message"] == "prompt is empty"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "b.jsonl",
+        "c.jsonl",
+        "failed.jsonl",
+        "out.jsonl",
+        "out.jsonl.state",
+    ]
+
+
+def test_another_input_or_other_settings_are_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = mock(tmp_path, monkeypatch)
+    source, output = write_rows(tmp_path / "in.jsonl", 3), tmp_path / "out.jsonl"
+    assert batch([source], output) == 0
+    before = output.read_bytes()
+    for options, message in (
+        ({"ordered": True}, "was begun with ordered = False, which is now True"),
+        ({"errors": tmp_path / "errors"}, "was begun with errors = False"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            batch([source], output, resume=True, **options)
+    with pytest.raises(ConfigError, match="begun with 1 input files, and now there are 2"):
+        batch([source, source], output, resume=True)
+    text = source.read_bytes()
+    source.write_bytes(text.replace(b"1", b"2"))
+    with pytest.raises(ConfigError, match=r"in\.jsonl is not what it was when .*out\.jsonl was"):
+        batch([source], output, resume=True)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"{}")))
+    with pytest.raises(ConfigError, match="stdin is not what it was"):
+        batch([Path("-")], output, resume=True)
+    assert output.read_bytes() == before
+    assert {path.name for path in tmp_path.glob("*.stdin*")} == set()
+    source.write_bytes(text)  # what it was, at another time
+    moved = source.rename(tmp_path / "moved.jsonl")
+    assert batch([moved], output, resume=True) == 0
+    assert output.read_bytes() == before

@@ -1,0 +1,86 @@
+"""/v1/batches: files of requests, answered beside other requests, each row once."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from fastapi import APIRouter, Query, Response
+from pydantic import Field
+
+from weft.errors import RequestError
+from weft.serving.api.documentation import returns
+from weft.serving.api.schemas import Body
+from weft.serving.api.state import State
+from weft.serving.batch.objects import BatchList, BatchObject, new_id, now
+from weft.serving.batch.service import WINDOW
+
+router = APIRouter()
+
+Key = Annotated[str, Field(max_length=64)]
+Text = Annotated[str, Field(max_length=512)]
+
+
+class BatchRequest(Body):
+    """POST /v1/batches: every line of a file is a request to the endpoint."""
+
+    input_file_id: str
+    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    completion_window: Literal["24h"]
+    metadata: Annotated[dict[Key, Text], Field(max_length=16)] | None = None
+
+
+@router.post("/v1/batches", **returns(BatchObject))
+async def create_batch(body: BatchRequest, state: State) -> Response:
+    """Have a file answered; whether it can be is in the batch's status a little later."""
+    service = state.batches
+    try:
+        purpose = service.store.file(body.input_file_id).purpose
+    except RequestError as error:
+        raise RequestError(error.message, param="input_file_id") from None
+    if purpose != "batch":
+        message = f"file {body.input_file_id} has the purpose {purpose!r}; it must be 'batch'"
+        raise RequestError(message, param="input_file_id")
+    created = now()
+    batch = BatchObject(
+        id=new_id("batch_"),
+        endpoint=body.endpoint,
+        input_file_id=body.input_file_id,
+        completion_window=body.completion_window,
+        created_at=created,
+        expires_at=created + WINDOW,
+        metadata=body.metadata,
+    )
+    await service.create(batch)
+    return _json(batch)
+
+
+@router.get("/v1/batches", **returns(BatchList))
+async def list_batches(
+    state: State,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+) -> Response:
+    """Batches, the newest first."""
+    service = state.batches
+    batches = service.store.batches(after=after, limit=limit)
+    page = BatchList([service.shown(batch) for batch in batches[:limit]], len(batches) > limit)
+    if page.data:
+        page.first_id, page.last_id = page.data[0].id, page.data[-1].id
+    return _json(page)
+
+
+@router.get("/v1/batches/{batch_id}", **returns(BatchObject))
+async def retrieve_batch(batch_id: str, state: State) -> Response:
+    """One batch by its id, with how many of its rows are done."""
+    return _json(state.batches.shown(state.batches.store.batch(batch_id)))
+
+
+@router.post("/v1/batches/{batch_id}/cancel", **returns(BatchObject))
+async def cancel_batch(batch_id: str, state: State) -> Response:
+    """End a batch; the answers that it has are in its output file."""
+    return _json(await state.batches.cancel(batch_id))
+
+
+def _json(body: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")

@@ -1,0 +1,143 @@
+"""/v1/files: what batches read and write."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Literal
+
+import msgspec
+from fastapi import APIRouter, Query, Request, Response
+from starlette.datastructures import UploadFile
+from starlette.responses import FileResponse
+
+from weft.errors import RequestError
+from weft.serving.api.documentation import returns
+from weft.serving.api.state import State
+from weft.serving.batch.objects import FileDeleted, FileList, FileObject, new_id, now
+
+MAX_LISTED = 10_000
+INSUFFICIENT_STORAGE = 507
+
+router = APIRouter()
+
+_FORM: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["file", "purpose"],
+                    "properties": {
+                        "file": {"type": "string", "format": "binary"},
+                        "purpose": {"type": "string", "enum": ["batch"]},
+                    },
+                }
+            }
+        },
+    }
+}
+
+
+@router.post("/v1/files", **returns(FileObject), openapi_extra=_FORM)
+async def create_file(request: Request, state: State) -> Response:
+    """Upload a file of requests; it is on the disk when this answers."""
+    store = state.batches.store
+    try:
+        # Of a file no more than a mebibyte is in memory; the rest is in one without a name.
+        async with request.form(max_files=1, max_fields=8) as form:
+            file = _checked(dict(form))
+            id = new_id("file-")
+            path = store.upload_path(id)
+            size = await asyncio.to_thread(_keep, file.file, path)
+            name = Path(file.filename or "").name or "file.jsonl"
+            kept = FileObject(id, size, name, "batch", now())
+            await asyncio.to_thread(store.add_file, kept, path)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        message = "the server's disk is full"
+        raise RequestError(message, param="file", status=INSUFFICIENT_STORAGE) from None
+    return _json(kept)
+
+
+def _checked(form: dict[str, Any]) -> UploadFile:
+    for name in form:
+        if name not in ("file", "purpose"):
+            raise RequestError(
+                f"{name} is not a field that this server knows",
+                param=name,
+                code="unknown_parameter",
+            )
+    for name in ("file", "purpose"):
+        if name not in form:
+            raise RequestError(f"{name} is missing", param=name, code="missing_parameter")
+    file, purpose = form["file"], form["purpose"]
+    if purpose != "batch":
+        shown = purpose[:80] if isinstance(purpose, str) else "a file"
+        raise RequestError(
+            f"purpose is {shown!r}; this server takes 'batch'",
+            param="purpose",
+            code="unsupported_value",
+        )
+    if not isinstance(file, UploadFile):
+        raise RequestError("file is not a file", param="file")
+    return file
+
+
+def _keep(source: BinaryIO, path: Path) -> int:
+    """Copy an upload to where it stays; its size in bytes."""
+    try:
+        with path.open("xb") as file:
+            shutil.copyfileobj(source, file, 1 << 20)
+            file.flush()
+            os.fsync(file.fileno())
+            return file.tell()
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+
+
+@router.get("/v1/files", **returns(FileList))
+async def list_files(
+    state: State,
+    purpose: str | None = None,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = MAX_LISTED,
+    order: Literal["asc", "desc"] = "desc",
+) -> Response:
+    """Uploaded files, and those that batches have made."""
+    files = state.batches.store.files(
+        purpose=purpose, after=after, limit=limit, newest_first=order == "desc"
+    )
+    page = files[:limit]
+    first, last = (page[0].id, page[-1].id) if page else ("", "")
+    return _json(FileList(page, len(files) > limit, first, last))
+
+
+@router.get("/v1/files/{file_id}", **returns(FileObject))
+async def retrieve_file(file_id: str, state: State) -> Response:
+    """One file by its id."""
+    return _json(state.batches.store.file(file_id))
+
+
+@router.get("/v1/files/{file_id}/content", **returns(None, media_type="application/octet-stream"))
+async def file_content(file_id: str, state: State) -> Response:
+    """What is in a file."""
+    path = state.batches.store.content(file_id)
+    return FileResponse(path, media_type="application/octet-stream")
+
+
+@router.delete("/v1/files/{file_id}", **returns(FileDeleted))
+async def delete_file(file_id: str, state: State) -> Response:
+    """Remove a file, unless a batch is still to read it."""
+    await asyncio.to_thread(state.batches.store.delete_file, file_id)
+    return _json(FileDeleted(file_id))
+
+
+def _json(body: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")

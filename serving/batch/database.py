@@ -1,0 +1,93 @@
+"""A SQLite file that one process has at a time, and whose every change is on the disk."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from weft.errors import ConfigError, WeftError
+
+_VERSION = 1  # of the schemas
+
+
+class Database:
+    """The file, locked until `close` or the end of the process. Any thread may call.
+
+    Args:
+        path: it is made if need be.
+        schema: statements that make its tables.
+        application: a number that is in its head, by which it is known.
+
+    Attributes:
+        lock: taken by every call here; for changes that belong together with others.
+
+    Raises:
+        ConfigError: it cannot be opened, is of something else, or another process has it.
+    """
+
+    def __init__(self, path: Path, schema: str, application: int) -> None:
+        self.path = path
+        self.lock = threading.RLock()
+        try:
+            self._db = _connect(path, schema, application)
+        except sqlite3.Error as error:
+            raise ConfigError(f"the state {path}: {_explained(error)}") from None
+
+    def all(self, query: str, *values: object) -> list[Any]:
+        """The rows that a query finds."""
+        with self.lock:
+            return self._db.execute(query, values).fetchall()
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """All of what is done within it, or nothing; WeftError when the disk is full, or fails."""
+        with self.lock:
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                yield self._db
+                self._db.execute("COMMIT")
+            except BaseException as error:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                if isinstance(error, sqlite3.Error):
+                    raise WeftError(f"the state {self.path}: {_explained(error)}") from error
+                raise
+
+    def close(self) -> None:
+        """Let go of it. May be called again."""
+        with self.lock:
+            self._db.close()
+
+
+def _connect(path: Path, schema: str, application: int) -> sqlite3.Connection:
+    db = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
+    try:
+        # The lock is held from here to the end, and no shared memory is needed, which network
+        # file systems have not.
+        db.execute("PRAGMA locking_mode = EXCLUSIVE")
+        db.execute("BEGIN EXCLUSIVE")
+        (tables,) = db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
+        (found,) = db.execute("PRAGMA application_id").fetchone()
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        if tables and (found, version) != (application, _VERSION):
+            raise sqlite3.DatabaseError("it is a database of something else")
+        if not tables:
+            for statement in schema.split(";"):
+                db.execute(statement)
+            db.execute(f"PRAGMA application_id = {application}")
+            db.execute(f"PRAGMA user_version = {_VERSION}")
+        db.execute("COMMIT")
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = FULL")
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _explained(error: sqlite3.Error) -> str:
+    return "another process has it" if "locked" in str(error) else str(error)

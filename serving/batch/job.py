@@ -1,0 +1,257 @@
+"""One run over the rows of a batch that are left, with the engine full throughout.
+
+A row is a request of the HTTP API without the socket: its body goes to the same
+routes, so it is checked, answered and refused in the same words. Lines are read
+as the engine has room for them (see window.py), and answers are on the disk
+within a second (see journal.py), so memory does not grow with the batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from weft.serving.batch.inputs import Inputs
+from weft.serving.batch.journal import Answer, Journal
+from weft.serving.batch.rows import Row, answered, parse, refused
+from weft.serving.window import for_each
+
+GROUP_SECONDS = 1.0  # that an answer waits at most until it is on the disk
+GROUP_BYTES = 1 << 20  # of lines that make a group before that
+HELD_BYTES = 64 << 20  # of lines that wait for one before them, with `ordered`
+_BLOCK = 4096  # rows whose state is looked up at once
+
+
+class LeftOut(Exception):  # noqa: N818  # it is none
+    """Raised in the place of an answer: the row is for the next run."""
+
+
+Post = Callable[[str, bytes], Coroutine[Any, Any, tuple[int, bytes]]]
+
+
+class Job:
+    """The rows of a batch and where their answers go.
+
+    Args:
+        inputs: the rows.
+        journal: begun, and open. Of its files the first is for answers; the last for errors.
+        model: that answers rows which name none.
+        seed: of the first row that brings none; the others' follow, so that a file has the same
+            answers in each run, and resumed.
+        ordered: write answers in the order of the rows.
+        overrides: fields that every request gets, whatever it says.
+        refusal: code and message of the error that all rows get that are left, instead of answers.
+        on_done: called when an answer is on the disk, with its HTTP status and its output tokens.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        journal: Journal,
+        *,
+        model: str,
+        seed: int,
+        ordered: bool = False,
+        overrides: dict[str, Any] | None = None,
+        refusal: tuple[str, str] | None = None,
+        on_done: Callable[[int, int], None] = lambda status, tokens: None,
+    ) -> None:
+        self._inputs = inputs
+        self._journal = journal
+        self._model = model
+        self._seed = seed
+        self._ordered = ordered
+        self._overrides = overrides or {}
+        self._refusal = refusal
+        self._on_done = on_done
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Begin no more rows; `run` returns when those that have begun are done."""
+        self._stopped = True
+
+    async def run(self, post: Post, workers: int) -> None:
+        """Answer every row that is not done.
+
+        When it is cancelled or fails, what has been answered is still written.
+
+        Args:
+            post: the status and the body of the answer to a path and a body; raises `LeftOut`
+                for a row that is not to be answered now.
+            workers: rows at a time.
+
+        Raises:
+            WeftError: the answers cannot be written.
+        """
+        rows = enumerate(self._rows())
+        first = await asyncio.to_thread(next, rows, None)  # it may be far into the file
+        if first is None:
+            return
+        writer = _Writer(self._journal, ordered=self._ordered, on_done=self._on_done)
+        writing = asyncio.create_task(writer.run())
+
+        async def work(item: tuple[int, Row]) -> None:
+            turn, row = item
+            try:
+                status, body, line = await self._answer(row, post)
+            except LeftOut:
+                return
+            tokens = msgspec.json.decode(body, type=_Counted).usage.completion_tokens
+            file = 0 if status == 200 else len(self._journal.paths) - 1
+            data = msgspec.json.encode(line) + b"\n"
+            await writer.add(turn, _Line(Answer(row.index, file, data), status, tokens))
+
+        try:
+            await for_each(_chained(first, rows), work, workers=workers)
+        finally:
+            writer.close()
+            await writing
+
+    async def _answer(self, row: Row, post: Post) -> tuple[int, bytes, dict[str, Any]]:
+        if row.problem is not None:
+            return 400, b"{}", refused(row)
+        request = {"seed": self._seed + row.index} | row.body | self._overrides
+        status, body = await post(row.url, msgspec.json.encode(request))
+        return status, body, answered(row, status, body)
+
+    def _rows(self) -> Iterator[Row]:
+        """The rows that are not done. No row of a block has begun when its state is looked up."""
+        block_end, done, duplicates = 0, set[int](), dict[int, str]()
+        for line in self._inputs:
+            if self._stopped:
+                return
+            if line.index >= block_end:
+                block = line.index, line.index + _BLOCK
+                done, duplicates = self._journal.done(*block), self._journal.duplicates(*block)
+                block_end = line.index + _BLOCK
+            if line.index in done:
+                continue
+            row = parse(line, self._model)
+            if line.index in duplicates:
+                problem = f"{line.place}: custom_id {row.id!r} is that of {duplicates[line.index]}"
+                row = replace(row, problem=problem, code="duplicate_custom_id")
+            if self._refusal is not None:
+                row = replace(row, code=self._refusal[0], problem=self._refusal[1])
+            yield row
+
+
+class _Line(msgspec.Struct):
+    """A line of output with the answer's HTTP status and output tokens."""
+
+    answer: Answer
+    status: int
+    tokens: int
+
+
+class _Writer:
+    """Gathers lines, and has the journal write them in groups, in a thread."""
+
+    def __init__(
+        self, journal: Journal, *, ordered: bool, on_done: Callable[[int, int], None]
+    ) -> None:
+        self._journal = journal
+        self._ordered = ordered
+        self._on_done = on_done
+        self._lines: list[_Line] = []
+        self._bytes = 0
+        self._held: dict[int, _Line] = {}
+        self._held_bytes = 0
+        self._turn = 0
+        self._wake = asyncio.Event()
+        self._closed = False
+        self._failure: Exception | None = None
+        self._room: deque[asyncio.Future[None]] = deque()
+
+    async def add(self, turn: int, line: _Line) -> None:
+        """Take a line, once there is room for it.
+
+        Args:
+            turn: of the line, counted from 0 without a gap; what is ordered is written by it.
+
+        Raises:
+            WeftError: lines cannot be written any more.
+        """
+        if self._ordered:
+            # The line whose turn it is never waits here, so the others do not for ever.
+            await self._until(lambda: turn == self._turn or self._held_bytes < HELD_BYTES)
+            self._held[turn] = line
+            self._held_bytes += len(line.answer.line)
+            while (line_now := self._held.pop(self._turn, None)) is not None:
+                self._turn += 1
+                self._held_bytes -= len(line_now.answer.line)
+                self._take(line_now)
+            self._let_in()
+        else:
+            self._take(line)
+        await self._until(lambda: self._bytes < GROUP_BYTES)
+
+    def _take(self, line: _Line) -> None:
+        self._lines.append(line)
+        self._bytes += len(line.answer.line)
+        if self._bytes >= GROUP_BYTES:
+            self._wake.set()
+
+    async def run(self) -> None:
+        """Write groups until `close`. Raises WeftError when one cannot be written."""
+        try:
+            while not self._closed:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), GROUP_SECONDS)
+                self._wake.clear()
+                await self._commit()
+            await self._commit()
+        except Exception as error:
+            self._failure = error
+            raise
+        finally:
+            self._closed = True
+            self._let_in()
+
+    async def _commit(self) -> None:
+        if not self._lines:
+            return
+        lines, self._lines, self._bytes = self._lines, [], 0
+        self._let_in()
+        await asyncio.to_thread(self._journal.append, [line.answer for line in lines])
+        for line in lines:
+            self._on_done(line.status, line.tokens)
+
+    def close(self) -> None:
+        """Have `run` write what there is, and return."""
+        self._closed = True
+        self._wake.set()
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds() or self._failure is not None:
+            if self._failure is not None:
+                raise self._failure
+            waiter = asyncio.get_running_loop().create_future()
+            self._room.append(waiter)
+            await waiter
+
+    def _let_in(self) -> None:
+        while self._room:
+            waiter = self._room.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+def _chained(first: tuple[int, Row], rest: Iterator[tuple[int, Row]]) -> Iterator[tuple[int, Row]]:
+    yield first
+    yield from rest
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+
+
+class _Counted(msgspec.Struct):
+    """The part of a response that says how many tokens it took."""
+
+    usage: _Usage = msgspec.field(default_factory=_Usage)

@@ -1,0 +1,260 @@
+"""What of a batch is done: output files that only grow, and a SQLite file that says how far.
+
+Answers are appended a group at a time, and a group counts once it is in the state:
+
+    append its lines to the output(s) ──► fsync ──► one transaction: its rows, its end, its checksum
+
+So the state never knows of a line that is not on the disk. Whatever a crash leaves, the next run
+finds in one of these, and each row is in the output once:
+
+| the output | what was lost | what is done |
+| --- | --- | --- |
+| is longer than the state says | the transaction; perhaps a part of the group, too | cut it there |
+| is shorter (another disk, a file system that broke its word) | groups | forget them, and cut |
+| has its length, and another checksum | nothing: somebody has written to it | refuse it |
+
+The state is of one process at a time, which SQLite's lock sees to; that goes with the process. It
+has no names of rows but their lines' indices, so memory and state do not grow with
+what is in the rows.
+
+Does not handle: an output that is not a regular file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zlib
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+
+import msgspec
+
+from weft.errors import ConfigError, WeftError
+from weft.serving.batch.database import Database
+
+if TYPE_CHECKING:
+    import sqlite3
+
+_APPLICATION = 0x77656662  # "wefb"
+_SCHEMA = """
+CREATE TABLE run (settings TEXT NOT NULL, total INTEGER NOT NULL);
+CREATE TABLE duplicate (row INTEGER PRIMARY KEY, first TEXT NOT NULL);
+CREATE TABLE append (
+  number INTEGER PRIMARY KEY, file INTEGER NOT NULL, end INTEGER NOT NULL, crc INTEGER NOT NULL
+);
+CREATE TABLE done (row INTEGER PRIMARY KEY, append INTEGER NOT NULL);
+"""
+_CHUNK = 1 << 20  # bytes read at a time
+
+
+class Answer(NamedTuple):
+    """A row's line of output.
+
+    Attributes:
+        row: its index.
+        file: which of the journal's files it goes to.
+        line: with its newline.
+    """
+
+    row: int
+    file: int
+    line: bytes
+
+
+class Journal:
+    """The state of one batch, and the files that it is of. Its methods may be called by any thread.
+
+    Args:
+        path: of the state; made if need be.
+        files: outputs; they are made by `open`.
+
+    Attributes:
+        settings: that the run was begun with; None if it has not been begun.
+        total: rows of the input.
+
+    Raises:
+        ConfigError: it cannot be opened, is of something else, or another process has it.
+    """
+
+    def __init__(self, path: Path, files: Sequence[Path]) -> None:
+        self.path, self.paths = path, list(files)
+        self.settings: dict[str, Any] | None = None
+        self.total = 0
+        self._files: list[BinaryIO] = []
+        self._ends = [0] * len(files)
+        self._db = Database(path, _SCHEMA, _APPLICATION)
+        for settings, total in self._db.all("SELECT settings, total FROM run"):
+            self.settings, self.total = msgspec.json.decode(settings), total
+
+    def begin(self, settings: dict[str, Any], rows: Iterable[tuple[int, str, str | None]]) -> None:
+        """Begin a run, in place of what was there.
+
+        Args:
+            settings: JSON that says which run this is.
+            rows: each one's index, place and custom_id, if that must be unique.
+
+        Raises:
+            WeftError: the disk is full.
+        """
+        with self._db.transaction() as db:
+            for table in ("run", "duplicate", "append", "done"):
+                db.execute(f"DELETE FROM {table}")
+            # On disk, too, for there may be many.
+            db.execute("CREATE TEMP TABLE seen (id BLOB PRIMARY KEY, place TEXT) WITHOUT ROWID")
+            total = 0
+            for index, place, custom_id in rows:
+                total += 1
+                if custom_id is not None:
+                    self._note_id(db, index, place, custom_id)
+            db.execute("DROP TABLE temp.seen")
+            text = msgspec.json.encode(settings).decode()
+            db.execute("INSERT INTO run VALUES (?, ?)", (text, total))
+        self.settings, self.total = settings, total
+        self._ends = [0] * len(self.paths)
+
+    @staticmethod
+    def _note_id(db: sqlite3.Connection, index: int, place: str, custom_id: str) -> None:
+        key = hashlib.blake2b(custom_id.encode(errors="surrogatepass"), digest_size=16).digest()
+        if not db.execute("INSERT OR IGNORE INTO temp.seen VALUES (?, ?)", (key, place)).rowcount:
+            (first,) = db.execute("SELECT place FROM temp.seen WHERE id = ?", (key,)).fetchone()
+            db.execute("INSERT INTO duplicate VALUES (?, ?)", (index, first))
+
+    def recover(self) -> int:
+        """Compare the state with the files; returns how many rows have to be done again.
+
+        Raises:
+            ConfigError: a file has been written to by others, or cannot be read.
+        """
+        before = sum(self.counts())
+        for file, path in enumerate(self.paths):
+            self._ends[file] = self._recover(file, path)
+        return before - sum(self.counts())
+
+    def _recover(self, file: int, path: Path) -> int:
+        """The end of the last group that is whole; those after it are forgotten."""
+        appends = self._db.all(
+            "SELECT number, end, crc FROM append WHERE file = ? ORDER BY number", file
+        )
+        begin = 0
+        try:
+            size = path.stat().st_size if path.exists() else 0
+            with path.open("rb") if size else open(os.devnull, "rb") as content:
+                for number, end, crc in appends:
+                    if end > size:
+                        self._forget(file, number)
+                        return begin
+                    if _checksum(content, end - begin) != crc:
+                        raise ConfigError(
+                            f"bytes {begin} to {end} of {path} are not those that were written; "
+                            "put them back, or cut the file there (truncate -s "
+                            f"{begin} {path}) to have their rows and all after them done again"
+                        )
+                    begin = end
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}") from None
+        return begin
+
+    def _forget(self, file: int, number: int) -> None:
+        with self._db.transaction() as db:
+            which = "append WHERE file = ? AND number >= ?"
+            db.execute(
+                f"DELETE FROM done WHERE append IN (SELECT number FROM {which})", (file, number)
+            )
+            db.execute(f"DELETE FROM {which}", (file, number))
+
+    def open(self) -> None:
+        """Open the files to add to them; what the state does not know of is cut off.
+
+        Raises:
+            ConfigError: one cannot be written.
+        """
+        for path, end in zip(self.paths, self._ends, strict=True):
+            try:
+                file = path.open("ab", buffering=0)
+                self._files.append(file)
+                file.truncate(end)
+            except OSError as error:
+                raise ConfigError(f"{path}: {error.strerror}") from None
+
+    def append(self, answers: Sequence[Answer]) -> None:
+        """Add a group. When that fails, the files are as they were.
+
+        Raises:
+            WeftError: the disk is full, or fails.
+        """
+        with self._db.lock:
+            ends = list(self._ends)
+            try:
+                added = [self._write(file, answers, ends) for file in range(len(self._files))]
+                with self._db.transaction() as db:
+                    for (file, crc), rows in filter(None, added):
+                        number = db.execute(
+                            "INSERT INTO append (file, end, crc) VALUES (?, ?, ?)",
+                            (file, ends[file], crc),
+                        ).lastrowid
+                        db.executemany(
+                            "INSERT INTO done VALUES (?, ?)", ((row, number) for row in rows)
+                        )
+            except BaseException:
+                for opened, end in zip(self._files, self._ends, strict=True):
+                    with suppress(OSError):  # the next run does it
+                        opened.truncate(end)
+                raise
+            self._ends = ends
+
+    def _write(
+        self, file: int, answers: Sequence[Answer], ends: list[int]
+    ) -> tuple[tuple[int, int], list[int]] | None:
+        """Write the answers that go to a file; its number, their checksum, and their rows."""
+        mine = [answer for answer in answers if answer.file == file]
+        if not mine:
+            return None
+        data = b"".join(answer.line for answer in mine)
+        opened = self._files[file]
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[opened.write(left) :]
+            os.fsync(opened.fileno())
+        except OSError as error:
+            raise WeftError(f"{self.paths[file]}: {error.strerror}") from error
+        ends[file] += len(data)
+        return (file, zlib.crc32(data)), [answer.row for answer in mine]
+
+    def close(self) -> None:
+        """Let go of the files and the state. May be called again."""
+        with self._db.lock:
+            for file in self._files:
+                file.close()
+            self._files = []
+            self._db.close()
+
+    # What is done.
+
+    def counts(self) -> list[int]:
+        """Rows that are done, by the file that has their answers."""
+        query = "SELECT file, COUNT(*) FROM done JOIN append ON append = number GROUP BY file"
+        found = dict(self._db.all(query))
+        return [found.get(file, 0) for file in range(len(self.paths))]
+
+    def done(self, first: int, last: int) -> set[int]:
+        """Which of the rows from `first` up to, without, `last` are done."""
+        query = "SELECT row FROM done WHERE row >= ? AND row < ?"
+        return {row for (row,) in self._db.all(query, first, last)}
+
+    def duplicates(self, first: int, last: int, *, most: int = -1) -> dict[int, str]:
+        """Of these rows, those whose custom_id came before, and the place where that was."""
+        query = "SELECT * FROM duplicate WHERE row >= ? AND row < ? ORDER BY row LIMIT ?"
+        return dict(self._db.all(query, first, last, most))
+
+
+def _checksum(content: BinaryIO, size: int) -> int:
+    """CRC-32 of the next bytes."""
+    crc = 0
+    while size and (data := content.read(min(size, _CHUNK))):
+        crc = zlib.crc32(data, crc)
+        size -= len(data)
+    return crc

@@ -1,0 +1,87 @@
+"""The routes of the HTTP API, called without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from weft.errors import EngineError
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message
+
+logger = logging.getLogger(__name__)
+
+WAIT = 0.2  # seconds until a row that found the queue full, or failed, is tried again
+
+
+class LocalApi:
+    """The routes of the HTTP API, called without a socket.
+
+    Attributes:
+        alone: held by a request that is tried again: what makes the engine fail does so to all
+            requests that it has, and these are told apart one by one.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self.alone = asyncio.Lock()
+
+    async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
+        """The status and the body of the response to a JSON body.
+
+        A full queue is waited for, and what fails is tried once more. Raises EngineError when the
+        engine cannot serve any more.
+        """
+        status, answer = await self.ask(path, body)
+        if status == HTTPStatus.INTERNAL_SERVER_ERROR:
+            async with self.alone:
+                await asyncio.sleep(WAIT)  # if it was the engine's end, that is known by then
+                return await self.ask(path, body)
+        return status, answer
+
+    async def ask(self, path: str, body: bytes) -> tuple[int, bytes]:
+        """The same, but what fails is not tried again."""
+        while True:
+            status, answer = await self._post(path, body)
+            if status == HTTPStatus.SERVICE_UNAVAILABLE:
+                raise EngineError(msgspec.json.decode(answer)["error"]["message"])
+            if status != HTTPStatus.TOO_MANY_REQUESTS:
+                return status, answer
+            await asyncio.sleep(WAIT)
+
+    async def _post(self, path: str, body: bytes) -> tuple[int, bytes]:
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+        }
+        request: list[Message] = [{"type": "http.request", "body": body}]
+        response: list[Message] = []
+
+        async def receive() -> Message:
+            if request:
+                return request.pop()
+            return await asyncio.Future()  # this client never goes away
+
+        async def send(message: Message) -> None:
+            response.append(message)
+
+        try:
+            await self._app(scope, receive, send)
+        except Exception:
+            if not response:
+                raise
+            # It has been answered with a 500; a server logs it and goes on, and so does a batch.
+            logger.exception("a row failed unexpectedly")
+        return response[0]["status"], b"".join(part.get("body", b"") for part in response)

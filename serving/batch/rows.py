@@ -1,0 +1,124 @@
+"""A row of a batch: a request in, an answer out, one JSON object a line.
+
+A line of the input is OpenAI's envelope (custom_id, method, url, body), or
+simply a body with a `prompt` or `messages`, and an `id` if one likes. The line
+of the output has the same form: OpenAI's envelope around the API's response, or
+just the text and its usage. A line that holds no request is answered with an
+error, in the form that it has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from weft.serving.batch.inputs import MAX_LINE, Line
+
+_ID = "batch_req_"
+URLS = ("/v1/chat/completions", "/v1/completions")
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One line of the input.
+
+    Attributes:
+        index: of the line among all lines, from 0.
+        id: the line's custom_id, or its `id` if it is a simple one.
+        simple: the line is a body with a prompt or messages, not OpenAI's envelope.
+        problem: why there is no request in it.
+        code: a word for the problem.
+    """
+
+    index: int
+    id: Any = None
+    simple: bool = False
+    url: str = ""
+    body: dict[str, Any] = {}
+    problem: str | None = None
+    code: str = "invalid_line"
+
+    @property
+    def custom_id(self) -> str | None:
+        """What no other row may have, too; a simple row's `id` is its own affair."""
+        return self.id if not self.simple and isinstance(self.id, str) else None
+
+
+def parse(line: Line, model: str) -> Row:
+    """Read a line; what is wrong with it is in the row's `problem`. `model` is the default."""
+    index, place, data = line.index, line.place, line.data
+    if data is None:
+        return Row(index, problem=f"{place} is longer than {MAX_LINE} bytes")
+    try:
+        content = msgspec.json.decode(data)
+    except (ValueError, RecursionError) as error:  # of which msgspec's and Unicode's errors are
+        return Row(index, problem=f"{place} is not JSON: {error}")
+    if not isinstance(content, dict):
+        return Row(index, problem=f"{place} is not a JSON object")
+    if "body" not in content and ("prompt" in content or "messages" in content):
+        row_id = content.pop("id", None)
+        url = URLS[0] if "messages" in content else URLS[1]
+        row = Row(index, row_id, simple=True, url=url, body={"model": model} | content)
+    else:
+        row = Row(index, content.get("custom_id"))
+        if problem := _envelope_problem(content):
+            return replace(row, problem=f"{place}: {problem}")
+        row = replace(row, url=content["url"], body={"model": model} | content["body"])
+    if row.body.get("stream"):
+        return replace(row, problem=f"{place}: stream is for HTTP; leave it out")
+    return row
+
+
+def _envelope_problem(content: dict[str, Any]) -> str | None:
+    if not isinstance(content.get("custom_id"), str):
+        return "custom_id is missing; a line is custom_id, method, url and body, or a prompt"
+    if content.get("method", "POST") != "POST":
+        return f"method is {content['method']!r}; it must be POST"
+    if content.get("url") not in URLS:
+        return f"url is {content.get('url')!r}; it must be {' or '.join(URLS)}"
+    if not isinstance(content.get("body"), dict):
+        return "body is missing; it is the request, a JSON object"
+    return None
+
+
+def answered(row: Row, status: int, body: bytes) -> dict[str, Any]:
+    """The output line of a row that the API has answered, with 200 or with an error."""
+    if not row.simple:
+        response = {
+            "status_code": status,
+            "request_id": f"req_{row.index}",
+            "body": msgspec.Raw(body),
+        }
+        return _envelope(row, response, None)
+    content = msgspec.json.decode(body)
+    head = _simple_head(row)
+    if status != 200:
+        return head | {"error": content["error"]}
+    if len(content["choices"]) > 1:
+        return head | {"choices": content["choices"], "usage": content["usage"]}
+    (choice,) = content["choices"]
+    message = choice.get("message", {})
+    calls = {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
+    return head | {
+        "text": choice["text"] if "text" in choice else message["content"],
+        **calls,
+        "finish_reason": choice["finish_reason"],
+        "usage": content["usage"],
+    }
+
+
+def refused(row: Row) -> dict[str, Any]:
+    """The output line of a row that holds no request."""
+    error = {"code": row.code, "message": row.problem}
+    if row.simple:
+        return _simple_head(row) | {"error": error}
+    return _envelope(row, None, error)
+
+
+def _simple_head(row: Row) -> dict[str, Any]:
+    return {"index": row.index} | ({} if row.id is None else {"id": row.id})
+
+
+def _envelope(row: Row, response: Any, error: Any) -> dict[str, Any]:
+    return {"id": f"{_ID}{row.index}", "custom_id": row.id, "response": response, "error": error}

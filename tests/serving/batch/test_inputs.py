@@ -1,0 +1,58 @@
+"""What a batch reads: files, directories and stdin, line by line."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from weft.errors import ConfigError
+from weft.serving.batch import inputs
+from weft.serving.batch.inputs import STDIN, Inputs, find, spool
+
+
+def test_a_directory_is_its_jsonl_files_sorted(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl", "out.jsonl", "notes.txt"):
+        (tmp_path / name).write_text("{}\n")
+    (tmp_path / "deeper").mkdir()
+    (tmp_path / "deeper" / "c.jsonl").write_text("{}\n")
+    single = tmp_path / "notes.txt"
+    found = find([single, tmp_path, STDIN], leave_out=[tmp_path / "out.jsonl"])
+    assert found == [single, tmp_path / "a.jsonl", tmp_path / "b.jsonl", STDIN]
+    with pytest.raises(ConfigError, match="- is given twice"):
+        find([STDIN, STDIN], leave_out=[])
+
+
+def test_lines_are_counted_through_all_files(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    first.write_bytes(b"one\n\n  \ntwo")
+    second.write_bytes(b"three\r\n")
+    lines = list(Inputs([first, second]))
+    assert [(line.index, line.place) for line in lines] == [
+        (0, "a.jsonl line 1"),
+        (3, "a.jsonl line 4"),
+        (4, "b.jsonl line 1"),
+    ]
+    assert [line.place for line in Inputs([first])] == ["line 1", "line 4"]
+
+
+@pytest.mark.parametrize("size", [10, 11, 12, 20, 21, 22, 23, 33])
+def test_of_a_line_that_is_too_long_the_rest_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """A line of `size` bytes with its end, where 11 are the most."""
+    monkeypatch.setattr(inputs, "MAX_LINE", 11)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"x" * (size - 1) + b"\nnext\n" + b"y" * size)
+    long = None if size > 11 else b"x" * (size - 1) + b"\n"
+    last = None if size > 11 else b"y" * size
+    assert [line.data for line in Inputs([path])] == [long, b"next\n", last]
+
+
+def test_stdin_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "kept"
+    spool(io.BytesIO(b"one\ntwo\n"), path)
+    assert path.read_bytes() == b"one\ntwo\n"
+    with pytest.raises(ConfigError, match="stdin is kept in"):
+        spool(io.BytesIO(b"one\n"), tmp_path / "nowhere" / "kept")

@@ -1,0 +1,189 @@
+"""A job with a stub in the place of the model: order, memory, and what ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.server import ENVIRONMENT
+
+from weft.errors import EngineError, WeftError
+from weft.serving.batch import job as job_module
+from weft.serving.batch.inputs import Inputs
+from weft.serving.batch.job import Job
+from weft.serving.batch.journal import Journal
+
+ANSWER = {
+    "choices": [{"text": "x" * 100, "finish_reason": "stop"}],
+    "usage": {"completion_tokens": 3},
+}
+WORKERS = 16
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Inputs:
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(f'{{"prompt": "{row}", "id": {row}}}\n' for row in range(200)))
+    return Inputs([path])
+
+
+@pytest.fixture
+def journal(tmp_path: Path, inputs: Inputs) -> Iterator[Journal]:
+    with closing(Journal(tmp_path / "state", [tmp_path / "out.jsonl"])) as journal:
+        journal.begin({}, ((line.index, line.place, None) for line in inputs))
+        journal.open()
+        yield journal
+
+
+def written(journal: Journal) -> list[int]:
+    lines = journal.paths[0].read_text().splitlines()
+    return [json.loads(line)["index"] for line in lines]
+
+
+async def slowly(_: str, body: bytes) -> tuple[int, bytes]:
+    row = int(json.loads(body)["prompt"])
+    await asyncio.sleep(random.Random(row).uniform(0, 0.01))
+    return 200, json.dumps(ANSWER).encode()
+
+
+async def test_ordered_rows_come_in_order_and_hold_little(
+    inputs: Inputs, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first row is answered when no other can be: they wait for it, a few hundred bytes."""
+    monkeypatch.setattr(job_module, "HELD_BYTES", 1000)
+    begun = 0
+    others_wait = asyncio.Event()
+
+    async def post(url: str, body: bytes) -> tuple[int, bytes]:
+        nonlocal begun
+        begun += 1
+        if json.loads(body)["prompt"] != "0":
+            return await slowly(url, body)
+        await others_wait.wait()
+        return 200, json.dumps(ANSWER).encode()
+
+    async def watch() -> None:
+        before = -1
+        while before != begun:
+            before = begun
+            await asyncio.sleep(0.1)
+        others_wait.set()
+
+    watching = asyncio.create_task(watch())
+    await Job(inputs, journal, model="m", seed=0, ordered=True).run(post, WORKERS)
+    await watching
+    assert written(journal) == list(range(200))
+
+
+async def test_as_they_finish_otherwise(inputs: Inputs, journal: Journal) -> None:
+    counted: list[tuple[int, int]] = []
+    job = Job(inputs, journal, model="m", seed=0, on_done=lambda *counts: counted.append(counts))
+    await job.run(slowly, WORKERS)
+    assert written(journal) != list(range(200))
+    assert sorted(written(journal)) == list(range(200))
+    assert counted == [(200, 3)] * 200
+
+
+async def test_what_is_answered_before_a_failure_is_written(
+    inputs: Inputs, journal: Journal
+) -> None:
+    async def post(url: str, body: bytes) -> tuple[int, bytes]:
+        if json.loads(body)["prompt"] == "100":
+            raise EngineError("gone")
+        return await slowly(url, body)
+
+    job = Job(inputs, journal, model="m", seed=0)
+    with pytest.raises(EngineError, match="gone"):
+        await job.run(post, WORKERS)
+    assert 100 - WORKERS <= len(written(journal)) <= 100 + WORKERS
+    await Job(inputs, journal, model="m", seed=0).run(slowly, WORKERS)
+    assert sorted(written(journal)) == list(range(200))
+
+
+async def test_stop_finishes_what_has_begun(inputs: Inputs, journal: Journal) -> None:
+    job = Job(inputs, journal, model="m", seed=0)
+    begun = set[str]()
+
+    async def post(url: str, body: bytes) -> tuple[int, bytes]:
+        begun.add(json.loads(body)["prompt"])
+        if len(begun) == 50:
+            job.stop()
+        return await slowly(url, body)
+
+    await job.run(post, WORKERS)
+    assert {str(row) for row in written(journal)} == begun
+    assert 50 <= len(begun) < 50 + WORKERS
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+async def test_a_disk_that_fails_ends_it(
+    inputs: Inputs, journal: Journal, monkeypatch: pytest.MonkeyPatch, ordered: bool
+) -> None:
+    """Also those that wait for room, of which there is none here beyond a line."""
+    monkeypatch.setattr(job_module, "GROUP_BYTES", 1)
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(WeftError, match=r"out\.jsonl: No space left on device"):
+        await Job(inputs, journal, model="m", seed=0, ordered=ordered).run(slowly, WORKERS)
+    assert written(journal) == []
+
+
+# argv: a folder and a number of rows. Writes the most memory that it has had, in KiB, before its
+# rows and in the end.
+_MEMORY = """
+import asyncio, resource, sys
+from pathlib import Path
+from weft.serving.batch.command import _identified
+from weft.serving.batch.inputs import Inputs
+from weft.serving.batch.job import Job
+from weft.serving.batch.journal import Journal
+
+folder, rows = Path(sys.argv[1]), int(sys.argv[2])
+answer = b'{"choices": [{"text": "x", "finish_reason": "stop"}], "usage": {"completion_tokens": 1}}'
+
+async def post(path, body):
+    return 200, answer
+
+def most():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+def batch(rows):
+    source = folder / f"in-{rows}.jsonl"
+    with source.open("w") as file:
+        for row in range(rows):
+            file.write('{"custom_id": "row-%d", "method": "POST", "url": "/v1/completions", '
+                       '"body": {"prompt": "a"}}\\n' % row)
+    inputs = Inputs([source])
+    journal = Journal(folder / f"state-{rows}", [folder / f"out-{rows}.jsonl"])
+    journal.begin({}, _identified(inputs, "m"))
+    journal.open()
+    asyncio.run(Job(inputs, journal, model="m", seed=0).run(post, 256))
+    assert journal.counts() == [rows]
+    journal.close()
+
+batch(2000)
+before = most()
+batch(rows)
+print(before, most())
+"""
+
+
+@pytest.mark.parametrize("rows", [20_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+def test_memory_does_not_grow_with_the_rows(tmp_path: Path, rows: int) -> None:
+    """Their ids alone would take 100 bytes each. SQLite and the group under way have 8 MiB."""
+    command = [sys.executable, "-c", _MEMORY, str(tmp_path), str(rows)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    before, after = map(int, done.stdout.split())
+    print(f"{rows} rows: {before} KiB before, {after} KiB after")
+    assert after - before < 8 * 1024
