@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 MAX_MEMORY = 2 << 30  # bytes that compiling may take
 MAX_COMPILED = 32 << 20  # bytes of a compiled grammar
 MAX_WHITESPACE = 64  # characters between two parts of JSON; some models would never stop
+END = 256  # follows the bytes in the small vocabulary
 WALKS, STEPS = 4, 256
 SLOW_STEP, SLOW_WALK = 0.05, 0.5  # seconds of processor time; usual are 1e-5 and 3e-3
 
@@ -55,7 +56,7 @@ class Compiler:
         self._tokens = self._compiler(tokens_of(tokenizer, vocabulary.size))
         bytes_and_end = [*(bytes([i]) for i in range(256)), b""]
         self._vocab = xgrammar.TokenizerInfo(
-            bytes_and_end, xgrammar.VocabType.RAW, stop_token_ids=[256]
+            bytes_and_end, xgrammar.VocabType.RAW, stop_token_ids=[END]
         )
         self._bytes = self._compiler(self._vocab)
 
@@ -68,23 +69,23 @@ class Compiler:
         """What comes of a grammar; whatever is wrong with it is said."""
         try:
             with _warnings() as said:
-                self._walk(_compile(self._bytes, grammar))
+                self._walk(_compile(self._bytes, grammar), grammar.param)
             if said:
                 raise RequestError(f"{grammar.param} asks for what cannot be done: {said[0]}")
             data = _compile(self._tokens, grammar).serialize_json().encode()
+            if len(data) > MAX_COMPILED:
+                raise RequestError(
+                    f"{grammar.param} has {len(data)} bytes when compiled; at most {MAX_COMPILED}"
+                )
         except RequestError as error:
-            return Answer(error=error.message)
+            return _refused(error.message)
         except MemoryError:
-            return Answer(error=f"{grammar.param} takes too much memory to compile")
-        except (RuntimeError, ValueError) as error:  # xgrammar's
-            return Answer(error=f"{grammar.param} cannot be compiled: {_brief(str(error))}")
-        if len(data) > MAX_COMPILED:
-            return Answer(
-                error=f"{grammar.param} has {len(data)} bytes when compiled; at most {MAX_COMPILED}"
-            )
+            return _refused(f"{grammar.param} takes too much memory to compile")
+        except Exception as error:  # noqa: BLE001  xgrammar's are of many kinds
+            return _refused(f"{grammar.param} cannot be compiled: {_brief(str(error))}")
         return Answer(data)
 
-    def _walk(self, grammar: xgrammar.CompiledGrammar) -> None:
+    def _walk(self, grammar: xgrammar.CompiledGrammar, param: str) -> None:
         """Take some random ways through a grammar, a byte a step.
 
         Raises:
@@ -103,19 +104,19 @@ class Compiler:
                 mask.fill(-1)
                 matcher.fill_next_token_bitmask(mask)
                 allowed = np.flatnonzero(
-                    np.unpackbits(mask.view(np.uint8), bitorder="little")[:257]
+                    np.unpackbits(mask.view(np.uint8), bitorder="little")[: END + 1]
                 )
                 if not len(allowed):
-                    raise RequestError("no text can be written that it allows")
-                token = int(rng.choice(allowed))
-                if token == 256:
+                    raise RequestError(f"{param} allows no text at all, or has dead ends")
+                if allowed[0] == END:
                     break
+                token = int(rng.choice(allowed[allowed < END]))  # on, as far as it goes
                 matcher.accept_token(token)
                 now = time.thread_time()
                 if now - before > SLOW_STEP or now - begin > SLOW_WALK * WALKS:
                     raise RequestError(
-                        "it is too slow to match: too many ways to read one text, such as "
-                        "repetitions within repetitions"
+                        f"{param} is too slow to match: it has too many ways to read one text, "
+                        "such as repetitions within repetitions"
                     )
 
 
@@ -155,7 +156,11 @@ def _warnings() -> Iterator[list[str]]:
             os.close(stderr)
             file.seek(0)
             lines = file.read().decode(errors="replace").splitlines()
-            said += [_brief(line) for line in lines if "Warning" in line or "WARNING" in line]
+            said += [_brief(line) for line in lines if "warning" in line.lower()]
+
+
+def _refused(error: str) -> Answer:
+    return Answer(error=error.encode(errors="replace").decode())  # it may quote half a character
 
 
 def _brief(message: str) -> str:

@@ -35,6 +35,7 @@ class Guides:
         self._vocab_size = vocab_size
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-guides")  # starts when used
         self._tokens: xgrammar.TokenizerInfo | None = None
+        self._control: frozenset[int] = frozenset()
         self._compiled: Recent[Future[Any]] = Recent(ROOM)
 
     def keep(self, message: Compiled) -> None:
@@ -56,16 +57,17 @@ class Guides:
         import xgrammar
 
         if self._tokens is None:
-            self._tokens = tokens_of(load_tokenizer(self._config), self._vocab_size)
+            tokenizer = load_tokenizer(self._config)
+            self._tokens = tokens_of(tokenizer, self._vocab_size)
+            self._control = control_tokens(tokenizer)
         return xgrammar.CompiledGrammar.deserialize_json(data.decode(), self._tokens)
 
     def _make(self, add: Add, loading: Future[Any]) -> Guide:
         import xgrammar
 
         grammar = loading.result()  # of this thread, earlier
-        assert self._tokens is not None
-        nothing = frozenset(self._tokens.special_token_ids) | set(self._tokens.stop_token_ids)
-        stop = [token for token in add.end_token_ids if token in nothing]
+        # Others are text, which a grammar may well have before its end.
+        stop = [t for t in add.end_token_ids if t in self._control and t < self._vocab_size]
         matcher = xgrammar.GrammarMatcher(
             grammar,
             override_stop_tokens=stop or None,
@@ -85,7 +87,12 @@ def tokens_of(tokenizer: Tokenizer, vocab_size: int) -> xgrammar.TokenizerInfo:
     """
     import xgrammar
 
-    control = tokenizer.special_token_ids | set(tokenizer.eos_token_ids)
+    control = control_tokens(tokenizer)
     words = [b"" if i in control else tokenizer.token_bytes(i) for i in range(vocab_size)]
     ends = [token for token in tokenizer.eos_token_ids if token < vocab_size]
     return xgrammar.TokenizerInfo(words, xgrammar.VocabType.RAW, stop_token_ids=ends)
+
+
+def control_tokens(tokenizer: Tokenizer) -> frozenset[int]:
+    """Tokens that add nothing to a text."""
+    return tokenizer.special_token_ids | frozenset(tokenizer.eos_token_ids)

@@ -49,6 +49,9 @@ _TYPES = {
     "object": (dict,),
 }
 
+MAX_DEPTH = 64
+"""Of schemas in schemas: xgrammar's time grows with more than its square."""
+
 FORMATS = {
     *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"),
     *("uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
@@ -70,18 +73,17 @@ def prepare(text: str, param: str) -> str:
     except (ValueError, RecursionError) as error:
         what = "nested too deeply" if isinstance(error, RecursionError) else f"no JSON: {error}"
         raise RequestError(f"{param} is {what}", param=param) from None
-    todo = [(root, "")]
+    todo = [(root, "", 0)]
     while todo:
-        schema, place = todo.pop()
+        schema, place, depth = todo.pop()
+        if depth > MAX_DEPTH:
+            raise RequestError(f"{param} is nested too deeply: over {MAX_DEPTH}", param=param)
         if isinstance(schema, dict):
             _Schema(schema, place, param).check()
-            todo += _within(schema, place)
+            todo += [(each, there, depth + 1) for each, there in _within(schema, place)]
         elif not isinstance(schema, bool):
             raise RequestError(f"{param}{place} must be an object or a boolean", param=param)
-    try:
-        return json.dumps(root)
-    except RecursionError:
-        raise RequestError(f"{param} is nested too deeply", param=param) from None
+    return json.dumps(root)
 
 
 def _no_number(text: str) -> NoReturn:

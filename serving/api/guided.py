@@ -14,15 +14,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from weft.errors import RequestError
 from weft.serving.api.body import Body
 from weft.serving.sampling_params import Grammar
 
-Schema = str | dict[str, Any] | bool
+
+def _schema(value: Any) -> Any:
+    if isinstance(value, str | dict | bool):
+        return value
+    raise ValueError(" must be a JSON schema, or its JSON as a text")
+
+
+Schema = Annotated[
+    Any, BeforeValidator(_schema, json_schema_input_type=str | dict[str, Any] | bool)
+]
 
 
 class JsonSchema(Body):

@@ -37,7 +37,7 @@ HOSTILE: dict[str, tuple[GrammarKind, str]] = {
     "lookahead": ("regex", "(?=a)b"),
     "a back reference": ("regex", r"(a)\1"),
     "a deep schema": ("json_schema", nested(10_000)),
-    "a less deep schema": ("json_schema", nested(900)),
+    "a less deep schema": ("json_schema", nested(100)),
     "a schema of itself": ("json_schema", '{"$ref": "#"}'),
     "schemas of each other": (
         "json_schema",
