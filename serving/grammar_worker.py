@@ -52,27 +52,25 @@ class Compiler:
     def __init__(self, vocabulary: Vocabulary) -> None:
         import xgrammar
 
-        tokenizer = load_tokenizer(vocabulary.config)
-        self._tokens = self._compiler(tokens_of(tokenizer, vocabulary.size))
-        bytes_and_end = [*(bytes([i]) for i in range(256)), b""]
-        self._vocab = xgrammar.TokenizerInfo(
-            bytes_and_end, xgrammar.VocabType.RAW, stop_token_ids=[END]
+        tokens = tokens_of(load_tokenizer(vocabulary.config), vocabulary.size)
+        small = xgrammar.TokenizerInfo(
+            [*(bytes([i]) for i in range(END)), b""],
+            xgrammar.VocabType.RAW,
+            stop_token_ids=[END],
         )
-        self._bytes = self._compiler(self._vocab)
-
-    def _compiler(self, tokens: xgrammar.TokenizerInfo) -> xgrammar.GrammarCompiler:
-        import xgrammar
-
-        return xgrammar.GrammarCompiler(tokens, max_threads=1, cache_enabled=False)
+        self._for_tokens, self._for_bytes = (
+            xgrammar.GrammarCompiler(each, max_threads=1, cache_enabled=False)
+            for each in (tokens, small)
+        )
 
     def compile(self, grammar: Grammar) -> Answer:
         """What comes of a grammar; whatever is wrong with it is said."""
         try:
             with _warnings() as said:
-                self._walk(_compile(self._bytes, grammar), grammar.param)
+                self._walk(_compile(self._for_bytes, grammar), grammar.param)
             if said:
                 raise RequestError(f"{grammar.param} asks for what cannot be done: {said[0]}")
-            data = _compile(self._tokens, grammar).serialize_json().encode()
+            data = _compile(self._for_tokens, grammar).serialize_json().encode()
             if len(data) > MAX_COMPILED:
                 raise RequestError(
                     f"{grammar.param} has {len(data)} bytes when compiled; at most {MAX_COMPILED}"
