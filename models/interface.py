@@ -29,6 +29,7 @@ NOT_FINITE = 1
 
 NONE: Int32 = np.empty(0, np.int32)
 """Of no tokens, requests or rows."""
+NO_MASK: Int32 = np.empty((0, 0), np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,9 @@ class StepInput(msgspec.Struct, frozen=True):
             them is sampled.
         prompt_logprob_target: int32[P]; that next prompt token.
         prompt_logprob_top: how many of the most likely tokens go with each score.
+        masked: int32[M]; which of the S rows may not have just any token.
+        token_mask: int32[M, ceil(V / 32)]; for each of them, bit t % 32 of number t // 32 says
+            whether it may have token t. At least one is set.
         copies: where there are several copies of attention, how large the step is for each, in
             their order; this input is of one of them.
     """
@@ -135,6 +139,8 @@ class StepInput(msgspec.Struct, frozen=True):
     prompt_logprob_index: Int32 = msgspec.field(default_factory=lambda: NONE)
     prompt_logprob_target: Int32 = msgspec.field(default_factory=lambda: NONE)
     prompt_logprob_top: int = 0
+    masked: Int32 = msgspec.field(default_factory=lambda: NONE)
+    token_mask: Int32 = msgspec.field(default_factory=lambda: NO_MASK)
     copies: tuple[Size, ...] = ()
 
     @property

@@ -24,13 +24,18 @@ Orders = TypeVar("Orders")
 
 def begin(orders: type[Orders]) -> Orders:
     """Become a child: read what to do, and end with the parent from now on."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the parent decides when this process ends
+    ignore_signals()
     faulthandler.enable()  # on SIGABRT, every thread's stack goes to stderr
     log()
     told = msgspec.json.decode(sys.stdin.buffer.readline(), type=orders)
     threading.Thread(target=_end_with_parent, name="weft-parent", daemon=True).start()
     return told
+
+
+def ignore_signals() -> None:
+    """What a terminal or a service manager sends to all: the parent decides when this one ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def log() -> None:

@@ -188,6 +188,9 @@ class EngineConfig:
         int, Help("most tokens of one step, for each copy of attention", ge=1)
     ] = 2048
     max_queue: Annotated[int, Help("most requests that wait; more get a 429", ge=1)] = 1024
+    grammar_timeout: Annotated[
+        float, Help("seconds that a request's grammar may take to compile", gt=0)
+    ] = 10.0
     seed: Annotated[int, Help("random seed of requests that bring none")] = 0
     stall_timeout: Annotated[
         float,

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from weft.models.interface import Result, Step
+from weft.serving.guide import Guide
 from weft.serving.messages import Add, EngineStats, TokenOutput
 from weft.serving.scheduler import Scheduler
 
@@ -31,10 +32,10 @@ class Copies:
         self._steps = 0
         self._seconds = 0.0
 
-    def add(self, add: Add) -> None:
-        """Queue a request; RequestError as of `Scheduler.add`."""
+    def add(self, add: Add, guide: Guide | None = None) -> None:
+        """Queue a request; see `Scheduler.add`."""
         copy = self._choose(add) if len(self._schedulers) > 1 else 0
-        self._schedulers[copy].add(add)
+        self._schedulers[copy].add(add, guide)
         self._given[copy] += len(add.prompt_token_ids)
 
     def _choose(self, add: Add) -> int:

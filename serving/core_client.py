@@ -26,10 +26,12 @@ import zmq.asyncio
 from weft.errors import ConfigError, EngineError
 from weft.serving.channel import MAX_PATH, addresses
 from weft.serving.config import EngineConfig
+from weft.serving.grammar_compiler import ROOM
 from weft.serving.launch import Core, CoreProcess, CoreThread
 from weft.serving.messages import (
     Abort,
     Add,
+    Compiled,
     EngineInfo,
     EngineStats,
     Failed,
@@ -40,6 +42,7 @@ from weft.serving.messages import (
     ToCore,
     Waiting,
 )
+from weft.serving.recent import Recent
 from weft.serving.stream import Stream
 
 ABORT_GRACE = 2.0  # seconds for a core to abort all requests and end
@@ -79,6 +82,7 @@ class CoreClient:
         self._core: Core | None = None
         self._directory: str | None = None
         self._streams: dict[str, Stream] = {}
+        self._grammars: Recent[bool] = Recent(ROOM)  # those that the core keeps
         self._told_to_end = self._has_answered = False
         self._spawned = self._last_progress = time.monotonic()
         self._encoder = msgspec.msgpack.Encoder()
@@ -96,12 +100,17 @@ class CoreClient:
         """Requests that it has."""
         return len(self._streams)
 
-    def add(self, number: int, request: Add, stream: Stream) -> None:
-        """Give it a request, which is the front's so manieth."""
+    def add(
+        self, number: int, request: Add, stream: Stream, grammar: Compiled | None = None
+    ) -> None:
+        """Give it a request, which is the front's so manieth, with the grammar that it names."""
         if not self._streams:
             self._last_progress = time.monotonic()
         self.latest = number
         self._streams[request.request_id] = stream
+        if grammar is not None and self._grammars.get(grammar.key) is None:
+            self._grammars.put(grammar.key, True, len(grammar.data))
+            self._send(grammar)
         self._send(request)
 
     def drop(self, request_id: str) -> None:

@@ -31,6 +31,7 @@ import zmq
 from weft.errors import EngineError, ModelError, RequestError, WeftError
 from weft.serving.config import EngineConfig
 from weft.serving.core_client import CoreClient
+from weft.serving.grammar_compiler import GrammarCompiler
 from weft.serving.launch import share_out
 from weft.serving.limits import check_request
 from weft.serving.messages import Add, EngineInfo, EngineStats
@@ -38,7 +39,7 @@ from weft.serving.offer import own_offer
 from weft.serving.resources import Offer, kind_of
 from weft.serving.sampling_params import SamplingParams
 from weft.serving.stream import Delta, Stream
-from weft.serving.tokenizer import Tokenizer
+from weft.serving.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from weft.serving.pool import Pool
@@ -204,11 +205,14 @@ class AsyncEngine:
             What is new; the last one has a finish_reason.
 
         Raises:
-            RequestError: see `validate`.
+            RequestError: see `validate`; or its grammar cannot be compiled.
             EngineError: the engine is shutting down or not ready, or the core has failed.
         """
         if isinstance(prompt, str):
             prompt = await self.encode(prompt)
+        grammar = None
+        if params.grammar is not None:
+            grammar = await self._grammars.compile(params.grammar)
         params = self.validate(prompt, params)
         self.check_serving()
         core = self._least_busy()
@@ -218,12 +222,13 @@ class AsyncEngine:
         request = Add(
             request_id,
             list(map(int, prompt)),
-            params,
+            msgspec.structs.replace(params, grammar=None),
             self._end_token_ids(params),
             priority,
             time.monotonic(),
+            b"" if grammar is None else grammar.key,
         )
-        core.add(number, request, stream)
+        core.add(number, request, stream, grammar)
         try:
             while True:
                 delta = await stream.next()
@@ -257,7 +262,8 @@ class AsyncEngine:
                 raise EngineError(f"the engine is {status}")
 
     def _end_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        own = () if params.ignore_eos else self.tokenizer.eos_token_ids
+        ignored = params.ignore_eos and params.grammar is None  # which has an end of its own
+        own = () if ignored else self.tokenizer.eos_token_ids
         return (*own, *params.stop_token_ids)
 
     def _least_busy(self) -> CoreClient:
@@ -281,6 +287,7 @@ class AsyncEngine:
                 keeper.cancel()
         await asyncio.gather(*(core.shutdown(drain=drain, timeout=timeout) for core in self._cores))
         await asyncio.wait(self._keepers)
+        await self._grammars.close()
         if self._pool is not None:
             self._pool.close()
 
@@ -290,7 +297,7 @@ class AsyncEngine:
         for core in self._cores:
             await core.spawn(self._load_model, in_process=self._in_process)
         on_spawned()
-        self.tokenizer = await asyncio.to_thread(_load_tokenizer, self.config)
+        self.tokenizer = await asyncio.to_thread(load_tokenizer, self.config)
         try:
             async with asyncio.TaskGroup() as group:
                 for number, core in enumerate(self._cores):
@@ -298,6 +305,7 @@ class AsyncEngine:
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         self.info = min((core.info for core in self._cores), key=lambda info: info.num_blocks)
+        self._grammars = GrammarCompiler(self.config, self.info.vocab_size)
         self._load_seconds = max(core.load_seconds for core in self._cores)
         self._keepers = [asyncio.create_task(self._keep(i)) for i in range(self.config.dp)]
 
@@ -414,10 +422,3 @@ class AsyncEngine:
         if not self._draining:
             for core in self._cores:
                 core.drop_all(failure)
-
-
-def _load_tokenizer(config: EngineConfig) -> Tokenizer:
-    from weft.models.checkpoint import locate
-
-    model = locate(config.model)
-    return Tokenizer.load(config.tokenizer or model, model=model)

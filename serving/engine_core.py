@@ -20,6 +20,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, NoReturn
 
 from weft.errors import EngineError, RequestError, WeftError
@@ -30,11 +31,14 @@ from weft.serving.copies import Copies
 from weft.serving.executor.base import Executor, Pending
 from weft.serving.executor.in_process import InProcessExecutor
 from weft.serving.executor.processes import ProcessExecutor
+from weft.serving.guide import Guide
+from weft.serving.guides import Guides
 from weft.serving.kv_cache import KVCache
 from weft.serving.loading import LoadedModel, ModelInfo, show_progress
 from weft.serving.messages import (
     Abort,
     Add,
+    Compiled,
     EngineInfo,
     Orders,
     Outputs,
@@ -51,6 +55,7 @@ if TYPE_CHECKING:
 
 DEPTH = 2
 """Steps under way at once in a model of one stage; each further stage takes one more."""
+PREPARING = 0.002  # seconds between looks at guides that are being made, when nothing else runs
 HEARTBEAT = 1.0  # seconds between messages when nothing happens, at most
 
 LoadModel = Callable[..., LoadedModel]
@@ -64,6 +69,7 @@ class EngineCore:
         channel: to the front.
         executor: runs the steps.
         scheduler: decides them, for each copy of attention.
+        guides: makes those of requests with a grammar.
         heartbeat: seconds between messages when nothing happens.
         depth: steps under way at once.
     """
@@ -73,6 +79,7 @@ class EngineCore:
         channel: CoreChannel,
         executor: Executor,
         scheduler: Copies,
+        guides: Guides,
         *,
         heartbeat: float = HEARTBEAT,
         depth: int = DEPTH,
@@ -80,6 +87,8 @@ class EngineCore:
         self._channel = channel
         self._executor = executor
         self._scheduler = scheduler
+        self._guides = guides
+        self._preparing: dict[str, tuple[Add, Future[Guide]]] = {}
         self._heartbeat = heartbeat
         self._depth = depth
         self._steps: deque[Pending] = deque()
@@ -95,32 +104,64 @@ class EngineCore:
         """
         while not (self._draining and not self._busy):
             self._receive()
+            if self._preparing:
+                self._admit()
             self._submit()
             self._finish()
 
     @property
     def _busy(self) -> bool:
-        return bool(self._steps or self._scheduler.count or self._outputs)
+        return bool(self._steps or self._scheduler.count or self._outputs or self._preparing)
 
     def _receive(self) -> None:
-        for message in self._channel.receive(timeout=0 if self._busy else self._heartbeat):
+        timeout = 0.0 if self._busy else self._heartbeat
+        if self._preparing and not self._steps:
+            timeout = PREPARING
+        for message in self._channel.receive(timeout):
             self._handle(message)
 
     def _handle(self, message: ToCore) -> None:
         match message:
+            case Add() if message.grammar:
+                self._preparing[message.request_id] = message, self._guides.make(message)
             case Add():
-                try:
-                    self._scheduler.add(message)
-                except RequestError as error:
-                    self._outputs.append(
-                        TokenOutput(message.request_id, [], "error", error=error.message)
-                    )
+                self._add(message)
+            case Compiled():
+                self._guides.keep(message)
             case Abort():
-                self._outputs += self._scheduler.abort(message.request_ids)
+                self._abort(message.request_ids)
             case Shutdown():
                 self._draining = True
                 if not message.drain:
-                    self._outputs += self._scheduler.abort(self._scheduler.live)
+                    self._abort((*self._scheduler.live, *self._preparing))
+
+    def _add(self, message: Add, guide: Guide | None = None) -> None:
+        try:
+            self._scheduler.add(message, guide)
+        except RequestError as error:
+            self._refuse(message, error.message)
+
+    def _refuse(self, message: Add, error: str) -> None:
+        self._outputs.append(TokenOutput(message.request_id, [], "error", error=error))
+
+    def _admit(self) -> None:
+        """Queue the requests whose guides are ready."""
+        for request_id, (message, making) in list(self._preparing.items()):
+            if not making.done():
+                continue
+            del self._preparing[request_id]
+            error = making.exception()
+            if error is None:
+                self._add(message, making.result())
+            else:
+                logger.warning("a grammar cannot be used", exc_info=error)
+                self._refuse(message, f"the grammar cannot be used: {error}")
+
+    def _abort(self, request_ids: tuple[str, ...]) -> None:
+        for request_id in request_ids:
+            if self._preparing.pop(request_id, None) is not None:
+                self._outputs.append(TokenOutput(request_id, [], "abort"))
+        self._outputs += self._scheduler.abort(request_ids)
 
     def _submit(self) -> None:
         while len(self._steps) < self._depth:
@@ -189,6 +230,7 @@ def serve(
     with CoreChannel(context, address) as channel:
         begin = time.monotonic()
         executor = start_executor(config, load_model, lambda port: channel.send(Waiting(port)))
+        guides = Guides(config, executor.model.vocab_size)
         try:
             model = executor.model
             scheduler = Copies([_scheduler(config, model) for _ in range(config.copies)])
@@ -197,8 +239,12 @@ def serve(
             channel.send(Ready(_info(config, model, time.monotonic() - begin)))
             heartbeat = min(HEARTBEAT, config.stall_timeout / 4)
             depth = DEPTH + config.pp - 1
-            EngineCore(channel, executor, scheduler, heartbeat=heartbeat, depth=depth).run()
+            core = EngineCore(
+                *(channel, executor, scheduler, guides), heartbeat=heartbeat, depth=depth
+            )
+            core.run()
         finally:
+            guides.close()
             executor.close()
 
 

@@ -39,11 +39,12 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         request_id: unique among live requests.
         prompt_token_ids: at least one, each in [0, vocab_size).
-        params: checked; `max_tokens` and `seed` are filled in, `n` is 1.
+        params: checked; `max_tokens` and `seed` are filled in, `n` is 1, `grammar` is left out.
         end_token_ids: tokens that end the output (the model's own unless ignored, and
-            params.stop_token_ids).
+            params.stop_token_ids); with a grammar the model's own even then.
         priority: lower is served first; among equals, first come.
         arrival: time.monotonic() at the front, for the queueing time.
+        grammar: the key of its compiled grammar, which came before; none if empty.
     """
 
     request_id: str
@@ -52,6 +53,19 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     end_token_ids: tuple[int, ...]
     priority: int = 0
     arrival: float = 0.0
+    grammar: bytes = b""
+
+
+class Compiled(msgspec.Struct, frozen=True, tag=True):
+    """Front -> core: a grammar that requests will name.
+
+    Attributes:
+        key: its name.
+        data: as xgrammar writes it.
+    """
+
+    key: bytes
+    data: bytes
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -195,5 +209,5 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
         return kinds.get(self.kind, EngineError)(self.message)
 
 
-ToCore = Add | Abort | Shutdown
+ToCore = Compiled | Add | Abort | Shutdown
 FromCore = Waiting | Ready | Outputs | Failed

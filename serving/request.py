@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 
 from weft.models.interface import Logprobs, SlotSampling
+from weft.serving.guide import Guide
 from weft.serving.kv_cache import ROOT_KEY, block_key
 from weft.serving.messages import Add, TokenLogprob
 
@@ -25,6 +26,7 @@ class Request:
         cached_tokens: prompt tokens found in the prefix cache when it first ran; -1 before.
         known_keys: prefix-cache keys of its first blocks, as far as they were asked for.
         wants_logprobs: of its tokens or of its prompt.
+        guide: where it is in its grammar, if it has one; all tokens that have come back are taken.
         ended: nothing more is told about it; its slot may still be in a step under way.
     """
 
@@ -33,6 +35,7 @@ class Request:
         "computed",
         "end_token_ids",
         "ended",
+        "guide",
         "id",
         "known_keys",
         "limit",
@@ -47,7 +50,9 @@ class Request:
         "wants_logprobs",
     )
 
-    def __init__(self, add: Add, order: int, max_model_len: int) -> None:
+    def __init__(
+        self, add: Add, order: int, max_model_len: int, guide: Guide | None = None
+    ) -> None:
         assert add.params.max_tokens is not None, "the front fills max_tokens in"
         self.id = add.request_id
         self.rank = (add.priority, order)
@@ -66,6 +71,7 @@ class Request:
         self.wants_logprobs = add.params.logprobs is not None or self.prompt_logprobs is not None
         self.cached_tokens = -1
         self.ended = False
+        self.guide = guide
         self.known_keys: list[bytes] = []
 
     def __len__(self) -> int:
@@ -107,7 +113,7 @@ class Request:
             seed=p.seed,
             logit_bias=p.logit_bias,
             logprobs=-1 if p.logprobs is None else p.logprobs,
-            min_tokens=p.min_tokens,
+            min_tokens=p.min_tokens if self.guide is None else 0,  # it sees to that
             end_token_ids=tuple(sorted(self.end_token_ids)),
             prompt_token_ids=tuple(self.token_ids[: self.prompt_length]) if history else (),
             output_token_ids=tuple(self.token_ids[self.prompt_length :]) if history else (),

@@ -51,6 +51,14 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"{self.param} has {len(self.text)} characters; at most {MAX_GRAMMAR_LENGTH}",
                 param=self.param,
             )
+        try:
+            self.text.encode()
+        except UnicodeEncodeError:
+            raise RequestError(
+                f"{self.param} holds half of a surrogate pair, which is no character",
+                param=self.param,
+                code="invalid_unicode",
+            ) from None
         if self.kind == "choice":
             self._check_choices()
 

@@ -35,6 +35,9 @@ Prompts that start alike and come together are computed once: the first is
 admitted, and those that would find a long part of it in the prefix cache wait
 until it is there.
 
+A request that a grammar guides may have only some tokens, which ones depends on all before. So
+it decodes again only when the token before is back; the steps between are of the others.
+
 Per slot, state lives in NumPy arrays: a step of decodes takes no Python per
 request to schedule.
 """
@@ -43,7 +46,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import insort
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from operator import attrgetter
@@ -53,6 +56,7 @@ import numpy.typing as npt
 
 from weft.errors import RequestError
 from weft.models.interface import FINITE, Int32, StepInput, StepOutput
+from weft.serving.guide import Guide
 from weft.serving.kv_cache import KVCache, Slots, prefix_keys
 from weft.serving.messages import Add, EngineStats, FinishReason, TokenLogprob, TokenOutput
 from weft.serving.request import Request, token_logprob
@@ -99,6 +103,7 @@ class Scheduler:
         self._live: dict[str, Request] = {}
         self._coming: dict[bytes, Request] = {}  # keys of blocks, and who computes them
         self._flights: deque[Flight] = deque()
+        self._guides: dict[int, Guide] = {}  # by slot
 
         # By slot. `length` counts tokens that are under way, `done` only those computed.
         self._length = np.zeros(num_slots, np.int32)
@@ -122,15 +127,15 @@ class Scheduler:
 
     # Requests.
 
-    def add(self, add: Add) -> None:
-        """Queue a request.
+    def add(self, add: Add, guide: Guide | None = None) -> None:
+        """Queue a request, with a guide if it has a grammar.
 
         Raises:
             RequestError: it can never run.
         """
         if add.request_id in self._live:
             raise RequestError(f"request id {add.request_id!r} is in use", param="request_id")
-        request = Request(add, self._order, self._max_model_len)
+        request = Request(add, self._order, self._max_model_len, guide)
         if not 0 < len(request) < request.limit:
             raise RequestError(
                 f"the prompt has {len(request)} tokens; it must have at least 1, and with the "
@@ -203,7 +208,8 @@ class Scheduler:
         if not len(decodes) and not chunks:
             return None
         flight = build_step(
-            self._steps, decodes, chunks, self._length, self._prompt_length, self.kv
+            *(self._steps, decodes, chunks),
+            *(self._length, self._prompt_length, self.kv, self._guides),
         )
         self._flights.append(flight)
         self._steps += 1
@@ -219,6 +225,9 @@ class Scheduler:
     def _take_decodes(self) -> Slots:
         """Slots that compute the token they sampled last, each with a block to write it to."""
         ready = self._decoding & (self._length < self._limit)
+        if self._guides:
+            guided = list(self._guides)
+            ready[guided] &= self._sampled_in[guided] < self._finished_steps
         share = len(ready)
         if self._stages > 1:  # in so many steps, shares add up to all that run
             running = int(np.count_nonzero(ready))
@@ -315,6 +324,8 @@ class Scheduler:
         self._done[slot] = request.computed
         self._registered[slot] = len(prefix)
         self._decoding[slot] = False
+        if request.guide is not None:
+            self._guides[slot] = request.guide
         return True
 
     # A step: what came of it.
@@ -340,7 +351,7 @@ class Scheduler:
     def _take_tokens(self, slots: Int32, result: StepOutput) -> list[TokenOutput]:
         """Append each row's token to its request, which may have ended with it, and say so."""
         outputs: list[TokenOutput] = []
-        broken: list[Request] = []
+        broken: dict[str, list[Request]] = defaultdict(list)
         running = self._running
         faulty = frozenset(np.flatnonzero(result.status != FINITE).tolist())
         rows = zip(slots.tolist(), result.token_ids.tolist(), strict=True)
@@ -352,7 +363,7 @@ class Scheduler:
             if faulty and row in faulty:
                 self.kv.forget(slot)
                 self._registered[slot] = self.kv.total  # and never offer them again
-                broken.append(request)
+                broken["the model's output is not finite"].append(request)
                 continue
             token_ids = request.token_ids
             token_ids.append(token)
@@ -364,6 +375,13 @@ class Scheduler:
             elif len(token_ids) == request.limit:
                 reason = "length"
                 self._end(request)
+            elif request.guide is not None:
+                if (error := request.guide.advance(token)) is not None:
+                    broken[error].append(request)
+                    continue
+                if request.guide.ended:
+                    reason = "stop"
+                    self._end(request)
             if request.wants_logprobs:
                 logprobs, prompt_logprobs = _take_logprobs(request, row, token, result)
             outputs.append(
@@ -378,7 +396,9 @@ class Scheduler:
                 )
             )
         self._generation_tokens += len(outputs)
-        return outputs + self._end_all(broken, "error", "the model's output is not finite")
+        for error, requests in broken.items():
+            outputs += self._end_all(requests, "error", error)
+        return outputs
 
     def _register(self, slots: Int32) -> None:
         """Offer blocks that are now full to the prefix cache."""
@@ -440,6 +460,7 @@ class Scheduler:
             self.kv.free(slot)
             self._leaving.remove(slot)
             self._running[slot] = None
+            self._guides.pop(slot, None)
             self._free_slots.append(slot)
             request.slot = -1
             if not request.ended:  # it was preempted

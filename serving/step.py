@@ -7,11 +7,13 @@ yet, so it is always named by its slot (see models/interface.py).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from weft.models.interface import Int32, Logprobs, StepInput
+from weft.models.interface import NO_MASK, NONE, Int32, Logprobs, StepInput
+from weft.serving.guide import Guide
 from weft.serving.kv_cache import KVCache, Slots
 from weft.serving.request import Request, token_logprob
 
@@ -48,7 +50,13 @@ class Flight:
 
 
 def build_step(
-    step: int, decodes: Slots, chunks: list[Chunk], length: Int32, prompt_length: Int32, kv: KVCache
+    step: int,
+    decodes: Slots,
+    chunks: list[Chunk],
+    length: Int32,
+    prompt_length: Int32,
+    kv: KVCache,
+    guides: Mapping[int, Guide],
 ) -> Flight:
     """Make a step's arrays.
 
@@ -59,6 +67,7 @@ def build_step(
         length: int32[max_num_seqs]; by slot, tokens of the request, those under way included.
         prompt_length: int32[max_num_seqs]; by slot, tokens of the request's prompt.
         kv: whose block tables hold all these tokens.
+        guides: by slot, of the requests that have one.
     """
     n = len(decodes)
     slots = np.empty(n + len(chunks), np.int32)
@@ -84,6 +93,7 @@ def build_step(
         positions[begin:end] = np.arange(chunk.start, chunk.stop)
 
     sample_slot = slots[samples]
+    masked, token_mask = _mask(sample_slot, guides) if guides else (NONE, NO_MASK)
     scores, score_index = _score(chunks, begins)
     batch = StepInput(
         step=step,
@@ -102,8 +112,19 @@ def build_step(
             [t for s in scores for t in s.request.token_ids[s.start : s.stop]], np.int32
         ),
         prompt_logprob_top=max((s.request.prompt_top for s in scores), default=0),
+        masked=masked,
+        token_mask=token_mask,
     )
     return Flight(batch, scores)
+
+
+def _mask(sample_slot: Int32, guides: Mapping[int, Guide]) -> tuple[Int32, Int32]:
+    """The sampled rows whose requests have a guide, and the tokens that each may have."""
+    rows = [row for row, slot in enumerate(sample_slot.tolist()) if slot in guides]
+    if not rows:
+        return NONE, NO_MASK
+    masks = [guides[slot].mask for slot in sample_slot[rows].tolist()]
+    return np.array(rows, np.int32), np.stack(masks)
 
 
 def _score(chunks: list[Chunk], begins: list[int]) -> tuple[list[Score], Int32]:

@@ -26,6 +26,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from weft.errors import ModelError, RequestError
+from weft.serving.config import EngineConfig
 
 _SPECIAL_TOKEN_NAMES = (
     "bos_token",
@@ -231,6 +232,14 @@ class Tokenizer:
         if (byte := fallback_byte(piece)) is not None:
             return bytes([byte])
         return self.pieces_to_text([piece], first=False).encode()
+
+
+def load_tokenizer(config: EngineConfig) -> Tokenizer:
+    """The tokenizer that an engine's settings name; raises as `Tokenizer.load`."""
+    from weft.models.checkpoint import locate
+
+    model = locate(config.model)
+    return Tokenizer.load(config.tokenizer or model, model=model)
 
 
 def fallback_byte(piece: str) -> int | None:

@@ -6,6 +6,7 @@
 | sample | each number of rows | logits -> tokens; the sampler's state is donated |
 | pick, score | each number of tokens; once | rows of hidden states -> prompt log probabilities |
 | mark | once | a new request's history and bias |
+| restrict | once | the tokens that some slots may have |
 
 A step calls what has been compiled, by its bucket; a shape that was not is an error, never a
 silent compile. The same code compiles for devices that are not here (aot.py): nothing in it
@@ -29,7 +30,7 @@ from weft.models.jax.kernels import Choice, Shape, choose_kernels, runnable, sha
 from weft.models.jax.mesh import REPLICATED, TENSOR, described
 from weft.models.jax.model import Batch, Cache, forward, head
 from weft.models.jax.parameters import DTYPES, Params, cuts, describe, shapes
-from weft.models.jax.sampler import Rows, Sampled, Scores, State
+from weft.models.jax.sampler import MASKS, Rows, Sampled, Scores, State
 from weft.models.layout import Layout
 from weft.models.spec import ModelSpec
 
@@ -105,6 +106,7 @@ class Program:
             yield self._task(f"scores of {tokens} tokens", key, self._compile_pick)
         yield self._task("prompt log probabilities", ("score",), self._compile_score)
         yield self._task("new requests", ("mark",), self._compile_mark)
+        yield self._task("masks", ("restrict",), self._compile_restrict)
 
     def _task(self, name: str, key: Any, compile: Callable[..., Any]) -> Task:
         def run() -> Any:
@@ -200,6 +202,14 @@ class Program:
         slot = described(self._mesh, (), jnp.int32)
         return jitted.lower(self.state, slot, whole(jnp.int32), whole(jnp.float32)).compile()
 
+    def _compile_restrict(self) -> Any:
+        jitted = jax.jit(
+            sampler.set_masks, donate_argnums=0, out_shardings=self._shardings(self._state_cuts)
+        )
+        words = self.state.mask.shape[1]
+        whole = partial(described, self._mesh, dtype=jnp.int32)
+        return jitted.lower(self.state, whole((MASKS,)), whole((MASKS, words))).compile()
+
     def _split(self, function: Callable[..., Any], cut: Any, out: Any) -> Callable[..., Any]:
         """A device's view of the mesh, as a function of whole arrays."""
         split: Callable[..., Any] = jax.shard_map(
@@ -255,6 +265,11 @@ class Program:
         marked: State = self._compiled["mark",](state, np.int32(slot), history, bias)
         return marked
 
+    def restrict(self, state: State, slots: Any, masks: Any) -> State:
+        """See sampler.set_masks; `state` is gone."""
+        restricted: State = self._compiled["restrict",](state, slots, masks)
+        return restricted
+
 
 CACHE_CUT = PartitionSpec(None, TENSOR)
 
@@ -274,7 +289,8 @@ def state_shapes(mesh: Mesh, words: int, slots: int) -> State:
     newest: Any = described(mesh, (slots,), jnp.int32)
     history: Any = described(mesh, (slots, words), jnp.int32, by_word)
     bias: Any = described(mesh, (slots, words), jnp.float32, by_word)
-    return State(newest, history, bias)
+    mask: Any = described(mesh, (slots, -(-words * mesh.size // 32)), jnp.int32)
+    return State(newest, history, bias, mask)
 
 
 def _pick(hidden: jax.Array, index: jax.Array) -> jax.Array:

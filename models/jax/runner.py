@@ -213,6 +213,8 @@ class JaxRunner:
             marks = self._settings.set_slot(settings)
             if marks is not None:
                 self._state = self._program.mark(self._state, settings.slot, *marks)
+        for slots, masks in self._settings.masks(batch):
+            self._state = self._program.restrict(self._state, slots, masks)
         return self._settings.rows(batch, bucket.rows)
 
     def _score_prompts(self, bucket: Bucket, hidden: jax.Array, batch: StepInput) -> list[Scores]:

@@ -1,8 +1,9 @@
 """Logits to tokens on the devices, for a whole batch at once; see models/torch/sampler.py.
 
-Per row: penalties change the logits, then logit bias, then the suppression of end tokens; then
-draw.py shapes the distribution and draws from it. What no row of a step asks for is skipped on
-the devices (`lax.cond`), so that one compiled function serves every mixture of settings.
+Per row: penalties change the logits, then logit bias, then the suppression of end tokens, then
+the mask of tokens that a grammar allows; then draw.py shapes the distribution and draws from it.
+What no row of a step asks for is skipped on the devices (`lax.cond`), so that one compiled
+function serves every mixture of settings.
 
 Between steps the devices keep, for each slot, the newest token and what penalties and biases
 look at, a number for each word of the vocabulary, cut over the mesh. The host keeps the settings.
@@ -14,6 +15,7 @@ row are maxima and sums. It is traced with 64-bit types, for draw.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -28,10 +30,13 @@ MAX_TOP = 20
 """Most alternatives that a token's log probability comes with."""
 
 # What a row asks for, in `Rows.whole[2]`.
-EDITED, NO_END, RANDOM, SCORED = 1, 2, 4, 8
+EDITED, NO_END, RANDOM, SCORED, MASKED = 1, 2, 4, 8, 16
 
 # What a slot's history says of a word: bits, above which is how often it was sampled.
 IN_PROMPT, IS_END, ONCE = 1, 2, 4
+
+MASKS = 8
+"""Masks that are put on the devices at once."""
 
 SMALLEST = float(np.finfo(np.float32).tiny)
 
@@ -43,11 +48,14 @@ class State(NamedTuple):
         newest: int32 [slots]; the token sampled last.
         history: int32 [slots, V]; see IN_PROMPT.
         bias: float32 [slots, V]; added to logits.
+        mask: int32 [slots, ceil(V / 32)]; the tokens it may have, see `StepInput.token_mask`;
+            whole on each device.
     """
 
     newest: jax.Array
     history: jax.Array
     bias: jax.Array
+    mask: jax.Array
 
 
 class Rows(NamedTuple):
@@ -108,7 +116,14 @@ def sample(logits: jax.Array, rows: Rows, state: State) -> tuple[Sampled, State]
         edited = jnp.where(suppressed, -jnp.inf, edited)
         return jnp.where(asks(EDITED)[:, None], edited, safe)
 
+    def mask(logits: jax.Array) -> jax.Array:
+        words = state.mask.at[slot].get(mode="fill", fill_value=-1)
+        bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
+        allowed = bits.reshape(len(slot), -1)[:, : logits.shape[1]] != 0
+        return jnp.where(allowed | ~asks(MASKED)[:, None], logits, -jnp.inf)
+
     wanted = lax.cond(asks(EDITED).any(), edit, lambda: safe)
+    wanted = lax.cond(asks(MASKED).any(), mask, lambda logits: logits, wanted)
     greedy = jnp.argmax(wanted, axis=1).astype(jnp.int32)
     shaping = Shaping(
         jnp.maximum(temperature * jnp.float32(math.log(2)), SMALLEST),
@@ -128,6 +143,7 @@ def sample(logits: jax.Array, rows: Rows, state: State) -> tuple[Sampled, State]
         newest=state.newest.at[slot].set(token_ids, mode="drop"),
         history=state.history.at[slot, token_ids].add(jnp.int32(ONCE), mode="drop"),
         bias=state.bias,
+        mask=state.mask,
     )
     return Sampled(token_ids, status, scores), kept
 
@@ -159,6 +175,11 @@ def set_slot(state: State, slot: jax.Array, history: jax.Array, bias: jax.Array)
     return state._replace(
         history=state.history.at[slot].set(history), bias=state.bias.at[slot].set(bias)
     )
+
+
+def set_masks(state: State, slots: jax.Array, masks: jax.Array) -> State:
+    """Put masks, [MASKS, ceil(V / 32)], in their slots; beyond the last one is for padding."""
+    return state._replace(mask=state.mask.at[slots].set(masks, mode="drop"))
 
 
 class Settings:
@@ -227,11 +248,25 @@ class Settings:
         top_k, asked, min_tokens, _ = self._whole[:, slots]
         whole[1, :count] = top_k
         whole[2, :count] = asked | NO_END * (index < min_tokens)
+        whole[2, batch.masked] |= MASKED
         whole[3:5, :count] = digits_of(self._tail[slots])
         whole[5:, :count] = digits_of(uniform(self._seed[slots], index))
         real = np.ones((5, size), np.float32)
         real[:, :count] = self._real[:, slots]
         return Rows(whole, real)
+
+    def masks(self, batch: StepInput) -> Iterator[tuple[Int32, Int32]]:
+        """The slots of a step's masked rows and their masks, so many that `set_masks` takes."""
+        slots = batch.sample_slot[batch.masked]
+        words = -(-self._columns // 32)
+        for start in range(0, len(slots), MASKS):
+            some = slots[start : start + MASKS]
+            padded = np.full(MASKS, self._slots, np.int32)
+            padded[: len(some)] = some
+            masks = np.zeros((MASKS, words), np.int32)
+            given = batch.token_mask[start : start + MASKS]
+            masks[: len(some), : given.shape[1]] = given
+            yield padded, masks
 
     def logprobs(self, slots: Int32) -> Int32:
         """How many log probabilities each row's request wants: -1 for none."""

@@ -34,7 +34,7 @@ from weft.models.torch.layers import KVCache
 from weft.models.torch.logits import Logits
 from weft.models.torch.model import Model
 from weft.models.torch.pipe import Pipe
-from weft.models.torch.sampler import Sampler
+from weft.models.torch.sampler import Masks, Sampler
 from weft.models.weights import Progress, Weights
 
 if TYPE_CHECKING:
@@ -353,13 +353,27 @@ class TorchRunner:
         if len(places) < len(rows) or (np.diff(places) < 0).any():
             which = self._indices(places)
         logits = self._model.logits(hidden[which]) if logits is None else logits.some(which)
-        sampled = self._sampler.sample(logits, slots, torch.tensor(batch.output_index))
+        sampled = self._sampler.sample(
+            logits, slots, torch.tensor(batch.output_index), self._masks(batch)
+        )
         if self._pipe.is_first:
             self._newest_token[self._indices(batch.sample_slot)] = sampled.token_ids
         token_ids, status = self._read_back(sampled.token_ids, sampled.status)
         if not self._pipe.is_first:
             self._pipe.send_back(torch.from_numpy(token_ids))
         return token_ids.astype(np.int32), status.astype(np.int32), sampled.logprobs
+
+    def _masks(self, batch: StepInput) -> Masks | None:
+        """Of the rows that have one, on the device."""
+        if not len(batch.masked):
+            return None
+        if self._device.type == "cpu":
+            bits = torch.tensor(batch.token_mask)
+        else:
+            from weft.models.torch.inputs import put
+
+            bits = put(self._device, batch.token_mask)[0]
+        return Masks(batch.masked.tolist(), bits)
 
     def _read_back(self, *results: Tensor) -> list[IntArray]:
         """Results of the step, in host memory.

@@ -1,7 +1,8 @@
 """Logits to tokens, for a whole batch at once.
 
 Per row: penalties change the logits, then logit bias, then the suppression of
-end tokens; then draw.py shapes the distribution and draws from it.
+end tokens, then the mask of tokens that a grammar allows; then draw.py shapes the
+distribution and draws from it.
 
 A row's token is a function of its own logits, settings, seed and output index,
 bit for bit, whatever else is in the batch.
@@ -12,7 +13,7 @@ touch only the logits of those tokens: nothing here is as wide as a vocabulary
 but the logits themselves. A batch of greedy rows is one max. Where ranks share the
 vocabulary, each changes the logits that it has, and all sample the same tokens.
 
-Not handled: grammars and beam search.
+Not handled: beam search.
 """
 
 from __future__ import annotations
@@ -50,6 +51,35 @@ class SampledTokens:
     logprobs: Logprobs | None
 
 
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """The tokens that some rows may have.
+
+    Attributes:
+        rows: of the logits; R, each once.
+        bits: int32 [R, ceil(V / 32)], on the logits' device; see `StepInput.token_mask`.
+    """
+
+    rows: list[int]
+    bits: Tensor
+
+    def some(self, which: Sequence[tuple[int, int]]) -> Masks:
+        """Some of them, for other logits: (row of those, number of the mask)."""
+        rows, numbers = zip(*which, strict=True)
+        return Masks(list(rows), self.bits[list(numbers)])
+
+    def apply(self, logits: Logits) -> None:
+        """Make all other tokens impossible, in place."""
+        own = logits.own
+        first = own.start // 32
+        words = self.bits[:, first : -(-own.stop // 32)]
+        shifts = torch.arange(32, dtype=torch.int32, device=words.device)
+        allowed = (words[:, :, None] >> shifts & 1).bool().flatten(1)
+        allowed = allowed[:, own.start - first * 32 :][:, : len(own)]
+        rows = logits.local[self.rows]
+        logits.local[self.rows] = rows.masked_fill_(~allowed, -torch.inf)
+
+
 class Sampler:
     """Samples the next token of up to `max_num_seqs` requests, each in its slot.
 
@@ -85,13 +115,16 @@ class Sampler:
                 self._reserve_history(len(tokens))
                 self._history[settings.slot, : len(tokens)] = tokens.to(self._device)
 
-    def sample(self, logits: Logits, slots: Tensor, output_index: Tensor) -> SampledTokens:
+    def sample(
+        self, logits: Logits, slots: Tensor, output_index: Tensor, masks: Masks | None = None
+    ) -> SampledTokens:
         """Sample one token per row.
 
         Args:
             logits: [S, V].
             slots: int64 [S]; each row's slot, no slot twice.
             output_index: int [S]; tokens that the slot's request has sampled before.
+            masks: of rows that may not have just any token.
         """
         if logits.shape[1] != self._vocab_size:
             raise ValueError(f"logits have {logits.shape[1]} columns, not {self._vocab_size}")
@@ -101,15 +134,22 @@ class Sampler:
         finite = largest.isfinite()
         status = torch.where(finite, FINITE, NOT_FINITE).to(torch.int32)
 
-        special = [i for i, s in enumerate(settings) if not _is_plain_greedy(s, index[i])]
+        masked = {} if masks is None else {row: i for i, row in enumerate(masks.rows)}
+        special = [
+            i for i, s in enumerate(settings) if i in masked or not _is_plain_greedy(s, index[i])
+        ]
         step = max(1, CHUNK_NUMBERS[logits.local.device.type] // logits.each)
         for start in range(0, len(special), step):
             rows = special[start : start + step]
             some = Logits(logits.local[rows].float(), self._vocab_size, logits.group)  # a copy
             if not finite[rows].all():
                 some.local.masked_fill_(~finite[rows, None], 0.0)
+            there = [(i, masked[row]) for i, row in enumerate(rows) if row in masked]
             token_ids[rows] = self._choose(
-                some, [settings[i] for i in rows], [index[i] for i in rows]
+                some,
+                [settings[i] for i in rows],
+                [index[i] for i in rows],
+                None if masks is None or not there else masks.some(there),
             )
         self._remember(token_ids, settings, index)
         return SampledTokens(token_ids, status, _sampled_logprobs(logits, token_ids, settings))
@@ -119,7 +159,11 @@ class Sampler:
         return _logprobs(logits, targets, top)
 
     def _choose(
-        self, logits: Logits, settings: Sequence[SlotSampling], index: Sequence[int]
+        self,
+        logits: Logits,
+        settings: Sequence[SlotSampling],
+        index: Sequence[int],
+        masks: Masks | None,
     ) -> Tensor:
         """float32 [R, V], which is overwritten -> int64 [R]."""
         self._penalise(logits, settings, index)
@@ -128,6 +172,8 @@ class Sampler:
             if index[i] < s.min_tokens:
                 ends = [token for token in self._end_tokens[s.slot] if token in logits.own]
                 logits.local[i, [token - logits.own.start for token in ends]] = -torch.inf
+        if masks is not None:
+            masks.apply(logits)
         token_ids = torch.empty(len(settings), dtype=torch.int64, device=self._device)
         greedy = [i for i, s in enumerate(settings) if s.temperature == 0.0]
         if greedy:

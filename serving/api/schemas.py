@@ -10,18 +10,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from weft.errors import RequestError
+from weft.serving.api.body import Body
+from weft.serving.api.guided import GuidedRequest
 from weft.serving.sampling_params import SamplingParams
 
 MAX_PROMPTS = 256
-
-
-class Body(BaseModel):
-    """An object whose every field is known and has exactly its type."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 def _listed(value: Any) -> Any:
@@ -38,7 +34,7 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-class GenerationRequest(Body):
+class GenerationRequest(GuidedRequest):
     """What completions and chat have in common.
 
     `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`, `stop_token_ids` and
@@ -82,6 +78,7 @@ class GenerationRequest(Body):
         """The sampling settings; RequestError when a value is out of range."""
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS} | more
         params = {name: value for name, value in given.items() if value is not None}
+        params.setdefault("grammar", self.grammar)
         return SamplingParams(
             **params,
             stop=tuple(self.stop or ()),
@@ -232,12 +229,6 @@ class Tool(Body):
     function: Function
 
 
-class ResponseFormat(Body):
-    """The form of the answer: text."""
-
-    type: Literal["text"]
-
-
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions: the chat template makes one prompt of the messages."""
 
@@ -247,7 +238,6 @@ class ChatRequest(GenerationRequest):
     modalities: list[Literal["text"]] | None = None
     parallel_tool_calls: bool | None = None
     prompt_cache_key: str | None = None
-    response_format: ResponseFormat | None = None
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None

@@ -90,8 +90,8 @@ def unpack(packed: Any) -> StepInput:
         start = end
     if start != len(numbers):
         raise ValueError(f"{len(numbers)} numbers for arrays of {start}; all must be of int32")
-    rows, table = len(parts["slot"]), parts["block_table"]
-    parts["block_table"] = table.reshape(rows, len(table) // max(rows, 1))
+    for name, rows in (("block_table", len(parts["slot"])), ("token_mask", len(parts["masked"]))):
+        parts[name] = parts[name].reshape(rows, parts[name].size // max(rows, 1))
     return StepInput(**parts)
 
 

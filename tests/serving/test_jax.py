@@ -24,6 +24,7 @@ from weft.serving.config import EngineConfig, Replica
 from weft.serving.jax_loading import check_settings
 from weft.serving.loading import uses_jax
 from weft.serving.resources import Share
+from weft.serving.sampling_params import Grammar
 
 SIZES: dict[str, Any] = {
     "max_num_seqs": 8,
@@ -56,6 +57,7 @@ def _mixture(count: int) -> tuple[list[str], list[SamplingParams]]:
         {"temperature": 0.8, "seed": 4, "top_k": 9, "min_p": 0.02},
         {"temperature": 0.0, "repetition_penalty": 1.2, "presence_penalty": 0.5},
         {"temperature": 0.7, "seed": 5, "logit_bias": {7: 4.0}, "min_tokens": 3},
+        {"temperature": 1.0, "seed": 6, "grammar": Grammar("regex", "[a-c ]+")},
     ]
     prompts = [f"{PROMPT} {'one more ' * (i % 13)}thing" for i in range(count)]
     params = [

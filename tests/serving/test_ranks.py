@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ from support.server import Server, start_server
 from weft import LLM, SamplingParams
 from weft.models.demo.tasks import TASKS, held_out
 from weft.serving.eval import MAX_ANSWER
+from weft.serving.sampling_params import Grammar
 
 PROMPT = "the user asks the assistant for"
 PROMPTS = [f"{PROMPT} {'one more ' * i}thing" for i in range(9)]
@@ -70,6 +72,24 @@ def test_two_ranks_answer_as_one_and_a_dead_one_is_named(model: Path, tmp_path: 
         assert f"rank 1 (process {ranks[1].pid}) was killed by SIGKILL in step " in error["message"]
         assert server.process.wait(30) != 0
         wait_until_gone([rank.pid for rank in ranks])
+
+
+def test_ranks_that_share_the_vocabulary_keep_to_a_grammar(model: Path) -> None:
+    grammar = Grammar("regex", "([a-f]{4} ){3}[0-9]+x")
+    params = [
+        SamplingParams(temperature=hot, max_tokens=100, seed=3, grammar=grammar)
+        for hot in (0.0, 2.0, 0.0)
+    ]
+    with LLM(model, threads=2, **SIZES) as llm:
+        expected = [answer.token_ids for answer in llm.generate(PROMPTS[:3], params)]
+    with LLM(model, tp=2, threads=2, **SIZES) as llm:
+        answers = llm.generate(PROMPTS[:3], params)
+    assert [answers[i].token_ids for i in (0, 2)] == [expected[i] for i in (0, 2)]
+    for answer in answers:
+        if answer.finish_reason == "stop":
+            assert re.fullmatch(grammar.text, answer.text)
+        else:
+            assert re.fullmatch("([a-f]{4} ){3}[0-9]+", answer.text)
 
 
 def test_ranks_that_share_positions_answer_as_one(model: Path) -> None:

@@ -14,10 +14,18 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.mock_runner import END, NOT_FINITE_TOKEN, MockRunner, expected, logprob
+from support.mock_runner import (
+    END,
+    NOT_FINITE_TOKEN,
+    VOCAB_SIZE,
+    MockRunner,
+    expected,
+    logprob,
+)
 
 from weft.errors import RequestError
-from weft.models.interface import FINITE, StepInput, StepOutput
+from weft.models.interface import FINITE, Int32, StepInput, StepOutput
+from weft.serving.guide import Guide
 from weft.serving.kv_cache import KVCache
 from weft.serving.messages import Add, TokenOutput
 from weft.serving.sampling_params import SamplingParams
@@ -37,6 +45,21 @@ def make_add(
         end_token_ids=(END,),
         priority=priority,
     )
+
+
+class Script:
+    """A matcher for which only these tokens follow each other."""
+
+    def __init__(self, tokens: Iterable[int]) -> None:
+        self._tokens = deque(tokens)
+
+    def fill_next_token_bitmask(self, mask: Int32) -> None:
+        allowed = np.zeros(VOCAB_SIZE, np.uint8)
+        allowed[self._tokens[0]] = 1
+        mask[0] = np.packbits(allowed, bitorder="little").view(np.int32)
+
+    def accept_token(self, token: int) -> bool:
+        return token == self._tokens.popleft()
 
 
 class Engine:
@@ -72,8 +95,13 @@ class Engine:
         self.adds: dict[str, Add] = {}
         self.outputs: dict[str, list[TokenOutput]] = {}
 
-    def add(self, add: Add) -> None:
-        self.scheduler.add(add)
+    def add(self, add: Add, *, guided: bool = False) -> None:
+        guide = None
+        if guided:
+            seed = add.params.seed or 0
+            script = Script(expected(add.prompt_token_ids, MAX_MODEL_LEN, seed=seed))
+            guide = Guide(script, VOCAB_SIZE, add.end_token_ids)
+        self.scheduler.add(add, guide)
         self.adds[add.request_id] = add
         self.outputs[add.request_id] = []
 
@@ -94,7 +122,13 @@ class Engine:
         return True
 
     def finish(self) -> None:
-        self._take(self.scheduler.finish(self.runner.step(self.under_way.popleft())))
+        batch = self.under_way.popleft()
+        result = self.runner.step(batch)
+        for row, mask in zip(batch.masked.tolist(), batch.token_mask, strict=True):
+            if result.status[row] == FINITE:
+                bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+                assert np.flatnonzero(bits).tolist() == [result.token_ids[row]], "another's mask"
+        self._take(self.scheduler.finish(result))
 
     def step(self) -> None:
         while self.submit():
@@ -181,6 +215,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_logprobs=st.sampled_from([None, None, 0, 2]),
         seed=st.integers(0, 1),
         bad=st.sampled_from([False] * 9 + [True]),
+        guided=st.sampled_from([False, False, True]),
     )
     def add(
         self,
@@ -189,11 +224,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens: int,
         priority: int,
         bad: bool,
+        guided: bool,
         **params: Any,
     ) -> None:
         self.count += 1
         tokens = [1] * shared + prompt + ([NOT_FINITE_TOKEN] if bad else [])
-        self.engine.add(make_add(f"r{self.count}", tokens, max_tokens, priority, **params))
+        add = make_add(f"r{self.count}", tokens, max_tokens, priority, **params)
+        self.engine.add(add, guided=guided)
 
     @precondition(lambda self: self.engine.outputs)
     @rule(data=st.data(), more=st.lists(st.integers(1, 2), min_size=1, max_size=3))
@@ -443,6 +480,39 @@ def test_no_row_is_wasted_when_the_length_ends_a_request() -> None:
     engine.run()
     assert engine.tokens("a") == expected([1, 2, 3], 5)
     assert engine.runner.tokens_computed == 3 + 4
+
+
+def test_only_who_is_guided_waits_for_its_token() -> None:
+    engine = Engine(num_blocks=40, budget=64, depth=2)
+    engine.add(make_add("free", [1, 2, 3], 20))
+    engine.add(make_add("guided", [4, 5, 6], 20), guided=True)
+    rows = []
+    for _ in range(6):
+        while engine.submit():
+            rows.append(len(engine.under_way[-1].slot))
+        engine.finish()
+    assert rows == [2, 1, 2, 1, 2, 1, 2]
+    engine.run()
+
+
+def test_what_its_grammar_does_not_allow_ends_a_request_alone() -> None:
+    engine = Engine(num_blocks=40, budget=64, depth=2)
+    engine.add(make_add("good", [1, 2, 3], 8), guided=True)
+    engine.add(make_add("bad", [4, 5, 6], 8))
+    wrong = [token + 1 for token in expected([4, 5, 6], 8)]
+    engine.scheduler._live["bad"].guide = Guide(Script(wrong), VOCAB_SIZE, [END])
+    batch = engine.scheduler.schedule()
+    assert batch is not None
+    outputs = engine.scheduler.finish(engine.runner.step(batch))
+    engine._take(output for output in outputs if output.request_id == "good")
+    (failed,) = [output for output in outputs if output.finish_reason == "error"]
+    assert failed.request_id == "bad"
+    assert failed.error is not None
+    assert "does not follow in the grammar" in failed.error
+    assert [output.request_id for output in outputs if not output.error] == ["good"]
+    while "good" in engine.scheduler.live:
+        engine.step()
+    assert engine.kv.available == engine.kv.total
 
 
 def test_an_aborted_request_frees_its_blocks_once_its_steps_are_back() -> None:

@@ -23,7 +23,7 @@ from weft.models.layout import Layout
 from weft.models.torch.group import Group, Groups, meet, split
 from weft.models.torch.logits import Logits
 from weft.models.torch.runner import TorchRunner
-from weft.models.torch.sampler import Sampler
+from weft.models.torch.sampler import Masks, Sampler
 
 BLOCK, BLOCKS, PROMPT, DECODES = 4, 16, 13, 6
 INTERPRETED_DECODES = 2
@@ -148,6 +148,7 @@ class Sampling:
         columns, dtype, spread, seed: of the logits; their standard deviation.
         strange: some rows are broken, or have but few finite logits.
         slots: a row for each.
+        masked: every other row may have only some tokens.
         top: of the log probabilities of a prompt; -1 for none.
     """
 
@@ -157,6 +158,7 @@ class Sampling:
     seed: int
     strange: bool
     slots: tuple[SlotSampling, ...]
+    masked: bool = False
     top: int = -1
     steps: int = 3
 
@@ -176,6 +178,17 @@ class Sampling:
                     logits[row, :column] = -torch.inf
         return logits.to(self.dtype)
 
+    def masks(self, step: int) -> Masks | None:
+        """Of every other row, about a quarter of the tokens, and the last one."""
+        if not self.masked:
+            return None
+        rows = list(range(0, len(self.slots), 2))
+        generator = torch.Generator().manual_seed(self.seed - step)
+        allowed = torch.rand(len(rows), -(-self.columns // 32) * 32, generator=generator) < 0.25
+        allowed[:, self.columns - 1] = True
+        bits = np.packbits(allowed.numpy(), axis=1, bitorder="little").view(np.int32)
+        return Masks(rows, torch.tensor(bits))
+
     def run(self, group: Group) -> list[Any]:
         """By this rank: tokens, status and log probabilities of each step, then of a prompt."""
         sampler = Sampler(self.columns, len(self.slots))
@@ -186,7 +199,7 @@ class Sampling:
         for step in range(self.steps):
             index = torch.tensor([len(slot.output_token_ids) + step for slot in self.slots])
             logits = Logits(self.logits(step)[:, own], self.columns, group)
-            sampled = sampler.sample(logits, slots, index)
+            sampled = sampler.sample(logits, slots, index, self.masks(step))
             told += [sampled.token_ids.numpy(), sampled.status.numpy(), sampled.logprobs]
         if self.top >= 0:
             logits = Logits(self.logits(0)[:, own], self.columns, group)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.models.interface import FINITE, NOT_FINITE, SlotSampling, StepInput
+from weft.models.interface import FINITE, NO_MASK, NOT_FINITE, SlotSampling, StepInput
 from weft.models.jax import draw
 from weft.models.jax.sampler import (
     MAX_TOP,
@@ -20,16 +20,17 @@ from weft.models.jax.sampler import (
     Settings,
     State,
     sample,
+    set_masks,
     set_slot,
 )
 from weft.models.torch import draw as torch_draw
 from weft.models.torch.draw import uniform
 from weft.models.torch.logits import Logits
-from weft.models.torch.sampler import SampledTokens, Sampler
+from weft.models.torch.sampler import Masks, SampledTokens, Sampler
 
 ROWS, VOCAB = 8, 400
 
-jitted, jitted_set_slot = jax.jit(sample), jax.jit(set_slot)
+jitted, jitted_set_slot, jitted_set_masks = map(jax.jit, (sample, set_slot, set_masks))
 jitted_share = jax.jit(
     lambda high, low, total: draw.share_of(draw.number_of(high, low), total),
 )
@@ -37,11 +38,15 @@ jitted_share = jax.jit(
 
 def empty_state() -> State:
     marks = np.zeros((ROWS, VOCAB), np.int32)
-    return State(np.zeros(ROWS, np.int32), marks, marks.astype(np.float32))
+    mask = np.zeros((ROWS, -(-VOCAB // 32)), np.int32)
+    return State(np.zeros(ROWS, np.int32), marks, marks.astype(np.float32), mask)
 
 
 def on_devices(
-    logits: np.ndarray[Any, Any], slots: list[SlotSampling], index: list[int]
+    logits: np.ndarray[Any, Any],
+    slots: list[SlotSampling],
+    index: list[int],
+    masks: Masks | None = None,
 ) -> tuple[Sampled, State]:
     """One row per slot, of fresh state."""
     settings = Settings(VOCAB, VOCAB, ROWS)
@@ -50,22 +55,28 @@ def on_devices(
         for slot in slots:
             if (marks := settings.set_slot(slot)) is not None:
                 state = jitted_set_slot(state, np.int32(slot.slot), *marks)
-        rows = settings.rows(_batch(len(slots), index), ROWS)
+        batch = _batch(len(slots), index, masks)
+        for some, masked in settings.masks(batch):
+            state = jitted_set_masks(state, some, masked)
+        rows = settings.rows(batch, ROWS)
         padded = np.zeros((ROWS, VOCAB), logits.dtype)
         padded[: len(logits)] = logits
         return jitted(padded, rows, state)
 
 
 def on_torch(
-    logits: np.ndarray[Any, Any], slots: list[SlotSampling], index: list[int]
+    logits: np.ndarray[Any, Any],
+    slots: list[SlotSampling],
+    index: list[int],
+    masks: Masks | None = None,
 ) -> SampledTokens:
     sampler = Sampler(VOCAB, ROWS)
     sampler.set_slots(tuple(slots))
     slot = torch.arange(len(slots))
-    return sampler.sample(Logits.whole(torch.tensor(logits)), slot, torch.tensor(index))
+    return sampler.sample(Logits.whole(torch.tensor(logits)), slot, torch.tensor(index), masks)
 
 
-def _batch(count: int, index: list[int]) -> StepInput:
+def _batch(count: int, index: list[int], masks: Masks | None = None) -> StepInput:
     return StepInput(
         step=0,
         **dict.fromkeys(
@@ -82,6 +93,8 @@ def _batch(count: int, index: list[int]) -> StepInput:
         ),
         sample_slot=np.arange(count, dtype=np.int32),
         output_index=np.array(index, np.int32),
+        masked=np.array([] if masks is None else masks.rows, np.int32),
+        token_mask=NO_MASK if masks is None else masks.bits.numpy(),
     )
 
 
@@ -110,16 +123,22 @@ slot_settings = st.builds(
     slots=st.lists(slot_settings, min_size=1, max_size=ROWS),
     data=st.integers(0, 2**31),
     ties=st.booleans(),
+    masked=st.sets(st.integers(0, ROWS - 1)),
 )
-def test_rows_are_sampled_as_by_torch(slots: list[SlotSampling], data: int, ties: bool) -> None:
+def test_rows_are_sampled_as_by_torch(
+    slots: list[SlotSampling], data: int, ties: bool, masked: set[int]
+) -> None:
     random = np.random.default_rng(data)
     logits = (random.standard_normal((len(slots), VOCAB)) * 3).astype(np.float32)
     if ties:
         logits = np.round(logits * 4) / 4
     slots = [replace(slot, slot=i) for i, slot in enumerate(slots)]
     index = [3 for _ in slots]
-    ours, state = on_devices(logits, slots, index)
-    theirs = on_torch(logits, slots, index)
+    rows = sorted(row for row in masked if row < len(slots))
+    bits = random.integers(-(2**31), 2**31, (len(rows), -(-VOCAB // 32)), np.int32)
+    masks = Masks(rows, torch.tensor(bits)) if rows else None
+    ours, state = on_devices(logits, slots, index, masks)
+    theirs = on_torch(logits, slots, index, masks)
     count = len(slots)
     assert np.asarray(ours.token_ids)[:count].tolist() == theirs.token_ids.tolist()
     assert np.asarray(ours.status)[:count].tolist() == [FINITE] * count

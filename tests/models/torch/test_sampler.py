@@ -25,7 +25,7 @@ from weft.models.torch import draw as draw_module
 from weft.models.torch import sampler as sampler_module
 from weft.models.torch.draw import uniform
 from weft.models.torch.logits import Logits
-from weft.models.torch.sampler import SampledTokens, Sampler
+from weft.models.torch.sampler import Masks, SampledTokens, Sampler
 
 SHAPES: list[dict[str, Any]] = [
     {},
@@ -41,14 +41,26 @@ SHAPES: list[dict[str, Any]] = [
 
 
 def run(
-    logits: Tensor, slots: list[SlotSampling], output_index: list[int] | None = None
+    logits: Tensor,
+    slots: list[SlotSampling],
+    output_index: list[int] | None = None,
+    masks: Masks | None = None,
 ) -> SampledTokens:
     """Sample one row per slot with a fresh sampler."""
     sampler = Sampler(logits.shape[1], len(slots))
     slots = [replace(s, slot=i) for i, s in enumerate(slots)]
     sampler.set_slots(tuple(slots))
     index = torch.tensor(output_index or [0] * len(slots))
-    return sampler.sample(Logits.whole(logits), torch.arange(len(slots)), index)
+    return sampler.sample(Logits.whole(logits), torch.arange(len(slots)), index, masks)
+
+
+def mask_of(rows: dict[int, list[int]], vocab_size: int) -> Masks:
+    """Row -> the tokens that it may have."""
+    allowed = np.zeros((len(rows), -(-vocab_size // 32) * 32), np.uint8)
+    for mask, tokens in zip(allowed, rows.values(), strict=True):
+        mask[tokens] = 1
+    bits = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
+    return Masks(list(rows), torch.tensor(bits))
 
 
 def expected_token(logits: Tensor, slot: SlotSampling, index: int) -> set[int]:
@@ -389,3 +401,41 @@ def test_wrong_vocabulary_is_refused() -> None:
         Sampler(30, 1).sample(
             Logits.whole(torch.zeros(1, 31)), torch.tensor([0]), torch.tensor([0])
         )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kinds=st.lists(slot_settings, min_size=1, max_size=6),
+    vocab_size=st.sampled_from([31, 32, 33, 100, 1000]),
+    data=st.data(),
+)
+def test_a_masked_row_is_sampled_from_its_tokens_and_no_other_row_changes(
+    kinds: list[SlotSampling], vocab_size: int, data: st.DataObject
+) -> None:
+    slots = [replace(kind, min_tokens=0, logit_bias={}) for kind in kinds]
+    slots = [replace(slot, prompt_token_ids=(1,), output_token_ids=()) for slot in slots]
+    logits = torch.randn(len(slots), vocab_size, generator=torch.Generator().manual_seed(3))
+    some = st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=5)
+    rows = data.draw(st.dictionaries(st.integers(0, len(slots) - 1), some, min_size=1))
+    free = run(logits, slots).token_ids.tolist()
+    got = run(logits, slots, masks=mask_of(rows, vocab_size)).token_ids.tolist()
+    for row, token in enumerate(got):
+        if row in rows:
+            assert token in rows[row]
+        else:
+            assert token == free[row]
+    # As if the other tokens had never been likely: what is masked leaves no trace.
+    for row, tokens in rows.items():
+        only = torch.full_like(logits[row], -torch.inf)
+        only[tokens] = logits[row, tokens]
+        (alone,) = run(only[None], [slots[row]]).token_ids.tolist()
+        assert got[row] == alone
+
+
+def test_a_row_whose_tokens_are_all_impossible_gets_some_token() -> None:
+    logits = torch.zeros(2, 40)
+    logits[:, :8] = -torch.inf
+    slots = [SlotSampling(0), SlotSampling(1, temperature=1.0)]
+    sampled = run(logits, slots, masks=mask_of({0: [3], 1: [4]}, 40))
+    assert sampled.status.tolist() == [FINITE, FINITE]
+    assert all(0 <= token < 40 for token in sampled.token_ids.tolist())

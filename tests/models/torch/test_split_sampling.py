@@ -70,6 +70,7 @@ def samplings(draw: st.DrawFn) -> Sampling:
         seed=draw(st.integers(0, 2**31)),
         strange=draw(st.booleans()),
         slots=tuple(replace(s, slot=i) for i, s in enumerate(slots)),
+        masked=draw(st.booleans()),
         top=draw(st.integers(-1, min(3, columns))),
     )
 

@@ -1,0 +1,162 @@
+"""The fields that say what an answer must be, as OpenAI, vLLM and SGLang name them.
+
+| field | whose |
+| --- | --- |
+| `response_format` | OpenAI's; with `structural_tag` also vLLM's and SGLang's |
+| `structured_outputs` | vLLM's |
+| `guided_json`, `guided_regex`, `guided_choice`, `guided_grammar` | vLLM's, before 0.12 |
+| `regex`, `ebnf`, `json_schema` | SGLang's |
+
+All mean a Grammar (sampling_params.py), and a request may have one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from weft.errors import RequestError
+from weft.serving.api.body import Body
+from weft.serving.sampling_params import Grammar
+
+
+def _schema(value: Any) -> Any:
+    if isinstance(value, str | dict | bool):
+        return value
+    raise ValueError(" must be a JSON schema, or its JSON as a text")
+
+
+Schema = Annotated[
+    Any, BeforeValidator(_schema, json_schema_input_type=str | dict[str, Any] | bool)
+]
+
+
+class JsonSchema(Body):
+    """A schema with its name. It is kept to, whatever `strict` says."""
+
+    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """The form of the answer. `format`, `structures` and `triggers` are of a structural tag."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the answer must be; RequestError when that is not said."""
+        param = "response_format"
+        fields = self.model_dump(exclude_none=True, exclude={"type", "json_schema"})
+        if (self.type == "structural_tag") != bool(fields):
+            field = f"{param}.{min(fields, default='format')}"
+            if not fields:
+                raise RequestError(f"{field} is missing", param=field, code="missing_parameter")
+            raise RequestError(f"{field} is only for type structural_tag", param=field)
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            param += ".json_schema"
+            if self.json_schema is None:
+                raise RequestError(f"{param} is missing", param=param, code="missing_parameter")
+            raise RequestError(f"{param} is only for type json_schema", param=param)
+        match self.type:
+            case "text":
+                return None
+            case "structural_tag":
+                return Grammar("structural_tag", _text({"type": self.type} | fields, param), param)
+            case "json_object":
+                return Grammar("json_object", param=param)
+        assert self.json_schema is not None
+        if self.json_schema.schema_ is None:
+            return Grammar("json_object", param=param)
+        param += ".json_schema.schema"
+        return Grammar("json_schema", _text(self.json_schema.schema_, param), param)
+
+
+class StructuredOutputs(Body):
+    """What the answer must be; one of these."""
+
+    json_: Schema | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+
+
+class GuidedRequest(Body):
+    """The part of a request that says what its answer must be."""
+
+    ebnf: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    json_schema: Schema | None = None
+    regex: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the answer must be, None if that is open; RequestError if it is said twice."""
+        given = list(self._grammars())
+        if len(given) > 1:
+            names = [grammar.param for grammar in given]
+            raise RequestError(
+                f"{' and '.join(names)} each say what the answer must be; give one of them",
+                param=names[1],
+            )
+        return given[0] if given else None
+
+    def _grammars(self) -> Iterator[Grammar]:
+        if self.response_format is not None and (grammar := self.response_format.grammar):
+            yield grammar
+        for field in ("guided_json", "json_schema"):
+            if (schema := getattr(self, field)) is not None:
+                yield Grammar("json_schema", _text(schema, field), field)
+        for field in ("guided_regex", "regex"):
+            if (text := getattr(self, field)) is not None:
+                yield Grammar("regex", text, field)
+        for field in ("guided_grammar", "ebnf"):
+            if (text := getattr(self, field)) is not None:
+                yield Grammar("ebnf", text, field)
+        if self.guided_choice is not None:
+            yield Grammar("choice", _text(self.guided_choice, "guided_choice"), "guided_choice")
+        if self.structured_outputs is not None:
+            yield from self._structured(self.structured_outputs)
+
+    def _structured(self, outputs: StructuredOutputs) -> Iterator[Grammar]:
+        if outputs.json_ is not None:
+            param = "structured_outputs.json"
+            yield Grammar("json_schema", _text(outputs.json_, param), param)
+        if outputs.regex is not None:
+            yield Grammar("regex", outputs.regex, "structured_outputs.regex")
+        if outputs.choice is not None:
+            param = "structured_outputs.choice"
+            yield Grammar("choice", _text(outputs.choice, param), param)
+        if outputs.grammar is not None:
+            yield Grammar("ebnf", outputs.grammar, "structured_outputs.grammar")
+        if outputs.json_object:
+            yield Grammar("json_object", param="structured_outputs.json_object")
+        if outputs.structural_tag is not None:
+            param = "structured_outputs.structural_tag"
+            yield Grammar("structural_tag", outputs.structural_tag, param)
+
+
+def _text(value: Any, param: str) -> str:
+    """JSON, unless it is that already."""
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value)
+    except RecursionError:
+        raise RequestError(f"{param} is nested too deeply", param=param) from None

@@ -1,0 +1,208 @@
+"""A child process that compiles grammars, one after the other, until its stdin ends.
+
+Compiling is C++ on text that a client wrote: it may take for ever, all the memory, or the stack.
+Here it can be killed (grammar_compiler.py does so at a deadline), and hurts nobody when it dies.
+
+What compiles may still be slow to match, for some grammars have very many ways to read one text.
+So each is first compiled for a vocabulary of the 256 bytes, and walked at random there; one
+whose steps take long is refused. That is a sample, no proof: see also guide.MAX_SECONDS.
+
+Both pipes carry messages as `grammar_compiler.framed` makes them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import random
+import resource
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, BinaryIO
+
+import msgspec
+
+from weft.errors import RequestError
+from weft.serving import child
+from weft.serving.grammar_compiler import HEAD, Answer, Vocabulary, framed
+from weft.serving.guides import tokens_of
+from weft.serving.json_schema import prepare
+from weft.serving.sampling_params import Grammar
+from weft.serving.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    import xgrammar
+
+MAX_MEMORY = 2 << 30  # bytes that compiling may take
+MAX_COMPILED = 32 << 20  # bytes of a compiled grammar
+MAX_WHITESPACE = 64  # characters between two parts of JSON; some models would never stop
+END = 256  # follows the bytes in the small vocabulary
+WALKS, STEPS = 4, 256
+SLOW_STEP, SLOW_WALK = 0.05, 0.5  # seconds of processor time; usual are 1e-5 and 3e-3
+
+
+class Compiler:
+    """Compiles for one vocabulary."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        import xgrammar
+
+        tokens = tokens_of(load_tokenizer(vocabulary.config), vocabulary.size)
+        small = xgrammar.TokenizerInfo(
+            [*(bytes([i]) for i in range(END)), b""],
+            xgrammar.VocabType.RAW,
+            stop_token_ids=[END],
+        )
+        self._for_tokens, self._for_bytes = (
+            xgrammar.GrammarCompiler(each, max_threads=1, cache_enabled=False)
+            for each in (tokens, small)
+        )
+
+    def compile(self, grammar: Grammar) -> Answer:
+        """What comes of a grammar; whatever is wrong with it is said."""
+        try:
+            with _warnings() as said:
+                self._walk(_compile(self._for_bytes, grammar), grammar.param)
+            if said:
+                raise RequestError(f"{grammar.param} asks for what cannot be done: {said[0]}")
+            data = _compile(self._for_tokens, grammar).serialize_json().encode()
+            if len(data) > MAX_COMPILED:
+                raise RequestError(
+                    f"{grammar.param} has {len(data)} bytes when compiled; at most {MAX_COMPILED}"
+                )
+        except RequestError as error:
+            return _refused(error.message)
+        except MemoryError:
+            return _refused(f"{grammar.param} takes too much memory to compile")
+        except Exception as error:  # noqa: BLE001  xgrammar's are of many kinds
+            return _refused(f"{grammar.param} cannot be compiled: {_brief(str(error))}")
+        return Answer(data)
+
+    def _walk(self, grammar: xgrammar.CompiledGrammar, param: str) -> None:
+        """Take some random ways through a grammar, a byte a step.
+
+        Raises:
+            RequestError: there is none, or the way is too long a time.
+        """
+        import numpy as np
+        import xgrammar
+
+        rng = random.Random(0)
+        mask = np.empty((1, 9), np.int32)
+        begin = time.thread_time()
+        for _ in range(WALKS):
+            matcher = xgrammar.GrammarMatcher(grammar)
+            for _ in range(STEPS):
+                before = time.thread_time()
+                mask.fill(-1)
+                matcher.fill_next_token_bitmask(mask)
+                allowed = np.flatnonzero(
+                    np.unpackbits(mask.view(np.uint8), bitorder="little")[: END + 1]
+                )
+                if not len(allowed):
+                    raise RequestError(f"{param} allows no text at all, or has dead ends")
+                if allowed[0] == END:
+                    break
+                token = int(rng.choice(allowed[allowed < END]))  # on, as far as it goes
+                matcher.accept_token(token)
+                now = time.thread_time()
+                if now - before > SLOW_STEP or now - begin > SLOW_WALK * WALKS:
+                    raise RequestError(
+                        f"{param} is too slow to match: it has too many ways to read one text, "
+                        "such as repetitions within repetitions"
+                    )
+
+
+def _compile(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.CompiledGrammar:
+    match grammar.kind:
+        case "json_object":
+            return compiler.compile_json_schema(
+                '{"type": "object"}', strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE
+            )
+        case "json_schema":
+            schema = prepare(grammar.text, grammar.param)
+            return compiler.compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
+        case "regex":
+            return compiler.compile_regex(grammar.text)
+        case "ebnf":
+            return compiler.compile_grammar(grammar.text)
+        case "choice":
+            # JSON's strings are EBNF's, but for the surrogate pairs that ensure_ascii would write.
+            texts = [json.dumps(text, ensure_ascii=False) for text in grammar.choices]
+            return compiler.compile_grammar(f"root ::= {' | '.join(texts)}")
+        case "structural_tag":
+            return compiler.compile_structural_tag(grammar.text)
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """What xgrammar writes to stderr of the parts that it leaves out; complete at the end."""
+    said: list[str] = []
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield said
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            file.seek(0)
+            lines = file.read().decode(errors="replace").splitlines()
+            said += [_brief(line) for line in lines if "warning" in line.lower()]
+
+
+def _refused(error: str) -> Answer:
+    return Answer(error=error.encode(errors="replace").decode())  # it may quote half a character
+
+
+def _brief(message: str) -> str:
+    """xgrammar's words, without where in its source they were said."""
+    lines = message.strip().splitlines() or [""]
+    text = lines[0]
+    for mark in (".cc:", ".h:"):
+        if mark in text:
+            text = text.split(mark, 1)[1].partition(": ")[2] or text
+    return text[:300]
+
+
+def _read(stream: BinaryIO) -> bytes | None:
+    """The next message; None at the end."""
+    head = stream.read(HEAD)
+    if len(head) < HEAD:
+        return None
+    data = stream.read(int.from_bytes(head, "little"))
+    return data if len(data) == int.from_bytes(head, "little") else None
+
+
+def main() -> None:
+    """Be the process."""
+    child.ignore_signals()
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # stray prints go to stderr
+    messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def listen() -> None:
+        while (message := _read(sys.stdin.buffer)) is not None:
+            messages.put(message)
+        os._exit(1)  # also in the middle of a grammar
+
+    threading.Thread(target=listen, name="weft-parent", daemon=True).start()
+    compiler = Compiler(msgspec.msgpack.decode(messages.get(), type=Vocabulary))
+    answer = Answer()
+    with open("/proc/self/statm") as statm:
+        taken = int(statm.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + MAX_MEMORY, taken + MAX_MEMORY))
+    while True:
+        out.write(framed(answer))
+        out.flush()
+        answer = compiler.compile(msgspec.msgpack.decode(messages.get(), type=Grammar))
+
+
+if __name__ == "__main__":
+    main()

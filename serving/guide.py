@@ -1,0 +1,99 @@
+"""Where one request is in its grammar, and which tokens may come next.
+
+The engine core's side of structured output (docs/structured-output.md). xgrammar does the
+matching (Dong et al. 2024, arXiv:2411.15100); here are the ends: when the grammar is complete
+the model may end its output, and when nothing else can follow it must.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from weft.errors import RequestError
+from weft.models.interface import Int32
+
+MAX_SECONDS = 1.0
+"""Of the processor's time for one token. Others wait that long."""
+
+logger = logging.getLogger(__name__)
+
+
+class Guide:
+    """One request's place in its grammar.
+
+    Args:
+        matcher: an xgrammar.GrammarMatcher, new, whose stop tokens are among `end_token_ids`.
+        vocab_size: V, columns of the model's logits.
+        end_token_ids: tokens that end the request.
+        min_tokens: none of them may come before so many tokens, unless nothing else can.
+        unwanted: those of them that may never come, unless nothing else can.
+
+    Raises:
+        RequestError: there is no token to begin with.
+
+    Attributes:
+        mask: int32 [ceil(V / 32)]; the tokens that may come next, see StepInput.token_mask.
+        ended: nothing may come next; there is no end token to say so.
+    """
+
+    def __init__(
+        self,
+        matcher: Any,
+        vocab_size: int,
+        end_token_ids: Collection[int],
+        min_tokens: int = 0,
+        unwanted: Collection[int] = (),
+    ) -> None:
+        self._matcher = matcher
+        self._min_tokens = min_tokens
+        self._count = 0
+        self._but_ends = _all_but(end_token_ids, vocab_size)
+        self._but_unwanted = _all_but(unwanted, vocab_size)
+        self.ended = False
+        self.mask: Int32
+        self._fill()
+
+    def advance(self, token: int) -> str | None:
+        """Take the request's next token, which is no end token; what went wrong, if anything did.
+
+        Whatever it is: it is this request's alone.
+        """
+        started = time.thread_time()
+        try:
+            if not self._matcher.accept_token(token):
+                return f"token {token} does not follow in the grammar"
+            self._count += 1
+            self._fill()
+        except RequestError as error:
+            return error.message
+        except Exception as error:
+            logger.warning("a grammar's matcher failed", exc_info=error)
+            return f"the grammar's matcher failed: {error}"
+        if (seconds := time.thread_time() - started) > MAX_SECONDS:
+            return f"the grammar took {seconds:.1f} s for one token; make it less ambiguous"
+        return None
+
+    def _fill(self) -> None:
+        # A new one: steps under way may hold the last one.
+        mask = np.full_like(self._but_ends, -1)
+        self._matcher.fill_next_token_bitmask(mask[None])
+        if not mask.any():
+            if not self._matcher.is_completed():
+                raise RequestError("no token of the model's can follow in the grammar")
+            self.ended = True
+        wanted = mask & (self._but_ends if self._count < self._min_tokens else self._but_unwanted)
+        self.mask = wanted if wanted.any() else mask
+
+
+def _all_but(token_ids: Collection[int], vocab_size: int) -> Int32:
+    """A mask of all tokens but these."""
+    mask = np.full(-(-vocab_size // 32), -1, np.int32)
+    ids = np.array([t for t in token_ids if 0 <= t < vocab_size], np.int64)
+    bits = np.left_shift(1, ids % 32).astype(np.uint32).view(np.int32)
+    np.bitwise_and.at(mask, ids // 32, ~bits)
+    return mask

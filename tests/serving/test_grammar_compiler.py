@@ -1,0 +1,155 @@
+"""Grammars that would hang, crash or fill the memory are refused, and the next one works."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from weft.errors import RequestError
+from weft.serving.config import EngineConfig
+from weft.serving.grammar_compiler import GrammarCompiler
+from weft.serving.messages import Compiled
+from weft.serving.sampling_params import Grammar, GrammarKind
+from weft.serving.tokenizer import load_tokenizer
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CONFIG = EngineConfig(grammar_timeout=20.0)
+
+
+def nested(depth: int) -> str:
+    return '{"type":"array","items":' * depth + "{}" + "}" * depth
+
+
+HOSTILE: dict[str, tuple[GrammarKind, str]] = {
+    "repetitions": ("regex", "(a{1,1000}){1,1000}"),
+    "more repetitions": ("regex", "((((a{1,100}){1,100}){1,100}){1,100}){1,100}"),
+    "a deep regex": ("regex", "(" * 60_000 + "a" + ")" * 60_000),
+    "an open group": ("regex", "(a"),
+    "lookahead": ("regex", "(?=a)b"),
+    "a back reference": ("regex", r"(a)\1"),
+    "a deep schema": ("json_schema", nested(10_000)),
+    "a less deep schema": ("json_schema", nested(100)),
+    "a schema of itself": ("json_schema", '{"$ref": "#"}'),
+    "schemas of each other": (
+        "json_schema",
+        '{"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}',
+    ),
+    "a missing schema": ("json_schema", '{"$ref": "#/$defs/a"}'),
+    "a schema elsewhere": ("json_schema", '{"$ref": "http://localhost/schema"}'),
+    "a pattern of repetitions": (
+        "json_schema",
+        '{"type": "string", "pattern": "^((a{1,100}){1,100}){1,100}$"}',
+    ),
+    "an ambiguous choice": (
+        "json_schema",
+        '{"oneOf": [{"type": "number"}, {"type": "integer"}]}',
+    ),
+    "no integer": ("json_schema", '{"type": "number", "multipleOf": 0.5}'),
+    "a huge number": ("json_schema", '{"type": "integer", "minimum": -1e30, "maximum": 1e40}'),
+    "nothing": ("json_schema", "false"),
+    "a deep grammar": ("ebnf", "root ::= " + "(" * 60_000 + '"a"' + ")" * 60_000),
+    "a grammar of itself": ("ebnf", "root ::= root"),
+    "a missing rule": ("ebnf", "root ::= other"),
+    "no root": ("ebnf", 'other ::= "a"'),
+    "no tag": ("structural_tag", "{}"),
+    "an unknown tag": ("structural_tag", '{"type": "structural_tag", "format": {"type": "x"}}'),
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def compiler() -> AsyncIterator[GrammarCompiler]:
+    compiler = make(CONFIG)
+    yield compiler
+    await compiler.close()
+
+
+def make(config: EngineConfig) -> GrammarCompiler:
+    return GrammarCompiler(config, load_tokenizer(config).vocab_size)
+
+
+async def refusal(compiler: GrammarCompiler, grammar: Grammar) -> str:
+    with pytest.raises(RequestError) as error:
+        await compiler.compile(grammar)
+    assert (error.value.status, error.value.param) == (400, grammar.param)
+    assert error.value.message.startswith(grammar.param)
+    assert len(error.value.message) < 600
+    return error.value.message
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_hostile_grammars_are_refused(compiler: GrammarCompiler, name: str) -> None:
+    kind, text = HOSTILE[name]
+    await refusal(compiler, Grammar(kind, text, "guided_x"))
+    again = await refusal(compiler, Grammar(kind, text, "other"))
+    assert "guided_x" not in again, "what is remembered belongs to no field"
+    assert (await compiler.compile(Grammar("regex", "[ab]+"))).data
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json_object", ""),
+        ("regex", r"\d{1,3}(\.\d{1,3}){3}"),
+        ("regex", "(a|aa)*b"),
+        ("ebnf", 'root ::= "a" root "b" | ""'),
+        ("ebnf", 'root ::= root root | "a"'),
+        ("choice", json.dumps(["yes", 'say "no"', "\\", "é\n☃\U0001f600"])),
+        ("json_schema", '{"type": "object", "properties": {"next": {"$ref": "#"}}}'),
+        ("json_schema", nested(50)),
+        ("json_schema", json.dumps({"enum": ["x" * i for i in range(500)]})),
+        ("structural_tag", '{"type": "structural_tag", "format": {"type": "any_text"}}'),
+    ],
+)
+async def test_what_is_large_but_sane_is_taken(
+    compiler: GrammarCompiler, kind: GrammarKind, text: str
+) -> None:
+    assert (await compiler.compile(Grammar(kind, text))).data
+
+
+async def test_the_same_grammar_is_compiled_once(compiler: GrammarCompiler) -> None:
+    grammar = Grammar("regex", "once(upon)?")
+    first, second = await asyncio.gather(*(compiler.compile(grammar) for _ in range(2)))
+    assert first is second
+    assert await compiler.compile(Grammar("regex", "once(upon)?", "elsewhere")) is first
+
+
+async def test_a_deadline_ends_the_process_and_the_next_grammar_gets_another() -> None:
+    compiler = make(replace(CONFIG, grammar_timeout=1e-6))
+    try:
+        said = await refusal(compiler, Grammar("regex", "a", "regex"))
+        assert said == "regex took longer than 1e-06 s to compile"
+        compiler._config = CONFIG
+        assert (await compiler.compile(Grammar("regex", "b"))).data
+        assert "took longer" in await refusal(compiler, Grammar("regex", "a")), "remembered"
+    finally:
+        await compiler.close()
+
+
+async def test_a_process_that_dies_is_replaced(compiler: GrammarCompiler) -> None:
+    await compiler.compile(Grammar("regex", "c"))
+    assert compiler._process is not None
+    os.kill(compiler._process.pid, signal.SIGSTOP)
+    dying = asyncio.create_task(refusal(compiler, Grammar("regex", "d", "regex")))
+    await asyncio.sleep(0)
+    os.kill(compiler._process.pid, signal.SIGKILL)
+    assert await dying == "regex is too much to compile"
+    assert isinstance(await compiler.compile(Grammar("regex", "e")), Compiled)
+
+
+async def test_a_client_that_leaves_takes_nothing_from_others(compiler: GrammarCompiler) -> None:
+    grammar = Grammar("regex", "left|right")
+    leaving, staying = (asyncio.create_task(compiler.compile(grammar)) for _ in range(2))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    done: Any = await asyncio.gather(leaving, staying, return_exceptions=True)
+    assert isinstance(done[0], asyncio.CancelledError)
+    assert isinstance(done[1], Compiled)

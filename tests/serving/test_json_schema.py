@@ -1,0 +1,66 @@
+"""Schemas that xgrammar would not keep to are refused by name; the others keep their meaning."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from weft.errors import RequestError
+from weft.serving.json_schema import prepare
+
+
+def refusal(schema: Any) -> str:
+    with pytest.raises(RequestError) as error:
+        prepare(schema if isinstance(schema, str) else json.dumps(schema), "guided_json")
+    assert error.value.param == "guided_json"
+    return error.value.message
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"not": {"type": "string"}}, "guided_json: not is not supported"),
+        ({"type": "array", "uniqueItems": True}, "guided_json: uniqueItems is not"),
+        ({"type": "array", "contains": {}}, "guided_json: contains is not"),
+        ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired is not"),
+        ({"type": "object", "properties": {"a": {"if": {}}}}, "guided_json/properties/a: if is"),
+        ({"anyOf": [{"type": "array", "items": {"not": {}}}]}, "guided_json/anyOf/0/items: not"),
+        ({"$defs": {"x": {"not": {}}}, "$ref": "#/$defs/x"}, "guided_json/$defs/x: not"),
+        ({"type": "object", "anyOf": [{}]}, "type beside anyOf is not supported"),
+        ({"$ref": "#/$defs/x", "minLength": 3}, "minLength beside $ref is not supported"),
+        ({"allOf": [{}, {}]}, "allOf of more than one schema is not supported"),
+        ({"minLength": 3}, "minLength without a type is not supported"),
+        ({"type": "string", "format": "colour"}, "format 'colour' is not supported"),
+        ({"type": "string", "pattern": "a", "maxLength": 1}, "maxLength beside pattern is not"),
+        ({"type": "object", "required": ["a"]}, "required names 'a', which properties does not"),
+        ({"type": "string", "enum": [1, 2]}, "enum has no value of type string"),
+        ({"type": "array", "items": 5}, "guided_json/items must be an object or a boolean"),
+        ([], "guided_json must be an object or a boolean"),
+        ("{", "guided_json is no JSON"),
+        ('{"type": "number", "minimum": NaN}', "guided_json is no JSON: NaN is no number"),
+        ('{"items":' * 100_000 + "{}" + "}" * 100_000, "guided_json is nested too deeply"),
+    ],
+)
+def test_what_cannot_be_kept_to_is_named(schema: Any, said: str) -> None:
+    assert said in refusal(schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "prepared"),
+    [
+        ({"type": "string", "enum": ["a", 1]}, {"enum": ["a"]}),
+        ({"type": ["integer", "null"], "enum": [1.0, None, "a"]}, {"enum": [1.0, None]}),
+        ({"type": "integer", "const": 3}, {"enum": [3]}),
+        ({"type": "boolean", "enum": [True, 1]}, {"enum": [True]}),
+        ({"type": "object"}, {"type": "object", "additionalProperties": True}),
+        ({"type": "array"}, {"type": "array", "items": {}}),
+        ({"properties": {"a": {}}}, {"properties": {"a": {}}, "type": "object"}),
+        ({"type": "array", "items": {}, "uniqueItems": False}, {"type": "array", "items": {}}),
+        ({"title": "T", "default": 3, "x-mine": [1]}, {"title": "T", "default": 3, "x-mine": [1]}),
+        (True, True),
+    ],
+)
+def test_what_is_meant_is_said_in_its_terms(schema: Any, prepared: Any) -> None:
+    assert json.loads(prepare(json.dumps(schema), "guided_json")) == prepared
