@@ -22,6 +22,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
+from msgspec.structs import replace
+
 from weft.errors import EngineError, RequestError, WeftError
 from weft.serving import child, loading
 from weft.serving.channel import CoreChannel
@@ -112,15 +114,19 @@ class EngineCore:
                 try:
                     self._scheduler.add(message)
                 except RequestError as error:
-                    self._outputs.append(
-                        TokenOutput(message.request_id, [], "error", error=error.message)
-                    )
+                    self._refuse(message, error.message)
+                except Exception:  # a fault of ours, which must not end the others
+                    logger.exception("request %s cannot be queued", message.request_id)
+                    self._refuse(message, "the request could not be queued; see the server's log")
             case Abort():
                 self._outputs += self._scheduler.abort(message.request_ids)
             case Shutdown():
                 self._draining = True
                 if not message.drain:
                     self._outputs += self._scheduler.abort(self._scheduler.live)
+
+    def _refuse(self, request: Add, error: str) -> None:
+        self._outputs.append(TokenOutput(request.request_id, [], "error", error=error))
 
     def _submit(self) -> None:
         while len(self._steps) < self._depth:
@@ -151,7 +157,10 @@ class EngineCore:
         return True
 
     def _send(self) -> None:
-        self._channel.send(Outputs(self._outputs, self._scheduler.stats()))
+        stats = self._scheduler.stats()
+        if rank_seconds := self._executor.rank_seconds():
+            stats = replace(stats, rank_seconds=rank_seconds)
+        self._channel.send(Outputs(self._outputs, stats))
         self._outputs = []
         self._last_sent = time.monotonic()
 

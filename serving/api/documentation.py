@@ -19,6 +19,7 @@ _STRUCTS = (
     responses.Model,
     responses.ModelList,
     responses.Status,
+    responses.Health,
     responses.Version,
     ErrorResponse,
 )
