@@ -39,7 +39,7 @@ _UNKNOWN = {
 
 _ASSERTIONS = {*_FORMS, "type", *set().union(*_KEYWORDS.values())}
 
-_TYPES = {
+_TYPES: dict[Any, tuple[type, ...]] = {
     "null": (type(None),),
     "boolean": (bool,),
     "integer": (int,),

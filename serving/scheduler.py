@@ -209,8 +209,13 @@ class Scheduler:
         if not len(decodes) and not chunks:
             return None
         flight = build_step(
-            *(self._steps, decodes, chunks),
-            *(self._length, self._prompt_length, self.kv, self._guides),
+            self._steps,
+            decodes,
+            chunks,
+            self._length,
+            self._prompt_length,
+            self.kv,
+            self._guides,
         )
         self._flights.append(flight)
         self._steps += 1

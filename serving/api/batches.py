@@ -9,8 +9,8 @@ from fastapi import APIRouter, Query, Response
 from pydantic import Field
 
 from weft.errors import RequestError
+from weft.serving.api.body import Body
 from weft.serving.api.documentation import returns
-from weft.serving.api.schemas import Body
 from weft.serving.api.state import State
 from weft.serving.batch.objects import BatchList, BatchObject, new_id, now
 from weft.serving.batch.service import WINDOW
