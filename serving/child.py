@@ -9,25 +9,34 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import logging
 import os
 import signal
 import sys
 import threading
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-Orders = TypeVar("Orders")
+from weft.serving import logs
+from weft.serving.config import EngineConfig
+
+
+class _Orders(Protocol):
+    @property
+    def config(self) -> EngineConfig: ...
+
+
+Orders = TypeVar("Orders", bound=_Orders)
 
 
 def begin(orders: type[Orders]) -> Orders:
     """Become a child: read what to do, and end with the parent from now on."""
     ignore_signals()
     faulthandler.enable()  # on SIGABRT, every thread's stack goes to stderr
-    log()
+    logs.configure()
     told = msgspec.json.decode(sys.stdin.buffer.readline(), type=orders)
+    logs.configure(told.config.log_format)
     threading.Thread(target=_end_with_parent, name="weft-parent", daemon=True).start()
     return told
 
@@ -36,12 +45,6 @@ def ignore_signals() -> None:
     """What a terminal or a service manager sends to all: the parent decides when this one ends."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-
-
-def log() -> None:
-    """Write to stderr what is logged, of weft's own also what is no warning."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("weft").setLevel(logging.INFO)
 
 
 def _end_with_parent() -> None:

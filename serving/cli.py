@@ -9,6 +9,7 @@ an interrupt. Each command imports what it needs when it runs, so that
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -20,9 +21,10 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 import click
 
 from weft.errors import ConfigError, RequestError, WeftError
-from weft.serving import child
+from weft.serving import logs
 from weft.serving.bench.options import load_options
-from weft.serving.config import EngineConfig, ServerConfig, Setting, settings_of
+from weft.serving.config import EngineConfig, ServerConfig
+from weft.serving.setting import Setting, settings_of
 from weft.serving.settings import Settings, resolve
 from weft.version import __version__
 
@@ -35,7 +37,7 @@ Command = Callable[..., int]
 def main() -> NoReturn:
     """Run the command line, and exit with its status."""
     status = 1
-    child.log()  # what a model is loaded with, also when that is in this process
+    logs.configure()  # what a model is loaded with, also when that is in this process
     try:
         status = weft(prog_name="weft", standalone_mode=False)
         sys.stdout.flush()
@@ -56,7 +58,7 @@ def main() -> NoReturn:
 
 
 def _refuse(message: str, status: int) -> int:
-    print(f"weft: error: {message}", file=sys.stderr)
+    logs.say(f"weft: error: {message}", logging.ERROR)
     return status
 
 
@@ -83,7 +85,9 @@ def takes(
         def command(config_file: Path | None, **options: Any) -> int:
             given = {setting.name: options.pop(setting.name) for setting in taken}
             flags = {name: raw for name, raw in given.items() if raw is not None}
-            return function(resolve(flags, os.environ, config_file), **options)
+            settings = resolve(flags, os.environ, config_file)
+            logs.configure(settings["log_format"].value)
+            return function(settings, **options)
 
         command.__name__, command.__doc__ = function.__name__, function.__doc__
         command.__click_params__ = getattr(function, "__click_params__", [])  # type: ignore[attr-defined]

@@ -8,17 +8,13 @@ help text, type and range are all taken from that line.
 
 from __future__ import annotations
 
-import math
-import operator
-import re
-from dataclasses import dataclass, fields
-from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
-
-import msgspec
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 from weft.errors import ConfigError
+from weft.serving.logs import LogFormat
 from weft.serving.resources import Slice, parse
+from weft.serving.setting import Help, check
 
 Backend = Literal["auto", "torch", "jax"]
 Dtype = Literal["auto", "bfloat16", "float32"]
@@ -28,24 +24,6 @@ Kernels = Literal["auto", "overlapped", "plain"]
 Placing = Literal["processes", "ray"]
 MAX_RANKS = 64
 """Of one engine, on all its machines together."""
-
-
-@dataclass(frozen=True, slots=True)
-class Help:
-    """One line about a field, and the values that it may have.
-
-    Attributes:
-        ge, gt, le: the value is at least, above, at most this.
-        unit: "bytes" lets a value be written as 512M or 4GiB (powers of 1024).
-        secret: the value is never shown.
-    """
-
-    text: str
-    ge: float | None = None
-    gt: float | None = None
-    le: float | None = None
-    unit: Literal["bytes"] | None = None
-    secret: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +178,9 @@ class EngineConfig:
         float,
         Help("seconds in which no rank gets on with loading, until they count as stuck", gt=0),
     ] = 300.0
+    log_format: Annotated[
+        LogFormat, Help("of what goes to stderr: text for people, json for programs")
+    ] = "text"
     replica: Replica = Replica()
 
     def __post_init__(self) -> None:
@@ -262,93 +243,60 @@ class ServerConfig:
         str | None,
         Help("folder of uploaded files and batches, which go on at the next start; else temporary"),
     ] = None
+    log_requests: Annotated[
+        bool, Help("a line in the log for each request, without its prompt")
+    ] = False
+    log_prompts: Annotated[
+        bool, Help("--log-requests with the prompts, as the model sees them")
+    ] = False
+    otlp_endpoint: Annotated[
+        str | None,
+        Help("OpenTelemetry collector that gets traces, such as http://127.0.0.1:4318"),
+    ] = None
+    api_key: Annotated[
+        str | None,
+        Help(
+            "what clients must send, several with commas between; WEFT_API_KEY hides it from `ps`",
+            secret=True,
+        ),
+    ] = field(default=None, repr=False)
+    api_key_file: Annotated[
+        str | None, Help("file of API keys, one a line, then its name; SIGHUP reads it again")
+    ] = None
+    open_metrics: Annotated[bool, Help("let /metrics be read without an API key")] = False
+    max_requests_per_key: Annotated[
+        int | None, Help("most requests of an API key under way; more get a 429", ge=1)
+    ] = None
+    tokens_per_minute_per_key: Annotated[
+        int | None,
+        Help("tokens, of prompts and answers, that an API key is granted in a minute", ge=1),
+    ] = None
+    request_timeout: Annotated[
+        float | None, Help("seconds that a request may take, waiting included; then a 504", gt=0)
+    ] = None
+    write_timeout: Annotated[
+        float, Help("seconds in which a client must read what is sent, or it is cut off", gt=0)
+    ] = 60.0
+    ssl_certfile: Annotated[
+        str | None, Help("PEM file of the certificate chain: serve HTTPS; SIGHUP reads it again")
+    ] = None
+    ssl_keyfile: Annotated[
+        str | None, Help("PEM file of its private key, if not in --ssl-certfile")
+    ] = None
+    ssl_keyfile_password: Annotated[
+        str | None, Help("that the private key is encrypted with", secret=True)
+    ] = field(default=None, repr=False)
+    ssl_ca_certs: Annotated[
+        str | None, Help("PEM file of authorities; clients must have a certificate of one of them")
+    ] = None
+    cors_origins: Annotated[
+        str | None,
+        Help("web pages whose scripts may ask, such as https://a.example,https://b.example; or *"),
+    ] = None
 
     def __post_init__(self) -> None:
         check(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One field of a configuration dataclass; `type` is without the annotation."""
-
-    name: str
-    type: Any
-    default: Any
-    help: Help
-
-    @property
-    def flag(self) -> str:
-        """Its name on the command line."""
-        return "--" + self.name.replace("_", "-")
-
-    @property
-    def kind(self) -> str:
-        """What a value looks like, in words."""
-        if self.help.unit == "bytes":
-            return "a number of bytes, such as 512M or 4GiB"
-        if get_origin(self.type) is Literal:
-            return "one of " + ", ".join(get_args(self.type))
-        plain = next(t for t in get_args(self.type) or (self.type,) if t is not NoneType)
-        return {int: "an integer", float: "a number", bool: "true or false", str: "text"}[plain]
-
-    def parse(self, text: str, source: str) -> Any:
-        """The value that a text stands for; ConfigError as in `check`."""
-        try:
-            if self.kind == "an integer" and re.fullmatch(r"-?\d+|null", text) is None:
-                raise ValueError(f"{text!r} is none")  # msgspec would take 2.0
-            value = (
-                parse_bytes(text)
-                if self.help.unit == "bytes"
-                else msgspec.convert(text, self.type, strict=False)
-            )
-        except ValueError:
-            raise ConfigError(f"{source} is {text!r}; it must be {self.kind}") from None
-        self.check(value, source)
-        return value
-
-    def check(self, value: Any, source: str) -> None:
-        """Raise ConfigError, naming who set it, when a value has the wrong type or range."""
-        try:
-            msgspec.convert(value, self.type)
-        except msgspec.ValidationError:
-            raise ConfigError(f"{source} is {value!r}; it must be {self.kind}") from None
-        if value is None:
-            return
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{source} is {value}; it must be a finite number")
-        for word, limit, holds in (
-            ("at least", self.help.ge, operator.ge),
-            ("above", self.help.gt, operator.gt),
-            ("at most", self.help.le, operator.le),
-        ):
-            if limit is not None and not holds(value, limit):
-                raise ConfigError(f"{source} is {value}; it must be {word} {limit}")
-
-
-def settings_of(config: type[EngineConfig] | type[ServerConfig]) -> list[Setting]:
-    """The settings of a dataclass, in its fields' order."""
-    hints = get_type_hints(config, include_extras=True)
-    settings = []
-    for field in fields(config):
-        if get_origin(hints[field.name]) is Annotated:
-            plain, help = get_args(hints[field.name])
-            settings.append(Setting(field.name, plain, field.default, help))
-    return settings
-
-
-def check(config: EngineConfig | ServerConfig) -> None:
-    """Raise ConfigError, naming the flag, for the first value that cannot be."""
-    for setting in settings_of(type(config)):
-        setting.check(getattr(config, setting.name), setting.flag)
-
-
-def parse_bytes(text: str) -> int:
-    """`4G`, `512MiB` or `1073741824` as bytes; K, M, G, T are powers of 1024.
-
-    Raises ValueError when the text is none of these.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:iB)?)?", text.strip())
-    if match is None:
-        raise ValueError(f"{text!r} is no number of bytes")
-    number, unit = match.groups()
-    return int(float(number) * 1024 ** (" KMGT".index(unit) if unit else 0))
+        for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
+            if getattr(self, name) is not None and self.ssl_certfile is None:
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(f"{flag} is given without --ssl-certfile")

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from msgspec.structs import replace
+
 from weft.models.interface import Result, Step
 from weft.serving.guide import Guide
 from weft.serving.messages import Add, EngineStats, TokenOutput
@@ -86,6 +88,5 @@ class Copies:
         if len(self._schedulers) == 1:
             return self._schedulers[0].stats()
         parts = [scheduler.stats() for scheduler in self._schedulers]
-        names = EngineStats.__struct_fields__
-        total = {name: sum(getattr(part, name) for part in parts) for name in names}
-        return EngineStats(**total | {"steps": self._steps, "step_seconds": self._seconds})
+        total = sum(parts, EngineStats())
+        return replace(total, steps=self._steps, step_seconds=self._seconds)

@@ -23,7 +23,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from weft.errors import ConfigError, EngineError
+from weft.errors import ConfigError, EngineError, RequestError
 from weft.serving.channel import MAX_PATH, addresses
 from weft.serving.config import EngineConfig
 from weft.serving.grammar_compiler import ROOM
@@ -208,6 +208,11 @@ class CoreClient:
             self.drop_all(failure)
 
     @property
+    def waited(self) -> float:
+        """Seconds without a step, with work at hand."""
+        return time.monotonic() - self._last_progress if self._streams else 0.0
+
+    @property
     def works(self) -> bool:
         """Whether it has served, as far as one can tell, and not only loaded."""
         steady = self.load_seconds > 0 and self.age > self.load_seconds + STEADY
@@ -297,14 +302,29 @@ class CoreClient:
         self.stats = message.stats
         for output in message.outputs:
             stream = self._streams.get(output.request_id)
-            if stream is not None and stream.push(output):
+            if stream is None:
+                continue
+            try:
+                complete = stream.push(output)
+            except Exception:  # a fault of ours in making text of it, and no other request's
+                logger.exception("request %s: its output cannot be taken in", output.request_id)
+                self.drop(output.request_id)
+                stream.fail(
+                    RequestError(
+                        "the answer could not be read; the server's log has the details",
+                        code="generation_failed",
+                        status=500,
+                    )
+                )
+                continue
+            if complete:
                 del self._streams[output.request_id]
                 self._has_answered |= output.finish_reason != "error"
                 if output.finish_reason is None:  # a stop string: the core does not know
                     self._send(Abort((output.request_id,)))
 
     def _is_stalled(self) -> bool:
-        return time.monotonic() - self._last_progress > self.config.stall_timeout
+        return self.waited > self.config.stall_timeout
 
     async def _give_up(self, core: Core) -> None:
         """It is stuck: tell everyone, and end it, with its stacks on stderr."""

@@ -36,6 +36,7 @@ from weft.serving.launch import share_out
 from weft.serving.limits import check_request
 from weft.serving.messages import Add, EngineInfo, EngineStats
 from weft.serving.offer import own_offer
+from weft.serving.pace import Pace
 from weft.serving.resources import Offer, kind_of
 from weft.serving.sampling_params import SamplingParams
 from weft.serving.stream import Delta, Stream
@@ -125,6 +126,7 @@ class AsyncEngine:
         self._cores: list[CoreClient] = []
         self._keepers: list[asyncio.Task[None]] = []
         self._load_seconds = 0.0
+        self._pace = Pace()
         self._ids = count()
         self._seeds = random.Random(config.seed)
 
@@ -164,6 +166,11 @@ class AsyncEngine:
             return lost
         return "ready" if "ready" in states else "restarting"
 
+    @property
+    def waited(self) -> float:
+        """Seconds in which no core that serves has done a step, with work at hand for each."""
+        return min((core.waited for core in self._cores if core.status == "ready"), default=0.0)
+
     def validate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> SamplingParams:
         """Check a request against the model and the queue.
 
@@ -180,6 +187,7 @@ class AsyncEngine:
                 "try again later",
                 code="queue_full",
                 status=429,
+                retry_after=self._pace.retry_after(),
             )
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
@@ -191,6 +199,7 @@ class AsyncEngine:
         params: SamplingParams,
         *,
         priority: int = 0,
+        deadline: float | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Serve one request (`params.n` is ignored: n answers are n calls).
 
@@ -200,12 +209,14 @@ class AsyncEngine:
             prompt: text, or token ids.
             params: how to sample and when to stop.
             priority: lower is served first.
+            deadline: time.monotonic() at which it is given up.
 
         Yields:
             What is new; the last one has a finish_reason.
 
         Raises:
-            RequestError: see `validate`; or its grammar cannot be compiled.
+            RequestError: see `validate`; its grammar cannot be compiled; or with status 504, the
+                deadline has passed.
             EngineError: the engine is shutting down or not ready, or the core has failed.
         """
         if isinstance(prompt, str):
@@ -229,6 +240,8 @@ class AsyncEngine:
             b"" if grammar is None else grammar.key,
         )
         core.add(number, request, stream, grammar)
+        self._pace.began()
+        timer = None if deadline is None else _at(deadline, stream)
         try:
             while True:
                 delta = await stream.next()
@@ -236,6 +249,9 @@ class AsyncEngine:
                 if delta.finish_reason is not None:
                     return
         finally:
+            if timer is not None:
+                timer.cancel()
+            self._pace.ended()
             core.drop(request_id)
 
     async def encode(self, text: str) -> list[int]:
@@ -422,3 +438,14 @@ class AsyncEngine:
         if not self._draining:
             for core in self._cores:
                 core.drop_all(failure)
+
+
+def _at(deadline: float, stream: Stream) -> asyncio.TimerHandle:
+    """End a stream with an error when its time is up."""
+    error = RequestError(
+        "the request did not finish in time; ask for fewer tokens, or try again later",
+        code="request_timeout",
+        status=504,
+    )
+    left = deadline - time.monotonic()
+    return asyncio.get_running_loop().call_later(max(0.0, left), stream.fail, error)

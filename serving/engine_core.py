@@ -23,6 +23,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, NoReturn
 
+from msgspec.structs import replace
+
 from weft.errors import EngineError, RequestError, WeftError
 from weft.serving import child, loading
 from weft.serving.channel import CoreChannel
@@ -140,6 +142,9 @@ class EngineCore:
             self._scheduler.add(message, guide)
         except RequestError as error:
             self._refuse(message, error.message)
+        except Exception:  # a fault of ours, which must not end the others
+            logger.exception("request %s cannot be queued", message.request_id)
+            self._refuse(message, "the request could not be queued; see the server's log")
 
     def _refuse(self, message: Add, error: str) -> None:
         self._outputs.append(TokenOutput(message.request_id, [], "error", error=error))
@@ -192,7 +197,10 @@ class EngineCore:
         return True
 
     def _send(self) -> None:
-        self._channel.send(Outputs(self._outputs, self._scheduler.stats()))
+        stats = self._scheduler.stats()
+        if rank_seconds := self._executor.rank_seconds():
+            stats = replace(stats, rank_seconds=rank_seconds)
+        self._channel.send(Outputs(self._outputs, stats))
         self._outputs = []
         self._last_sent = time.monotonic()
 

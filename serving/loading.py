@@ -20,6 +20,7 @@ import msgspec
 from weft.errors import ConfigError
 from weft.models.interface import ModelRunner, StepInput, StepOutput
 from weft.models.spec import ModelSpec
+from weft.serving import logs
 from weft.serving.backend import (
     choose_kernels,
     homes,
@@ -326,6 +327,6 @@ def _lines(title: str) -> Progress:
             last = time.monotonic()
         if time.monotonic() - last >= LINE_EVERY:
             last = time.monotonic()
-            print(f"{title}: {done / total:.0%} of {human_bytes(total)}", file=sys.stderr)
+            logs.say(f"{title}: {done / total:.0%} of {human_bytes(total)}")
 
     return progress

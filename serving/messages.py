@@ -101,6 +101,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
         prompt_logprobs: on the first output, when asked for: one per prompt token from the
             second on (nothing precedes the first).
         cached_tokens: prompt tokens that came from the prefix cache.
+        queued: on the first output, seconds from arrival until it first ran.
     """
 
     request_id: str
@@ -111,6 +112,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prompt_logprobs: list[TokenLogprob] | None = None
     cached_tokens: int = 0
     error: str | None = None
+    queued: float | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -125,6 +127,7 @@ class EngineStats(msgspec.Struct, frozen=True):
         steps: steps that have come back.
         step_seconds: time they took on the device.
         prompt_tokens, generation_tokens: of admitted requests, and sampled.
+        rank_seconds: that each rank has spent in steps; empty where there is one.
     """
 
     running: int = 0
@@ -138,15 +141,18 @@ class EngineStats(msgspec.Struct, frozen=True):
     step_seconds: float = 0.0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    rank_seconds: tuple[float, ...] = ()
 
     def __add__(self, other: EngineStats) -> EngineStats:
-        """Of two cores together."""
+        """Of two cores together; ranks of the first come first."""
         pairs = zip(astuple(self), astuple(other), strict=True)
         return EngineStats(*(mine + theirs for mine, theirs in pairs))
 
     def counted(self) -> EngineStats:
         """What stays of it when the core has ended: what it has counted."""
-        return replace(self, running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0)
+        return replace(
+            self, running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0, rank_seconds=()
+        )
 
 
 class EngineInfo(msgspec.Struct, frozen=True):

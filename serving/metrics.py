@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -23,7 +24,28 @@ if TYPE_CHECKING:
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _SECONDS_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_METHODS = frozenset({"GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS"})
 _TOKENS = tuple(float(2**i) for i in range(21))
+
+
+@dataclass
+class Phases:
+    """One answer: what it took, and when it came from one phase to the next.
+
+    Attributes:
+        prompt_tokens, output_tokens: of this answer.
+        arrival, first_token, end: time.monotonic(); 0 until then.
+        queued: seconds from arrival until it took part in a step; None before.
+        reason: why it ended, as of `Delta.finish_reason`; "" for one that was refused.
+    """
+
+    prompt_tokens: int
+    output_tokens: int = 0
+    arrival: float = field(default_factory=time.monotonic)
+    queued: float | None = None
+    first_token: float = 0.0
+    end: float = 0.0
+    reason: str = ""
 
 
 class Metrics:
@@ -47,6 +69,9 @@ class Metrics:
         self._first_token = histogram(
             "time_to_first_token_seconds", "From arrival to the first token", _SECONDS
         )
+        self._queued = histogram(
+            "queue_time_seconds", "From arrival to the first step that it takes part in", _SECONDS
+        )
         self._between_tokens = histogram(
             "inter_token_latency_seconds", "Between one token and the next", _SECONDS_PER_TOKEN
         )
@@ -61,42 +86,67 @@ class Metrics:
             ["model", "finish_reason"],
             registry=self._registry,
         )
+        self._http = Counter(
+            "weft_http_requests",
+            "HTTP requests that have been answered",
+            ["route", "method", "status"],
+            registry=self._registry,
+        )
+        self._refused = Counter(
+            "weft_requests_refused",
+            "HTTP requests that were answered with an error, and its code",
+            ["reason"],
+            registry=self._registry,
+        )
         self._model = model
+
+    def count_http(self, route: str, method: str, status: int, error: str | None) -> None:
+        """An HTTP request has ended; `error` is the code of the error it got, if it got one."""
+        self._http.labels(route, method if method in _METHODS else "other", status).inc()
+        if error is not None:
+            self._refused.labels(error).inc()
 
     def render(self) -> bytes:
         """All metrics, in Prometheus' text format."""
         return generate_latest(self._registry)
 
     async def observe(
-        self, deltas: AsyncGenerator[Delta, None], num_prompt_tokens: int
+        self, deltas: AsyncGenerator[Delta, None], phases: Phases
     ) -> AsyncGenerator[Delta, None]:
         """Pass one answer's stream through, and measure it."""
-        arrival = last = time.monotonic()
-        tokens = 0
+        last = phases.arrival
         reason: str | None = "abort"  # unless it gets to its end
         try:
             async with aclosing(deltas):  # which aborts the request
                 async for delta in deltas:
                     now = time.monotonic()
+                    if delta.queued is not None:
+                        phases.queued = delta.queued
                     if delta.token_ids:
-                        self._observe_tokens(now - last, len(delta.token_ids), first=tokens == 0)
-                        tokens += len(delta.token_ids)
+                        self._observe_tokens(
+                            now - last, len(delta.token_ids), first=phases.output_tokens == 0
+                        )
+                        phases.first_token = phases.first_token or now
+                        phases.output_tokens += len(delta.token_ids)
                         last = now
                     if delta.finish_reason is not None:
                         reason = delta.finish_reason
                     yield delta
         except WeftError:
-            reason = "error" if tokens else None
+            reason = "error" if phases.output_tokens else None
             raise
         finally:
             if reason is not None:  # a request that was refused says nothing of the engine
-                self._ended(num_prompt_tokens, tokens, time.monotonic() - arrival, reason)
+                phases.end, phases.reason = time.monotonic(), reason
+                self._ended(phases)
 
-    def _ended(self, prompt_tokens: int, tokens: int, seconds: float, reason: str) -> None:
-        self._prompt_tokens.observe(prompt_tokens)
-        self._output_tokens.observe(tokens)
-        self._end_to_end.observe(seconds)
-        self._answers.labels(self._model, reason).inc()
+    def _ended(self, phases: Phases) -> None:
+        self._prompt_tokens.observe(phases.prompt_tokens)
+        self._output_tokens.observe(phases.output_tokens)
+        self._end_to_end.observe(phases.end - phases.arrival)
+        if phases.queued is not None:
+            self._queued.observe(phases.queued)
+        self._answers.labels(self._model, phases.reason).inc()
 
     def _observe_tokens(self, seconds: float, count: int, *, first: bool) -> None:
         """`count` tokens arrived together, `seconds` after what came before."""
@@ -137,6 +187,12 @@ class _EngineCollector(Collector):
             "prompt_tokens": ("Prompt tokens computed or found", stats.prompt_tokens),
             "generation_tokens": ("Tokens generated", stats.generation_tokens),
         }
+        step_seconds = CounterMetricFamily(
+            "weft_rank_step_seconds", "Time that a rank spent in steps", labels=["model", "rank"]
+        )
+        for rank, seconds in enumerate(stats.rank_seconds or (stats.step_seconds,)):
+            step_seconds.add_metric([self._model, str(rank)], seconds)
+        yield step_seconds
         for name, (text, value) in gauges.items():
             gauge = GaugeMetricFamily(f"weft_{name}", text, labels=["model"])
             gauge.add_metric([self._model], value)

@@ -27,10 +27,13 @@ class Request:
         known_keys: prefix-cache keys of its first blocks, as far as they were asked for.
         wants_logprobs: of its tokens or of its prompt.
         guide: where it is in its grammar, if it has one; all tokens that have come back are taken.
+        arrival: time.monotonic() when it came.
+        queued: seconds that it waited until it first ran; None before, and when they were told.
         ended: nothing more is told about it; its slot may still be in a step under way.
     """
 
     __slots__ = (
+        "arrival",
         "cached_tokens",
         "computed",
         "end_token_ids",
@@ -43,6 +46,7 @@ class Request:
         "prompt_length",
         "prompt_logprobs",
         "prompt_top",
+        "queued",
         "rank",
         "scored",
         "slot",
@@ -70,6 +74,8 @@ class Request:
         self.prompt_top = add.params.prompt_logprobs or 0
         self.wants_logprobs = add.params.logprobs is not None or self.prompt_logprobs is not None
         self.cached_tokens = -1
+        self.arrival = add.arrival
+        self.queued: float | None = None
         self.ended = False
         self.guide = guide
         self.known_keys: list[bytes] = []

@@ -44,6 +44,7 @@ request to schedule.
 
 from __future__ import annotations
 
+import time
 from array import array
 from bisect import insort
 from collections import defaultdict, deque
@@ -314,6 +315,7 @@ class Scheduler:
         request.computed = len(prefix) * size
         if request.cached_tokens < 0:
             request.cached_tokens = min(request.computed, request.prompt_length)
+            request.queued = time.monotonic() - request.arrival
             self._prompt_tokens += request.prompt_length
         if self._prefix_caching:
             self._prefix_queries += len(request)
@@ -384,6 +386,7 @@ class Scheduler:
                     self._end(request)
             if request.wants_logprobs:
                 logprobs, prompt_logprobs = _take_logprobs(request, row, token, result)
+            queued, request.queued = request.queued, None
             outputs.append(
                 TokenOutput(
                     request.id,
@@ -393,6 +396,7 @@ class Scheduler:
                     logprobs,
                     prompt_logprobs,
                     request.cached_tokens,
+                    queued=queued,
                 )
             )
         self._generation_tokens += len(outputs)

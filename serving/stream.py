@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from weft.errors import EngineError
+from weft.errors import WeftError
 from weft.serving.detokenizer import Detokenizer
 from weft.serving.messages import FinishReason, TokenLogprob, TokenOutput
 from weft.serving.sampling_params import SamplingParams
@@ -25,6 +25,7 @@ class Delta:
         prompt_logprobs: on the first delta, when asked for.
         cached_tokens: prompt tokens that came from the prefix cache.
         error: what went wrong, when finish_reason is "error".
+        queued: on the first delta with tokens, seconds that the request waited until it ran.
     """
 
     text: str
@@ -35,6 +36,7 @@ class Delta:
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     cached_tokens: int = 0
     error: str | None = None
+    queued: float | None = None
 
 
 class Stream:
@@ -60,7 +62,8 @@ class Stream:
         self._stop_reason: str | int | None = None
         self._cached_tokens = 0
         self._error: str | None = None
-        self._failure: EngineError | None = None
+        self._queued: float | None = None
+        self._failure: WeftError | None = None
         self._news = asyncio.Event()
 
     def push(self, output: TokenOutput) -> bool:
@@ -69,6 +72,8 @@ class Stream:
         It is also complete, unknown to the core, when a stop string has been found.
         """
         self._cached_tokens = output.cached_tokens
+        if output.queued is not None:
+            self._queued = output.queued
         if output.prompt_logprobs is not None:
             self._prompt_logprobs = output.prompt_logprobs
         text = output.token_ids if output.stop_token_id is None else output.token_ids[:-1]
@@ -91,7 +96,7 @@ class Stream:
         self._news.set()
         return self._finish_reason is not None
 
-    def fail(self, failure: EngineError) -> None:
+    def fail(self, failure: WeftError) -> None:
         """There will be no more: the reader gets what has come, and then this error."""
         self._failure = failure
         self._news.set()
@@ -100,7 +105,7 @@ class Stream:
         """Wait for something new, and take all of it.
 
         Raises:
-            EngineError: the engine has failed, and everything before has been read.
+            WeftError: that of `fail`, once everything before has been read.
         """
         await self._news.wait()
         self._news.clear()
@@ -118,11 +123,12 @@ class Stream:
             None if self._prompt_logprobs is None else tuple(self._prompt_logprobs),
             self._cached_tokens,
             self._error,
+            self._queued,
         )
         self._text = []
         self._token_ids = []
         self._logprobs = None if self._logprobs is None else []
-        self._prompt_logprobs = None
+        self._prompt_logprobs = self._queued = None
         return delta
 
     def _finish(self, output: TokenOutput) -> None:

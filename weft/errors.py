@@ -34,6 +34,7 @@ class RequestError(WeftError):
         param: the request field at fault, as the client wrote it.
         code: a short machine-readable reason, as OpenAI's `error.code`.
         status: the HTTP status that says it best.
+        retry_after: seconds until it may be tried again, where that makes sense.
     """
 
     def __init__(
@@ -43,12 +44,14 @@ class RequestError(WeftError):
         param: str | None = None,
         code: str | None = None,
         status: int = 400,
+        retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         self.code = code
         self.status = status
+        self.retry_after = retry_after
 
 
 class EngineError(WeftError):

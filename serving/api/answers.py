@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from weft.errors import EngineError, RequestError
+from weft.serving.api.context import current
 from weft.serving.api.responses import CompletionUsage, FinishReason, PromptTokensDetails
 from weft.serving.api.state import ServerState
+from weft.serving.metrics import Phases
 from weft.serving.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -79,6 +81,12 @@ class Answers:
         self._engine = engine
         self._params = [engine.validate(prompt, params) for prompt in prompts]
         self._priority = priority
+        self._context = current.get()
+        self._deadline = None if self._context is None else state.deadline(self._context)
+        if self._context is not None and state.log_prompts:
+            self._context.prompts = [
+                engine.tokenizer.decode(prompt, skip_special_tokens=False) for prompt in prompts
+            ]
         self._completion_tokens = 0
         self._cached_tokens = [0] * len(prompts)
 
@@ -94,9 +102,13 @@ class Answers:
             RequestError: the queue is full.
             EngineError: the engine has died or is ending.
         """
+        prompt_tokens = sum(map(len, self.prompts))
         async with aclosing(_merged([self._one(i) for i in range(self.count)])) as pieces:
             async for i, delta in pieces:
                 self._completion_tokens += len(delta.token_ids)
+                if self._context is not None and self._context.key is not None:
+                    self._context.key.spend(prompt_tokens + len(delta.token_ids))
+                    prompt_tokens = 0  # they were computed before the first delta
                 if delta.cached_tokens and i % self.n == 0:
                     self._cached_tokens[i // self.n] = delta.cached_tokens
                 yield i, delta
@@ -127,8 +139,13 @@ class Answers:
     def _one(self, i: int) -> AsyncGenerator[Delta, None]:
         prompt = self.prompts[i // self.n]
         params = self._params[i // self.n].answer(i % self.n)
-        deltas = self._engine.generate(prompt, params, priority=self._priority)
-        return self._state.metrics.observe(deltas, len(prompt))
+        deltas = self._engine.generate(
+            prompt, params, priority=self._priority, deadline=self._deadline
+        )
+        phases = Phases(len(prompt))
+        if self._context is not None:
+            self._context.answers.append(phases)
+        return self._state.metrics.observe(deltas, phases)
 
 
 def finish_reason(delta: Delta) -> FinishReason | None:

@@ -20,6 +20,7 @@ _STRUCTS = (
     responses.Model,
     responses.ModelList,
     responses.Status,
+    responses.Health,
     responses.Version,
     objects.FileObject,
     objects.FileList,

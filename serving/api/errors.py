@@ -19,14 +19,20 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
 from weft.errors import EngineError, RequestError
+from weft.serving.api.context import current
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody is there to read it, but logs are
 
-_RETRY_AFTER_SECONDS = {429: 1, 503: 5}
+_RETRY_AFTER_SECONDS = {503: 5}  # unless it is known better
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _MAX_SHOWN = 80  # characters of a wrong value that a message repeats
+
+
+FAULT = RequestError("internal error; the server's log has the details", status=500)
+"""What a client is told of a fault of ours."""
 
 
 class Error(msgspec.Struct):
@@ -51,6 +57,19 @@ def describe(error: RequestError | EngineError) -> tuple[int, ErrorResponse]:
     return 503, _body(503, str(error), None, "engine_unavailable")
 
 
+def told(error: RequestError | EngineError) -> ErrorResponse:
+    """The body for an error of a request whose status has been sent."""
+    _, body = describe(error)
+    _note(body)
+    return body
+
+
+def _note(body: ErrorResponse) -> None:
+    """Tell the request's context why it failed, for metrics and logs."""
+    if (context := current.get()) is not None:
+        context.error = body.error.code or body.error.type
+
+
 def error_response(
     status: int,
     message: str,
@@ -73,11 +92,19 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _on_fault)
 
 
+def refused(
+    error: RequestError | EngineError, headers: Mapping[str, str] | None = None
+) -> Response:
+    """An error raised on purpose as a response."""
+    all_headers = dict(headers or {})
+    if error.retry_after is not None:
+        all_headers["retry-after"] = str(error.retry_after)
+    return _response(*describe(error), all_headers)
+
+
 async def _on_weft_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError | EngineError)
-    seconds = error.retry_after if isinstance(error, EngineError) else None
-    headers = None if seconds is None else {"retry-after": str(seconds)}
-    return _response(*describe(error), headers)
+    return refused(error)
 
 
 async def _on_validation_error(_: Request, error: Exception) -> Response:
@@ -102,7 +129,7 @@ async def _on_client_gone(_: Request, error: Exception) -> Response:
 
 
 async def _on_fault(_: Request, error: Exception) -> Response:
-    return error_response(500, "internal error; the server's log has the details")
+    return refused(FAULT)
 
 
 def explain(errors: Sequence[Mapping[str, Any]]) -> RequestError:
@@ -154,12 +181,24 @@ def _body(status: int, message: str, param: str | None, code: str | None) -> Err
     return ErrorResponse(Error(message=message, type=kind, param=param, code=code))
 
 
+class ErrorAnswer(Response):
+    """Says what is wrong, also to the request's context."""
+
+    def __init__(self, status: int, body: ErrorResponse, headers: Mapping[str, str]) -> None:
+        super().__init__(
+            msgspec.json.encode(body), status, headers=headers, media_type="application/json"
+        )
+        self._error = body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        _note(self._error)
+        await super().__call__(scope, receive, send)
+
+
 def _response(
     status: int, body: ErrorResponse, headers: Mapping[str, str] | None = None
 ) -> Response:
     all_headers = dict(headers or {})
     if status in _RETRY_AFTER_SECONDS:
         all_headers.setdefault("retry-after", str(_RETRY_AFTER_SECONDS[status]))
-    return Response(
-        msgspec.json.encode(body), status, headers=all_headers, media_type="application/json"
-    )
+    return ErrorAnswer(status, body, all_headers)

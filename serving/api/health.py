@@ -1,8 +1,8 @@
 """GET /health, /ready, /metrics and /version: for whoever runs the server.
 
-/health says that the process answers; a liveness probe asks it. /ready says that requests are
-served *now*: not while the model loads, also again (`--restart`), when the server is about to
-end, or when there is work and no step gets done.
+/health says that the process answers; a liveness probe asks it, and what it adds about the engine
+is for people. /ready says that requests are served *now*: not while the model loads, also again
+(`--restart`), when the server is about to end, or when there is work and no step gets done.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from weft.serving.api.documentation import returns
-from weft.serving.api.responses import Status, Version
+from weft.serving.api.responses import Health, Status, Version
 from weft.serving.api.state import State
 from weft.version import __version__
 
 router = APIRouter()
 
 
-@router.get("/health", **returns(Status))
-async def health() -> Response:
+@router.get("/health", **returns(Health))
+async def health(state: State) -> Response:
     """Always 200."""
-    return Response(msgspec.json.encode(Status("ok")), media_type="application/json")
+    engine = state.engine
+    waited = 0.0 if engine is None else engine.waited
+    body = Health("ok", state.status, state.progressing, round(waited, 3))
+    return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 @router.get("/ready", **returns(Status, or_status=503))

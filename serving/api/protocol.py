@@ -2,13 +2,15 @@
 
 uvicorn's protocol bounds neither the size of a request's head nor the time
 that a request takes to arrive: a few clients that send a byte now and then
-would hold all sockets.
+would hold all sockets. Nor does it bound the time that a client takes to read: the application
+waits once 64 KiB are unread, for ever, and with it a request that holds blocks of the KV cache.
 """
 
 from __future__ import annotations
 
 import asyncio
 from http import HTTPStatus
+from typing import Any
 
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -22,11 +24,22 @@ ARRIVAL_BYTES = 1024 * 1024  # of a body that, come in that time, give it as lon
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """431 for a head that is too large, 408 for a request that does not arrive."""
+    """431 for a head that is too large, 408 for a request that does not arrive.
+
+    Args:
+        write_timeout: seconds in which a client must read 64 KiB that wait for it; then the
+            connection is cut, which ends its request as if the client had gone.
+        arguments: uvicorn's.
+    """
 
     _head_bytes = 0
     _new_bytes = 0  # since the time to arrive was last given
     _arrival: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+
+    def __init__(self, *arguments: Any, write_timeout: float, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._write_timeout = write_timeout
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -34,7 +47,22 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._arrived()
+        self._read()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(self._write_timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._read()
+        super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        if self.transport.get_write_buffer_size():  # closing would wait for it to be read
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
@@ -65,6 +93,11 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._arrival is not None:
             self._arrival.cancel()
             self._arrival = None
+
+    def _read(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _too_slow(self) -> None:
         if self._head_bytes < 0 and self._new_bytes >= ARRIVAL_BYTES:

@@ -173,6 +173,21 @@ class Status(Struct):
     status: str
 
 
+class Health(Struct):
+    """That the process answers, and how its engine stands.
+
+    Attributes:
+        engine: the status that /ready has.
+        progressing: whether steps get done, as far as there is work.
+        seconds_without_step: with work at hand.
+    """
+
+    status: Literal["ok"]
+    engine: str
+    progressing: bool
+    seconds_without_step: float
+
+
 class Version(Struct):
     """The version of weft."""
 

@@ -4,8 +4,8 @@ The engine's process starts first, and imports torch while this one imports its
 HTTP server. That is up long before the model is loaded: /health answers. At SIGTERM or
 SIGINT the server stops being ready but keeps answering, running requests get
 `drain_timeout` seconds to finish, and it exits with 0. A second signal
-does not wait. When the engine ends by itself, so does the server, with an error;
-with `restart` that is only when it cannot be started again.
+does not wait. SIGHUP reads API keys and the certificate again. When the engine ends by itself, so
+does the server, with an error; with `restart` that is only when it cannot be started again.
 """
 
 from __future__ import annotations
@@ -13,22 +13,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
+import logging
 import signal
 import socket
-import sys
+import ssl
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import uvloop
 
 from weft.errors import ConfigError, EngineError
+from weft.serving import logs
+from weft.serving.api.keys import Keyring
+from weft.serving.api.tls import load_certificate, tls_context
 from weft.serving.config import EngineConfig, ServerConfig
 from weft.serving.engine import LOAD_MODEL, AsyncEngine
 
 if TYPE_CHECKING:
     from weft.serving.api.http import HttpServer
     from weft.serving.api.state import ServerState
+    from weft.serving.api.tracing import Tracer
 
 _HEALTH_PERIOD = 0.2
+
+logger = logging.getLogger(__name__)
 
 
 def serve(
@@ -46,9 +55,12 @@ def serve(
         ModelError: the model cannot be loaded.
         EngineError: the engine has ended by itself.
     """
+    if server_config.otlp_endpoint is not None and find_spec("opentelemetry.exporter") is None:
+        raise ConfigError("--otlp-endpoint needs OpenTelemetry: pip install 'weft[otel]'")
     listener = _bind(server_config)
     with contextlib.closing(listener):
-        server = _Server(engine_config, server_config, runner_factory, listener)
+        keys, tls = Keyring(server_config), tls_context(server_config)
+        server = _Server(engine_config, server_config, runner_factory, listener, keys, tls)
         return uvloop.run(server.run())
 
 
@@ -79,11 +91,16 @@ class _Server:
         server_config: ServerConfig,
         runner_factory: str,
         listener: socket.socket,
+        keys: Keyring,
+        tls: ssl.SSLContext | None,
     ) -> None:
         self._engine_config = engine_config
         self._runner_factory = runner_factory
         self._server_config = server_config
         self._listener = listener
+        self._keys = keys
+        self._tls = tls
+        self._tracer: Tracer | None = None
         self._state: ServerState | None = None
         self._stop = asyncio.Event()
         self._abort = asyncio.Event()
@@ -105,13 +122,16 @@ class _Server:
         await _first(loading, spawned)  # no fork while a thread imports
         state, server = await asyncio.to_thread(self._build_http)
         self._state = state
+        self._warn_if_open_to_all()
+        if self._server_config.api_key_file is not None or self._tls is not None:
+            loop.add_signal_handler(signal.SIGHUP, self._reload)
         state.draining = self._stop.is_set()
         http = asyncio.create_task(server.serve(sockets=[self._listener]))
         try:
             if await self._loaded(loading):
                 state.engine = engine = loading.result()
                 state.batches.start(engine)
-                print(f"weft serves {state.model} at {self._url()}", file=sys.stderr)
+                logs.say(f"weft serves {state.model} at {self._url()}")
                 await self._watch(engine)
                 state.batches.drain()
                 await self._drain(engine)
@@ -120,6 +140,8 @@ class _Server:
             server.should_exit = True
             server.force_exit = self._abort.is_set()
             await http
+            if self._tracer is not None:
+                await asyncio.to_thread(self._tracer.close)
         return 1 if self._abort.is_set() else 0
 
     def _build_http(self) -> tuple[ServerState, HttpServer]:
@@ -128,21 +150,45 @@ class _Server:
 
         state = ServerState.of(self._engine_config, self._server_config)
         state.batches.open()
-        return state, HttpServer(state)
+        if (endpoint := self._server_config.otlp_endpoint) is not None:
+            from weft.serving.api.tracing import Tracer
+
+            self._tracer = Tracer(endpoint, state.model)
+        config, tracer = self._server_config, self._tracer
+        return state, HttpServer(state, config, self._keys, self._tls, tracer)
 
     def _on_signal(self) -> None:
         state = self._state
         if self._stop.is_set():
             self._abort.set()
         elif state is not None and state.engine is not None and (running := state.engine.live):
-            print(
+            logs.say(
                 f"weft ends; {running} under way get {self._server_config.drain_timeout:g} s "
-                "to finish, a second signal ends them",
-                file=sys.stderr,
+                "to finish, a second signal ends them"
             )
         if state is not None:
             state.draining = True
         self._stop.set()
+
+    def _warn_if_open_to_all(self) -> None:
+        host = self._listener.getsockname()[0]
+        if not self._keys and not ipaddress.ip_address(host).is_loopback:
+            logger.warning(
+                "%s has no API keys, so whoever reaches it can use it: set --api-key or "
+                "--api-key-file",
+                self._url(),
+            )
+
+    def _reload(self) -> None:
+        """Read keys and certificate again; with an error, those of before stay."""
+        try:
+            self._keys.reload()
+            if self._tls is not None:
+                load_certificate(self._tls, self._server_config)
+        except ConfigError as error:
+            logger.error("%s; what was read before stays in force", error)
+        else:
+            logger.info("API keys and certificate have been read again")
 
     async def _loaded(self, loading: asyncio.Task[AsyncEngine]) -> bool:
         """Wait for the engine; False if a signal comes first."""
@@ -173,7 +219,8 @@ class _Server:
 
     def _url(self) -> str:
         host, port = self._listener.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "http" if self._tls is None else "https"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 async def _first(task: asyncio.Task[object], event: asyncio.Event) -> bool:

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from weft.errors import EngineError, RequestError
 from weft.serving.api.connection import unless_gone
-from weft.serving.api.errors import describe
+from weft.serving.api.errors import FAULT, told
 
 _DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -63,6 +63,10 @@ class EventStream(Response):
             async for data in self._rest:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except (RequestError, EngineError) as error:
-            failure = event(describe(error)[1])
+            failure = event(told(error))
             await send({"type": "http.response.body", "body": failure, "more_body": True})
+        except Exception:  # a fault of ours: the client is told, and the log by who gets it next
+            failure = event(told(FAULT))
+            await send({"type": "http.response.body", "body": failure + _DONE})
+            raise
         await send({"type": "http.response.body", "body": _DONE})

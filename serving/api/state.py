@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import Depends, Request
 
 from weft.errors import EngineError, RequestError
+from weft.serving.api.context import Context
 from weft.serving.api.responses import now
 from weft.serving.batch.service import BatchService
 from weft.serving.config import EngineConfig, ServerConfig
@@ -16,6 +17,10 @@ from weft.serving.metrics import Metrics
 
 if TYPE_CHECKING:
     from weft.serving.engine import AsyncEngine
+
+
+STALLING = 0.25
+"""Of `stall_timeout`: so long without a step, with work at hand, and the server is not ready."""
 
 
 @dataclass
@@ -26,6 +31,8 @@ class ServerState:
         model: the model's name in the API.
         engine: None while it loads.
         draining: the server has been told to end; what runs may finish, nothing new begins.
+        request_timeout: seconds that a request may take; None for any time.
+        log_prompts: whether prompts are to be logged.
         created: seconds since 1970 at the server's start.
         state_dir: folder of files and batches; None for a temporary one.
         batches: files and batches.
@@ -34,6 +41,8 @@ class ServerState:
     model: str
     engine: AsyncEngine | None = None
     draining: bool = False
+    request_timeout: float | None = None
+    log_prompts: bool = False
     created: int = field(default_factory=now)
     state_dir: Path | None = None
     metrics: Metrics = field(init=False)
@@ -48,14 +57,32 @@ class ServerState:
         """The state of a server whose engine is still to come."""
         name = server_config.served_model_name or Path(engine_config.model).resolve().name
         folder = server_config.state_dir
-        return cls(model=name, state_dir=None if folder is None else Path(folder))
+        return cls(
+            model=name,
+            request_timeout=server_config.request_timeout,
+            log_prompts=server_config.log_prompts,
+            state_dir=None if folder is None else Path(folder),
+        )
+
+    def deadline(self, request: Context) -> float | None:
+        """time.monotonic() until which a request must have its answer, if that is limited."""
+        return None if self.request_timeout is None else request.arrival + self.request_timeout
 
     @property
     def status(self) -> str:
-        """ "ready", "loading", "restarting", "draining", "stalled" or "dead"."""
+        """ "ready", "loading", "restarting", "draining", "stalling", "stalled" or "dead"."""
         if self.draining:
             return "draining"
-        return "loading" if self.engine is None else self.engine.status
+        if self.engine is None:
+            return "loading"
+        status = self.engine.status
+        return "stalling" if status == "ready" and not self.progressing else status
+
+    @property
+    def progressing(self) -> bool:
+        """Whether steps get done, as far as there is work."""
+        engine = self.engine
+        return engine is None or engine.waited < STALLING * engine.config.stall_timeout
 
     def ready_engine(self, model: str) -> AsyncEngine:
         """The engine, for a request that names its model.

@@ -41,5 +41,8 @@ class Executor(Protocol):
     def check(self) -> WeftError | None:
         """Why no step can run any more. To be asked now and then while no step is awaited."""
 
+    def rank_seconds(self) -> tuple[float, ...]:
+        """Seconds that each rank has spent in steps so far; empty where there is one rank."""
+
     def close(self) -> None:
         """Drop steps that have not begun, wait for the one that has, release the model."""

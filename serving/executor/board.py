@@ -25,7 +25,7 @@ SLOTS = 4
 SLOT_BYTES = 1 << 30
 """Of address space; memory is what the largest step has taken."""
 
-COUNTERS = 5
+COUNTERS = 6
 """Of each rank."""
 
 MET = 1
@@ -72,6 +72,7 @@ class Board:
         rounds: int64 [ranks]; of these, how many are of all ranks.
         loaded: int64 [ranks]; how far each has loaded: 0, MET, and then up to MET + READ, by the
             part of its weights that it has read.
+        busy: int64 [ranks]; microseconds that each has spent in steps.
     """
 
     def __init__(self, ranks: int, fd: int | None = None, *, stages: int = 1) -> None:
@@ -90,7 +91,8 @@ class Board:
         self.exchanges: Int64
         self.rounds: Int64
         self.loaded: Int64
-        self.begun, self.done, self.exchanges, self.rounds, self.loaded = self.counters
+        self.busy: Int64
+        self.begun, self.done, self.exchanges, self.rounds, self.loaded, self.busy = self.counters
 
     def close(self) -> None:
         """Give the descriptor back; the memory goes with the last process that has it."""

@@ -51,6 +51,10 @@ class InProcessExecutor:
         """None; what a step raises is in its future."""
         return None
 
+    def rank_seconds(self) -> tuple[float, ...]:
+        """None: of one rank the steps say it."""
+        return ()
+
     def close(self) -> None:
         """See `Executor.close`."""
         self._waiting.shutdown(wait=False, cancel_futures=True)

@@ -288,7 +288,7 @@ class RankExecutor:
 
     def _name_stuck(self) -> WeftError:
         """Say which rank is behind."""
-        _, done, exchanges, rounds, loaded = (counter.tolist() for counter in self._counters())
+        _, done, exchanges, rounds, loaded, _ = (each.tolist() for each in self._counters())
         stage_size = self._count // self._stages
         stopped = [m.is_stopped(rank) for m in self._machines for rank in m.ranks]
 
@@ -309,6 +309,10 @@ class RankExecutor:
             f"{at[number]} with other ranks, for {self._patience:g} s; others are at "
             f"{max(at[stage])}"
         )
+
+    def rank_seconds(self) -> tuple[float, ...]:
+        """See `Executor.rank_seconds`."""
+        return tuple((self._counters()[5] / 1e6).tolist())
 
     def _counters(self) -> Int64:
         """Of all ranks: int64 [COUNTERS, ranks], as Machine.counters."""

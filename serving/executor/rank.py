@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -132,7 +133,9 @@ def _run(runner: ModelRunner, orders: RankOrders, board: Board, channel: socket.
 
     def finish(step: int, batch: StepInput, run: Callable[[], StepOutput]) -> None:
         board.begun[column] = step
+        began = time.perf_counter_ns()
         output = run()
+        board.busy[column] += (time.perf_counter_ns() - began) // 1000
         board.done[column] = step
         if orders.answers:
             _send(channel, Done(output if len(batch.token_ids) else None))

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from weft.errors import ConfigError
-from weft.serving.config import EngineConfig, ServerConfig, parse_bytes, settings_of
+from weft.serving.config import EngineConfig, ServerConfig
+from weft.serving.setting import parse_bytes, settings_of
 from weft.serving.settings import SETTINGS, resolve
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from weft.errors import EngineError, RequestError, WeftError
 from weft.serving.engine import Delta
-from weft.serving.metrics import Metrics
+from weft.serving.metrics import Metrics, Phases
 
 
 async def answer(failure: WeftError | None, *deltas: Delta) -> AsyncGenerator[Delta, None]:
@@ -32,7 +32,7 @@ def count(metrics: Metrics, reason: str | None = None) -> int:
 async def test_a_refused_request_says_nothing_of_the_engine(failure: WeftError) -> None:
     metrics = Metrics(lambda: None, "m")
     with pytest.raises(WeftError):
-        async for _ in metrics.observe(answer(failure), 3):
+        async for _ in metrics.observe(answer(failure), Phases(3)):
             pass
     assert count(metrics) == 0
     assert count(metrics, "abort") == count(metrics, "error") == 0
@@ -41,12 +41,12 @@ async def test_a_refused_request_says_nothing_of_the_engine(failure: WeftError) 
 async def test_ends_are_counted_by_their_reason() -> None:
     metrics = Metrics(lambda: None, "m")
     first, last = Delta("a", (1,)), Delta("b", (2,), "length")
-    async for _ in metrics.observe(answer(None, first, last), 3):
+    async for _ in metrics.observe(answer(None, first, last), Phases(3)):
         pass
     with pytest.raises(EngineError):
-        async for _ in metrics.observe(answer(EngineError("it died"), first), 3):
+        async for _ in metrics.observe(answer(EngineError("it died"), first), Phases(3)):
             pass
-    left = metrics.observe(answer(None, first, last), 3)
+    left = metrics.observe(answer(None, first, last), Phases(3))
     await anext(left)
     await left.aclose()
     assert [count(metrics, reason) for reason in ("length", "error", "abort")] == [1, 1, 1]
@@ -55,7 +55,9 @@ async def test_ends_are_counted_by_their_reason() -> None:
 
 async def test_tokens_that_come_together_count_each() -> None:
     metrics = Metrics(lambda: None, "m")
-    async for _ in metrics.observe(answer(None, Delta("a", (1, 2, 3)), Delta("b", (4, 5))), 3):
+    async for _ in metrics.observe(
+        answer(None, Delta("a", (1, 2, 3)), Delta("b", (4, 5))), Phases(3)
+    ):
         pass
     text = metrics.render().decode()
     assert 'weft_time_to_first_token_seconds_count{model="m"} 1.0' in text

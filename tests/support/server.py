@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import signal
 import socket
@@ -16,10 +17,12 @@ from typing import Any, Literal
 
 import httpx
 import msgspec
+import psutil
 
 from support import mock_runner
-from weft.serving.config import EngineConfig
+from weft.serving.config import EngineConfig, ServerConfig
 from weft.serving.loading import LoadedModel, Progress
+from weft.serving.setting import settings_of
 
 TESTS = Path(__file__).parent.parent
 TIMEOUT = 120.0  # seconds; a loaded machine takes long to import torch
@@ -30,11 +33,13 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(TESTS), "OMP_NUM_THREA
 _WITH_LOADER = """
 import msgspec, sys
 from weft.errors import WeftError
+from weft.serving import logs
 from weft.serving.api.server import serve
 from weft.serving.config import EngineConfig, ServerConfig
 
 engine = msgspec.json.decode(sys.argv[1], type=EngineConfig)
 server = msgspec.json.decode(sys.argv[2], type=ServerConfig)
+logs.configure(engine.log_format)
 try:
     sys.exit(serve(engine, server, runner_factory=sys.argv[3]))
 except WeftError as error:
@@ -71,6 +76,33 @@ class Server:
     def port(self) -> int:
         """The port it listens on."""
         return int(self.url.rpartition(":")[2])
+
+    def processes(self) -> list[psutil.Process]:
+        """It, and those that it has started."""
+        front = psutil.Process(self.process.pid)
+        return [front, *front.children(recursive=True)]
+
+    def ask(self, body: dict[str, Any], **headers: str) -> socket.socket:
+        """A socket on which a completion has been asked for, with headers that have no hyphens."""
+        content = json.dumps(body).encode()
+        more = "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode()
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+            b"%bcontent-length: %d\r\n\r\n" % (more, len(content)) + content
+        )
+        return connection
+
+    def raw(self, data: bytes) -> bytes:
+        """What it answers to bytes on a socket; it may hang up before it has read them all."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=20) as connection:
+            answer = b""
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                connection.sendall(data)
+            with contextlib.suppress(ConnectionResetError):
+                while chunk := connection.recv(65536):
+                    answer += chunk
+            return answer
 
     def metric(self, name: str) -> float:
         """The value of a metric without labels but the model's, such as "requests_running"."""
@@ -158,7 +190,7 @@ def _arguments(model: Path, loader: str | None, settings: dict[str, Any]) -> lis
     if loader is None:
         flags = [_flag(name, value) for name, value in settings.items()]
         return ["-m", "weft", "serve", str(model), *flags]
-    of_server = {"port", "drain_timeout", "restart", "state_dir"} & settings.keys()
+    of_server = {setting.name for setting in settings_of(ServerConfig)} & settings.keys()
     server = {name: settings[name] for name in of_server}
     engine = {name: settings[name] for name in settings.keys() - of_server} | {"model": str(model)}
     configs = [msgspec.json.encode(config).decode() for config in (engine, server)]
@@ -173,7 +205,7 @@ def _flag(name: str, value: object) -> str:
 def _wait_ready(process: subprocess.Popen[bytes], log: Path) -> str:
     """The address that the server prints when it is ready."""
     deadline = time.monotonic() + TIMEOUT
-    while (found := re.search(r" at (http://\S+)", log.read_text())) is None:
+    while (found := re.search(r' at (https?://[^\s"]+)', log.read_text())) is None:
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.02)

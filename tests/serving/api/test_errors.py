@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import socket
 from typing import Any
 
 import httpx
@@ -254,35 +252,22 @@ def test_wrong_method(http: httpx.Client, method: str, path: str) -> None:
 def test_a_body_that_is_too_large(server: Server, http: httpx.Client) -> None:
     """Refused by its announced length, before it is sent, and while it is sent without one."""
     head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
-    answer = raw(server, head + b"content-length: 1000000000\r\n\r\n")
+    answer = server.raw(head + b"content-length: 1000000000\r\n\r\n")
     assert b" 413 " in answer.partition(b"\r\n")[0]
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"]
     chunk = b"100000\r\n" + b" " * 0x100000 + b"\r\n"
-    answer = raw(server, head + b"transfer-encoding: chunked\r\n\r\n" + chunk * 33)
+    answer = server.raw(head + b"transfer-encoding: chunked\r\n\r\n" + chunk * 33)
     assert b" 413 " in answer.partition(b"\r\n")[0]
     assert http.get("/health").status_code == 200
 
 
 @pytest.mark.parametrize("head", [b"x: " + b"a" * 10_000_000, b"x: a\r\n" * 1_000_000])
 def test_a_head_that_is_too_large(server: Server, http: httpx.Client, head: bytes) -> None:
-    answer = raw(server, b"GET /health HTTP/1.1\r\nhost: a\r\n" + head)
+    answer = server.raw(b"GET /health HTTP/1.1\r\nhost: a\r\n" + head)
     assert b" 431 " in answer.partition(b"\r\n")[0]
     assert http.get("/health").status_code == 200
 
 
 def test_no_http_at_all(server: Server, http: httpx.Client) -> None:
-    assert b" 400 " in raw(server, b"\x80\x02cposix\nsystem\n(S'true'\ntR.\r\n\r\n")
+    assert b" 400 " in server.raw(b"\x80\x02cposix\nsystem\n(S'true'\ntR.\r\n\r\n")
     assert http.get("/health").status_code == 200
-
-
-def raw(server: Server, data: bytes) -> bytes:
-    """What the server answers to bytes on a socket; it may hang up before it has read them all."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
-        connection.settimeout(20)
-        answer = b""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            connection.sendall(data)
-        with contextlib.suppress(ConnectionResetError):
-            while chunk := connection.recv(65536):
-                answer += chunk
-        return answer

@@ -41,17 +41,6 @@ def start_mock(path: Path, **settings: Any) -> contextlib.AbstractContextManager
     return start_server(model, path, loader=SLOW_MOCK, max_model_len=4096, **settings)
 
 
-def connect(server: Server, body: dict[str, Any]) -> socket.socket:
-    """A socket on which a completion has been asked for."""
-    content = json.dumps(body).encode()
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
-    connection.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
-        b"content-length: %d\r\n\r\n" % len(content) + content
-    )
-    return connection
-
-
 async def events(client: httpx.AsyncClient, body: dict[str, Any]) -> list[str]:
     async with client.stream("POST", "/v1/completions", json=body) as response:
         return [line async for line in response.aiter_lines() if line]
@@ -69,7 +58,7 @@ def aborted(server: Server) -> int:
 def test_a_client_that_leaves_aborts_its_request(mock: Server, stream: bool, n: int) -> None:
     """The engine is paused until the server has told it, so that its steps from then on count."""
     before = aborted(mock)
-    connection = connect(mock, LONG | {"stream": stream, "n": n})
+    connection = mock.ask(LONG | {"stream": stream, "n": n})
     mock.wait_until("requests_running", n)
     if stream:
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
@@ -90,9 +79,9 @@ def test_a_client_that_leaves_aborts_its_request(mock: Server, stream: bool, n: 
 
 def test_a_client_that_leaves_the_queue(mock: Server) -> None:
     """Twelve requests on eight places; the waiting ones leave before they have begun."""
-    running = [connect(mock, LONG) for _ in range(8)]
+    running = [mock.ask(LONG) for _ in range(8)]
     mock.wait_until("requests_running", 8)
-    waiting = [connect(mock, LONG | {"stream": i % 2 == 0}) for i in range(4)]
+    waiting = [mock.ask(LONG | {"stream": i % 2 == 0}) for i in range(4)]
     mock.wait_until("requests_waiting", 4)
     for connection in waiting:
         connection.close()
@@ -105,7 +94,7 @@ def test_a_client_that_leaves_the_queue(mock: Server) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_full_queue_is_429_with_retry_after(mock: Server, stream: bool) -> None:
-    connections = [connect(mock, LONG) for _ in range(12)]
+    connections = [mock.ask(LONG) for _ in range(12)]
     mock.wait_until("requests_waiting", 4)
     response = mock.http.post("/v1/completions", json=LONG | {"stream": stream})
     assert response.status_code == 429
@@ -166,6 +155,27 @@ def test_while_loading_it_is_alive_but_not_ready(tmp_path: Path) -> None:
         (model / "go").touch()
         while client.get("/ready").status_code != 200:
             time.sleep(0.02)
+
+
+def test_while_no_step_gets_done_it_is_alive_but_not_ready(tmp_path: Path) -> None:
+    with start_mock(tmp_path, stall_timeout=20.0) as server:
+        (engine,) = psutil.Process(server.process.pid).children()
+        with server.ask(LONG) as asked:
+            assert asked.recv(100).startswith(b"HTTP/1.1 200")
+            engine.suspend()
+            try:
+                while server.http.get("/ready").status_code == 200:
+                    time.sleep(0.02)
+                assert server.http.get("/ready").json() == {"status": "stalling"}
+                health = server.http.get("/health")
+                assert health.status_code == 200
+                assert health.json()["progressing"] is False
+                assert health.json()["seconds_without_step"] >= 5
+            finally:
+                engine.resume()
+            while server.http.get("/ready").status_code != 200:
+                time.sleep(0.02)
+            assert server.http.get("/health").json()["progressing"] is True
 
 
 def test_a_signal_while_loading_ends_it(tmp_path: Path) -> None:
@@ -300,7 +310,7 @@ def test_sigterm_drains(own: Server) -> None:
 
 def test_the_drain_has_an_end(tmp_path: Path) -> None:
     with start_mock(tmp_path, drain_timeout=0.2) as server:
-        connection = connect(server, LONG)
+        connection = server.ask(LONG)
         server.wait_until("requests_running", 1)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(timeout=60) == 0
@@ -310,7 +320,7 @@ def test_the_drain_has_an_end(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_dies_while_draining_is_a_failure(own: Server) -> None:
-    connection = connect(own, LONG)
+    connection = own.ask(LONG)
     own.wait_until("requests_running", 1)
     (engine,) = psutil.Process(own.process.pid).children()
     own.process.send_signal(signal.SIGTERM)
@@ -324,7 +334,7 @@ def test_an_engine_that_dies_while_draining_is_a_failure(own: Server) -> None:
 
 
 def test_a_second_signal_does_not_wait(own: Server) -> None:
-    connection = connect(own, LONG)
+    connection = own.ask(LONG)
     own.wait_until("requests_running", 1)
     own.process.send_signal(signal.SIGTERM)
     while own.http.get("/ready").status_code != 503:
@@ -353,7 +363,7 @@ def test_an_engine_that_fails_ends_the_server(tmp_path: Path, token: int, why: s
 
 
 def test_a_killed_engine_ends_the_server(own: Server) -> None:
-    connection = connect(own, LONG)
+    connection = own.ask(LONG)
     own.wait_until("requests_running", 1)
     (engine,) = psutil.Process(own.process.pid).children()
     engine.kill()

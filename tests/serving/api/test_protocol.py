@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
 
 import pytest
 import uvicorn
@@ -28,8 +30,9 @@ async def slow_app(scope: Scope, receive: Receive, send: Send) -> None:
 @pytest.fixture
 async def port(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
     monkeypatch.setattr(protocol, "ARRIVAL_TIMEOUT", 0.3)
+    bounded: Any = partial(protocol.BoundedProtocol, write_timeout=60.0)
     config = uvicorn.Config(
-        slow_app, port=0, http=protocol.BoundedProtocol, ws="none", lifespan="off", log_config=None
+        slow_app, port=0, http=bounded, ws="none", lifespan="off", log_config=None
     )
     server = uvicorn.Server(config)
     running = asyncio.create_task(server.serve())

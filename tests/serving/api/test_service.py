@@ -19,7 +19,8 @@ def test_models(http: httpx.Client) -> None:
 
 
 def test_health_ready_version(http: httpx.Client) -> None:
-    assert http.get("/health").json() == {"status": "ok"}
+    health = http.get("/health").json()
+    assert (health["status"], health["engine"], health["progressing"]) == ("ok", "ready", True)
     assert http.get("/ready").json() == {"status": "ready"}
     assert http.get("/version").json() == {"version": __version__}
 

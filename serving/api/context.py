@@ -1,0 +1,42 @@
+"""What is known of the HTTP request that a task works for.
+
+It is set at the door, and goes with the task and those that it starts; where there is no HTTP
+server (`weft batch`) there is none.
+"""
+
+from __future__ import annotations
+
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weft.serving.api.keys import Key
+    from weft.serving.metrics import Phases
+
+
+@dataclass
+class Context:
+    """One request.
+
+    Attributes:
+        id: the client's `X-Request-Id`, or a new one.
+        arrival: time.monotonic() when its head had come.
+        key: that it was made with, if the server has keys.
+        answers: what each of its answers took.
+        error: the code of the error that it was answered with.
+        prompts: as the model sees them, where they are to be logged.
+        status: of the answer; 499 until it has begun, as when the client goes before.
+    """
+
+    id: str
+    arrival: float = field(default_factory=time.monotonic)
+    key: Key | None = None
+    answers: list[Phases] = field(default_factory=list)
+    error: str | None = None
+    prompts: list[str] | None = None
+    status: int = 499
+
+
+current: ContextVar[Context | None] = ContextVar("current", default=None)

@@ -1,0 +1,83 @@
+"""What stands before the application: API keys on every route, and who may ask from a browser."""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from weft.errors import RequestError
+from weft.serving.api.context import current
+from weft.serving.api.errors import error_response, refused
+from weft.serving.api.keys import Keyring
+from weft.serving.config import ServerConfig
+
+OPEN_PATHS = frozenset({"/health", "/ready"})  # for probes, which have no keys
+
+
+class KeyGuard:
+    """ASGI middleware: 401 without a right key, 429 beyond what the key may have.
+
+    Args:
+        app: what is behind it.
+        keys: all of them, at least one.
+        open_paths: for everybody.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Keyring, open_paths: frozenset[str]) -> None:
+        self._app = app
+        self._keys = keys
+        self._open = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in self._open:
+            await self._app(scope, receive, send)
+            return
+        key = self._keys.find(_presented(Headers(scope=scope)))
+        # A body is not read, but for what has come: the connection ends with the answer.
+        close = {} if scope["method"] == "GET" else {"connection": "close"}
+        if key is None:
+            response = error_response(
+                401,
+                "no API key, or not one of this server's; send Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"} | close,
+            )
+            await response(scope, receive, send)
+            return
+        if (context := current.get()) is not None:
+            context.key = key
+        if scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._keys.check(key)
+        except RequestError as error:
+            await refused(error, close)(scope, receive, send)
+            return
+        key.running += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            key.running -= 1
+
+
+def _presented(headers: Headers) -> str:
+    """The key in `Authorization: Bearer`, or in Anthropic's `x-api-key`."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return (key if scheme.lower() == "bearer" else headers.get("x-api-key", "")).strip()
+
+
+def guarded(app: ASGIApp, config: ServerConfig, keys: Keyring) -> ASGIApp:
+    """The application behind its keys and, outside of these, the answers to browsers."""
+    if keys:
+        app = KeyGuard(app, keys, OPEN_PATHS | ({"/metrics"} if config.open_metrics else set()))
+    if config.cors_origins is not None:
+        app = CORSMiddleware(
+            app,
+            allow_origins=[origin.strip() for origin in config.cors_origins.split(",")],
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["retry-after", "x-request-id"],
+        )
+    return app
