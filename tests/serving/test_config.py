@@ -138,3 +138,15 @@ def test_file_errors(tmp_path: Path, text: str, message: str) -> None:
         resolve({}, {}, file)
     assert message in str(caught.value)
     assert str(file) in str(caught.value)
+
+
+def test_what_is_secret_is_not_shown() -> None:
+    secrets = {"api_key": "sk-alice-0123456789", "ssl_keyfile_password": "of the key's file"}
+    environment = {f"WEFT_{name.upper()}": value for name, value in secrets.items()}
+    settings = resolve({}, environment | {"WEFT_SSL_CERTFILE": "cert.pem"})
+    shown = settings.without_secrets()
+    config = settings.build(ServerConfig)
+    for name, secret in secrets.items():
+        assert shown[name].value == "(set)"
+        assert secret not in f"{shown} {config}"
+        assert getattr(config, name) == secret

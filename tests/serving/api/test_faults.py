@@ -372,7 +372,7 @@ def loop() -> Iterator[asyncio.Runner]:
         yield runner
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(hostile=st.lists(HOSTILE, min_size=1, max_size=4))
 def test_hostile_requests_hurt_no_other(
     server: Server, loop: asyncio.Runner, answer: str, hostile: list[tuple[str, dict[str, Any]]]
