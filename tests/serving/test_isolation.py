@@ -54,10 +54,10 @@ async def test_a_fault_in_queueing_a_request(
 ) -> None:
     add = Scheduler.add
 
-    def broken(self: Scheduler, request: Add) -> None:
+    def broken(self: Scheduler, request: Add, *more: Any) -> None:
         if request.prompt_token_ids == VICTIM:
             raise ZeroDivisionError("in the scheduler")
-        add(self, request)
+        add(self, request, *more)
 
     monkeypatch.setattr(Scheduler, "add", broken)
     deltas = await check_the_others(engine)

@@ -30,6 +30,7 @@ COMPLETION = {"model": "tiny", "prompt": "weft", "max_tokens": 4, "temperature":
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 STEADY = {"model": "tiny", "prompt": "the steady one", "max_tokens": 24, "temperature": 0}
 CHATS = "/v1/chat/completions"
+GRAMMAR_WORKER = "weft.serving.grammar_worker"
 JSON = {"content-type": "application/json"}
 
 
@@ -149,6 +150,9 @@ FAULTS = [
         "response_format",
         as_format({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}),
     ),
+    completion(17, "regex", "((((a{1,100}){1,100}){1,100}){1,100}){1,100}"),
+    chat(17, "guided_regex", "(" * 60_000 + "a" + ")" * 60_000),
+    completion(18, "guided_grammar", "root ::= " + "(" * 60_000 + '"a"' + ")" * 60_000),
     chat(20, "chat_template", "{{ ''.__class__ }}"),
     chat(20, "chat_template_kwargs", {"messages": [], "tokenize": False}),
     Fault(21, OPEN + b'"a\\ud800b"}'),
@@ -199,7 +203,7 @@ RAW = {
 ELSEWHERE = {
     28: ["serving/test_tokenizer.py::test_code_of_the_checkpoint_is_never_run"],
     29: ["serving/api/test_protection.py::test_no_route_answers_without_a_key"],
-    30: ["serving/test_batch.py::test_mixed_file_and_resumption"],
+    30: ["serving/batch/test_command.py::test_mixed_file_and_resumption"],
     31: ["serving/api/test_lifecycle.py::test_a_client_that_leaves_aborts_its_request"],
     32: ["serving/api/test_protection.py::test_a_client_that_does_not_read_is_cut_off"],
     33: ["serving/api/test_protocol.py::test_a_request_that_does_not_arrive_is_408"],
@@ -210,7 +214,8 @@ ELSEWHERE = {
     ],
     36: ["serving/test_ranks.py::test_two_ranks_answer_as_one_and_a_dead_one_is_named"],
     38: [
-        "serving/test_batch.py::test_a_full_disk_says_how_to_go_on",
+        "serving/batch/test_kills.py::test_killed_at_random_moments",
+        "serving/batch/test_kills.py::test_a_full_disk_stops_it_and_resume_goes_on",
         "models/test_weights.py::test_the_first_truncated_tensor_is_named",
     ],
 }
@@ -244,7 +249,7 @@ def check_answer(fault: Fault, response: httpx.Response) -> None:
         return
     error = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
-    assert len(error["message"]) < 500
+    assert len(error["message"]) < 700
     if fault.param is not None:
         assert error["param"].split("[")[0].split(".")[0] == fault.param
     for said in fault.says:
@@ -272,7 +277,11 @@ def test_memory_stays_flat(server: Server, answer: str) -> None:
             check_answer(fault, fault.send(server.http))
         for data, _ in RAW.values():
             server.raw(data)
-        return sum(process.memory_info().rss for process in server.processes())
+        return sum(
+            process.memory_info().rss
+            for process in server.processes()
+            if GRAMMAR_WORKER not in process.cmdline()  # which is ended when it takes too long
+        )
 
     for _ in range(2):
         before = round_of_all()
@@ -338,7 +347,7 @@ def test_every_fault_is_tested() -> None:
     raw = {int(name.split()[0]) for name in RAW}
     here = {fault.number for fault in FAULTS} | raw | {37}
     assert here.isdisjoint(ELSEWHERE)
-    assert here | ELSEWHERE.keys() == set(range(1, 39)) - {17, 18, 19}
+    assert here | ELSEWHERE.keys() == set(range(1, 39)) - {19}
     for place in chain.from_iterable(ELSEWHERE.values()):
         file, _, name = place.partition("::")
         assert f"def {name}(" in (TESTS / file).read_text(), place
