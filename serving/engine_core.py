@@ -38,7 +38,6 @@ from weft.serving.guides import Guides
 from weft.serving.kv_cache import KVCache
 from weft.serving.loading import LoadedModel, ModelInfo, show_progress
 from weft.serving.messages import (
-    RUNNER_FAILED,
     Abort,
     Add,
     Compiled,
@@ -207,9 +206,9 @@ class EngineCore:
 
     def _fail(self, error: BaseException) -> NoReturn:
         if isinstance(error, WeftError):  # says all that there is to say
-            message = f"{RUNNER_FAILED}: {error}"
+            message = f"the model runner failed: {error}"
         else:
-            message = f"{RUNNER_FAILED}: {type(error).__name__}: {error}"
+            message = f"the model runner failed: {type(error).__name__}: {error}"
             logger.critical(message, exc_info=error)
         if self._outputs:
             self._send()

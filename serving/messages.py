@@ -16,9 +16,6 @@ from weft.errors import ConfigError, EngineError, ModelError, WeftError
 from weft.serving.config import EngineConfig
 from weft.serving.sampling_params import SamplingParams
 
-RUNNER_FAILED = "the model runner failed"
-"""How the error of every request begins that an engine had when it failed."""
-
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from weft.errors import EngineError
-from weft.serving.messages import RUNNER_FAILED
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message
@@ -34,10 +33,8 @@ class LocalApi:
         """
         while True:
             status, answer = await self._post(path, body)
-            if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                message = msgspec.json.decode(answer)["error"]["message"]
-                if status == HTTPStatus.SERVICE_UNAVAILABLE or message.startswith(RUNNER_FAILED):
-                    raise EngineError(message)
+            if status == HTTPStatus.SERVICE_UNAVAILABLE:
+                raise EngineError(msgspec.json.decode(answer)["error"]["message"])
             if status != HTTPStatus.TOO_MANY_REQUESTS:
                 return status, answer
             await asyncio.sleep(QUEUE_FULL_WAIT)
