@@ -16,43 +16,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-WAIT = 0.2  # seconds until a row that found the queue full, or failed, is tried again
+QUEUE_FULL_WAIT = 0.2  # seconds until a row that found the queue full is tried again
 
 
 class LocalApi:
-    """The routes of the HTTP API, called without a socket.
-
-    Attributes:
-        alone: held by a request that is tried again: what makes the engine fail does so to all
-            requests that it has, and these are told apart one by one.
-    """
+    """The routes of the HTTP API, called without a socket."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self.alone = asyncio.Lock()
 
     async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
         """The status and the body of the response to a JSON body.
 
-        A full queue is waited for, and what fails is tried once more. Raises EngineError when the
-        engine cannot serve any more.
+        A full queue is waited for. Raises EngineError when the engine cannot serve any more, or
+        has failed with all the requests that it had.
         """
-        status, answer = await self.ask(path, body)
-        if status == HTTPStatus.INTERNAL_SERVER_ERROR:
-            async with self.alone:
-                await asyncio.sleep(WAIT)  # if it was the engine's end, that is known by then
-                return await self.ask(path, body)
-        return status, answer
-
-    async def ask(self, path: str, body: bytes) -> tuple[int, bytes]:
-        """The same, but what fails is not tried again."""
         while True:
             status, answer = await self._post(path, body)
             if status == HTTPStatus.SERVICE_UNAVAILABLE:
                 raise EngineError(msgspec.json.decode(answer)["error"]["message"])
             if status != HTTPStatus.TOO_MANY_REQUESTS:
                 return status, answer
-            await asyncio.sleep(WAIT)
+            await asyncio.sleep(QUEUE_FULL_WAIT)
 
     async def _post(self, path: str, body: bytes) -> tuple[int, bytes]:
         scope = {

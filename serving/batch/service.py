@@ -31,7 +31,7 @@ from msgspec.structs import replace
 
 from weft.errors import EngineError, RequestError, WeftError
 from weft.serving.batch.inputs import Inputs
-from weft.serving.batch.job import Job, LeftOut, Post
+from weft.serving.batch.job import Job, LeftOut
 from weft.serving.batch.journal import Journal
 from weft.serving.batch.local import LocalApi
 from weft.serving.batch.objects import (
@@ -404,6 +404,8 @@ class _Feeder:
         self._engine = engine
         self._api = LocalApi(local_app(server))
         self._turn = asyncio.Lock()
+        # What makes the engine fail does so to all that it has; they are told apart one by one.
+        self._alone = asyncio.Lock()
 
     async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
         """The answer to a row.
@@ -417,33 +419,35 @@ class _Feeder:
         """
         from weft.serving.api.errors import describe
 
+        restarts = self._engine.restarts
         try:
-            return await self._when_there_is_room(self._api.post, path, body)
+            return await self._post(path, body)
         except EngineError:
-            pass  # it is started again
+            while self._engine.status == "ready" and self._engine.restarts == restarts:
+                await asyncio.sleep(POLL)  # until it is known to have failed
         try:
-            async with self._api.alone:
-                return await self._when_there_is_room(self._api.ask, path, body)
+            async with self._alone:
+                return await self._post(path, body)
         except EngineError as error:
             status, answer = describe(error)
             return status, msgspec.json.encode(answer)
 
-    async def _when_there_is_room(self, post: Post, path: str, body: bytes) -> tuple[int, bytes]:
-        """The same; EngineError when the engine has failed, and will serve again."""
+    async def _post(self, path: str, body: bytes) -> tuple[int, bytes]:
+        """The same; EngineError when the engine has failed, and may serve again."""
         await self._until_there_is_room()
         try:
-            return await post(path, body)
+            return await self._api.post(path, body)
         except EngineError:
             if self._server.draining:
                 raise LeftOut from None
-            if self._engine.status not in ("ready", "restarting"):
-                raise EngineEnded from None
             raise
 
     async def _until_there_is_room(self) -> None:
         async with self._turn:
-            while self._engine.status == "restarting" or self._engine.live >= self.workers:
+            while self._engine.status != "ready" or self._engine.live >= self.workers:
                 if self._server.draining:
                     raise LeftOut
+                if self._engine.status in ("dead", "stalled"):
+                    raise EngineEnded
                 await asyncio.sleep(POLL)
             await asyncio.sleep(0)  # the row before is now counted

@@ -31,10 +31,11 @@ CREATE TABLE file (
   path TEXT NOT NULL, body BLOB NOT NULL
 );
 CREATE TABLE batch (
-  number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, body BLOB NOT NULL
+  number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, status TEXT NOT NULL,
+  body BLOB NOT NULL
 );
 """
-_ENDED = ("completed", "failed", "cancelled", "expired")
+_LIVE = ("validating", "in_progress", "finalizing", "cancelling")
 
 
 class Store:
@@ -137,9 +138,10 @@ class Store:
 
     def unfinished(self) -> list[BatchObject]:
         """Batches that have not come to an end, the oldest first."""
-        rows = self._db.all("SELECT body FROM batch ORDER BY number")
-        batches = (msgspec.json.decode(body, type=BatchObject) for (body,) in rows)
-        return [batch for batch in batches if batch.status not in _ENDED]
+        rows = self._db.all(
+            "SELECT body FROM batch WHERE status IN (?, ?, ?, ?) ORDER BY number", *_LIVE
+        )
+        return [msgspec.json.decode(body, type=BatchObject) for (body,) in rows]
 
     def update(
         self, batches: Iterable[BatchObject], files: Iterable[tuple[FileObject, Path]] = ()
@@ -152,9 +154,9 @@ class Store:
         with self._db.transaction() as db:
             for batch in batches:
                 db.execute(
-                    "INSERT INTO batch (id, body) VALUES (?, ?) "
-                    "ON CONFLICT (id) DO UPDATE SET body = excluded.body",
-                    (batch.id, msgspec.json.encode(batch)),
+                    "INSERT INTO batch (id, status, body) VALUES (?, ?, ?) "
+                    "ON CONFLICT (id) DO UPDATE SET status = excluded.status, body = excluded.body",
+                    (batch.id, batch.status, msgspec.json.encode(batch)),
                 )
             for file, path in files:
                 row = (file.id, file.purpose, str(path.relative_to(self.folder)))

@@ -9,18 +9,23 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from msgspec.structs import replace
 from openai.types import Batch, FileObject
 from support.batches import answer, prompt
 from support.documents import check_documented
 from support.mock_runner import CRASH_TOKEN
 from support.server import ENVIRONMENT, TIMEOUT, Server, start_server
 from support.tokenizers import write_byte_level
+
+from weft.serving.batch.store import Store
 
 SLOW_MOCK = "support.mock_runner:load_slowly"
 URL: Any = "/v1/completions"
@@ -306,6 +311,23 @@ def test_a_server_that_drains_begins_no_rows_and_goes_on_later(tmp_path: Path) -
         assert len(lines(client, batch.output_file_id)) == 40
 
 
+def test_what_is_left_when_the_time_is_over_is_an_error(tmp_path: Path) -> None:
+    with own(tmp_path) as (server, client):
+        id = create(client, [row(f"r{i}", max_tokens=300) for i in range(40)]).id
+        server.wait_until("requests_running", 7)
+        server.process.kill()
+    with closing(Store(tmp_path / "state")) as store:
+        store.update([replace(store.batch(id), expires_at=int(time.time()))])
+    with own(tmp_path) as (_, client):
+        batch = ended(client, client.batches.retrieve(id))
+        assert batch.status == "expired"
+        assert batch.expired_at is not None
+        assert batch.request_counts is not None
+        left = lines(client, batch.error_file_id)
+        assert len(left) == batch.request_counts.failed == 40 - batch.request_counts.completed
+        assert {line["error"]["code"] for line in left.values()} == {"batch_expired"}
+
+
 def test_a_folder_has_one_server(tmp_path: Path) -> None:
     with (
         own(tmp_path),
@@ -316,17 +338,16 @@ def test_a_folder_has_one_server(tmp_path: Path) -> None:
 
 
 def test_without_a_folder_files_go_with_the_server(tmp_path: Path) -> None:
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    environment = ENVIRONMENT | {"TMPDIR": str(temporary)}
-    with own(tmp_path, state_dir=None, environment=environment) as (server, client):
-        assert not list(temporary.glob("weft-*/weft.db"))
-        batch = ended(client, create(client, [row("a")]))
-        assert batch.status == "completed"
-        assert len(list(temporary.glob("weft-*/weft.db"))) == 1
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(timeout=TIMEOUT) == 0
-    assert not list(temporary.glob("weft-*/weft.db"))
+    with TemporaryDirectory() as folder:
+        environment, temporary = ENVIRONMENT | {"TMPDIR": folder}, Path(folder)
+        with own(tmp_path, state_dir=None, environment=environment) as (server, client):
+            assert not list(temporary.glob("weft-*/weft.db"))
+            batch = ended(client, create(client, [row("a")]))
+            assert batch.status == "completed"
+            assert len(list(temporary.glob("weft-*/weft.db"))) == 1
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(timeout=TIMEOUT) == 0
+        assert not list(temporary.glob("weft-*"))
 
 
 def test_an_engine_that_fails_is_not_a_rows_end(tmp_path: Path) -> None:

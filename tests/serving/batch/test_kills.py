@@ -38,7 +38,8 @@ def test_killed_at_random_moments(model: Path, tmp_path: Path, seed: int, kills:
         if rng.random() < 0.5:
             delay = rng.uniform(0, 5)
         else:
-            _wait_until_it_grows(process, output)
+            for _ in range(rng.randrange(1, 5)):
+                _wait_until_it_grows(process, output)
             delay = rng.uniform(0, 0.03)
         try:
             process.wait(delay)
