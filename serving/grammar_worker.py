@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 MAX_MEMORY = 2 << 30  # bytes that compiling may take
 MAX_COMPILED = 32 << 20  # bytes of a compiled grammar
-MAX_WHITESPACE = 64  # characters between two parts of JSON; some models would never stop
+MAX_WHITESPACE = 16  # characters between two parts of JSON; some models would never stop
 END = 256  # follows the bytes in the small vocabulary
 WALKS, STEPS = 4, 256
 SLOW_STEP, SLOW_WALK = 0.05, 0.5  # seconds of processor time; usual are 1e-5 and 3e-3
