@@ -16,6 +16,7 @@ import json
 import os
 import queue
 import random
+import re
 import resource
 import sys
 import tempfile
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 MAX_MEMORY = 2 << 30  # bytes that compiling may take
 MAX_COMPILED = 32 << 20  # bytes of a compiled grammar
-MAX_WHITESPACE = 64  # characters between two parts of JSON; some models would never stop
+MAX_WHITESPACE = 16  # characters between two parts of JSON; some models would never stop
 END = 256  # follows the bytes in the small vocabulary
 WALKS, STEPS = 4, 256
 SLOW_STEP, SLOW_WALK = 0.05, 0.5  # seconds of processor time; usual are 1e-5 and 3e-3
@@ -95,20 +96,22 @@ class Compiler:
         rng = random.Random(0)
         mask = np.empty((1, 9), np.int32)
         begin = time.thread_time()
-        for _ in range(WALKS):
+        for walk in range(WALKS):
             matcher = xgrammar.GrammarMatcher(grammar)
+            token = END
             for _ in range(STEPS):
                 before = time.thread_time()
                 mask.fill(-1)
                 matcher.fill_next_token_bitmask(mask)
-                allowed = np.flatnonzero(
-                    np.unpackbits(mask.view(np.uint8), bitorder="little")[: END + 1]
-                )
+                bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+                allowed = np.flatnonzero(bits[: END + 1])
                 if not len(allowed):
                     raise RequestError(f"{param} allows no text at all, or has dead ends")
                 if allowed[0] == END:
                     break
-                token = int(rng.choice(allowed[allowed < END]))  # on, as far as it goes
+                # Half of the walks stay in a repetition for as long as they can.
+                if walk % 2 or not bits[token] or token == END:
+                    token = int(rng.choice(allowed[allowed < END]))
                 matcher.accept_token(token)
                 now = time.thread_time()
                 if now - before > SLOW_STEP or now - begin > SLOW_WALK * WALKS:
@@ -163,12 +166,12 @@ def _refused(error: str) -> Answer:
 
 def _brief(message: str) -> str:
     """xgrammar's words, without where in its source they were said."""
-    lines = message.strip().splitlines() or [""]
-    text = lines[0]
-    for mark in (".cc:", ".h:"):
-        if mark in text:
-            text = text.split(mark, 1)[1].partition(": ")[2] or text
-    return text[:300]
+    text = message.strip().partition("\n")[0]
+    for words in ("Check failed: ", "Warning: "):
+        text = text.rpartition(words)[2]
+    for mark in (" is false: ", ".cc:", ".h:"):
+        text = text.partition(mark)[2] or text
+    return re.sub(r"^\d+: ", "", text)[:300]
 
 
 def _read(stream: BinaryIO) -> bytes | None:

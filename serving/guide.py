@@ -52,6 +52,7 @@ class Guide:
         self._matcher = matcher
         self._min_tokens = min_tokens
         self._count = 0
+        self._all = _all_but(range(vocab_size, -(-vocab_size // 32) * 32), vocab_size)
         self._but_ends = _all_but(end_token_ids, vocab_size)
         self._but_unwanted = _all_but(unwanted, vocab_size)
         self.ended = False
@@ -82,6 +83,7 @@ class Guide:
         # A new one: steps under way may hold the last one.
         mask = np.full_like(self._but_ends, -1)
         self._matcher.fill_next_token_bitmask(mask[None])
+        mask &= self._all  # it leaves the bits beyond the vocabulary as they were
         if not mask.any():
             if not self._matcher.is_completed():
                 raise RequestError("no token of the model's can follow in the grammar")
@@ -93,7 +95,7 @@ class Guide:
 def _all_but(token_ids: Collection[int], vocab_size: int) -> Int32:
     """A mask of all tokens but these."""
     mask = np.full(-(-vocab_size // 32), -1, np.int32)
-    ids = np.array([t for t in token_ids if 0 <= t < vocab_size], np.int64)
+    ids = np.array([t for t in token_ids if 0 <= t < 32 * len(mask)], np.int64)
     bits = np.left_shift(1, ids % 32).astype(np.uint32).view(np.int32)
     np.bitwise_and.at(mask, ids // 32, ~bits)
     return mask

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from weft.errors import RequestError
+from weft.serving.json_pattern import PLAIN, plain
 
 _FORMS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 """Of these xgrammar looks at the first, and at nothing beside it."""
@@ -182,10 +183,29 @@ class _Schema:
             self._refuse("format", f"{self._schema['format']!r} is not supported")
         if len(words) > 1 or (words and lengths):
             self._refuse(min(words | lengths), f"beside {max(words)} is not supported")
+        if "pattern" in words:
+            try:
+                self._schema["pattern"] = plain(str(self._schema["pattern"]))
+            except ValueError as error:
+                self._refuse("pattern", f"asks for {error}, which JSON escapes")
+        elif lengths:
+            self._bound_length()
+
+    def _bound_length(self) -> None:
+        """As a pattern: the strings that xgrammar bounds itself may have control characters."""
+        least, most = self._schema.pop("minLength", 0), self._schema.pop("maxLength", "")
+        if not all(type(n) is int and n >= 0 for n in (least, most) if n != ""):
+            self._refuse("minLength or maxLength", "is no number of characters")
+        if most != "" and most < least:
+            self._refuse("maxLength", f"is {most}, below minLength, which is {least}")
+        self._schema["pattern"] = f"^{PLAIN}{{{least},{most}}}$"
 
     def _check_object(self) -> None:
         schema = self._schema
         listed = _of(dict, schema.get("properties"))
+        names = _of(dict, schema.get("propertyNames"))
+        if not {"type", *_FORMS} & names.keys():
+            names["type"] = "string"  # what else can a name be
         for name in _of(list, schema.get("required")):
             if name not in listed:
                 self._refuse("required", f"names {name!r}, which properties does not list")

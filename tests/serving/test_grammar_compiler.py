@@ -49,6 +49,7 @@ HOSTILE: dict[str, tuple[GrammarKind, str]] = {
         "json_schema",
         '{"type": "string", "pattern": "^((a{1,100}){1,100}){1,100}$"}',
     ),
+    "a character that is none": ("regex", "a\x00b"),
     "an ambiguous choice": (
         "json_schema",
         '{"oneOf": [{"type": "number"}, {"type": "integer"}]}',
@@ -58,6 +59,7 @@ HOSTILE: dict[str, tuple[GrammarKind, str]] = {
     "nothing": ("json_schema", "false"),
     "a deep grammar": ("ebnf", "root ::= " + "(" * 60_000 + '"a"' + ")" * 60_000),
     "a grammar of itself": ("ebnf", "root ::= root"),
+    "a grammar with many readings": ("ebnf", 'root ::= root root | "a"'),
     "a missing rule": ("ebnf", "root ::= other"),
     "no root": ("ebnf", 'other ::= "a"'),
     "no tag": ("structural_tag", "{}"),
@@ -101,11 +103,10 @@ async def test_hostile_grammars_are_refused(compiler: GrammarCompiler, name: str
         ("regex", r"\d{1,3}(\.\d{1,3}){3}"),
         ("regex", "(a|aa)*b"),
         ("ebnf", 'root ::= "a" root "b" | ""'),
-        ("ebnf", 'root ::= root root | "a"'),
         ("choice", json.dumps(["yes", 'say "no"', "\\", "é\n☃\U0001f600"])),
         ("json_schema", '{"type": "object", "properties": {"next": {"$ref": "#"}}}'),
         ("json_schema", nested(50)),
-        ("json_schema", json.dumps({"enum": ["x" * i for i in range(500)]})),
+        ("json_schema", json.dumps({"enum": ["x" * i for i in range(100)]})),
         ("structural_tag", '{"type": "structural_tag", "format": {"type": "any_text"}}'),
     ],
 )

@@ -76,9 +76,16 @@ def text_of(choice: dict[str, Any]) -> str:
 @pytest.mark.parametrize(("fields", "suits"), FIELDS)
 def test_every_name_for_it(http: httpx.Client, fields: dict[str, Any], suits: Any) -> None:
     for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
-        for choice in ask(http, path, body | HOT | fields | {"n": 2}):
-            assert choice["finish_reason"] == "stop"
-            assert suits(text_of(choice))
+        (choice,) = ask(http, path, body | HOT | fields)
+        assert choice["finish_reason"] == "stop"
+        assert suits(text_of(choice))
+
+
+def test_each_of_several_answers_keeps_to_it(http: httpx.Client) -> None:
+    body = CHAT | {"temperature": 2.0, "n": 4, "guided_choice": ["red", "blue"]}
+    texts = [text_of(choice) for choice in ask(http, "/v1/chat/completions", body)]
+    assert len(texts) == 4
+    assert set(texts) <= {"red", "blue"}
 
 
 def test_any_object(http: httpx.Client) -> None:
@@ -87,7 +94,7 @@ def test_any_object(http: httpx.Client) -> None:
         {"structured_outputs": {"json_object": True}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
     ):
-        for choice in ask(http, "/v1/chat/completions", CHAT | HOT | fields | {"n": 4}):
+        for choice in ask(http, "/v1/chat/completions", CHAT | HOT | fields | {"n": 2}):
             if choice["finish_reason"] == "stop":
                 assert isinstance(json.loads(text_of(choice)), dict)
             else:
