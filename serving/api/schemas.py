@@ -8,12 +8,13 @@ sampling settings in sampling_params.py, once for every way in.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from weft.errors import RequestError
 from weft.serving.api.body import Body
+from weft.serving.api.errors import explain
 from weft.serving.api.guided import GuidedRequest
 from weft.serving.sampling_params import SamplingParams
 
@@ -207,6 +208,7 @@ class Message(Body):
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = Field(None, max_length=0)
     audio: None = None
@@ -229,6 +231,44 @@ class Tool(Body):
     function: Function
 
 
+class FunctionName(Body):
+    """One of the tools."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """A tool that the model must call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolMode = Literal["none", "auto", "required"]
+
+
+def _tool_choice(value: Any) -> Any:
+    """So that what is wrong is told of the one form that was meant."""
+    if isinstance(value, dict):
+        try:
+            return NamedTool.model_validate(value)
+        except ValidationError as error:
+            (first, *_) = error.errors()
+            raise explain([{**first, "loc": ("body", "tool_choice", *first["loc"])}]) from None
+    if value not in get_args(ToolMode):
+        raise ValueError(
+            f" is {str(value)[:40]!r}; this server takes 'none', 'auto', 'required', or "
+            '{"type": "function", "function": {"name": ...}}'
+        )
+    return value
+
+
+ToolChoice = Annotated[
+    ToolMode | NamedTool,
+    BeforeValidator(_tool_choice, json_schema_input_type=ToolMode | NamedTool),
+]
+
+
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions: the chat template makes one prompt of the messages."""
 
@@ -241,7 +281,7 @@ class ChatRequest(GenerationRequest):
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: ToolChoice | None = None
     tools: list[Tool] | None = None
     top_logprobs: int | None = None
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from support.checkpoints import make_checkpoint
+from support.echo_runner import LOADER, write_echo
 from support.server import Server, start_server
 from support.tokenizers import write_byte_level
 
@@ -28,6 +29,15 @@ def mock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model = write_byte_level(path / "mock")
     settings = {"max_num_seqs": 8, "max_queue": 4, "max_model_len": 4096}
     with start_server(model, path, loader=SLOW_MOCK, **settings) as server:
+        yield server
+
+
+@pytest.fixture(scope="package")
+def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A model that says what the last message says, with Qwen's marks of calls and reasoning."""
+    path = tmp_path_factory.mktemp("echo")
+    model = write_echo(path / "echo", marks="<tool_call> <think> </think>")
+    with start_server(model, path, loader=LOADER) as server:
         yield server
 
 
