@@ -16,6 +16,7 @@ from weft.errors import RequestError
 from weft.serving.api.body import Body
 from weft.serving.api.errors import explain
 from weft.serving.api.guided import GuidedRequest
+from weft.serving.api.tool_schema import Parameters
 from weft.serving.sampling_params import SamplingParams
 
 MAX_PROMPTS = 256
@@ -220,7 +221,7 @@ class Function(Body):
 
     name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Parameters | None = None
     strict: bool | None = None
 
 
@@ -247,26 +248,27 @@ class NamedTool(Body):
 ToolMode = Literal["none", "auto", "required"]
 
 
-def _tool_choice(value: Any) -> Any:
-    """So that what is wrong is told of the one form that was meant."""
-    if isinstance(value, dict):
-        try:
-            return NamedTool.model_validate(value)
-        except ValidationError as error:
-            (first, *_) = error.errors()
-            raise explain([{**first, "loc": ("body", "tool_choice", *first["loc"])}]) from None
-    if value not in get_args(ToolMode):
-        raise ValueError(
-            f" is {str(value)[:40]!r}; this server takes 'none', 'auto', 'required', or "
-            '{"type": "function", "function": {"name": ...}}'
-        )
-    return value
+def mode_or(named: type[Body]) -> BeforeValidator:
+    """Of a tool_choice: what is wrong is told of the one form that was meant."""
+
+    def checked(value: Any) -> Any:
+        if isinstance(value, dict):
+            try:
+                return named.model_validate(value)
+            except ValidationError as error:
+                (first, *_) = error.errors()
+                raise explain([{**first, "loc": ("body", "tool_choice", *first["loc"])}]) from None
+        if value is not None and value not in get_args(ToolMode):
+            raise ValueError(
+                f" is {str(value)[:40]!r}; this server takes 'none', 'auto', 'required', or a "
+                'tool: {"type": "function", ...}'
+            )
+        return value
+
+    return BeforeValidator(checked, json_schema_input_type=ToolMode | named | None)
 
 
-ToolChoice = Annotated[
-    ToolMode | NamedTool,
-    BeforeValidator(_tool_choice, json_schema_input_type=ToolMode | NamedTool),
-]
+ToolChoice = ToolMode | NamedTool
 
 
 class ChatRequest(GenerationRequest):
@@ -281,7 +283,7 @@ class ChatRequest(GenerationRequest):
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: Annotated[ToolChoice | None, mode_or(NamedTool)] = None
     tools: list[Tool] | None = None
     top_logprobs: int | None = None
 

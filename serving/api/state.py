@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import Depends, Request
 
 from weft.errors import EngineError, RequestError
-from weft.serving.api.context import Context
 from weft.serving.answer_parser.parser import AnswerFormat
+from weft.serving.api.context import Context
 from weft.serving.api.responses import now
 from weft.serving.batch.service import BatchService
 from weft.serving.config import EngineConfig, ServerConfig

@@ -263,6 +263,14 @@ def test_a_whole_exchange(demo: openai.OpenAI) -> None:
     assert ask().content == "It is 7 degrees and cloudy in Oslo."
 
 
+PARAMETERS = "tools[0].function.parameters"
+
+
+def bad_tool(parameters: Any) -> dict[str, Any]:
+    """A tool whose parameters are no schema."""
+    return {"tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}]}
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
@@ -280,6 +288,11 @@ def test_a_whole_exchange(demo: openai.OpenAI) -> None:
             "get_weather",
         ),
         ({"tool_choice": "required", "tools": None}, "tool_choice", "tools is missing"),
+        (bad_tool({"type": "array"}), PARAMETERS, "must be 'object'"),
+        (bad_tool({"properties": {"x": {"type": "text"}}}), PARAMETERS, ".properties.x.type"),
+        (bad_tool({"properties": {"x": {"pattern": 1}}}), PARAMETERS, "must be a text"),
+        (bad_tool({"properties": {"x": {"anyOf": [{"items": 1}]}}}), PARAMETERS, "anyOf[0].items"),
+        (bad_tool({"properties": []}), PARAMETERS, "must be an object"),
     ],
 )
 def test_a_choice_that_cannot_be(
