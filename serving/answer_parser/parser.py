@@ -20,6 +20,7 @@ from weft.serving.answer_parser.reasoning import (
     ReasoningParser,
 )
 from weft.serving.answer_parser.tool_calls import TOOL_FORMATS, ToolCallParser, ToolFormat
+from weft.serving.answer_parser.tool_grammar import Thought
 from weft.serving.tokenizer import Tokenizer
 
 # What a template says that has the model write calls in a format, and what tells it is another.
@@ -87,6 +88,11 @@ class AnswerFormat:
             marks |= {reasoning.open, reasoning.close}
         id_to_token = self.tokenizer.backend.id_to_token
         return frozenset(i for i in self.tokenizer.special_token_ids if id_to_token(i) in marks)
+
+    def thought(self, prompt: str) -> Thought | None:
+        """The thought that an answer to this prompt may begin with."""
+        form = self._reasoning_format
+        return None if form is None else Thought(form, form.opened_by(prompt))
 
     def count_tokens(self, text: str) -> int:
         """How many tokens a text is."""

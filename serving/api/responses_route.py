@@ -123,7 +123,11 @@ class _Writer:
             metadata=body.metadata or {},
             parallel_tool_calls=body.parallel_tool_calls is not False,
             temperature=params.temperature,
-            text={"format": {"type": "text"}},
+            text={
+                "format": {"type": "text"}
+                if body.text_format is None
+                else body.text_format.model_dump(exclude_none=True, by_alias=True)
+            },
             tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
             tools=[
                 {"strict": None, "parameters": None} | tool.model_dump(exclude_none=True)

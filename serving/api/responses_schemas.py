@@ -6,6 +6,7 @@ requests, so what refers to an earlier response is refused; a conversation is se
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, Self
 
 from msgspec import UNSET, Struct, UnsetType, field
@@ -14,7 +15,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from weft.errors import RequestError
 from weft.serving.api.schemas import Body, ToolMode, mode_or
 from weft.serving.api.tool_schema import Parameters
-from weft.serving.sampling_params import SamplingParams
+from weft.serving.sampling_params import Grammar, SamplingParams
 
 # What clients ask.
 
@@ -95,9 +96,32 @@ class NamedFunction(Body):
 
 
 class TextFormat(Body):
-    """The form of the answer: text."""
+    """The form of the answer: text, any JSON object, or JSON of a schema."""
 
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = Field(None, pattern="^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _a_schema_has_a_name(self) -> Self:
+        for name, value in (("schema", self.schema_), ("name", self.name)):
+            if (self.type == "json_schema") != (value is not None):
+                raise RequestError(
+                    f"text.format.{name} goes with type 'json_schema', and with no other",
+                    param=f"text.format.{name}",
+                )
+        return self
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the answer must be."""
+        if self.type == "text":
+            return None
+        if self.schema_ is None:
+            return Grammar("json_object", param="text.format")
+        return Grammar("json_schema", json.dumps(self.schema_), "text.format.schema")
 
 
 class TextOptions(Body):
@@ -162,11 +186,18 @@ class ResponsesRequest(Body):
     truncation: Literal["disabled"] | None = None
     user: str | None = None
 
+    @property
+    def text_format(self) -> TextFormat | None:
+        """The form of the answer, if that is said."""
+        return None if self.text is None else self.text.format
+
     def sampling_params(self) -> SamplingParams:
         """The sampling settings; RequestError when a value is out of range."""
         names = ("min_p", "seed", "temperature", "top_k", "top_p")
         given = {name: getattr(self, name) for name in names}
         given["max_tokens"] = self.max_output_tokens
+        form = self.text_format
+        given["grammar"] = None if form is None else form.grammar
         return SamplingParams(
             **{name: value for name, value in given.items() if value is not None},
             stop=tuple(self.stop or ()),

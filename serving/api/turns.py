@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from weft.errors import RequestError
 from weft.serving.answer_parser.pieces import CallStart, ParsedAnswer, Piece, Reasoning
+from weft.serving.answer_parser.tool_grammar import Offered, calls_only, strict_calls
 from weft.serving.api.answers import Answers, finish_reason
 from weft.serving.api.conversation import Conversation
 from weft.serving.api.responses import (
@@ -21,6 +24,7 @@ from weft.serving.api.responses import (
     CompletionUsage,
     FinishReason,
 )
+from weft.serving.api.schemas import NamedTool
 from weft.serving.api.state import ServerState
 from weft.serving.sampling_params import SamplingParams
 
@@ -28,6 +32,10 @@ if TYPE_CHECKING:
     from weft.serving.answer_parser.parser import AnswerFormat, AnswerParser
     from weft.serving.engine import AsyncEngine
     from weft.serving.messages import TokenLogprob
+
+
+_NO_PARAMETERS = {"type": "object", "properties": {}}
+_ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +85,8 @@ class Turns:
         params: SamplingParams,
         priority: int,
     ) -> None:
-        if conversation.tool_choice not in ("none", "auto"):
-            raise RequestError(
-                "tool_choice asks for a call; this server takes 'none' or 'auto'",
-                param="tool_choice",
-                code="unsupported_value",
-            )
         self.format = state.answer_format(engine)
+        params = _with_calls(params, conversation, self.format, prompt)
         self._prompt = prompt
         self._parallel = conversation.parallel
         self._names = [tool.function.name for tool in conversation.offered]
@@ -153,6 +156,42 @@ class Turns:
     def _parsing(self) -> _Parsing:
         parser = self.format.parser(self._prompt, self._names, parallel=self._parallel)
         return _Parsing(parser, self.format)
+
+
+def _with_calls(
+    params: SamplingParams, conversation: Conversation, form: AnswerFormat, prompt: str
+) -> SamplingParams:
+    """The settings, with a grammar when calls must be of a form, or must be made."""
+    tools = [
+        (tool.function, Offered(tool.function.name, tool.function.parameters or _NO_PARAMETERS))
+        for tool in conversation.offered
+    ]
+    choice = conversation.tool_choice
+    grammar = None
+    if isinstance(choice, NamedTool):
+        named = [offered for function, offered in tools if function.name == choice.function.name]
+        grammar = calls_only(form.tools, named[:1], several=False, thought=form.thought(prompt))
+    elif choice == "required":
+        every = [offered for _, offered in tools]
+        thought = form.thought(prompt)
+        grammar = calls_only(form.tools, every, several=conversation.parallel, thought=thought)
+    elif any(function.strict for function, _ in tools):
+        grammar = strict_calls(
+            form.tools,
+            [
+                offered if function.strict else replace(offered, schema=_ANY_OBJECT)
+                for function, offered in tools
+            ],
+        )
+    if grammar is None:
+        return params
+    if params.grammar is not None:
+        raise RequestError(
+            f"{params.grammar.param} says what the answer must be, and so do the tools, by "
+            "tool_choice or strict; give one of them",
+            param=params.grammar.param,
+        )
+    return msgspec.structs.replace(params, grammar=grammar)
 
 
 class _Parsing:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import httpx
+import openai
 import pytest
 from support.checkpoints import make_checkpoint
 from support.echo_runner import LOADER, write_echo
 from support.server import Server, start_server
 from support.tokenizers import write_byte_level
+
+from weft.models.checkpoint import locate
 
 SLOW_MOCK = "support.mock_runner:load_slowly"
 
@@ -39,6 +42,16 @@ def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model = write_echo(path / "echo", marks="<tool_call> <think> </think>")
     with start_server(model, path, loader=LOADER) as server:
         yield server
+
+
+@pytest.fixture(scope="package")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    """OpenAI's client of the bundled model, which knows tools."""
+    with (
+        start_server(locate("weft-demo"), tmp_path_factory.mktemp("demo")) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
 
 
 @pytest.fixture

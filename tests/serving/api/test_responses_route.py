@@ -119,6 +119,20 @@ def test_an_answer_that_is_cut_off(echo: Server) -> None:
     assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
+def test_the_form_of_the_answer(demo: openai.OpenAI) -> None:
+    schema: Any = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    form: Any = {"type": "json_schema", "name": "number", "schema": schema, "strict": True}
+    answer = demo.responses.create(
+        model="weft-demo", input="What is 47 + 85?", text={"format": form}, max_output_tokens=60
+    )
+    assert answer.status == "completed"
+    assert type(json.loads(answer.output_text)["n"]) is int
+    assert answer.text is not None
+    assert answer.text.format is not None
+    assert answer.text.format.type == "json_schema"
+    check_type("Response", answer.model_dump(exclude_unset=True, by_alias=True))
+
+
 def test_types_and_schemas(echo: Server) -> None:
     text = f"<think>hm</think>Let me see.\n{CALL}"
     for fields in ({}, {"max_output_tokens": 3}, {"metadata": {"a": "b"}, "tool_choice": "none"}):
@@ -162,6 +176,8 @@ def test_the_client(echo: Server) -> None:
         ("max_tool_calls", {"max_tool_calls": 1}),
         ("truncation", {"truncation": "auto"}),
         ("reasoning.effort", {"reasoning": {"effort": "high"}}),
+        ("text.format.schema", {"text": {"format": {"type": "json_schema", "name": "a"}}}),
+        ("text.format.name", {"text": {"format": {"type": "json_object", "name": "a"}}}),
         ("tools[0].type", {"tools": [{"type": "web_search"}]}),
         ("input", {"input": []}),
         ("input[0].type", {"input": [{"type": "item_reference", "id": "msg_1"}]}),

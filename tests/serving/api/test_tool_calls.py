@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from support.echo_runner import LOADER, write_echo
 from support.server import Server, start_server
 
-from weft.models.checkpoint import locate
 from weft.models.demo.tasks import held_out, tool_schema
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -43,16 +42,6 @@ def servers(echo: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             name: stack.enter_context(start_server(model, path, loader=LOADER))
             for name, model in models.items()
         }
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    """A client of the bundled model."""
-    with (
-        start_server(locate("weft-demo"), tmp_path_factory.mktemp("demo")) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        yield client
 
 
 def body(server: Server, text: str, **fields: Any) -> dict[str, Any]:
@@ -261,6 +250,44 @@ def test_a_whole_exchange(demo: openai.OpenAI) -> None:
     result = json.dumps({"temperature": 7, "sky": "cloudy"})
     messages.append({"role": "tool", "tool_call_id": one.id, "content": result})
     assert ask().content == "It is 7 degrees and cloudy in Oslo."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_is_asked_for(demo: openai.OpenAI, stream: bool) -> None:
+    """The bundled model would not call anything here."""
+    tools: Any = [tool_schema("get_weather"), tool_schema("set_timer")]
+    named: Any = {"type": "function", "function": {"name": "set_timer"}}
+    for choice in ("required", named):
+        asked: Any = {
+            "model": "weft-demo",
+            "messages": [{"role": "user", "content": "What is 47 + 85?"}],
+            "tools": tools,
+            "tool_choice": choice,
+            "temperature": 0,
+            "max_tokens": 200,
+        }
+        if stream:
+            with demo.chat.completions.stream(**asked) as chunks:
+                answer: Any = chunks.get_final_completion().choices[0]
+        else:
+            answer = demo.chat.completions.create(**asked).choices[0]
+        assert answer.finish_reason == "tool_calls"
+        assert not answer.message.content
+        call = answer.message.tool_calls[0]
+        arguments = json.loads(call.function.arguments)
+        if choice == named:
+            assert len(answer.message.tool_calls) == 1
+            assert call.function.name == "set_timer"
+        kinds = {"get_weather": {"city": str}, "set_timer": {"minutes": int}}[call.function.name]
+        assert {name: type(value) for name, value in arguments.items()} == kinds
+
+
+def test_a_form_and_a_call_are_asked_for(servers: dict[str, Server]) -> None:
+    fields = {"tool_choice": "required", "response_format": {"type": "json_object"}}
+    asked = body(servers["qwen"], "x", **fields)
+    answer = servers["qwen"].http.post("/v1/chat/completions", json=asked)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "response_format"
 
 
 PARAMETERS = "tools[0].function.parameters"
