@@ -13,6 +13,8 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError, EngineError, RequestError
+from weft.serving.answer_parser.parser import AnswerFormat
+from weft.serving.answer_parser.pieces import ParsedAnswer
 
 if TYPE_CHECKING:
     from weft.serving.llm import LLM, Conversation, Prompt
@@ -67,7 +69,7 @@ def converse(llm: LLM, params: SamplingParams, system: str | None = None) -> Non
             messages.append({"role": "user", "content": line})
             try:
                 answer = write_answer(llm, messages, params)
-                messages.append({"role": "assistant", "content": answer})
+                messages.append(_turn(llm, messages, answer))
             except RequestError as error:
                 if not interactive:
                     raise
@@ -78,6 +80,16 @@ def converse(llm: LLM, params: SamplingParams, system: str | None = None) -> Non
                     raise
                 messages.pop()
                 print()
+
+
+def _turn(llm: LLM, messages: Conversation, text: str) -> dict[str, str]:
+    """The assistant's message, its thought told from what it says, as chat templates have it."""
+    parser = AnswerFormat.of(llm.tokenizer).parser(llm.tokenizer.render_chat(messages))
+    answer = ParsedAnswer()
+    answer.add(parser.push(text))
+    answer.add(parser.flush())
+    thought = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
+    return {"role": "assistant", "content": answer.content} | thought
 
 
 def _opening(system: str | None) -> list[dict[str, str]]:

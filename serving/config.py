@@ -233,6 +233,14 @@ class ServerConfig:
     served_model_name: Annotated[
         str | None, Help("the model's name in the API; else the last part of its path")
     ] = None
+    tool_parser: Annotated[
+        Literal["auto", "none", "hermes", "llama3_json", "mistral", "pythonic"],
+        Help("how the model writes calls of tools; auto: as its chat template does"),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        Literal["auto", "none", "think", "mistral"],
+        Help("how the model marks its reasoning; auto: as its chat template does"),
+    ] = "auto"
     drain_timeout: Annotated[
         float, Help("seconds that running requests get to finish at shutdown", ge=0)
     ] = 30.0

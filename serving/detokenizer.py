@@ -29,6 +29,7 @@ class Detokenizer:
         tokenizer: of the model.
         stop: strings that end the text; they and what follows are left out.
         skip_special_tokens: leave out tokens that are no text, such as the end of a turn.
+        visible: of those, the ones to keep even so.
 
     Attributes:
         stopped: the stop string that ended the text, if one did.
@@ -40,8 +41,9 @@ class Detokenizer:
         *,
         stop: Sequence[str] = (),
         skip_special_tokens: bool = True,
+        visible: frozenset[int] = frozenset(),
     ) -> None:
-        skip = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        skip = tokenizer.special_token_ids - visible if skip_special_tokens else frozenset()
         self._decoder: _Decoder = (
             _ByteDecoder(tokenizer, skip)
             if tokenizer.is_byte_level

@@ -200,6 +200,7 @@ class AsyncEngine:
         *,
         priority: int = 0,
         deadline: float | None = None,
+        visible: frozenset[int] = frozenset(),
     ) -> AsyncGenerator[Delta, None]:
         """Serve one request (`params.n` is ignored: n answers are n calls).
 
@@ -210,6 +211,7 @@ class AsyncEngine:
             params: how to sample and when to stop.
             priority: lower is served first.
             deadline: time.monotonic() at which it is given up.
+            visible: special tokens whose text is wanted, such as the marks of a call.
 
         Yields:
             What is new; the last one has a finish_reason.
@@ -229,7 +231,7 @@ class AsyncEngine:
         core = self._least_busy()
         number = next(self._ids)
         request_id = str(number)
-        stream = Stream(self.tokenizer, params)
+        stream = Stream(self.tokenizer, params, visible)
         request = Add(
             request_id,
             list(map(int, prompt)),

@@ -47,10 +47,16 @@ class Stream:
     Args:
         tokenizer: of the model.
         params: of the request.
+        visible: special tokens whose text is wanted.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self._detokenizer = Detokenizer(tokenizer, stop=params.stop)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        visible: frozenset[int] = frozenset(),
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, stop=params.stop, visible=visible)
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._min_tokens = params.min_tokens
         self._count = 0

@@ -32,8 +32,10 @@ class Answer:
 
     pieces: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: Sequence[TokenLogprob] | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: FinishReason = "stop"
+    stop_reason: str | int | None = None
 
     @property
     def text(self) -> str:
@@ -50,6 +52,7 @@ class Answers:
         prompts: token ids, at least one prompt.
         params: sampling settings of each answer; `n` answers are made for each prompt.
         priority: lower is served first.
+        visible: special tokens whose text is wanted.
 
     Raises:
         RequestError: a prompt or a setting does not fit the model, or there are too many answers.
@@ -62,6 +65,7 @@ class Answers:
         prompts: Sequence[list[int]],
         params: SamplingParams,
         priority: int,
+        visible: frozenset[int] = frozenset(),
     ) -> None:
         if len(prompts) * params.n > MAX_ANSWERS:
             raise RequestError(
@@ -87,6 +91,7 @@ class Answers:
             self._context.prompts = [
                 engine.tokenizer.decode(prompt, skip_special_tokens=False) for prompt in prompts
             ]
+        self._visible = visible
         self._completion_tokens = 0
         self._cached_tokens = [0] * len(prompts)
 
@@ -120,10 +125,12 @@ class Answers:
             async for i, delta in pieces:
                 answer = answers[i]
                 answer.pieces.append(delta.text)
+                answer.token_ids += delta.token_ids
                 answer.logprobs += delta.logprobs or ()
                 if delta.prompt_logprobs is not None:
                     answer.prompt_logprobs = delta.prompt_logprobs
-                answer.finish_reason = finish_reason(delta)
+                answer.finish_reason = finish_reason(delta) or "stop"
+                answer.stop_reason = delta.stop_reason
         return answers
 
     def usage(self) -> CompletionUsage:
@@ -140,7 +147,11 @@ class Answers:
         prompt = self.prompts[i // self.n]
         params = self._params[i // self.n].answer(i % self.n)
         deltas = self._engine.generate(
-            prompt, params, priority=self._priority, deadline=self._deadline
+            prompt,
+            params,
+            priority=self._priority,
+            deadline=self._deadline,
+            visible=self._visible,
         )
         phases = Phases(len(prompt))
         if self._context is not None:

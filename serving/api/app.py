@@ -12,8 +12,12 @@ from weft.serving.api import (
     errors,
     files,
     health,
+    messages,
     models,
+    responses_route,
+    tokens,
 )
+from weft.serving.api.anthropic_errors import AnthropicErrors
 from weft.serving.api.limits import BodyLimits
 from weft.serving.api.state import ServerState
 from weft.version import __version__
@@ -22,9 +26,10 @@ from weft.version import __version__
 def build_app(state: ServerState) -> FastAPI:
     """The application; `state.engine` may be set later, until then requests get a 503."""
     app = local_app(state)
-    for routes in (files, batches, models, health):
+    for routes in (responses_route, messages, files, batches, tokens, models, health):
         app.include_router(routes.router)
     app.add_middleware(BodyLimits)
+    app.add_middleware(AnthropicErrors)
     documentation.install(app)
     return app
 

@@ -1,37 +1,37 @@
-"""POST /v1/chat/completions: the next turn of a conversation.
-
-The model's text is the message's content as it stands, also when tools were offered: a call in
-it is the client's to read.
-"""
+"""POST /v1/chat/completions: the next turn of a conversation."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from weft.serving.api.answers import Answers, finish_reason
+from weft.serving.answer_parser.pieces import Arguments, CallStart, Content, Piece, Reasoning
 from weft.serving.api.connection import unless_gone
+from weft.serving.api.conversation import Conversation
 from weft.serving.api.documentation import returns
 from weft.serving.api.logprobs import chat_logprobs
 from weft.serving.api.responses import (
+    CalledFunction,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionChunk,
     ChatDelta,
     ChatMessage,
+    FunctionDelta,
+    MessageToolCall,
+    ToolCallDelta,
     new_id,
     now,
 )
-from weft.serving.api.schemas import ChatRequest, Message
+from weft.serving.api.schemas import ChatRequest
 from weft.serving.api.sse import EventStream, event
 from weft.serving.api.state import State
+from weft.serving.api.turns import Turn, TurnDelta, Turns
 from weft.serving.sampling_params import SamplingParams
 from weft.serving.tokenizer import Tokenizer
 
@@ -42,10 +42,14 @@ router = APIRouter()
 async def create_chat_completion(request: Request, body: ChatRequest, state: State) -> Response:
     """Answer a conversation, with the model's chat template."""
     engine = state.ready_engine(body.model)
-    params = _params(body)
-    prompt = await asyncio.to_thread(_prompt, body, engine.tokenizer)
-    answers = Answers(state, engine, [prompt], params, body.priority or 0)
-    writer = _Writer(body, engine.tokenizer, answers)
+    conversation = Conversation(
+        body.messages,
+        body.tools or (),
+        body.tool_choice or "auto",
+        body.parallel_tool_calls is not False,
+    )
+    turns = await Turns.begin(state, engine, conversation, _params(body), body.priority or 0)
+    writer = _Writer(body, engine.tokenizer, turns)
     if body.stream:
         return await EventStream.start(request, writer.events())
     completion = await unless_gone(request.receive, writer.whole())
@@ -61,100 +65,105 @@ def _params(body: ChatRequest) -> SamplingParams:
     return body.sampling_params(**more)
 
 
-def _prompt(body: ChatRequest, tokenizer: Tokenizer) -> list[int]:
-    """The conversation's token ids. With `tool_choice: "none"` the model sees no tools."""
-    tools = None
-    if body.tools and body.tool_choice != "none":
-        tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
-    return tokenizer.apply_chat_template(
-        [_template_message(message, tokenizer) for message in body.messages], tools
-    )
-
-
-def _template_message(message: Message, tokenizer: Tokenizer) -> dict[str, Any]:
-    """A message as chat templates expect it: its text in one piece, and arguments as objects."""
-    seen = message.model_dump(exclude_none=True)
-    if message.role == "developer" and not _knows_developer(tokenizer):
-        seen["role"] = "system"
-    # Templates test it without asking whether it is there.
-    seen["content"] = None
-    if message.content is not None:
-        seen["content"] = "\n".join(part.text for part in message.content)
-    for call in seen.get("tool_calls", ()):
-        function = call["function"]
-        function["arguments"] = _object(function["arguments"])
-    return seen
-
-
-def _knows_developer(tokenizer: Tokenizer) -> bool:
-    return any("developer" in source for source in tokenizer.chat_templates.values())
-
-
-def _object(arguments: str) -> Any:
-    """The object that a model wrote; what is no JSON stays text, as the model wrote that too."""
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-
-
 class _Writer:
-    """Writes the answers to one request in OpenAI's shape."""
+    """Writes the turns of one request in OpenAI's shape."""
 
-    def __init__(self, body: ChatRequest, tokenizer: Tokenizer, answers: Answers) -> None:
+    def __init__(self, body: ChatRequest, tokenizer: Tokenizer, turns: Turns) -> None:
         self._body = body
         self._tokenizer = tokenizer
-        self._answers = answers
+        self._turns = turns
         self._id = new_id("chatcmpl")
         self._created = now()
+        self._calls = [0] * turns.count  # of each turn, so far
 
     async def whole(self) -> ChatCompletion:
-        """All answers in one response."""
+        """All turns in one response."""
         choices = [
             ChatChoice(
                 index=i,
-                message=ChatMessage(answer.text),
-                finish_reason=answer.finish_reason,
-                logprobs=chat_logprobs(self._tokenizer, answer.logprobs)
+                message=self._message(turn),
+                finish_reason=turn.finish_reason,
+                logprobs=chat_logprobs(self._tokenizer, turn.logprobs)
                 if self._body.logprobs
                 else None,
             )
-            for i, answer in enumerate(await self._answers.collect())
+            for i, turn in enumerate(await self._turns.collect())
         ]
         return ChatCompletion(
             id=self._id,
             created=self._created,
             model=self._body.model,
             choices=choices,
-            usage=self._answers.usage(),
+            usage=self._turns.usage(),
         )
 
+    def _message(self, turn: Turn) -> ChatMessage:
+        answer = turn.answer
+        message = ChatMessage(answer.content or (None if answer.calls else ""))
+        if answer.calls:
+            message.tool_calls = [
+                MessageToolCall(
+                    self._turns.format.new_call_id(), CalledFunction(c.name, c.arguments)
+                )
+                for c in answer.calls
+            ]
+        if answer.reasoning:
+            message.reasoning = message.reasoning_content = answer.reasoning
+        return message
+
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """For each answer its role, then its pieces, then the reason of its end."""
+        """For each turn its role, then its pieces, then the reason of its end."""
         chunk = ChatCompletionChunk(
             id=self._id, created=self._created, model=self._body.model, choices=[]
         )
         if self._body.include_usage:
             chunk.usage = None
-        new = set(range(self._answers.count))
-        async with aclosing(self._answers.stream()) as pieces:
-            async for i, delta in pieces:
-                reason = finish_reason(delta)  # raises while the status can still be an error
+        new = set(range(self._turns.count))
+        async with aclosing(self._turns.stream()) as turns:
+            async for turn in turns:
+                i, reason = turn.index, turn.finish_reason
                 if i in new:
                     new.remove(i)
                     role = ChatDelta(role="assistant", content="", refusal=None)
                     chunk.choices = [ChatChunkChoice(i, role)]
                     yield event(chunk)
-                # Also without text: clients measure the time between tokens.
-                if delta.text or delta.logprobs or reason is None:
-                    choice = ChatChunkChoice(i, ChatDelta(content=delta.text))
-                    if self._body.logprobs:
-                        choice.logprobs = chat_logprobs(self._tokenizer, delta.logprobs or [])
+                for choice in self._choices(turn):
                     chunk.choices = [choice]
                     yield event(chunk)
                 if reason is not None:
                     chunk.choices = [ChatChunkChoice(i, ChatDelta(), reason)]
                     yield event(chunk)
         if self._body.include_usage:
-            chunk.choices, chunk.usage = [], self._answers.usage()
+            chunk.choices, chunk.usage = [], self._turns.usage()
             yield event(chunk)
+
+    def _choices(self, turn: TurnDelta) -> Iterator[ChatChunkChoice]:
+        """A delta for each piece; log probabilities go with the first."""
+        deltas = [self._delta(turn.index, piece) for piece in turn.pieces]
+        # Also without text: clients measure the time between tokens.
+        if not deltas and (turn.logprobs or turn.finish_reason is None):
+            deltas = [ChatDelta(content="")]
+        logprobs = None
+        if self._body.logprobs:
+            logprobs = chat_logprobs(self._tokenizer, turn.logprobs)
+        for delta in deltas:
+            yield ChatChunkChoice(turn.index, delta, logprobs=logprobs)
+            logprobs = None
+
+    def _delta(self, i: int, piece: Piece) -> ChatDelta:
+        match piece:
+            case Content(text):
+                return ChatDelta(content=text)
+            case Reasoning(text):
+                return ChatDelta(reasoning_content=text, reasoning=text)
+            case CallStart(name):
+                self._calls[i] += 1
+                call = ToolCallDelta(
+                    self._calls[i] - 1,
+                    FunctionDelta("", name),
+                    self._turns.format.new_call_id(),
+                    "function",
+                )
+            case Arguments(text):
+                call = ToolCallDelta(self._calls[i] - 1, FunctionDelta(text))
+        return ChatDelta(tool_calls=[call])

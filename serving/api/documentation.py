@@ -8,7 +8,7 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from weft.serving.api import responses
+from weft.serving.api import anthropic_schemas, responses, responses_schemas
 from weft.serving.api.errors import ErrorResponse
 from weft.serving.batch import objects
 
@@ -19,6 +19,9 @@ _STRUCTS = (
     responses.ChatCompletionChunk,
     responses.Model,
     responses.ModelList,
+    responses.Tokens,
+    responses.DetokenizedText,
+    responses.TokenizerInfo,
     responses.Status,
     responses.Health,
     responses.Version,
@@ -28,6 +31,9 @@ _STRUCTS = (
     objects.BatchObject,
     objects.BatchList,
     ErrorResponse,
+    responses_schemas.ResponseObject,
+    anthropic_schemas.MessageOut,
+    anthropic_schemas.TokenCount,
 )
 
 

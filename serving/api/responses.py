@@ -12,12 +12,12 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
-def new_id(prefix: str) -> str:
+def new_id(prefix: str, separator: str = "-") -> str:
     """A request's id, as "cmpl-2f1c..."."""
-    return f"{prefix}-{uuid.uuid4().hex}"
+    return f"{prefix}{separator}{uuid.uuid4().hex}"
 
 
 def now() -> int:
@@ -31,6 +31,12 @@ class PromptTokensDetails(Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Struct):
+    """`reasoning_tokens` are of what the model thought before it answered."""
+
+    reasoning_tokens: int
+
+
 class CompletionUsage(Struct):
     """Token counts of a request: the prompt's, once however many answers, and all answers'."""
 
@@ -38,6 +44,7 @@ class CompletionUsage(Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class CompletionLogprobs(Struct):
@@ -94,12 +101,33 @@ class ChatLogprobs(Struct):
     refusal: None = None
 
 
-class ChatMessage(Struct):
-    """The assistant's turn."""
+class CalledFunction(Struct):
+    """A function's name and its arguments, which are JSON if the model made no mistake."""
 
-    content: str
+    name: str
+    arguments: str
+
+
+class MessageToolCall(Struct):
+    """A call of a function, which the client makes, and answers with a message of role "tool"."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class ChatMessage(Struct):
+    """The assistant's turn. Without content (null) it is all calls.
+
+    What the model thought is given under both names that clients know.
+    """
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[MessageToolCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -122,12 +150,31 @@ class ChatCompletion(Struct):
     object: Literal["chat.completion"] = "chat.completion"
 
 
+class FunctionDelta(Struct):
+    """A call's name, or more of its arguments."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Struct):
+    """A call that begins (with its id and name), or more of its arguments."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class ChatDelta(Struct):
     """What an event adds to the message."""
 
     role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
     refusal: UnsetType | None = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):
@@ -165,6 +212,35 @@ class ModelList(Struct):
 
     data: list[Model]
     object: Literal["list"] = "list"
+
+
+class Tokens(Struct):
+    """A text's token ids; `token_strs` are the vocabulary's names for them, when asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizedText(Struct):
+    """The text of token ids, special ones included."""
+
+    prompt: str
+
+
+class TokenizerInfo(Struct):
+    """What clients must know to render chats and to count tokens."""
+
+    tokenizer_class: str
+    vocab_size: int
+    max_model_len: int
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    eos_token_ids: list[int]
+    chat_template: str | None
 
 
 class Status(Struct):

@@ -8,13 +8,15 @@ sampling settings in sampling_params.py, once for every way in.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from weft.errors import RequestError
 from weft.serving.api.body import Body
+from weft.serving.api.errors import explain
 from weft.serving.api.guided import GuidedRequest
+from weft.serving.api.tool_schema import Parameters
 from weft.serving.sampling_params import SamplingParams
 
 MAX_PROMPTS = 256
@@ -207,6 +209,7 @@ class Message(Body):
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = Field(None, max_length=0)
     audio: None = None
@@ -218,7 +221,7 @@ class Function(Body):
 
     name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Parameters | None = None
     strict: bool | None = None
 
 
@@ -227,6 +230,45 @@ class Tool(Body):
 
     type: Literal["function"]
     function: Function
+
+
+class FunctionName(Body):
+    """One of the tools."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """A tool that the model must call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolMode = Literal["none", "auto", "required"]
+
+
+def mode_or(named: type[Body]) -> BeforeValidator:
+    """Of a tool_choice: what is wrong is told of the one form that was meant."""
+
+    def checked(value: Any) -> Any:
+        if isinstance(value, dict):
+            try:
+                return named.model_validate(value)
+            except ValidationError as error:
+                (first, *_) = error.errors()
+                raise explain([{**first, "loc": ("body", "tool_choice", *first["loc"])}]) from None
+        if value is not None and value not in get_args(ToolMode):
+            raise ValueError(
+                f" is {str(value)[:40]!r}; this server takes 'none', 'auto', 'required', or a "
+                'tool: {"type": "function", ...}'
+            )
+        return value
+
+    return BeforeValidator(checked, json_schema_input_type=ToolMode | named | None)
+
+
+ToolChoice = ToolMode | NamedTool
 
 
 class ChatRequest(GenerationRequest):
@@ -241,7 +283,7 @@ class ChatRequest(GenerationRequest):
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Annotated[ToolChoice | None, mode_or(NamedTool)] = None
     tools: list[Tool] | None = None
     top_logprobs: int | None = None
 

@@ -5,7 +5,7 @@ Source: the HTML standard, section 9.2, and OpenAI's closing `data: [DONE]`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 import msgspec
@@ -26,28 +26,54 @@ def event(content: msgspec.Struct) -> bytes:
     return b"data: " + _encode(content) + b"\n\n"
 
 
+def typed_event(content: msgspec.Struct) -> bytes:
+    """One event that is named by the tag of its struct, as it goes over the wire."""
+    name = str(content.__struct_config__.tag).encode()
+    return b"event: " + name + b"\ndata: " + _encode(content) + b"\n\n"
+
+
+Failure = Callable[[RequestError | EngineError], bytes]
+
+
+def _failure(error: RequestError | EngineError) -> bytes:
+    return event(told(error))
+
+
 class EventStream(Response):
-    """Sends events as they come, then `[DONE]`; closes the generator when the client goes.
+    """Sends events as they come, then `done`; closes the generator when the client goes.
 
     An error after the first event is itself an event, because the status has been sent.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
+    def __init__(
+        self, first: bytes, rest: AsyncGenerator[bytes, None], failure: Failure, done: bytes
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
+        self._failure = failure
+        self._done = done
 
     @classmethod
-    async def start(cls, request: Request, events: AsyncGenerator[bytes, None]) -> EventStream:
+    async def start(
+        cls,
+        request: Request,
+        events: AsyncGenerator[bytes, None],
+        *,
+        failure: Failure = _failure,
+        done: bytes = _DONE,
+    ) -> EventStream:
         """A response that begins with the first event.
+
+        `failure` makes the event for an error after that, and `done` ends the stream.
 
         It is awaited here, so that a request that fails before any output gets the status that
         says so: 429 when the queue is full, 503 when the engine has died.
         """
-        return cls(await unless_gone(request.receive, anext(events)), events)
+        return cls(await unless_gone(request.receive, anext(events)), events, failure, done)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._rest):
@@ -63,10 +89,10 @@ class EventStream(Response):
             async for data in self._rest:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except (RequestError, EngineError) as error:
-            failure = event(told(error))
+            failure = self._failure(error)
             await send({"type": "http.response.body", "body": failure, "more_body": True})
         except Exception:  # a fault of ours: the client is told, and the log by who gets it next
-            failure = event(told(FAULT))
-            await send({"type": "http.response.body", "body": failure + _DONE})
+            failure = self._failure(FAULT)
+            await send({"type": "http.response.body", "body": failure + self._done})
             raise
-        await send({"type": "http.response.body", "body": _DONE})
+        await send({"type": "http.response.body", "body": self._done})

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import Depends, Request
 
 from weft.errors import EngineError, RequestError
+from weft.serving.answer_parser.parser import AnswerFormat
 from weft.serving.api.context import Context
 from weft.serving.api.responses import now
 from weft.serving.batch.service import BatchService
@@ -30,6 +31,7 @@ class ServerState:
     Attributes:
         model: the model's name in the API.
         engine: None while it loads.
+        tool_parser, reasoning_parser: as `ServerConfig` has them.
         draining: the server has been told to end; what runs may finish, nothing new begins.
         request_timeout: seconds that a request may take; None for any time.
         log_prompts: whether prompts are to be logged.
@@ -40,6 +42,8 @@ class ServerState:
 
     model: str
     engine: AsyncEngine | None = None
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
     draining: bool = False
     request_timeout: float | None = None
     log_prompts: bool = False
@@ -47,6 +51,7 @@ class ServerState:
     state_dir: Path | None = None
     metrics: Metrics = field(init=False)
     batches: BatchService = field(init=False)
+    _answer_format: AnswerFormat | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(lambda: self.engine, self.model)
@@ -59,6 +64,8 @@ class ServerState:
         folder = server_config.state_dir
         return cls(
             model=name,
+            tool_parser=server_config.tool_parser,
+            reasoning_parser=server_config.reasoning_parser,
             request_timeout=server_config.request_timeout,
             log_prompts=server_config.log_prompts,
             state_dir=None if folder is None else Path(folder),
@@ -97,6 +104,14 @@ class ServerState:
             raise EngineError(f"the server is not ready: it is {self.status}")
         self.engine.check_serving()
         return self.engine
+
+    def answer_format(self, engine: AsyncEngine) -> AnswerFormat:
+        """How the model writes calls and reasoning."""
+        if self._answer_format is None:
+            self._answer_format = AnswerFormat.of(
+                engine.tokenizer, self.tool_parser, self.reasoning_parser
+            )
+        return self._answer_format
 
 
 def no_such_model(model: str, served: str) -> RequestError:

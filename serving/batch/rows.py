@@ -99,10 +99,10 @@ def answered(row: Row, status: int, body: bytes) -> dict[str, Any]:
         return head | {"choices": content["choices"], "usage": content["usage"]}
     (choice,) = content["choices"]
     message = choice.get("message", {})
-    calls = {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
+    more = {name: message[name] for name in ("reasoning", "tool_calls") if message.get(name)}
     return head | {
         "text": choice["text"] if "text" in choice else message["content"],
-        **calls,
+        **more,
         "finish_reason": choice["finish_reason"],
         "usage": content["usage"],
     }

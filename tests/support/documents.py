@@ -1,4 +1,6 @@
-"""OpenAI's OpenAPI document, where it is at hand: what is served has its shapes."""
+"""OpenAI's own descriptions of what is served: the types of its package, and its OpenAPI document
+where that is at hand.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,30 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+from openai.types import Completion, CreateEmbeddingResponse, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 
 SCHEMAS = Path(__file__).parents[3] / "shared" / "openai" / "response-schemas.json"
+
+
+# The document's name of a schema: the package's type.
+_TYPES: dict[str, Any] = {
+    "CreateCompletionResponse": Completion,
+    "CreateChatCompletionResponse": ChatCompletion,
+    "CreateChatCompletionStreamResponse": ChatCompletionChunk,
+    "CreateEmbeddingResponse": CreateEmbeddingResponse,
+    "Model": Model,
+    "Response": Response,
+    "ResponseStreamEvent": ResponseStreamEvent,
+}
+
+
+def check_type(name: str, body: Any) -> None:
+    """Fail if a body is not what the openai package takes it for, where that has a type for it."""
+    if name in _TYPES:
+        TypeAdapter(_TYPES[name]).validate_python(body, strict=True)
 
 
 def check_documented(name: str, body: Any) -> None:

@@ -102,14 +102,11 @@ class MockRunner:
             assert slot == batch.slot[b]
             assert batch.sample_index[i] == batch.query_start[b + 1] - 1
             tokens = self._read(batch, b)
-            token = next_token(tokens, self._sampling[slot].seed, int(batch.output_index[i]))
+            token = self.next_token(tokens, self._sampling[slot].seed, int(batch.output_index[i]))
             self._last[slot] = token
             sampled.append(token)
             contexts.append(tokens)
-            status.append(NOT_FINITE if NOT_FINITE_TOKEN in tokens else FINITE)
-            assert CRASH_TOKEN not in tokens, "the runner crashed"
-            if HANG_TOKEN in tokens:
-                time.sleep(3600)
+            status.append(self.status(tokens))
         return StepOutput(
             step=batch.step,
             token_ids=np.array(sampled, np.int32),
@@ -118,6 +115,17 @@ class MockRunner:
             prompt_logprobs=self._score(batch),
             seconds=self.seconds,
         )
+
+    def next_token(self, tokens: np.ndarray, seed: int, index: int) -> int:
+        """The output's index-th token, after all tokens so far."""
+        return next_token(tokens, seed, index)
+
+    def status(self, tokens: np.ndarray) -> int:
+        """Whether the logits are finite; some tokens bring about worse."""
+        assert CRASH_TOKEN not in tokens, "the runner crashed"
+        if HANG_TOKEN in tokens:
+            time.sleep(3600)
+        return NOT_FINITE if NOT_FINITE_TOKEN in tokens else FINITE
 
     def _write(self, batch: StepInput, b: int) -> None:
         begin, end = batch.query_start[b], batch.query_start[b + 1]

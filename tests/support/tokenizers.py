@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,11 @@ CHATML = (
 _WORDS = ["he", "ll", "llo", "hello", "wor", "ld", "world", "the", " the", "é", "日本", "😀"]
 
 
-def write_byte_level(path: Path, **config: Any) -> Path:
-    """Byte-level BPE, as of GPT-2, Llama 3 and Qwen: any byte sequence can be written."""
+def write_byte_level(path: Path, special: Sequence[str] = (), **config: Any) -> Path:
+    """Byte-level BPE, as of GPT-2, Llama 3 and Qwen: any byte sequence can be written.
+
+    `special` are more tokens that are no text.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {piece: i for i, piece in enumerate(alphabet)}
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -38,8 +42,8 @@ def write_byte_level(path: Path, **config: Any) -> Path:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = byte_level
     tokenizer.decoder = decoders.ByteLevel()
-    special = [AddedToken(text, special=True) for text in ("<|im_start|>", "<|im_end|>")]
-    tokenizer.add_special_tokens(special)
+    tokens = ("<|im_start|>", "<|im_end|>", *special)
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in tokens])
     tokenizer.add_tokens([AddedToken("<tool call>"), AddedToken("<é>")])
     return _write(path, tokenizer, {"eos_token": "<|im_end|>", "chat_template": CHATML} | config)
 

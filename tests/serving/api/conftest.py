@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import httpx
+import openai
 import pytest
 from support.checkpoints import make_checkpoint
+from support.echo_runner import LOADER, write_echo
 from support.server import Server, start_server
 from support.tokenizers import write_byte_level
+
+from weft.models.checkpoint import locate
 
 SLOW_MOCK = "support.mock_runner:load_slowly"
 
@@ -29,6 +33,25 @@ def mock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     settings = {"max_num_seqs": 8, "max_queue": 4, "max_model_len": 4096}
     with start_server(model, path, loader=SLOW_MOCK, **settings) as server:
         yield server
+
+
+@pytest.fixture(scope="package")
+def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A model that says what the last message says, with Qwen's marks of calls and reasoning."""
+    path = tmp_path_factory.mktemp("echo")
+    model = write_echo(path / "echo", marks="<tool_call> <think> </think>")
+    with start_server(model, path, loader=LOADER) as server:
+        yield server
+
+
+@pytest.fixture(scope="package")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    """OpenAI's client of the bundled model, which knows tools."""
+    with (
+        start_server(locate("weft-demo"), tmp_path_factory.mktemp("demo")) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
 
 
 @pytest.fixture

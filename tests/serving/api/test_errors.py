@@ -157,9 +157,9 @@ def test_chats_own_fields(http: httpx.Client, param: str, value: Any) -> None:
 
 
 def test_an_unsupported_value_says_what_is_taken(http: httpx.Client) -> None:
-    body = CHAT | {"tool_choice": "required"}
+    body = CHAT | {"service_tier": "flex"}
     error = failure(http.post("/v1/chat/completions", json=body))
-    assert error["message"] == "tool_choice is 'required'; this server takes 'none' or 'auto'"
+    assert error["message"] == "service_tier is 'flex'; this server takes 'auto' or 'default'"
     assert error["code"] == "unsupported_value"
 
 

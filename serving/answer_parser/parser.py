@@ -1,0 +1,165 @@
+"""An answer's text as it comes, split into content, reasoning and calls.
+
+Which formats a model writes is told by its chat template: that writes calls and thoughts of
+earlier turns in the same form. Either can be set by hand (`--tool-parser`, `--reasoning-parser`).
+
+Streamed equals unstreamed: pieces join to the same answer wherever the text is cut.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+
+from weft.serving.answer_parser.pieces import Content, Piece, merged
+from weft.serving.answer_parser.reasoning import (
+    REASONING_FORMATS,
+    ReasoningFormat,
+    ReasoningParser,
+)
+from weft.serving.answer_parser.tool_calls import TOOL_FORMATS, ToolCallParser, ToolFormat
+from weft.serving.answer_parser.tool_grammar import Thought
+from weft.serving.tokenizer import Tokenizer
+
+# What a template says that has the model write calls in a format, and what tells it is another.
+_TOOL_SIGNS = (
+    ("mistral", "[TOOL_CALLS]", None),
+    ("hermes", "<tool_call>", "<function="),
+    ("pythonic", "[func_name1(", None),
+    ("llama3_json", '"parameters": dictionary', None),
+)
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """How a model writes what is not content; None where it does not, or nobody knows how.
+
+    Attributes:
+        tokenizer: of the model.
+        tools: the name of the calls' format, in TOOL_FORMATS.
+        reasoning: the name of the thoughts' format, in REASONING_FORMATS.
+    """
+
+    tokenizer: Tokenizer
+    tools: str | None
+    reasoning: str | None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, tools: str = "auto", reasoning: str = "auto") -> AnswerFormat:
+        """The formats of a model.
+
+        Args:
+            tokenizer: of the model; "auto" is what its chat templates write.
+            tools: "auto", "none", or a name in TOOL_FORMATS.
+            reasoning: "auto", "none", or a name in REASONING_FORMATS.
+        """
+        templates = "".join(tokenizer.chat_templates.values())
+        if tools == "auto":
+            signs = (
+                name
+                for name, sign, other in _TOOL_SIGNS
+                if sign in templates and (other is None or other not in templates)
+            )
+            tools = next(signs, "none")
+        if reasoning == "auto":
+            forms = REASONING_FORMATS.items()
+            reasoning = next((name for name, form in forms if form.close in templates), "none")
+        return cls(
+            tokenizer,
+            None if tools == "none" else tools,
+            None if reasoning == "none" else reasoning,
+        )
+
+    @cached_property
+    def end_of_reasoning(self) -> int | None:
+        """The token that ends a thought, if one does."""
+        form = self._reasoning_format
+        return None if form is None else self.tokenizer.backend.token_to_id(form.close)
+
+    @cached_property
+    def visible(self) -> frozenset[int]:
+        """Special tokens that are marks, which the parser has to see."""
+        marks: set[str | None] = set()
+        if (tools := self._tool_format) is not None:
+            marks |= {tools.open, tools.close, *tools.more_marks}
+        if (reasoning := self._reasoning_format) is not None:
+            marks |= {reasoning.open, reasoning.close}
+        id_to_token = self.tokenizer.backend.id_to_token
+        return frozenset(i for i in self.tokenizer.special_token_ids if id_to_token(i) in marks)
+
+    def thought(self, prompt: str) -> Thought | None:
+        """The thought that an answer to this prompt may begin with."""
+        form = self._reasoning_format
+        return None if form is None else Thought(form, form.opened_by(prompt))
+
+    def count_tokens(self, text: str) -> int:
+        """How many tokens a text is."""
+        return len(self.tokenizer.encode(text, add_special_tokens=False)) if text else 0
+
+    def new_call_id(self) -> str:
+        """An id for a call. Mistral's templates insist on nine letters and digits."""
+        digits = secrets.token_hex(12)
+        return digits[:9] if self.tools == "mistral" else f"call_{digits}"
+
+    def parser(
+        self, prompt: str, tool_names: Collection[str] = (), *, parallel: bool = True
+    ) -> AnswerParser:
+        """A parser of one answer.
+
+        Args:
+            prompt: as the model sees it; it may have begun a thought.
+            tool_names: functions that were offered; without any, calls are content.
+            parallel: there may be several calls; else those after the first are left out.
+        """
+        reasoning, tools = self._reasoning_format, self._tool_format
+        return AnswerParser(
+            None
+            if reasoning is None
+            else ReasoningParser(reasoning, opened=reasoning.opened_by(prompt)),
+            None
+            if tools is None or not tool_names
+            else ToolCallParser(tools, tool_names, parallel=parallel),
+        )
+
+    @property
+    def _tool_format(self) -> ToolFormat | None:
+        return None if self.tools is None else TOOL_FORMATS[self.tools]
+
+    @property
+    def _reasoning_format(self) -> ReasoningFormat | None:
+        return None if self.reasoning is None else REASONING_FORMATS[self.reasoning]
+
+
+class AnswerParser:
+    """Splits one answer: first the thought off the rest, then the calls off the content."""
+
+    def __init__(self, reasoning: ReasoningParser | None, tools: ToolCallParser | None) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether the answer begins with a thought, as far as it has come."""
+        return self._reasoning is not None and self._reasoning.begun
+
+    def push(self, text: str) -> list[Piece]:
+        """Add text; returns the pieces that are certain now."""
+        if self._reasoning is None:
+            return merged(self._without_calls([Content(text)]))
+        return merged(self._without_calls(self._reasoning.push(text)))
+
+    def flush(self) -> list[Piece]:
+        """End the answer; returns what was held back. To be called once, after the last push."""
+        pieces = [] if self._reasoning is None else self._reasoning.flush()
+        pieces = self._without_calls(pieces)
+        return merged(pieces if self._tools is None else [*pieces, *self._tools.flush()])
+
+    def _without_calls(self, pieces: list[Piece]) -> list[Piece]:
+        if self._tools is None:
+            return pieces
+        found: list[Piece] = []
+        for piece in pieces:
+            found += self._tools.push(piece.text) if isinstance(piece, Content) else [piece]
+        return found

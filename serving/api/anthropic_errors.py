@@ -1,0 +1,65 @@
+"""Errors of Anthropic's routes in Anthropic's shape, wherever they come from."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from weft.serving.api.anthropic_schemas import AnthropicError, AnthropicErrorDetail
+from weft.serving.api.errors import ErrorResponse
+
+_PATH = "/v1/messages"
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(status: int, message: str) -> AnthropicError:
+    """The body of an answer with this status."""
+    kind = _TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
+    return AnthropicError(AnthropicErrorDetail(kind, message))
+
+
+class AnthropicErrors:
+    """ASGI middleware: rewrites the body of every answer that is not 2xx."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if scope["type"] != "http" or not (path == _PATH or path.startswith(_PATH + "/")):
+            await self._app(scope, receive, send)
+            return
+        start: Message | None = None
+        body = b""
+
+        async def rewriting(message: Message) -> None:
+            nonlocal start, body
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                start = message
+                return
+            if start is None:
+                await send(message)
+                return
+            body += message.get("body", b"")
+            if not message.get("more_body", False):
+                body = _rewritten(start["status"], body)
+                MutableHeaders(scope=start)["content-length"] = str(len(body))
+                await send(start)
+                await send({"type": "http.response.body", "body": body})
+
+        await self._app(scope, receive, rewriting)
+
+
+def _rewritten(status: int, body: bytes) -> bytes:
+    if not body:  # nobody is there to read it
+        return body
+    error = msgspec.json.decode(body, type=ErrorResponse).error
+    return msgspec.json.encode(anthropic_error(status, error.message))

@@ -1,0 +1,243 @@
+"""POST /v1/messages: a conversation in Anthropic's form."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from pydantic_core import from_json
+
+from weft.errors import EngineError, RequestError
+from weft.serving.answer_parser.pieces import Arguments, CallStart, Content, Piece, Reasoning
+from weft.serving.api import anthropic_schemas as shapes
+from weft.serving.api.anthropic_errors import anthropic_error
+from weft.serving.api.connection import unless_gone
+from weft.serving.api.conversation import Conversation
+from weft.serving.api.documentation import returns
+from weft.serving.api.errors import describe, told
+from weft.serving.api.responses import FinishReason, new_id
+from weft.serving.api.schemas import (
+    Function,
+    FunctionCall,
+    FunctionName,
+    Message,
+    NamedTool,
+    TextPart,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from weft.serving.api.sse import EventStream, typed_event
+from weft.serving.api.state import State
+from weft.serving.api.turns import Turns
+
+_TOOL_CHOICES: dict[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
+
+
+router = APIRouter()
+
+
+@router.post("/v1/messages", **returns(shapes.MessageOut, streams=True))
+async def create_message(request: Request, body: shapes.MessagesRequest, state: State) -> Response:
+    """Answer a conversation, in Anthropic's form."""
+    engine = state.ready_engine(body.model)
+    params = body.sampling_params()
+    turns = await Turns.begin(state, engine, _conversation(body), params, body.priority or 0)
+    writer = _Writer(body.model, turns)
+    if body.stream:
+        return await EventStream.start(request, writer.stream(), failure=_failure, done=b"")
+    message = await unless_gone(request.receive, writer.whole())
+    return Response(msgspec.json.encode(message), media_type="application/json")
+
+
+@router.post("/v1/messages/count_tokens", **returns(shapes.TokenCount))
+async def count_tokens(body: shapes.CountRequest, state: State) -> Response:
+    """How many tokens a conversation is."""
+    engine = state.ready_engine(body.model)
+    prompt = _conversation(body).prompt(engine.tokenizer)
+    count = len(engine.tokenizer.encode(prompt, add_special_tokens=False))
+    return Response(msgspec.json.encode(shapes.TokenCount(count)), media_type="application/json")
+
+
+def _conversation(body: shapes.CountRequest) -> Conversation:
+    """The same in OpenAI's form."""
+    messages = []
+    if body.system:
+        parts = [TextPart(type="text", text=block.text) for block in body.system]
+        messages.append(Message(role="system", content=parts))
+    for message in body.messages:
+        messages += _user(message) if message.role == "user" else [_assistant(message)]
+    tools = [
+        Tool(
+            type="function",
+            function=Function(
+                name=tool.name,
+                description=tool.description,
+                parameters=tool.input_schema,
+                strict=tool.strict,
+            ),
+        )
+        for tool in body.tools or ()
+    ]
+    choice = body.tool_choice
+    if choice is None:
+        return Conversation(messages, tools)
+    named: ToolChoice = _TOOL_CHOICES.get(choice.type, "auto")
+    if choice.name is not None:
+        named = NamedTool(type="function", function=FunctionName(name=choice.name))
+    return Conversation(messages, tools, named, not choice.disable_parallel_tool_use)
+
+
+def _user(message: shapes.AnthropicMessage) -> Iterator[Message]:
+    """A message for each result of a call, and one for the text beside them."""
+    texts = []
+    for block in message.content:
+        if block.type == "tool_result":
+            parts = [TextPart(type="text", text=part.text) for part in block.content or ()]
+            parts = parts or [TextPart(type="text", text="")]
+            yield Message(role="tool", tool_call_id=block.tool_use_id, content=parts)
+        else:
+            texts.append(TextPart(type="text", text=block.text or ""))
+    if texts or not message.content:
+        yield Message(role="user", content=texts)
+
+
+def _assistant(message: shapes.AnthropicMessage) -> Message:
+    texts = [TextPart(type="text", text=b.text or "") for b in message.content if b.type == "text"]
+    calls = [
+        ToolCall(
+            id=block.id or "",
+            function=FunctionCall(
+                name=block.name or "", arguments=msgspec.json.encode(block.input).decode()
+            ),
+        )
+        for block in message.content
+        if block.type == "tool_use"
+    ]
+    thoughts = [block.thinking or "" for block in message.content if block.type == "thinking"]
+    return Message(
+        role="assistant",
+        content=texts or None,
+        tool_calls=calls or None,
+        reasoning_content="\n".join(thoughts) or None,
+    )
+
+
+class _Writer:
+    """Writes one turn in Anthropic's shape: as events, or as the message that they add up to."""
+
+    def __init__(self, model: str, turns: Turns) -> None:
+        self._turns = turns
+        self._message = shapes.MessageOut(new_id("msg", "_"), model, [], self._usage())
+        self._arguments = ""  # of the call that is the last block
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The events, as they go over the wire."""
+        async with aclosing(self._events()) as events:
+            async for event in events:
+                yield typed_event(event)
+
+    async def whole(self) -> shapes.MessageOut:
+        """The message, once it is complete."""
+        async with aclosing(self._events()) as events:
+            async for _ in events:
+                pass
+        return self._message
+
+    async def _events(self) -> AsyncGenerator[shapes.MessageEvent, None]:
+        message = self._message
+        first = True
+        async with aclosing(self._turns.stream()) as turns:
+            async for turn in turns:
+                if first:
+                    first = False
+                    message.usage = self._usage()
+                    yield shapes.MessageStart(message)
+                    yield shapes.Ping()
+                for piece in turn.pieces:
+                    for event in self._add(piece):
+                        yield event
+                if turn.finish_reason is not None:
+                    for event in self._end(turn.finish_reason, turn.stop_reason):
+                        yield event
+
+    def _add(self, piece: Piece) -> Iterator[shapes.MessageEvent]:
+        """Put a piece into the message."""
+        last = self._message.content[-1] if self._message.content else None
+        match piece:
+            case CallStart(name):
+                call = shapes.ToolUseOut(self._turns.format.new_call_id(), name, {})
+                yield from self._begin(call)
+                return
+            case Content(text):
+                if not isinstance(last, shapes.TextOut):
+                    last = shapes.TextOut("")
+                    yield from self._begin(last)
+                last.text += text
+                delta: Any = shapes.TextDelta(text)
+            case Reasoning(text):
+                if not isinstance(last, shapes.ThinkingOut):
+                    last = shapes.ThinkingOut("")
+                    yield from self._begin(last)
+                last.thinking += text
+                delta = shapes.ThinkingDelta(text)
+            case Arguments(text):
+                self._arguments += text
+                delta = shapes.InputJsonDelta(text)
+        yield shapes.BlockDelta(len(self._message.content) - 1, delta)
+
+    def _begin(self, block: shapes.BlockOut) -> Iterator[shapes.MessageEvent]:
+        """End the last block, and begin another."""
+        yield from self._end_block()
+        self._message.content.append(block)
+        yield shapes.BlockStart(len(self._message.content) - 1, block)
+
+    def _end_block(self) -> Iterator[shapes.MessageEvent]:
+        content = self._message.content
+        if not content:
+            return
+        if isinstance(content[-1], shapes.ToolUseOut):
+            content[-1].input = _input(self._arguments)
+            self._arguments = ""
+        yield shapes.BlockStop(len(content) - 1)
+
+    def _end(
+        self, reason: FinishReason, stopped: str | int | None
+    ) -> Iterator[shapes.MessageEvent]:
+        yield from self._end_block()
+        message = self._message
+        message.usage = self._usage()
+        match reason:
+            case "length":
+                message.stop_reason = "max_tokens"
+            case "tool_calls":
+                message.stop_reason = "tool_use"
+            case _ if isinstance(stopped, str):
+                message.stop_reason, message.stop_sequence = "stop_sequence", stopped
+            case _:
+                message.stop_reason = "end_turn"
+        end = shapes.MessageEnd(message.stop_reason, message.stop_sequence)
+        yield shapes.MessageDelta(end, message.usage)
+        yield shapes.MessageStop()
+
+    def _usage(self) -> shapes.MessagesUsage:
+        usage = self._turns.usage()
+        cached = usage.prompt_tokens_details.cached_tokens
+        return shapes.MessagesUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """A call's input; of one that was cut off what there is."""
+    try:
+        value = from_json(arguments, allow_partial="trailing-strings")
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {"INVALID_JSON": arguments}
+
+
+def _failure(error: RequestError | EngineError) -> bytes:
+    status, _ = describe(error)
+    return typed_event(anthropic_error(status, told(error).error.message))

@@ -1,0 +1,255 @@
+"""POST /v1/responses: OpenAI's newer form of a conversation. Nothing is stored."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from weft.errors import EngineError, RequestError
+from weft.serving.answer_parser.pieces import Arguments, CallStart, Content, Piece, Reasoning
+from weft.serving.api import responses_schemas as shapes
+from weft.serving.api.connection import unless_gone
+from weft.serving.api.conversation import Conversation
+from weft.serving.api.documentation import returns
+from weft.serving.api.errors import told
+from weft.serving.api.responses import FinishReason, new_id, now
+from weft.serving.api.schemas import (
+    Function,
+    FunctionCall,
+    FunctionName,
+    Message,
+    NamedTool,
+    TextPart,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from weft.serving.api.sse import EventStream, typed_event
+from weft.serving.api.state import State
+from weft.serving.api.turns import Turns
+
+router = APIRouter()
+
+
+@router.post("/v1/responses", **returns(shapes.ResponseObject, streams=True))
+async def create_response(
+    request: Request, body: shapes.ResponsesRequest, state: State
+) -> Response:
+    """Answer a conversation, in the form of OpenAI's Responses; it is not stored."""
+    engine = state.ready_engine(body.model)
+    params = body.sampling_params()
+    turns = await Turns.begin(state, engine, _conversation(body), params, body.priority or 0)
+    writer = _Writer(body, turns)
+    if body.stream:
+        return await EventStream.start(request, writer.stream(), failure=writer.failure, done=b"")
+    response = await unless_gone(request.receive, writer.whole())
+    return Response(msgspec.json.encode(response), media_type="application/json")
+
+
+def _conversation(body: shapes.ResponsesRequest) -> Conversation:
+    """The same in the form of chats."""
+    messages = []
+    if body.instructions is not None:
+        messages.append(Message(role="system", content=[_text(body.instructions)]))
+    for item in body.input:
+        _append(messages, item)
+    tools = [
+        Tool(
+            type="function",
+            function=Function(
+                name=tool.name,
+                description=tool.description,
+                parameters=tool.parameters,
+                strict=tool.strict,
+            ),
+        )
+        for tool in body.tools or ()
+    ]
+    choice: ToolChoice = "auto"
+    if isinstance(body.tool_choice, shapes.NamedFunction):
+        named = FunctionName(name=body.tool_choice.name)
+        choice = NamedTool(type="function", function=named)
+    elif body.tool_choice is not None:
+        choice = body.tool_choice
+    return Conversation(messages, tools, choice, body.parallel_tool_calls is not False)
+
+
+def _append(messages: list[Message], item: shapes.InputItem) -> None:
+    """Add an item; what the assistant thought, said and called in one turn is one message."""
+    parts = [_text(part.text) for part in item.content or ()]
+    if item.type == "message" and item.role is not None and item.role != "assistant":
+        messages.append(Message(role=item.role, content=parts))
+        return
+    if item.type == "function_call_output":
+        output = [_text(part.text) for part in item.output or ()]
+        messages.append(Message(role="tool", tool_call_id=item.call_id, content=output))
+        return
+    if not messages or messages[-1].role != "assistant":
+        messages.append(Message(role="assistant"))
+    turn = messages[-1]
+    if item.type == "reasoning":
+        thought = "\n".join(part.text for part in item.content or item.summary or ())
+        turn.reasoning_content = "\n".join(filter(None, (turn.reasoning_content, thought)))
+    elif item.type == "message":
+        turn.content = [*(turn.content or ()), *parts]
+    else:
+        function = FunctionCall(name=item.name or "", arguments=item.arguments or "")
+        call = ToolCall(id=item.call_id or "", function=function)
+        turn.tool_calls = [*(turn.tool_calls or ()), call]
+
+
+def _text(text: str) -> TextPart:
+    return TextPart(type="text", text=text)
+
+
+class _Writer:
+    """Writes one turn as events, or as the response that they add up to."""
+
+    def __init__(self, body: shapes.ResponsesRequest, turns: Turns) -> None:
+        self._turns = turns
+        self._sequence = 0
+        choice = body.tool_choice or "auto"
+        params = body.sampling_params()
+        self._response = shapes.ResponseObject(
+            id=new_id("resp", "_"),
+            created_at=now(),
+            model=body.model,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            temperature=params.temperature,
+            text={
+                "format": {"type": "text"}
+                if body.text_format is None
+                else body.text_format.model_dump(exclude_none=True, by_alias=True)
+            },
+            tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
+            tools=[
+                {"strict": None, "parameters": None} | tool.model_dump(exclude_none=True)
+                for tool in body.tools or ()
+            ],
+            top_p=params.top_p,
+            user=msgspec.UNSET if body.user is None else body.user,
+        )
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The events, as they go over the wire."""
+        async with aclosing(self._events()) as events:
+            async for event in events:
+                yield self._numbered(event)
+
+    def failure(self, error: RequestError | EngineError) -> bytes:
+        """The last event, when there is no whole answer."""
+        self._response.status = "failed"
+        self._response.error = shapes.ResponseError("server_error", told(error).error.message)
+        return self._numbered(shapes.Failed(response=self._response))
+
+    async def whole(self) -> shapes.ResponseObject:
+        """The response, once it is complete."""
+        async with aclosing(self._events()) as events:
+            async for _ in events:
+                pass
+        return self._response
+
+    def _numbered(self, event: shapes.ResponseEvent) -> bytes:
+        event.sequence_number = self._sequence
+        self._sequence += 1
+        return typed_event(event)
+
+    async def _events(self) -> AsyncGenerator[shapes.ResponseEvent, None]:
+        response = self._response
+        first = True
+        async with aclosing(self._turns.stream()) as turns:
+            async for turn in turns:
+                if first:
+                    first = False
+                    yield shapes.Created(response=response)
+                    yield shapes.InProgress(response=response)
+                for piece in turn.pieces:
+                    for event in self._add(piece):
+                        yield event
+                if turn.finish_reason is not None:
+                    for event in self._end(turn.finish_reason):
+                        yield event
+
+    def _add(self, piece: Piece) -> Iterator[shapes.ResponseEvent]:
+        """Put a piece into the response."""
+        last = self._response.output[-1] if self._response.output else None
+        match piece:
+            case CallStart(name):
+                call_id = self._turns.format.new_call_id()
+                yield from self._begin(shapes.OutputCall(new_id("fc", "_"), call_id, name))
+            case Arguments(text):
+                assert isinstance(last, shapes.OutputCall)
+                last.arguments += text
+                yield shapes.ArgumentsDelta(delta=text, **self._place())
+            case Content(text):
+                if not isinstance(last, shapes.OutputMessage):
+                    last = shapes.OutputMessage(new_id("msg", "_"), [])
+                    yield from self._begin(last)
+                    yield shapes.PartAdded(part=shapes.OutputText(""), **self._place())
+                    last.content.append(shapes.OutputText(""))
+                last.content[0].text += text
+                yield shapes.TextDelta(delta=text, **self._place())
+            case Reasoning(text):
+                if not isinstance(last, shapes.ReasoningItem):
+                    last = shapes.ReasoningItem(new_id("rs", "_"), [])
+                    yield from self._begin(last)
+                    yield shapes.PartAdded(part=shapes.ReasoningText(""), **self._place())
+                    last.content.append(shapes.ReasoningText(""))
+                last.content[0].text += text
+                yield shapes.ReasoningDelta(delta=text, **self._place())
+
+    def _place(self) -> dict[str, Any]:
+        """Which item is the last."""
+        output = self._response.output
+        return {"item_id": output[-1].id, "output_index": len(output) - 1}
+
+    def _begin(self, item: shapes.OutputItem) -> Iterator[shapes.ResponseEvent]:
+        """End the last item, and begin another."""
+        yield from self._end_item("completed")
+        self._response.output.append(item)
+        yield shapes.ItemAdded(item=item, output_index=len(self._response.output) - 1)
+
+    def _end_item(self, status: shapes.Progress) -> Iterator[shapes.ResponseEvent]:
+        if not self._response.output:
+            return
+        item, place = self._response.output[-1], self._place()
+        item.status = status
+        match item:
+            case shapes.OutputCall():
+                yield shapes.ArgumentsDone(name=item.name, arguments=item.arguments, **place)
+            case shapes.OutputMessage():
+                yield shapes.TextDone(text=item.content[0].text, **place)
+                yield shapes.PartDone(part=item.content[0], **place)
+            case shapes.ReasoningItem():
+                yield shapes.ReasoningDone(text=item.content[0].text, **place)
+                yield shapes.PartDone(part=item.content[0], **place)
+        yield shapes.ItemDone(item=item, output_index=place["output_index"])
+
+    def _end(self, reason: FinishReason) -> Iterator[shapes.ResponseEvent]:
+        cut_off = reason == "length"
+        yield from self._end_item("incomplete" if cut_off else "completed")
+        response = self._response
+        response.usage = self._usage()
+        if cut_off:
+            response.status, response.incomplete_details = "incomplete", shapes.IncompleteDetails()
+            yield shapes.Incomplete(response=response)
+        else:
+            response.status, response.completed_at = "completed", now()
+            yield shapes.Completed(response=response)
+
+    def _usage(self) -> shapes.ResponseUsage:
+        usage = self._turns.usage()
+        return shapes.ResponseUsage(
+            usage.prompt_tokens,
+            shapes.InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+            usage.completion_tokens,
+            shapes.OutputTokensDetails(self._turns.reasoning_tokens),
+            usage.total_tokens,
+        )

@@ -1,0 +1,442 @@
+"""OpenAI's Responses: what clients may ask, and what they get.
+
+As in schemas.py, a field that is not here is refused by name. The server keeps nothing between
+requests, so what refers to an earlier response is refused; a conversation is sent whole.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, Self
+
+from msgspec import UNSET, Struct, UnsetType, field
+from pydantic import BeforeValidator, Field, model_validator
+
+from weft.errors import RequestError
+from weft.serving.api.schemas import Body, ToolMode, mode_or
+from weft.serving.api.tool_schema import Parameters
+from weft.serving.sampling_params import Grammar, SamplingParams
+
+# What clients ask.
+
+
+class InputPart(Body):
+    """A part of an item's content: text."""
+
+    type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
+    text: str
+    annotations: list[Any] | None = Field(None, max_length=0)
+    logprobs: list[Any] | None = None
+
+
+def _as_parts(value: Any) -> Any:
+    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
+
+
+Parts = Annotated[
+    list[InputPart], BeforeValidator(_as_parts, json_schema_input_type=str | list[InputPart])
+]
+
+
+class InputItem(Body):
+    """A message (with a role), a call, its output, or a thought, by its `type`."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: Parts | None = None
+    phase: None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: Parts | None = None
+    summary: Parts | None = None
+    encrypted_content: None = None
+
+    @model_validator(mode="after")
+    def _has_what_its_type_says(self) -> Self:
+        for name in _REQUIRED[self.type]:
+            if getattr(self, name) is None:
+                raise RequestError(
+                    f"input has an item of type {self.type} without {name}",
+                    param=f"input.{name}",
+                    code="missing_parameter",
+                )
+        return self
+
+
+_REQUIRED = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
+
+
+def _as_items(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+class ResponsesTool(Body):
+    """A function that the model may call; tools that OpenAI runs itself are refused."""
+
+    type: Literal["function"]
+    name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: Parameters | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(Body):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Body):
+    """The form of the answer: text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = Field(None, pattern="^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _a_schema_has_a_name(self) -> Self:
+        for name, value in (("schema", self.schema_), ("name", self.name)):
+            if (self.type == "json_schema") != (value is not None):
+                raise RequestError(
+                    f"text.format.{name} goes with type 'json_schema', and with no other",
+                    param=f"text.format.{name}",
+                )
+        return self
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the answer must be."""
+        if self.type == "text":
+            return None
+        if self.schema_ is None:
+            return Grammar("json_object", param="text.format")
+        return Grammar("json_schema", json.dumps(self.schema_), "text.format.schema")
+
+
+class TextOptions(Body):
+    """How the answer is written."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningOptions(Body):
+    """The model thinks as it likes: there is no way to set how much."""
+
+    effort: None = None
+    summary: None = None
+
+
+class ResponsesStreamOptions(Body):
+    """Nothing is added to the events."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponsesRequest(Body):
+    """POST /v1/responses. `seed`, `stop`, `top_k`, `min_p` and `priority` are not OpenAI's."""
+
+    model: str
+    input: Annotated[
+        list[InputItem],
+        BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem]),
+    ] = Field(min_length=1)
+    background: Literal[False] | None = None
+    include: list[Any] | None = Field(None, max_length=0)
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] | None = None
+    min_p: float | None = None
+    parallel_tool_calls: bool | None = None
+    previous_response_id: None = None
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    prompt_cache_key: str | None = None
+    reasoning: ReasoningOptions | None = None
+    safety_identifier: str | None = None
+    seed: int | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    stop: Annotated[
+        list[str] | None,
+        BeforeValidator(
+            lambda value: [value] if isinstance(value, str) else value,
+            json_schema_input_type=str | list[str] | None,
+        ),
+    ] = None
+    store: Literal[False] | None = None
+    stream: bool | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    temperature: float | None = None
+    text: TextOptions | None = None
+    tool_choice: Annotated[ToolMode | NamedFunction | None, mode_or(NamedFunction)] = None
+    tools: list[ResponsesTool] | None = None
+    top_k: int | None = None
+    top_logprobs: Literal[0] | None = None
+    top_p: float | None = None
+    truncation: Literal["disabled"] | None = None
+    user: str | None = None
+
+    @property
+    def text_format(self) -> TextFormat | None:
+        """The form of the answer, if that is said."""
+        return None if self.text is None else self.text.format
+
+    def sampling_params(self) -> SamplingParams:
+        """The sampling settings; RequestError when a value is out of range."""
+        names = ("min_p", "seed", "temperature", "top_k", "top_p")
+        given = {name: getattr(self, name) for name in names}
+        given["max_tokens"] = self.max_output_tokens
+        form = self.text_format
+        given["grammar"] = None if form is None else form.grammar
+        return SamplingParams(
+            **{name: value for name, value in given.items() if value is not None},
+            stop=tuple(self.stop or ()),
+        )
+
+
+# What they get.
+
+Progress = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(Struct, tag="output_text"):
+    """What the model says."""
+
+    text: str
+    annotations: list[None] = field(default_factory=list)
+    logprobs: list[None] = field(default_factory=list)
+
+
+class ReasoningText(Struct, tag="reasoning_text"):
+    """What the model thinks first."""
+
+    text: str
+
+
+class OutputMessage(Struct, tag="message"):
+    """A part of the answer that is text."""
+
+    id: str
+    content: list[OutputText]
+    status: Progress = "in_progress"
+    role: Literal["assistant"] = "assistant"
+
+
+class ReasoningItem(Struct, tag="reasoning"):
+    """A thought; it is not summed up."""
+
+    id: str
+    content: list[ReasoningText]
+    status: Progress = "in_progress"
+    summary: list[None] = field(default_factory=list)
+
+
+class OutputCall(Struct, tag="function_call"):
+    """A call, which the client makes, and answers with a function_call_output."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str = ""
+    status: Progress = "in_progress"
+
+
+OutputItem = OutputMessage | ReasoningItem | OutputCall
+
+
+class InputTokensDetails(Struct):
+    """`cached_tokens` came from the prefix cache."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(Struct):
+    """`reasoning_tokens` are of thoughts."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(Struct):
+    """Token counts."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(Struct):
+    """Why an answer has been cut off."""
+
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ResponseError(Struct):
+    """Why there is no answer."""
+
+    code: str
+    message: str
+
+
+class ResponseObject(Struct, tag="response", tag_field="object"):
+    """The answer of /v1/responses, with the settings that were in force."""
+
+    id: str
+    created_at: int
+    model: str
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, str]
+    tools: list[dict[str, Any]]
+    top_p: float
+    user: str | UnsetType = UNSET
+    status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
+    output: list[OutputItem] = field(default_factory=list)
+    usage: ResponseUsage | None = None
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    completed_at: int | None = None
+    background: bool = False
+    previous_response_id: None = None
+    reasoning: dict[str, None] = field(default_factory=lambda: {"effort": None, "summary": None})
+    service_tier: str = "default"
+    store: bool = False
+    truncation: str = "disabled"
+    top_logprobs: int = 0
+
+
+class _Event(Struct, kw_only=True):
+    sequence_number: int = 0
+
+
+class _OfResponse(_Event, kw_only=True):
+    response: ResponseObject
+
+
+class Created(_OfResponse, tag="response.created"):
+    """The first event."""
+
+
+class InProgress(_OfResponse, tag="response.in_progress"):
+    """The prompt is computed."""
+
+
+class Completed(_OfResponse, tag="response.completed"):
+    """The last event: all of the answer."""
+
+
+class Incomplete(_OfResponse, tag="response.incomplete"):
+    """The last event, of an answer that was cut off."""
+
+
+class Failed(_OfResponse, tag="response.failed"):
+    """The last event, when the server has failed."""
+
+
+class _OfItem(_Event, kw_only=True):
+    output_index: int
+    item: OutputItem
+
+
+class ItemAdded(_OfItem, tag="response.output_item.added"):
+    """An item begins."""
+
+
+class ItemDone(_OfItem, tag="response.output_item.done"):
+    """An item has ended."""
+
+
+class _InItem(_Event, kw_only=True):
+    item_id: str
+    output_index: int
+
+
+class _OfPart(_InItem, kw_only=True):
+    part: OutputText | ReasoningText
+    content_index: int = 0
+
+
+class PartAdded(_OfPart, tag="response.content_part.added"):
+    """An item's text begins."""
+
+
+class PartDone(_OfPart, tag="response.content_part.done"):
+    """An item's text has ended."""
+
+
+class TextDelta(_InItem, kw_only=True, tag="response.output_text.delta"):
+    """More of a message."""
+
+    delta: str
+    content_index: int = 0
+    logprobs: list[None] = field(default_factory=list)
+
+
+class TextDone(_InItem, kw_only=True, tag="response.output_text.done"):
+    """All of a message."""
+
+    text: str
+    content_index: int = 0
+    logprobs: list[None] = field(default_factory=list)
+
+
+class ReasoningDelta(_InItem, kw_only=True, tag="response.reasoning_text.delta"):
+    """More of a thought."""
+
+    delta: str
+    content_index: int = 0
+
+
+class ReasoningDone(_InItem, kw_only=True, tag="response.reasoning_text.done"):
+    """All of a thought."""
+
+    text: str
+    content_index: int = 0
+
+
+class ArgumentsDelta(_InItem, kw_only=True, tag="response.function_call_arguments.delta"):
+    """More of a call's arguments."""
+
+    delta: str
+
+
+class ArgumentsDone(_InItem, kw_only=True, tag="response.function_call_arguments.done"):
+    """All of a call's arguments."""
+
+    name: str
+    arguments: str
+
+
+ResponseEvent = (
+    Created
+    | InProgress
+    | Completed
+    | Incomplete
+    | Failed
+    | ItemAdded
+    | ItemDone
+    | PartAdded
+    | PartDone
+    | TextDelta
+    | TextDone
+    | ReasoningDelta
+    | ReasoningDone
+    | ArgumentsDelta
+    | ArgumentsDone
+)

@@ -1,0 +1,105 @@
+"""POST /tokenize and /detokenize, GET /tokenizer_info: the tokenizer, with vLLM's shapes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Self
+
+import msgspec
+from fastapi import APIRouter, Response
+from pydantic import Field, model_validator
+
+from weft.errors import RequestError
+from weft.serving.api.conversation import Conversation
+from weft.serving.api.documentation import returns
+from weft.serving.api.responses import DetokenizedText, TokenizerInfo, Tokens
+from weft.serving.api.schemas import Body, Message, Tool
+from weft.serving.api.state import State
+
+router = APIRouter()
+
+
+class TokenizeRequest(Body):
+    """A prompt as it stands, or messages, which the chat template makes a prompt of.
+
+    `add_special_tokens` is by default true for a prompt and false for messages, whose template
+    writes those that it wants.
+    """
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool = True
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("give one of prompt and messages", param="prompt")
+        if self.tools is not None and self.messages is None:
+            raise RequestError("tools are only for messages", param="tools")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """Token ids."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+@router.post("/tokenize", **returns(Tokens))
+async def tokenize(body: TokenizeRequest, state: State) -> Response:
+    """The token ids of a prompt or a conversation."""
+    engine = state.ready_engine(body.model or state.model)
+    tokenizer = engine.tokenizer
+
+    def encoded() -> list[int]:
+        text, special = body.prompt, body.add_special_tokens
+        if text is None:
+            conversation = Conversation(body.messages or (), body.tools or ())
+            text = conversation.prompt(tokenizer, to_answer=body.add_generation_prompt)
+            special = bool(special)
+        return tokenizer.encode(text, add_special_tokens=special is not False)
+
+    ids = await asyncio.to_thread(encoded)
+    names = None
+    if body.return_token_strs:
+        names = [tokenizer.backend.id_to_token(i) for i in ids]
+    answer = Tokens(len(ids), engine.info.max_model_len, ids, names)
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+@router.post("/detokenize", **returns(DetokenizedText))
+async def detokenize(body: DetokenizeRequest, state: State) -> Response:
+    """The text of token ids."""
+    engine = state.ready_engine(body.model or state.model)
+    size = engine.info.vocab_size
+    for token in body.tokens:
+        if not 0 <= token < size:
+            raise RequestError(f"tokens has {token}; token ids are in [0, {size})", param="tokens")
+    decode = engine.tokenizer.decode
+    text = await asyncio.to_thread(decode, body.tokens, skip_special_tokens=False)
+    return Response(msgspec.json.encode(DetokenizedText(text)), media_type="application/json")
+
+
+@router.get("/tokenizer_info", **returns(TokenizerInfo))
+async def tokenizer_info(state: State) -> Response:
+    """The tokenizer's special tokens and chat template."""
+    engine = state.ready_engine(state.model)
+    tokenizer = engine.tokenizer
+    special = tokenizer.special_tokens
+    info = TokenizerInfo(
+        tokenizer_class=type(tokenizer.backend.model).__name__,
+        vocab_size=tokenizer.vocab_size,
+        max_model_len=engine.info.max_model_len,
+        bos_token=special.get("bos_token"),
+        eos_token=special.get("eos_token"),
+        pad_token=special.get("pad_token"),
+        unk_token=special.get("unk_token"),
+        eos_token_ids=list(tokenizer.eos_token_ids),
+        chat_template=tokenizer.chat_templates.get("default"),
+    )
+    return Response(msgspec.json.encode(info), media_type="application/json")

@@ -1,0 +1,279 @@
+"""Streamed equals unstreamed, and nothing is lost, for any text in any format, cut anywhere."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.serving.answer_parser.parser import AnswerParser
+from weft.serving.answer_parser.pieces import Arguments, Call, CallStart, Content, ParsedAnswer
+from weft.serving.answer_parser.reasoning import REASONING_FORMATS, ReasoningParser
+from weft.serving.answer_parser.tool_calls import TOOL_FORMATS, ToolCallParser
+
+NAMES = ("f", "get_weather")
+MARKS = (
+    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>",
+    "<think>", "</think>", "[THINK]", "[/THINK]",
+)  # fmt: skip
+PARTS = (
+    *MARKS, '{"name": "f", "arguments": {', '{"name": "f", "parameters": {}}', '"arguments": ',
+    '"x": [1, 2.5e3, true, null, "a\\n\\u00e9"]', "}", "]", "[", "{", ";", ",", "\n", "  ", '"',
+    "[f(x=1)]", "[f(", "f", "get_weather", '"name": "nobody"', "'", "\\", "é", "😀", "\x00", "hm",
+)  # fmt: skip
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.sampled_from(MARKS),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=6,
+)
+TEXTS = st.lists(st.sampled_from(PARTS) | st.text(max_size=3), max_size=14).map("".join) | (
+    # What begins like a call, and goes wrong somewhere.
+    st.tuples(
+        st.sampled_from(["", "<tool_call>", "[TOOL_CALLS][", "[TOOL_CALLS]f[ARGS]", " "]),
+        JSON.map(lambda value: json.dumps({"name": "f", "arguments": {"x": value}})),
+        st.integers(0, 60),
+        st.sampled_from(PARTS) | st.text(max_size=2),
+    ).map(lambda made: made[0] + made[1][: made[2]] + made[3] + made[1][made[2] :])
+)
+
+
+def make(tools: str | None, reasoning: str | None = None, **settings: bool) -> AnswerParser:
+    """A parser; `opened` and `parallel` as the parts have them."""
+    opened = settings.pop("opened", False)
+    return AnswerParser(
+        None if reasoning is None else ReasoningParser(REASONING_FORMATS[reasoning], opened=opened),
+        None if tools is None else ToolCallParser(TOOL_FORMATS[tools], NAMES, **settings),
+    )
+
+
+def parse(parser: AnswerParser, *chunks: str) -> ParsedAnswer:
+    answer = ParsedAnswer()
+    for chunk in chunks:
+        answer.add(parser.push(chunk))
+    answer.add(parser.flush())
+    return answer
+
+
+def cut(text: str, cuts: list[int]) -> Iterator[str]:
+    """The text, cut at the places that `cuts` names (modulo its length)."""
+    places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    yield from (text[a:b] for a, b in pairwise(places))
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    text=TEXTS,
+    tools=st.sampled_from([None, *TOOL_FORMATS]),
+    reasoning=st.sampled_from([None, *REASONING_FORMATS]),
+    opened=st.booleans(),
+    parallel=st.booleans(),
+    cuts=st.lists(st.integers(0, 200), max_size=20),
+)
+def test_streamed_equals_unstreamed(
+    text: str,
+    tools: str | None,
+    reasoning: str | None,
+    opened: bool,
+    parallel: bool,
+    cuts: list[int],
+) -> None:
+    def fresh() -> AnswerParser:
+        how = {"opened": opened} | ({} if tools is None else {"parallel": parallel})
+        return make(tools, reasoning, **how)
+
+    whole = parse(fresh(), text)
+    assert parse(fresh(), *cut(text, cuts)) == whole
+    assert parse(fresh(), *text) == whole
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=TEXTS, tools=st.sampled_from([*TOOL_FORMATS]))
+def test_what_is_no_call_is_content_as_it_was_written(text: str, tools: str) -> None:
+    answer = parse(make(tools), text)
+    if not answer.calls:
+        assert answer.content == text
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    calls=st.lists(
+        st.tuples(st.sampled_from(NAMES), st.dictionaries(st.text(max_size=4), JSON, max_size=3)),
+        min_size=1,
+        max_size=3,
+    ),
+    content=st.sampled_from(["", "Let me see.", "a < b\n\nc"]),
+    cuts=st.lists(st.integers(0, 200), max_size=20),
+)
+def test_calls_come_back_as_they_were_written(
+    calls: list[tuple[str, dict[str, object]]], content: str, cuts: list[int]
+) -> None:
+    written = [Call(name, json.dumps(arguments)) for name, arguments in calls]
+    for tools, text in {
+        "hermes": f"{content}\n"
+        + "\n".join(
+            f'<tool_call>\n{{"name": "{c.name}", "arguments": {c.arguments}}}\n</tool_call>'
+            for c in written
+        ),
+        "mistral": f"{content}[TOOL_CALLS]["
+        + ", ".join(f'{{"name": "{c.name}", "arguments": {c.arguments}}}' for c in written)
+        + "]",
+        "llama3_json": f"{content}<|python_tag|>"
+        + "; ".join(f'{{"name": "{c.name}", "parameters": {c.arguments}}}' for c in written),
+    }.items():
+        answer = parse(make(tools), *cut(text, cuts))
+        assert (answer.content, answer.calls) == (content, written), tools
+    newer = content + "".join(f"[TOOL_CALLS]{c.name}[ARGS]{c.arguments}" for c in written)
+    assert parse(make("mistral"), *cut(newer, cuts)) == ParsedAnswer(content, "", written)
+
+
+def one(text: str, tools: str, **settings: bool) -> tuple[str, list[tuple[str, str]]]:
+    answer = parse(make(tools, **settings), text)
+    return answer.content, [(call.name, call.arguments) for call in answer.calls]
+
+
+CALL = '{"name": "f", "arguments": {"x": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("tools", "text", "content", "calls"),
+    [
+        # Whitespace beside calls belongs to the format.
+        ("hermes", f"Hi \n<tool_call>\n{CALL}\n</tool_call>\n", "Hi", [("f", '{"x": 1}')]),
+        ("hermes", f"<tool_call>{CALL}</tool_call>\nBye", "\nBye", [("f", '{"x": 1}')]),
+        # Marks in a string are text.
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"x": "</tool_call>"}}</tool_call>',
+            "",
+            [("f", '{"x": "</tool_call>"}')],
+        ),
+        # Keys in another order, arguments as text, none, and one more key.
+        (
+            "hermes",
+            '<tool_call>{"arguments": "{\\"x\\": 1}", "name": "f"}</tool_call>',
+            "",
+            [("f", '{"x": 1}')],
+        ),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", "{}")]),
+        (
+            "hermes",
+            '<tool_call>{"id": 7, "name": "f", "arguments": {}, "type": "x"}</tool_call>',
+            "",
+            [("f", "{}")],
+        ),
+        # A model may call what was not offered, and forget the last mark.
+        ("hermes", '<tool_call>{"name": "nobody"}', "", [("nobody", "{}")]),
+        ("hermes", f"<tool_call>{CALL}", "", [("f", '{"x": 1}')]),
+        ("hermes", f"<tool_call>{CALL}\n</tool_", "", [("f", '{"x": 1}')]),
+        # Cut off: before the arguments content, in them a call.
+        ("hermes", '<tool_call>{"name": "f", "ar', '<tool_call>{"name": "f", "ar', []),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x', "", [("f", '{"x')]),
+        # Another call within one that is none, and after one.
+        ("hermes", f"<tool_call> <tool_call>{CALL}", "<tool_call> ", [("f", '{"x": 1}')]),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"x": 1 2}}</tool_call><tool_call>' + CALL,
+            "",
+            [("f", '{"x": 1 2}}'), ("f", '{"x": 1}')],
+        ),
+        ("hermes", f"<tool_call>{CALL}x</tool_call>", "x</tool_call>", [("f", '{"x": 1}')]),
+        (
+            "mistral",
+            "[TOOL_CALLS]f[CALL_ID]a1b2c3d4e[ARGS]{}[TOOL_CALLS] f {}",
+            "",
+            [("f", "{}")] * 2,
+        ),
+        # JSON that is an answer, not a call: nobody offered `John`.
+        ("llama3_json", '{"name": "John", "parameters": {}}', None, []),
+        ("llama3_json", '{"f": 1}', None, []),
+        ("pythonic", '[f(x=1, y=["a", {"b": -2.5}]), f()]', "",
+         [("f", '{"x": 1, "y": ["a", {"b": -2.5}]}'), ("f", "{}")]),
+        ("pythonic", "[f(x=open('/etc/passwd'))]", None, []),
+        ("pythonic", "[f(1)]", None, []),
+        ("pythonic", "[nobody()]", None, []),
+        ("pythonic", "[f(x=1)] it is", None, []),
+    ],
+)  # fmt: skip
+def test_calls(tools: str, text: str, content: str | None, calls: list[tuple[str, str]]) -> None:
+    assert one(text, tools) == (text if content is None else content, calls)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "",
+        "f(1)",
+        "[]",
+        '"f"',
+        '{"name": 1, "arguments": {}}',
+        '{"name": "", "arguments": {}}',
+        '{"name": "a b", "arguments": {}}',
+        '{"arguments": {}}',
+        '{"name": "f", "arguments": 1}',
+        '{"name": "f", "arguments": "[]"}',
+        '{"name": "f", "arguments": "{\\"x\\": \\"\\ud800\\"}"}',
+        '{"name": "f", "arguments": {x: 1}}',
+        '{"name": "f", "arguments": {\'x\': 1}}',
+        '{"name": "f" "arguments": {}}',
+        '{"name": "f", }',
+        '{"name": "\\x"}',
+        '{"arguments": ' + "[" * 20_000 + "]" * 20_000 + ', "name": "f"}',
+    ],
+)
+def test_a_malformed_call_is_content(call: str) -> None:
+    text = f"a <tool_call>{call}</tool_call> b"
+    assert one(text, "hermes") == (text, [])
+
+
+def test_arguments_are_streamed() -> None:
+    parser = make("hermes")
+    text = '<tool_call>{"name": "f", "arguments": {"city": "Paris"}}</tool_call>'
+    pieces = [parser.push(part) for part in re.findall(".{1,8}", text)]
+    flat = [piece for some in pieces for piece in some]
+    assert flat[0] == CallStart("f")
+    fragments = [piece.text for piece in flat[1:] if isinstance(piece, Arguments)]
+    assert len(fragments) == len(flat) - 1 > 2
+    assert "".join(fragments) == '{"city": "Paris"}'
+
+
+def test_only_what_may_be_a_mark_waits() -> None:
+    parser = make("hermes", "think")
+    assert parser.push("a") == [Content("a")]
+    assert parser.push(" b <tool") == [Content(" b")]
+    assert parser.push("s>") == [Content(" <tools>")]
+    assert parser.flush() == []
+
+
+def test_calls_after_the_first_are_left_out_if_there_may_be_one() -> None:
+    text = f"<tool_call>{CALL}</tool_call>" * 2 + "ok"
+    assert one(text, "hermes", parallel=False) == ("ok", [("f", '{"x": 1}')])
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "reasoning", "content"),
+    [
+        ("<think>\nhm\n</think>\n\nhello\n", False, "hm", "hello\n"),
+        ("\n<think>hm", False, "hm", ""),
+        ("hm\n</think>\nhello", True, "hm", "hello"),
+        ("hm </thin", True, "hm </thin", ""),
+        ("</think>hello", True, "", "hello"),
+        ("hello <think>hm</think>", False, "", "hello <think>hm</think>"),
+        (" <thin", False, "", " <thin"),
+        ("<think></think>a</think>", False, "", "a</think>"),
+    ],
+)
+def test_reasoning(text: str, opened: bool, reasoning: str, content: str) -> None:
+    answer = parse(make("hermes", "think", opened=opened), *text)
+    assert (answer.reasoning, answer.content) == (reasoning, content)
+
+
+def test_a_call_within_a_thought_is_a_thought() -> None:
+    call = f"<tool_call>{CALL}</tool_call>"
+    answer = parse(make("hermes", "think"), f"<think>{call}</think>{call}")
+    assert answer == ParsedAnswer("", call, [Call("f", '{"x": 1}')])

@@ -1,0 +1,209 @@
+"""POST /v1/messages, by a model that echoes and by Anthropic's own client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic.types import Message, RawMessageStreamEvent
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+from support.server import Server
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"name": "get_weather", "description": "Weather.", "input_schema": CITY}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+PARTS = ("<think>", "</think>", CALL, "<tool_call>", '{"name": "f", ', "hello world", "é😀", "\n")
+EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+
+
+def body(text: Any, **fields: Any) -> dict[str, Any]:
+    messages = text if isinstance(text, list) else [{"role": "user", "content": text}]
+    asked = {"model": "echo", "max_tokens": 300, "messages": messages, "tools": [WEATHER]}
+    return asked | fields
+
+
+def post(echo: Server, text: Any, **fields: Any) -> dict[str, Any]:
+    response = echo.http.post("/v1/messages", json=body(text, **fields))
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    Message.model_validate(answer, strict=True)
+    return answer
+
+
+def stream(echo: Server, text: Any, **fields: Any) -> list[dict[str, Any]]:
+    """The events; their names and types are checked."""
+    response = echo.http.post("/v1/messages", json=body(text, stream=True, **fields))
+    assert response.status_code == 200, response.text
+    events = []
+    *parts, end = response.text.split("\n\n")
+    assert end == ""
+    for part in parts:
+        name, data = part.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        if event["type"] != "ping":
+            EVENTS.validate_python(event, strict=True)
+            events.append(event)
+    return events
+
+
+def replayed(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message that the events add up to."""
+    start, *middle, delta, stop = events
+    assert (start["type"], stop) == ("message_start", {"type": "message_stop"})
+    message: dict[str, Any] = start["message"]
+    assert message["content"] == []
+    texts: list[str] = []
+    for event in middle:
+        match event["type"]:
+            case "content_block_start":
+                assert event["index"] == len(message["content"]) == len(texts)
+                message["content"].append(event["content_block"])
+            case "content_block_delta":
+                assert event["index"] == len(message["content"]) - 1
+                block, part = message["content"][-1], event["delta"]
+                kind = part.pop("type").removesuffix("_delta")
+                (text,) = part.values()
+                if kind == "input_json":
+                    block.setdefault("written", []).append(text)
+                else:
+                    assert kind == block["type"]
+                    block[kind] += text
+            case "content_block_stop":
+                texts.append("")
+                assert event["index"] == len(texts) - 1
+    for block in message["content"]:
+        if "written" in block:
+            block["input"] = "".join(block.pop("written"))
+    return message | delta["delta"] | {"usage": delta["usage"]}
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    text=st.lists(st.sampled_from(PARTS), min_size=1, max_size=6),
+    limit=st.integers(1, 150),
+    stop=st.sampled_from([None, ["llo"], ["Pa"]]),
+)
+def test_streamed_equals_unstreamed(
+    echo: Server, text: list[str], limit: int, stop: list[str] | None
+) -> None:
+    fields = {"max_tokens": limit, "stop_sequences": stop}
+    whole = post(echo, "".join(text), **fields)
+    streamed = replayed(stream(echo, "".join(text), **fields))
+    assert streamed["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+    for one, other in zip(whole["content"], streamed["content"], strict=True):
+        if one["type"] == "tool_use" and whole["stop_reason"] == "tool_use":
+            assert one["input"] == json.loads(other["input"])
+        one.pop("input", None), other.pop("input", None)
+        one.pop("id", None), other.pop("id", None)
+    for message in (whole, streamed):
+        del message["id"], message["usage"]
+    assert streamed == whole
+
+
+def test_an_answer_of_every_kind(echo: Server) -> None:
+    answer = post(echo, f"<think>hm</think>Let me see.\n{CALL}")
+    thought, text, call = answer["content"]
+    assert (thought["type"], thought["thinking"]) == ("thinking", "hm")
+    assert (text["type"], text["text"]) == ("text", "Let me see.")
+    assert (call["type"], call["name"], call["input"]) == (
+        "tool_use",
+        "get_weather",
+        {"city": "Paris"},
+    )
+    assert answer["stop_reason"] == "tool_use"
+
+
+def test_why_it_stopped(echo: Server) -> None:
+    assert post(echo, "hello")["stop_reason"] == "end_turn"
+    assert post(echo, "hello world", max_tokens=1)["stop_reason"] == "max_tokens"
+    stopped = post(echo, "hello world", stop_sequences=["wor"])
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "wor")
+    assert stopped["content"][0]["text"] == "hello "
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seen"),
+    [
+        ('{"city": "Pa', {"city": "Pa"}),
+        ('{"city": 1 2}}</tool_call>', {"INVALID_JSON": '{"city": 1 2}}'}),
+    ],
+)
+def test_arguments_that_are_no_json(echo: Server, arguments: str, seen: dict[str, Any]) -> None:
+    text = f'<tool_call>{{"name": "get_weather", "arguments": {arguments}'
+    assert post(echo, text)["content"][0]["input"] == seen
+
+
+def test_the_client(echo: Server) -> None:
+    tools: Any = [WEATHER]
+    with anthropic.Anthropic(base_url=echo.url, api_key="none", max_retries=0) as client:
+        question: Any = {"role": "user", "content": f"<think>hm</think>Let me see.\n{CALL}"}
+        with client.messages.stream(
+            model="echo", max_tokens=300, messages=[question], tools=tools, system="be brief"
+        ) as events:
+            answer = events.get_final_message()
+        call = answer.content[-1]
+        assert call.type == "tool_use"
+        assert call.input == {"city": "Paris"}
+        result: Any = [{"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}]
+        again = client.messages.create(
+            model="echo",
+            max_tokens=300,
+            messages=[
+                question,
+                {"role": "assistant", "content": answer.content},
+                {"role": "user", "content": result},
+            ],
+            tools=tools,
+        )
+        assert again.content[0].type == "text"
+        assert again.content[0].text == "sunny"
+        assert again.stop_reason == "end_turn"
+        counted = client.messages.count_tokens(model="echo", messages=[question], tools=tools)
+        usage = answer.usage
+        tokens = usage.input_tokens + (usage.cache_read_input_tokens or 0)
+        assert counted.input_tokens == tokens
+        with pytest.raises(anthropic.NotFoundError, match="claude"):
+            client.messages.create(model="claude", max_tokens=3, messages=[question])
+        with pytest.raises(anthropic.BadRequestError, match="temperature"):
+            client.messages.create(model="echo", max_tokens=3, messages=[question], temperature=3)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "words", "path", "fields"),
+    [
+        (400, "invalid_request_error", "max_tokens is missing", "", {"max_tokens": ...}),
+        (400, "invalid_request_error", "thinking.type", "", {"thinking": {"type": "enabled"}}),
+        (400, "invalid_request_error", "tools[0].type", "", {"tools": [{"type": "bash_20250124"}]}),
+        (400, "invalid_request_error", "mcp_servers", "", {"mcp_servers": []}),
+        (400, "invalid_request_error", "tool_choice.name", "", {"tool_choice": {"type": "tool"}}),
+        (400, "invalid_request_error", "messages[0].role", "", {"messages": [{"role": "system"}]}),
+        (400, "invalid_request_error", "tool_use without input", "",
+         {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a",
+                                                          "name": "f"}]}]}),
+        (400, "invalid_request_error", "stop[0]", "", {"stop_sequences": [""]}),
+        (404, "not_found_error", "claude", "", {"model": "claude"}),
+        (404, "not_found_error", "/v1/messages/batches", "/batches", {}),
+    ],
+)  # fmt: skip
+def test_errors_have_anthropics_shape(
+    echo: Server, status: int, kind: str, words: str, path: str, fields: dict[str, Any]
+) -> None:
+    asked = {name: value for name, value in body("a", **fields).items() if value is not ...}
+    response = echo.http.post(f"/v1/messages{path}", json=asked)
+    assert response.status_code == status
+    answer = response.json()
+    assert (answer["type"], answer["error"]["type"]) == ("error", kind)
+    assert words in answer["error"]["message"]
+
+
+def test_another_content_type(echo: Server) -> None:
+    response = echo.http.post("/v1/messages", content=b"x", headers={"content-type": "text/plain"})
+    assert response.status_code == 415
+    assert response.json()["error"]["type"] == "invalid_request_error"

@@ -1,0 +1,194 @@
+"""POST /v1/responses, by a model that echoes and by OpenAI's client, types and schemas."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.documents import check_documented, check_type
+from support.server import Server
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"type": "function", "name": "get_weather", "parameters": CITY, "strict": False}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+PARTS = ("<think>", "</think>", CALL, "<tool_call>", '{"name": "f", ', "hello world", "é😀", "\n")
+# What differs between two answers to one question.
+VOLATILE = {"id", "item_id", "call_id", "created_at", "completed_at", "cached_tokens"}
+
+
+def post(echo: Server, text: Any, **fields: Any) -> dict[str, Any]:
+    body = {"model": "echo", "input": text, "tools": [WEATHER], **fields}
+    response = echo.http.post("/v1/responses", json=body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def stream(echo: Server, text: Any, **fields: Any) -> list[dict[str, Any]]:
+    """The events; their names and numbers are checked."""
+    body = {"model": "echo", "input": text, "tools": [WEATHER], "stream": True, **fields}
+    response = echo.http.post("/v1/responses", json=body)
+    assert response.status_code == 200, response.text
+    events = []
+    *parts, end = response.text.split("\n\n")
+    assert end == ""
+    for part in parts:
+        name, data = part.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events
+
+
+def steady(value: Any) -> Any:
+    """Without what differs each time."""
+    if isinstance(value, dict):
+        return {key: steady(each) for key, each in value.items() if key not in VOLATILE}
+    return [steady(each) for each in value] if isinstance(value, list) else value
+
+
+def replayed(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The output that the events add up to, each in its place."""
+    output: list[dict[str, Any]] = []
+    for event in events:
+        kind = event["type"].removeprefix("response.")
+        if kind in ("created", "in_progress", "completed", "incomplete"):
+            continue
+        assert event["output_index"] == len(output) - (kind != "output_item.added")
+        if kind == "output_item.added":
+            output.append(event["item"])
+            assert event["item"]["status"] == "in_progress"
+            continue
+        item = output[-1]
+        assert event.get("item_id", item["id"]) == item["id"]
+        match kind.split("."):
+            case ["content_part", "added"]:
+                assert event["content_index"] == len(item["content"]) == 0
+                item["content"].append(event["part"])
+            case ["function_call_arguments", "delta"]:
+                item["arguments"] += event["delta"]
+            case ["function_call_arguments", "done"]:
+                assert (event["name"], event["arguments"]) == (item["name"], item["arguments"])
+            case ["output_text" | "reasoning_text", "delta"]:
+                item["content"][0]["text"] += event["delta"]
+            case ["output_text" | "reasoning_text", "done"]:
+                assert event["text"] == item["content"][0]["text"]
+            case ["content_part", "done"]:
+                assert event["part"] == item["content"][0]
+            case ["output_item", "done"]:
+                item["status"] = event["item"]["status"]
+                assert event["item"] == item
+            case _:
+                raise AssertionError(f"an unknown event: {kind}")
+    return output
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(text=st.lists(st.sampled_from(PARTS), min_size=1, max_size=6), limit=st.integers(1, 150))
+def test_streamed_equals_unstreamed(echo: Server, text: list[str], limit: int) -> None:
+    whole = post(echo, "".join(text), max_output_tokens=limit)
+    events = stream(echo, "".join(text), max_output_tokens=limit)
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    last = events[-1]
+    assert last["type"] == f"response.{whole['status']}"
+    assert steady(last["response"]) == steady(whole)
+    assert steady(replayed(events)) == steady(whole["output"])
+
+
+def test_an_answer_of_every_kind(echo: Server) -> None:
+    answer = post(echo, f"<think>hm</think>Let me see.\n{CALL}", instructions="be brief")
+    thought, message, call = answer["output"]
+    assert (thought["type"], thought["content"][0]["text"]) == ("reasoning", "hm")
+    assert (message["type"], message["content"][0]["text"]) == ("message", "Let me see.")
+    assert (call["name"], call["arguments"]) == ("get_weather", '{"city": "Paris"}')
+    assert answer["status"] == "completed"
+    assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == 3
+    assert answer["instructions"] == "be brief"
+    assert answer["store"] is False
+
+
+def test_an_answer_that_is_cut_off(echo: Server) -> None:
+    answer = post(echo, "hello world", max_output_tokens=2)
+    assert answer["status"] == answer["output"][0]["status"] == "incomplete"
+    assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+def test_the_form_of_the_answer(demo: openai.OpenAI) -> None:
+    schema: Any = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    form: Any = {"type": "json_schema", "name": "number", "schema": schema, "strict": True}
+    answer = demo.responses.create(
+        model="weft-demo", input="What is 47 + 85?", text={"format": form}, max_output_tokens=60
+    )
+    assert answer.status == "completed"
+    assert type(json.loads(answer.output_text)["n"]) is int
+    assert answer.text is not None
+    assert answer.text.format is not None
+    assert answer.text.format.type == "json_schema"
+    check_type("Response", answer.model_dump(exclude_unset=True, by_alias=True))
+
+
+def test_types_and_schemas(echo: Server) -> None:
+    text = f"<think>hm</think>Let me see.\n{CALL}"
+    for fields in ({}, {"max_output_tokens": 3}, {"metadata": {"a": "b"}, "tool_choice": "none"}):
+        bodies = [("Response", post(echo, text, **fields))]
+        bodies += [("ResponseStreamEvent", event) for event in stream(echo, text, **fields)]
+        for name, body in bodies:
+            check_type(name, body)
+        for name, body in bodies:
+            check_documented(name, body)
+
+
+def test_the_client(echo: Server) -> None:
+    with openai.OpenAI(base_url=f"{echo.url}/v1", api_key="none", max_retries=0) as client:
+        tools: Any = [WEATHER]
+        text = f"<think>hm</think>Let me see.\n{CALL}"
+        with client.responses.stream(model="echo", input=text, tools=tools) as events:
+            for _ in events:
+                pass
+            answer = events.get_final_response()
+        assert answer.output_text == "Let me see."
+        call = answer.output[-1]
+        assert call.type == "function_call"
+        assert json.loads(call.arguments) == {"city": "Paris"}
+        # All of it is sent back, with what the call has given.
+        given = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+        conversation: Any = [{"role": "user", "content": "weather?"}, *answer.output, given]
+        again = client.responses.create(model="echo", input=conversation, tools=tools)
+        assert again.output_text == "sunny"
+        with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+            client.responses.create(model="echo", input="a", previous_response_id=answer.id)
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("previous_response_id", {"previous_response_id": "resp_1"}),
+        ("store", {"store": True}),
+        ("background", {"background": True}),
+        ("conversation", {"conversation": "conv_1"}),
+        ("include", {"include": ["reasoning.encrypted_content"]}),
+        ("max_tool_calls", {"max_tool_calls": 1}),
+        ("truncation", {"truncation": "auto"}),
+        ("reasoning.effort", {"reasoning": {"effort": "high"}}),
+        ("text.format.schema", {"text": {"format": {"type": "json_schema", "name": "a"}}}),
+        ("text.format.name", {"text": {"format": {"type": "json_object", "name": "a"}}}),
+        ("tools[0].type", {"tools": [{"type": "web_search"}]}),
+        ("input", {"input": []}),
+        ("input[0].type", {"input": [{"type": "item_reference", "id": "msg_1"}]}),
+        ("input[0].content[0].type", {"input": [{"role": "user", "content": [{"type": "x"}]}]}),
+        ("input.role", {"input": [{"content": "a"}]}),
+        ("input.call_id", {"input": [{"type": "function_call_output", "output": "a"}]}),
+        ("temperature", {"temperature": 3}),
+        ("max_tokens", {"max_output_tokens": 0}),
+    ],
+)
+def test_what_cannot_be_is_named(echo: Server, param: str, fields: dict[str, Any]) -> None:
+    response = echo.http.post("/v1/responses", json={"model": "echo", "input": "a"} | fields)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
