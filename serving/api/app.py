@@ -9,10 +9,12 @@ from weft.serving.api import (
     chat,
     completions,
     documentation,
+    engine,
     errors,
     files,
     health,
     models,
+    playground,
 )
 from weft.serving.api.limits import BodyLimits
 from weft.serving.api.state import ServerState
@@ -22,8 +24,10 @@ from weft.version import __version__
 def build_app(state: ServerState) -> FastAPI:
     """The application; `state.engine` may be set later, until then requests get a 503."""
     app = local_app(state)
-    for routes in (files, batches, models, health):
+    for routes in (files, batches, models, engine, health):
         app.include_router(routes.router)
+    if state.page:
+        app.include_router(playground.router)
     app.add_middleware(BodyLimits)
     documentation.install(app)
     return app
