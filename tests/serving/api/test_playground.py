@@ -136,6 +136,37 @@ def test_an_answer_streams_in_and_can_be_stopped(page: Page, mock: Server) -> No
     answered(page)
 
 
+# Reads the same events cut into pieces of every size; returns what was read that was not them.
+EVERY_CHUNKING = """async () => {
+  const { stream } = await import("/static/api.js");
+  const first = 'data: {"a":"é€😀"}\\r\\n\\r\\n: comment\\n\\n';
+  const text = first + 'data: {"b":\\ndata:1}\\n\\ndata: [DONE]\\n\\n';
+  const real = window.fetch;
+  const bytes = new TextEncoder().encode(text);
+  const wrong = [];
+  for (let size = 1; size <= bytes.length; size += 1) {
+    window.fetch = async () => new Response(new ReadableStream({
+      start(controller) {
+        for (let i = 0; i < bytes.length; i += size) controller.enqueue(bytes.slice(i, i + size));
+        controller.close();
+      },
+    }));
+    const read = [];
+    for await (const event of stream("v1/chat/completions", {})) read.push(event);
+    if (JSON.stringify(read) !== '[{"a":"é€😀"},{"b":1}]') wrong.push([size, read]);
+  }
+  window.fetch = real;
+  return { sizes: bytes.length, wrong };
+}"""
+
+
+@needs_chromium
+def test_a_stream_may_come_in_any_pieces(page: Page) -> None:
+    found = page.evaluate(EVERY_CHUNKING)
+    assert found["sizes"] > 60
+    assert found["wrong"] == []
+
+
 @needs_chromium
 def test_what_the_server_refuses_is_shown(browser: Browser, mock: Server) -> None:
     with visit(browser, mock, refused=1) as page:
