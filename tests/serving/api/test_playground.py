@@ -23,7 +23,7 @@ from weft.serving.api.state import ServerState
 
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, CHROMIUM_NAMES)), None)
-TIMEOUT = 60_000  # milliseconds; a loaded machine draws slowly
+TIMEOUT = 30_000  # milliseconds; a loaded machine draws slowly
 MAX_SIZE = 60_000  # bytes of all files
 
 needs_chromium = pytest.mark.skipif(
@@ -33,6 +33,7 @@ needs_chromium = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    expect.set_options(timeout=TIMEOUT)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM)
         yield browser
@@ -58,7 +59,7 @@ def visit(browser: Browser, server: Server, refused: int = 0, **options: Any) ->
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("request", lambda request: hosts.add(urlsplit(request.url).netloc))
     page.goto(server.url)
-    expect(page.locator("#status")).to_have_text("ready", timeout=TIMEOUT)
+    expect(page.locator("#status")).to_have_text("ready")
     yield page
     context.close()
     assert hosts == {urlsplit(server.url).netloc}
