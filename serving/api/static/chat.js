@@ -110,7 +110,7 @@ function busy(is) {
 function complaint(error, request) {
   const title = error.status ? `Error ${error.status}` : "No answer";
   const element = make(
-    "article",
+    "div",
     { class: "error", role: "alert" },
     make("strong", { text: title }),
     make("p", { text: error.message }),
@@ -164,8 +164,8 @@ function showRequest(request) {
 export function clear() {
   stop();
   turns = [];
-  for (const article of [...find("conversation").children]) {
-    if (article.id !== "welcome") article.remove();
+  for (const child of [...find("conversation").children]) {
+    if (child.id !== "welcome") child.remove();
   }
   find("welcome").hidden = false;
   find("message").focus();

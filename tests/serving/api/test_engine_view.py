@@ -52,11 +52,10 @@ def test_no_room_is_queued(mock: Server) -> None:
     with mock.http.stream("POST", "/v1/completions", json=body) as answer:
         # All places are taken when each of eight answers has begun.
         begun: set[int] = set()
-        for line in answer.iter_lines():
-            if line.startswith("data:") and len(begun) < 8:
+        lines = answer.iter_lines()
+        while len(begun) < 8:
+            if (line := next(lines)).startswith("data:"):
                 begun.add(json.loads(line[5:])["choices"][0]["index"])
-            if len(begun) == 8:
-                break
         requests = [r for r in view(mock.http)["requests"] if r["ended"] is None]
         now = sorted(request["phases"][-1][0] for request in requests)
         assert now == ["decode"] * 8 + ["queued"] * 4
