@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -215,22 +216,45 @@ def test_probabilities_on_focus_and_under_the_pointer(page: Page) -> None:
     expect(tip).to_be_visible()
 
 
-def test_a_schema_is_checked_and_sent(browser: Browser, chatty: Server) -> None:
-    with visit(browser, chatty, refused=1) as page:
+def test_a_schema_is_checked_and_kept_to(browser: Browser, server: Server) -> None:
+    with visit(browser, server) as page:
         page.get_by_label("Format").select_option("JSON schema")
         schema = page.get_by_label("Schema", exact=True)
         schema.fill('{"type": "object"')
-        page.get_by_label("Message").fill("A city")
+        page.get_by_label("Message").fill("Yes?")
         page.keyboard.press("Enter")
         expect(schema).to_be_focused()
         expect(schema).to_have_attribute("aria-invalid", "true")
         expect(schema).to_have_accessible_description(re.compile("^Not JSON"))
         page.get_by_role("button", name="Example schema").click()
         expect(schema).not_to_have_attribute("aria-invalid", "true")
-        wanted = json.loads(schema.input_value())
-        body = ask(page, "A city")
-        assert body["response_format"]["json_schema"]["schema"] == wanted
-        expect(page.get_by_role("alert")).to_contain_text("response_format")
+        schema.fill('{"enum": ["yes", "no"]}')
+        body = ask(page, "Yes?")
+        assert body["response_format"]["json_schema"]["schema"] == {"enum": ["yes", "no"]}
+        expect(page.locator(".answer .text")).to_have_text(re.compile('^"(yes|no)"$'))
+        expect(page.locator(".answer .note")).to_contain_text("valid JSON")
+
+
+def test_a_key_is_asked_for(browser: Browser, tmp_path: Path) -> None:
+    model = write_byte_level(tmp_path / "mock")
+    with (
+        start_server(model, tmp_path, loader=CHATTY_MOCK, api_key="sesame") as server,
+        browser.new_context() as context,
+    ):
+        page = context.new_page()
+        page.goto(server.url)
+        expect(page.locator("#status")).to_have_text("wants a key")
+        expect(page.get_by_label("API key")).to_be_focused()
+        page.keyboard.type("sesame")
+        page.keyboard.press("Enter")
+        expect(page.locator("#status")).to_have_text("ready")
+        page.get_by_label("Max tokens").fill("3")
+        ask(page, "Hello!")
+        answered(page)
+        expect(page.locator(".answer .note")).to_contain_text("3 tokens")
+        page.locator("#show-request").click()
+        expect(page.get_by_role("dialog")).to_contain_text("Bearer $WEFT_API_KEY")
+        expect(page.get_by_role("dialog")).not_to_contain_text("sesame")
 
 
 def call_events() -> str:
