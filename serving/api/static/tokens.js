@@ -100,14 +100,14 @@ function showTip(element, entry) {
   const tip = find("tip");
   document.querySelector("[aria-describedby=tip]")?.removeAttribute("aria-describedby");
   element.setAttribute("aria-describedby", "tip");
-  const alternatives = entry.top_logprobs.some((other) => other.token === entry.token)
-    ? entry.top_logprobs
-    : [entry, ...entry.top_logprobs];
+  const others = entry.top_logprobs;
+  const among = others.findIndex((other) => other.token === entry.token);
+  const alternatives = among < 0 ? [entry, ...others] : others.with(among, entry);
   tip.replaceChildren(
     ...alternatives.map((other) => {
       const bar = make("span", { class: "bar" });
       bar.style.inlineSize = `${100 * Math.exp(other.logprob)}%`;
-      const chosen = other.token === entry.token;
+      const chosen = other === entry;
       return make(
         "div",
         chosen ? { class: "chosen" } : {},
