@@ -238,14 +238,14 @@ def test_a_schema_is_checked_and_kept_to(browser: Browser, server: Server) -> No
 def test_a_key_is_asked_for(browser: Browser, tmp_path: Path) -> None:
     model = write_byte_level(tmp_path / "mock")
     with (
-        start_server(model, tmp_path, loader=CHATTY_MOCK, api_key="sesame") as server,
+        start_server(model, tmp_path, loader=CHATTY_MOCK, api_key="open-sesame") as server,
         browser.new_context() as context,
     ):
         page = context.new_page()
         page.goto(server.url)
         expect(page.locator("#status")).to_have_text("wants a key")
         expect(page.get_by_label("API key")).to_be_focused()
-        page.keyboard.type("sesame")
+        page.keyboard.type("open-sesame")
         page.keyboard.press("Enter")
         expect(page.locator("#status")).to_have_text("ready")
         page.get_by_label("Max tokens").fill("3")
@@ -254,7 +254,7 @@ def test_a_key_is_asked_for(browser: Browser, tmp_path: Path) -> None:
         expect(page.locator(".answer .note")).to_contain_text("3 tokens")
         page.locator("#show-request").click()
         expect(page.get_by_role("dialog")).to_contain_text("Bearer $WEFT_API_KEY")
-        expect(page.get_by_role("dialog")).not_to_contain_text("sesame")
+        expect(page.get_by_role("dialog")).not_to_contain_text("open-sesame")
 
 
 def call_events() -> str:
