@@ -244,6 +244,7 @@ class ServerConfig:
     drain_timeout: Annotated[
         float, Help("seconds that running requests get to finish at shutdown", ge=0)
     ] = 30.0
+    page: Annotated[bool, Help("serve a playground for browsers at /")] = True
     restart: Annotated[
         bool, Help("start an engine that fails again, and answer 503 until it serves")
     ] = False

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from weft.models.interface import Result, Step
 from weft.serving.guide import Guide
-from weft.serving.messages import Add, EngineStats, TokenOutput
+from weft.serving.messages import Add, EngineStats, Move, TokenOutput
 from weft.serving.scheduler import Scheduler
 
 
@@ -67,6 +67,10 @@ class Copies:
     def live(self) -> tuple[str, ...]:
         """Requests that have not ended."""
         return tuple(name for s in self._schedulers for name in s.live)
+
+    def take_moves(self) -> list[Move]:
+        """Which requests were admitted or preempted since the last call."""
+        return [move for s in self._schedulers for move in s.take_moves()]
 
     def schedule(self) -> Step | None:
         """The next step, or None when there is nothing to compute now."""

@@ -300,6 +300,9 @@ class CoreClient:
         if message.stats.steps != self.stats.steps or not self._streams:
             self._last_progress = time.monotonic()
         self.stats = message.stats
+        for move in message.moves:
+            if (moved := self._streams.get(move.request_id)) is not None:
+                moved.timeline.moved(move.running, move.at)
         for output in message.outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:

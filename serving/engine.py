@@ -40,6 +40,7 @@ from weft.serving.pace import Pace
 from weft.serving.resources import Offer, kind_of
 from weft.serving.sampling_params import SamplingParams
 from weft.serving.stream import Delta, Stream
+from weft.serving.timeline import Timelines
 from weft.serving.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class AsyncEngine:
         tokenizer: of the model.
         failure: what went wrong, once the engine has ended otherwise than by `shutdown`.
         restarts: times that a core was started again.
+        timelines: when live requests, and the last that ended, waited and ran.
     """
 
     config: EngineConfig
@@ -74,6 +76,7 @@ class AsyncEngine:
     tokenizer: Tokenizer
     failure: EngineError | None
     restarts: int
+    timelines: Timelines
 
     @classmethod
     async def start(
@@ -116,6 +119,7 @@ class AsyncEngine:
         self.config = config
         self.failure = None
         self.restarts = 0
+        self.timelines = Timelines()
         self._in_process = in_process
         self._load_model = load_model
         self._restart = restart
@@ -231,7 +235,6 @@ class AsyncEngine:
         core = self._least_busy()
         number = next(self._ids)
         request_id = str(number)
-        stream = Stream(self.tokenizer, params, visible)
         request = Add(
             request_id,
             list(map(int, prompt)),
@@ -241,6 +244,8 @@ class AsyncEngine:
             time.monotonic(),
             b"" if grammar is None else grammar.key,
         )
+        timeline = self.timelines.begin(request_id, len(prompt))
+        stream = Stream(self.tokenizer, params, timeline, visible)
         core.add(number, request, stream, grammar)
         self._pace.began()
         timer = None if deadline is None else _at(deadline, stream)
@@ -255,6 +260,7 @@ class AsyncEngine:
                 timer.cancel()
             self._pace.ended()
             core.drop(request_id)
+            self.timelines.close(request_id)
 
     async def encode(self, text: str) -> list[int]:
         """Token ids of a prompt; a long one is encoded in a thread."""

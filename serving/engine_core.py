@@ -200,7 +200,7 @@ class EngineCore:
         stats = self._scheduler.stats()
         if rank_seconds := self._executor.rank_seconds():
             stats = replace(stats, rank_seconds=rank_seconds)
-        self._channel.send(Outputs(self._outputs, stats))
+        self._channel.send(Outputs(self._outputs, stats, self._scheduler.take_moves()))
         self._outputs = []
         self._last_sent = time.monotonic()
 

@@ -115,6 +115,14 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     queued: float | None = None
 
 
+class Move(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A request was taken into the batch (`running`), or preempted, at a time.monotonic()."""
+
+    request_id: str
+    running: bool
+    at: float
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """A snapshot of the core: what /metrics and the scheduler's tests look at.
 
@@ -193,6 +201,7 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
     outputs: list[TokenOutput]
     stats: EngineStats
+    moves: list[Move] = []
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -59,7 +59,7 @@ from weft.errors import RequestError
 from weft.models.interface import FINITE, Int32, StepInput, StepOutput
 from weft.serving.guide import Guide
 from weft.serving.kv_cache import KVCache, Slots, prefix_keys
-from weft.serving.messages import Add, EngineStats, FinishReason, TokenLogprob, TokenOutput
+from weft.serving.messages import Add, EngineStats, FinishReason, Move, TokenLogprob, TokenOutput
 from weft.serving.request import Request, token_logprob
 from weft.serving.step import Chunk, Flight, build_step, take_scores
 
@@ -105,6 +105,7 @@ class Scheduler:
         self._coming: dict[bytes, Request] = {}  # keys of blocks, and who computes them
         self._flights: deque[Flight] = deque()
         self._guides: dict[int, Guide] = {}  # by slot
+        self._moves: list[Move] = []
 
         # By slot. `length` counts tokens that are under way, `done` only those computed.
         self._length = np.zeros(num_slots, np.int32)
@@ -200,6 +201,11 @@ class Scheduler:
             generation_tokens=self._generation_tokens,
         )
 
+    def take_moves(self) -> list[Move]:
+        """Which requests were admitted or preempted since the last call."""
+        moves, self._moves = self._moves, []
+        return moves
+
     # A step: what to compute.
 
     def schedule(self) -> StepInput | None:
@@ -271,6 +277,7 @@ class Scheduler:
             if last is request:
                 return False
             self._preemptions += 1
+            self._moves.append(Move(last.id, False, time.monotonic()))
             self._leave(last)
             self._release()
         return True
@@ -333,6 +340,7 @@ class Scheduler:
         self._decoding[slot] = False
         if request.guide is not None:
             self._guides[slot] = request.guide
+        self._moves.append(Move(request.id, True, time.monotonic()))
         return True
 
     # A step: what came of it.

@@ -9,6 +9,7 @@ from weft.errors import WeftError
 from weft.serving.detokenizer import Detokenizer
 from weft.serving.messages import FinishReason, TokenLogprob, TokenOutput
 from weft.serving.sampling_params import SamplingParams
+from weft.serving.timeline import Timeline
 from weft.serving.tokenizer import Tokenizer
 
 
@@ -47,6 +48,7 @@ class Stream:
     Args:
         tokenizer: of the model.
         params: of the request.
+        timeline: of the request.
         visible: special tokens whose text is wanted.
     """
 
@@ -54,8 +56,10 @@ class Stream:
         self,
         tokenizer: Tokenizer,
         params: SamplingParams,
+        timeline: Timeline,
         visible: frozenset[int] = frozenset(),
     ) -> None:
+        self.timeline = timeline
         self._detokenizer = Detokenizer(tokenizer, stop=params.stop, visible=visible)
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._min_tokens = params.min_tokens
@@ -77,6 +81,7 @@ class Stream:
 
         It is also complete, unknown to the core, when a stop string has been found.
         """
+        self.timeline.got(len(output.token_ids))
         self._cached_tokens = output.cached_tokens
         if output.queued is not None:
             self._queued = output.queued
@@ -99,6 +104,8 @@ class Stream:
         if self._detokenizer.stopped is not None:
             self._finish_reason = "stop"
             self._stop_reason = self._detokenizer.stopped
+        if self._finish_reason is not None:
+            self.timeline.end()
         self._news.set()
         return self._finish_reason is not None
 

@@ -19,6 +19,7 @@ from weft.serving.detokenizer import Detokenizer
 from weft.serving.messages import TokenOutput
 from weft.serving.sampling_params import SamplingParams
 from weft.serving.stream import Stream
+from weft.serving.timeline import Timeline
 from weft.serving.tokenizer import Tokenizer
 
 TEXT = "The weft crosses the warp; là où naît l'étoffe: 经线与纬线, 🧵 and all. " * 20
@@ -47,7 +48,7 @@ def _stream(tokenizer: Tokenizer, ids: list[int]) -> Callable[[], None]:
     params = SamplingParams(max_tokens=len(ids))
 
     def turn() -> None:
-        stream = Stream(tokenizer, params)
+        stream = Stream(tokenizer, params, Timeline("0", 1, [("prefill", 0.0)]))
         for output in outputs:
             stream.push(output)
             try:

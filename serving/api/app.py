@@ -9,11 +9,13 @@ from weft.serving.api import (
     chat,
     completions,
     documentation,
+    engine,
     errors,
     files,
     health,
     messages,
     models,
+    playground,
     responses_route,
     tokens,
 )
@@ -26,8 +28,19 @@ from weft.version import __version__
 def build_app(state: ServerState) -> FastAPI:
     """The application; `state.engine` may be set later, until then requests get a 503."""
     app = local_app(state)
-    for routes in (responses_route, messages, files, batches, tokens, models, health):
+    for routes in (
+        responses_route,
+        messages,
+        files,
+        batches,
+        tokens,
+        models,
+        engine,
+        health,
+    ):
         app.include_router(routes.router)
+    if state.page:
+        app.include_router(playground.router)
     app.add_middleware(BodyLimits)
     app.add_middleware(AnthropicErrors)
     documentation.install(app)

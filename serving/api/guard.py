@@ -7,6 +7,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft.errors import RequestError
+from weft.serving.api import playground
 from weft.serving.api.context import current
 from weft.serving.api.errors import error_response, refused
 from weft.serving.api.keys import Keyring
@@ -71,7 +72,8 @@ def _presented(headers: Headers) -> str:
 def guarded(app: ASGIApp, config: ServerConfig, keys: Keyring) -> ASGIApp:
     """The application behind its keys and, outside of these, the answers to browsers."""
     if keys:
-        app = KeyGuard(app, keys, OPEN_PATHS | ({"/metrics"} if config.open_metrics else set()))
+        open_paths = OPEN_PATHS | playground.PATHS  # which ask for a key, and send it
+        app = KeyGuard(app, keys, open_paths | ({"/metrics"} if config.open_metrics else set()))
     if config.cors_origins is not None:
         app = CORSMiddleware(
             app,

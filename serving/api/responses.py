@@ -12,6 +12,9 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
+from weft.serving.messages import EngineStats
+from weft.serving.timeline import Timeline
+
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -241,6 +244,25 @@ class TokenizerInfo(Struct):
     unk_token: str | None
     eos_token_ids: list[int]
     chat_template: str | None
+
+
+class EngineView(Struct):
+    """What the engine is doing.
+
+    Attributes:
+        now: seconds of the clock that the requests' times are of.
+        status: as of /ready.
+        places: most requests that run at once.
+        stats: sums over the engine cores; counters are since the server's start.
+        requests: live ones, at most 128, and the last that have ended. Each phase has the time
+            at which it began, and lasts until the next, or until the request `ended`.
+    """
+
+    now: float
+    status: str
+    places: int
+    stats: EngineStats
+    requests: list[Timeline]
 
 
 class Status(Struct):

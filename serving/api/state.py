@@ -35,6 +35,7 @@ class ServerState:
         draining: the server has been told to end; what runs may finish, nothing new begins.
         request_timeout: seconds that a request may take; None for any time.
         log_prompts: whether prompts are to be logged.
+        page: whether there is a playground at /.
         created: seconds since 1970 at the server's start.
         state_dir: folder of files and batches; None for a temporary one.
         batches: files and batches.
@@ -47,6 +48,7 @@ class ServerState:
     draining: bool = False
     request_timeout: float | None = None
     log_prompts: bool = False
+    page: bool = True
     created: int = field(default_factory=now)
     state_dir: Path | None = None
     metrics: Metrics = field(init=False)
@@ -68,6 +70,7 @@ class ServerState:
             reasoning_parser=server_config.reasoning_parser,
             request_timeout=server_config.request_timeout,
             log_prompts=server_config.log_prompts,
+            page=server_config.page,
             state_dir=None if folder is None else Path(folder),
         )
 

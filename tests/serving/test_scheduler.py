@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -441,11 +441,18 @@ def test_preempted_requests_finish_and_the_first_is_never_preempted() -> None:
     for i in range(8):
         engine.add(make_add(f"r{i}", [1 + i, 2, 3], 30))
     order = []
+    moves = []
     while engine.scheduler.live:
         live = engine.scheduler.live
         engine.step()
+        moves += engine.scheduler.take_moves()
         order += [name for name in live if name not in engine.scheduler.live]
     stats = engine.scheduler.stats()
+    for name in engine.adds:
+        running = [move.running for move in moves if move.request_id == name]
+        assert running[0]
+        assert all(a != b for a, b in pairwise(running))
+    assert sum(not move.running for move in moves) == stats.preemptions
     assert 0 < stats.preemptions <= 12, "17 when nothing is kept to spare at admission"
     full = [name for name in order if len(engine.tokens(name)) == 30]
     assert full == sorted(full), "first come, first served"

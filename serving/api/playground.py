@@ -1,0 +1,56 @@
+"""GET /: a page to try the server with (static/), which asks only this server.
+
+Plain HTML, CSS and JavaScript modules, read once and answered from memory. The headers allow the
+page nothing but its own files and this server's API: no inline script or style, no other host, no
+frame around it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from fastapi import APIRouter, Request, Response
+
+_FOLDER = Path(__file__).parent / "static"
+_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
+_HEADERS = {
+    "content-security-policy": (
+        "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",  # asks again, and gets a 304
+}
+_FILES = {
+    "/" if file.name == "index.html" else f"/static/{file.name}": file
+    for file in sorted(_FOLDER.iterdir())
+}
+
+PATHS = frozenset(_FILES)
+"""What the page is made of; nothing in it is secret."""
+
+router = APIRouter()
+
+
+def _add(path: str, file: Path) -> None:
+    body = file.read_bytes()
+    etag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
+    headers = _HEADERS | {"etag": etag}
+    media_type = _TYPES[file.suffix]
+
+    @router.get(path, include_in_schema=False)
+    async def answer(request: Request) -> Response:
+        if request.headers.get("if-none-match") == etag:
+            return Response(status_code=304, headers=headers)
+        return Response(body, headers=headers, media_type=media_type)
+
+
+for _path, _file in _FILES.items():
+    _add(_path, _file)

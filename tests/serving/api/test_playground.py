@@ -1,0 +1,42 @@
+"""The page at / as HTTP sees it; what browsers see is tested in test_playground_in_chromium.py."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import httpx
+
+from weft.serving.api import playground
+from weft.serving.api.app import build_app
+from weft.serving.api.state import ServerState
+
+MAX_SIZE = 60_000  # bytes of all files
+
+
+def test_the_headers_allow_nothing_from_elsewhere(http: httpx.Client) -> None:
+    page = http.get("/")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    files = set(re.findall(r'(?:src|href)="(static/[^"]+)"', page.text))
+    assert {f"/{file}" for file in files} < playground.PATHS
+    for path in playground.PATHS:
+        answer = http.get(path)
+        assert answer.status_code == 200
+        assert "default-src 'self'" in answer.headers["content-security-policy"]
+        assert "unsafe" not in answer.headers["content-security-policy"]
+        etag = {"if-none-match": answer.headers["etag"]}
+        assert http.get(path, headers=etag).status_code == 304
+    assert http.get("/static/none.js").json()["error"]["code"] == "not_found"
+
+
+def test_the_page_is_small() -> None:
+    folder = Path(playground.__file__).parent / "static"
+    assert sum(file.stat().st_size for file in folder.iterdir()) < MAX_SIZE
+
+
+async def test_there_can_be_none() -> None:
+    transport = httpx.ASGITransport(build_app(ServerState("m", page=False)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://weft") as client:
+        for path in playground.PATHS:
+            assert (await client.get(path)).status_code == 404
+        assert (await client.get("/health")).status_code == 200
