@@ -12,7 +12,7 @@ from msgspec import UNSET, Struct, UnsetType
 from pydantic import BeforeValidator, Field, model_validator
 
 from weft.errors import RequestError
-from weft.serving.api.schemas import Body
+from weft.serving.api.body import Body
 from weft.serving.api.tool_schema import Parameters
 from weft.serving.sampling_params import SamplingParams
 

@@ -195,19 +195,19 @@ class _Writer:
         self._message.content.append(block)
         yield shapes.BlockStart(len(self._message.content) - 1, block)
 
-    def _end_block(self) -> Iterator[shapes.MessageEvent]:
+    def _end_block(self, *, cut_off: bool = False) -> Iterator[shapes.MessageEvent]:
         content = self._message.content
         if not content:
             return
         if isinstance(content[-1], shapes.ToolUseOut):
-            content[-1].input = _input(self._arguments)
+            content[-1].input = _input(self._arguments, cut_off=cut_off)
             self._arguments = ""
         yield shapes.BlockStop(len(content) - 1)
 
     def _end(
         self, reason: FinishReason, stopped: str | int | None
     ) -> Iterator[shapes.MessageEvent]:
-        yield from self._end_block()
+        yield from self._end_block(cut_off=reason == "length" or isinstance(stopped, str))
         message = self._message
         message.usage = self._usage()
         match reason:
@@ -229,10 +229,10 @@ class _Writer:
         return shapes.MessagesUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
 
 
-def _input(arguments: str) -> dict[str, Any]:
+def _input(arguments: str, *, cut_off: bool) -> dict[str, Any]:
     """A call's input; of one that was cut off what there is."""
     try:
-        value = from_json(arguments, allow_partial="trailing-strings")
+        value = from_json(arguments, allow_partial="trailing-strings" if cut_off else False)
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {"INVALID_JSON": arguments}

@@ -13,7 +13,8 @@ from msgspec import UNSET, Struct, UnsetType, field
 from pydantic import BeforeValidator, Field, model_validator
 
 from weft.errors import RequestError
-from weft.serving.api.schemas import Body, ToolMode, mode_or
+from weft.serving.api.body import Body
+from weft.serving.api.schemas import ToolMode, mode_or
 from weft.serving.api.tool_schema import Parameters
 from weft.serving.sampling_params import Grammar, SamplingParams
 
@@ -308,7 +309,7 @@ class ResponseObject(Struct, tag="response", tag_field="object"):
     user: str | UnsetType = UNSET
     status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
     output: list[OutputItem] = field(default_factory=list)
-    usage: ResponseUsage | None = None
+    usage: ResponseUsage | UnsetType = UNSET
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
     completed_at: int | None = None

@@ -211,7 +211,7 @@ class Message(Body):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    annotations: list[Any] | None = Field(None, max_length=0)
+    annotations: list[Any] | None = Field(default=None, max_length=0)
     audio: None = None
     function_call: None = None
 

@@ -10,10 +10,11 @@ from fastapi import APIRouter, Response
 from pydantic import Field, model_validator
 
 from weft.errors import RequestError
+from weft.serving.api.body import Body
 from weft.serving.api.conversation import Conversation
 from weft.serving.api.documentation import returns
 from weft.serving.api.responses import DetokenizedText, TokenizerInfo, Tokens
-from weft.serving.api.schemas import Body, Message, Tool
+from weft.serving.api.schemas import Message, Tool
 from weft.serving.api.state import State
 
 router = APIRouter()

@@ -108,7 +108,7 @@ def test_an_answer_of_every_kind(echo: Server) -> None:
     assert (message["type"], message["content"][0]["text"]) == ("message", "Let me see.")
     assert (call["name"], call["arguments"]) == ("get_weather", '{"city": "Paris"}')
     assert answer["status"] == "completed"
-    assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == 3
+    assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == 4
     assert answer["instructions"] == "be brief"
     assert answer["store"] is False
 
