@@ -41,7 +41,7 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Its answers end with max_tokens, and not before."""
     path = tmp_path_factory.mktemp("chatty")
     model = write_byte_level(path / "mock")
-    with start_server(model, path, loader=CHATTY_MOCK, max_model_len=4096) as server:
+    with start_server(model, path, loader=CHATTY_MOCK, max_model_len=16384) as server:
         yield server
 
 
@@ -191,7 +191,7 @@ def test_probabilities_on_focus_and_under_the_pointer(page: Page) -> None:
     page.get_by_label("Max tokens").fill("6")
     assert ask(page, "Hello!")["top_logprobs"] == 3
     answered(page)
-    tokens = page.get_by_role("option")
+    tokens = page.locator(".answer").get_by_role("option")
     expect(tokens).to_have_count(6)
     tip = page.get_by_role("tooltip")
     expect(tip).to_be_hidden()
