@@ -43,7 +43,7 @@ def begin(orders: type[Orders]) -> Orders:
 
 def ignore_signals() -> None:
     """What a terminal or a service manager sends to all: the parent decides when this one ends."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 

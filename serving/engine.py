@@ -248,7 +248,9 @@ class AsyncEngine:
         stream = Stream(self.tokenizer, params, timeline, visible)
         core.add(number, request, stream, grammar)
         self._pace.began()
-        timer = None if deadline is None else _at(deadline, stream)
+        timer = None
+        if deadline is not None:
+            timer = _at(deadline, lambda: (stream.fail(_late()), core.drop(request_id)))
         try:
             while True:
                 delta = await stream.next()
@@ -448,12 +450,15 @@ class AsyncEngine:
                 core.drop_all(failure)
 
 
-def _at(deadline: float, stream: Stream) -> asyncio.TimerHandle:
-    """End a stream with an error when its time is up."""
-    error = RequestError(
+def _at(deadline: float, do: Callable[[], object]) -> asyncio.TimerHandle:
+    """Do something at a time of time.monotonic()."""
+    left = deadline - time.monotonic()
+    return asyncio.get_running_loop().call_later(max(0.0, left), do)
+
+
+def _late() -> RequestError:
+    return RequestError(
         "the request did not finish in time; ask for fewer tokens, or try again later",
         code="request_timeout",
         status=504,
     )
-    left = deadline - time.monotonic()
-    return asyncio.get_running_loop().call_later(max(0.0, left), stream.fail, error)

@@ -146,6 +146,7 @@ class GrammarCompiler:
             async with asyncio.timeout(patience):
                 await self._ask(Vocabulary(self._config, self._vocab_size))
         except TimeoutError:
+            await self._kill()
             raise EngineError(f"the grammar compiler did not start within {patience:g} s") from None
         except BaseException:
             await self._kill()

@@ -41,9 +41,10 @@ class Pace:
     def retry_after(self) -> int:
         """Seconds, at least 1, and no more than it takes all that are here to finish.
 
-        Before any has finished, a place is taken to be free after as long again as they have run.
+        Before any has finished, all are taken to be so after as long again as they have run.
         """
         now = self._clock()
-        each = (now - self._ends[0]) / max(1, len(self._ends) - 1) if self._ends else 0.0
+        ended = len(self._ends) - 1 or self._live  # none yet: all that are here, after as long
+        each = (now - self._ends[0]) / max(1, ended) if self._ends else 0.0
         self._promised = min(max(self._promised, now) + each, now + each * max(1, self._live))
         return max(1, math.ceil(self._promised - now))

@@ -34,6 +34,6 @@ def _call(node: ast.expr) -> tuple[str, str] | None:
         return None
     try:
         arguments = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
-        return ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        return ast.unparse(node.func), json.dumps(arguments, allow_nan=False)
     except (ValueError, TypeError, RecursionError, MemoryError):
         return None

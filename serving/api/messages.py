@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
@@ -57,8 +58,12 @@ async def create_message(request: Request, body: shapes.MessagesRequest, state: 
 async def count_tokens(body: shapes.CountRequest, state: State) -> Response:
     """How many tokens a conversation is."""
     engine = state.ready_engine(body.model)
-    prompt = _conversation(body).prompt(engine.tokenizer)
-    count = len(engine.tokenizer.encode(prompt, add_special_tokens=False))
+
+    def counted() -> int:
+        prompt = _conversation(body).prompt(engine.tokenizer)
+        return len(engine.tokenizer.encode(prompt, add_special_tokens=False))
+
+    count = await asyncio.to_thread(counted)
     return Response(msgspec.json.encode(shapes.TokenCount(count)), media_type="application/json")
 
 

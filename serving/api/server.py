@@ -26,7 +26,7 @@ import uvloop
 from weft.errors import ConfigError, EngineError
 from weft.serving import logs
 from weft.serving.api.keys import Keyring
-from weft.serving.api.tls import load_certificate, tls_context
+from weft.serving.api.tls import reload_certificate, tls_context
 from weft.serving.config import EngineConfig, ServerConfig
 from weft.serving.engine import LOAD_MODEL, AsyncEngine
 
@@ -184,7 +184,7 @@ class _Server:
         try:
             self._keys.reload()
             if self._tls is not None:
-                load_certificate(self._tls, self._server_config)
+                reload_certificate(self._tls, self._server_config)
         except ConfigError as error:
             logger.error("%s; what was read before stays in force", error)
         else:

@@ -41,3 +41,12 @@ def load_certificate(context: ssl.SSLContext, config: ServerConfig) -> None:
         if config.ssl_keyfile is not None:
             flags += f" --ssl-keyfile {config.ssl_keyfile}"
         raise ConfigError(f"{flags}: {error.strerror or error}") from None
+
+
+def reload_certificate(context: ssl.SSLContext, config: ServerConfig) -> None:
+    """Use the certificate as it is on disk now; ConfigError as `tls_context`, and nothing changes.
+
+    It is tried elsewhere first: one whose key does not suit would take away the key of before.
+    """
+    load_certificate(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), config)
+    load_certificate(context, config)

@@ -74,12 +74,18 @@ def _envelope_problem(content: dict[str, Any]) -> str | None:
     if not isinstance(content.get("custom_id"), str):
         return "custom_id is missing; a line is custom_id, method, url and body, or a prompt"
     if content.get("method", "POST") != "POST":
-        return f"method is {content['method']!r}; it must be POST"
+        return f"method is {_shown(content['method'])}; it must be POST"
     if content.get("url") not in URLS:
-        return f"url is {content.get('url')!r}; it must be {' or '.join(URLS)}"
+        return f"url is {_shown(content.get('url'))}; it must be {' or '.join(URLS)}"
     if not isinstance(content.get("body"), dict):
         return "body is missing; it is the request, a JSON object"
     return None
+
+
+def _shown(value: Any) -> str:
+    """A value of a line, which may be of any length."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:80] + "..."
 
 
 def answered(row: Row, status: int, body: bytes) -> dict[str, Any]:

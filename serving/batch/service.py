@@ -78,6 +78,7 @@ class BatchService:
         self._busy: set[str] = set()  # batches whose journal is open
         self._runner: asyncio.Task[None] | None = None
         self._current: _Running | None = None
+        self._unread: list[BatchObject] = []  # that a server before has left so
         self._ending = False
 
     @cached_property
@@ -90,14 +91,13 @@ class BatchService:
     def open(self) -> None:
         """Take the folder that was asked for, if one was; ConfigError as `Store`."""
         if self._folder is not None:
-            _ = self.store
+            unfinished = self.store.unfinished()
+            self._unread = [batch for batch in unfinished if batch.status == "validating"]
 
     def start(self, engine: AsyncEngine) -> None:
         """Run the batches from now on, also those that a server before has left."""
-        if self._folder is not None:
-            for batch in self.store.unfinished():
-                if batch.status == "validating":
-                    self._spawn(self._validate(batch))
+        for batch in self._unread:
+            self._spawn(self._validate(batch))
         self._runner = asyncio.create_task(self._run(engine))
 
     def drain(self) -> None:
@@ -238,18 +238,21 @@ class BatchService:
     async def _run(self, engine: AsyncEngine) -> None:
         while not self._ending:
             self._changed.clear()
-            batch = self._next()
-            if batch is None:
-                await self._changed.wait()
-                continue
             try:
-                await self._advance(batch, engine)
+                batch = self._next()
+                if batch is None:
+                    await self._changed.wait()
+                else:
+                    await self._advance(batch, engine)
+                continue
             except EngineEnded:
                 return  # and so does the server
             except WeftError as error:
-                logger.error("batch %s waits: %s", batch.id, error)
-                with suppress(TimeoutError):  # until there is room on the disk
-                    await asyncio.wait_for(self._changed.wait(), 10.0)
+                logger.error("batches wait: %s", error)
+            except Exception:  # a fault of ours, of which nobody would hear
+                logger.exception("batches wait")
+            with suppress(TimeoutError):  # until there is room on the disk, or another batch
+                await asyncio.wait_for(self._changed.wait(), 10.0)
 
     def _next(self) -> BatchObject | None:
         """What to do next: end what is cancelled, else the oldest batch."""

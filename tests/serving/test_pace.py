@@ -50,6 +50,15 @@ def test_before_any_has_finished_it_is_as_long_again() -> None:
     assert pace.retry_after() == 7
 
 
+def test_of_many_of_which_none_has_finished_all_are_done_after_as_long_again() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    for _ in range(100):
+        pace.began()
+    clock.now += 50.0
+    assert [pace.retry_after() for _ in range(300)][::99] == [1, 50, 50, 50]
+
+
 def test_idle_time_does_not_count() -> None:
     clock = Clock()
     pace = Pace(clock)

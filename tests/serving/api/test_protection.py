@@ -290,6 +290,11 @@ def test_https(tmp_path: Path) -> None:
             client.get("/health")  # another one's
         with trusting(cert) as client, pytest.raises(httpx.TransportError):
             client.get("/health")
+        key.write_bytes(own_key.read_bytes())  # which does not suit: nothing changes
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_until_said("stays in force")
+        with trusting(cert, own, own_key) as client:
+            assert client.get("/health").status_code == 200
         new, _ = certificate(tmp_path, "server")
         server.process.send_signal(signal.SIGHUP)
         server.wait_until_said("have been read again")
