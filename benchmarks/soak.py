@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import io
 import itertools
 import json
 import math
@@ -209,7 +210,9 @@ class Load:
         return {"model": self._model, "prompt": prompt, "max_tokens": 16} | more
 
     async def _post(self, body: dict[str, Any], *expected: int) -> None:
-        async with self._session.post("/v1/completions", json=body) as response:
+        data = io.BytesIO(json.dumps(body).encode())  # some are large
+        headers = {"content-type": "application/json"}
+        async with self._session.post("/v1/completions", data=data, headers=headers) as response:
             self._soak.count(response.status, *expected, text=await response.text())
 
     async def _ask(self) -> None:

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import shutil
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -45,6 +46,7 @@ from weft.serving.messages import (
 from weft.serving.recent import Recent
 from weft.serving.stream import Stream
 
+END_GRACE = 1.0  # seconds for the sockets to be gone
 ABORT_GRACE = 2.0  # seconds for a core to abort all requests and end
 TURN = 32  # messages that are taken in before readers run: what has piled up reaches them merged
 LAST_WORDS = 0.2  # seconds that messages of a core that has ended may take to arrive
@@ -248,7 +250,10 @@ class CoreClient:
         if isinstance(self._core, CoreThread):
             self._core.leave()
         else:
-            self._context.term()
+            # ZeroMQ has been seen to wait for ever for a process that was killed; nobody else must.
+            ending = threading.Thread(target=self._context.term, name="weft-zmq", daemon=True)
+            ending.start()
+            ending.join(END_GRACE)
 
     async def _kill(self) -> None:
         if self._core is not None and not self._core.ended.done():
