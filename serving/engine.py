@@ -248,9 +248,12 @@ class AsyncEngine:
         stream = Stream(self.tokenizer, params, timeline, visible)
         core.add(number, request, stream, grammar)
         self._pace.began()
-        timer = None
-        if deadline is not None:
-            timer = _at(deadline, lambda: (stream.fail(_late()), core.drop(request_id)))
+
+        def give_up() -> None:
+            stream.fail(_late())
+            core.drop(request_id)
+
+        timer = None if deadline is None else _at(deadline, give_up)
         try:
             while True:
                 delta = await stream.next()
