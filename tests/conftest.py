@@ -1,7 +1,24 @@
 """What holds for all tests."""
 
+from collections import Counter
+
+import pytest
 from hypothesis import settings
 
 # A time says how busy the machine is, and nothing about the code.
 settings.register_profile("weft", deadline=None)
 settings.load_profile("weft")
+
+SAMPLE = 3
+"""Of the cases of a test that is marked `sweep`, the default run takes one in so many."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before the cases that are slow are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    seen: Counter[str] = Counter()
+    for item in items:
+        if item.get_closest_marker("sweep") and not item.get_closest_marker("slow"):
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % SAMPLE:
+                item.add_marker(pytest.mark.slow)
+            seen[test] += 1

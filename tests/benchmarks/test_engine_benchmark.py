@@ -49,6 +49,7 @@ def test_every_case_of_the_chosen_parts_has_its_row() -> None:
         assert (row["goal"] is None) == (row["reached"] is None)
 
 
+@pytest.mark.slow
 def test_the_api_is_measured_over_real_servers_that_end() -> None:
     before = servers()
     rows = measured("api")

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "serve.py"
 
 
+@pytest.mark.slow
 def test_every_part_runs_and_is_written(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--tiny", "--repetitions", "2"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

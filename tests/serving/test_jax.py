@@ -101,6 +101,7 @@ def test_served_over_http_on_two_devices_of_one_process(
     assert "after warm-up" not in log
 
 
+@pytest.mark.slow
 def test_kernels_of_tpus_serve_on_two_interpreted_devices(cache: Path, tmp_path: Path) -> None:
     """Attention, products, experts and their exchange: what a TPU runs, from HTTP to HTTP."""
     model = make_checkpoint(tmp_path / "model", "qwen3_moe", **TPU_SHAPE)

@@ -184,11 +184,13 @@ def test_ranks_and_engines_come_back(tmp_path: Path) -> None:
         kill(scene, "rank 0", how=psutil.Process.suspend, deadline=DEADLINE + 6)
 
 
+@pytest.mark.slow
 def test_one_engine_of_two_comes_back(tmp_path: Path) -> None:
     with started("dp 2", tmp_path) as scene:
         kill(scene, "engine")
 
 
+@pytest.mark.slow
 def test_a_machine_comes_back(tmp_path: Path) -> None:
     with started("two machines", tmp_path) as scene:
         kill(scene, "machine")

@@ -121,6 +121,7 @@ def test_a_lost_machine_ends_its_engine_alone_and_another_takes_its_place(
         wait_until_gone(ranks)
 
 
+@pytest.mark.slow
 def test_a_machine_that_hangs_is_named_given_up_and_replaced(
     model: Path, expected: str, tmp_path: Path
 ) -> None:

@@ -149,6 +149,7 @@ def test_the_bundled_mixture_gives_on_copies_of_attention_what_it_gives_on_one_r
         assert replies[-1] == replies[0], split
 
 
+@pytest.mark.slow
 def test_overlapped_kernels_answer_as_plain_ones(model: Path, tmp_path: Path) -> None:
     sizes = {"kv_cache_memory": 2**20, "max_num_seqs": 2, "max_num_batched_tokens": 64}
     with start_server(model, tmp_path, **sizes) as server:

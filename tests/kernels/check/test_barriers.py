@@ -245,6 +245,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Barrier | None, list
     return {barrier and tuple(barrier): problems for barrier, problems in told}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("barrier", barriers(), ids=lambda barrier: "-".join(map(str, barrier)))
 def test_each_barrier_that_is_dropped_is_found(
     barrier: Barrier, found: dict[Barrier | None, list[str]]

@@ -89,6 +89,7 @@ def test_a_slot_that_is_reused_one_call_early_is_found(name: str, tmp_path: Path
     assert any("no order between" in finding for finding in findings(faulty, op))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -312,6 +312,7 @@ def test_nothing_is_found_without_a_fault(op: str) -> None:
     assert symptoms(OPS[op], op) == set()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("op", "old", "new", "symptom"),
     [

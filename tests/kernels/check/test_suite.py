@@ -41,6 +41,7 @@ SMALLER = 20
 """Of m, n and k: up to two tiles."""
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "op",
     [op for op in OPS if not re.search("fp8|far|grouped_gate_up|decomposed_.*_ring", op.name)],

@@ -78,6 +78,7 @@ def test_all_gather(
 OTHERS = sorted(set(METHODS) - {"two_level"})
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("other", "late"),
     [
@@ -236,6 +237,7 @@ def test_nothing_is_found_without_a_fault(method: str) -> None:
     assert symptoms(module, method) == set()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("method", "old", "new", "symptom"),
     [

@@ -72,6 +72,7 @@ def test_equals_the_reference(
     case.close(*attend(case, blocks=blocks))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("cache", [None, FP8])
 def test_head_sizes(dim: int, cache: torch.dtype | None) -> None:
@@ -479,6 +480,7 @@ def test_the_samples_are_right_without_a_fault() -> None:
     assert not is_wrong(paged_attention)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault: str, tmp_path: Path) -> None:
     assert is_wrong(planted(module, tmp_path, FAULTS[fault], parts=[kernel]).paged_attention)

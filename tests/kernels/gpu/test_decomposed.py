@@ -167,6 +167,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "method"), RACES)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(name: str, method: str, fault: str, tmp_path: Path) -> None:

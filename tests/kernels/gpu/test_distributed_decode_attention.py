@@ -67,7 +67,7 @@ def decodes(most: int) -> st.SearchStrategy[list[tuple[int, int]]]:
     )
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     world=st.integers(1, 4),
     shape=shapes,
@@ -218,6 +218,7 @@ def test_nothing_is_found_without_a_fault(tmp_path: Path) -> None:
     assert symptoms(planted(module, tmp_path, FEW_WORDS)) == set()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("old", "new", "symptom"),
     [

@@ -270,6 +270,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(name: str, fault: str, tmp_path: Path) -> None:
@@ -278,6 +279,7 @@ def test_faults_are_found(name: str, fault: str, tmp_path: Path) -> None:
     assert any(message in finding for finding in found)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize(
     ("old", "new"),

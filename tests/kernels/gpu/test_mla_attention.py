@@ -239,6 +239,7 @@ def test_the_samples_are_right_without_a_fault() -> None:
     assert not is_wrong(mla_decode_attention)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault: str, tmp_path: Path) -> None:
     parts = [kernel, attention_tile, attention, decode_attention]

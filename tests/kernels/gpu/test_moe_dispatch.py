@@ -477,6 +477,7 @@ def test_nothing_is_found_without_a_fault(ahead: int, only_dispatch: bool) -> No
     assert symptoms(module, ahead=ahead, tokens=(0, 3), fp8=True) == set()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("old", "new", "symptom"),
     [
@@ -505,6 +506,7 @@ def test_a_fault_is_found(old: str, new: str, symptom: str, tmp_path: Path) -> N
     assert found if symptom == "any" else symptom in found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("old", "new", "symptom"),
     [

@@ -483,6 +483,7 @@ FAULTS: list[tuple[str, bool, str, str, str]] = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("how", "fp8", "old", "new", "symptom"),
     [
@@ -498,6 +499,7 @@ def test_a_fault_is_found(
     assert found if symptom == "any" else symptom in found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("how", "ahead", "changes"),
     [

@@ -24,7 +24,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 5e-2}
 SHAPES = st.sampled_from([(1,), (5, 3), (33, 7), (2, 0)])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     size=st.integers(1, 4),
     calls=st.lists(st.tuples(st.sampled_from(sorted(METHODS)), SHAPES), min_size=1, max_size=CALLS),
@@ -143,6 +143,7 @@ def test_nothing_is_found_without_a_fault(method: str) -> None:
     assert symptoms(module, method) == set()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("method", "old", "new", "symptom"),
     [

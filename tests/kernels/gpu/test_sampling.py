@@ -302,6 +302,7 @@ def test_nothing_is_found_in_the_draw_without_a_fault() -> None:
     assert not finds(check_draw, sampling)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("old", "new"),
     [

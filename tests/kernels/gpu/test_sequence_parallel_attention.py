@@ -358,6 +358,7 @@ COPY = "copy_chunk(to + half, values"
 TELL = "notify(signals, (rank + step) % WORLD, met"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("old", "new", "symptom", "of_step"),
     [

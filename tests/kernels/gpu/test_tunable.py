@@ -23,6 +23,7 @@ def problem_of(op: str, world_size: int, rows: int, n: int) -> Problem:
     return Problem(op, world_size, rows, n, k, "float32", groups=groups)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("op", sorted(PAYLOADS))
 def test_an_op_is_tuned_as_a_whole(op: str, tmp_path: Path) -> None:
     problem = problem_of(op, 2, 24, 20)

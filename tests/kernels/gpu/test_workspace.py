@@ -121,6 +121,7 @@ ALONE |= {op.name for op in ROW_OPS}
 """Ops of one rank."""
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("processors", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "op",

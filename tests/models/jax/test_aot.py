@@ -69,6 +69,7 @@ def test_a_step_compiles_and_hides_its_traffic(model: str, topology: str) -> Non
         assert sum(one["bytes"] for one in of_layers if one["products"]) >= 0.9 * moved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "topology"), STEP_CASES)
 @pytest.mark.timeout(900)
 def test_a_step_compiles_with_overlapped_kernels(model: str, topology: str) -> None:

@@ -106,7 +106,7 @@ WIDE = Sampling(  # nuclei and ties that are not among the likeliest few, k abov
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(sampling=samplings())
 @example(sampling=WIDE)
 def test_every_rank_samples_what_one_alone_does(ranks: int, sampling: Sampling, ask: Ask) -> None:

@@ -114,6 +114,7 @@ def test_two_nodes_answer_as_one_rank_and_one_that_is_lost_is_named_and_replaced
     wait_until_gone(there)
 
 
+@pytest.mark.slow
 def test_engines_that_ray_places_on_one_node_share_it(tmp_path: Path) -> None:
     write_byte_level(tmp_path)
     settings = {"tokenizer": str(tmp_path), "dp": 2, "tp": 2, "executor": "ray"}
