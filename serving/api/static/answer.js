@@ -22,6 +22,7 @@ export class Answer {
   /** `body` is the request; `onRequest` shows it. */
   constructor(body, onRequest) {
     this.content = "";
+    this.undrawn = { text: "", tokens: [] };
     this.calls = [];
     this.began = performance.now();
     this.tokens = body.logprobs ? new TokenList() : null;
@@ -45,14 +46,22 @@ export class Answer {
     if (!choice) return;
     const { content, reasoning_content: reasoning, tool_calls: calls } = choice.delta;
     if (content || calls || reasoning || choice.logprobs?.content?.length) this.arrived();
-    if (choice.logprobs?.content) this.tokens?.add(choice.logprobs.content);
+    this.undrawn.tokens.push(...(choice.logprobs?.content ?? []));
     if (reasoning) this.think(reasoning);
     if (content) {
       this.content += content;
-      if (!this.tokens) this.text.append(content);
+      this.undrawn.text += content;
     }
     for (const call of calls ?? []) this.call(call);
     if (choice.finish_reason) this.reason = choice.finish_reason;
+  }
+
+  /** Show what has come since: once a frame, for each time the whole text is laid out. */
+  draw() {
+    const { text, tokens } = this.undrawn;
+    if (this.tokens) this.tokens.add(tokens);
+    else if (text) this.text.append(text);
+    this.undrawn = { text: "", tokens: [] };
   }
 
   arrived() {
@@ -90,6 +99,7 @@ export class Answer {
   /** Nothing more comes. `how` says why, if it is not the model's end. */
   finish(how) {
     this.element.setAttribute("aria-busy", "false");
+    this.draw();
     this.text.normalize();
     this.tokens?.finish(this.content);
     for (const call of this.calls) call.shown.textContent = pretty(call.arguments);

@@ -25,17 +25,30 @@ function body(messages) {
   };
 }
 
-/** Show an element at the end, and stay there if the reader is. */
+/** Show an element at the end, and go there. */
 function append(element) {
+  const log = find("conversation");
   find("welcome").hidden = true;
-  find("conversation").append(element);
-  scroll(true);
+  log.append(element);
+  log.scrollTop = log.scrollHeight;
 }
 
-function scroll(always = false) {
+/** Change what is shown, and stay at the end if the reader is there. */
+function update(change) {
   const log = find("conversation");
   const rest = log.scrollHeight - log.scrollTop - log.clientHeight;
-  if (always || rest < 120) log.scrollTop = log.scrollHeight;
+  change();
+  if (rest < 120) log.scrollTop = log.scrollHeight;
+}
+
+let frame = 0;
+
+/** Draw an answer with the next frame, however many tokens come until then. */
+function drawSoon(answer) {
+  frame ||= requestAnimationFrame(() => {
+    frame = 0;
+    update(() => answer.draw());
+  });
 }
 
 /** Ask what is in the composer. */
@@ -69,7 +82,7 @@ async function ask(request, news) {
   try {
     for await (const event of stream(PATH, request, running.signal)) {
       answer.take(event);
-      scroll();
+      drawSoon(answer);
     }
   } catch (error) {
     if (error.name === "AbortError") how = "stopped";
@@ -78,7 +91,9 @@ async function ask(request, news) {
   } finally {
     running = null;
     busy(false);
-    answer.finish(failure ? "failed" : how);
+    cancelAnimationFrame(frame);
+    frame = 0;
+    update(() => answer.finish(failure ? "failed" : how));
   }
   const kept = Boolean(answer.content || answer.calls.length);
   if (kept && !(answer.calls.length && (failure || how))) {
@@ -91,7 +106,6 @@ async function ask(request, news) {
   } else {
     announce(how === "stopped" ? "Stopped." : "The answer is complete.");
   }
-  scroll();
   return kept || !failure;
 }
 

@@ -352,7 +352,6 @@ def test_dark_and_light(browser: Browser, chatty: Server) -> None:
         assert page.evaluate(background) == light
 
 
-@pytest.mark.slow  # beside other tests its answer has been over too soon: not understood yet
 def test_the_live_view_follows_a_request(page: Page, chatty: Server) -> None:
     chatty.wait_until("requests_running", 0)
     live = page.locator("#timeline g.live")
