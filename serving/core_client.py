@@ -235,6 +235,8 @@ class CoreClient:
         self._told_to_end = True
         for patience, message in ((timeout, Shutdown(drain)), (ABORT_GRACE, Shutdown(False))):
             if self._core is not None and not self._core.ended.done():
+                if drain and not message.drain and self.live:
+                    logger.warning("requests cut off after %g s: %d", timeout, self.live)
                 self._send(message)
                 await asyncio.wait((self._core.ended,), timeout=patience)
         await self._kill()

@@ -164,7 +164,6 @@ class Pool:
         member = _Member(joined, time.monotonic())
         self._members.append(member)
         self._loop.add_reader(joined.link.socket.fileno(), self._hear, member)
-        logger.info("%s has joined", joined.where)
         self._fill()
 
     def _hear(self, member: _Member) -> None:

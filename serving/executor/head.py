@@ -115,7 +115,6 @@ class Head:
                 if len(joined) < count and (machine := self.admit()) is not None:
                     joined.append(machine)
                     selector.register(machine.link.socket, selectors.EVENT_READ, machine)
-                    logger.info("%s has joined", machine.where)
         return joined
 
     def admit(self) -> Joined | None:
@@ -135,6 +134,7 @@ class Head:
                 continue
             if joined is not None:
                 self._forget(key.data)
+                logger.info("%s has joined", joined.where)
                 return joined
         now = time.monotonic()
         for arrival in [each for each in self._arrivals if each.stranger.deadline < now]:

@@ -315,6 +315,7 @@ def test_the_drain_has_an_end(tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(timeout=60) == 0
         text = read_all(connection)
+        assert "requests cut off after 0.2 s: 1" in server.log.read_text()
     assert b'"error"' in text
     assert b"[DONE]" in text
 
