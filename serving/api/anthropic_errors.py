@@ -1,4 +1,7 @@
-"""Errors of Anthropic's routes in Anthropic's shape, wherever they come from."""
+"""Errors of Anthropic's routes in Anthropic's shape, wherever they come from.
+
+Source of the types: Anthropic's API reference, "Errors".
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,13 @@ _TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
+
+
+def is_anthropics(path: str) -> bool:
+    """Whether a path is of Anthropic's API."""
+    return path == _PATH or path.startswith(_PATH + "/")
 
 
 def anthropic_error(status: int, message: str) -> AnthropicError:
@@ -27,14 +36,13 @@ def anthropic_error(status: int, message: str) -> AnthropicError:
 
 
 class AnthropicErrors:
-    """ASGI middleware: rewrites the body of every answer that is not 2xx."""
+    """ASGI middleware around all others whose errors have OpenAI's shape: rewrites their bodies."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "")
-        if scope["type"] != "http" or not (path == _PATH or path.startswith(_PATH + "/")):
+        if not is_anthropics(scope["path"]):
             await self._app(scope, receive, send)
             return
         start: Message | None = None

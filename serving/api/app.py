@@ -19,7 +19,6 @@ from weft.serving.api import (
     responses_route,
     tokens,
 )
-from weft.serving.api.anthropic_errors import AnthropicErrors
 from weft.serving.api.limits import BodyLimits
 from weft.serving.api.state import ServerState
 from weft.version import __version__
@@ -42,7 +41,6 @@ def build_app(state: ServerState) -> FastAPI:
     if state.page:
         app.include_router(playground.router)
     app.add_middleware(BodyLimits)
-    app.add_middleware(AnthropicErrors)
     documentation.install(app)
     return app
 

@@ -8,6 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft.errors import RequestError
 from weft.serving.api import playground
+from weft.serving.api.anthropic_errors import AnthropicErrors
 from weft.serving.api.context import current
 from weft.serving.api.errors import error_response, refused
 from weft.serving.api.keys import Keyring
@@ -74,6 +75,7 @@ def guarded(app: ASGIApp, config: ServerConfig, keys: Keyring) -> ASGIApp:
     if keys:
         open_paths = OPEN_PATHS | playground.PATHS  # which ask for a key, and send it
         app = KeyGuard(app, keys, open_paths | ({"/metrics"} if config.open_metrics else set()))
+    app = AnthropicErrors(app)
     if config.cors_origins is not None:
         app = CORSMiddleware(
             app,

@@ -4,27 +4,38 @@ uvicorn's protocol bounds neither the size of a request's head nor the time
 that a request takes to arrive: a few clients that send a byte now and then
 would hold all sockets. Nor does it bound the time that a client takes to read: the application
 waits once 64 KiB are unread, for ever, and with it a request that holds blocks of the KV cache.
+Nor the requests that a client sends ahead (pipelining, RFC 9112, section 9.3.2), all of which it
+keeps, while it tells the last of them alone that the client has gone.
+
+A request that is refused here is refused in its turn: those ahead of it on the connection get
+their answers, and the connection ends with the last of these.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from http import HTTPStatus
 from typing import Any
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from weft.errors import RequestError
+from weft.serving.api.anthropic_errors import anthropic_error, is_anthropics
 from weft.serving.api.errors import describe
 
 MAX_HEAD = 64 * 1024  # bytes of request line and headers, up to one read of the socket more
 ARRIVAL_TIMEOUT = 60.0  # seconds for a request to arrive whole
 ARRIVAL_BYTES = 1024 * 1024  # of a body that, come in that time, give it as long again
+MAX_UNANSWERED = 8  # requests of one connection, that which is being answered among them
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """431 for a head that is too large, 408 for a request that does not arrive.
+    """431 for a head that is too large, 408 for a request that does not arrive, 400 for no HTTP.
+
+    What comes beyond MAX_UNANSWERED requests is not taken; clients have to expect that, and ask
+    again on another connection.
 
     Args:
         write_timeout: seconds in which a client must read 64 KiB that wait for it; then the
@@ -32,6 +43,7 @@ class BoundedProtocol(HttpToolsProtocol):
         arguments: uvicorn's.
     """
 
+    url = b""  # until a request has begun
     _head_bytes = 0
     _new_bytes = 0  # since the time to arrive was last given
     _arrival: asyncio.TimerHandle | None = None
@@ -40,6 +52,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def __init__(self, *arguments: Any, write_timeout: float, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._write_timeout = write_timeout
+        self._unanswered: deque[RequestResponseCycle] = deque()
+        self._ending = False  # nothing more is taken
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -48,6 +62,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._arrived()
         self._read()
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -65,24 +82,39 @@ class BoundedProtocol(HttpToolsProtocol):
             super().timeout_keep_alive_handler()
 
     def data_received(self, data: bytes) -> None:
+        if self._ending:  # it is still read, so that a client that hangs up is noticed
+            return
         self._head_bytes += len(data)
         self._new_bytes += len(data)
         super().data_received(data)
-        if self._head_bytes > MAX_HEAD and not self.transport.is_closing():
+        if self._head_bytes > MAX_HEAD:
             self._refuse(431, f"the request's head is too large; at most {MAX_HEAD} bytes")
 
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, "this is not a request of HTTP/1.1")
+
     def on_message_begin(self) -> None:
+        if len(self._unanswered) == MAX_UNANSWERED:
+            raise BufferError("too many requests ahead")  # ends the parser: see send_400_response
         super().on_message_begin()
+        self._head_bytes = self._head_bytes or 1  # it came with the end of the last request
         self._await_arrival()
 
     def on_headers_complete(self) -> None:
-        self._head_bytes = -(2**63)  # the rest is body
         super().on_headers_complete()
+        self._unanswered.append(self.cycle)
+        self._head_bytes = -(2**63)  # the rest is body
+        if self.pipeline:  # uvicorn has stopped to read, and would not notice a client that goes
+            self.flow.resume_reading()
 
     def on_message_complete(self) -> None:
         self._head_bytes = 0
         self._arrived()
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self._unanswered.popleft()
+        super().on_response_complete()
 
     def _await_arrival(self) -> None:
         self._arrived()
@@ -104,15 +136,30 @@ class BoundedProtocol(HttpToolsProtocol):
             self._await_arrival()  # a large file
         elif self._head_bytes == 0:  # an idle connection: nobody waits for an answer
             self.transport.close()
-        elif not self.transport.is_closing():
+        else:
             self._refuse(408, f"the request did not arrive within {ARRIVAL_TIMEOUT:g} seconds")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Hang up, with an answer unless the application has begun one."""
-        if self._head_bytes < 0 and self.cycle.response_started:
-            self.transport.close()
+        """Answer the request that arrives with an error, unless its answer has begun; hang up."""
+        if self._ending or self.transport.is_closing():
             return
-        body = msgspec.json.encode(describe(RequestError(message, status=status))[1])
+        self._ending = True
+        self._arrived()
+        in_body = self._head_bytes < 0
+        ahead = len(self._unanswered) - in_body  # -1: its own answer is complete
+        if ahead > 0:
+            self._unanswered[ahead - 1].keep_alive = False
+        elif in_body and self.cycle.response_started:
+            self.transport.close()
+        else:
+            self._answer(status, message)
+
+    def _answer(self, status: int, message: str) -> None:
+        path = self.url.partition(b"?")[0].decode("latin-1")
+        content: msgspec.Struct = describe(RequestError(message, status=status))[1]
+        if is_anthropics(path):
+            content = anthropic_error(status, message)
+        body = msgspec.json.encode(content)
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
             "content-type: application/json\r\n"

@@ -12,16 +12,21 @@ import ssl
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import anthropic
 import httpx
 import pytest
+from anthropic.types import ErrorResponse
 from support.server import Server, start_server
 from support.tokenizers import write_byte_level
 
-from weft.errors import ConfigError, RequestError
+from weft.errors import ConfigError, EngineError, RequestError
+from weft.serving.api.app import build_app
+from weft.serving.api.guard import guarded
 from weft.serving.api.keys import Keyring
 from weft.serving.api.observed import request_id
+from weft.serving.api.state import ServerState
 from weft.serving.api.tls import tls_context
 from weft.serving.config import ServerConfig
 
@@ -130,6 +135,48 @@ def test_a_key_has_so_many_requests_at_once(locked: Server) -> None:
         assert locked.http.get("/v1/models", headers=bearer(ALICE)).status_code == 200
     locked.wait_until("requests_running", 0)
     assert complete(locked, ALICE).status_code == 200
+
+
+MESSAGES: Any = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
+
+
+def ask_anthropic(server: Server, key: str) -> None:
+    with anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0) as client:
+        client.messages.create(model="mock", **MESSAGES)
+
+
+def anthropic_type(error: anthropic.APIStatusError) -> str:
+    """Of an error, whose body is checked."""
+    body = ErrorResponse.model_validate(error.response.json(), strict=True)
+    return body.error.type
+
+
+def test_refusals_of_anthropics_routes_are_anthropics(locked: Server) -> None:
+    """Those of the guard, of the limits of bodies, and of the protocol itself."""
+    with pytest.raises(anthropic.AuthenticationError) as wrong:
+        ask_anthropic(locked, "not a key of this server")
+    assert anthropic_type(wrong.value) == "authentication_error"
+    with contextlib.ExitStack() as streams:
+        for _ in range(2):
+            asked = locked.http.stream("POST", "/v1/completions", json=LONG, headers=bearer(ALICE))
+            streams.enter_context(asked)
+        with pytest.raises(anthropic.RateLimitError) as busy:
+            ask_anthropic(locked, ALICE)
+    assert anthropic_type(busy.value) == "rate_limit_error"
+    assert int(busy.value.response.headers["retry-after"]) >= 1
+    head = b"POST /v1/messages?beta=true HTTP/1.1\r\nhost: a\r\nx-api-key: %b\r\n" % ALICE.encode()
+    json_head = head + b"content-type: application/json\r\n"
+    chunk = b"100000\r\n" + b" " * 0x100000 + b"\r\n"
+    for sent, status, kind in (
+        (json_head + b"content-length: 1000000000\r\n\r\n", 413, "request_too_large"),
+        (json_head + b"transfer-encoding: chunked\r\n\r\n" + 33 * chunk, 413, "request_too_large"),
+        (head + b"x: " + b"a" * 1_000_000, 431, "invalid_request_error"),
+    ):
+        answer, _, body = locked.raw(sent).partition(b"\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 %d " % status)
+        error = json.loads(body)
+        assert (error["type"], error["error"]["type"]) == ("error", kind)
+    locked.wait_until("requests_running", 0)
 
 
 def test_refusals_are_counted_by_reason(locked: Server) -> None:
@@ -340,6 +387,39 @@ def test_a_request_that_takes_too_long_is_504(hasty: Server, n: int) -> None:
     hasty.wait_until("requests_running", 0)
     assert hasty.metric("kv_cache_usage_ratio") == 0
     assert hasty.http.post("/v1/completions", json=SHORT).status_code == 200
+
+
+class BrokenEngine:
+    """One whose requests fail before they begin."""
+
+    def __init__(self, failure: Exception) -> None:
+        self._failure = failure
+
+    def check_serving(self) -> None:
+        raise self._failure
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "kind", "anthropics"),
+    [
+        (ZeroDivisionError(), 500, "server_error", "api_error"),
+        (EngineError("it loads"), 503, "server_error", "overloaded_error"),
+        (RequestError("too late", status=504), 504, "server_error", "timeout_error"),
+    ],
+)
+async def test_failures_have_the_shape_of_their_route(
+    failure: Exception, status: int, kind: str, anthropics: str
+) -> None:
+    state = ServerState("m", engine=cast(Any, BrokenEngine(failure)))
+    app = guarded(build_app(state), ServerConfig(), Keyring(ServerConfig()))
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://a") as http:
+        chat = await http.post("/v1/chat/completions", json=MESSAGES | {"model": "m"})
+        message = await http.post("/v1/messages", json=MESSAGES | {"model": "m"})
+    assert (chat.status_code, message.status_code) == (status, status)
+    assert chat.json()["error"]["type"] == kind
+    assert ErrorResponse.model_validate(message.json(), strict=True).error.type == anthropics
+    assert chat.headers.get("retry-after") == message.headers.get("retry-after")
 
 
 def test_a_stream_that_takes_too_long_ends_with_an_error(hasty: Server) -> None:

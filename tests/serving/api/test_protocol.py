@@ -1,9 +1,9 @@
-"""Clients that send slowly: a request has to arrive in time, an answer may take its time."""
+"""Clients that send slowly, wrongly or ahead: what each request of a connection gets."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import re
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
@@ -11,29 +11,63 @@ from typing import Any
 import pytest
 import uvicorn
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from weft.serving.api import protocol
+from weft.serving.api.connection import unless_gone
 
 HEAD = b"POST / HTTP/1.1\r\nhost: a\r\n"
 
 
-async def slow_app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Reads the body, then takes longer than a request may take to arrive."""
-    with contextlib.suppress(ClientDisconnect):
-        await Request(scope, receive).body()
-        await asyncio.sleep(0.6)
-        await PlainTextResponse("done")(scope, receive, send)
+class App:
+    """Reads a request's body, then takes longer than one may take to arrive.
+
+    /stream answers in pieces in that time; /hasty at once, and reads nothing.
+
+    Attributes:
+        asked: paths, as they came.
+        gone: paths whose client went before its answer.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.gone: list[str] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        self.asked.append(path)
+        if path == "/hasty":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"has", "more_body": True})
+        try:
+            await Request(scope, receive).body()
+            if path == "/stream":
+                pieces = StreamingResponse(_pieces())
+                await pieces(scope, receive, send)
+            else:
+                await unless_gone(receive, asyncio.sleep(0.6))
+                await PlainTextResponse(f"done {path};")(scope, receive, send)
+        except ClientDisconnect:
+            self.gone.append(path)
+
+
+async def _pieces() -> AsyncIterator[bytes]:
+    for piece in (b"one ", b"two ", b"three"):
+        yield piece
+        await asyncio.sleep(0.2)
 
 
 @pytest.fixture
-async def port(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
+def app() -> App:
+    return App()
+
+
+@pytest.fixture
+async def port(monkeypatch: pytest.MonkeyPatch, app: App) -> AsyncIterator[int]:
     monkeypatch.setattr(protocol, "ARRIVAL_TIMEOUT", 0.3)
     bounded: Any = partial(protocol.BoundedProtocol, write_timeout=60.0)
-    config = uvicorn.Config(
-        slow_app, port=0, http=bounded, ws="none", lifespan="off", log_config=None
-    )
+    config = uvicorn.Config(app, port=0, http=bounded, ws="none", lifespan="off", log_config=None)
     server = uvicorn.Server(config)
     running = asyncio.create_task(server.serve())
     while not server.started:
@@ -73,4 +107,90 @@ async def test_a_slow_answer_is_no_fault(port: int) -> None:
     head = HEAD + b"connection: close\r\ncontent-length: 3\r\n\r\n"
     answer = await ask(port, head[:20], head[20:], b"a", b"bc")
     assert answer.startswith(b"HTTP/1.1 200 ")
-    assert answer.endswith(b"done")
+    assert answer.endswith(b"done /;")
+
+
+def get(path: str) -> bytes:
+    return b"GET %b HTTP/1.1\r\nhost: a\r\n\r\n" % path.encode()
+
+
+# Requests that are sent ahead.
+
+
+async def test_requests_sent_ahead_are_answered_in_their_order(app: App, port: int) -> None:
+    last = HEAD.replace(b"/", b"/c", 1) + b"connection: close\r\ncontent-length: 3\r\n\r\nabc"
+    answer = await ask(port, get("/a") + get("/stream") + last)
+    assert answer.count(b"HTTP/1.1 200 OK") == 3
+    said = re.findall(rb"done /.;|one|two|three", answer)
+    assert said == [b"done /a;", b"one", b"two", b"three", b"done /c;"]
+    assert app.asked == ["/a", "/stream", "/c"]
+
+
+@pytest.mark.parametrize("parts", [1, 40], ids=["at once", "in pieces"])
+async def test_so_many_may_be_sent_ahead(
+    monkeypatch: pytest.MonkeyPatch, app: App, port: int, parts: int
+) -> None:
+    """The others are not taken, and the client is told so."""
+    monkeypatch.setattr(protocol, "MAX_UNANSWERED", 3)
+    sent = [b"".join(get(f"/{i}") for i in range(1000))] if parts == 1 else []
+    answer = await ask(port, *(sent or [get(f"/{i}") for i in range(parts)]))
+    assert app.asked == ["/0", "/1", "/2"]
+    assert re.findall(rb"done /\d+;", answer) == [b"done /0;", b"done /1;", b"done /2;"]
+    assert answer.count(b"HTTP/1.1 ") == 3
+    *_, last = answer.split(b"HTTP/1.1 ")
+    assert b"connection: close\r\n" in last
+
+
+AHEAD = {
+    "no HTTP": b"\x80\x02cposix\nsystem\n",
+    "a head too large": b"GET / HTTP/1.1\r\nx: " + b"a" * 2 * protocol.MAX_HEAD,
+    "half a head": HEAD,
+    "a letter": b"P",
+    "half a body": HEAD + b"content-length: 10\r\n\r\nabc",
+    "no chunk": HEAD + b"transfer-encoding: chunked\r\n\r\nxyz\r\n",
+}
+
+
+@pytest.mark.parametrize("path", ["/a", "/stream"])
+@pytest.mark.parametrize("apart", [False, True], ids=["at once", "apart"])
+async def test_a_fault_does_not_hurt_the_request_ahead_of_it(
+    app: App, port: int, path: str, apart: bool
+) -> None:
+    """It gets all of its answer, and nothing but that; then the connection ends."""
+    sent = [[get(path), fault] if apart else [get(path) + fault] for fault in AHEAD.values()]
+    answers = await asyncio.gather(*(ask(port, *parts) for parts in sent))
+    for name, answer in zip(AHEAD, answers, strict=True):
+        assert answer.count(b"HTTP/1.1 ") == 1, name
+        assert answer.startswith(b"HTTP/1.1 200 "), name
+        assert answer.endswith(b"done /a;" if path == "/a" else b"0\r\n\r\n"), name
+    assert app.asked == [path] * len(AHEAD)
+
+
+async def test_a_fault_behind_a_complete_answer_is_told(port: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(get("/a"))
+    await reader.readuntil(b"done /a;")
+    writer.write(b"\x80\r\n\r\n")
+    assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+    writer.close()
+
+
+async def test_an_answer_that_has_begun_gets_no_other_inside(port: int) -> None:
+    """Its request does not arrive; the connection ends."""
+    sent = HEAD.replace(b"/", b"/hasty", 1) + b"content-length: 10\r\n\r\nabc"
+    answer = await ask(port, sent)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert answer.endswith(b"3\r\nhas\r\n")
+
+
+async def test_a_client_that_goes_is_noticed_by_all_its_requests(app: App, port: int) -> None:
+    """That which is being answered ends; the others do not begin."""
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(get("/a") + get("/b") + get("/c"))
+    while not app.asked:
+        await asyncio.sleep(0.01)
+    writer.close()
+    while not app.gone:
+        await asyncio.sleep(0.01)
+    assert app.gone == ["/a"]
+    assert app.asked == ["/a"]
