@@ -205,6 +205,7 @@ class AsyncEngine:
         priority: int = 0,
         deadline: float | None = None,
         visible: frozenset[int] = frozenset(),
+        on_admitted: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[Delta, None]:
         """Serve one request (`params.n` is ignored: n answers are n calls).
 
@@ -216,6 +217,7 @@ class AsyncEngine:
             priority: lower is served first.
             deadline: time.monotonic() at which it is given up.
             visible: special tokens whose text is wanted, such as the marks of a call.
+            on_admitted: called once it waits or runs.
 
         Yields:
             What is new; the last one has a finish_reason.
@@ -248,6 +250,7 @@ class AsyncEngine:
         stream = Stream(self.tokenizer, params, timeline, visible)
         core.add(number, request, stream, grammar)
         self._pace.began()
+        on_admitted()
 
         def give_up() -> None:
             stream.fail(_late())

@@ -192,8 +192,13 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        *,
+        continued: bool = False,
     ) -> str:
-        """The text of a conversation; see `apply_chat_template`."""
+        """The text of a conversation; see `apply_chat_template`.
+
+        With `continued` it ends with the content of the last message, which goes on from there.
+        """
         from transformers.utils.chat_template_utils import render_jinja_template
 
         name = "tool_use" if tools and "tool_use" in self.chat_templates else "default"
@@ -209,6 +214,7 @@ class Tokenizer:
                 tools=list(tools) if tools else None,
                 chat_template=self.chat_templates[name],
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continued,
                 **self.special_tokens,
             )
         except _TEMPLATE_ERRORS as error:

@@ -25,6 +25,7 @@ from weft.serving.answer_parser.python_calls import python_calls
 
 Reader = Generator[None, str, None]
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"  # of hermes
 
 
 class CallReader:
@@ -46,13 +47,18 @@ class CallReader:
         self.complete = False
 
     def hermes(self) -> Reader:
-        """`{"name": ..., "arguments": {...}}</tool_call>`, after the opening mark."""
-        yield from self._json_call((yield from _after_space()))
-        char = yield from _after_space()
-        for expected in "</tool_call>":
-            _require(char == expected)
-            if expected != ">":
-                char = yield
+        """`{"name": ..., "arguments": {...}}</tool_call>`, after the opening mark.
+
+        The closing mark may be missing before another call.
+        """
+        mark = _OPEN
+        while mark == _OPEN:
+            self.complete = False
+            yield from self._json_call((yield from _after_space()))
+            mark = yield from _after_space()
+            while mark not in (_OPEN, _CLOSE):
+                _require(_OPEN.startswith(mark) or _CLOSE.startswith(mark))
+                mark += yield
 
     def llama3_json(self) -> Reader:
         """Objects with "parameters", of functions that were offered; `;` between them."""
@@ -103,7 +109,7 @@ class CallReader:
     def end(self) -> None:
         """The answer has ended while it was being read."""
         text = "".join(self.held)
-        if not (self.complete and "</tool_call>".startswith(text.strip())):
+        if not (self.complete and _CLOSE.startswith(text.strip())):
             self.out.append(Content(text))
 
     def _json_call(self, char: str, *, known: bool = False) -> Reader:
@@ -208,7 +214,7 @@ class ToolFormat:
 
 
 TOOL_FORMATS = {
-    "hermes": ToolFormat(CallReader.hermes, open="<tool_call>", close="</tool_call>"),
+    "hermes": ToolFormat(CallReader.hermes, open=_OPEN, close=_CLOSE),
     "llama3_json": ToolFormat(CallReader.llama3_json, open="<|python_tag|>", at_start=True),
     "mistral": ToolFormat(
         CallReader.mistral, open="[TOOL_CALLS]", more_marks=("[ARGS]", "[CALL_ID]")

@@ -92,6 +92,7 @@ class Answers:
                 engine.tokenizer.decode(prompt, skip_special_tokens=False) for prompt in prompts
             ]
         self._visible = visible
+        self._admitted = 0
         self._completion_tokens = 0
         self._cached_tokens = [0] * len(prompts)
 
@@ -107,13 +108,10 @@ class Answers:
             RequestError: the queue is full.
             EngineError: the engine has died or is ending.
         """
-        prompt_tokens = sum(map(len, self.prompts))
         async with aclosing(_merged([self._one(i) for i in range(self.count)])) as pieces:
             async for i, delta in pieces:
                 self._completion_tokens += len(delta.token_ids)
-                if self._context is not None and self._context.key is not None:
-                    self._context.key.spend(prompt_tokens + len(delta.token_ids))
-                    prompt_tokens = 0  # they were computed before the first delta
+                self._spend(len(delta.token_ids))
                 if delta.cached_tokens and i % self.n == 0:
                     self._cached_tokens[i // self.n] = delta.cached_tokens
                 yield i, delta
@@ -152,11 +150,22 @@ class Answers:
             priority=self._priority,
             deadline=self._deadline,
             visible=self._visible,
+            on_admitted=self._admit,
         )
         phases = Phases(len(prompt))
         if self._context is not None:
             self._context.answers.append(phases)
         return self._state.metrics.observe(deltas, phases)
+
+    def _admit(self) -> None:
+        """An answer has a place. Once all have, the prompts will be computed, for whoever waits."""
+        self._admitted += 1
+        if self._admitted == self.count:
+            self._spend(sum(map(len, self.prompts)))
+
+    def _spend(self, tokens: int) -> None:
+        if self._context is not None and self._context.key is not None:
+            self._context.key.spend(tokens)
 
 
 def finish_reason(delta: Delta) -> FinishReason | None:

@@ -1,4 +1,4 @@
-"""Anthropic's messages: what clients may ask, and what they get.
+"""Anthropic's messages: what clients may ask. What they get is in anthropic_events.py.
 
 As in schemas.py, a field that is not here is refused by name. `cache_control` is taken and means
 nothing: prefixes are cached anyway.
@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from msgspec import UNSET, Struct, UnsetType
 from pydantic import BeforeValidator, Field, model_validator
 
 from weft.errors import RequestError
 from weft.serving.api.body import Body
+from weft.serving.api.schemas import Function
 from weft.serving.api.tool_schema import Parameters
 from weft.serving.sampling_params import SamplingParams
-
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class CacheControl(Body):
@@ -97,14 +95,16 @@ _REQUIRED = {
 _BLOCKS = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "tool_use")}
 
 
-class AnthropicTool(Body):
+class CustomTool(Body):
+    """A tool that the client runs; those that Anthropic runs itself are refused by this, first."""
+
+    type: Literal["custom"] | None = None
+
+
+class AnthropicTool(Function, CustomTool):
     """A function that the model may call."""
 
-    name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")
-    input_schema: Parameters
-    description: str | None = None
-    type: Literal["custom"] | None = None
-    strict: bool | None = None
+    parameters: Parameters = Field(alias="input_schema")
     cache_control: CacheControl | None = None
 
 
@@ -148,6 +148,25 @@ class CountRequest(Body):
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
 
+    @model_validator(mode="after")
+    def _the_last_message_can_be_continued(self) -> Self:
+        if self.messages[-1].role == "user":
+            return self
+        content = self.messages[-1].content
+        if other := [block.type for block in content if block.type != "text"]:
+            raise RequestError(
+                f"messages ends with a message of the assistant that has a block of type "
+                f"{other[0]}; only text can be continued",
+                param="messages",
+            )
+        if "".join(block.text or "" for block in content)[-1:].isspace():
+            raise RequestError(
+                "messages ends with a message of the assistant whose text ends with white space; "
+                "leave that out: the answer goes on from there",
+                param="messages",
+            )
+        return self
+
 
 class MessagesRequest(CountRequest):
     """POST /v1/messages. `seed`, `min_p` and `priority` are not Anthropic's."""
@@ -172,143 +191,3 @@ class MessagesRequest(CountRequest):
             **{name: value for name, value in given.items() if value is not None},
             stop=tuple(self.stop_sequences or ()),
         )
-
-
-# What clients get.
-
-
-class MessagesUsage(Struct):
-    """Token counts; `input_tokens` are those that did not come from the prefix cache."""
-
-    input_tokens: int
-    output_tokens: int
-    cache_read_input_tokens: int = 0
-    cache_creation_input_tokens: int = 0
-
-
-class TextOut(Struct, tag="text"):
-    """What the model says."""
-
-    text: str
-    citations: None = None
-
-
-class ThinkingOut(Struct, tag="thinking"):
-    """What the model thinks first."""
-
-    thinking: str
-    signature: str = ""
-
-
-class ToolUseOut(Struct, tag="tool_use"):
-    """A call. Arguments that are no JSON are its one key INVALID_JSON, as Anthropic advises."""
-
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-BlockOut = TextOut | ThinkingOut | ToolUseOut
-
-
-class MessageOut(Struct, tag="message"):
-    """The assistant's turn."""
-
-    id: str
-    model: str
-    content: list[BlockOut]
-    usage: MessagesUsage
-    role: Literal["assistant"] = "assistant"
-    stop_reason: StopReason | None = None
-    stop_sequence: str | None = None
-
-
-class TokenCount(Struct):
-    """What /v1/messages/count_tokens answers."""
-
-    input_tokens: int
-
-
-class MessageStart(Struct, tag="message_start"):
-    """The first event, with a message that is empty yet."""
-
-    message: MessageOut
-
-
-class BlockStart(Struct, tag="content_block_start"):
-    """A block begins."""
-
-    index: int
-    content_block: BlockOut
-
-
-class TextDelta(Struct, tag="text_delta"):
-    """More of a text."""
-
-    text: str
-
-
-class ThinkingDelta(Struct, tag="thinking_delta"):
-    """More of a thought."""
-
-    thinking: str
-
-
-class InputJsonDelta(Struct, tag="input_json_delta"):
-    """More of a call's input."""
-
-    partial_json: str
-
-
-class BlockDelta(Struct, tag="content_block_delta"):
-    """More of the block."""
-
-    index: int
-    delta: TextDelta | ThinkingDelta | InputJsonDelta
-
-
-class BlockStop(Struct, tag="content_block_stop"):
-    """The block has ended."""
-
-    index: int
-
-
-class MessageEnd(Struct):
-    """Why the message ended."""
-
-    stop_reason: StopReason
-    stop_sequence: str | None
-
-
-class MessageDelta(Struct, tag="message_delta"):
-    """The message has ended."""
-
-    delta: MessageEnd
-    usage: MessagesUsage
-
-
-class MessageStop(Struct, tag="message_stop"):
-    """The last event."""
-
-
-class Ping(Struct, tag="ping"):
-    """The server is there, and the prompt is computed."""
-
-
-MessageEvent = (
-    MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop | Ping
-)
-
-
-class AnthropicErrorDetail(Struct):
-    """What went wrong."""
-
-    type: str
-    message: str
-
-
-class AnthropicError(Struct, tag="error"):
-    """The body of an answer that is not 2xx, and an event that ends a stream."""
-
-    error: AnthropicErrorDetail
-    request_id: str | UnsetType | None = UNSET

@@ -28,7 +28,7 @@ from weft.serving.api.responses import (
     new_id,
     now,
 )
-from weft.serving.api.schemas import ChatRequest
+from weft.serving.api.schemas import ChatRequest, NamedTool
 from weft.serving.api.sse import EventStream, event
 from weft.serving.api.state import State
 from weft.serving.api.turns import Turn, TurnDelta, Turns
@@ -42,10 +42,11 @@ router = APIRouter()
 async def create_chat_completion(request: Request, body: ChatRequest, state: State) -> Response:
     """Answer a conversation, with the model's chat template."""
     engine = state.ready_engine(body.model)
+    choice = body.tool_choice or "auto"
     conversation = Conversation(
         body.messages,
-        body.tools or (),
-        body.tool_choice or "auto",
+        [tool.function for tool in body.tools or ()],
+        choice.function if isinstance(choice, NamedTool) else choice,
         body.parallel_tool_calls is not False,
     )
     turns = await Turns.begin(state, engine, conversation, _params(body), body.priority or 0)

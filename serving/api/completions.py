@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING
@@ -41,9 +42,10 @@ async def create_completion(request: Request, body: CompletionRequest, state: St
     """Continue one text or many, as they stand, without a chat template."""
     engine = state.ready_engine(body.model)
     params = _params(body)
-    prompts = [
-        await engine.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt
-    ]
+    encode = engine.tokenizer.encode
+    prompts = await asyncio.to_thread(
+        lambda: [encode(text) if isinstance(text, str) else text for text in body.prompt]
+    )
     answers = Answers(state, engine, prompts, params, body.priority or 0)
     writer = _Writer(body, engine.tokenizer, answers)
     if body.stream:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.errors import RequestError
-from weft.serving.api.schemas import Message, NamedTool, Tool, ToolChoice
+from weft.serving.api.schemas import Function, FunctionName, Message, ToolMode
 from weft.serving.tokenizer import Tokenizer
 
 
@@ -18,18 +18,20 @@ class Conversation:
 
     Attributes:
         messages: at least one.
-        tools: that are offered.
-        tool_choice: whether the model may or must call one of them.
+        tools: that are offered; of each the fields of a Function count.
+        tool_choice: whether the model may or must call one of them, or that which it must call.
         parallel: it may call several at once.
+        continued: the last message, which is the assistant's, is how its answer begins.
 
     Raises:
         RequestError: the tools and the choice contradict each other.
     """
 
     messages: Sequence[Message]
-    tools: Sequence[Tool] = ()
-    tool_choice: ToolChoice = "auto"
+    tools: Sequence[Function] = ()
+    tool_choice: ToolMode | FunctionName = "auto"
     parallel: bool = True
+    continued: bool = False
 
     def __post_init__(self) -> None:
         choice = self.tool_choice
@@ -37,15 +39,15 @@ class Conversation:
             return
         if not self.tools:
             raise RequestError("tool_choice asks for a call; tools is missing", param="tool_choice")
-        names = [tool.function.name for tool in self.tools]
-        if isinstance(choice, NamedTool) and choice.function.name not in names:
+        names = [tool.name for tool in self.tools]
+        if isinstance(choice, FunctionName) and choice.name not in names:
             raise RequestError(
-                f"tool_choice names {choice.function.name!r}; tools has {', '.join(names)}",
+                f"tool_choice names {choice.name!r}; tools has {', '.join(names)}",
                 param="tool_choice",
             )
 
     @property
-    def offered(self) -> Sequence[Tool]:
+    def offered(self) -> Sequence[Function]:
         """Tools that the model may call; with `tool_choice: "none"` it does not see them either."""
         return () if self.tool_choice == "none" else self.tools
 
@@ -55,9 +57,15 @@ class Conversation:
         Raises:
             RequestError: there is no chat template, or it refuses the conversation.
         """
-        tools = [tool.model_dump(exclude_none=True) for tool in self.offered]
+        functions = [tool.model_dump(exclude_none=True, include=_SHOWN) for tool in self.offered]
+        tools = [{"type": "function", "function": function} for function in functions]
         messages = [_template_message(message, tokenizer) for message in self.messages]
-        return tokenizer.render_chat(messages, tools or None, to_answer)
+        return tokenizer.render_chat(
+            messages, tools, to_answer and not self.continued, continued=self.continued
+        )
+
+
+_SHOWN = set(Function.model_fields)
 
 
 def _template_message(message: Message, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from weft.serving.api import anthropic_schemas, responses, responses_schemas
+from weft.serving.api import anthropic_events, responses, responses_events
 from weft.serving.api.errors import ErrorResponse
 from weft.serving.batch import objects
 
@@ -32,9 +32,10 @@ _STRUCTS = (
     objects.BatchObject,
     objects.BatchList,
     ErrorResponse,
-    responses_schemas.ResponseObject,
-    anthropic_schemas.MessageOut,
-    anthropic_schemas.TokenCount,
+    responses_events.ResponseObject,
+    anthropic_events.MessageOut,
+    anthropic_events.TokenCount,
+    anthropic_events.AnthropicError,
 )
 
 
@@ -43,6 +44,7 @@ def returns(
     *,
     streams: bool = False,
     or_status: int | None = None,
+    error: type[msgspec.Struct] = ErrorResponse,
     media_type: str = "application/json",
 ) -> dict[str, Any]:
     """A route's arguments that say what it answers.
@@ -51,11 +53,12 @@ def returns(
         struct: the body of a 200; None is plain text.
         streams: it may be server-sent events instead.
         or_status: another status that has the same body.
+        error: the body of all others.
         media_type: of a 200.
     """
     schema = {"type": "string"} if struct is None else {"$ref": _REF.format(name=struct.__name__)}
     content: dict[str, Any] = {media_type: {"schema": schema}}
-    errors = {"application/json": {"schema": {"$ref": _REF.format(name="ErrorResponse")}}}
+    errors = {"application/json": {"schema": {"$ref": _REF.format(name=error.__name__)}}}
     answers: dict[int | str, Any] = {
         "4XX": {"description": "The request is at fault", "content": errors},
         "5XX": {"description": "The server is at fault", "content": errors},

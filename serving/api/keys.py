@@ -1,9 +1,10 @@
 """API keys: who may ask, and how much each may ask for at once and in a minute.
 
 Keys are kept as SHA-256 digests, and what a client presents is compared with all of them in
-constant time. A key's tokens are a bucket that refills all the time, and are taken from it as they
-are computed, prompts and answers alike; while it is empty, new requests are refused. So nothing has
-to be guessed beforehand, and what runs gets to its end.
+constant time. A key's tokens are a bucket that refills all the time. Those of a prompt are taken
+from it when the request gets its place, though its client may go before they are computed, those of
+an answer as they come; while it is empty, new requests are refused. So nothing has to be guessed
+beforehand, and what runs gets to its end.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Key:
     refilled: float = 0.0
 
     def spend(self, tokens: int) -> None:
-        """Take tokens that were computed for it."""
+        """Take tokens that are computed for it."""
         if self.tokens is not None:
             self.tokens -= tokens
 

@@ -13,7 +13,8 @@ from pydantic_core import from_json
 
 from weft.errors import EngineError, RequestError
 from weft.serving.answer_parser.pieces import Arguments, CallStart, Content, Piece, Reasoning
-from weft.serving.api import anthropic_schemas as shapes
+from weft.serving.api import anthropic_events as shapes
+from weft.serving.api import anthropic_schemas as asked
 from weft.serving.api.anthropic_errors import anthropic_error
 from weft.serving.api.connection import unless_gone
 from weft.serving.api.conversation import Conversation
@@ -21,28 +22,27 @@ from weft.serving.api.documentation import returns
 from weft.serving.api.errors import describe, told
 from weft.serving.api.responses import FinishReason, new_id
 from weft.serving.api.schemas import (
-    Function,
     FunctionCall,
     FunctionName,
     Message,
-    NamedTool,
     TextPart,
-    Tool,
     ToolCall,
-    ToolChoice,
+    ToolMode,
 )
 from weft.serving.api.sse import EventStream, typed_event
 from weft.serving.api.state import State
 from weft.serving.api.turns import Turns
 
-_TOOL_CHOICES: dict[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
+_TOOL_MODES: dict[str, ToolMode] = {"auto": "auto", "any": "required", "none": "none"}
 
 
 router = APIRouter()
 
 
-@router.post("/v1/messages", **returns(shapes.MessageOut, streams=True))
-async def create_message(request: Request, body: shapes.MessagesRequest, state: State) -> Response:
+@router.post(
+    "/v1/messages", **returns(shapes.MessageOut, streams=True, error=shapes.AnthropicError)
+)
+async def create_message(request: Request, body: asked.MessagesRequest, state: State) -> Response:
     """Answer a conversation, in Anthropic's form."""
     engine = state.ready_engine(body.model)
     params = body.sampling_params()
@@ -54,8 +54,8 @@ async def create_message(request: Request, body: shapes.MessagesRequest, state: 
     return Response(msgspec.json.encode(message), media_type="application/json")
 
 
-@router.post("/v1/messages/count_tokens", **returns(shapes.TokenCount))
-async def count_tokens(body: shapes.CountRequest, state: State) -> Response:
+@router.post("/v1/messages/count_tokens", **returns(shapes.TokenCount, error=shapes.AnthropicError))
+async def count_tokens(body: asked.CountRequest, state: State) -> Response:
     """How many tokens a conversation is."""
     engine = state.ready_engine(body.model)
 
@@ -67,7 +67,7 @@ async def count_tokens(body: shapes.CountRequest, state: State) -> Response:
     return Response(msgspec.json.encode(shapes.TokenCount(count)), media_type="application/json")
 
 
-def _conversation(body: shapes.CountRequest) -> Conversation:
+def _conversation(body: asked.CountRequest) -> Conversation:
     """The same in OpenAI's form."""
     messages = []
     if body.system:
@@ -75,34 +75,29 @@ def _conversation(body: shapes.CountRequest) -> Conversation:
         messages.append(Message(role="system", content=parts))
     for message in body.messages:
         messages += _user(message) if message.role == "user" else [_assistant(message)]
-    tools = [
-        Tool(
-            type="function",
-            function=Function(
-                name=tool.name,
-                description=tool.description,
-                parameters=tool.input_schema,
-                strict=tool.strict,
-            ),
-        )
-        for tool in body.tools or ()
-    ]
-    choice = body.tool_choice
-    if choice is None:
-        return Conversation(messages, tools)
-    named: ToolChoice = _TOOL_CHOICES.get(choice.type, "auto")
-    if choice.name is not None:
-        named = NamedTool(type="function", function=FunctionName(name=choice.name))
-    return Conversation(messages, tools, named, not choice.disable_parallel_tool_use)
+    *_, last = body.messages
+    continued = last.role == "assistant" and any(block.text for block in last.content)
+    if last.role == "assistant" and not continued:
+        messages.pop()  # there is nothing to go on from
+    choice = body.tool_choice or asked.AnthropicToolChoice(type="auto")
+    return Conversation(
+        messages,
+        body.tools or (),
+        _TOOL_MODES[choice.type] if choice.name is None else FunctionName(name=choice.name),
+        not choice.disable_parallel_tool_use,
+        continued,
+    )
 
 
-def _user(message: shapes.AnthropicMessage) -> Iterator[Message]:
+def _user(message: asked.AnthropicMessage) -> Iterator[Message]:
     """A message for each result of a call, and one for the text beside them."""
     texts = []
     for block in message.content:
         if block.type == "tool_result":
-            parts = [TextPart(type="text", text=part.text) for part in block.content or ()]
-            parts = parts or [TextPart(type="text", text="")]
+            results = [part.text for part in block.content or ()]
+            if block.is_error:  # templates know nothing of it
+                results.insert(0, "Error:")
+            parts = [TextPart(type="text", text=text) for text in results or [""]]
             yield Message(role="tool", tool_call_id=block.tool_use_id, content=parts)
         else:
             texts.append(TextPart(type="text", text=block.text or ""))
@@ -110,7 +105,7 @@ def _user(message: shapes.AnthropicMessage) -> Iterator[Message]:
         yield Message(role="user", content=texts)
 
 
-def _assistant(message: shapes.AnthropicMessage) -> Message:
+def _assistant(message: asked.AnthropicMessage) -> Message:
     texts = [TextPart(type="text", text=b.text or "") for b in message.content if b.type == "text"]
     calls = [
         ToolCall(

@@ -11,23 +11,14 @@ from fastapi import APIRouter, Request, Response
 
 from weft.errors import EngineError, RequestError
 from weft.serving.answer_parser.pieces import Arguments, CallStart, Content, Piece, Reasoning
-from weft.serving.api import responses_schemas as shapes
+from weft.serving.api import responses_events as shapes
+from weft.serving.api import responses_schemas as asked
 from weft.serving.api.connection import unless_gone
 from weft.serving.api.conversation import Conversation
 from weft.serving.api.documentation import returns
 from weft.serving.api.errors import told
 from weft.serving.api.responses import FinishReason, new_id, now
-from weft.serving.api.schemas import (
-    Function,
-    FunctionCall,
-    FunctionName,
-    Message,
-    NamedTool,
-    TextPart,
-    Tool,
-    ToolCall,
-    ToolChoice,
-)
+from weft.serving.api.schemas import FunctionCall, Message, TextPart, ToolCall
 from weft.serving.api.sse import EventStream, typed_event
 from weft.serving.api.state import State
 from weft.serving.api.turns import Turns
@@ -36,9 +27,7 @@ router = APIRouter()
 
 
 @router.post("/v1/responses", **returns(shapes.ResponseObject, streams=True))
-async def create_response(
-    request: Request, body: shapes.ResponsesRequest, state: State
-) -> Response:
+async def create_response(request: Request, body: asked.ResponsesRequest, state: State) -> Response:
     """Answer a conversation, in the form of OpenAI's Responses; it is not stored."""
     engine = state.ready_engine(body.model)
     params = body.sampling_params()
@@ -50,35 +39,22 @@ async def create_response(
     return Response(msgspec.json.encode(response), media_type="application/json")
 
 
-def _conversation(body: shapes.ResponsesRequest) -> Conversation:
+def _conversation(body: asked.ResponsesRequest) -> Conversation:
     """The same in the form of chats."""
     messages = []
     if body.instructions is not None:
         messages.append(Message(role="system", content=[_text(body.instructions)]))
     for item in body.input:
         _append(messages, item)
-    tools = [
-        Tool(
-            type="function",
-            function=Function(
-                name=tool.name,
-                description=tool.description,
-                parameters=tool.parameters,
-                strict=tool.strict,
-            ),
-        )
-        for tool in body.tools or ()
-    ]
-    choice: ToolChoice = "auto"
-    if isinstance(body.tool_choice, shapes.NamedFunction):
-        named = FunctionName(name=body.tool_choice.name)
-        choice = NamedTool(type="function", function=named)
-    elif body.tool_choice is not None:
-        choice = body.tool_choice
-    return Conversation(messages, tools, choice, body.parallel_tool_calls is not False)
+    return Conversation(
+        messages,
+        body.tools or (),
+        body.tool_choice or "auto",
+        body.parallel_tool_calls is not False,
+    )
 
 
-def _append(messages: list[Message], item: shapes.InputItem) -> None:
+def _append(messages: list[Message], item: asked.InputItem) -> None:
     """Add an item; what the assistant thought, said and called in one turn is one message."""
     parts = [_text(part.text) for part in item.content or ()]
     if item.type == "message" and item.role is not None and item.role != "assistant":
@@ -109,7 +85,7 @@ def _text(text: str) -> TextPart:
 class _Writer:
     """Writes one turn as events, or as the response that they add up to."""
 
-    def __init__(self, body: shapes.ResponsesRequest, turns: Turns) -> None:
+    def __init__(self, body: asked.ResponsesRequest, turns: Turns) -> None:
         self._turns = turns
         self._sequence = 0
         choice = body.tool_choice or "auto"

@@ -1,4 +1,4 @@
-"""OpenAI's Responses: what clients may ask, and what they get.
+"""OpenAI's Responses: what clients may ask. What they get is in responses_events.py.
 
 As in schemas.py, a field that is not here is refused by name. The server keeps nothing between
 requests, so what refers to an earlier response is refused; a conversation is sent whole.
@@ -9,16 +9,12 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, Self
 
-from msgspec import UNSET, Struct, UnsetType, field
 from pydantic import BeforeValidator, Field, model_validator
 
 from weft.errors import RequestError
 from weft.serving.api.body import Body
-from weft.serving.api.schemas import ToolMode, mode_or
-from weft.serving.api.tool_schema import Parameters
+from weft.serving.api.schemas import Function, FunctionName, ToolMode, mode_or
 from weft.serving.sampling_params import Grammar, SamplingParams
-
-# What clients ask.
 
 
 class InputPart(Body):
@@ -79,21 +75,18 @@ def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class ResponsesTool(Body):
-    """A function that the model may call; tools that OpenAI runs itself are refused."""
+class OwnTool(Body):
+    """A tool that the client runs; those that OpenAI runs itself are refused by this, first."""
 
     type: Literal["function"]
-    name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")
-    description: str | None = None
-    parameters: Parameters | None = None
-    strict: bool | None = None
 
 
-class NamedFunction(Body):
+class ResponsesTool(Function, OwnTool):
+    """A function that the model may call."""
+
+
+class NamedFunction(FunctionName, OwnTool):
     """The tool that must be called."""
-
-    type: Literal["function"]
-    name: str
 
 
 class TextFormat(Body):
@@ -203,241 +196,3 @@ class ResponsesRequest(Body):
             **{name: value for name, value in given.items() if value is not None},
             stop=tuple(self.stop or ()),
         )
-
-
-# What they get.
-
-Progress = Literal["in_progress", "completed", "incomplete"]
-
-
-class OutputText(Struct, tag="output_text"):
-    """What the model says."""
-
-    text: str
-    annotations: list[None] = field(default_factory=list)
-    logprobs: list[None] = field(default_factory=list)
-
-
-class ReasoningText(Struct, tag="reasoning_text"):
-    """What the model thinks first."""
-
-    text: str
-
-
-class OutputMessage(Struct, tag="message"):
-    """A part of the answer that is text."""
-
-    id: str
-    content: list[OutputText]
-    status: Progress = "in_progress"
-    role: Literal["assistant"] = "assistant"
-
-
-class ReasoningItem(Struct, tag="reasoning"):
-    """A thought; it is not summed up."""
-
-    id: str
-    content: list[ReasoningText]
-    status: Progress = "in_progress"
-    summary: list[None] = field(default_factory=list)
-
-
-class OutputCall(Struct, tag="function_call"):
-    """A call, which the client makes, and answers with a function_call_output."""
-
-    id: str
-    call_id: str
-    name: str
-    arguments: str = ""
-    status: Progress = "in_progress"
-
-
-OutputItem = OutputMessage | ReasoningItem | OutputCall
-
-
-class InputTokensDetails(Struct):
-    """`cached_tokens` came from the prefix cache."""
-
-    cached_tokens: int
-    cache_write_tokens: int = 0
-
-
-class OutputTokensDetails(Struct):
-    """`reasoning_tokens` are of thoughts."""
-
-    reasoning_tokens: int
-
-
-class ResponseUsage(Struct):
-    """Token counts."""
-
-    input_tokens: int
-    input_tokens_details: InputTokensDetails
-    output_tokens: int
-    output_tokens_details: OutputTokensDetails
-    total_tokens: int
-
-
-class IncompleteDetails(Struct):
-    """Why an answer has been cut off."""
-
-    reason: Literal["max_output_tokens"] = "max_output_tokens"
-
-
-class ResponseError(Struct):
-    """Why there is no answer."""
-
-    code: str
-    message: str
-
-
-class ResponseObject(Struct, tag="response", tag_field="object"):
-    """The answer of /v1/responses, with the settings that were in force."""
-
-    id: str
-    created_at: int
-    model: str
-    instructions: str | None
-    max_output_tokens: int | None
-    metadata: dict[str, str]
-    parallel_tool_calls: bool
-    temperature: float
-    text: dict[str, Any]
-    tool_choice: str | dict[str, str]
-    tools: list[dict[str, Any]]
-    top_p: float
-    user: str | UnsetType = UNSET
-    status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
-    output: list[OutputItem] = field(default_factory=list)
-    usage: ResponseUsage | UnsetType = UNSET
-    error: ResponseError | None = None
-    incomplete_details: IncompleteDetails | None = None
-    completed_at: int | None = None
-    background: bool = False
-    previous_response_id: None = None
-    reasoning: dict[str, None] = field(default_factory=lambda: {"effort": None, "summary": None})
-    service_tier: str = "default"
-    store: bool = False
-    truncation: str = "disabled"
-    top_logprobs: int = 0
-
-
-class _Event(Struct, kw_only=True):
-    sequence_number: int = 0
-
-
-class _OfResponse(_Event, kw_only=True):
-    response: ResponseObject
-
-
-class Created(_OfResponse, tag="response.created"):
-    """The first event."""
-
-
-class InProgress(_OfResponse, tag="response.in_progress"):
-    """The prompt is computed."""
-
-
-class Completed(_OfResponse, tag="response.completed"):
-    """The last event: all of the answer."""
-
-
-class Incomplete(_OfResponse, tag="response.incomplete"):
-    """The last event, of an answer that was cut off."""
-
-
-class Failed(_OfResponse, tag="response.failed"):
-    """The last event, when the server has failed."""
-
-
-class _OfItem(_Event, kw_only=True):
-    output_index: int
-    item: OutputItem
-
-
-class ItemAdded(_OfItem, tag="response.output_item.added"):
-    """An item begins."""
-
-
-class ItemDone(_OfItem, tag="response.output_item.done"):
-    """An item has ended."""
-
-
-class _InItem(_Event, kw_only=True):
-    item_id: str
-    output_index: int
-
-
-class _OfPart(_InItem, kw_only=True):
-    part: OutputText | ReasoningText
-    content_index: int = 0
-
-
-class PartAdded(_OfPart, tag="response.content_part.added"):
-    """An item's text begins."""
-
-
-class PartDone(_OfPart, tag="response.content_part.done"):
-    """An item's text has ended."""
-
-
-class TextDelta(_InItem, kw_only=True, tag="response.output_text.delta"):
-    """More of a message."""
-
-    delta: str
-    content_index: int = 0
-    logprobs: list[None] = field(default_factory=list)
-
-
-class TextDone(_InItem, kw_only=True, tag="response.output_text.done"):
-    """All of a message."""
-
-    text: str
-    content_index: int = 0
-    logprobs: list[None] = field(default_factory=list)
-
-
-class ReasoningDelta(_InItem, kw_only=True, tag="response.reasoning_text.delta"):
-    """More of a thought."""
-
-    delta: str
-    content_index: int = 0
-
-
-class ReasoningDone(_InItem, kw_only=True, tag="response.reasoning_text.done"):
-    """All of a thought."""
-
-    text: str
-    content_index: int = 0
-
-
-class ArgumentsDelta(_InItem, kw_only=True, tag="response.function_call_arguments.delta"):
-    """More of a call's arguments."""
-
-    delta: str
-
-
-class ArgumentsDone(_InItem, kw_only=True, tag="response.function_call_arguments.done"):
-    """All of a call's arguments."""
-
-    name: str
-    arguments: str
-
-
-ResponseEvent = (
-    Created
-    | InProgress
-    | Completed
-    | Incomplete
-    | Failed
-    | ItemAdded
-    | ItemDone
-    | PartAdded
-    | PartDone
-    | TextDelta
-    | TextDone
-    | ReasoningDelta
-    | ReasoningDone
-    | ArgumentsDelta
-    | ArgumentsDone
-)

@@ -60,7 +60,9 @@ async def tokenize(body: TokenizeRequest, state: State) -> Response:
     def encoded() -> list[int]:
         text, special = body.prompt, body.add_special_tokens
         if text is None:
-            conversation = Conversation(body.messages or (), body.tools or ())
+            conversation = Conversation(
+                body.messages or (), [tool.function for tool in body.tools or ()]
+            )
             text = conversation.prompt(tokenizer, to_answer=body.add_generation_prompt)
             special = bool(special)
         return tokenizer.encode(text, add_special_tokens=special is not False)

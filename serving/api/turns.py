@@ -24,7 +24,7 @@ from weft.serving.api.responses import (
     CompletionUsage,
     FinishReason,
 )
-from weft.serving.api.schemas import NamedTool
+from weft.serving.api.schemas import FunctionName
 from weft.serving.api.state import ServerState
 from weft.serving.sampling_params import SamplingParams
 
@@ -89,7 +89,7 @@ class Turns:
         params = _with_calls(params, conversation, self.format, prompt)
         self._prompt = prompt
         self._parallel = conversation.parallel
-        self._names = [tool.function.name for tool in conversation.offered]
+        self._names = [tool.name for tool in conversation.offered]
         self._answers = Answers(state, engine, [token_ids], params, priority, self.format.visible)
         self.reasoning_tokens = 0
 
@@ -163,24 +163,24 @@ def _with_calls(
 ) -> SamplingParams:
     """The settings, with a grammar when calls must be of a form, or must be made."""
     tools = [
-        (tool.function, Offered(tool.function.name, tool.function.parameters or _NO_PARAMETERS))
+        (tool, Offered(tool.name, tool.parameters or _NO_PARAMETERS))
         for tool in conversation.offered
     ]
     choice = conversation.tool_choice
     grammar = None
-    if isinstance(choice, NamedTool):
-        named = [offered for function, offered in tools if function.name == choice.function.name]
+    if isinstance(choice, FunctionName):
+        named = [offered for tool, offered in tools if tool.name == choice.name]
         grammar = calls_only(form.tools, named[:1], several=False, thought=form.thought(prompt))
     elif choice == "required":
         every = [offered for _, offered in tools]
         thought = form.thought(prompt)
         grammar = calls_only(form.tools, every, several=conversation.parallel, thought=thought)
-    elif any(function.strict for function, _ in tools):
+    elif any(tool.strict for tool, _ in tools):
         grammar = strict_calls(
             form.tools,
             [
-                offered if function.strict else replace(offered, schema=_ANY_OBJECT)
-                for function, offered in tools
+                offered if tool.strict else replace(offered, schema=_ANY_OBJECT)
+                for tool, offered in tools
             ],
         )
     if grammar is None:

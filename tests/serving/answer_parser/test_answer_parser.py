@@ -171,6 +171,16 @@ CALL = '{"name": "f", "arguments": {"x": 1}}'
         ("hermes", '<tool_call>{"name": "nobody"}', "", [("nobody", "{}")]),
         ("hermes", f"<tool_call>{CALL}", "", [("f", '{"x": 1}')]),
         ("hermes", f"<tool_call>{CALL}\n</tool_", "", [("f", '{"x": 1}')]),
+        (
+            "hermes",
+            f'<tool_call>{CALL}\n<tool_call>\n{{"name": "g"}}</tool_call><tool_call>{CALL}',
+            "",
+            [("f", '{"x": 1}'), ("g", "{}"), ("f", '{"x": 1}')],
+        ),
+        # What follows one without its last mark, and is none.
+        ("hermes", f"<tool_call>{CALL}\n<tool_call>[]", "\n<tool_call>[]", [("f", '{"x": 1}')]),
+        ("hermes", f"<tool_call>{CALL} <tool_call>", " <tool_call>", [("f", '{"x": 1}')]),
+        ("hermes", f"<tool_call>{CALL}</tool<tool_call>{CALL}", "</tool", [("f", '{"x": 1}')] * 2),
         # Cut off: before the arguments content, in them a call.
         ("hermes", '<tool_call>{"name": "f", "ar', '<tool_call>{"name": "f", "ar', []),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"x', "", [("f", '{"x')]),

@@ -380,8 +380,28 @@ def test_uploads_that_are_refused(mock: Server) -> None:
             b"content-type: multipart/form-data; boundary=x\r\n\r\n"
         )
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
-    assert http.post("/v1/files/../x/content").status_code in (404, 405)
     assert http.get("/v1/files?limit=0").status_code == 400
     assert http.get("/v1/batches?after=batch_none").json()["error"]["param"] == "after"
     assert http.get("/v1/batches/batch_none").status_code == 404
     assert http.post("/v1/batches/batch_none/cancel").status_code == 404
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "..%2fweft.db",
+        "..%2fweft.db/content",
+        "../weft.db/content",
+        "%2e%2e/content",
+        "..%2f..%2f..%2f..%2f..%2f..%2fetc%2fpasswd/content",
+        "..%5cweft.db/content",
+        "%2fetc%2fpasswd/content",
+        "file-%00/content",
+    ],
+)
+def test_a_path_is_no_file(mock: Server, path: str) -> None:
+    """As bytes on a socket: clients put such paths in order first."""
+    head = f"GET /v1/files/{path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
+    answer = mock.raw(head.encode())
+    assert answer.startswith(b"HTTP/1.1 404 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "not_found"

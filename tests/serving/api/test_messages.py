@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import anthropic
+import openai
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from hypothesis import HealthCheck, given, settings
@@ -13,10 +14,14 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from support.server import Server
 
+from weft.models.demo.tasks import held_out
+
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"name": "get_weather", "description": "Weather.", "input_schema": CITY}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 PARTS = ("<think>", "</think>", CALL, "<tool_call>", '{"name": "f", ', "hello world", "é😀", "\n")
+ASKED = [{"role": "user", "content": "a"}]
+USE = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
 EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 
@@ -135,6 +140,55 @@ def test_arguments_that_are_no_json(echo: Server) -> None:
     assert cut_off["content"][0]["input"] == {"city": "Pa"}
 
 
+@pytest.mark.parametrize(
+    ("result", "shown"),
+    [
+        ({"content": "sunny", "is_error": False}, "sunny"),
+        ({"content": "no such city", "is_error": True}, "Error:\nno such city"),
+        ({"is_error": True}, "Error:"),
+    ],
+)
+def test_a_call_that_has_failed(echo: Server, result: dict[str, Any], shown: str) -> None:
+    """The model is shown that it has."""
+    messages = [
+        {"role": "user", "content": "weather?"},
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "a", "name": "get_weather", "input": {}}],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"} | result]},
+    ]
+    (block,) = post(echo, messages)["content"]
+    assert block["text"] == shown
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_has_begun_is_continued(demo: openai.OpenAI, stream: bool) -> None:
+    """By the bundled model: the rest of what it would have said."""
+    (question,) = held_out("about", 1)[0].messages
+
+    def ask(client: anthropic.Anthropic, *messages: Any) -> str:
+        asked: Any = {"model": "weft-demo", "max_tokens": 60, "messages": [question, *messages]}
+        asked["extra_body"] = {"temperature": 0}
+        if stream:
+            with client.messages.stream(**asked) as events:
+                answer = events.get_final_message()
+        else:
+            answer = client.messages.create(**asked)
+        (block,) = answer.content
+        assert block.type == "text"
+        return block.text
+
+    url = str(demo.base_url).removesuffix("/v1/")
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
+        whole = ask(client)
+        words = whole.split(" ")
+        assert len(words) >= 6
+        begun = " ".join(words[:3])
+        assert begun + ask(client, {"role": "assistant", "content": begun}) == whole
+        assert ask(client, {"role": "assistant", "content": ""}) == whole
+
+
 def test_the_client(echo: Server) -> None:
     tools: Any = [WEATHER]
     with anthropic.Anthropic(base_url=echo.url, api_key="none", max_retries=0) as client:
@@ -177,14 +231,18 @@ def test_the_client(echo: Server) -> None:
     [
         (400, "invalid_request_error", "max_tokens is missing", "", {"max_tokens": ...}),
         (400, "invalid_request_error", "thinking.type", "", {"thinking": {"type": "enabled"}}),
-        (400, "invalid_request_error", "tools[0].type", "", {"tools": [WEATHER | {"type": "b"}]}),
+        (400, "invalid_request_error", "tools[0].type", "",
+         {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}),
         (400, "invalid_request_error", "mcp_servers", "", {"mcp_servers": []}),
         (400, "invalid_request_error", "tool_choice.name", "", {"tool_choice": {"type": "tool"}}),
         (400, "invalid_request_error", "messages[0].role", "", {"messages": [{"role": "system"}]}),
         (400, "invalid_request_error", "tool_use without input", "",
-         {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a",
-                                                          "name": "f"}]}]}),
+         {"messages": [{"role": "assistant", "content": [USE | {"input": None}]}]}),
         (400, "invalid_request_error", "stop[0]", "", {"stop_sequences": [""]}),
+        (400, "invalid_request_error", "ends with white space", "",
+         {"messages": [*ASKED, {"role": "assistant", "content": "It is "}]}),
+        (400, "invalid_request_error", "type tool_use; only text can be continued", "",
+         {"messages": [*ASKED, {"role": "assistant", "content": [USE]}]}),
         (404, "not_found_error", "claude", "", {"model": "claude"}),
         (404, "not_found_error", "/v1/messages/batches", "/batches", {}),
     ],

@@ -10,12 +10,14 @@ import signal
 import socket
 import ssl
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import anthropic
 import httpx
+import psutil
 import pytest
 from anthropic.types import ErrorResponse
 from support.server import Server, start_server
@@ -204,6 +206,44 @@ def test_a_key_has_so_many_tokens_in_a_minute(tmp_path: Path) -> None:
         assert response.json()["error"]["code"] == "token_rate_exceeded"
         assert 20 <= int(response.headers["retry-after"]) <= 41
         assert complete(server, BOB).status_code == 200
+
+
+def test_a_prompt_counts_once_it_is_admitted(tmp_path: Path) -> None:
+    """Though its client goes before it is computed; one that is refused does not."""
+    limits = {"api_key": ALICE, "tokens_per_minute_per_key": 600}
+    with start_mock(tmp_path, max_num_seqs=1, max_queue=1, **limits) as server:
+
+        def live() -> int:
+            view = server.http.get("/engine", headers=bearer(ALICE)).json()
+            return sum(request["ended"] is None for request in view["requests"])
+
+        def wait_for(count: int) -> None:
+            while live() != count:
+                time.sleep(0.01)
+
+        with contextlib.ExitStack() as asked:
+            (engine,) = psutil.Process(server.process.pid).children()
+            engine.suspend()
+            asked.callback(engine.resume)
+            for count in (1, 2):
+                body = SHORT | {"prompt": [1] * 200}
+                asked.enter_context(server.ask(body, authorization=f"Bearer {ALICE}"))
+                wait_for(count)
+            response = complete(server, ALICE, SHORT | {"prompt": [1] * 4000})
+            assert response.json()["error"]["code"] == "queue_full"
+        wait_for(0)
+        assert complete(server, ALICE).status_code == 200  # of 600, 400 are gone
+        engine.suspend()
+        try:
+            body = SHORT | {"prompt": [1] * 2000}
+            with server.ask(body, authorization=f"Bearer {ALICE}"):
+                wait_for(1)
+            wait_for(0)
+        finally:
+            engine.resume()
+        response = complete(server, ALICE)
+        assert response.json()["error"]["code"] == "token_rate_exceeded"
+        assert int(response.headers["retry-after"]) > 60
 
 
 def test_keys_of_a_file_are_read_again(tmp_path: Path) -> None:
