@@ -12,7 +12,6 @@ Both pipes carry messages as `grammar_compiler.framed` makes them.
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import random
@@ -30,10 +29,11 @@ import msgspec
 
 from weft.errors import RequestError
 from weft.serving import child
+from weft.serving.answer_parser.parser import mark_tokens
 from weft.serving.grammar_compiler import HEAD, Answer, Vocabulary, framed
-from weft.serving.guides import tokens_of
-from weft.serving.json_schema import prepare
+from weft.serving.guides import NO_TEXT, control_tokens, tokens_of
 from weft.serving.sampling_params import Grammar
+from weft.serving.structural_tag import as_format, preceded, tag_of, tokens_replaced
 from weft.serving.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 MAX_MEMORY = 2 << 30  # bytes that compiling may take
 MAX_COMPILED = 32 << 20  # bytes of a compiled grammar
-MAX_WHITESPACE = 16  # characters between two parts of JSON; some models would never stop
-END = 256  # follows the bytes in the small vocabulary
+MARKS = 16  # tokens of the small vocabulary that stand for those that a structural tag names
+END = 256 + MARKS  # the last one there
 WALKS, STEPS = 4, 256
 SLOW_STEP, SLOW_WALK = 0.05, 0.5  # seconds of processor time; usual are 1e-5 and 3e-3
 
@@ -53,36 +53,46 @@ class Compiler:
     def __init__(self, vocabulary: Vocabulary) -> None:
         import xgrammar
 
-        tokens = tokens_of(load_tokenizer(vocabulary.config), vocabulary.size)
+        self._tokenizer = load_tokenizer(vocabulary.config)
+        self._never = control_tokens(self._tokenizer) - set(mark_tokens(self._tokenizer).values())
         small = xgrammar.TokenizerInfo(
-            [*(bytes([i]) for i in range(END)), b""],
+            [*(bytes([i]) for i in range(256)), *(NO_TEXT + bytes([i]) for i in range(MARKS)), b""],
             xgrammar.VocabType.RAW,
             stop_token_ids=[END],
         )
         self._for_tokens, self._for_bytes = (
             xgrammar.GrammarCompiler(each, max_threads=1, cache_enabled=False)
-            for each in (tokens, small)
+            for each in (tokens_of(self._tokenizer, vocabulary.size), small)
         )
 
     def compile(self, grammar: Grammar) -> Answer:
         """What comes of a grammar; whatever is wrong with it is said."""
+        param = grammar.param
         try:
+            form = as_format(grammar, self._token_id)
+            bytewise = tokens_replaced(form, lambda token: 256 + token % MARKS)
             with _warnings() as said:
-                self._walk(_compile(self._for_bytes, grammar), grammar.param)
+                self._walk(self._for_bytes.compile_structural_tag(tag_of(bytewise)), param)
             if said:
-                raise RequestError(f"{grammar.param} asks for what cannot be done: {said[0]}")
-            data = _compile(self._for_tokens, grammar).serialize_json().encode()
+                raise RequestError(f"{param} asks for what cannot be done: {said[0]}")
+            tag = tag_of(preceded(form, grammar.before))
+            data = self._for_tokens.compile_structural_tag(tag).serialize_json().encode()
             if len(data) > MAX_COMPILED:
                 raise RequestError(
-                    f"{grammar.param} has {len(data)} bytes when compiled; at most {MAX_COMPILED}"
+                    f"{param} has {len(data)} bytes when compiled; at most {MAX_COMPILED}"
                 )
         except RequestError as error:
             return _refused(error.message)
         except MemoryError:
-            return _refused(f"{grammar.param} takes too much memory to compile")
+            return _refused(f"{param} takes too much memory to compile")
         except Exception as error:  # noqa: BLE001  xgrammar's are of many kinds
-            return _refused(f"{grammar.param} cannot be compiled: {_brief(str(error))}")
+            return _refused(f"{param} cannot be compiled: {_brief(str(error))}")
         return Answer(data)
+
+    def _token_id(self, token: str | int) -> int | None:
+        """Of a token that a grammar may name."""
+        number = self._tokenizer.backend.token_to_id(token) if isinstance(token, str) else token
+        return None if number in self._never else number
 
     def _walk(self, grammar: xgrammar.CompiledGrammar, param: str) -> None:
         """Take some random ways through a grammar, a byte a step.
@@ -94,7 +104,7 @@ class Compiler:
         import xgrammar
 
         rng = random.Random(0)
-        mask = np.empty((1, 9), np.int32)
+        mask = np.empty((1, END // 32 + 1), np.int32)
         begin = time.thread_time()
         for walk in range(WALKS):
             matcher = xgrammar.GrammarMatcher(grammar)
@@ -119,27 +129,6 @@ class Compiler:
                         f"{param} is too slow to match: it has too many ways to read one text, "
                         "such as repetitions within repetitions"
                     )
-
-
-def _compile(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.CompiledGrammar:
-    match grammar.kind:
-        case "json_object":
-            return compiler.compile_json_schema(
-                '{"type": "object"}', strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE
-            )
-        case "json_schema":
-            schema = prepare(grammar.text, grammar.param)
-            return compiler.compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
-        case "regex":
-            return compiler.compile_regex(grammar.text)
-        case "ebnf":
-            return compiler.compile_grammar(grammar.text)
-        case "choice":
-            # JSON's strings are EBNF's, but for the surrogate pairs that ensure_ascii would write.
-            texts = [json.dumps(text, ensure_ascii=False) for text in grammar.choices]
-            return compiler.compile_grammar(f"root ::= {' | '.join(texts)}")
-        case "structural_tag":
-            return compiler.compile_structural_tag(grammar.text)
 
 
 @contextmanager

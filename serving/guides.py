@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from weft.serving.answer_parser.parser import mark_tokens
 from weft.serving.config import EngineConfig
 from weft.serving.grammar_compiler import ROOM
 from weft.serving.guide import Guide
@@ -20,6 +21,9 @@ from weft.serving.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     import xgrammar
+
+NO_TEXT = b"\xff"
+"""A byte that is in no UTF-8."""
 
 
 class Guides:
@@ -79,7 +83,10 @@ class Guides:
 
 
 def tokens_of(tokenizer: Tokenizer, vocab_size: int) -> xgrammar.TokenizerInfo:
-    """The bytes that each token adds to a text; control tokens add none, so no grammar takes them.
+    """The bytes that each token adds to a text.
+
+    Control tokens add none, so no grammar takes them. Of these, the marks of calls and thoughts are
+    bytes that no text has: a grammar takes them where it names them.
 
     Args:
         tokenizer: of the model.
@@ -89,6 +96,9 @@ def tokens_of(tokenizer: Tokenizer, vocab_size: int) -> xgrammar.TokenizerInfo:
 
     control = control_tokens(tokenizer)
     words = [b"" if i in control else tokenizer.token_bytes(i) for i in range(vocab_size)]
+    for text, token in mark_tokens(tokenizer).items():
+        if token < vocab_size:
+            words[token] = NO_TEXT + text.encode()
     ends = [token for token in tokenizer.eos_token_ids if token < vocab_size]
     return xgrammar.TokenizerInfo(words, xgrammar.VocabType.RAW, stop_token_ids=ends)
 

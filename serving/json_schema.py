@@ -59,21 +59,25 @@ FORMATS = {
 }
 
 
-def prepare(text: str, param: str) -> str:
+def parse(text: str, param: str) -> Any:
+    """What JSON says; RequestError, naming the request's field, if it is none."""
+    try:
+        return json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        what = "nested too deeply" if isinstance(error, RecursionError) else f"no JSON: {error}"
+        raise RequestError(f"{param} is {what}", param=param) from None
+
+
+def prepare(root: Any, param: str) -> Any:
     """A schema as xgrammar is to have it.
 
     Args:
-        text: JSON.
+        root: the schema, which is changed.
         param: the request's field, which errors name.
 
     Raises:
         RequestError: it is no schema, or asks for what cannot be done.
     """
-    try:
-        root = json.loads(text, parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
-        what = "nested too deeply" if isinstance(error, RecursionError) else f"no JSON: {error}"
-        raise RequestError(f"{param} is {what}", param=param) from None
     todo = [(root, "", 0)]
     while todo:
         schema, place, depth = todo.pop()
@@ -84,7 +88,7 @@ def prepare(text: str, param: str) -> str:
             todo += [(each, there, depth + 1) for each, there in _within(schema, place)]
         elif not isinstance(schema, bool):
             raise RequestError(f"{param}{place} must be an object or a boolean", param=param)
-    return json.dumps(root)
+    return root
 
 
 def _no_number(text: str) -> NoReturn:

@@ -34,11 +34,13 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         text: the schema, expression, grammar or tag; a JSON list of the texts for "choice", and
             nothing for "json_object".
         param: the request's field that asked for it, which errors name.
+        before: what comes before it, such as a thought: JSON of a structural tag's format.
     """
 
     kind: GrammarKind
     text: str = ""
     param: str = "grammar"
+    before: str = ""
 
     def __post_init__(self) -> None:
         if (self.kind == "json_object") != (not self.text):

@@ -20,7 +20,8 @@ from weft.serving.answer_parser.reasoning import (
     ReasoningParser,
 )
 from weft.serving.answer_parser.tool_calls import TOOL_FORMATS, ToolCallParser, ToolFormat
-from weft.serving.answer_parser.tool_grammar import Thought
+from weft.serving.answer_parser.tool_grammar import after_thought
+from weft.serving.sampling_params import Grammar
 from weft.serving.tokenizer import Tokenizer
 
 # What a template says that has the model write calls in a format, and what tells it is another.
@@ -79,20 +80,22 @@ class AnswerFormat:
         return None if form is None else self.tokenizer.backend.token_to_id(form.close)
 
     @cached_property
-    def visible(self) -> frozenset[int]:
-        """Special tokens that are marks, which the parser has to see."""
-        marks: set[str | None] = set()
-        if (tools := self._tool_format) is not None:
-            marks |= {tools.open, tools.close, *tools.more_marks}
-        if (reasoning := self._reasoning_format) is not None:
-            marks |= {reasoning.open, reasoning.close}
-        id_to_token = self.tokenizer.backend.id_to_token
-        return frozenset(i for i in self.tokenizer.special_token_ids if id_to_token(i) in marks)
+    def mark_tokens(self) -> dict[str, int]:
+        """Special tokens that are marks, by their texts."""
+        return mark_tokens(self.tokenizer)
 
-    def thought(self, prompt: str) -> Thought | None:
-        """The thought that an answer to this prompt may begin with."""
+    @cached_property
+    def visible(self) -> frozenset[int]:
+        """Special tokens that are marks of these formats, which the parser has to see."""
+        marks = _marks(self._tool_format, self._reasoning_format)
+        return frozenset(token for text, token in self.mark_tokens.items() if text in marks)
+
+    def after_thought(self, grammar: Grammar, prompt: str) -> Grammar:
+        """The grammar of an answer to this prompt, which may begin with a thought."""
         form = self._reasoning_format
-        return None if form is None else Thought(form, form.opened_by(prompt))
+        if form is None or prompt.rstrip().endswith(form.close):  # there was one, maybe empty
+            return grammar
+        return after_thought(grammar, form, self.mark_tokens, opened=form.opened_by(prompt))
 
     def count_tokens(self, text: str) -> int:
         """How many tokens a text is."""
@@ -130,6 +133,26 @@ class AnswerFormat:
     @property
     def _reasoning_format(self) -> ReasoningFormat | None:
         return None if self.reasoning is None else REASONING_FORMATS[self.reasoning]
+
+
+def mark_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """Special tokens that are marks of calls or thoughts in any format, by their texts."""
+    marks: set[str | None] = set()
+    for tools in TOOL_FORMATS.values():
+        marks |= _marks(tools, None)
+    for reasoning in REASONING_FORMATS.values():
+        marks |= _marks(None, reasoning)
+    special = {token: tokenizer.backend.id_to_token(token) for token in tokenizer.special_token_ids}
+    return {text: token for token, text in special.items() if text in marks}
+
+
+def _marks(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> set[str | None]:
+    marks: set[str | None] = set()
+    if tools is not None:
+        marks |= {tools.open, tools.close, *tools.more_marks}
+    if reasoning is not None:
+        marks |= {reasoning.open, reasoning.close}
+    return marks
 
 
 class AnswerParser:

@@ -1,19 +1,24 @@
 """What an answer must be for its calls to be as they were asked for: a grammar for the sampler.
 
 It is a structural tag of xgrammar: the format's own marks, with the schema of the tool's
-parameters between them, so that `ToolCallParser` finds the calls in what comes.
+parameters between them, so that `ToolCallParser` finds the calls in what comes. A mark that is a
+special token is asked for as that token: as a text no model would write it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from weft.errors import RequestError
 from weft.serving.answer_parser.reasoning import ReasoningFormat
 from weft.serving.sampling_params import Grammar
+
+Format = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -31,24 +36,28 @@ class Offered:
 
 @dataclass(frozen=True)
 class _Form:
-    """How a format writes a list of calls; `call` has a place for the name."""
+    """How a format writes a list of calls, in texts and marks; `begin` has a place for the name."""
 
-    call: str
-    end: str
+    begin: tuple[str, ...]
+    end: tuple[str, ...]
     separator: str
-    before: str = ""
-    after: str = ""
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
 
 
 _FORMS = {
-    "hermes": _Form('<tool_call>\n{"name": "%s", "arguments": ', "}\n</tool_call>", "\n"),
-    "llama3_json": _Form('{"name": "%s", "parameters": ', "}", "; "),
-    "mistral": _Form('{"name": "%s", "arguments": ', "}", ", ", "[TOOL_CALLS][", "]"),
+    "hermes": _Form(
+        ("<tool_call>", '\n{"name": "%s", "arguments": '), ("}\n", "</tool_call>"), "\n"
+    ),
+    "llama3_json": _Form(('{"name": "%s", "parameters": ',), ("}",), "; "),
+    "mistral": _Form(
+        ('{"name": "%s", "arguments": ',), ("}",), ", ", ("[TOOL_CALLS]", "["), ("]",)
+    ),
 }
 
 
 def calls_only(
-    form: str | None, tools: Sequence[Offered], *, several: bool, thought: Thought | None
+    form: str | None, tools: Sequence[Offered], *, several: bool, tokens: Mapping[str, int]
 ) -> Grammar:
     """An answer that is calls, at least one.
 
@@ -56,7 +65,7 @@ def calls_only(
         form: the format's name.
         tools: that may be called.
         several: there may be more than one call.
-        thought: that may come first.
+        tokens: special tokens that are marks, by their texts.
 
     Raises:
         RequestError: the format cannot be forced.
@@ -69,59 +78,83 @@ def calls_only(
             code="unsupported_value",
         )
     written = _FORMS[form]
-    calls = {
-        "type": "tags_with_separator",
-        "tags": [_tag(written, tool) for tool in tools],
-        "separator": written.separator,
-        "at_least_one": True,
-        "stop_after_first": not several,
-    }
-    parts = [_text(written.before), calls, _text(written.after)]
-    if thought is not None:
-        parts.insert(0, thought.format)
-    elements = [part for part in parts if part is not None]
-    return _grammar({"type": "sequence", "elements": elements})
+    call = _any_call(written, tools, tokens)
+    more = {"type": "star", "content": _sequence(_text(written.separator), call)}
+    return _grammar(
+        _sequence(
+            *(_mark(text, tokens) for text in written.before),
+            call,
+            *([more] if several else ()),
+            *(_mark(text, tokens) for text in written.after),
+        )
+    )
 
 
-@dataclass(frozen=True)
-class Thought:
-    """What comes before the calls: `opened` when the prompt has begun it."""
-
-    form: ReasoningFormat
-    opened: bool
-
-    @property
-    def format(self) -> dict[str, Any]:
-        """In the words of structural tags."""
-        begin = "" if self.opened else self.form.open
-        tag = {
-            "type": "tag",
-            "begin": begin,
-            "content": {"type": "any_text"},
-            "end": self.form.close,
-        }
-        spaced = {"type": "sequence", "elements": [tag, {"type": "regex", "pattern": "\\n{0,2}"}]}
-        return spaced if self.opened else {"type": "optional", "content": spaced}
-
-
-def strict_calls(form: str | None, tools: Sequence[Offered]) -> Grammar | None:
+def strict_calls(
+    form: str | None, tools: Sequence[Offered], tokens: Mapping[str, int]
+) -> Grammar | None:
     """A free answer whose calls have arguments of the tools' schemas; None if that cannot be."""
     if form != "hermes":
         return None
-    tags = [_tag(_FORMS[form], tool) for tool in tools]
-    return _grammar({"type": "triggered_tags", "triggers": ["<tool_call>"], "tags": tags})
+    text = {"type": "any_text", "excludes": ["<tool_call>"]}
+    call = _any_call(_FORMS[form], tools, tokens)
+    return _grammar(_sequence(text, {"type": "star", "content": _sequence(call, text)}))
 
 
-def _tag(form: _Form, tool: Offered) -> dict[str, Any]:
-    content = {"type": "json_schema", "json_schema": tool.schema}
-    return {"type": "tag", "begin": form.call % tool.name, "content": content, "end": form.end}
+def after_thought(
+    grammar: Grammar, form: ReasoningFormat, tokens: Mapping[str, int], *, opened: bool
+) -> Grammar:
+    """A grammar for what follows a thought.
+
+    Args:
+        grammar: of the answer without its thought.
+        form: of the thought.
+        tokens: special tokens that are marks, by their texts.
+        opened: the prompt has begun the thought; else there may be none.
+    """
+    thought: Format = {
+        "type": "tag",
+        "begin": "" if opened else _mark_or_text(form.open, tokens),
+        "content": {"type": "any_text"},
+        "end": _mark_or_text(form.close, tokens),
+    }
+    before = _sequence(thought, {"type": "regex", "pattern": "\\n{0,2}"})
+    if not opened:
+        before = {"type": "optional", "content": before}
+    return msgspec.structs.replace(grammar, before=json.dumps(before))
 
 
-def _text(text: str) -> dict[str, Any] | None:
-    return {"type": "const_string", "value": text} if text else None
+def _any_call(form: _Form, tools: Sequence[Offered], tokens: Mapping[str, int]) -> Format:
+    """One call, of any of the tools."""
+    calls = [
+        _sequence(
+            *(_mark(text.replace("%s", tool.name), tokens) for text in form.begin),
+            {"type": "json_schema", "json_schema": tool.schema, "of": f"tools: {tool.name}"},
+            *(_mark(text, tokens) for text in form.end),
+        )
+        for tool in tools
+    ]
+    return {"type": "or", "elements": calls}
 
 
-def _grammar(form: dict[str, Any]) -> Grammar:
+def _sequence(*elements: Format) -> Format:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def _mark(text: str, tokens: Mapping[str, int]) -> Format:
+    return {"type": "token", "token": tokens[text]} if text in tokens else _text(text)
+
+
+def _mark_or_text(text: str, tokens: Mapping[str, int]) -> Format | str:
+    """The same as a tag has it at its ends."""
+    return _mark(text, tokens) if text in tokens else text
+
+
+def _text(text: str) -> Format:
+    return {"type": "const_string", "value": text}
+
+
+def _grammar(form: Format) -> Grammar:
     try:
         text = json.dumps({"type": "structural_tag", "format": form})
     except RecursionError:

@@ -86,7 +86,7 @@ class Turns:
         priority: int,
     ) -> None:
         self.format = state.answer_format(engine)
-        params = _with_calls(params, conversation, self.format, prompt)
+        params = _with_grammar(params, conversation, self.format, prompt)
         self._prompt = prompt
         self._parallel = conversation.parallel
         self._names = [tool.name for tool in conversation.offered]
@@ -158,10 +158,13 @@ class Turns:
         return _Parsing(parser, self.format)
 
 
-def _with_calls(
+def _with_grammar(
     params: SamplingParams, conversation: Conversation, form: AnswerFormat, prompt: str
 ) -> SamplingParams:
-    """The settings, with a grammar when calls must be of a form, or must be made."""
+    """The settings, with a grammar when calls must be of a form, or must be made.
+
+    Whatever grammar there is begins behind the thought, if the model has any.
+    """
     tools = [
         (tool, Offered(tool.name, tool.parameters or _NO_PARAMETERS))
         for tool in conversation.offered
@@ -170,11 +173,12 @@ def _with_calls(
     grammar = None
     if isinstance(choice, FunctionName):
         named = [offered for tool, offered in tools if tool.name == choice.name]
-        grammar = calls_only(form.tools, named[:1], several=False, thought=form.thought(prompt))
+        grammar = calls_only(form.tools, named[:1], several=False, tokens=form.mark_tokens)
     elif choice == "required":
         every = [offered for _, offered in tools]
-        thought = form.thought(prompt)
-        grammar = calls_only(form.tools, every, several=conversation.parallel, thought=thought)
+        grammar = calls_only(
+            form.tools, every, several=conversation.parallel, tokens=form.mark_tokens
+        )
     elif any(tool.strict for tool, _ in tools):
         grammar = strict_calls(
             form.tools,
@@ -182,16 +186,19 @@ def _with_calls(
                 offered if tool.strict else replace(offered, schema=_ANY_OBJECT)
                 for tool, offered in tools
             ],
+            form.mark_tokens,
         )
     if grammar is None:
-        return params
-    if params.grammar is not None:
+        grammar = params.grammar
+    elif params.grammar is not None:
         raise RequestError(
             f"{params.grammar.param} says what the answer must be, and so do the tools, by "
             "tool_choice or strict; give one of them",
             param=params.grammar.param,
         )
-    return msgspec.structs.replace(params, grammar=grammar)
+    if grammar is None:
+        return params
+    return msgspec.structs.replace(params, grammar=form.after_thought(grammar, prompt))
 
 
 class _Parsing:

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from weft.errors import RequestError
-from weft.serving.json_schema import prepare
+from weft.serving.json_schema import parse, prepare
 
 
 def refusal(schema: Any) -> str:
+    text = schema if isinstance(schema, str) else json.dumps(schema)
     with pytest.raises(RequestError) as error:
-        prepare(schema if isinstance(schema, str) else json.dumps(schema), "guided_json")
+        prepare(parse(text, "guided_json"), "guided_json")
     assert error.value.param == "guided_json"
     return error.value.message
 
@@ -67,4 +68,4 @@ def test_what_cannot_be_kept_to_is_named(schema: Any, said: str) -> None:
     ],
 )
 def test_what_is_meant_is_said_in_its_terms(schema: Any, prepared: Any) -> None:
-    assert json.loads(prepare(json.dumps(schema), "guided_json")) == prepared
+    assert prepare(schema, "guided_json") == prepared

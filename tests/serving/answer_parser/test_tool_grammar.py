@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -12,28 +13,49 @@ from weft.errors import RequestError
 from weft.serving.answer_parser.pieces import Call, ParsedAnswer
 from weft.serving.answer_parser.reasoning import REASONING_FORMATS
 from weft.serving.answer_parser.tool_calls import TOOL_FORMATS, ToolCallParser
-from weft.serving.answer_parser.tool_grammar import Offered, Thought, calls_only, strict_calls
+from weft.serving.answer_parser.tool_grammar import (
+    Offered,
+    after_thought,
+    calls_only,
+    strict_calls,
+)
 from weft.serving.sampling_params import Grammar
+from weft.serving.structural_tag import as_format, preceded, tag_of
 
 INTEGER = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 TOOLS = [Offered("f", INTEGER), Offered("g", {"type": "object", "properties": {}})]
 THINK = REASONING_FORMATS["think"]
 F = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 G = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
-END = 256
+END, TOKENS = 256, {"<tool_call>": 257, "</tool_call>": 258, "</think>": 259, "[TOOL_CALLS]": 260}
 
 
 @pytest.fixture(scope="module")
 def compiler() -> xgrammar.GrammarCompiler:
-    """For a vocabulary of bytes."""
-    tokens = [*(bytes([i]) for i in range(END)), b""]
+    """For a vocabulary of bytes and of marks."""
+    marks = [b"\xff" + text.encode() for text in TOKENS]
+    tokens = [*(bytes([i]) for i in range(END)), b"", *marks]
     info = xgrammar.TokenizerInfo(tokens, xgrammar.VocabType.RAW, stop_token_ids=[END])
     return xgrammar.GrammarCompiler(info, max_threads=1)
 
 
 def admits(compiler: xgrammar.GrammarCompiler, grammar: Grammar, text: str) -> bool:
-    matcher = xgrammar.GrammarMatcher(compiler.compile_structural_tag(grammar.text))
-    return all(matcher.accept_token(token) for token in [*text.encode(), END])
+    """With each mark in the text as its token, where that is written as {mark}."""
+    form = preceded(as_format(grammar, lambda token: int(token)), grammar.before)
+    matcher = xgrammar.GrammarMatcher(compiler.compile_structural_tag(tag_of(form)))
+    pieces = re.split(r"\{([^{}\s]+)\}", text)
+    tokens = [
+        token
+        for i, piece in enumerate(pieces)
+        for token in ([TOKENS[piece]] if i % 2 else piece.encode())
+    ]
+    return all(matcher.accept_token(token) for token in [*tokens, END])
+
+
+def thinking(*, opened: bool, tokens: dict[str, int] | None = None) -> Grammar:
+    """Calls behind a thought."""
+    grammar = calls_only("hermes", TOOLS, several=True, tokens={})
+    return after_thought(grammar, THINK, tokens or {}, opened=opened)
 
 
 @pytest.mark.parametrize(
@@ -47,18 +69,73 @@ def admits(compiler: xgrammar.GrammarCompiler, grammar: Grammar, text: str) -> b
         ({}, F.replace('"f"', '"h"'), False),
         ({"several": False}, F, True),
         ({"several": False}, f"{F}\n{G}", False),
-        ({"thought": Thought(THINK, opened=True)}, f"hm</think>\n\n{F}", True),
-        ({"thought": Thought(THINK, opened=True)}, F, False),
-        ({"thought": Thought(THINK, opened=False)}, f"<think>hm</think>{F}", True),
-        ({"thought": Thought(THINK, opened=False)}, F, True),
-        ({"thought": Thought(THINK, opened=False)}, f"hm</think>{F}", False),
     ],
 )
 def test_calls_only(
     compiler: xgrammar.GrammarCompiler, settings: dict[str, Any], text: str, good: bool
 ) -> None:
-    settings = {"several": True, "thought": None} | settings
+    settings = {"several": True, "tokens": {}} | settings
     assert admits(compiler, calls_only("hermes", TOOLS, **settings), text) == good
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text", "good"),
+    [
+        (thinking(opened=True), f"hm</think>\n\n{F}", True),
+        (thinking(opened=True), F, False),
+        (thinking(opened=True), f"hm</think>hm{F}", False),
+        (thinking(opened=True, tokens=TOKENS), f"hm{{</think>}}{F}", True),
+        (thinking(opened=True, tokens=TOKENS), f"hm</think>{F}", False),
+        (thinking(opened=True, tokens=TOKENS), f"hm{{<tool_call>}}{{</think>}}{F}", False),
+        (thinking(opened=False), f"<think>hm</think>{F}", True),
+        (thinking(opened=False), F, True),
+        (thinking(opened=False), f"hm</think>{F}", False),
+    ],
+)
+def test_a_thought_comes_first(
+    compiler: xgrammar.GrammarCompiler, grammar: Grammar, text: str, good: bool
+) -> None:
+    assert admits(compiler, grammar, text) == good
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("regex", "ab+"),
+        Grammar("ebnf", 'root ::= "a" more\nmore ::= "b" | "b" more'),
+        Grammar("choice", '["ab", "abb"]'),
+        Grammar("json_schema", '{"enum": [12, 122]}'),
+        Grammar("json_object"),
+        Grammar(
+            "structural_tag",
+            '{"type": "structural_tag", "format": {"type": "const_string", "value": "ab"}}',
+        ),
+    ],
+    ids=lambda grammar: grammar.kind,
+)
+def test_every_kind_of_grammar_may_follow_one(
+    compiler: xgrammar.GrammarCompiler, grammar: Grammar
+) -> None:
+    text = {"json_schema": "12", "json_object": '{"a": []}'}.get(grammar.kind, "ab")
+    thoughtful = after_thought(grammar, THINK, TOKENS, opened=True)
+    assert admits(compiler, grammar, text)
+    assert admits(compiler, thoughtful, f"hm{{</think>}}\n{text}")
+    assert not admits(compiler, thoughtful, f"{text}")
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("hermes", '{<tool_call>}\n{"name": "g", "arguments": {}}\n{</tool_call>}'),
+        ("mistral", '{[TOOL_CALLS]}[{"name": "g", "arguments": {}}]'),
+    ],
+)
+def test_marks_that_are_tokens(compiler: xgrammar.GrammarCompiler, form: str, text: str) -> None:
+    grammar = calls_only(form, TOOLS, several=True, tokens=TOKENS)
+    assert admits(compiler, grammar, text)
+    for mark in TOKENS:
+        text = text.replace(f"{{{mark}}}", mark)
+    assert not admits(compiler, grammar, text)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +155,7 @@ def test_calls_only(
 def test_the_parser_reads_what_it_admits(
     compiler: xgrammar.GrammarCompiler, form: str, text: str
 ) -> None:
-    assert admits(compiler, calls_only(form, TOOLS, several=True, thought=None), text)
+    assert admits(compiler, calls_only(form, TOOLS, several=True, tokens={}), text)
     parser = ToolCallParser(TOOL_FORMATS[form], ("f", "g"))
     answer = ParsedAnswer()
     answer.add([*parser.push(text), *parser.flush()])
@@ -86,21 +163,32 @@ def test_the_parser_reads_what_it_admits(
 
 
 def test_strict_calls(compiler: xgrammar.GrammarCompiler) -> None:
-    grammar = strict_calls("hermes", TOOLS)
+    grammar = strict_calls("hermes", TOOLS, {})
     assert grammar is not None
     for text, good in (
         ("hello <b>", True),
         (f"hello {F} and {G}", True),
         (F.replace("1", '"a"'), False),
+        (f"hello {F}<tool_call>", False),
     ):
         assert admits(compiler, grammar, text) == good
-    assert strict_calls("pythonic", TOOLS) is None
+    grammar = strict_calls("hermes", TOOLS, TOKENS)
+    assert grammar is not None
+    for text, good in (
+        ("hello", True),
+        ('{<tool_call>}\n{"name": "f", "arguments": {"x": 1}}\n{</tool_call>} and', True),
+        ('{<tool_call>}\n{"name": "f", "arguments": {"x": "a"}}\n{</tool_call>}', False),
+        ("hello {<tool_call>} you", False),
+        (F, False),
+    ):
+        assert admits(compiler, grammar, text) == good
+    assert strict_calls("pythonic", TOOLS, {}) is None
 
 
 @pytest.mark.parametrize("form", [None, "pythonic"])
 def test_a_format_that_cannot_be_forced(form: str | None) -> None:
     with pytest.raises(RequestError, match="--tool-parser"):
-        calls_only(form, TOOLS, several=True, thought=None)
+        calls_only(form, TOOLS, several=True, tokens={})
 
 
 def test_parameters_that_are_nested_too_deeply() -> None:
@@ -108,5 +196,5 @@ def test_parameters_that_are_nested_too_deeply() -> None:
     for _ in range(100_000):
         schema = {"items": schema}
     with pytest.raises(RequestError, match="nested"):
-        strict_calls("hermes", [Offered("f", schema)])
-    assert json.loads(calls_only("hermes", TOOLS, several=True, thought=None).text)
+        strict_calls("hermes", [Offered("f", schema)], {})
+    assert json.loads(calls_only("hermes", TOOLS, several=True, tokens={}).text)

@@ -1,0 +1,140 @@
+"""Every grammar in one form: a format of xgrammar's structural tags.
+
+So a schema means the same alone, behind a thought and as a tool's arguments: each goes through
+json_schema.py and has the same limit of white space. A "json_schema" may say in `of` what errors
+are to call it; a place in the tag is named otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from weft.errors import RequestError
+from weft.serving.json_schema import parse, prepare
+from weft.serving.sampling_params import Grammar
+
+Format = dict[str, Any]
+
+MAX_WHITESPACE = 16
+"""Characters between two parts of JSON; some models would never stop."""
+MAX_DEPTH = 128
+"""Of objects and lists in a structural tag, schemas apart."""
+
+
+def as_format(grammar: Grammar, token_id: Callable[[str | int], int | None]) -> Format:
+    """A grammar as xgrammar is to have it, without what comes before it.
+
+    Args:
+        grammar: of a request.
+        token_id: of a token's text or id; None if a grammar cannot have such a token.
+
+    Raises:
+        RequestError: it is none, or asks for what cannot be done.
+    """
+    form = _written(grammar)
+    for node, place in _nodes(form, grammar.param):
+        if node.get("type") == "json_schema":
+            within = f"{place}/json_schema" if grammar.kind == "structural_tag" else place
+            where = str(node.pop("of", within))
+            node["json_schema"] = prepare(node.get("json_schema"), where)
+            node["max_whitespace_cnt"] = MAX_WHITESPACE
+        else:
+            _name_tokens(node, place, token_id)
+    return form
+
+
+def preceded(form: Format, before: str) -> Format:
+    """A format behind what comes before it, if anything does; see Grammar.before."""
+    return {"type": "sequence", "elements": [json.loads(before), form]} if before else form
+
+
+def tag_of(form: Format) -> str:
+    """The structural tag, as xgrammar compiles it."""
+    return json.dumps({"type": "structural_tag", "format": form})
+
+
+def tokens_replaced(form: Format, replace: Callable[[int], int]) -> Format:
+    """A copy with other token ids, for another vocabulary."""
+    copy: Format = json.loads(json.dumps(form))
+    for node, _ in _nodes(copy, ""):
+        _name_tokens(node, "", lambda token: replace(int(token)))
+    return copy
+
+
+_TOKENS = {"token", "exclude_tokens", "trigger_tokens"}
+
+
+def _name_tokens(node: Format, place: str, token_id: Callable[[str | int], int | None]) -> None:
+    """Tokens that are named by their text get their ids."""
+
+    def found(token: Any) -> int:
+        number = token_id(token) if isinstance(token, str | int) else None
+        if number is None:
+            raise RequestError(f"{place} names {str(token)[:40]!r}, which it cannot")
+        return number
+
+    for word in _TOKENS & node.keys():
+        value = node[word]
+        if isinstance(value, list):
+            node[word] = [found(each) for each in value]
+        elif not isinstance(value, dict):
+            node[word] = found(value)
+
+
+def _written(grammar: Grammar) -> Format:
+    match grammar.kind:
+        case "json_object":
+            return {"type": "json_schema", "json_schema": {"type": "object"}}
+        case "json_schema":
+            return {"type": "json_schema", "json_schema": parse(grammar.text, grammar.param)}
+        case "regex":
+            return {"type": "regex", "pattern": grammar.text}
+        case "ebnf":
+            return {"type": "grammar", "grammar": grammar.text}
+        case "choice":
+            texts = [{"type": "const_string", "value": text} for text in grammar.choices]
+            return {"type": "or", "elements": texts}
+        case "structural_tag":
+            return _tag(grammar)
+
+
+def _tag(grammar: Grammar) -> Format:
+    """The format of a structural tag, also of one in the older form."""
+    tag = parse(grammar.text, grammar.param)
+    match tag:
+        case {"type": "structural_tag", "format": dict(form)}:
+            return form
+        case {"type": "structural_tag", "structures": list(structures), "triggers": list(triggers)}:
+            return {
+                "type": "triggered_tags",
+                "triggers": triggers,
+                "tags": [_older(each, grammar.param) for each in structures],
+            }
+    raise RequestError(
+        f'{grammar.param} is no structural tag; it must have the type "structural_tag" and a format'
+    )
+
+
+def _older(structure: Any, param: str) -> Format:
+    match structure:
+        case {"begin": str(begin), "schema": schema, "end": str(end)}:
+            content = {"type": "json_schema", "json_schema": schema}
+            return {"type": "tag", "begin": begin, "content": content, "end": end}
+    raise RequestError(f"{param}: each of structures must have begin, schema and end")
+
+
+def _nodes(form: Format, place: str) -> Iterator[tuple[Format, str]]:
+    """Every object of a format, and where it is; schemas are not looked into."""
+    todo: list[tuple[Any, str, int]] = [(form, place, 0)]
+    while todo:
+        node, place, depth = todo.pop()
+        if depth > MAX_DEPTH:
+            raise RequestError(f"{place[:80]} is nested too deeply: over {MAX_DEPTH}")
+        if isinstance(node, list):
+            todo += [(each, f"{place}/{i}", depth + 1) for i, each in enumerate(node)]
+        elif isinstance(node, dict):
+            yield node, place
+            if node.get("type") != "json_schema":
+                todo += [(each, f"{place}/{key}", depth + 1) for key, each in node.items()]
