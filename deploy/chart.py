@@ -1,0 +1,101 @@
+#!/usr/bin/env python
+"""Write what of the chart is made of other files: run it when these have changed.
+
+    python deploy/chart.py
+
+docs/chart-values.md is made of the comments in helm/values.yaml, and `settings` in
+helm/values.schema.json of weft's own settings, so that a misspelt one fails at `helm install`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from weft.serving.setting import Setting
+from weft.serving.settings import SETTINGS
+
+ROOT = Path(__file__).parent.parent
+VALUES = ROOT / "helm" / "values.yaml"
+SCHEMA = ROOT / "helm" / "values.schema.json"
+TABLE = ROOT / "docs" / "chart-values.md"
+
+# Those that the chart gives itself, of other values; and those that say where secrets are.
+OWN = {
+    *("model", "served_model_name", "host", "port", "device", "backend", "compile_cache"),
+    *("tp", "ep", "cp", "pp", "dp", "executor", "nodes", "node_address", "node_port", "node_token"),
+    *("drain_timeout", "api_key", "api_key_file", "open_metrics"),
+    *("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"),
+}
+
+HEAD = """\
+# Values of the Helm chart
+
+Made of [helm/values.yaml](../helm/values.yaml) by `python deploy/chart.py`. How to use them is in
+[deployment](deployment.md).
+
+| value | default | |
+| --- | --- | --- |
+"""
+
+
+def table(values: str) -> str:
+    """docs/chart-values.md: a row for each key that has a comment above it, or a plain value."""
+    rows: list[str] = []
+    comment: list[str] = []
+    path: list[str] = []
+    for line in values.splitlines():
+        if line.lstrip().startswith("#"):
+            comment.append(line.lstrip()[1:].strip())
+            continue
+        if match := re.fullmatch(r"( *)([\w.]+):\s*(.*)", line):
+            indent, key, default = match.groups()
+            path = [*path[: len(indent) // 2], key]
+            if comment or default:
+                shown = f"`{default}`" if default else ""
+                rows.append(f"| `{'.'.join(path)}` | {shown} | {' '.join(comment)} |")
+        comment = []
+    return HEAD + "\n".join(rows) + "\n"
+
+
+def schema_of(setting: Setting) -> dict[str, Any]:
+    """JSON schema of a setting's value."""
+    if setting.help.unit == "bytes":
+        return {"type": ["integer", "string"]}
+    if get_origin(setting.type) is Literal:
+        return {"enum": list(get_args(setting.type))}
+    kinds = get_args(setting.type) or (setting.type,)
+    names = {int: "integer", float: "number", bool: "boolean", str: "string"}
+    schema: dict[str, Any] = {"type": names[kinds[0]]}
+    for word, limit in (
+        ("minimum", setting.help.ge),
+        ("exclusiveMinimum", setting.help.gt),
+        ("maximum", setting.help.le),
+    ):
+        if limit is not None:
+            schema[word] = limit
+    return schema
+
+
+def schema(text: str) -> str:
+    """helm/values.schema.json with weft's settings in it."""
+    whole = json.loads(text)
+    known = {name: schema_of(each) for name, each in SETTINGS.items() if name not in OWN}
+    whole["properties"]["settings"] = {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": known,
+    }
+    return json.dumps(whole, indent=2) + "\n"
+
+
+def main() -> None:
+    """Write both files."""
+    TABLE.write_text(table(VALUES.read_text()))
+    SCHEMA.write_text(schema(SCHEMA.read_text()))
+
+
+if __name__ == "__main__":
+    main()

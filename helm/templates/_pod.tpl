@@ -1,0 +1,272 @@
+{{/* Flags of weft's engine, as a YAML list: those of serve and of batch alike. */}}
+{{- define "weft.engineArgs" -}}
+{{- $plan := include "weft.plan" . | fromJson -}}
+- --device={{ $plan.preset.kind }}
+- --backend={{ ternary "jax" "torch" (eq $plan.preset.kind "tpu") }}
+{{- range $name := list "tp" "ep" "cp" "pp" "dp" }}
+{{- with int (get $plan.layout $name) }}
+{{- if gt . 1 }}
+- --{{ $name }}={{ . }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if and (eq $plan.preset.kind "cpu") (not .Values.settings.threads) }}
+{{- $resources := include "weft.resources" . | fromYaml }}
+{{- /* The kernel tells a pod of all the node's cores; threads beyond its own are in each other's way. */}}
+- --threads={{ include "weft.cores" (default $resources.requests.cpu $resources.limits.cpu) }}
+{{- end }}
+{{- end -}}
+
+{{/* Whole cores of a quantity such as 4, "4" or 2500m; at least 1. */}}
+{{- define "weft.cores" -}}
+{{- $text := toString . -}}
+{{- if hasSuffix "m" $text -}}
+{{- max 1 (div (trimSuffix "m" $text | int) 1000) -}}
+{{- else -}}
+{{- max 1 (float64 $text | floor | int) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Settings of weft, as flags. */}}
+{{- define "weft.settings" -}}
+{{- range $name, $value := . }}
+{{- $flag := $name | replace "_" "-" }}
+{{- if kindIs "bool" $value }}
+- --{{ ternary "" "no-" $value }}{{ $flag }}
+{{- else if kindIs "string" $value }}
+- {{ printf "--%s=%s" $flag $value | quote }}
+{{- else if not (kindIs "invalid" $value) }}
+- --{{ $flag }}={{ toJson $value }}{{/* a large number would be printed as 1e+06 */}}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "weft.image" -}}
+{{- $plan := include "weft.plan" . | fromJson -}}
+{{- with .Values.image -}}
+{{- if .digest -}}
+{{ .repository }}@{{ .digest }}
+{{- else -}}
+{{ .repository }}:{{ default (printf "%s-%s" $.Chart.AppVersion $plan.preset.image) .tag }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Seconds that a pod has to end: the wait for load balancers, running requests, and 20 for the last
+     answers to be read (5, serving/api/http.py) and all processes to end. */}}
+{{- define "weft.gracePeriod" -}}
+{{- add .Values.drain.preStopSeconds .Values.drain.timeoutSeconds 20 -}}
+{{- end -}}
+
+{{/* What every container that runs weft has. */}}
+{{- define "weft.container" -}}
+{{- $plan := include "weft.plan" . | fromJson -}}
+{{- $model := include "weft.model" . | fromJson -}}
+image: {{ include "weft.image" . | quote }}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+securityContext: {{- toYaml .Values.securityContext | nindent 2 }}
+resources: {{- include "weft.resources" . | nindent 2 }}
+env:
+  - {name: HOME, value: /cache}
+  {{- if gt (int $plan.hosts) 1 }}
+  - name: POD_NAME
+    valueFrom: {fieldRef: {fieldPath: metadata.name}}
+  - name: WEFT_NODE_TOKEN
+    valueFrom:
+      secretKeyRef: {name: {{ .Values.nodeToken.existingSecret }}, key: {{ .Values.nodeToken.key }}}
+  {{- end }}
+  {{- with .Values.extraEnv }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+volumeMounts:
+  - {name: tmp, mountPath: /tmp}
+  - {name: shm, mountPath: /dev/shm}
+  - name: cache
+    mountPath: /cache
+    {{- if gt (int $plan.hosts) 1 }}
+    subPathExpr: $(POD_NAME)  # each machine keeps what it compiles apart
+    {{- end }}
+  {{- if $model.volume }}
+  - {name: models, mountPath: {{ $model.mountPath }}, readOnly: true}
+  {{- end }}
+  {{- with .Values.extraVolumeMounts }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end -}}
+
+{{/* What every pod that runs weft has, but for its containers. */}}
+{{- define "weft.pod" -}}
+{{- $plan := include "weft.plan" . | fromJson -}}
+{{- $model := include "weft.model" . | fromJson -}}
+serviceAccountName: {{ include "weft.serviceAccount" . }}
+automountServiceAccountToken: false
+enableServiceLinks: false  # else a Service called weft sets WEFT_PORT, which is a setting
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+securityContext: {{- toYaml .Values.podSecurityContext | nindent 2 }}
+{{- $labels := get (default dict $plan.preset.nodes) .Values.accelerator.nodeLabels | default dict }}
+{{- if and (eq $plan.preset.kind "tpu") $labels }}
+{{- $labels = merge $labels (dict "cloud.google.com/gke-tpu-topology" .Values.accelerator.topology) }}
+{{- end }}
+{{- with merge dict .Values.nodeSelector $labels }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if or $plan.preset.resource .Values.tolerations }}
+tolerations:
+  {{- with $plan.preset.resource }}
+  - {key: {{ . }}, operator: Exists, effect: NoSchedule}
+  {{- end }}
+  {{- with .Values.tolerations }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end }}
+{{- if $model.repository }}
+initContainers:
+  - name: download
+    image: {{ include "weft.image" . | quote }}
+    imagePullPolicy: {{ .Values.image.pullPolicy }}
+    command: [hf, download]
+    args:
+      - {{ $model.repository }}
+      {{- with $model.revision }}
+      - --revision={{ . }}
+      {{- end }}
+      - --local-dir={{ $model.argument }}
+    securityContext: {{- toYaml .Values.securityContext | nindent 6 }}
+    resources:
+      requests: {cpu: "1", memory: 2Gi}
+      limits: {memory: 8Gi}
+    env:
+      - {name: HOME, value: /tmp}
+      {{- with .Values.model.huggingFaceToken }}
+      {{- if .existingSecret }}
+      - name: HF_TOKEN
+        valueFrom:
+          secretKeyRef: {name: {{ .existingSecret }}, key: {{ .key }}}
+      {{- end }}
+      {{- end }}
+    volumeMounts:
+      - {name: tmp, mountPath: /tmp}
+      - {name: models, mountPath: /models}
+{{- end }}
+volumes:
+  - name: tmp
+    emptyDir: {}
+  - name: shm
+    emptyDir:
+      medium: Memory
+      {{- with .Values.sharedMemory.sizeLimit }}
+      sizeLimit: {{ . }}
+      {{- end }}
+  - name: cache
+    {{- with .Values.compileCache }}
+    {{- if .existingClaim }}
+    persistentVolumeClaim: {claimName: {{ .existingClaim }}}
+    {{- else if .hostPath }}
+    hostPath: {path: {{ .hostPath | quote }}, type: Directory}
+    {{- else }}
+    emptyDir: {}
+    {{- end }}
+    {{- end }}
+  {{- with $model.volume }}
+  - name: models
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .Values.extraVolumes }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end -}}
+
+{{/* Metadata of pods; the argument is (list . COMPONENT). */}}
+{{- define "weft.podMetadata" -}}
+{{- $component := last . -}}
+{{- with first . -}}
+labels:
+  {{- with .Values.podLabels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+  {{- with .Values.commonLabels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+  {{- include "weft.selector" . | nindent 2 }}
+  app.kubernetes.io/component: {{ $component }}
+{{- with .Values.podAnnotations }}
+annotations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* The pod of a replica that clients reach: its only one, or its leader. */}}
+{{- define "weft.serverPod" -}}
+{{- $plan := include "weft.plan" . | fromJson -}}
+{{- $model := include "weft.model" . | fromJson -}}
+metadata: {{- include "weft.podMetadata" (list . "server") | nindent 2 }}
+spec:
+  terminationGracePeriodSeconds: {{ include "weft.gracePeriod" . }}
+  {{- with .Values.topologySpreadConstraints }}
+  topologySpreadConstraints:
+    {{- range . }}
+    - {{- toYaml (merge dict . (dict "labelSelector" (dict "matchLabels" (include "weft.serverSelector" $ | fromYaml)))) | nindent 6 }}
+    {{- end }}
+  {{- end }}
+  {{- $pod := include "weft.pod" . | fromYaml }}
+  {{- with .Values.apiKeys.existingSecret }}
+  {{- $volume := dict "name" "api-keys" "secret" (dict "secretName" .) }}
+  {{- $_ := set $pod "volumes" (append $pod.volumes $volume) }}
+  {{- end }}
+  {{- toYaml $pod | nindent 2 }}
+  containers:
+    - name: weft
+      command: [weft]
+      args:
+        - serve
+        - {{ $model.argument }}
+        - --host=0.0.0.0
+        - --port=8000
+        - --drain-timeout={{ .Values.drain.timeoutSeconds }}
+        {{- with .Values.model.name }}
+        - --served-model-name={{ . }}
+        {{- end }}
+        {{- include "weft.engineArgs" . | trim | nindent 8 }}
+        {{- if gt (int $plan.hosts) 1 }}
+        - --nodes={{ $plan.hosts }}
+        - --node-port=7333
+        {{- end }}
+        {{- if .Values.apiKeys.existingSecret }}
+        - --api-key-file=/etc/weft/{{ .Values.apiKeys.key }}
+        {{- end }}
+        {{- if .Values.metrics.serviceMonitor.enabled }}
+        - --open-metrics
+        {{- end }}
+        {{- include "weft.settings" .Values.settings | trim | nindent 8 }}
+      ports:
+        - {name: http, containerPort: 8000}
+        {{- if gt (int $plan.hosts) 1 }}
+        - {name: join, containerPort: 7333}
+        {{- end }}
+      startupProbe:
+        httpGet: {path: /health, port: http}
+        {{- toYaml .Values.probes.startup | nindent 8 }}
+      readinessProbe:
+        httpGet: {path: /ready, port: http}
+        {{- toYaml .Values.probes.readiness | nindent 8 }}
+      livenessProbe:
+        httpGet: {path: /health, port: http}
+        {{- toYaml .Values.probes.liveness | nindent 8 }}
+      lifecycle:
+        preStop:
+          exec: {command: [sleep, {{ .Values.drain.preStopSeconds | toString | quote }}]}
+      {{- $container := include "weft.container" . | fromYaml }}
+      {{- if .Values.apiKeys.existingSecret }}
+      {{- $mount := dict "name" "api-keys" "mountPath" "/etc/weft" "readOnly" true }}
+      {{- $_ := set $container "volumeMounts" (append $container.volumeMounts $mount) }}
+      {{- end }}
+      {{- toYaml $container | nindent 6 }}
+{{- end -}}

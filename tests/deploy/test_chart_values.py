@@ -1,0 +1,201 @@
+"""The Helm chart: values that it refuses, and what says which there are."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+from typing import Any
+
+import helm_python
+import pytest
+import yaml
+from support import charts
+
+from weft.serving.settings import SETTINGS
+
+SCRIPT = runpy.run_path(str(charts.ROOT / "deploy" / "chart.py"))
+
+
+def leaves(tree: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Paths of the objects in values.yaml that have keys of their own."""
+    if not isinstance(tree, dict) or not tree:
+        return []
+    found = [path]
+    for key, child in tree.items():
+        found += leaves(child, (*path, key))
+    return found
+
+
+DEFAULTS = yaml.safe_load((charts.CHART / "values.yaml").read_text())
+FREE = {
+    *(("podSecurityContext",), ("podSecurityContext", "seccompProfile")),
+    *(("securityContext",), ("securityContext", "capabilities")),
+    ("metrics", "dashboard", "labels"),
+}
+"""Kubernetes' own objects, and maps of labels."""
+
+
+@pytest.mark.parametrize("path", sorted(set(leaves(DEFAULTS)) - FREE), ids=".".join)
+def test_a_misspelt_key_is_refused(path: tuple[str, ...]) -> None:
+    values: Any = {"misspelt": 1}
+    for key in reversed(path):
+        values = {key: values}
+    with pytest.raises(helm_python.HelmError, match="misspelt"):
+        charts.render(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"accelerator": {"type": "h101"}}, "accelerator/type"),
+        ({"model": {"path": "hf://Qwen"}}, "model/path"),
+        ({"model": {"path": "llama"}}, "model/path"),
+        ({"replicas": "two"}, "replicas"),
+        ({"image": {"digest": "sha256:abc"}}, "image/digest"),
+        ({"settings": {"max_model_len": "long"}}, "settings/max_model_len"),
+        ({"settings": {"api_key": "sk-in-plain-text"}}, "api_key"),
+        ({"resources": {"limits": {"nvidia.com/gpu": 1}}}, "nvidia.com/gpu"),
+        ({"extraEnv": [{"nam": "A"}]}, "extraEnv"),
+    ],
+)
+def test_the_schema_refuses(values: charts.Object, message: str) -> None:
+    with pytest.raises(helm_python.HelmError, match=message):
+        charts.render(values)
+
+
+NODE = {"nodeToken": {"existingSecret": "node"}}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"accelerator": {"type": "v5e"}}, r'topology is ""; .* 1x1, 2x2, 2x4, 4x4, 4x8, 8x8'),
+        ({"accelerator": {"type": "v5p", "topology": "4x4"}}, "accelerator.topology is"),
+        (
+            {"accelerator": {"type": "v6e", "topology": "4x4", "perHost": 8}, **NODE},
+            "accelerator.perHost is 8; with accelerator.topology 4x4 it must be one of 4",
+        ),
+        (
+            {"accelerator": {"type": "v6e", "topology": "4x4"}, "hosts": 2, **NODE},
+            "hosts is 2; a slice of 4x4 has 4 hosts of 4 chips",
+        ),
+        ({"accelerator": {"type": "h100", "topology": "2x4"}}, "accelerator.topology is"),
+        ({"accelerator": {"perHost": 2}}, "accelerator.perHost is 2; accelerator.type cpu"),
+        (
+            {"accelerator": {"type": "h100", "perHost": 8}, "parallelism": {"tp": 4, "pp": 1}},
+            r"tp 4, cp 1, ep 1\) makes 4 ranks; a replica of 1 hosts has 8 devices",
+        ),
+        (
+            {"accelerator": {"type": "v5e", "topology": "2x4"}, "parallelism": {"pp": 2}},
+            "parallelism.pp 2; on TPUs both must be 1",
+        ),
+        ({"hosts": 4, "parallelism": {"tp": 2}, **NODE}, "makes 2 ranks; hosts is 4"),
+        ({"hosts": 2}, "nodeToken.existingSecret is empty"),
+        ({"batch": {"enabled": True}}, "batch.claim is empty"),
+        ({"batch": {"enabled": True, "claim": "a"}, "hosts": 2, **NODE}, "a Job has one"),
+        ({"autoscaling": {"kind": "hpa", "minReplicas": 0}}, "autoscaling.minReplicas is 0"),
+        ({"autoscaling": {"kind": "keda", "minReplicas": 0}}, "autoscaling.minReplicas is 0"),
+        ({"autoscaling": {"kind": "hpa", "minReplicas": 5}}, "autoscaling.maxReplicas is 4"),
+        ({"ingress": {"enabled": True}}, "ingress.hosts is empty"),
+        ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs is empty"),
+        ({"inferencePool": {"enabled": True}}, "inferencePool.endpointPicker.name is empty"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(values: charts.Object, message: str) -> None:
+    with pytest.raises(helm_python.HelmError, match=message):
+        charts.render(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "layout"),
+    [
+        ({"accelerator": {"type": "h100", "perHost": 8}}, {"--tp=8"}),
+        ({"accelerator": {"type": "h100", "perHost": 8}, "hosts": 4, **NODE}, {"--tp=8", "--pp=4"}),
+        (
+            {
+                "accelerator": {"type": "h100", "perHost": 8},
+                "hosts": 2,
+                "parallelism": {"dp": 2},
+                **NODE,
+            },
+            {"--tp=8", "--dp=2"},
+        ),
+        (
+            {
+                "accelerator": {"type": "h100", "perHost": 8},
+                "hosts": 2,
+                "parallelism": {"tp": 16},
+                **NODE,
+            },
+            {"--tp=16"},
+        ),
+        (
+            {"accelerator": {"type": "h100", "perHost": 8}, "parallelism": {"cp": 2, "dp": 2}},
+            {"--tp=2", "--cp=2", "--dp=2"},
+        ),
+        ({"accelerator": {"type": "tpu7x", "topology": "2x2x1"}}, {"--tp=8"}),
+        ({"hosts": 3, **NODE}, {"--tp=3"}),
+    ],
+)
+def test_ranks_take_what_is_left(values: charts.Object, layout: set[str]) -> None:
+    workload = charts.workload(charts.render(values))
+    args = charts.templates_of(workload)["server"]["spec"]["containers"][0]["args"]
+    assert {each for each in args if each[2:4] in ("tp", "ep", "cp", "pp", "dp")} == layout
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads"), [("4", 4), (4, 4), ("2500m", 2), ("500m", 1), (1.5, 1)]
+)
+def test_threads_are_the_pod_s_cores(cores: str | float, threads: int) -> None:
+    objects = charts.render({"resources": {"limits": {"cpu": cores}}})
+    pod = charts.templates_of(charts.workload(objects))["server"]
+    assert f"--threads={threads}" in pod["spec"]["containers"][0]["args"]
+
+
+def test_what_is_made_of_other_files_is_current() -> None:
+    """Run deploy/chart.py if not."""
+    assert SCRIPT["table"](SCRIPT["VALUES"].read_text()) == SCRIPT["TABLE"].read_text()
+    schema = SCRIPT["SCHEMA"].read_text()
+    assert SCRIPT["schema"](schema) == schema
+    assert SCRIPT["OWN"] <= SETTINGS.keys()
+
+
+def test_every_value_is_described() -> None:
+    """By its own comment, or that of the value that it is a part of."""
+    rows = re.findall(
+        r"^\| `([\w.]+)` \| .*? \| (.*) \|$", SCRIPT["TABLE"].read_text(), re.MULTILINE
+    )
+    text = dict(rows)
+    assert len(text) > 100
+    for value in text:
+        assert text[value] or text.get(value.rpartition(".")[0]), value
+
+
+def installs() -> list[str]:
+    """Every `helm install` in docs/deployment.md, as one line."""
+    text = (charts.ROOT / "docs" / "deployment.md").read_text().replace("\\\n", " ")
+    return [line for line in text.splitlines() if line.startswith("helm install ")]
+
+
+@pytest.mark.parametrize("command", installs())
+def test_the_commands_of_the_documentation_install(command: str) -> None:
+    words = shlex.split(command)
+    assert words[:2] == ["helm", "install"]
+    assert words[3] == "./helm"
+    values: charts.Object = {}
+    parse = {
+        "--set": helm_python.parse_set_string,
+        "--set-string": helm_python.parse_set_string_values,
+    }
+    for flag, text in zip(words[4::2], words[5::2], strict=True):
+        merge(values, parse[flag](text))
+    charts.workload(charts.render(values, name=words[2]))
+
+
+def merge(into: charts.Object, values: charts.Object) -> None:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            merge(into.setdefault(key, {}), value)
+        else:
+            into[key] = value
