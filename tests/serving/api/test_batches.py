@@ -25,7 +25,7 @@ from support.mock_runner import CRASH_TOKEN
 from support.server import ENVIRONMENT, TIMEOUT, Server, start_server
 from support.tokenizers import write_byte_level
 
-from weft.serving.batch.store import Store
+from weft.serving.batch.store import ANYONE, Store
 
 SLOW_MOCK = "support.mock_runner:load_slowly"
 URL: Any = "/v1/completions"
@@ -317,7 +317,7 @@ def test_what_is_left_when_the_time_is_over_is_an_error(tmp_path: Path) -> None:
         server.wait_until("requests_running", 7)
         server.process.kill()
     with closing(Store(tmp_path / "state")) as store:
-        store.update([replace(store.batch(id), expires_at=int(time.time()))])
+        store.change(id, lambda batch: replace(batch, expires_at=int(time.time())), ANYONE)
     with own(tmp_path) as (_, client):
         batch = ended(client, client.batches.retrieve(id))
         assert batch.status == "expired"

@@ -48,7 +48,7 @@ def written(journal: Journal) -> list[int]:
     return [json.loads(line)["index"] for line in lines]
 
 
-async def slowly(_: str, body: bytes) -> tuple[int, bytes]:
+async def slowly(_: str, body: bytes, answers: int) -> tuple[int, bytes]:
     row = int(json.loads(body)["prompt"])
     await asyncio.sleep(random.Random(row).uniform(0, 0.01))
     return 200, json.dumps(ANSWER).encode()
@@ -62,11 +62,11 @@ async def test_ordered_rows_come_in_order_and_hold_little(
     begun = 0
     others_wait = asyncio.Event()
 
-    async def post(url: str, body: bytes) -> tuple[int, bytes]:
+    async def post(url: str, body: bytes, answers: int) -> tuple[int, bytes]:
         nonlocal begun
         begun += 1
         if json.loads(body)["prompt"] != "0":
-            return await slowly(url, body)
+            return await slowly(url, body, answers)
         await others_wait.wait()
         return 200, json.dumps(ANSWER).encode()
 
@@ -95,10 +95,10 @@ async def test_as_they_finish_otherwise(inputs: Inputs, journal: Journal) -> Non
 async def test_what_is_answered_before_a_failure_is_written(
     inputs: Inputs, journal: Journal
 ) -> None:
-    async def post(url: str, body: bytes) -> tuple[int, bytes]:
+    async def post(url: str, body: bytes, answers: int) -> tuple[int, bytes]:
         if json.loads(body)["prompt"] == "100":
             raise EngineError("gone")
-        return await slowly(url, body)
+        return await slowly(url, body, answers)
 
     job = Job(inputs, journal, model="m", seed=0)
     with pytest.raises(EngineError, match="gone"):
@@ -112,11 +112,11 @@ async def test_stop_finishes_what_has_begun(inputs: Inputs, journal: Journal) ->
     job = Job(inputs, journal, model="m", seed=0)
     begun = set[str]()
 
-    async def post(url: str, body: bytes) -> tuple[int, bytes]:
+    async def post(url: str, body: bytes, answers: int) -> tuple[int, bytes]:
         begun.add(json.loads(body)["prompt"])
         if len(begun) == 50:
             job.stop()
-        return await slowly(url, body)
+        return await slowly(url, body, answers)
 
     await job.run(post, WORKERS)
     assert {str(row) for row in written(journal)} == begun
@@ -152,7 +152,7 @@ from weft.serving.batch.journal import Journal
 folder, rows = Path(sys.argv[1]), int(sys.argv[2])
 answer = b'{"choices": [{"text": "x", "finish_reason": "stop"}], "usage": {"completion_tokens": 1}}'
 
-async def post(path, body):
+async def post(path, body, answers):
     return 200, answer
 
 def most():
