@@ -102,8 +102,10 @@ def _shown(value: Any) -> str:
 def answers(body: dict[str, Any]) -> int:
     """How many answers a request asks for, if it is one."""
     n, prompt = body.get("n"), body.get("prompt")
-    many = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
-    return (n if isinstance(n, int) and n > 0 else 1) * (len(prompt) if many else 1)
+    prompts = 1
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        prompts = len(prompt)
+    return prompts * (n if isinstance(n, int) and n > 0 else 1)
 
 
 def answered(row: Row, status: int, body: bytes) -> dict[str, Any]:

@@ -288,7 +288,8 @@ class BatchService:
             ending = Ending("completed")
             if batch.status == "in_progress":
                 ending = await self._answer(batch, journal, engine)
-            if ending.status != "cancelled" and await asyncio.to_thread(_left, journal):
+            whole = await asyncio.to_thread(_is_whole, journal)
+            if not whole and ending.status != "cancelled":
                 if self._over:
                     return
                 raise ConfigError(f"rows are no longer in input file {batch.input_file_id}")
@@ -414,9 +415,9 @@ class _Running:
             self._task.cancel()
 
 
-def _left(journal: Journal) -> int:
-    """Rows that are not done."""
-    return journal.total - sum(journal.counts())
+def _is_whole(journal: Journal) -> bool:
+    """Whether all rows are done."""
+    return sum(journal.counts()) == journal.total
 
 
 def _cancelling(batch: BatchObject) -> BatchObject:

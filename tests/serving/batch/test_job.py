@@ -187,3 +187,85 @@ def test_memory_does_not_grow_with_the_rows(tmp_path: Path, rows: int) -> None:
     before, after = map(int, done.stdout.split())
     print(f"{rows} rows: {before} KiB before, {after} KiB after")
     assert after - before < 8 * 1024
+
+
+def guilty(row: str, *, seen: list[int]) -> Any:
+    """An engine that fails, with all that it has, when it is given a row; how many it had then."""
+    has: dict[int, asyncio.Future[None]] = {}
+
+    async def post(_: str, body: bytes, answers: int) -> tuple[int, bytes]:
+        prompt = json.loads(body)["prompt"]
+        future = has[int(prompt)] = asyncio.get_running_loop().create_future()
+        if prompt == row:
+            seen.append(len(has))
+            for each in has.values():
+                if not each.done():
+                    each.set_exception(EngineError("gone"))
+            has.clear()
+        else:
+            asyncio.get_running_loop().call_later(
+                0.003, lambda: future.done() or future.set_result(None)
+            )
+        await future
+        has.pop(int(prompt), None)
+        return 200, json.dumps(ANSWER).encode()
+
+    return post
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("retries", [True, False])
+async def test_a_row_that_the_engine_fails_with_twice_is_an_error(
+    inputs: Inputs, journal: Journal, ordered: bool, retries: bool
+) -> None:
+    """At first among others, which are then not guilty; then alone, also in another run."""
+    seen: list[int] = []
+    runs = 1 if retries else 3
+    for run in range(runs):
+        job = Job(inputs, journal, model="m", seed=0, ordered=ordered, retries=retries)
+        if run < runs - 1:
+            with pytest.raises(EngineError, match="gone"):
+                await job.run(guilty("100", seen=seen), WORKERS)
+        else:
+            await job.run(guilty("100", seen=seen), WORKERS)
+    assert seen[0] > 1
+    assert seen[1:] == [1]
+    assert sorted(written(journal)) == list(range(200))
+    if ordered:
+        assert written(journal) == list(range(200))
+    (error,) = [
+        line["error"]
+        for line in map(json.loads, journal.paths[0].read_text().splitlines())
+        if "error" in line
+    ]
+    assert error["code"] == "engine_failed"
+    assert error["message"] == "the engine has failed 2 times with this row"
+    assert journal.failures() == {}
+
+
+async def test_rows_that_are_nested_deeply_are_errors(tmp_path: Path) -> None:
+    """At any depth: up to some they are read, up to fewer they can be written."""
+    rows = []
+    for depth in [*range(900, 1001), 100_000]:
+        deep = "[" * depth + "]" * depth
+        rows.append(f'{{"prompt": "a", "x": {deep}}}')
+        rows.append(f'{{"prompt": "a", "id": {deep}}}')
+        rows.append(f'{{"custom_id": {deep}, "url": "u", "body": {{}}}}')
+        rows.append(f'{{"custom_id": "a", "url": {deep}, "body": {{}}}}')
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n".join(rows))
+    inputs = Inputs([path])
+    with closing(Journal(tmp_path / "state", [tmp_path / "out.jsonl"])) as journal:
+        journal.begin({}, ((line.index, line.place, None) for line in inputs))
+        journal.open()
+        await Job(inputs, journal, model="m", seed=0).run(refusing, WORKERS)
+        found = [json.loads(line) for line in journal.paths[0].read_text().splitlines()]
+    assert len(found) == len(rows)
+    messages = [line["error"]["message"] for line in found]
+    assert any("is nested too deeply" in message for message in messages)
+    assert any("id must be a string or a number" in message for message in messages)
+    assert any(message == "no" for message in messages)
+
+
+async def refusing(_: str, body: bytes, answers: int) -> tuple[int, bytes]:
+    return 400, b'{"error": {"code": null, "message": "no"}}'
