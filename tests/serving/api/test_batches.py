@@ -373,7 +373,8 @@ def test_uploads_that_are_refused(mock: Server) -> None:
     with socket.create_connection(("127.0.0.1", mock.port), timeout=TIMEOUT) as connection:
         connection.sendall(
             b"POST /v1/files HTTP/1.1\r\nhost: a\r\ncontent-length: 99999999999\r\n"
-            b"content-type: multipart/form-data; boundary=x\r\n\r\n"
+            b"content-type: multipart/form-data; boundary=x\r\nx-api-key: %b\r\n\r\n"
+            % KEYS[0].encode()
         )
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
     assert http.get("/v1/files?limit=0").status_code == 400
