@@ -1,4 +1,4 @@
-"""A server's batches are answered: one at a time, until it ends, is cancelled or has no time left."""
+"""A server's batches, one at a time, are answered: to their end, or until cancelled or too late."""
 
 from __future__ import annotations
 

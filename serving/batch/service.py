@@ -78,7 +78,7 @@ class BatchService:
         self._tasks: list[asyncio.Task[None]] = []
         self._wakes: list[asyncio.Event] = []
         self._held: set[str] = set()  # batches that the clerk and the runner have
-        self._cancelled: set[str] = set()  # of these, those that are to be given up
+        self._cancelled: set[str] = set()  # batches that who has them, or is about to, gives up
         self._again: dict[str, float] = {}  # time.monotonic() before which a batch is not tried
         self._ending = False
 
@@ -141,7 +141,7 @@ class BatchService:
             DiskError: the disk is full.
         """
         batch = await asyncio.to_thread(lambda: self.store.change(id, _cancelling, owner))
-        if id in self._held:
+        if batch.status == "cancelling":
             self._cancelled.add(id)
         if self._runner is not None:
             self._runner.cancel(id)
