@@ -50,6 +50,7 @@ WINDOWS = 10
 BURST_EVERY = 5.0  # seconds
 BURST = 40  # requests
 START = 300.0  # seconds for the model to be loaded
+END = 60.0  # seconds for requests to end when the load has; those that do not are leaked
 SERVER = ("--max-num-seqs=8", "--max-queue=16", "--port=0")
 
 # Two-sided 95 % quantiles of Student's t, by degrees of freedom.
@@ -109,6 +110,7 @@ class Report:
         rss_mib: at the end.
         slope: of memory, MiB per hour, after the warm-up.
         interval: 95 % confidence interval of the slope.
+        leaked_requests: that the server still has, of nobody.
         leaked_blocks: share of the KV cache that is held by nobody's request.
         leaked_files: descriptors that are open, beside those before the load.
         p99: seconds of the probe, in the first and the second half.
@@ -121,6 +123,7 @@ class Report:
     rss_mib: float
     slope: float
     interval: tuple[float, float]
+    leaked_requests: int
     leaked_blocks: float
     leaked_files: int
     p99: tuple[float, float]
@@ -131,8 +134,8 @@ class Report:
     @property
     def passed(self) -> bool:
         """Whether nothing has leaked, and every answer was one that should come."""
-        leaks = self.interval[0] > 0 or self.leaked_blocks > 0 or self.leaked_files > 0
-        return not leaks and not self.unexpected
+        left = self.leaked_requests or self.leaked_blocks > 0 or self.leaked_files > 0
+        return not (left or self.interval[0] > 0 or self.unexpected)
 
     def __str__(self) -> str:
         low, high = self.interval
@@ -144,6 +147,7 @@ class Report:
             f"load             {self.minutes:.1f} min: {answers}",
             f"memory           {self.rss_mib:.0f} MiB, slope {self.slope:+.2f} MiB/h "
             f"(95 % CI {low:+.2f} to {high:+.2f})",
+            f"requests left    {self.leaked_requests}",
             f"KV cache left    {self.leaked_blocks:.2%}",
             f"files left open  {self.leaked_files}",
             f"p99 of the probe {first * 1e3:.0f} ms, then {second * 1e3:.0f} ms "
@@ -303,11 +307,20 @@ async def _drain(stream: asyncio.StreamReader) -> None:
         sys.stderr.buffer.write(line)
 
 
-async def _open_files(session: aiohttp.ClientSession, server: psutil.Process) -> int:
-    """Once nothing runs any more, and the clients' connections are closed."""
-    while await _metric(session, "requests_running") + await _metric(session, "requests_waiting"):
+async def requests_left(session: aiohttp.ClientSession) -> int:
+    """How many requests there still are, when all have had `END` seconds to end."""
+    deadline = time.monotonic() + END
+    while True:
+        names = ("requests_running", "requests_waiting")
+        left = sum([await _metric(session, name) for name in names])
+        if left == 0 or time.monotonic() > deadline:
+            return int(left)
         await asyncio.sleep(0.1)
-    await asyncio.sleep(1.0)  # for the server to see that connections are closed
+
+
+async def _open_files(server: psutil.Process) -> int:
+    """Once the clients' connections are closed."""
+    await asyncio.sleep(1.0)  # for the server to see that they are
     return sum(process.num_fds() for process in processes(server))
 
 
@@ -335,19 +348,21 @@ async def soak(minutes: float, arguments: Sequence[str], *, seed: int = 0) -> Re
         async with quiet.get("/v1/models") as response:
             model = (await response.json())["data"][0]["id"]
         await Load(quiet, model, time.monotonic() + 0.1, Soak(), seed).run()
-        files = await _open_files(quiet, server)
+        await requests_left(quiet)
+        files = await _open_files(server)
         end = time.monotonic() + 60 * minutes
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(url, connector=connector) as session:
             await asyncio.gather(
                 Load(session, model, end, seen, seed).run(), measure(server, end, seen)
             )
-        left = await _open_files(quiet, server) - files
+        requests = await requests_left(quiet)
+        files = await _open_files(server) - files
         blocks = await _metric(quiet, "kv_cache_usage_ratio")
-    return _report(minutes, seen, left, blocks)
+    return _report(minutes, seen, requests, blocks, files)
 
 
-def _report(minutes: float, seen: Soak, files: int, blocks: float) -> Report:
+def _report(minutes: float, seen: Soak, requests: int, blocks: float, files: int) -> Report:
     warm = [s for s in seen.samples if s.seconds >= WARM_UP * 60 * minutes]
     mean, (low, high) = slope(warm)
     per_hour = 3600 / 2**20
@@ -360,6 +375,7 @@ def _report(minutes: float, seen: Soak, files: int, blocks: float) -> Report:
         rss_mib=seen.samples[-1].rss / 2**20,
         slope=mean * per_hour,
         interval=(low * per_hour, high * per_hour),
+        leaked_requests=requests,
         leaked_blocks=blocks,
         leaked_files=max(0, files),
         p99=(p99(halves[0]), p99(halves[1])),

@@ -8,7 +8,7 @@ that are read from a file are read only as they are needed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -24,17 +24,25 @@ def width(engine: AsyncEngine) -> int:
 
 
 async def for_each(
-    items: Iterable[T], work: Callable[[T], Coroutine[Any, Any, None]], *, workers: int
+    items: Iterable[T] | AsyncIterable[T],
+    work: Callable[[T], Coroutine[Any, Any, None]],
+    *,
+    workers: int,
 ) -> None:
     """Do `work` for every item, `workers` at a time, in the items' order of starting.
 
-    The first error ends it, and cancels the others.
+    The first error ends it, and cancels the others. Items that come asynchronously may be asked
+    for by several workers at once.
     """
-    source = iter(items)
+    source = aiter(items) if isinstance(items, AsyncIterable) else iter(items)
 
     async def worker() -> None:
-        for item in source:
-            await work(item)
+        if isinstance(source, AsyncIterable):
+            async for item in source:
+                await work(item)
+        else:
+            for item in source:
+                await work(item)
 
     try:
         async with asyncio.TaskGroup() as group:

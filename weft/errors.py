@@ -4,11 +4,12 @@
     ├── ConfigError     a flag, file key or environment variable cannot work
     ├── ModelError      a checkpoint cannot be found, understood or loaded
     ├── RequestError    one request is at fault; the others are unaffected
-    └── EngineError     the engine cannot go on (it died, or it is draining)
+    ├── EngineError     the engine cannot go on (it died, or it is draining)
+    └── DiskError       a disk is full, or fails; later there may be room
 
 A message names the field, the value and what to do. The command line prints
 it as one line and exits with a non-zero status; the API turns a RequestError
-into a 4xx and an EngineError into a 503, both in OpenAI's shape.
+into a 4xx, an EngineError into a 503 and a DiskError into a 507, all in OpenAI's shape.
 """
 
 from __future__ import annotations
@@ -65,3 +66,7 @@ class EngineError(WeftError):
     def __init__(self, message: str, *, retry_after: int | None = None) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class DiskError(WeftError):
+    """A disk is full, or fails, in a way that may pass: the same may work later."""

@@ -8,12 +8,13 @@ import msgspec
 from fastapi import APIRouter, Query, Response
 from pydantic import Field
 
-from weft.errors import RequestError
 from weft.serving.api.body import Body
+from weft.serving.api.context import owner
 from weft.serving.api.documentation import returns
 from weft.serving.api.state import State
 from weft.serving.batch.objects import BatchList, BatchObject, new_id, now
-from weft.serving.batch.service import WINDOW
+
+WINDOW = 24 * 3600  # seconds that a batch has
 
 router = APIRouter()
 
@@ -33,14 +34,6 @@ class BatchRequest(Body):
 @router.post("/v1/batches", **returns(BatchObject))
 async def create_batch(body: BatchRequest, state: State) -> Response:
     """Have a file answered; whether it can be is in the batch's status a little later."""
-    service = state.batches
-    try:
-        purpose = service.store.file(body.input_file_id).purpose
-    except RequestError as error:
-        raise RequestError(error.message, param="input_file_id") from None
-    if purpose != "batch":
-        message = f"file {body.input_file_id} has the purpose {purpose!r}; it must be 'batch'"
-        raise RequestError(message, param="input_file_id")
     created = now()
     batch = BatchObject(
         id=new_id("batch_"),
@@ -51,19 +44,19 @@ async def create_batch(body: BatchRequest, state: State) -> Response:
         expires_at=created + WINDOW,
         metadata=body.metadata,
     )
-    await service.create(batch)
+    await state.batches.create(batch, owner())
     return _json(batch)
 
 
 @router.get("/v1/batches", **returns(BatchList))
-async def list_batches(
+def list_batches(
     state: State,
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> Response:
     """Batches, the newest first."""
     service = state.batches
-    batches = service.store.batches(after=after, limit=limit)
+    batches = service.store.batches(owner(), after=after, limit=limit)
     page = BatchList([service.shown(batch) for batch in batches[:limit]], len(batches) > limit)
     if page.data:
         page.first_id, page.last_id = page.data[0].id, page.data[-1].id
@@ -71,15 +64,15 @@ async def list_batches(
 
 
 @router.get("/v1/batches/{batch_id}", **returns(BatchObject))
-async def retrieve_batch(batch_id: str, state: State) -> Response:
+def retrieve_batch(batch_id: str, state: State) -> Response:
     """One batch by its id, with how many of its rows are done."""
-    return _json(state.batches.shown(state.batches.store.batch(batch_id)))
+    return _json(state.batches.shown(state.batches.store.batch(batch_id, owner())))
 
 
 @router.post("/v1/batches/{batch_id}/cancel", **returns(BatchObject))
 async def cancel_batch(batch_id: str, state: State) -> Response:
     """End a batch; the answers that it has are in its output file."""
-    return _json(await state.batches.cancel(batch_id))
+    return _json(await state.batches.cancel(batch_id, owner()))
 
 
 def _json(body: msgspec.Struct) -> Response:

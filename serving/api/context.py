@@ -40,3 +40,9 @@ class Context:
 
 
 current: ContextVar[Context | None] = ContextVar("current", default=None)
+
+
+def owner() -> str:
+    """To whom what a request makes belongs: its key's digest, or "" where there are no keys."""
+    context = current.get()
+    return "" if context is None or context.key is None else context.key.digest.hex()

@@ -2,6 +2,7 @@
 
     RequestError             its own status, usually 400
     EngineError              503, try again later
+    DiskError                507
     a body that is not the schema's   400, naming the field
     an unknown path, a wrong method   404, 405
 
@@ -10,6 +11,7 @@ Whatever else is raised is a fault of ours: 500 without details, and the log has
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -21,8 +23,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from weft.errors import EngineError, RequestError
+from weft.errors import DiskError, EngineError, RequestError
 from weft.serving.api.context import current
+
+logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody is there to read it, but logs are
 
@@ -86,6 +90,7 @@ def install(app: FastAPI) -> None:
     """Make the app answer every error in this shape."""
     app.add_exception_handler(RequestError, _on_weft_error)
     app.add_exception_handler(EngineError, _on_weft_error)
+    app.add_exception_handler(DiskError, _on_disk_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)
@@ -105,6 +110,12 @@ def refused(
 async def _on_weft_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError | EngineError)
     return refused(error)
+
+
+async def _on_disk_error(request: Request, error: Exception) -> Response:
+    logger.error("%s %s: %s", request.method, request.url.path, error)  # it says where the disk is
+    message = "the server's disk is full, or fails; try again later"
+    return error_response(HTTPStatus.INSUFFICIENT_STORAGE, message)
 
 
 async def _on_validation_error(_: Request, error: Exception) -> Response:

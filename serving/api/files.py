@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import shutil
 from pathlib import Path
@@ -14,13 +13,15 @@ from fastapi import APIRouter, Query, Request, Response
 from starlette.datastructures import UploadFile
 from starlette.responses import FileResponse
 
-from weft.errors import RequestError
+from weft.errors import DiskError, RequestError
+from weft.serving.api.context import owner
 from weft.serving.api.documentation import returns
 from weft.serving.api.state import State
+from weft.serving.batch.faults import passes
 from weft.serving.batch.objects import FileDeleted, FileList, FileObject, new_id, now
+from weft.serving.batch.service import BatchService
 
 MAX_LISTED = 10_000
-INSUFFICIENT_STORAGE = 507
 
 router = APIRouter()
 
@@ -46,22 +47,16 @@ _FORM: dict[str, Any] = {
 @router.post("/v1/files", **returns(FileObject), openapi_extra=_FORM)
 async def create_file(request: Request, state: State) -> Response:
     """Upload a file of requests; it is on the disk when this answers."""
-    store = state.batches.store
     try:
         # Of a file no more than a mebibyte is in memory; the rest is in one without a name.
         async with request.form(max_files=1, max_fields=8) as form:
             file = _checked(dict(form))
-            id = new_id("file-")
-            path = store.upload_path(id)
-            size = await asyncio.to_thread(_keep, file.file, path)
             name = Path(file.filename or "").name or "file.jsonl"
-            kept = FileObject(id, size, name, "batch", now())
-            await asyncio.to_thread(store.add_file, kept, path)
+            kept = await asyncio.to_thread(_keep, file.file, name, state.batches, owner())
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if not passes(error):
             raise
-        message = "the server's disk is full"
-        raise RequestError(message, param="file", status=INSUFFICIENT_STORAGE) from None
+        raise DiskError(f"an upload: {error.strerror}") from error
     return _json(kept)
 
 
@@ -89,21 +84,25 @@ def _checked(form: dict[str, Any]) -> UploadFile:
     return file
 
 
-def _keep(source: BinaryIO, path: Path) -> int:
-    """Copy an upload to where it stays; its size in bytes."""
+def _keep(source: BinaryIO, name: str, batches: BatchService, owner: str) -> FileObject:
+    """Copy an upload to where it stays."""
+    store, id = batches.store, new_id("file-")
+    path = store.upload_path(id)
     try:
         with path.open("xb") as file:
             shutil.copyfileobj(source, file, 1 << 20)
             file.flush()
             os.fsync(file.fileno())
-            return file.tell()
-    except OSError:
+            kept = FileObject(id, file.tell(), name, "batch", now())
+        store.add_file(kept, path, owner)
+    except (OSError, DiskError):
         path.unlink(missing_ok=True)
         raise
+    return kept
 
 
 @router.get("/v1/files", **returns(FileList))
-async def list_files(
+def list_files(
     state: State,
     purpose: str | None = None,
     after: str | None = None,
@@ -112,7 +111,7 @@ async def list_files(
 ) -> Response:
     """Uploaded files, and those that batches have made."""
     files = state.batches.store.files(
-        purpose=purpose, after=after, limit=limit, newest_first=order == "desc"
+        owner(), purpose=purpose, after=after, limit=limit, newest_first=order == "desc"
     )
     page = files[:limit]
     first, last = (page[0].id, page[-1].id) if page else ("", "")
@@ -120,22 +119,22 @@ async def list_files(
 
 
 @router.get("/v1/files/{file_id}", **returns(FileObject))
-async def retrieve_file(file_id: str, state: State) -> Response:
+def retrieve_file(file_id: str, state: State) -> Response:
     """One file by its id."""
-    return _json(state.batches.store.file(file_id))
+    return _json(state.batches.store.file(file_id, owner()))
 
 
 @router.get("/v1/files/{file_id}/content", **returns(None, media_type="application/octet-stream"))
-async def file_content(file_id: str, state: State) -> Response:
+def file_content(file_id: str, state: State) -> Response:
     """What is in a file."""
-    path = state.batches.store.content(file_id)
+    path = state.batches.store.content(file_id, owner())
     return FileResponse(path, media_type="application/octet-stream")
 
 
 @router.delete("/v1/files/{file_id}", **returns(FileDeleted))
-async def delete_file(file_id: str, state: State) -> Response:
+def delete_file(file_id: str, state: State) -> Response:
     """Remove a file, unless a batch is still to read it."""
-    await asyncio.to_thread(state.batches.store.delete_file, file_id)
+    state.batches.store.delete_file(file_id, owner())
     return _json(FileDeleted(file_id))
 
 

@@ -68,7 +68,8 @@ def run(
     Raises:
         ConfigError: a file cannot be read or written, is there and must not be replaced, or is
             not what it was when the run was begun.
-        WeftError: the engine died, or the disk is full; what is written stays, for `resume`.
+        EngineError: the engine died; what is written stays, for `resume`.
+        DiskError: the disk is full; so it does then.
     """
     from weft.serving.api.state import ServerState
 
@@ -249,10 +250,15 @@ class _Command:
         from weft.serving.api.app import local_app
 
         self._api.engine = engine = await self._start()
+        api = LocalApi(local_app(self._api))
+
+        async def post(path: str, body: bytes, answers: int) -> tuple[int, bytes]:
+            return await api.post(path, body)
+
         try:
             self._journal.open()
             with self._progress:
-                await job.run(LocalApi(local_app(self._api)).post, width(engine))
+                await job.run(post, width(engine))
         finally:
             await engine.shutdown(drain=False)
 

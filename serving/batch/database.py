@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from weft.errors import ConfigError, WeftError
+from weft.serving.batch.faults import of_database
 
-_VERSION = 1  # of the schemas
+_VERSION = 2  # of the schemas
 
 
 class Database:
@@ -27,6 +27,7 @@ class Database:
 
     Raises:
         ConfigError: it cannot be opened, is of something else, or another process has it.
+        DiskError: there is no room for it, or the disk fails; so does every call.
     """
 
     def __init__(self, path: Path, schema: str, application: int) -> None:
@@ -35,16 +36,24 @@ class Database:
         try:
             self._db = _connect(path, schema, application)
         except sqlite3.Error as error:
-            raise ConfigError(f"the state {path}: {_explained(error)}") from None
+            raise of_database(path, error) from error
 
     def all(self, query: str, *values: object) -> list[Any]:
         """The rows that a query finds."""
         with self.lock:
-            return self._db.execute(query, values).fetchall()
+            try:
+                return self._db.execute(query, values).fetchall()
+            except sqlite3.Error as error:
+                raise of_database(self.path, error) from error
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """All of what is done within it, or nothing; WeftError when the disk is full, or fails."""
+        """All of what is done within it, or nothing.
+
+        Raises:
+            DiskError: the disk is full, or fails.
+            ConfigError: it is damaged, or what is done breaks a rule of its tables.
+        """
         with self.lock:
             try:
                 self._db.execute("BEGIN IMMEDIATE")
@@ -54,7 +63,7 @@ class Database:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 if isinstance(error, sqlite3.Error):
-                    raise WeftError(f"the state {self.path}: {_explained(error)}") from error
+                    raise of_database(self.path, error) from error
                 raise
 
     def close(self) -> None:
@@ -73,8 +82,10 @@ def _connect(path: Path, schema: str, application: int) -> sqlite3.Connection:
         (tables,) = db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
         (found,) = db.execute("PRAGMA application_id").fetchone()
         (version,) = db.execute("PRAGMA user_version").fetchone()
-        if tables and (found, version) != (application, _VERSION):
+        if tables and found != application:
             raise sqlite3.DatabaseError("it is a database of something else")
+        if tables and version != _VERSION:
+            raise sqlite3.DatabaseError("another version of weft has written it")
         if not tables:
             for statement in schema.split(";"):
                 db.execute(statement)
@@ -87,7 +98,3 @@ def _connect(path: Path, schema: str, application: int) -> sqlite3.Connection:
         db.close()
         raise
     return db
-
-
-def _explained(error: sqlite3.Error) -> str:
-    return "another process has it" if "locked" in str(error) else str(error)

@@ -10,12 +10,14 @@ import hashlib
 import os
 import shutil
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
 from weft.errors import ConfigError
+from weft.serving.batch.faults import of_file
 
 MAX_LINE = 32 * 1024 * 1024  # bytes; a prompt of a million tokens takes about five
 STDIN = Path("-")
@@ -41,6 +43,7 @@ class Inputs:
 
     Raises:
         ConfigError: when one of them cannot be read.
+        DiskError: when that may pass.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -107,11 +110,13 @@ def spool(stdin: BinaryIO, path: Path) -> None:
         raise ConfigError(f"stdin is kept in {path}: {error.strerror}") from None
 
 
-def _opened(path: Path) -> BinaryIO:
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
-        return path.open("rb")
+        with path.open("rb") as file:
+            yield file
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
+        raise of_file(path, error) from error
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes | None]:

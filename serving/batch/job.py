@@ -3,36 +3,43 @@
 A row is a request of the HTTP API without the socket: its body goes to the same
 routes, so it is checked, answered and refused in the same words. Lines are read
 as the engine has room for them (see window.py), and answers are on the disk
-within a second (see journal.py), so memory does not grow with the batch.
+within a second (see journal.py), so memory does not grow with the batch. Both is done in threads.
+
+When the engine fails, the rows that it had are noted in the journal, for one of them may be why.
+From then on, in later runs too, each of them is alone in the engine, so that the guilty one is
+found: with `MAX_TRIES` failures, a row gets an error instead of an answer.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
+from weft.errors import EngineError
 from weft.serving.batch.inputs import Inputs
 from weft.serving.batch.journal import Answer, Journal
-from weft.serving.batch.rows import Row, answered, parse, refused
+from weft.serving.batch.rows import Row, answered, answers, parse, refused
 from weft.serving.window import for_each
 
 GROUP_SECONDS = 1.0  # that an answer waits at most until it is on the disk
 GROUP_BYTES = 1 << 20  # of lines that make a group before that
 HELD_BYTES = 64 << 20  # of lines that wait for one before them, with `ordered`
+MAX_TRIES = 2  # failures of the engine with a row that are enough
 _BLOCK = 4096  # rows whose state is looked up at once
+_AHEAD = 256, 1 << 20  # rows, and bytes of lines, that are read at once
 
 
 class LeftOut(Exception):  # noqa: N818  # it is none
     """Raised in the place of an answer: the row is for the next run."""
 
 
-Post = Callable[[str, bytes], Coroutine[Any, Any, tuple[int, bytes]]]
+Post = Callable[[str, bytes, int], Coroutine[Any, Any, tuple[int, bytes]]]
 
 
 class Job:
@@ -47,6 +54,8 @@ class Job:
         ordered: write answers in the order of the rows.
         overrides: fields that every request gets, whatever it says.
         refusal: code and message of the error that all rows get that are left, instead of answers.
+        retries: whether a row with which the engine fails is run again, as soon as it serves again;
+            else the run ends.
         on_done: called when an answer is on the disk, with its HTTP status and its output tokens.
     """
 
@@ -60,6 +69,7 @@ class Job:
         ordered: bool = False,
         overrides: dict[str, Any] | None = None,
         refusal: tuple[str, str] | None = None,
+        retries: bool = False,
         on_done: Callable[[int, int], None] = lambda status, tokens: None,
     ) -> None:
         self._inputs = inputs
@@ -69,8 +79,17 @@ class Job:
         self._ordered = ordered
         self._overrides = overrides or {}
         self._refusal = refusal
+        self._retries = retries
         self._on_done = on_done
         self._stopped = False
+        self._failures: dict[int, int] = {}  # of the engine, with each row that is not done
+        self._to_note: list[int] = []
+        self._noting = asyncio.Lock()
+        # Rows are in the engine together, but for those with which it has failed.
+        self._gate = asyncio.Lock()
+        self._together = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     def stop(self) -> None:
         """Begin no more rows; `run` returns when those that have begun are done."""
@@ -82,17 +101,16 @@ class Job:
         When it is cancelled or fails, what has been answered is still written.
 
         Args:
-            post: the status and the body of the answer to a path and a body; raises `LeftOut`
-                for a row that is not to be answered now.
+            post: the status and the body of the answer to a path and a body, which asks for so many
+                answers. Raises `LeftOut` for a row that is not to be answered now, EngineError when
+                the engine has failed with it.
             workers: rows at a time.
 
         Raises:
-            WeftError: the answers cannot be written.
+            ConfigError, DiskError: rows cannot be read, or answers not be written.
+            EngineError: the engine has failed.
         """
-        rows = enumerate(self._rows())
-        first = await asyncio.to_thread(next, rows, None)  # it may be far into the file
-        if first is None:
-            return
+        self._failures = await asyncio.to_thread(self._journal.failures)
         writer = _Writer(self._journal, ordered=self._ordered, on_done=self._on_done)
         writing = asyncio.create_task(writer.run())
 
@@ -108,20 +126,75 @@ class Job:
             await writer.add(turn, _Line(Answer(row.index, file, data), status, tokens))
 
         try:
-            await for_each(_chained(first, rows), work, workers=workers)
+            await for_each(self._rows(), work, workers=workers)
         finally:
             writer.close()
             await writing
+            await self._note_failures()
 
     async def _answer(self, row: Row, post: Post) -> tuple[int, bytes, dict[str, Any]]:
         if row.problem is not None:
             return 400, b"{}", refused(row)
-        request = {"seed": self._seed + row.index} | row.body | self._overrides
-        status, body = await post(row.url, msgspec.json.encode(request))
-        return status, body, answered(row, status, body)
+        try:
+            request = {"seed": self._seed + row.index} | row.body | self._overrides
+            data = msgspec.json.encode(request)
+        except RecursionError:  # where it was read there was a little more room for that
+            return 400, b"{}", refused(replace(row, problem="the line is nested too deeply"))
+        while (failures := self._failures.get(row.index, 0)) < MAX_TRIES:
+            try:
+                async with self._turn(alone=failures > 0):
+                    status, body = await post(row.url, data, answers(row.body))
+                return status, body, answered(row, status, body)
+            except EngineError:
+                self._failures[row.index] = failures + 1
+                self._to_note.append(row.index)
+                await self._note_failures()
+                if not self._retries:
+                    raise
+        problem = f"the engine has failed {failures} times with this row"
+        return 500, b"{}", refused(replace(row, code="engine_failed", problem=problem))
 
-    def _rows(self) -> Iterator[Row]:
-        """The rows that are not done. No row of a block has begun when its state is looked up."""
+    @asynccontextmanager
+    async def _turn(self, *, alone: bool) -> AsyncIterator[None]:
+        """A row may be in the engine: with others, or when they are through and before the next."""
+        async with self._gate:
+            if alone:
+                await self._idle.wait()
+                yield
+                return
+            self._together += 1
+            self._idle.clear()
+        try:
+            yield
+        finally:
+            self._together -= 1
+            if self._together == 0:
+                self._idle.set()
+
+    async def _note_failures(self) -> None:
+        async with self._noting:  # those that come meanwhile are noted by the next
+            rows, self._to_note = self._to_note, []
+            if rows:
+                await asyncio.to_thread(self._journal.note_failures, rows)
+
+    def _rows(self) -> _Ahead:
+        return _Ahead(self._blocks(), lambda: self._stopped)
+
+    def _blocks(self) -> Iterator[list[tuple[int, Row]]]:
+        """Rows that are not done, with their turns, as many at once as are read ahead."""
+        block, size = list[tuple[int, Row]](), 0
+        for turn, (row, length) in enumerate(self._left()):
+            block.append((turn, row))
+            size += length
+            if len(block) == _AHEAD[0] or size >= _AHEAD[1]:
+                yield block
+                block, size = [], 0
+        yield block
+
+    def _left(self) -> Iterator[tuple[Row, int]]:
+        """Rows that are not done, and how long they are. No row of a block has begun when its state
+        is looked up.
+        """
         block_end, done, duplicates = 0, set[int](), dict[int, str]()
         for line in self._inputs:
             if self._stopped:
@@ -138,7 +211,30 @@ class Job:
                 row = replace(row, problem=problem, code="duplicate_custom_id")
             if self._refusal is not None:
                 row = replace(row, code=self._refusal[0], problem=self._refusal[1])
-            yield row
+            yield row, len(line.data or b"")
+
+
+class _Ahead:
+    """The rows of blocks, which are read in a thread. Several may ask at once."""
+
+    def __init__(
+        self, blocks: Iterator[list[tuple[int, Row]]], stopped: Callable[[], bool]
+    ) -> None:
+        self._blocks = blocks
+        self._stopped = stopped
+        self._rows = deque[tuple[int, Row]]()
+        self._reading = asyncio.Lock()
+
+    def __aiter__(self) -> AsyncIterator[tuple[int, Row]]:
+        return self
+
+    async def __anext__(self) -> tuple[int, Row]:
+        async with self._reading:
+            if not self._rows:
+                self._rows.extend(await asyncio.to_thread(next, self._blocks, ()))
+            if not self._rows or self._stopped():
+                raise StopAsyncIteration
+            return self._rows.popleft()
 
 
 class _Line(msgspec.Struct):
@@ -240,11 +336,6 @@ class _Writer:
             waiter = self._room.popleft()
             if not waiter.done():
                 waiter.set_result(None)
-
-
-def _chained(first: tuple[int, Row], rest: Iterator[tuple[int, Row]]) -> Iterator[tuple[int, Row]]:
-    yield first
-    yield from rest
 
 
 class _Usage(msgspec.Struct):

@@ -32,8 +32,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import msgspec
 
-from weft.errors import ConfigError, WeftError
+from weft.errors import ConfigError
 from weft.serving.batch.database import Database
+from weft.serving.batch.faults import of_file
 
 if TYPE_CHECKING:
     import sqlite3
@@ -46,6 +47,7 @@ CREATE TABLE append (
   number INTEGER PRIMARY KEY, file INTEGER NOT NULL, end INTEGER NOT NULL, crc INTEGER NOT NULL
 );
 CREATE TABLE done (row INTEGER PRIMARY KEY, append INTEGER NOT NULL);
+CREATE TABLE failure (row INTEGER PRIMARY KEY, times INTEGER NOT NULL);
 """
 _CHUNK = 1 << 20  # bytes read at a time
 
@@ -77,6 +79,7 @@ class Journal:
 
     Raises:
         ConfigError: it cannot be opened, is of something else, or another process has it.
+        DiskError: the disk is full, or fails; so do the methods.
     """
 
     def __init__(self, path: Path, files: Sequence[Path]) -> None:
@@ -95,12 +98,9 @@ class Journal:
         Args:
             settings: JSON that says which run this is.
             rows: each one's index, place and custom_id, if that must be unique.
-
-        Raises:
-            WeftError: the disk is full.
         """
         with self._db.transaction() as db:
-            for table in ("run", "duplicate", "append", "done"):
+            for table in ("run", "duplicate", "append", "done", "failure"):
                 db.execute(f"DELETE FROM {table}")
             # On disk, too, for there may be many.
             db.execute("CREATE TEMP TABLE seen (id BLOB PRIMARY KEY, place TEXT) WITHOUT ROWID")
@@ -154,7 +154,7 @@ class Journal:
                         )
                     begin = end
         except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror}") from None
+            raise of_file(path, error) from error
         return begin
 
     def _forget(self, file: int, number: int) -> None:
@@ -177,14 +177,10 @@ class Journal:
                 self._files.append(file)
                 file.truncate(end)
             except OSError as error:
-                raise ConfigError(f"{path}: {error.strerror}") from None
+                raise of_file(path, error) from error
 
     def append(self, answers: Sequence[Answer]) -> None:
-        """Add a group. When that fails, the files are as they were.
-
-        Raises:
-            WeftError: the disk is full, or fails.
-        """
+        """Add a group. When that fails, the files are as they were."""
         with self._db.lock:
             ends = list(self._ends)
             try:
@@ -220,9 +216,18 @@ class Journal:
                 left = left[opened.write(left) :]
             os.fsync(opened.fileno())
         except OSError as error:
-            raise WeftError(f"{self.paths[file]}: {error.strerror}") from error
+            raise of_file(self.paths[file], error) from error
         ends[file] += len(data)
         return (file, zlib.crc32(data)), [answer.row for answer in mine]
+
+    def note_failures(self, rows: Iterable[int]) -> None:
+        """Count once more that the engine has failed with these rows."""
+        with self._db.transaction() as db:
+            db.executemany(
+                "INSERT INTO failure VALUES (?, 1) "
+                "ON CONFLICT (row) DO UPDATE SET times = times + 1",
+                ((row,) for row in rows),
+            )
 
     def close(self) -> None:
         """Let go of the files and the state. May be called again."""
@@ -244,6 +249,10 @@ class Journal:
         """Which of the rows from `first` up to, without, `last` are done."""
         query = "SELECT row FROM done WHERE row >= ? AND row < ?"
         return {row for (row,) in self._db.all(query, first, last)}
+
+    def failures(self) -> dict[int, int]:
+        """How often the engine has failed with rows that are not done."""
+        return dict(self._db.all("SELECT * FROM failure WHERE row NOT IN (SELECT row FROM done)"))
 
     def duplicates(self, first: int, last: int, *, most: int = -1) -> dict[int, str]:
         """Of these rows, those whose custom_id came before, and the place where that was."""

@@ -18,6 +18,7 @@ BatchStatus = Literal[
     "cancelled",
     "expired",
 ]
+LIVE: tuple[BatchStatus, ...] = ("validating", "in_progress", "finalizing", "cancelling")
 Purpose = Literal["batch", "batch_output"]
 
 

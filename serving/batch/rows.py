@@ -47,21 +47,32 @@ class Row(msgspec.Struct, frozen=True):
 
 def parse(line: Line, model: str) -> Row:
     """Read a line; what is wrong with it is in the row's `problem`. `model` is the default."""
+    try:
+        return _parse(line, model)
+    except RecursionError:
+        return Row(line.index, problem=f"{line.place} is nested too deeply")
+
+
+def _parse(line: Line, model: str) -> Row:
     index, place, data = line.index, line.place, line.data
     if data is None:
         return Row(index, problem=f"{place} is longer than {MAX_LINE} bytes")
     try:
         content = msgspec.json.decode(data)
-    except (ValueError, RecursionError) as error:  # of which msgspec's and Unicode's errors are
+    except ValueError as error:  # of which msgspec's and Unicode's errors are
         return Row(index, problem=f"{place} is not JSON: {error}")
     if not isinstance(content, dict):
         return Row(index, problem=f"{place} is not a JSON object")
     if "body" not in content and ("prompt" in content or "messages" in content):
         row_id = content.pop("id", None)
         url = URLS[0] if "messages" in content else URLS[1]
-        row = Row(index, row_id, simple=True, url=url, body={"model": model} | content)
+        row = Row(index, None, simple=True, url=url, body={"model": model} | content)
+        if isinstance(row_id, list | dict):
+            return replace(row, problem=f"{place}: id must be a string or a number")
+        row = replace(row, id=row_id)
     else:
-        row = Row(index, content.get("custom_id"))
+        custom_id = content.get("custom_id")
+        row = Row(index, custom_id if isinstance(custom_id, str) else None)
         if problem := _envelope_problem(content):
             return replace(row, problem=f"{place}: {problem}")
         row = replace(row, url=content["url"], body={"model": model} | content["body"])
@@ -86,6 +97,15 @@ def _shown(value: Any) -> str:
     """A value of a line, which may be of any length."""
     text = repr(value)
     return text if len(text) <= 80 else text[:80] + "..."
+
+
+def answers(body: dict[str, Any]) -> int:
+    """How many answers a request asks for, if it is one."""
+    n, prompt = body.get("n"), body.get("prompt")
+    prompts = 1
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        prompts = len(prompt)
+    return prompts * (n if isinstance(n, int) and n > 0 else 1)
 
 
 def answered(row: Row, status: int, body: bytes) -> dict[str, Any]:

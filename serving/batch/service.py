@@ -2,13 +2,18 @@
 
     validating ──► in_progress ──► finalizing ──► completed
         │               ├──► cancelling ──► cancelled
-        └─► failed      └─────────────────► expired, after 24 hours
+        │               └─────────────────► expired, after 24 hours
+        └──► failed ◄── from everywhere, with what cannot be mended
 
 An input file is read when the batch is made; with a line that is no request for the endpoint, or a
-custom_id that comes twice, the batch fails and nothing is run. Rows wait while others need the
-engine: they leave some of its places free, and have the lowest priority. What is done is in the
-batch's journal (see journal.py), so a server that was killed goes on where it was. One that drains
-begins no more rows.
+custom_id that comes twice, the batch fails and nothing is run. What is done is in the batch's
+journal (see journal.py), so a server that was killed goes on where it was. One that drains begins
+no more rows.
+
+Two tasks share the batches by their status: the clerk reads inputs and ends what is cancelled, the
+runner has rows answered (see runner.py). Each has one batch at a time, which the other leaves be.
+What goes wrong with a batch is that batch's: it is tried again in a while when that may help (the
+disk is full), as long as it has time, and else it fails. The others go on.
 
 Everything here runs on the server's event loop; what takes time on the disk, in threads.
 """
@@ -19,44 +24,39 @@ import asyncio
 import logging
 import shutil
 import tempfile
-from collections.abc import Coroutine, Iterator
+import threading
+import time
+from collections.abc import Awaitable, Callable
 from contextlib import closing, suppress
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
-import msgspec
-from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
-from weft.errors import EngineError, RequestError, WeftError
-from weft.serving.batch.inputs import Inputs
-from weft.serving.batch.job import Job, LeftOut
-from weft.serving.batch.journal import Journal
-from weft.serving.batch.local import LocalApi
+from weft.errors import ConfigError, DiskError, RequestError, WeftError
+from weft.serving.batch.feeder import EngineEnded
+from weft.serving.batch.job import LeftOut
 from weft.serving.batch.objects import (
+    LIVE,
     BatchError,
     BatchErrors,
     BatchObject,
-    FileObject,
+    BatchStatus,
     RequestCounts,
-    new_id,
     now,
 )
-from weft.serving.batch.rows import parse
-from weft.serving.batch.store import Store
+from weft.serving.batch.records import Ending, end, inputs_of, journal_of, opened
+from weft.serving.batch.runner import Runner
+from weft.serving.batch.store import ANYONE, Store
+from weft.serving.batch.validation import validate
 
 if TYPE_CHECKING:
     from weft.serving.api.state import ServerState
     from weft.serving.engine import AsyncEngine
 
-WINDOW = 24 * 3600  # seconds that a batch has
-PRIORITY = 2**31 - 1  # of rows: all that has another one goes first
-MAX_ERRORS = 50  # of an input file that are shown
-POLL = 0.02  # seconds between two looks at whether the engine has room
-_EXPIRED = ("batch_expired", "the row was not run within the completion window")
+RETRY = 10.0  # seconds until a batch is tried again that met a full disk
 
-End = Literal["completed", "cancelled", "expired"]
+Work = Callable[[BatchObject], Awaitable[None]]
 
 logger = logging.getLogger(__name__)
 
@@ -72,385 +72,227 @@ class BatchService:
     def __init__(self, server: ServerState, folder: Path | None) -> None:
         self._server = server
         self._folder = folder
-        self._changed = asyncio.Event()
-        self._changing = asyncio.Lock()  # of a batch's status
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._busy: set[str] = set()  # batches whose journal is open
-        self._runner: asyncio.Task[None] | None = None
-        self._current: _Running | None = None
-        self._unread: list[BatchObject] = []  # that a server before has left so
+        self._store: Store | None = None
+        self._making = threading.Lock()  # of the store
+        self._runner: Runner | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._wakes: list[asyncio.Event] = []
+        self._held: set[str] = set()  # batches that the clerk and the runner have
+        self._cancelled: set[str] = set()  # batches that who has them, or is about to, gives up
+        self._again: dict[str, float] = {}  # time.monotonic() before which a batch is not tried
         self._ending = False
 
-    @cached_property
+    @property
     def store(self) -> Store:
-        """Made when it is first needed; ConfigError as `Store`."""
-        if self._folder is not None:
-            return Store(self._folder)
-        return Store(Path(tempfile.mkdtemp(prefix="weft-")))
+        """Made when it is first needed; raises as `Store`. Not for the event loop."""
+        with self._making:
+            if self._store is None:
+                self._store = Store(self._folder or Path(tempfile.mkdtemp(prefix="weft-")))
+            return self._store
 
     def open(self) -> None:
-        """Take the folder that was asked for, if one was; ConfigError as `Store`."""
+        """Take the folder that was asked for, if one was; raises as `Store`."""
         if self._folder is not None:
-            unfinished = self.store.unfinished()
-            self._unread = [batch for batch in unfinished if batch.status == "validating"]
+            _ = self.store
 
     def start(self, engine: AsyncEngine) -> None:
         """Run the batches from now on, also those that a server before has left."""
-        for batch in self._unread:
-            self._spawn(self._validate(batch))
-        self._runner = asyncio.create_task(self._run(engine))
+        runner = self._runner = Runner(self._server, engine, self._cancelled)
+
+        async def run(batch: BatchObject) -> None:
+            await runner.run(self.store, batch)
+
+        self._begin(("cancelling", "validating"), self._settle)
+        self._begin(("finalizing", "in_progress"), run)
 
     def drain(self) -> None:
         """Begin no more rows."""
         self._ending = True
-        self._changed.set()
-        if self._current is not None:
-            self._current.job.stop()
+        self._wake()
+        if self._runner is not None:
+            self._runner.stop()
 
     async def close(self) -> None:
         """End, with all that is answered written. The engine must have ended what it had."""
         self.drain()
-        if self._runner is not None:
-            await self._runner
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if "store" in self.__dict__:
-            self.store.close()
+        if self._store is not None:
+            await asyncio.to_thread(self._store.close)
             if self._folder is None:
-                await asyncio.to_thread(shutil.rmtree, self.store.folder)
+                await asyncio.to_thread(shutil.rmtree, self._store.folder)
 
     # What clients ask.
 
-    async def create(self, batch: BatchObject) -> None:
-        """Begin a new batch; WeftError when the disk is full."""
-        await asyncio.to_thread(self.store.update, [batch])
-        self._spawn(self._validate(batch))
+    async def create(self, batch: BatchObject, owner: str) -> None:
+        """Begin a new batch.
 
-    async def cancel(self, id: str) -> BatchObject:
+        Raises:
+            RequestError: the owner has no such file for its input.
+            DiskError: the disk is full.
+        """
+        await asyncio.to_thread(lambda: self.store.add_batch(batch, owner))
+        self._wake()
+
+    async def cancel(self, id: str, owner: str) -> BatchObject:
         """End a batch; what is answered stays.
 
         Raises:
-            RequestError: 404, there is none; 409, it has ended.
+            RequestError: 404, the owner has none of this id; 409, it has ended.
+            DiskError: the disk is full.
         """
-        async with self._changing:
-            batch = self.store.batch(id)
-            if batch.status in ("cancelling", "cancelled"):
-                return self.shown(batch)
-            if batch.status not in ("validating", "in_progress"):
-                raise RequestError(
-                    f"batch {id} is {batch.status}; it cannot be cancelled", status=409
-                )
-            batch = replace(batch, status="cancelling", cancelling_at=now())
-            await asyncio.to_thread(self.store.update, [batch])
-        if self._current is not None and self._current.id == id:
-            self._current.task.cancel()
-        elif id not in self._busy:
-            self._spawn(self._advance(batch, None))
+        batch = await asyncio.to_thread(lambda: self.store.change(id, _cancelling, owner))
+        if batch.status == "cancelling":
+            self._cancelled.add(id)
+        if self._runner is not None:
+            self._runner.cancel(id)
+        self._wake()
         return self.shown(batch)
 
     def shown(self, batch: BatchObject) -> BatchObject:
         """With the rows that are done by now."""
-        if self._current is not None and self._current.id == batch.id:
-            return replace(batch, request_counts=self._current.counts)
-        return batch
+        counts = None if self._runner is None else self._runner.counts(batch.id)
+        return batch if counts is None else replace(batch, request_counts=counts)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
+    # Batches are taken one after the other.
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a batch waits: %s", error)  # for the runner, which tries again
-        self._changed.set()
+    def _begin(self, statuses: tuple[BatchStatus, ...], work: Work) -> None:
+        wake = asyncio.Event()
+        self._wakes.append(wake)
+        self._tasks.append(asyncio.create_task(self._take(statuses, work, wake)))
 
-    # Validation.
+    def _wake(self) -> None:
+        for wake in self._wakes:
+            wake.set()
 
-    async def _validate(self, batch: BatchObject) -> None:
-        """Read the input, and have the batch run or fail."""
-        self._busy.add(batch.id)
-        try:
-            total, errors = await asyncio.to_thread(self._read, batch)
-        except LeftOut:
-            return
-        except WeftError as error:
-            total, errors = 0, [BatchError("cannot_be_read", str(error))]
-        finally:
-            self._busy.discard(batch.id)
-        async with self._changing:
-            batch = self.store.batch(batch.id)
-            if batch.status == "validating":
-                if errors:
-                    failed = BatchErrors(errors)
-                    batch = replace(batch, status="failed", errors=failed, failed_at=now())
-                else:
-                    counts = RequestCounts(total)
-                    batch = replace(
-                        batch, status="in_progress", in_progress_at=now(), request_counts=counts
-                    )
-                await asyncio.to_thread(self.store.update, [batch])
-        if batch.status == "failed":
-            await asyncio.to_thread(self.store.clean, batch.id)
-        elif batch.status == "cancelling":  # meanwhile
-            await self._advance(batch, None)
-
-    def _read(self, batch: BatchObject) -> tuple[int, list[BatchError]]:
-        """Begin the journal; the number of rows, and what is wrong with them."""
-        errors: list[BatchError] = []
-        inputs = self._inputs(batch)
-
-        def rows() -> Iterator[tuple[int, str, str | None]]:
-            for line in inputs:
-                if self._ending:
-                    raise LeftOut
-                row = parse(line, self._server.model)
-                problem = row.problem
-                if row.simple:
-                    problem = f"{line.place}: custom_id is missing"
-                elif problem is None and row.url != batch.endpoint:
-                    problem = f"{line.place}: url is {row.url!r}; the endpoint is {batch.endpoint}"
-                if problem is not None:
-                    errors.append(BatchError("invalid_request", problem, line.index + 1))
-                if len(errors) == MAX_ERRORS:
-                    return
-                yield line.index, line.place, row.custom_id
-
-        with closing(self._journal(batch)) as journal:
-            journal.begin({}, rows())
-            twice = journal.duplicates(0, 2**62, most=MAX_ERRORS)
-            for index, first in twice.items():
-                problem = f"line {index + 1}: its custom_id is that of {first}"
-                errors.append(BatchError("duplicate_custom_id", problem, index + 1, "custom_id"))
-            if not errors and journal.total == 0:
-                errors.append(BatchError("empty_file", "the input file has no requests"))
-            return journal.total, sorted(errors, key=lambda error: error.line or 0)[:MAX_ERRORS]
-
-    def _inputs(self, batch: BatchObject) -> Inputs:
-        return Inputs([self.store.content(batch.input_file_id)])
-
-    def _journal(self, batch: BatchObject) -> Journal:
-        folder = self.store.batch_folder(batch.id)
-        folder.mkdir(exist_ok=True)
-        return Journal(folder / "state", [folder / "output", folder / "errors"])
-
-    # Running.
-
-    async def _run(self, engine: AsyncEngine) -> None:
-        while not self._ending:
-            self._changed.clear()
+    async def _take(
+        self, statuses: tuple[BatchStatus, ...], work: Work, wake: asyncio.Event
+    ) -> None:
+        """Do some work for every batch that has one of these statuses, the first status first."""
+        while not (self._ending or self._server.draining):
+            wake.clear()
             try:
-                batch = self._next()
-                if batch is None:
-                    await self._changed.wait()
-                else:
-                    await self._advance(batch, engine)
-                continue
+                if await self._take_one(statuses, work):
+                    continue
             except EngineEnded:
                 return  # and so does the server
-            except WeftError as error:
-                logger.error("batches wait: %s", error)
-            except Exception:  # a fault of ours, of which nobody would hear
+            except Exception:  # the store cannot be read; or a fault of ours
                 logger.exception("batches wait")
-            with suppress(TimeoutError):  # until there is room on the disk, or another batch
-                await asyncio.wait_for(self._changed.wait(), 10.0)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(wake.wait(), RETRY)
 
-    def _next(self) -> BatchObject | None:
-        """What to do next: end what is cancelled, else the oldest batch."""
-        if self._folder is None and "store" not in self.__dict__:
-            return None
-        batches = [
-            batch
-            for batch in self.store.unfinished()
-            if batch.status != "validating" and batch.id not in self._busy
-        ]
-        return next((b for b in batches if b.status == "cancelling"), next(iter(batches), None))
-
-    async def _advance(self, batch: BatchObject, engine: AsyncEngine | None) -> None:
-        """Bring a batch to its end, or as far as it comes before the server's.
-
-        Args:
-            batch: as it stands in the store.
-            engine: for its rows, if they are to be run.
-
-        Raises:
-            EngineEnded: the engine has ended.
-            WeftError: the disk is full.
-        """
-        self._busy.add(batch.id)
+    async def _take_one(self, statuses: tuple[BatchStatus, ...], work: Work) -> bool:
+        """Returns whether there was one to take."""
+        if self._folder is None and self._store is None:
+            return False
+        waiting = {id for id, until in self._again.items() if until > time.monotonic()}
+        others = self._held | waiting
+        batch = await asyncio.to_thread(lambda: self.store.next(statuses, others))
+        if batch is None:
+            return False
+        if batch.id in self._held:  # meanwhile
+            return True
+        self._held.add(batch.id)
         try:
-            with closing(await asyncio.to_thread(self._opened, batch)) as journal:
-                end: End = "completed"
-                if batch.status == "in_progress" and engine is not None:
-                    end = await self._answer(batch, journal, engine)
-                async with self._changing:
-                    batch = self.store.batch(batch.id)
-                    if batch.status == "cancelling":
-                        end = "cancelled"
-                    elif sum(journal.counts()) < journal.total:
-                        return  # the server ends
-                    await asyncio.to_thread(self._finalize, batch, journal, end)
+            await self._try(batch, work)
         finally:
-            self._busy.discard(batch.id)
-        await asyncio.to_thread(self.store.clean, batch.id)
+            self._held.discard(batch.id)
+            self._cancelled.discard(batch.id)
+            self._wake()  # it may be the other's now
+        return True
 
-    def _opened(self, batch: BatchObject) -> Journal:
-        journal = self._journal(batch)
+    async def _try(self, batch: BatchObject, work: Work) -> None:
+        """Raises EngineEnded."""
+        self._again.pop(batch.id, None)
         try:
-            journal.recover()
-            journal.open()
-        except WeftError:
-            journal.close()
+            failure = await self._failure(batch, work)
+            if failure is not None:
+                await asyncio.to_thread(self._fail, batch, failure)
+        except EngineEnded:
             raise
-        return journal
+        except DiskError as error:
+            logger.error("batch %s waits: %s", batch.id, error)
+            self._again[batch.id] = time.monotonic() + RETRY
+        except Exception:  # not even its end can be noted
+            logger.exception("batch %s waits", batch.id)
+            self._again[batch.id] = time.monotonic() + RETRY
 
-    async def _answer(self, batch: BatchObject, journal: Journal, engine: AsyncEngine) -> End:
-        """Run the rows that are left; how that ended."""
-        inputs = self._inputs(batch)
-        completed, failed = journal.counts()
-        counts = RequestCounts(journal.total, completed, failed)
+    async def _failure(self, batch: BatchObject, work: Work) -> BatchError | None:
+        """Do some work, and say why it can never be done; raises DiskError, EngineEnded."""
+        try:
+            await work(batch)
+            return None
+        except DiskError as error:
+            if now() < batch.expires_at:
+                raise
+            failure = BatchError("disk_error", str(error))
+        except WeftError as error:
+            failure = BatchError("cannot_be_run", str(error))
+        except EngineEnded:
+            raise
+        except Exception:  # a fault of ours, of which nobody would hear
+            logger.exception("batch %s", batch.id)
+            failure = BatchError("internal_error", "internal error; the server's log says more")
+        logger.error("batch %s fails: %s", batch.id, failure.message)
+        return failure
 
-        def on_done(status: int, tokens: int) -> None:
-            counts.completed += status == 200
-            counts.failed += status != 200
+    def _fail(self, batch: BatchObject, failure: BatchError) -> None:
+        """End a batch; what is answered stays if it can be read, and else in the batch's folder."""
+        store = self.store
+        if store.batch(batch.id, ANYONE).status not in LIVE:  # it failed after its end
+            return
+        folder = f"{store.folder}/"  # nothing that clients need to know
+        failure = replace(failure, message=failure.message.replace(folder, ""))
+        try:
+            with closing(opened(store, batch)) as journal:
+                end(store, batch.id, journal, Ending("failed", failure))
+        except ConfigError:
+            end(store, batch.id, None, Ending("failed", failure))
+        else:
+            store.clean(batch.id)
 
-        def job(refusal: tuple[str, str] | None = None) -> Job:
-            return Job(
-                inputs,
+    # The clerk.
+
+    async def _settle(self, batch: BatchObject) -> None:
+        """Read the input of a new batch, or end one that is cancelled."""
+        if batch.status == "cancelling":
+            await asyncio.to_thread(self._end_cancelled, batch)
+        else:
+            with suppress(LeftOut):
+                await asyncio.to_thread(self._validate, batch)
+
+    def _end_cancelled(self, batch: BatchObject) -> None:
+        with closing(opened(self.store, batch)) as journal:
+            end(self.store, batch.id, journal, Ending("cancelled"))
+        self.store.clean(batch.id)
+
+    def _validate(self, batch: BatchObject) -> None:
+        with closing(journal_of(self.store, batch)) as journal:
+            total, errors = validate(
+                batch,
+                inputs_of(self.store, batch),
                 journal,
                 model=self._server.model,
-                seed=engine.config.seed,
-                overrides={"priority": PRIORITY},
-                refusal=refusal,
-                on_done=on_done,
+                stopped=lambda: self._ending or batch.id in self._cancelled,
             )
 
-        feeder = _Feeder(self._server, engine)
-        running = job()
-        task = asyncio.create_task(running.run(feeder.post, feeder.workers))
-        self._current = _Running(batch.id, running, task, counts)
-        if self.store.batch(batch.id).status == "cancelling":  # before this was set
-            task.cancel()
-        if self._ending:
-            running.stop()
-        try:
-            async with asyncio.timeout(batch.expires_at - now()):
-                await task
-        except TimeoutError:
-            await job(_EXPIRED).run(feeder.post, feeder.workers)
-            return "expired"
-        except asyncio.CancelledError:
-            if not task.cancelled():
-                raise
-            return "cancelled"
-        finally:
-            self._current = None
-        return "completed"
+        def validated(batch: BatchObject) -> BatchObject:
+            if batch.status != "validating":  # it was cancelled
+                return batch
+            if errors:
+                failed = BatchErrors(errors)
+                return replace(batch, status="failed", errors=failed, failed_at=now())
+            counts = RequestCounts(total)
+            return replace(batch, status="in_progress", in_progress_at=now(), request_counts=counts)
 
-    def _finalize(
-        self,
-        batch: BatchObject,
-        journal: Journal,
-        end: End,
-    ) -> None:
-        """End a batch: its outputs become files."""
-        completed, failed = journal.counts()
-        counts = RequestCounts(journal.total, completed, failed)
-        if end == "completed":
-            batch = replace(batch, status="finalizing", finalizing_at=now(), request_counts=counts)
-            self.store.update([batch])
-        files = []
-        ids: list[str | UnsetType] = []
-        for path, rows in zip(journal.paths, (completed, failed), strict=True):
-            if rows == 0:
-                ids.append(UNSET)
-                continue
-            name = f"{batch.id}_{path.name}.jsonl"
-            file = FileObject(new_id("file-"), path.stat().st_size, name, "batch_output", now())
-            files.append((file, path))
-            ids.append(file.id)
-        output, errors = ids
-        batch = replace(
-            batch,
-            status=end,
-            request_counts=counts,
-            output_file_id=output,
-            error_file_id=errors,
-            **{f"{end}_at": now()},
+        if self.store.change(batch.id, validated, ANYONE).status == "failed":
+            self.store.clean(batch.id)
+
+
+def _cancelling(batch: BatchObject) -> BatchObject:
+    if batch.status in ("cancelling", "cancelled"):
+        return batch
+    if batch.status not in ("validating", "in_progress"):
+        raise RequestError(
+            f"batch {batch.id} is {batch.status}; it cannot be cancelled", status=409
         )
-        self.store.update([batch], files)
-
-
-class EngineEnded(Exception):  # noqa: N818  # the server says what it is
-    """There is no engine any more, for this server."""
-
-
-class _Running:
-    """The batch that is run now."""
-
-    def __init__(self, id: str, job: Job, task: asyncio.Task[None], counts: RequestCounts) -> None:
-        self.id, self.job, self.task, self.counts = id, job, task, counts
-
-
-class _Feeder:
-    """Gives rows to the engine while it has room beyond what it keeps for others.
-
-    Attributes:
-        workers: rows at once: of eight places one stays free.
-    """
-
-    def __init__(self, server: ServerState, engine: AsyncEngine) -> None:
-        from weft.serving.api.app import local_app
-
-        places = engine.config.dp * engine.info.max_num_seqs
-        self.workers = max(1, places - max(1, places // 8))
-        self._server = server
-        self._engine = engine
-        self._api = LocalApi(local_app(server))
-        self._turn = asyncio.Lock()
-        # What makes the engine fail does so to all that it has; they are told apart one by one.
-        self._alone = asyncio.Lock()
-
-    async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
-        """The answer to a row.
-
-        When the engine fails and is started again, so is the row; one that it fails with once
-        more gets the error.
-
-        Raises:
-            LeftOut: the server ends.
-            EngineEnded: the engine has ended.
-        """
-        from weft.serving.api.errors import describe
-
-        restarts = self._engine.restarts
-        try:
-            return await self._post(path, body)
-        except EngineError:
-            while self._engine.status == "ready" and self._engine.restarts == restarts:
-                await asyncio.sleep(POLL)  # until it is known to have failed
-        try:
-            async with self._alone:
-                return await self._post(path, body)
-        except EngineError as error:
-            status, answer = describe(error)
-            return status, msgspec.json.encode(answer)
-
-    async def _post(self, path: str, body: bytes) -> tuple[int, bytes]:
-        """The same; EngineError when the engine has failed, and may serve again."""
-        await self._until_there_is_room()
-        try:
-            return await self._api.post(path, body)
-        except EngineError:
-            if self._server.draining:
-                raise LeftOut from None
-            raise
-
-    async def _until_there_is_room(self) -> None:
-        async with self._turn:
-            while self._engine.status != "ready" or self._engine.live >= self.workers:
-                if self._server.draining:
-                    raise LeftOut
-                if self._engine.status in ("dead", "stalled"):
-                    raise EngineEnded
-                await asyncio.sleep(POLL)
-            await asyncio.sleep(0)  # the row before is now counted
+    return replace(batch, status="cancelling", cancelling_at=now())

@@ -6,36 +6,43 @@
     batches/ID/output     its answers; and errors
 
 A file is in the database once it is whole, so whatever ends the server leaves at most a piece
-that nobody knows of.
+that nobody knows of, which the next start removes.
+
+Files and batches belong to an owner: the digest of the API key that made them, or "" where there
+are no keys. For everybody else they are not there.
 """
 
 from __future__ import annotations
 
+import logging
 import shutil
-from collections.abc import Iterable
+import sqlite3
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 
 from weft.errors import ConfigError, RequestError
 from weft.serving.batch.database import Database
-from weft.serving.batch.objects import BatchObject, FileObject
+from weft.serving.batch.faults import of_file
+from weft.serving.batch.objects import LIVE, BatchObject, BatchStatus, FileObject
 
-T = TypeVar("T", BatchObject, FileObject)
-
+ANYONE = None  # as an owner: whoever it is
 _APPLICATION = 0x77656673  # "wefs"
 _SCHEMA = """
 CREATE TABLE file (
-  number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, purpose TEXT NOT NULL,
-  path TEXT NOT NULL, body BLOB NOT NULL
+  number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL,
+  purpose TEXT NOT NULL, path TEXT NOT NULL, body BLOB NOT NULL
 );
 CREATE TABLE batch (
-  number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, status TEXT NOT NULL,
-  body BLOB NOT NULL
+  number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL,
+  status TEXT NOT NULL, body BLOB NOT NULL
 );
 """
-_LIVE = ("validating", "in_progress", "finalizing", "cancelling")
+_OWNED = "(? IS NULL OR owner = ?)"
+
+logger = logging.getLogger(__name__)
 
 
 class Store:
@@ -43,6 +50,7 @@ class Store:
 
     Raises:
         ConfigError: the folder cannot be used, or another server does.
+        DiskError: the disk is full, or fails; so do the methods.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -53,10 +61,35 @@ class Store:
         except OSError as error:
             raise ConfigError(f"--state-dir {folder}: {error.strerror}") from None
         self._db = Database(folder / "weft.db", _SCHEMA, _APPLICATION)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove what a server that was killed has left in the middle of something."""
+        known = {path for (path,) in self._db.all("SELECT path FROM file")}
+        for path in (self.folder / "files").iterdir():
+            if str(path.relative_to(self.folder)) not in known:
+                logger.warning("%s is a piece of an upload; it is removed", path)
+                path.unlink()
+        for folder in (self.folder / "batches").iterdir():
+            batch = self._found("batch", folder.name, ANYONE)
+            if batch and self.batch(folder.name, ANYONE).status not in (*LIVE, "failed"):
+                self.clean(folder.name)
 
     def close(self) -> None:
         """Let go of it."""
         self._db.close()
+
+    def _found(self, kind: str, id: str, owner: str | None) -> Any:
+        """The columns of a file or batch, None if the owner has none of this id."""
+        columns = "body, path" if kind == "file" else "body, owner"
+        query = f"SELECT {columns} FROM {kind} WHERE id = ? AND {_OWNED}"
+        return next(iter(self._db.all(query, id, owner, owner)), None)
+
+    def _get(self, kind: str, id: str, owner: str | None) -> Any:
+        if (found := self._found(kind, id, owner)) is None:
+            message = f"there is no {kind} {id!r}"
+            raise RequestError(message, param=f"{kind}_id", status=404)
+        return found
 
     # Files.
 
@@ -64,110 +97,144 @@ class Store:
         """Where the content of a new file goes."""
         return self.folder / "files" / id
 
-    def add_file(self, file: FileObject, path: Path) -> None:
-        """Have a file whose content is there; WeftError when the disk is full."""
-        self.update([], [(file, path)])
+    def add_file(self, file: FileObject, path: Path, owner: str) -> None:
+        """Have a file whose content is there."""
+        with self._db.transaction() as db:
+            self._add_file(db, file, path, owner)
 
-    def file(self, id: str) -> FileObject:
-        """A file by its id; RequestError 404 when there is none."""
-        found = self._db.all("SELECT body FROM file WHERE id = ?", id)
-        if not found:
-            raise missing("file", id)
-        return msgspec.json.decode(found[0][0], type=FileObject)
+    def _add_file(self, db: sqlite3.Connection, file: FileObject, path: Path, owner: str) -> None:
+        row = (file.id, owner, file.purpose, str(path.relative_to(self.folder)))
+        db.execute(
+            "INSERT INTO file (id, owner, purpose, path, body) VALUES (?, ?, ?, ?, ?)",
+            (*row, msgspec.json.encode(file)),
+        )
 
-    def content(self, id: str) -> Path:
-        """Where a file's content is; RequestError 404 when there is no such file."""
-        found = self._db.all("SELECT path FROM file WHERE id = ?", id)
-        if not found:
-            raise missing("file", id)
-        return self.folder / str(found[0][0])
+    def file(self, id: str, owner: str | None) -> FileObject:
+        """A file by its id; RequestError 404 when the owner has none."""
+        return msgspec.json.decode(self._get("file", id, owner)[0], type=FileObject)
+
+    def content(self, id: str, owner: str | None) -> Path:
+        """Where a file's content is; RequestError 404 when the owner has no such file."""
+        return self.folder / str(self._get("file", id, owner)[1])
 
     def files(
-        self, *, purpose: str | None, after: str | None, limit: int, newest_first: bool
+        self, owner: str, *, purpose: str | None, after: str | None, limit: int, newest_first: bool
     ) -> list[FileObject]:
         """A page of files, and one more if there is; RequestError when `after` is unknown."""
         order, beyond = ("DESC", "<") if newest_first else ("ASC", ">")
         rows = self._db.all(
-            f"SELECT body FROM file WHERE (? IS NULL OR number {beyond} ?) "
+            f"SELECT body FROM file WHERE owner = ? AND (? IS NULL OR number {beyond} ?) "
             f"AND (? IS NULL OR purpose = ?) ORDER BY number {order} LIMIT ?",
-            *[self._number("file", after)] * 2,
+            owner,
+            *[self._number("file", after, owner)] * 2,
             *[purpose] * 2,
             limit + 1,
         )
         return [msgspec.json.decode(body, type=FileObject) for (body,) in rows]
 
-    def delete_file(self, id: str) -> None:
+    def delete_file(self, id: str, owner: str) -> None:
         """Forget a file, and remove its content.
 
         Raises:
-            RequestError: 404, there is none; 409, a batch still reads it.
+            RequestError: 404, the owner has none; 409, a batch still reads it.
         """
-        path = self.content(id)
-        for batch in self.unfinished():
-            if batch.input_file_id == id:
-                raise RequestError(
-                    f"batch {batch.id} reads file {id} and is {batch.status}; cancel it first",
-                    param="file_id",
-                    status=409,
-                )
         with self._db.transaction() as db:
+            path = self.content(id, owner)
+            for batch in self._with_status(LIVE):
+                if batch.input_file_id == id:
+                    raise RequestError(
+                        f"batch {batch.id} reads file {id} and is {batch.status}; cancel it first",
+                        param="file_id",
+                        status=409,
+                    )
             db.execute("DELETE FROM file WHERE id = ?", (id,))
         path.unlink(missing_ok=True)
 
     # Batches.
 
     def batch_folder(self, id: str) -> Path:
-        """What a batch has on the disk."""
-        return self.folder / "batches" / id
+        """What a batch has on the disk; made if need be."""
+        folder = self.folder / "batches" / id
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise of_file(folder, error) from error
+        return folder
 
-    def batch(self, id: str) -> BatchObject:
-        """A batch by its id; RequestError 404 when there is none."""
-        found = self._db.all("SELECT body FROM batch WHERE id = ?", id)
-        if not found:
-            raise missing("batch", id)
-        return msgspec.json.decode(found[0][0], type=BatchObject)
+    def add_batch(self, batch: BatchObject, owner: str) -> None:
+        """Have a new batch; RequestError when the owner has no such file for its input."""
+        with self._db.transaction() as db:
+            self._check_input(batch.input_file_id, owner)
+            db.execute(
+                "INSERT INTO batch (id, owner, status, body) VALUES (?, ?, ?, ?)",
+                (batch.id, owner, batch.status, msgspec.json.encode(batch)),
+            )
 
-    def batches(self, *, after: str | None, limit: int) -> list[BatchObject]:
+    def _check_input(self, id: str, owner: str) -> None:
+        try:
+            purpose = self.file(id, owner).purpose
+        except RequestError as error:
+            raise RequestError(error.message, param="input_file_id") from None
+        if purpose != "batch":
+            message = f"file {id} has the purpose {purpose!r}; it must be 'batch'"
+            raise RequestError(message, param="input_file_id")
+
+    def batch(self, id: str, owner: str | None) -> BatchObject:
+        """A batch by its id; RequestError 404 when the owner has none."""
+        return msgspec.json.decode(self._get("batch", id, owner)[0], type=BatchObject)
+
+    def batches(self, owner: str, *, after: str | None, limit: int) -> list[BatchObject]:
         """A page of batches, newest first, and one more if there is; RequestError as `files`."""
         rows = self._db.all(
-            "SELECT body FROM batch WHERE ? IS NULL OR number < ? ORDER BY number DESC LIMIT ?",
-            *[self._number("batch", after)] * 2,
+            "SELECT body FROM batch WHERE owner = ? AND (? IS NULL OR number < ?) "
+            "ORDER BY number DESC LIMIT ?",
+            owner,
+            *[self._number("batch", after, owner)] * 2,
             limit + 1,
         )
         return [msgspec.json.decode(body, type=BatchObject) for (body,) in rows]
 
-    def unfinished(self) -> list[BatchObject]:
-        """Batches that have not come to an end, the oldest first."""
-        rows = self._db.all(
-            "SELECT body FROM batch WHERE status IN (?, ?, ?, ?) ORDER BY number", *_LIVE
-        )
-        return [msgspec.json.decode(body, type=BatchObject) for (body,) in rows]
+    def next(self, statuses: Sequence[BatchStatus], but: Collection[str]) -> BatchObject | None:
+        """The oldest batch that has the first of these statuses, else the next; some left out."""
+        for status in statuses:
+            query = "SELECT id FROM batch WHERE status = ? ORDER BY number"
+            for (id,) in self._db.all(query, status):
+                if id not in but:
+                    return self.batch(id, ANYONE)
+        return None
 
-    def update(
-        self, batches: Iterable[BatchObject], files: Iterable[tuple[FileObject, Path]] = ()
-    ) -> None:
-        """Write batches, and add files with their contents' paths, all at once.
+    def change(
+        self,
+        id: str,
+        how: Callable[[BatchObject], BatchObject],
+        owner: str | None,
+        files: Iterable[tuple[FileObject, Path]] = (),
+    ) -> BatchObject:
+        """Change a batch, and add files of its owner with their contents' paths, all at once.
+
+        Args:
+            id: of the batch.
+            how: what it is afterwards, of what it is; may raise to leave it so.
+            owner: of the batch.
+            files: that it has made.
 
         Raises:
-            WeftError: the disk is full.
+            RequestError: 404, the owner has none.
         """
         with self._db.transaction() as db:
-            for batch in batches:
-                db.execute(
-                    "INSERT INTO batch (id, status, body) VALUES (?, ?, ?) "
-                    "ON CONFLICT (id) DO UPDATE SET status = excluded.status, body = excluded.body",
-                    (batch.id, batch.status, msgspec.json.encode(batch)),
-                )
+            body, batch_owner = self._get("batch", id, owner)
+            batch = how(msgspec.json.decode(body, type=BatchObject))
+            db.execute(
+                "UPDATE batch SET status = ?, body = ? WHERE id = ?",
+                (batch.status, msgspec.json.encode(batch), id),
+            )
             for file, path in files:
-                row = (file.id, file.purpose, str(path.relative_to(self.folder)))
-                db.execute(
-                    "INSERT INTO file (id, purpose, path, body) VALUES (?, ?, ?, ?)",
-                    (*row, msgspec.json.encode(file)),
-                )
+                self._add_file(db, file, path, batch_owner)
+        return batch
 
     def clean(self, id: str) -> None:
         """Remove what an ended batch no longer needs: its state, and files without a line."""
-        folder = self.batch_folder(id)
+        folder = self.folder / "batches" / id
         for path in folder.glob("state*"):
             path.unlink()
         for path in folder.glob("*"):
@@ -176,15 +243,15 @@ class Store:
         if folder.exists() and not any(folder.iterdir()):
             shutil.rmtree(folder)
 
-    def _number(self, kind: str, id: str | None) -> int | None:
+    def _with_status(self, statuses: Sequence[BatchStatus]) -> list[BatchObject]:
+        marks = ", ".join("?" * len(statuses))
+        rows = self._db.all(f"SELECT body FROM batch WHERE status IN ({marks})", *statuses)
+        return [msgspec.json.decode(body, type=BatchObject) for (body,) in rows]
+
+    def _number(self, kind: str, id: str | None, owner: str) -> int | None:
         if id is None:
             return None
-        found = self._db.all(f"SELECT number FROM {kind} WHERE id = ?", id)
+        found = self._db.all(f"SELECT number FROM {kind} WHERE id = ? AND owner = ?", id, owner)
         if not found:
             raise RequestError(f"there is no {kind} {id!r} to go on after", param="after")
         return int(found[0][0])
-
-
-def missing(kind: str, id: str) -> RequestError:
-    """The error for an id that is nobody's."""
-    return RequestError(f"there is no {kind} {id!r}", param=f"{kind}_id", status=404)

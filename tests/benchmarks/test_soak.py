@@ -6,7 +6,9 @@ import random
 from pathlib import Path
 
 import pytest
-from soak import Sample, slope, soak
+from aiohttp import ClientSession, web
+from aiohttp.test_utils import TestServer
+from soak import Sample, requests_left, slope, soak
 from support.checkpoints import make_checkpoint
 
 MIB = 2**20
@@ -38,12 +40,25 @@ def test_noise_is_rarely_taken_for_a_leak(noise: float, walk: float) -> None:
     assert sum(found) <= 8
 
 
+async def test_requests_that_never_end_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("soak.END", 0.2)
+
+    async def metrics(_: web.Request) -> web.Response:
+        names = ("requests_running", "requests_waiting")
+        return web.Response(text="".join(f'weft_{name}{{model="m"}} 2\n' for name in names))
+
+    app = web.Application()
+    app.router.add_get("/metrics", metrics)
+    async with TestServer(app) as server, ClientSession(server.make_url("/")) as session:
+        assert await requests_left(session) == 4
+
+
 async def test_a_short_soak_leaves_nothing_behind(tmp_path: Path) -> None:
     """Too short for the slope of its memory to say anything."""
     model = make_checkpoint(tmp_path / "tiny", "llama")
     report = await soak(20 / 60, [str(model), "--threads=1", "--kv-cache-memory=4M"])
     assert not report.unexpected
-    assert (report.leaked_blocks, report.leaked_files) == (0, 0)
+    assert (report.leaked_requests, report.leaked_blocks, report.leaked_files) == (0, 0, 0)
     assert {"200", "400", "404", "gone"} <= report.statuses.keys()
     assert report.probes > 10
     assert "KV cache left    0.00%" in str(report)

@@ -48,7 +48,11 @@ except WeftError as error:
 
 
 def load_when_told(config: EngineConfig, progress: Progress) -> LoadedModel:
-    """A loader: the mock model, once there is a file "go" in the model's directory."""
+    """A loader: the mock model, once there is a file "go" in the model's directory.
+
+    It makes a file "loads" there when it is called.
+    """
+    (Path(config.model) / "loads").touch()
     while not (Path(config.model) / "go").exists():
         time.sleep(0.01)
     return mock_runner.load(config, progress)

@@ -44,7 +44,7 @@ LINES: list[tuple[dict[str, Any] | str | bytes, str | None]] = [
     ({"messages": HELLO, "max_tokens": 4, "temperature": 0}, None),
     ({"prompt": "one", "max_tokens": 2, "n": 2}, None),
     ("not json", "line 6 is not JSON"),
-    ("[" * 100_000, "line 7 is not JSON"),
+    ("[" * 100_000, "line 7 is nested too deeply"),
     ("[1]", "line 8 is not a JSON object"),
     (request("a", prompt="one"), "line 9: custom_id 'a' is that of line 1"),
     (request("c", "/v1/embeddings", input="one"), "line 10: url is '/v1/embeddings'"),

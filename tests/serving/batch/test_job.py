@@ -48,7 +48,7 @@ def written(journal: Journal) -> list[int]:
     return [json.loads(line)["index"] for line in lines]
 
 
-async def slowly(_: str, body: bytes) -> tuple[int, bytes]:
+async def slowly(_: str, body: bytes, answers: int) -> tuple[int, bytes]:
     row = int(json.loads(body)["prompt"])
     await asyncio.sleep(random.Random(row).uniform(0, 0.01))
     return 200, json.dumps(ANSWER).encode()
@@ -62,11 +62,11 @@ async def test_ordered_rows_come_in_order_and_hold_little(
     begun = 0
     others_wait = asyncio.Event()
 
-    async def post(url: str, body: bytes) -> tuple[int, bytes]:
+    async def post(url: str, body: bytes, answers: int) -> tuple[int, bytes]:
         nonlocal begun
         begun += 1
         if json.loads(body)["prompt"] != "0":
-            return await slowly(url, body)
+            return await slowly(url, body, answers)
         await others_wait.wait()
         return 200, json.dumps(ANSWER).encode()
 
@@ -95,10 +95,10 @@ async def test_as_they_finish_otherwise(inputs: Inputs, journal: Journal) -> Non
 async def test_what_is_answered_before_a_failure_is_written(
     inputs: Inputs, journal: Journal
 ) -> None:
-    async def post(url: str, body: bytes) -> tuple[int, bytes]:
+    async def post(url: str, body: bytes, answers: int) -> tuple[int, bytes]:
         if json.loads(body)["prompt"] == "100":
             raise EngineError("gone")
-        return await slowly(url, body)
+        return await slowly(url, body, answers)
 
     job = Job(inputs, journal, model="m", seed=0)
     with pytest.raises(EngineError, match="gone"):
@@ -112,11 +112,11 @@ async def test_stop_finishes_what_has_begun(inputs: Inputs, journal: Journal) ->
     job = Job(inputs, journal, model="m", seed=0)
     begun = set[str]()
 
-    async def post(url: str, body: bytes) -> tuple[int, bytes]:
+    async def post(url: str, body: bytes, answers: int) -> tuple[int, bytes]:
         begun.add(json.loads(body)["prompt"])
         if len(begun) == 50:
             job.stop()
-        return await slowly(url, body)
+        return await slowly(url, body, answers)
 
     await job.run(post, WORKERS)
     assert {str(row) for row in written(journal)} == begun
@@ -152,7 +152,7 @@ from weft.serving.batch.journal import Journal
 folder, rows = Path(sys.argv[1]), int(sys.argv[2])
 answer = b'{"choices": [{"text": "x", "finish_reason": "stop"}], "usage": {"completion_tokens": 1}}'
 
-async def post(path, body):
+async def post(path, body, answers):
     return 200, answer
 
 def most():
@@ -187,3 +187,85 @@ def test_memory_does_not_grow_with_the_rows(tmp_path: Path, rows: int) -> None:
     before, after = map(int, done.stdout.split())
     print(f"{rows} rows: {before} KiB before, {after} KiB after")
     assert after - before < 8 * 1024
+
+
+def guilty(row: str, *, seen: list[int]) -> Any:
+    """An engine that fails, with all that it has, when it is given a row; how many it had then."""
+    has: dict[int, asyncio.Future[None]] = {}
+
+    async def post(_: str, body: bytes, answers: int) -> tuple[int, bytes]:
+        prompt = json.loads(body)["prompt"]
+        future = has[int(prompt)] = asyncio.get_running_loop().create_future()
+        if prompt == row:
+            seen.append(len(has))
+            for each in has.values():
+                if not each.done():
+                    each.set_exception(EngineError("gone"))
+            has.clear()
+        else:
+            asyncio.get_running_loop().call_later(
+                0.003, lambda: future.done() or future.set_result(None)
+            )
+        await future
+        has.pop(int(prompt), None)
+        return 200, json.dumps(ANSWER).encode()
+
+    return post
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("retries", [True, False])
+async def test_a_row_that_the_engine_fails_with_twice_is_an_error(
+    inputs: Inputs, journal: Journal, ordered: bool, retries: bool
+) -> None:
+    """At first among others, which are then not guilty; then alone, also in another run."""
+    seen: list[int] = []
+    runs = 1 if retries else 3
+    for run in range(runs):
+        job = Job(inputs, journal, model="m", seed=0, ordered=ordered, retries=retries)
+        if run < runs - 1:
+            with pytest.raises(EngineError, match="gone"):
+                await job.run(guilty("100", seen=seen), WORKERS)
+        else:
+            await job.run(guilty("100", seen=seen), WORKERS)
+    assert seen[0] > 1
+    assert seen[1:] == [1]
+    assert sorted(written(journal)) == list(range(200))
+    if ordered:
+        assert written(journal) == list(range(200))
+    (error,) = [
+        line["error"]
+        for line in map(json.loads, journal.paths[0].read_text().splitlines())
+        if "error" in line
+    ]
+    assert error["code"] == "engine_failed"
+    assert error["message"] == "the engine has failed 2 times with this row"
+    assert journal.failures() == {}
+
+
+async def test_rows_that_are_nested_deeply_are_errors(tmp_path: Path) -> None:
+    """At any depth: up to some they are read, up to fewer they can be written."""
+    rows = []
+    for depth in [*range(900, 1001), 100_000]:
+        deep = "[" * depth + "]" * depth
+        rows.append(f'{{"prompt": "a", "x": {deep}}}')
+        rows.append(f'{{"prompt": "a", "id": {deep}}}')
+        rows.append(f'{{"custom_id": {deep}, "url": "u", "body": {{}}}}')
+        rows.append(f'{{"custom_id": "a", "url": {deep}, "body": {{}}}}')
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n".join(rows))
+    inputs = Inputs([path])
+    with closing(Journal(tmp_path / "state", [tmp_path / "out.jsonl"])) as journal:
+        journal.begin({}, ((line.index, line.place, None) for line in inputs))
+        journal.open()
+        await Job(inputs, journal, model="m", seed=0).run(refusing, WORKERS)
+        found = [json.loads(line) for line in journal.paths[0].read_text().splitlines()]
+    assert len(found) == len(rows)
+    messages = [line["error"]["message"] for line in found]
+    assert any("is nested too deeply" in message for message in messages)
+    assert any("id must be a string or a number" in message for message in messages)
+    assert any(message == "no" for message in messages)
+
+
+async def refusing(_: str, body: bytes, answers: int) -> tuple[int, bytes]:
+    return 400, b'{"error": {"code": null, "message": "no"}}'

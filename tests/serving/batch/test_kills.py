@@ -95,11 +95,9 @@ def test_a_signal_while_it_loads(model: Path, tmp_path: Path) -> None:
     source, output = write_rows(tmp_path / "in.jsonl", 5), tmp_path / "out.jsonl"
     loader = "support.server:load_when_told"
     process = start(model, [source], output, runner_factory=loader)
-    state = Path(f"{output}.state-wal")
-    while not state.exists():  # it has begun
+    while not (model / "loads").exists():
         assert process.poll() is None
         time.sleep(0.01)
-    time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
     _, log = process.communicate()
     assert process.returncode == 128 + signal.SIGTERM, log
