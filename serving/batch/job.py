@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from weft.serving.batch.inputs import Inputs
 from weft.serving.batch.journal import Answer, Journal
-from weft.serving.batch.rows import Row, answered, parse, refused
+from weft.serving.batch.rows import SAMPLED, Row, answered, parse, refused
 from weft.serving.window import for_each
 
 GROUP_SECONDS = 1.0  # that an answer waits at most until it is on the disk
@@ -116,7 +116,8 @@ class Job:
     async def _answer(self, row: Row, post: Post) -> tuple[int, bytes, dict[str, Any]]:
         if row.problem is not None:
             return 400, b"{}", refused(row)
-        request = {"seed": self._seed + row.index} | row.body | self._overrides
+        seed = {"seed": self._seed + row.index} if row.url in SAMPLED else {}
+        request = seed | row.body | self._overrides
         status, body = await post(row.url, msgspec.json.encode(request))
         return status, body, answered(row, status, body)
 

@@ -17,7 +17,8 @@ from msgspec.structs import replace
 from weft.serving.batch.inputs import MAX_LINE, Line
 
 _ID = "batch_req_"
-URLS = ("/v1/chat/completions", "/v1/completions")
+SAMPLED = ("/v1/chat/completions", "/v1/completions")
+URLS = (*SAMPLED, "/v1/embeddings")
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -58,7 +59,7 @@ def parse(line: Line, model: str) -> Row:
         return Row(index, problem=f"{place} is not a JSON object")
     if "body" not in content and ("prompt" in content or "messages" in content):
         row_id = content.pop("id", None)
-        url = URLS[0] if "messages" in content else URLS[1]
+        url = SAMPLED[0] if "messages" in content else SAMPLED[1]
         row = Row(index, row_id, simple=True, url=url, body={"model": model} | content)
     else:
         row = Row(index, content.get("custom_id"))
