@@ -50,7 +50,7 @@ class Pooling:
         vector = np.frombuffer(pooled, np.float32)[:dimensions]
         if not self.normalize:
             return vector
-        length = np.linalg.norm(vector.astype(np.float64))
+        length = float(np.linalg.norm(vector.astype(np.float64)))
         return (vector / max(length, 1e-12)).astype(np.float32)
 
 

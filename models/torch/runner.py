@@ -431,7 +431,7 @@ class TorchRunner:
         which = self._indices(np.searchsorted(rows, batch.pool_index))
         states = self._model.final_norm(hidden[which]).float()
         # One by one: what is not finite stays in its own sum.
-        sums = [own.sum(0) for own in states.split(batch.pool_count.tolist())]
+        sums = [own.sum(0) for own in states.split_with_sizes(batch.pool_count.tolist())]
         return torch.stack(sums).cpu().numpy()
 
 

@@ -1,4 +1,4 @@
-"""Embeddings are the last hidden states of `transformers`, pooled, whatever runs the model."""
+"""Embeddings are the last hidden states of `transformers`, pooled. For jax, see test_jax.py."""
 
 from __future__ import annotations
 
@@ -93,12 +93,6 @@ def test_torch(model: Path, states: list[Vectors], kind: str) -> None:
     np.testing.assert_allclose(vectors, expected, atol=1e-4)
     short = expected[:2, :8] / np.linalg.norm(expected[:2, :8], axis=1, keepdims=True)
     np.testing.assert_allclose(few, short, atol=1e-4)
-
-
-def test_jax(model: Path, states: list[Vectors]) -> None:
-    with LLM(model, pooling="mean", backend="jax", **SIZES) as llm:
-        vectors = llm.embed(PROMPTS)
-    np.testing.assert_allclose(vectors, pooled(states, "mean"), atol=1e-4)
 
 
 def test_ranks(model: Path, states: list[Vectors]) -> None:
