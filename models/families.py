@@ -37,6 +37,8 @@ def build_spec(config: dict[str, Any], source: Path) -> ModelSpec:
     if fields.has("quantization_config"):
         raise fields.error("quantization_config", "none: weights that are not quantised")
     fields.choice("hidden_act", ("silu",), default="silu")
+    if not fields.flag("is_causal", True):
+        raise fields.error("is_causal", "true: a token sees those before it alone")
     describe_layer = FAMILIES[architecture]
     decoder = Decoder.read(fields)
     tied = fields.flag("tie_word_embeddings", False)

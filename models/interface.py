@@ -30,6 +30,7 @@ NOT_FINITE = 1
 NONE: Int32 = np.empty(0, np.int32)
 """Of no tokens, requests or rows."""
 NO_MASK: Int32 = np.empty((0, 0), np.int32)
+NO_VECTORS: Float32 = np.empty((0, 0), np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class Size(NamedTuple):
 
     Attributes:
         tokens: T.
-        rows: of them, how many are sampled or scored.
+        rows: of them, how many are sampled, scored or pooled.
     """
 
     tokens: int
@@ -118,6 +119,9 @@ class StepInput(msgspec.Struct, frozen=True):
             them is sampled.
         prompt_logprob_target: int32[P]; that next prompt token.
         prompt_logprob_top: how many of the most likely tokens go with each score.
+        pool_index: int32[Q]; rows of T whose hidden states are summed, request by request; none of
+            them is sampled or scored.
+        pool_count: int32[E]; how many of them each of E sums is of.
         masked: int32[M]; which of the S rows may not have just any token.
         token_mask: int32[M, ceil(V / 32)]; for each of them, bit t % 32 of number t // 32 says
             whether it may have token t. At least one is set.
@@ -139,6 +143,8 @@ class StepInput(msgspec.Struct, frozen=True):
     prompt_logprob_index: Int32 = msgspec.field(default_factory=lambda: NONE)
     prompt_logprob_target: Int32 = msgspec.field(default_factory=lambda: NONE)
     prompt_logprob_top: int = 0
+    pool_index: Int32 = msgspec.field(default_factory=lambda: NONE)
+    pool_count: Int32 = msgspec.field(default_factory=lambda: NONE)
     masked: Int32 = msgspec.field(default_factory=lambda: NONE)
     token_mask: Int32 = msgspec.field(default_factory=lambda: NO_MASK)
     copies: tuple[Size, ...] = ()
@@ -146,7 +152,7 @@ class StepInput(msgspec.Struct, frozen=True):
     @property
     def size(self) -> Size:
         """How large it is."""
-        rows = len(self.sample_index) + len(self.prompt_logprob_index)
+        rows = len(self.sample_index) + len(self.prompt_logprob_index) + len(self.pool_index)
         return Size(len(self.token_ids), rows)
 
 
@@ -193,6 +199,7 @@ class StepOutput(msgspec.Struct, frozen=True):
         logprobs: of the S sampled tokens, when any request of the step asked; k is the largest
             number asked for.
         prompt_logprobs: of the P scored prompt tokens, when there are any.
+        pooled: float32[E, hidden]; sums of hidden states after the final norm.
         seconds: time that the step took on the device; of a model in stages, in the last one, what
             it waits for others left out.
     """
@@ -202,6 +209,7 @@ class StepOutput(msgspec.Struct, frozen=True):
     status: Int32 = msgspec.field(default_factory=lambda: NONE)
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    pooled: Float32 = msgspec.field(default_factory=lambda: NO_VECTORS)
     seconds: float = 0.0
 
 

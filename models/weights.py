@@ -35,6 +35,8 @@ from weft.models.spec import ModelSpec, WeightSpec
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+BASE = "model."
+"""Before the names of all tensors but the head's."""
 LFS_POINTER = b"version https://git-lfs.github.com/"
 REMAP_BYTES = 64 * 2**20
 """Bytes of a mapping that are read before the file is mapped anew; bounds what stays in memory."""
@@ -94,7 +96,7 @@ class Weights:
             entry = self._entries[name]
             if handle is None or file != entry.file or mapped > REMAP_BYTES:
                 file, handle, mapped = entry.file, _open(entry.file), 0
-            yield handle.get_tensor(name)[part]
+            yield handle.get_tensor(entry.name)[part]
             mapped += size
             self._count(name, size)
 
@@ -123,9 +125,10 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Where a tensor is, and the bytes of one of its elements."""
+    """Where a tensor is, what it is called there, and the bytes of one of its elements."""
 
     file: Path
+    name: str
     itemsize: int
 
 
@@ -192,14 +195,16 @@ def _check_files(path: Path, spec: ModelSpec) -> dict[str, _Entry]:
     for file in find_files(path):
         handle = _open(file)
         held: list[str] = handle.keys()
-        names = [name for name in held if not _is_harmless(name, spec)]
-        if unexpected := [name for name in names if name not in wanted]:
+        # Of a model that was saved without its head, as embedding models are, names lack this.
+        names = {name: f"{BASE}{name}" if f"{BASE}{name}" in wanted else name for name in held}
+        names = {held: name for held, name in names.items() if not _is_harmless(name, spec)}
+        if unexpected := [name for name in names.values() if name not in wanted]:
             raise ModelError(f"{file} has {_some(unexpected)}, which {spec.architecture} has not")
-        for name in names:
+        for stored, name in names.items():
             if name in entries:
                 raise ModelError(f"{entries[name].file} and {file} both have {name}")
-            itemsize = _check_tensor(file, name, handle.get_slice(name), wanted[name])
-            entries[name] = _Entry(file, itemsize)
+            itemsize = _check_tensor(file, stored, handle.get_slice(stored), wanted[name])
+            entries[name] = _Entry(file, stored, itemsize)
     if missing := [name for name in wanted if name not in entries]:
         raise ModelError(f"{path} lacks {_some(missing)}, in any of its safetensors files")
     return entries

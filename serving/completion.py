@@ -7,9 +7,11 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from weft.errors import EngineError, RequestError
 from weft.serving.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from weft.models.interface import Float32
     from weft.serving.engine import AsyncEngine
     from weft.serving.messages import TokenLogprob
 
@@ -57,6 +59,17 @@ async def complete(engine: AsyncEngine, ids: list[int], params: SamplingParams) 
         cached_tokens=max(delta.cached_tokens for delta in deltas),
         error=last.error,
     )
+
+
+async def embed(engine: AsyncEngine, ids: list[int], dimensions: int | None) -> Float32:
+    """A prompt's embedding, [dimensions]; RequestError if it has none, EngineError if aborted."""
+    async with aclosing(engine.generate(ids, engine.pooling)) as stream:
+        (last,) = [delta async for delta in stream]
+    if last.embedding is not None:
+        return engine.pooling.finish(last.embedding, dimensions)
+    if last.finish_reason == "abort":
+        raise EngineError("the embedding was cut off: the engine is shutting down")
+    raise RequestError(last.error or "the embedding failed", code="generation_failed", status=500)
 
 
 def _joined(parts: Iterable[Sequence[TokenLogprob] | None]) -> list[TokenLogprob] | None:

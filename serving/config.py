@@ -22,6 +22,7 @@ Quantization = Literal["none", "int8"]
 Device = Literal["auto", "cpu", "cuda", "tpu"]
 Kernels = Literal["auto", "overlapped", "plain"]
 Placing = Literal["processes", "ray"]
+PoolingChoice = Literal["auto", "mean", "last"]
 MAX_RANKS = 64
 """Of one engine, on all its machines together."""
 
@@ -159,6 +160,13 @@ class EngineConfig:
     prefix_caching: Annotated[
         bool, Help("keep the KV cache of finished requests for prompts that start alike")
     ] = True
+    pooling: Annotated[
+        PoolingChoice,
+        Help(
+            "tokens that an embedding is of: the mean of all, or the last; auto is the "
+            "checkpoint's, else last"
+        ),
+    ] = "auto"
     max_num_seqs: Annotated[
         int, Help("most requests that run at once, on each copy of attention", ge=1)
     ] = 128

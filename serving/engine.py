@@ -29,11 +29,12 @@ import msgspec
 import zmq
 
 from weft.errors import EngineError, ModelError, RequestError, WeftError
+from weft.models.pooling import Pooling, read_pooling
 from weft.serving.config import EngineConfig
 from weft.serving.core_client import CoreClient
 from weft.serving.grammar_compiler import GrammarCompiler
 from weft.serving.launch import share_out
-from weft.serving.limits import check_request
+from weft.serving.limits import check_pooled, check_request
 from weft.serving.messages import Add, EngineInfo, EngineStats
 from weft.serving.offer import own_offer
 from weft.serving.pace import Pace
@@ -66,6 +67,7 @@ class AsyncEngine:
         config: as given.
         info: of the model that the cores have loaded; of their KV caches, the smallest.
         tokenizer: of the model.
+        pooling: how embeddings are made.
         failure: what went wrong, once the engine has ended otherwise than by `shutdown`.
         restarts: times that a core was started again.
         timelines: when live requests, and the last that ended, waited and ran.
@@ -74,6 +76,7 @@ class AsyncEngine:
     config: EngineConfig
     info: EngineInfo
     tokenizer: Tokenizer
+    pooling: Pooling
     failure: EngineError | None
     restarts: int
     timelines: Timelines
@@ -175,7 +178,9 @@ class AsyncEngine:
         """Seconds in which no core that serves has done a step, with work at hand for each."""
         return min((core.waited for core in self._cores if core.status == "ready"), default=0.0)
 
-    def validate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> SamplingParams:
+    def validate(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams | Pooling
+    ) -> SamplingParams:
         """Check a request against the model and the queue.
 
         Returns:
@@ -184,7 +189,11 @@ class AsyncEngine:
         Raises:
             RequestError: this request cannot be served; with status 429, not now.
         """
-        params = check_request(prompt_token_ids, params, self.info)
+        if isinstance(params, Pooling):
+            check_pooled(prompt_token_ids, self.info)
+            params = SamplingParams(max_tokens=1)  # which is not looked at
+        else:
+            params = check_request(prompt_token_ids, params, self.info)
         if self.live >= self.places:
             raise RequestError(
                 f"{self.live} requests are running or waiting, of at most {self.places}; "
@@ -200,7 +209,7 @@ class AsyncEngine:
     async def generate(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams,
+        params: SamplingParams | Pooling,
         *,
         priority: int = 0,
         deadline: float | None = None,
@@ -213,14 +222,14 @@ class AsyncEngine:
 
         Args:
             prompt: text, or token ids.
-            params: how to sample and when to stop.
+            params: how to sample and when to stop; or, for its embedding, how that is made.
             priority: lower is served first.
             deadline: time.monotonic() at which it is given up.
             visible: special tokens whose text is wanted, such as the marks of a call.
             on_admitted: called once it waits or runs.
 
         Yields:
-            What is new; the last one has a finish_reason.
+            What is new; the last one has a finish_reason. An embedding is in one delta.
 
         Raises:
             RequestError: see `validate`; its grammar cannot be compiled; or, with status 504, the
@@ -229,8 +238,10 @@ class AsyncEngine:
         """
         if isinstance(prompt, str):
             prompt = await self.encode(prompt)
-        grammar = None
-        if params.grammar is not None:
+        grammar = pooling = None
+        if isinstance(params, Pooling):
+            pooling = params.kind
+        elif params.grammar is not None:
             grammar = await self._grammars.compile(params.grammar)
         params = self.validate(prompt, params)
         self.check_serving()
@@ -245,6 +256,7 @@ class AsyncEngine:
             priority,
             time.monotonic(),
             b"" if grammar is None else grammar.key,
+            pooling,
         )
         timeline = self.timelines.begin(request_id, len(prompt))
         stream = Stream(self.tokenizer, params, timeline, visible)
@@ -330,6 +342,7 @@ class AsyncEngine:
             await core.spawn(self._load_model, in_process=self._in_process)
         on_spawned()
         self.tokenizer = await asyncio.to_thread(load_tokenizer, self.config)
+        self.pooling = await asyncio.to_thread(_pooling, self.config)
         try:
             async with asyncio.TaskGroup() as group:
                 for number, core in enumerate(self._cores):
@@ -454,6 +467,15 @@ class AsyncEngine:
         if not self._draining:
             for core in self._cores:
                 core.drop_all(failure)
+
+
+def _pooling(config: EngineConfig) -> Pooling:
+    """How embeddings are made; ModelError if the checkpoint asks for what is not handled."""
+    from weft.models.checkpoint import locate
+
+    if config.pooling == "auto":
+        return read_pooling(locate(config.model))
+    return Pooling(config.pooling)
 
 
 def _at(deadline: float, do: Callable[[], object]) -> asyncio.TimerHandle:

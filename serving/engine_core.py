@@ -308,6 +308,7 @@ def _info(config: EngineConfig, model: ModelInfo, load_seconds: float) -> Engine
     return EngineInfo(
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
         block_size=config.cache_block,
         num_blocks=model.num_blocks,
         max_num_seqs=config.copies * config.max_num_seqs,

@@ -99,7 +99,7 @@ def load_jax_model(config: EngineConfig, progress: Progress, place: Place = ALON
         )
         runner.allocate_kv_cache(ledger.num_blocks)
         runner.warm_up()
-    info = ModelInfo(ledger.num_blocks, spec.vocab_size, max_model_len, dtype)
+    info = ModelInfo(ledger.num_blocks, spec.vocab_size, max_model_len, dtype, spec.hidden_size)
     return LoadedModel(runner, info)
 
 

@@ -36,6 +36,38 @@ def check_request(
     return replace(params, max_tokens=max_tokens, n=1)
 
 
+def check_pooled(prompt_token_ids: Sequence[int], info: EngineInfo) -> None:
+    """Check a request for an embedding against the model.
+
+    Raises:
+        RequestError: it cannot be served.
+    """
+    _check_tokens(prompt_token_ids, info.vocab_size)
+    tokens, capacity = len(prompt_token_ids), info.num_blocks * info.block_size
+    if tokens > info.max_model_len:
+        raise RequestError(
+            f"the prompt has {tokens} tokens; the context is {info.max_model_len}",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    if tokens > capacity:
+        raise RequestError(
+            f"the prompt has {tokens} tokens; the KV cache holds {capacity}: serve with a larger "
+            "--kv-cache-memory",
+            param="prompt",
+        )
+
+
+def check_dimensions(dimensions: int | None, info: EngineInfo) -> None:
+    """Raise RequestError for an embedding of so many numbers, if the model has them not."""
+    if dimensions is not None and not 1 <= dimensions <= info.hidden_size:
+        raise RequestError(
+            f"dimensions is {dimensions}; it must be in [1, {info.hidden_size}], which is what "
+            "the model's embeddings have",
+            param="dimensions",
+        )
+
+
 def _check_types(params: SamplingParams) -> None:
     """A value made in Python may have any type; the engine would not be able to read it."""
     try:

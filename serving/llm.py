@@ -22,13 +22,15 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from weft.errors import EngineError, RequestError
-from weft.serving.completion import Completion, complete
+from weft.serving.completion import Completion, complete, embed
+from weft.serving.limits import check_dimensions
 from weft.serving.progress import Progress
 from weft.serving.sampling_params import SamplingParams
 from weft.serving.settings import from_arguments
 from weft.serving.window import for_each, width
 
 if TYPE_CHECKING:
+    from weft.models.interface import Float32
     from weft.serving.config import EngineConfig
     from weft.serving.engine import AsyncEngine, Delta
     from weft.serving.messages import EngineInfo
@@ -127,9 +129,8 @@ class LLM:
         Raises:
             RequestError: a prompt cannot be served; the message says which.
         """
-        one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
-        texts = cast("Sequence[Prompt]", [prompts] if one else prompts)
-        return self._complete([partial(self._encode, text) for text in texts], params, progress)
+        encoders = [partial(self._encode, prompt) for prompt in _listed(prompts)]
+        return self._complete(encoders, params, progress)
 
     def chat(
         self,
@@ -157,6 +158,34 @@ class LLM:
         template = self.tokenizer.apply_chat_template
         encoders = [partial(template, *pair) for pair in zip(chats, each, strict=True)]
         return self._complete(encoders, params, progress)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        progress: bool | str = False,
+    ) -> Float32:
+        """Vectors of texts, such that texts of like meaning have like vectors; see --pooling.
+
+        Args:
+            prompts: texts or lists of token ids; a single one is a list of one.
+            dimensions: leave out all but so many of the first numbers; None keeps all.
+            progress: show a bar on stderr; a text is its title.
+
+        Returns:
+            float32 [prompts, dimensions], in the order of the prompts.
+
+        Raises:
+            RequestError: a prompt cannot be served; the message says which.
+        """
+        prepared = []
+        for i, prompt in enumerate(_listed(prompts)):
+            with _naming(i):
+                prepared.append(self._encode(prompt))
+        title = progress if isinstance(progress, str) else "embed"
+        shown = Progress(title, len(prepared), quiet=not progress)
+        return self._wait(_embed_all(self._running, prepared, dimensions, shown))
 
     def stream(
         self,
@@ -261,6 +290,33 @@ async def _complete_all(
     with progress:
         await for_each(range(len(jobs)), work, workers=width(engine))
     return cast("list[Completion]", results)
+
+
+async def _embed_all(
+    engine: AsyncEngine, prompts: Sequence[list[int]], dimensions: int | None, progress: Progress
+) -> Float32:
+    import numpy as np
+
+    check_dimensions(dimensions, engine.info)
+    for i, prompt in enumerate(prompts):
+        with _naming(i):
+            engine.validate(prompt, engine.pooling)
+    vectors = np.empty((len(prompts), dimensions or engine.info.hidden_size), np.float32)
+
+    async def work(i: int) -> None:
+        with _naming(i):
+            vectors[i] = await embed(engine, prompts[i], dimensions)
+        progress.advance(0)
+
+    with progress:
+        await for_each(range(len(prompts)), work, workers=width(engine))
+    return vectors
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """A single prompt as a list of one."""
+    one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+    return cast("Sequence[Prompt]", [prompts] if one else prompts)
 
 
 @contextmanager

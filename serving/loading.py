@@ -59,6 +59,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     vocab_size: int
     max_model_len: int
     dtype: str
+    hidden_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +211,7 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         logger.info("warming up: a short prompt")
         runner = SlowRunner(runner)
     runner.warm_up()
-    info = ModelInfo(ledger.num_blocks, spec.vocab_size, max_model_len, dtype)
+    info = ModelInfo(ledger.num_blocks, spec.vocab_size, max_model_len, dtype, spec.hidden_size)
     return LoadedModel(runner, info)
 
 

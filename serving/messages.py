@@ -13,6 +13,7 @@ import msgspec
 from msgspec.structs import astuple, replace
 
 from weft.errors import ConfigError, EngineError, ModelError, WeftError
+from weft.models.pooling import PoolingKind
 from weft.serving.config import EngineConfig
 from weft.serving.sampling_params import SamplingParams
 
@@ -45,6 +46,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
         priority: lower is served first; among equals, first come.
         arrival: time.monotonic() at the front, for the queueing time.
         grammar: the key of its compiled grammar, which came before; none if empty.
+        pooling: what of its hidden states is wanted in the place of tokens, if that is so.
     """
 
     request_id: str
@@ -54,6 +56,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     priority: int = 0
     arrival: float = 0.0
     grammar: bytes = b""
+    pooling: PoolingKind | None = None
 
 
 class Compiled(msgspec.Struct, frozen=True, tag=True):
@@ -102,6 +105,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
             second on (nothing precedes the first).
         cached_tokens: prompt tokens that came from the prefix cache.
         queued: on the first output, seconds from arrival until it first ran.
+        embedding: float32[hidden], the pooled hidden states of a request that asked for them.
     """
 
     request_id: str
@@ -113,6 +117,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     cached_tokens: int = 0
     error: str | None = None
     queued: float | None = None
+    embedding: bytes | None = None
 
 
 class Move(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -167,12 +172,14 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """What the front must know of the model that the core has loaded.
 
     Attributes:
+        hidden_size: of the model; numbers in an embedding.
         num_blocks: of the KV cache of each copy of attention.
         max_num_seqs: of all copies together.
     """
 
     max_model_len: int
     vocab_size: int
+    hidden_size: int
     block_size: int
     num_blocks: int
     max_num_seqs: int

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from array import array
 
-from weft.models.interface import Logprobs, SlotSampling
+import numpy as np
+
+from weft.models.interface import Float32, Logprobs, SlotSampling
 from weft.serving.guide import Guide
 from weft.serving.kv_cache import ROOT_KEY, block_key
 from weft.serving.messages import Add, TokenLogprob
@@ -23,6 +25,10 @@ class Request:
         scored: prompt tokens whose log probability is computed by the steps submitted so far.
         prompt_logprobs: those that have come back; None when not asked for, or already sent.
         prompt_top: how many of the most likely tokens go with each of them.
+        pooling: what is made of its hidden states in the place of tokens; None for tokens.
+        pooled: prompt tokens whose hidden states are summed by the steps submitted so far, or are
+            not wanted.
+        hidden_sum: float32[hidden]; the sum of those that have come back.
         cached_tokens: prompt tokens found in the prefix cache when it first ran; -1 before.
         known_keys: prefix-cache keys of its first blocks, as far as they were asked for.
         wants_logprobs: of its tokens or of its prompt.
@@ -33,16 +39,20 @@ class Request:
     """
 
     __slots__ = (
+        "_pooled_tokens",
         "arrival",
         "cached_tokens",
         "computed",
         "end_token_ids",
         "ended",
         "guide",
+        "hidden_sum",
         "id",
         "known_keys",
         "limit",
         "params",
+        "pooled",
+        "pooling",
         "prompt_length",
         "prompt_logprobs",
         "prompt_top",
@@ -65,6 +75,14 @@ class Request:
         self.prompt_length = len(self.token_ids)
         self.end_token_ids = frozenset(add.end_token_ids)
         self.limit = min(self.prompt_length + add.params.max_tokens, max_model_len)
+        self.pooling = add.pooling
+        self.pooled = 0
+        if self.pooling is not None:
+            self.limit = min(self.prompt_length, max_model_len) + 1
+        if self.pooling == "last":
+            self.pooled = self.prompt_length - 1
+        self._pooled_tokens = self.prompt_length - self.pooled
+        self.hidden_sum: Float32 | float = 0.0
         self.slot = -1
         self.computed = 0
         self.scored = 0
@@ -96,11 +114,22 @@ class Request:
     def reusable(self) -> int:
         """Most tokens that may come from the prefix cache.
 
-        The last one is always computed, because its logits are wanted; and so is a prompt
-        token whose successor has no log probability yet.
+        The last one is always computed, because its logits or its hidden state are wanted; and so
+        is a prompt token whose successor has no log probability yet, or whose hidden state is
+        wanted.
         """
-        last = len(self) - 1
-        return last if self.prompt_logprobs is None else min(last, self.scored)
+        most = len(self) - 1
+        if self.prompt_logprobs is not None:
+            most = min(most, self.scored)
+        if self.pooling is not None:
+            most = min(most, self.pooled)
+        return most
+
+    @property
+    def embedding(self) -> bytes:
+        """The mean of the hidden states that were wanted, all of which have come back."""
+        mean = np.asarray(self.hidden_sum / self._pooled_tokens, np.float32)
+        return mean.tobytes()
 
     def sampling(self) -> SlotSampling:
         """What the runner must know before it samples for this request."""

@@ -35,6 +35,9 @@ Prompts that start alike and come together are computed once: the first is
 admitted, and those that would find a long part of it in the prefix cache wait
 until it is there.
 
+A request for an embedding has no output: it ends when its prompt is computed. Of its hidden
+states, each step gives the sum over a chunk.
+
 A request that a grammar guides may have only some tokens, which ones depends on all before. So
 it decodes again only when the token before is back; the steps between are of the others.
 
@@ -56,12 +59,12 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.errors import RequestError
-from weft.models.interface import FINITE, Int32, StepInput, StepOutput
+from weft.models.interface import FINITE, Float32, Int32, StepInput, StepOutput
 from weft.serving.guide import Guide
 from weft.serving.kv_cache import KVCache, Slots, prefix_keys
 from weft.serving.messages import Add, EngineStats, FinishReason, Move, TokenLogprob, TokenOutput
 from weft.serving.request import Request, token_logprob
-from weft.serving.step import Chunk, Flight, build_step, take_scores
+from weft.serving.step import Chunk, Flight, Part, build_step, take_scores
 
 
 class Scheduler:
@@ -358,6 +361,7 @@ class Scheduler:
         if result.prompt_logprobs is not None:
             take_scores(flight.scores, result.prompt_logprobs)
         outputs = self._take_tokens(batch.sample_slot, result)
+        outputs += self._take_sums(flight.sums, result.pooled)
         if self._prefix_caching:
             self._register(batch.slot)
         self._release()
@@ -376,9 +380,8 @@ class Scheduler:
             if request.ended:
                 continue
             if faulty and row in faulty:
-                self.kv.forget(slot)
-                self._registered[slot] = self.kv.total  # and never offer them again
-                broken["the model's output is not finite"].append(request)
+                self._distrust(slot)
+                broken[_NOT_FINITE].append(request)
                 continue
             token_ids = request.token_ids
             token_ids.append(token)
@@ -416,6 +419,38 @@ class Scheduler:
         for error, requests in broken.items():
             outputs += self._end_all(requests, "error", error)
         return outputs
+
+    def _take_sums(self, sums: list[Part], hidden: Float32) -> list[TokenOutput]:
+        """Add hidden states, [E, hidden], to those of their requests; those that have all end."""
+        outputs: list[TokenOutput] = []
+        broken: list[Request] = []
+        for part, own in zip(sums, hidden, strict=True):
+            request = part.request
+            if request.ended:
+                continue
+            if not np.isfinite(own).all():
+                self._distrust(request.slot)
+                broken.append(request)
+                continue
+            request.hidden_sum += own
+            if part.stop == request.prompt_length:
+                self._end(request)
+                outputs.append(
+                    TokenOutput(
+                        request.id,
+                        [],
+                        "stop",
+                        cached_tokens=request.cached_tokens,
+                        queued=request.queued,
+                        embedding=request.embedding,
+                    )
+                )
+        return outputs + self._end_all(broken, "error", _NOT_FINITE)
+
+    def _distrust(self, slot: int) -> None:
+        """Offer the blocks of a slot to the prefix cache no more."""
+        self.kv.forget(slot)
+        self._registered[slot] = self.kv.total
 
     def _register(self, slots: Int32) -> None:
         """Offer blocks that are now full to the prefix cache."""
@@ -501,3 +536,4 @@ def _take_logprobs(
 
 
 _rank = attrgetter("rank")
+_NOT_FINITE = "the model's output is not finite"

@@ -1,4 +1,4 @@
-"""One step as arrays: made from what the scheduler chose, and the prompt scores taken back out.
+"""One step as arrays: made from what the scheduler chose, and the prompts' parts taken back out.
 
 Rows are in the scheduler's order: decodes first, one token each, then chunks
 of tokens that the host knows. The newest token of a decode may not be known
@@ -29,12 +29,12 @@ class Chunk:
     @property
     def samples(self) -> bool:
         """Whether it reaches the last known token, so that the next one is sampled."""
-        return self.stop == len(self.request)
+        return self.stop == len(self.request) and self.request.pooling is None
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
-    """Prompt tokens `start` to `stop` of a request, whose log probabilities a step computes."""
+class Part:
+    """Prompt tokens `start` to `stop` of a request, of which a step tells something."""
 
     request: Request
     start: int
@@ -43,10 +43,17 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step under way. `scores` are in the order of `batch.prompt_logprob_index`."""
+    """A step under way.
+
+    Attributes:
+        batch: its input.
+        scores: whose log probabilities it computes, in the order of `batch.prompt_logprob_index`.
+        sums: whose hidden states it sums, in the order of `batch.pool_count`.
+    """
 
     batch: StepInput
-    scores: list[Score]
+    scores: list[Part]
+    sums: list[Part]
 
 
 def build_step(
@@ -95,6 +102,7 @@ def build_step(
     sample_slot = slots[samples]
     masked, token_mask = _mask(sample_slot, guides) if guides else (NONE, NO_MASK)
     scores, score_index = _score(chunks, begins)
+    sums, pool_index = _pool(chunks, begins)
     batch = StepInput(
         step=step,
         token_ids=token_ids,
@@ -112,10 +120,12 @@ def build_step(
             [t for s in scores for t in s.request.token_ids[s.start : s.stop]], np.int32
         ),
         prompt_logprob_top=max((s.request.prompt_top for s in scores), default=0),
+        pool_index=pool_index,
+        pool_count=np.array([s.stop - s.start for s in sums], np.int32),
         masked=masked,
         token_mask=token_mask,
     )
-    return Flight(batch, scores)
+    return Flight(batch, scores, sums)
 
 
 def _mask(sample_slot: Int32, guides: Mapping[int, Guide]) -> tuple[Int32, Int32]:
@@ -127,7 +137,7 @@ def _mask(sample_slot: Int32, guides: Mapping[int, Guide]) -> tuple[Int32, Int32
     return np.array(rows, np.int32), np.stack(masks)
 
 
-def _score(chunks: list[Chunk], begins: list[int]) -> tuple[list[Score], Int32]:
+def _score(chunks: list[Chunk], begins: list[int]) -> tuple[list[Part], Int32]:
     """Prompt tokens to score, and the rows that do it: token p's row scores token p + 1.
 
     Args:
@@ -142,12 +152,26 @@ def _score(chunks: list[Chunk], begins: list[int]) -> tuple[list[Score], Int32]:
         end = min(chunk.stop, request.prompt_length - 1)
         if request.prompt_logprobs is not None and first < end:
             rows += range(first - chunk.start + begin, end - chunk.start + begin)
-            scores.append(Score(request, first + 1, end + 1))
+            scores.append(Part(request, first + 1, end + 1))
             request.scored = end
     return scores, np.array(rows, np.int32)
 
 
-def take_scores(scores: list[Score], logprobs: Logprobs) -> None:
+def _pool(chunks: list[Chunk], begins: list[int]) -> tuple[list[Part], Int32]:
+    """Prompt tokens whose hidden states are summed, and their rows; arguments as of `_score`."""
+    sums = []
+    rows: list[int] = []
+    for chunk, begin in zip(chunks, begins, strict=True):
+        request = chunk.request
+        first = max(chunk.start, request.pooled)
+        if request.pooling is not None and first < chunk.stop:
+            rows += range(first - chunk.start + begin, chunk.stop - chunk.start + begin)
+            sums.append(Part(request, first, chunk.stop))
+            request.pooled = chunk.stop
+    return sums, np.array(rows, np.int32)
+
+
+def take_scores(scores: list[Part], logprobs: Logprobs) -> None:
     """Hand each request the log probabilities of its prompt tokens."""
     row = 0
     for score in scores:

@@ -27,6 +27,7 @@ class Delta:
         cached_tokens: prompt tokens that came from the prefix cache.
         error: what went wrong, when finish_reason is "error".
         queued: on the first delta with tokens, seconds that the request waited until it ran.
+        embedding: of a request for one, on its only delta: float32[hidden], see Pooling.finish.
     """
 
     text: str
@@ -38,6 +39,7 @@ class Delta:
     cached_tokens: int = 0
     error: str | None = None
     queued: float | None = None
+    embedding: bytes | None = None
 
 
 class Stream:
@@ -73,6 +75,7 @@ class Stream:
         self._cached_tokens = 0
         self._error: str | None = None
         self._queued: float | None = None
+        self._embedding: bytes | None = None
         self._failure: WeftError | None = None
         self._news = asyncio.Event()
 
@@ -85,6 +88,7 @@ class Stream:
         self._cached_tokens = output.cached_tokens
         if output.queued is not None:
             self._queued = output.queued
+        self._embedding = output.embedding
         if output.prompt_logprobs is not None:
             self._prompt_logprobs = output.prompt_logprobs
         text = output.token_ids if output.stop_token_id is None else output.token_ids[:-1]
@@ -137,6 +141,7 @@ class Stream:
             self._cached_tokens,
             self._error,
             self._queued,
+            self._embedding,
         )
         self._text = []
         self._token_ids = []

@@ -65,5 +65,5 @@ def load_paced(config: EngineConfig, progress: Progress) -> LoadedModel:
 
 def _loaded(config: EngineConfig, runner: MockRunner) -> LoadedModel:
     assert config.max_model_len is not None, "the mock has no length of its own"
-    info = ModelInfo(NUM_BLOCKS, VOCAB_SIZE, config.max_model_len, "none")
+    info = ModelInfo(NUM_BLOCKS, VOCAB_SIZE, config.max_model_len, "none", 1)
     return LoadedModel(runner, info)

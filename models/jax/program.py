@@ -5,6 +5,7 @@
 | forward | each bucket | ragged batch -> logits of sampled rows; the cache is donated |
 | sample | each number of rows | logits -> tokens; the sampler's state is donated |
 | pick, score | each number of tokens; once | rows of hidden states -> prompt log probabilities |
+| pool | each number of tokens | hidden states -> their sums, request by request |
 | mark | once | a new request's history and bias |
 | restrict | once | the tokens that some slots may have |
 
@@ -28,7 +29,7 @@ from weft.models.jax import sampler
 from weft.models.jax.buckets import Bucket
 from weft.models.jax.kernels import Choice, Shape, choose_kernels, runnable, shards_tokens
 from weft.models.jax.mesh import REPLICATED, TENSOR, described
-from weft.models.jax.model import Batch, Cache, forward, head
+from weft.models.jax.model import Batch, Cache, forward, head, rms_norm
 from weft.models.jax.parameters import DTYPES, Params, cuts, describe, shapes
 from weft.models.jax.sampler import MASKS, Rows, Sampled, Scores, State
 from weft.models.layout import Layout
@@ -87,6 +88,7 @@ class Program:
         self._mesh = mesh
         self._buckets = buckets
         self._dtype = np.dtype(DTYPES[dtype])
+        self._slots = max_num_seqs
         parameters = describe(spec, layout)
         self._cuts = cuts(parameters)
         self.params: Params = shapes(parameters, mesh, dtype)
@@ -104,6 +106,8 @@ class Program:
         for tokens, sharded in sorted({self._tokens(bucket) for bucket in self._buckets}):
             key = ("pick", tokens, sharded)
             yield self._task(f"scores of {tokens} tokens", key, self._compile_pick)
+            key = ("pool", tokens, sharded)
+            yield self._task(f"embeddings of {tokens} tokens", key, self._compile_pool)
         yield self._task("prompt log probabilities", ("score",), self._compile_score)
         yield self._task("new requests", ("mark",), self._compile_mark)
         yield self._task("masks", ("restrict",), self._compile_restrict)
@@ -172,12 +176,20 @@ class Program:
             return jitted.lower(self._logits(rows), described_rows, self.state).compile()
 
     def _compile_pick(self, tokens: int, sharded: bool) -> Any:
-        cut = PartitionSpec(TENSOR) if sharded else REPLICATED
-        own = tokens // self._mesh.size if sharded else tokens
-        hidden = described(self._mesh, (own, self._spec.hidden_size), self._dtype, cut)
         index = described(self._mesh, (SCORED_ROWS,), jnp.int32)
         jitted = jax.jit(_pick, out_shardings=NamedSharding(self._mesh, REPLICATED))
-        return jitted.lower(hidden, index).compile()
+        return jitted.lower(self._hidden(tokens, sharded), index).compile()
+
+    def _compile_pool(self, tokens: int, sharded: bool) -> Any:
+        owner = described(self._mesh, (tokens,), jnp.int32)
+        run = partial(_pool, self._spec.norm_eps, self.sums(tokens))
+        jitted = jax.jit(run, out_shardings=NamedSharding(self._mesh, REPLICATED))
+        return jitted.lower(self.params.norm, self._hidden(tokens, sharded), owner).compile()
+
+    def _hidden(self, tokens: int, sharded: bool) -> jax.ShapeDtypeStruct:
+        cut = PartitionSpec(TENSOR) if sharded else REPLICATED
+        own = tokens // self._mesh.size if sharded else tokens
+        return described(self._mesh, (own, self._spec.hidden_size), self._dtype, cut)
 
     def _compile_score(self) -> Any:
         rows = described(self._mesh, (SCORED_ROWS, self._spec.hidden_size), self._dtype)
@@ -260,6 +272,20 @@ class Program:
         scores: Scores = self._compiled["score",](params, picked, ids)
         return scores
 
+    def sums(self, tokens: int) -> int:
+        """Sums that `pool` makes of so many tokens: one for each request that there may be."""
+        return min(tokens, self._slots)
+
+    def pool(self, bucket: Bucket, params: Params, hidden: jax.Array, owner: Any) -> jax.Array:
+        """Sums of normed hidden states, float32 [sums, hidden].
+
+        `owner` int32 [T] says to which one a token is added; `sums` for none.
+        """
+        pooled: jax.Array = self._compiled["pool", *self._tokens(bucket)](
+            params.norm, hidden, owner
+        )
+        return pooled
+
     def mark(self, state: State, slot: int, history: Any, bias: Any) -> State:
         """See sampler.set_slot; `state` is gone."""
         marked: State = self._compiled["mark",](state, np.int32(slot), history, bias)
@@ -295,3 +321,8 @@ def state_shapes(mesh: Mesh, words: int, slots: int) -> State:
 
 def _pick(hidden: jax.Array, index: jax.Array) -> jax.Array:
     return hidden[index]
+
+
+def _pool(eps: float, sums: int, norm: jax.Array, hidden: jax.Array, owner: jax.Array) -> jax.Array:
+    states = rms_norm(hidden, norm, eps).astype(jnp.float32)
+    return jax.ops.segment_sum(states, owner, num_segments=sums)  # drops what is beyond them

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 from msgspec.structs import replace
 
-from weft.models.interface import Int32, Logprobs, StepInput, StepOutput
+from weft.models.interface import NO_VECTORS, Float32, Int32, Logprobs, StepInput, StepOutput
 from weft.models.jax.buckets import Bucket, Buckets, padded
 from weft.models.jax.distributed import leave
 from weft.models.jax.kernels import Choice
@@ -183,6 +183,7 @@ class JaxRunner:
             sampled, self._state = self._program.sample(logits, rows, self._state)
             _fetch(sampled)
         scores = self._score_prompts(bucket, hidden, batch)
+        sums = self._pool(bucket, hidden, batch)
         tops = self._settings.logprobs(batch.sample_slot)
 
         def finish() -> StepOutput:
@@ -192,10 +193,11 @@ class JaxRunner:
             else:
                 logits.block_until_ready()
             prompt = _prompt_logprobs(batch, scores)
+            pooled = NO_VECTORS if sums is None else _pooled(batch, sums)
             # The devices have worked on it since the step before was done.
             ended = time.perf_counter()
             seconds, self._free_at = ended - max(started, self._free_at), ended
-            return replace(result, prompt_logprobs=prompt, seconds=seconds)
+            return replace(result, prompt_logprobs=prompt, pooled=pooled, seconds=seconds)
 
         return finish
 
@@ -232,6 +234,17 @@ class JaxRunner:
             raise ValueError(f"prompt_logprob_top is {top}; it must be at most {MAX_TOP}")
         return parts
 
+    def _pool(self, bucket: Bucket, hidden: jax.Array, batch: StepInput) -> jax.Array | None:
+        """Begin to sum hidden states."""
+        count = len(batch.pool_count)
+        if not count:
+            return None
+        owner = np.full(bucket.tokens, self._program.sums(bucket.tokens), np.int32)
+        owner[batch.pool_index] = np.repeat(np.arange(count, dtype=np.int32), batch.pool_count)
+        sums = self._program.pool(bucket, self._params, hidden, owner)
+        _fetch(sums)
+        return sums
+
 
 def _zeros(described: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.zeros(described.shape, described.dtype, device=described.sharding)
@@ -259,6 +272,11 @@ def _output(batch: StepInput, sampled: Sampled, tops: Int32) -> StepOutput:
 def _only(values: Any, asked: Any) -> Any:
     """Zeros in the rows that did not ask."""
     return np.where(asked.reshape(-1, *(1,) * (values.ndim - 1)), values, 0).astype(values.dtype)
+
+
+def _pooled(batch: StepInput, sums: jax.Array) -> Float32:
+    """Sums of hidden states, on the host."""
+    return np.asarray(sums)[: len(batch.pool_count)]
 
 
 def _prompt_logprobs(batch: StepInput, parts: list[Scores]) -> Logprobs | None:

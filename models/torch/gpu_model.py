@@ -179,10 +179,14 @@ class GpuModel:
         for layer in self._layers:
             layer.take_part(none, [copy.tokens for copy in copies])
 
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """[S, hidden] to the same: what `logits` is made of, and embeddings."""
+        return rms_norm(hidden.contiguous(), self._norm, self._eps).out
+
     def logits(self, hidden: Tensor) -> Logits:
         """[S, hidden] of the tokens that matter -> [S, vocab_size]."""
-        normed = rms_norm(hidden.contiguous(), self._norm, self._eps).out
-        return Logits(matmul(normed, self._lm_head.weights), self._vocab_size, self._group)
+        local = matmul(self.final_norm(hidden), self._lm_head.weights)
+        return Logits(local, self._vocab_size, self._group)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Int [T] -> [T, hidden]; each rank knows some tokens."""

@@ -191,6 +191,10 @@ class Model:
         """Tokens that each copy of attention has at the end of its last layer here."""
         return [copy.rows if self._is_last else copy.tokens for copy in copies]
 
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """[S, hidden] to the same: what `logits` is made of, and embeddings."""
+        return self._norm(hidden)
+
     def logits(self, hidden: Tensor) -> Logits:
         """[S, hidden] of the tokens that matter -> [S, vocab_size]."""
         local = self._lm_head(hidden, norm=self._norm)

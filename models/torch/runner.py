@@ -26,7 +26,16 @@ from torch import Tensor
 
 from weft.kernels.cpu.attention import AttentionPlan
 from weft.kernels.symmetric.memory import Home
-from weft.models.interface import NONE, Int32, Logprobs, SlotSampling, StepInput, StepOutput
+from weft.models.interface import (
+    NO_VECTORS,
+    NONE,
+    Float32,
+    Int32,
+    Logprobs,
+    SlotSampling,
+    StepInput,
+    StepOutput,
+)
 from weft.models.layout import WHOLE, Layout
 from weft.models.spec import ModelSpec
 from weft.models.torch.group import ALONE, Groups
@@ -247,7 +256,8 @@ class TorchRunner:
             world_size=self._layout.cp,
         )
         # Sorted, so that a row's place among them can be searched.
-        rows = np.union1d(batch.sample_index, batch.prompt_logprob_index).astype(np.int64)
+        wanted = (batch.sample_index, batch.prompt_logprob_index, batch.pool_index)
+        rows = np.unique(np.concatenate(wanted)).astype(np.int64)
         replayed = None if self._graphs is None else self._graphs.replay(batch, plan)
         if replayed is not None:
             hidden, rows = replayed.hidden, np.arange(len(batch.token_ids))
@@ -266,6 +276,7 @@ class TorchRunner:
             status=status,
             logprobs=logprobs,
             prompt_logprobs=self._score_prompts(hidden, rows, batch),
+            pooled=self._pool(hidden, rows, batch),
             seconds=self._clock() - started,
         )
 
@@ -412,6 +423,16 @@ class TorchRunner:
             top_ids=np.concatenate([part.top_ids for part in parts]),
             top=np.concatenate([part.top for part in parts]),
         )
+
+    def _pool(self, hidden: Tensor, rows: Int64, batch: StepInput) -> Float32:
+        """Sums of hidden states, float32 [E, hidden]; arguments as in `_sample`."""
+        if not len(batch.pool_count):
+            return NO_VECTORS
+        which = self._indices(np.searchsorted(rows, batch.pool_index))
+        states = self._model.final_norm(hidden[which]).float()
+        # One by one: what is not finite stays in its own sum.
+        sums = [own.sum(0) for own in states.split_with_sizes(batch.pool_count.tolist())]
+        return torch.stack(sums).cpu().numpy()
 
 
 def _single_request(positions: range, *new_slots: SlotSampling, blocks: int = 1) -> StepInput:

@@ -87,10 +87,7 @@ class Answers:
         self._priority = priority
         self._context = current.get()
         self._deadline = None if self._context is None else state.deadline(self._context)
-        if self._context is not None and state.log_prompts:
-            self._context.prompts = [
-                engine.tokenizer.decode(prompt, skip_special_tokens=False) for prompt in prompts
-            ]
+        note_prompts(state, engine, prompts)
         self._visible = visible
         self._admitted = 0
         self._completion_tokens = 0
@@ -166,6 +163,14 @@ class Answers:
     def _spend(self, tokens: int) -> None:
         if self._context is not None and self._context.key is not None:
             self._context.key.spend(tokens)
+
+
+def note_prompts(state: ServerState, engine: AsyncEngine, prompts: Sequence[list[int]]) -> None:
+    """Tell the request's context what the model sees, if that is to be logged."""
+    context = current.get()
+    if context is not None and state.log_prompts:
+        decode = engine.tokenizer.decode
+        context.prompts = [decode(prompt, skip_special_tokens=False) for prompt in prompts]
 
 
 def finish_reason(delta: Delta) -> FinishReason | None:

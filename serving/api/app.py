@@ -9,6 +9,7 @@ from weft.serving.api import (
     chat,
     completions,
     documentation,
+    embeddings,
     engine,
     errors,
     files,
@@ -55,7 +56,7 @@ def local_app(state: ServerState) -> FastAPI:
         redoc_url=None,
     )
     app.state.server = state
-    for routes in (completions, chat):
+    for routes in (completions, chat, embeddings):
         app.include_router(routes.router)
     errors.install(app)
     return app

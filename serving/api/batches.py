@@ -26,7 +26,7 @@ class BatchRequest(Body):
     """POST /v1/batches: every line of a file is a request to the endpoint."""
 
     input_file_id: str
-    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
     completion_window: Literal["24h"]
     metadata: Annotated[dict[Key, Text], Field(max_length=16)] | None = None
 

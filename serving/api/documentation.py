@@ -17,6 +17,7 @@ _STRUCTS = (
     responses.Completion,
     responses.ChatCompletion,
     responses.ChatCompletionChunk,
+    responses.EmbeddingList,
     responses.EngineView,
     responses.Model,
     responses.ModelList,

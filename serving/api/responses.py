@@ -50,6 +50,30 @@ class CompletionUsage(Struct):
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
+class EmbeddingUsage(Struct):
+    """Tokens of all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(Struct):
+    """Of one input: numbers, or the base64 text of their bytes as little-endian float32."""
+
+    index: int
+    embedding: list[float] | str
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingList(Struct):
+    """The embeddings of a request, in the order of its inputs."""
+
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    object: Literal["list"] = "list"
+
+
 class CompletionLogprobs(Struct):
     """Log probabilities of a text's tokens, in parallel lists.
 

@@ -29,6 +29,9 @@ def _listed(value: Any) -> Any:
 Stop = Annotated[list[str], BeforeValidator(_listed, json_schema_input_type=str | list[str])]
 
 
+Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+
+
 class StreamOptions(Body):
     """`include_usage` adds a last event with the token counts of the whole request."""
 
@@ -53,7 +56,7 @@ class GenerationRequest(GuidedRequest):
     min_tokens: int | None = None
     n: int | None = None
     presence_penalty: float | None = None
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    priority: Priority | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
     stop: Stop | None = None
@@ -116,24 +119,32 @@ def _token_biases(biases: dict[str, float]) -> dict[int, float]:
     return by_id
 
 
-def _prompts(value: Any) -> list[str] | list[list[int]]:
-    """One prompt or many, as text or as token ids, made a list."""
-    if isinstance(value, str) or _is_token_ids(value):
-        value = [value]
-    if value in ([], [""]):
-        raise ValueError(" is empty")
-    if not isinstance(value, list):
-        raise ValueError(" must be a text, a list of token ids, or a list of those")
-    if len(value) > MAX_PROMPTS:
-        raise ValueError(f" has {len(value)} prompts; at most {MAX_PROMPTS}")
-    for i, item in enumerate(value):
-        if item in ("", []):
-            raise ValueError(f"[{i}] is empty")
-        if not (isinstance(item, str) or _is_token_ids(item)):
-            raise ValueError(f"[{i}] must be a text or a list of token ids")
-        if type(item) is not type(value[0]):
-            raise ValueError(f"[{i}] is of another kind than [0]; texts and ids cannot be mixed")
-    return value
+def prompts_up_to(most: int) -> BeforeValidator:
+    """Of a field: one prompt or many, as text or as token ids, made a list."""
+
+    def listed(value: Any) -> list[str] | list[list[int]]:
+        if isinstance(value, str) or _is_token_ids(value):
+            value = [value]
+        if value in ([], [""]):
+            raise ValueError(" is empty")
+        if not isinstance(value, list):
+            raise ValueError(" must be a text, a list of token ids, or a list of those")
+        if len(value) > most:
+            raise ValueError(f" has {len(value)} prompts; at most {most}")
+        for i, item in enumerate(value):
+            if item in ("", []):
+                raise ValueError(f"[{i}] is empty")
+            if not (isinstance(item, str) or _is_token_ids(item)):
+                raise ValueError(f"[{i}] must be a text or a list of token ids")
+            if type(item) is not type(value[0]):
+                raise ValueError(
+                    f"[{i}] is of another kind than [0]; texts and ids cannot be mixed"
+                )
+        return value
+
+    return BeforeValidator(
+        listed, json_schema_input_type=str | list[str] | list[int] | list[list[int]]
+    )
 
 
 def _is_token_ids(value: Any) -> bool:
@@ -143,12 +154,7 @@ def _is_token_ids(value: Any) -> bool:
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions: a text is continued as it stands, without a chat template."""
 
-    prompt: Annotated[
-        list[str] | list[list[int]],
-        BeforeValidator(
-            _prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]
-        ),
-    ]
+    prompt: Annotated[list[str] | list[list[int]], prompts_up_to(MAX_PROMPTS)]
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from weft.errors import EngineError
 from weft.serving.batch.inputs import Inputs
 from weft.serving.batch.journal import Answer, Journal
-from weft.serving.batch.rows import Row, answered, answers, parse, refused
+from weft.serving.batch.rows import SAMPLED, Row, answered, answers, parse, refused
 from weft.serving.window import for_each
 
 GROUP_SECONDS = 1.0  # that an answer waits at most until it is on the disk
@@ -136,8 +136,8 @@ class Job:
         if row.problem is not None:
             return 400, b"{}", refused(row)
         try:
-            request = {"seed": self._seed + row.index} | row.body | self._overrides
-            data = msgspec.json.encode(request)
+            seed = {"seed": self._seed + row.index} if row.url in SAMPLED else {}
+            data = msgspec.json.encode(seed | row.body | self._overrides)
         except RecursionError:  # where it was read there was a little more room for that
             return 400, b"{}", refused(replace(row, problem="the line is nested too deeply"))
         while (failures := self._failures.get(row.index, 0)) < MAX_TRIES:

@@ -17,7 +17,8 @@ from msgspec.structs import replace
 from weft.serving.batch.inputs import MAX_LINE, Line
 
 _ID = "batch_req_"
-URLS = ("/v1/chat/completions", "/v1/completions")
+SAMPLED = ("/v1/chat/completions", "/v1/completions")
+URLS = (*SAMPLED, "/v1/embeddings")
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -65,7 +66,7 @@ def _parse(line: Line, model: str) -> Row:
         return Row(index, problem=f"{place} is not a JSON object")
     if "body" not in content and ("prompt" in content or "messages" in content):
         row_id = content.pop("id", None)
-        url = URLS[0] if "messages" in content else URLS[1]
+        url = SAMPLED[0] if "messages" in content else SAMPLED[1]
         row = Row(index, None, simple=True, url=url, body={"model": model} | content)
         if isinstance(row_id, list | dict):
             return replace(row, problem=f"{place}: id must be a string or a number")

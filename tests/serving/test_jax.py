@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from support.checkpoints import make_checkpoint
@@ -71,9 +72,11 @@ def test_a_mixed_run_compiles_nothing_and_answers_as_torch(model: Path, cache: P
     prompts, params = _mixture(200)
     with LLM(model, threads=1, backend="torch", **SIZES) as llm:
         expected = [answer.token_ids for answer in llm.generate(prompts, params)]
+        vectors = llm.embed(prompts)
     with LLM(model, backend="jax", compile_cache=str(cache), **SIZES) as llm:
         counter = platform.CompileCounter()
         answers = llm.generate(prompts, params)
+        np.testing.assert_allclose(llm.embed(prompts), vectors, atol=1e-4)
         counter.close()
     assert counter.count == 0
     assert [answer.token_ids for answer in answers] == expected

@@ -20,11 +20,13 @@ from support.mock_runner import (
     VOCAB_SIZE,
     MockRunner,
     expected,
+    hidden_state,
     logprob,
 )
 
 from weft.errors import RequestError
 from weft.models.interface import FINITE, Int32, StepInput, StepOutput
+from weft.models.pooling import PoolingKind
 from weft.serving.guide import Guide
 from weft.serving.kv_cache import KVCache
 from weft.serving.messages import Add, TokenOutput
@@ -36,7 +38,12 @@ T = TypeVar("T")
 
 
 def make_add(
-    request_id: str, prompt: Sequence[int], max_tokens: int, priority: int = 0, **params: Any
+    request_id: str,
+    prompt: Sequence[int],
+    max_tokens: int,
+    priority: int = 0,
+    pooling: PoolingKind | None = None,
+    **params: Any,
 ) -> Add:
     return Add(
         request_id=request_id,
@@ -44,7 +51,15 @@ def make_add(
         params=SamplingParams(**({"seed": 0} | params), max_tokens=max_tokens),
         end_token_ids=(END,),
         priority=priority,
+        pooling=pooling,
     )
+
+
+def embedding(prompt: Sequence[int], pooling: PoolingKind) -> list[float]:
+    """What a request with that prompt must get."""
+    states = [hidden_state(prompt[: i + 1]) for i in range(len(prompt))]
+    wanted = np.mean(states, axis=0) if pooling == "mean" else states[-1]
+    return wanted.astype(np.float32).tolist()
 
 
 class Script:
@@ -164,6 +179,14 @@ class Engine:
         if NOT_FINITE_TOKEN in prompt:
             assert (last.finish_reason, got) in (("error", []), ("abort", []))
             return
+        if add.pooling is not None:
+            assert not got
+            if last.finish_reason != "abort":
+                assert last.finish_reason == "stop"
+                assert last.embedding is not None
+                vector = np.frombuffer(last.embedding, np.float32).tolist()
+                assert vector == embedding(prompt, add.pooling)
+            return
         if last.finish_reason == "abort":
             assert got == want[: len(got)]
             return
@@ -216,6 +239,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         seed=st.integers(0, 1),
         bad=st.sampled_from([False] * 9 + [True]),
         guided=st.sampled_from([False, False, True]),
+        pooling=st.sampled_from([None, None, "mean", "last"]),
     )
     def add(
         self,
@@ -225,11 +249,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: int,
         bad: bool,
         guided: bool,
+        pooling: PoolingKind | None,
         **params: Any,
     ) -> None:
         self.count += 1
         tokens = [1] * shared + prompt + ([NOT_FINITE_TOKEN] if bad else [])
-        add = make_add(f"r{self.count}", tokens, max_tokens, priority, **params)
+        if pooling is not None:
+            guided, params = False, {}
+        add = make_add(f"r{self.count}", tokens, max_tokens, priority, pooling, **params)
         self.engine.add(add, guided=guided)
 
     @precondition(lambda self: self.engine.outputs)
@@ -411,6 +438,41 @@ def test_prompt_logprobs_skip_the_prefix_cache() -> None:
     engine.add(make_add("b", [1, 2, 3, 4, 5, 6], 1, prompt_logprobs=1))
     engine.run()
     assert engine.outputs["b"][0].cached_tokens == 0
+
+
+@pytest.mark.parametrize(("pooling", "cached"), [("mean", 0), ("last", 8)])
+def test_an_embedding_takes_from_the_prefix_cache_what_it_does_not_need(
+    pooling: PoolingKind, cached: int
+) -> None:
+    engine = Engine(num_blocks=40, budget=64)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    engine.add(make_add("a", prompt, 1))
+    engine.run()
+    engine.add(make_add("b", prompt, 1, pooling=pooling))
+    engine.run()
+    assert engine.outputs["b"][0].cached_tokens == cached
+
+
+def test_an_embedding_fills_the_context_in_chunks_and_others_find_its_blocks() -> None:
+    engine = Engine(num_blocks=20, budget=7)
+    prompt = [1 + i % 5 for i in range(MAX_MODEL_LEN)]
+    engine.add(make_add("a", prompt, 1, pooling="mean"))
+    engine.run()
+    engine.add(make_add("b", prompt[:20], 4))
+    engine.run()
+    assert engine.outputs["b"][0].cached_tokens == 16
+    with pytest.raises(RequestError, match="the prompt has 41 tokens"):
+        engine.add(make_add("c", [*prompt, 1], 1, pooling="mean"))
+
+
+def test_hidden_states_are_summed_once_even_if_preempted_half_way() -> None:
+    engine = Engine(num_blocks=10, budget=2)
+    engine.add(make_add("a", [1, 2, 3], 30))
+    engine.add(make_add("b", range(1, 21), 1, pooling="mean"))
+    while not engine.scheduler.stats().preemptions:
+        engine.step()
+    engine.run()  # which checks the answers
+    assert engine.scheduler.stats().preemptions > 0
 
 
 def test_prompt_tokens_are_scored_once_even_if_preempted_half_way() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from support.mock_runner import MockRunner
+from support.mock_runner import HIDDEN_SIZE, MockRunner
 from support.tokenizers import write_byte_level
 from weft.models.interface import FINITE
 from weft.serving.config import EngineConfig
@@ -68,5 +68,6 @@ def load(config: EngineConfig, progress: Progress) -> LoadedModel:
         vocab_size=tokenizer.vocab_size,
         max_model_len=config.max_model_len or 4096,
         dtype="int64",
+        hidden_size=HIDDEN_SIZE,
     )
     return LoadedModel(runner, info)

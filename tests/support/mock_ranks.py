@@ -98,7 +98,7 @@ def load(config: EngineConfig, progress: Progress, place: Place) -> LoadedModel:
     """A rank that is ready at once, or refuses if it is to in step 0."""
     if config.model == f"{place.rank} refuses in 0":
         raise ConfigError("--model is not to my liking")
-    return LoadedModel(RankRunner(config, place), ModelInfo(8, 1000, 64, "none"))
+    return LoadedModel(RankRunner(config, place), ModelInfo(8, 1000, 64, "none", 1))
 
 
 def load_and_die(config: EngineConfig, progress: Progress, place: Place) -> LoadedModel:
@@ -132,7 +132,7 @@ def load_and_babble(config: EngineConfig, progress: Progress, place: Place) -> L
     """The second rank says nonsense of what it has loaded."""
     loaded = load(config, progress, place)
     if place.rank == 1:
-        return LoadedModel(loaded.runner, ModelInfo("many", 1000, 64, "none"))  # type: ignore[arg-type]
+        return LoadedModel(loaded.runner, ModelInfo("many", 1000, 64, "none", 1))  # type: ignore[arg-type]
     return loaded
 
 

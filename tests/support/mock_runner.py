@@ -30,6 +30,7 @@ from weft.serving.config import EngineConfig
 from weft.serving.loading import LoadedModel, ModelInfo, Progress
 
 VOCAB_SIZE = 64
+HIDDEN_SIZE = 4
 END = 0  # about one token in 64: outputs end by themselves now and then
 NOT_FINITE_TOKEN = 61  # a prompt with it fails, alone
 CRASH_TOKEN = 62  # a prompt with it makes the runner raise
@@ -55,6 +56,14 @@ def expected(
 def logprob(tokens: Sequence[int] | np.ndarray, token: int) -> float:
     """What the mock says of `token` after `tokens`."""
     return -1.0 - float(zlib.crc32(np.asarray([*tokens, token], np.int64).tobytes()) % 1000) / 1000
+
+
+def hidden_state(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+    """float32 [HIDDEN_SIZE] of the last of some tokens: whole numbers, so that sums are exact."""
+    if NOT_FINITE_TOKEN in tokens:
+        return np.full(HIDDEN_SIZE, np.nan, np.float32)
+    digest = zlib.crc32(np.asarray(tokens, np.int64).tobytes())
+    return np.array([digest >> 8 * i & 255 for i in range(HIDDEN_SIZE)], np.float32)
 
 
 @dataclass
@@ -114,6 +123,7 @@ class MockRunner:
             status=np.array(status, np.int32),
             logprobs=self._logprobs(contexts, sampled, self._top(batch)),
             prompt_logprobs=self._score(batch),
+            pooled=self._pool(batch),
             seconds=self.seconds,
         )
 
@@ -162,6 +172,15 @@ class MockRunner:
         targets = batch.prompt_logprob_target.tolist()
         return self._logprobs(contexts, targets, batch.prompt_logprob_top)
 
+    def _pool(self, batch: StepInput) -> np.ndarray:
+        states = []
+        for row in batch.pool_index.tolist():
+            b = int(np.searchsorted(batch.query_start, row, side="right")) - 1
+            states.append(hidden_state(self._read(batch, b)[: batch.positions[row] + 1]))
+        ends = np.cumsum(batch.pool_count)[:-1]
+        parts = np.split(np.array(states, np.float32), ends) if states else []
+        return np.array([part.sum(0) for part in parts], np.float32)
+
     def _logprobs(self, contexts: list[np.ndarray], tokens: list[int], k: int) -> Logprobs | None:
         if k < 0:
             return None
@@ -188,6 +207,7 @@ def load(config: EngineConfig, progress: Progress) -> LoadedModel:
         vocab_size=VOCAB_SIZE,
         max_model_len=config.max_model_len or 512,
         dtype="int64",
+        hidden_size=HIDDEN_SIZE,
     )
     return LoadedModel(runner, info)
 

@@ -18,7 +18,7 @@ from msgspec import structs
 from support.checkpoints import VOCAB_SIZE
 from weft.kernels.symmetric.memory import Home
 from weft.models.checkpoint import read_spec
-from weft.models.interface import NOTHING, SlotSampling, StepInput
+from weft.models.interface import NOTHING, Int32, SlotSampling, StepInput
 from weft.models.layout import Layout
 from weft.models.torch.group import Group, Groups, meet, split
 from weft.models.torch.logits import Logits
@@ -34,7 +34,10 @@ Case = tuple[str, str, Layout]
 
 
 def steps(seed: int = 0, decodes: int = DECODES) -> list[StepInput]:
-    """Two requests: a prompt in two chunks, then decodes; the other samples by seed."""
+    """Two requests: a prompt in two chunks, then decodes; the other samples by seed.
+
+    With the second chunk some of its hidden states are summed, of each request.
+    """
     rng = np.random.default_rng(seed)
     prompts = rng.integers(0, VOCAB_SIZE, (2, PROMPT)).astype(np.int32)
     table = np.arange(BLOCKS, dtype=np.int32).reshape(2, -1)[:, ::-1].copy()
@@ -62,13 +65,19 @@ def steps(seed: int = 0, decodes: int = DECODES) -> list[StepInput]:
             new_slots=new,
         )
 
+    second = step(1, prompts[:, 5:], 5, sampling)
+    pool = {"pool_index": _int32(1, 2, 6, 8, 9), "pool_count": _int32(3, 2)}
     made = [
         step(0, prompts[:, :5], 0, ()),
-        step(1, prompts[:, 5:], 5, sampling),
+        structs.replace(second, **pool),
     ]
     newest = (-1 - slots)[:, None]
     made += [step(2 + i, newest, PROMPT + i, ()) for i in range(decodes)]
     return made
+
+
+def _int32(*numbers: int) -> Int32:
+    return np.array(numbers, np.int32)
 
 
 def together(copies: int, own: int, decodes: int = DECODES) -> Iterator[StepInput]:
@@ -92,8 +101,11 @@ def generate(
     context_home: Home | None = None,
     *,
     inputs: Iterable[StepInput],
-) -> tuple[Any, Any]:
-    """Sampled tokens, and log probabilities of the greedy request; none before the last stage."""
+) -> tuple[Any, Any, Any]:
+    """Sampled tokens, log probabilities of the greedy request, and sums of hidden states.
+
+    None of them before the last stage.
+    """
     runner = TorchRunner.load(
         path,
         read_spec(path),
@@ -115,7 +127,7 @@ def generate(
     runner.close()
     tokens = np.array([output.token_ids for output in outputs[1:]])
     logprobs = np.array([o.logprobs.chosen[0] for o in outputs[1:] if o.logprobs is not None])
-    return tokens, logprobs
+    return tokens, logprobs, outputs[1].pooled
 
 
 def told_of(logits: Logits) -> tuple[list[Any], ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -59,7 +59,11 @@ class Driver:
         self._free = request.blocks + self._free
 
     def step(
-        self, *chunks: tuple[Request, int], unknown: bool = False, prompt_logprobs: int = -1
+        self,
+        *chunks: tuple[Request, int],
+        unknown: bool = False,
+        prompt_logprobs: int = -1,
+        pooled: Sequence[Request] = (),
     ) -> StepOutput:
         """Run the next tokens of some requests; those that reach their end are sampled.
 
@@ -69,8 +73,9 @@ class Driver:
                 ahead does.
             prompt_logprobs: score the tokens that follow the chunks' tokens in the prompts, with
                 so many alternatives; not if negative.
+            pooled: those whose hidden states are summed; they are not sampled.
         """
-        step = self._build(chunks, prompt_logprobs)
+        step = self._build(chunks, prompt_logprobs, pooled)
         out = self._runner.step(step)
         self._steps += 1
         sampled = dict(zip(step.sample_slot.tolist(), range(len(step.sample_slot)), strict=True))
@@ -83,14 +88,28 @@ class Driver:
                 request.tokens.append(-1 - request.sampling.slot if unknown else token)
         return out
 
-    def _build(self, chunks: tuple[tuple[Request, int], ...], top: int) -> StepInput:
+    def _build(
+        self,
+        chunks: tuple[tuple[Request, int], ...],
+        top: int,
+        pooled: Sequence[Request] = (),
+    ) -> StepInput:
         sizes = [count for _, count in chunks]
         ends = np.cumsum(sizes)
         table = np.zeros((len(chunks), max(len(r.blocks) for r, _ in chunks)), np.int32)
         for row, (request, _) in enumerate(chunks):
             table[row, : len(request.blocks)] = request.blocks
         slots = [request.sampling.slot for request, _ in chunks]
-        last = [i for i, (r, count) in enumerate(chunks) if r.done + count == len(r.tokens)]
+        last = [
+            i
+            for i, (r, count) in enumerate(chunks)
+            if r.done + count == len(r.tokens) and r not in pooled
+        ]
+        summed = [
+            range(end - count, end)
+            for (request, count), end in zip(chunks, ends, strict=True)
+            if request in pooled
+        ]
         scored = [
             (end - count + i, request.tokens[request.done + i + 1])
             for (request, count), end in zip(chunks, ends, strict=True)
@@ -112,6 +131,8 @@ class Driver:
             prompt_logprob_index=_int32(row for row, _ in scored),
             prompt_logprob_target=_int32(target for _, target in scored),
             prompt_logprob_top=max(top, 0),
+            pool_index=_int32(row for rows in summed for row in rows),
+            pool_count=_int32(map(len, summed)),
         )
 
 

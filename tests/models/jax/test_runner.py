@@ -183,3 +183,29 @@ def test_bfloat16_computes_in_bfloat16(path: Path) -> None:
     assert {leaf.dtype.name for leaf in jax.tree.leaves(runner._params)} == {"bfloat16"}
     assert runner.bytes_per_block == BLOCK_SIZE * read_spec(path).kv_bytes_per_token("bfloat16")
     runner.close()
+
+
+def test_sums_of_hidden_states(path: Path, runner: JaxRunner) -> None:
+    """Of one token, of chunks, and with so many tokens that the mesh deals them out."""
+    theirs = TorchRunner.load(path, read_spec(path), threads=1, **SIZES)
+    theirs.allocate_kv_cache(NUM_BLOCKS)
+    found: list[list[Any]] = []
+    for one in (runner, theirs):
+        driver = _driver(one)
+        sampled = driver.add(_prompt(5), 12)
+        prompts = (_prompt(60, 1), _prompt(6, 2), [3, POISON, 4])
+        long, short, bad = pooled = [driver.add(ids, 64) for ids in prompts]
+        steps = [
+            driver.step((sampled, 5), (long, 50), (short, 5), (bad, 3), pooled=pooled),
+            driver.step((sampled, 1), (long, 9), pooled=pooled),
+            driver.step((sampled, 1), (short, 1), (long, 1), pooled=pooled),
+        ]
+        assert len(sampled.output) == 3
+        assert not short.output
+        found.append([step.pooled for step in steps])
+    assert np.isnan(found[0][0][2]).all()
+    assert np.isfinite(found[0][0][:2]).all()
+    for ours, torchs in zip(*found, strict=True):
+        assert ours.dtype == np.float32
+        np.testing.assert_allclose(ours, torchs, atol=1e-4)
+    assert runner.compiles_after_warm_up == 0

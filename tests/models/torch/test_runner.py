@@ -320,3 +320,26 @@ def test_closing_releases_the_weights(path: Path) -> None:
     runner.close()
     gc.collect()
     assert model() is None
+
+
+def test_sums_of_hidden_states(poisoned: Path) -> None:
+    """In chunks, beside a request that is sampled; what is not finite stays in its own sum."""
+    from transformers import AutoModel
+
+    prompts = [_prompt(9, 1), _prompt(6, 2), [3, POISON, 4]]
+    model = AutoModel.from_pretrained(poisoned)
+    with torch.no_grad():
+        states = [model(torch.tensor([ids])).last_hidden_state[0] for ids in prompts]
+    driver = _driver(_load(poisoned))
+    one, two, bad = pooled = [driver.add(ids, 12) for ids in prompts]
+    sampled = driver.add(_prompt(5), 12)
+    first = driver.step((sampled, 3), (one, 4), (bad, 3), pooled=pooled)
+    second = driver.step((sampled, 2), (one, 5), (two, 6), pooled=pooled)
+    third = driver.step((sampled, 1))
+    assert [len(request.output) for request in (*pooled, sampled)] == [0, 0, 0, 2]
+    assert first.pooled.dtype == np.float32
+    np.testing.assert_allclose(first.pooled[0], states[0][:4].sum(0), atol=1e-4)
+    assert np.isnan(first.pooled[1]).all()
+    np.testing.assert_allclose(second.pooled[0], states[0][4:].sum(0), atol=1e-4)
+    np.testing.assert_allclose(second.pooled[1], states[1].sum(0), atol=1e-4)
+    assert not third.pooled.size

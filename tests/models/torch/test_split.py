@@ -97,14 +97,14 @@ def make_all(
 
 
 @cache
-def alone(path: Path, dtype: str, copy: int, decodes: int) -> tuple[Any, Any]:
+def alone(path: Path, dtype: str, copy: int, decodes: int) -> tuple[Any, Any, Any]:
     """What one rank alone gives for the requests of a copy of attention."""
     return generate(path, dtype, Layout(), ALONE, inputs=steps(copy, decodes))
 
 
 def each_copy(
     path: Path, dtype: str, layout: Layout, decodes: int = DECODES
-) -> list[tuple[Any, Any]]:
+) -> list[tuple[Any, Any, Any]]:
     """The same of each copy."""
     return [alone(path, dtype, copy, decodes) for copy in range(layout.copies)]
 
@@ -130,9 +130,9 @@ def test_tokens_are_those_of_one_rank(
             counts: dict[int, set[int]] = {}
             for rank, pipe in enumerate(pipes):
                 layout = replace(first, rank=rank)
-                tokens, logprobs = expected[layout.copy]
+                tokens, logprobs, sums = expected[layout.copy]
                 assert len({tuple(row) for row in tokens.T}) == 2
-                told, their_tokens, their_logprobs, exchanges = pipe.recv()
+                told, their_tokens, their_logprobs, their_sums, exchanges = pipe.recv()
                 assert told == name
                 counts.setdefault(layout.stage, set()).add(exchanges)
                 if layout.stage < layout.pp - 1:
@@ -144,6 +144,8 @@ def test_tokens_are_those_of_one_rank(
                     assert their_tokens[0, 0] == tokens[0, 0], name
                 close = 1e-4 if dtype == "float32" else 0.15
                 assert abs(their_logprobs[0] - logprobs[0]).max() < close, name
+                close = 1e-4 if dtype == "float32" else 0.5
+                assert abs(their_sums - sums).max() < close, name
             # By which the rank of a stage is found that is behind.
             assert all(len(of_stage) == 1 for of_stage in counts.values())
 
@@ -213,14 +215,15 @@ def compare(
             counts = set()
             for rank, pipe in enumerate(pipes):
                 layout = replace(first, rank=rank)
-                tokens, logprobs = expected[layout.copy]
-                told, their_tokens, their_logprobs, exchanges = pipe.recv()
+                tokens, logprobs, sums = expected[layout.copy]
+                told, their_tokens, their_logprobs, their_sums, exchanges = pipe.recv()
                 assert told == name
                 if layout.stage < layout.pp - 1:
                     continue
                 counts.add(exchanges)
                 assert (their_tokens == tokens).all(), name
                 assert abs(their_logprobs - logprobs).max() < 1e-4, name
+                assert abs(their_sums - sums).max() < 1e-4, name
             assert len(counts) == 1  # by which the rank is found that is behind
             # In each layer of a stage, and each step.
             layers = len(read_spec(path).layers) // layout.pp

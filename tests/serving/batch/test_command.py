@@ -47,7 +47,7 @@ LINES: list[tuple[dict[str, Any] | str | bytes, str | None]] = [
     ("[" * 100_000, "line 7 is nested too deeply"),
     ("[1]", "line 8 is not a JSON object"),
     (request("a", prompt="one"), "line 9: custom_id 'a' is that of line 1"),
-    (request("c", "/v1/embeddings", input="one"), "line 10: url is '/v1/embeddings'"),
+    (request("c", "/v1/rerank", query="one"), "line 10: url is '/v1/rerank'"),
     ({"custom_id": "d", "url": TEXT}, "line 11: body is missing"),
     ({"url": TEXT, "body": {"prompt": "one"}}, "line 12: custom_id is missing"),
     ({**request("e", prompt="one"), "method": "GET"}, "line 13: method is 'GET'"),
@@ -60,6 +60,7 @@ LINES: list[tuple[dict[str, Any] | str | bytes, str | None]] = [
     (b'{"prompt": "\xff"}', "line 20 is not JSON"),
     ({"prompt": "one", "n": 4}, "this server has room for 3"),
     ({"messages": [*HELLO, DEEP], "max_tokens": 4, "temperature": 0}, None),
+    (request("i", "/v1/embeddings", input=["one", "two three"]), None),
 ]
 
 
@@ -109,7 +110,7 @@ def test_mixed_file_and_resumption(
     assert run(engine_config, ServerConfig(), [source], output) == 0
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith(f"batch: {len(LINES)} rows, {len(LINES) - 6} of them errors, ")
+    assert captured.err.startswith(f"batch: {len(LINES)} rows, {len(LINES) - 7} of them errors, ")
     lines = read(output)
     assert list(lines) == list(range(len(LINES)))
     for (_, message), line in zip(LINES, lines.values(), strict=True):
@@ -149,6 +150,8 @@ def check_shapes(lines: dict[int, dict[str, Any]]) -> None:
     assert lines[5]["response"] is None
     assert lines[14]["response"]["status_code"] == 404
     assert lines[16].keys() == {"index", "error"}
+    embeddings = lines[22]["response"]["body"]
+    assert [len(each["embedding"]) for each in embeddings["data"]] == [64, 64]
 
 
 def test_an_output_is_not_overwritten_by_accident(source: Path, tmp_path: Path) -> None:

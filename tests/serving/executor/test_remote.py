@@ -93,7 +93,7 @@ def test_what_a_machine_says_last_is_told_and_not_that_it_is_lost(word: object, 
 
 def test_an_answer_that_was_not_asked_for_is_an_error() -> None:
     with told() as (machine, agent):
-        info = ModelInfo(8, 1000, 64, "none")
+        info = ModelInfo(8, 1000, 64, "none", 1)
         agent.send(Said(0, encoder.encode(Loaded(info))))
         executor = RankExecutor(EngineConfig(), [machine])
         assert executor.model == info

@@ -1,0 +1,101 @@
+"""POST /v1/embeddings: texts as vectors, of the model's last hidden states."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Annotated, Literal, cast
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from weft.errors import RequestError
+from weft.serving.api.answers import finish_reason, note_prompts
+from weft.serving.api.body import Body
+from weft.serving.api.connection import unless_gone
+from weft.serving.api.context import current
+from weft.serving.api.documentation import returns
+from weft.serving.api.responses import Embedding, EmbeddingList, EmbeddingUsage
+from weft.serving.api.schemas import Priority, prompts_up_to
+from weft.serving.api.state import ServerState, State
+from weft.serving.limits import check_dimensions
+from weft.serving.metrics import Phases
+from weft.serving.window import for_each, width
+
+if TYPE_CHECKING:
+    from weft.serving.engine import AsyncEngine
+
+MAX_INPUTS = 2048  # OpenAI's
+
+router = APIRouter()
+
+
+class EmbeddingRequest(Body):
+    """POST /v1/embeddings; `priority` is not OpenAI's."""
+
+    model: str
+    input: Annotated[list[str] | list[list[int]], prompts_up_to(MAX_INPUTS)]
+    dimensions: int | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    priority: Priority | None = None
+    user: str | None = None
+
+
+@router.post("/v1/embeddings", **returns(EmbeddingList))
+async def create_embeddings(request: Request, body: EmbeddingRequest, state: State) -> Response:
+    """A vector for each input, such that texts of like meaning have like vectors."""
+    engine = state.ready_engine(body.model)
+    check_dimensions(body.dimensions, engine.info)
+    prompts = await asyncio.to_thread(_encoded, engine, body.input)
+    for i, prompt in enumerate(prompts):
+        try:
+            engine.validate(prompt, engine.pooling)
+        except RequestError as error:
+            if error.param != "prompt":
+                raise
+            message = f"input[{i}]: {error.message}"
+            raise RequestError(message, param="input", code=error.code) from error
+    note_prompts(state, engine, prompts)
+    answer = await unless_gone(request.receive, _embed(state, engine, body, prompts))
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+def _encoded(engine: AsyncEngine, inputs: list[str] | list[list[int]]) -> list[list[int]]:
+    encode = engine.tokenizer.encode
+    return [encode(each) if isinstance(each, str) else each for each in inputs]
+
+
+async def _embed(
+    state: ServerState, engine: AsyncEngine, body: EmbeddingRequest, prompts: list[list[int]]
+) -> EmbeddingList:
+    """Run the prompts, as many at a time as the engine can use."""
+    context = current.get()
+    deadline = None if context is None else state.deadline(context)
+    data = [msgspec.Raw()] * len(prompts)
+
+    async def work(i: int) -> None:
+        phases = Phases(len(prompts[i]))
+        if context is not None:
+            context.answers.append(phases)
+        deltas = engine.generate(
+            prompts[i], engine.pooling, priority=body.priority or 0, deadline=deadline
+        )
+        async with aclosing(state.metrics.observe(deltas, phases)) as observed:
+            async for delta in observed:
+                finish_reason(delta)
+                assert delta.embedding is not None
+                pooled = delta.embedding
+        if context is not None and context.key is not None:
+            context.key.spend(len(prompts[i]))
+        vector = engine.pooling.finish(pooled, body.dimensions)
+        told: list[float] | str = vector.tolist()
+        if body.encoding_format == "base64":
+            told = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+        # One by one, for many at once would hold up the other requests.
+        data[i] = msgspec.Raw(msgspec.json.encode(Embedding(i, told)))
+
+    await for_each(range(len(prompts)), work, workers=width(engine))
+    tokens = sum(map(len, prompts))
+    embeddings = cast(list[Embedding], data)
+    return EmbeddingList(embeddings, body.model, EmbeddingUsage(tokens, tokens))
