@@ -102,7 +102,7 @@ def _shown(value: Any) -> str:
 
 def answers(body: dict[str, Any]) -> int:
     """How many answers a request asks for, if it is one."""
-    n, prompt = body.get("n"), body.get("prompt")
+    n, prompt = body.get("n"), body.get("prompt", body.get("input"))
     prompts = 1
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         prompts = len(prompt)
