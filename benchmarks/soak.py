@@ -30,6 +30,7 @@ import io
 import itertools
 import json
 import math
+import os
 import random
 import re
 import statistics
@@ -52,6 +53,9 @@ BURST = 40  # requests
 START = 300.0  # seconds for the model to be loaded
 END = 60.0  # seconds for requests to end when the load has; those that do not are leaked
 SERVER = ("--max-num-seqs=8", "--max-queue=16", "--port=0")
+# oneDNN keeps what it has compiled for each number of rows, half a megabyte apiece, up to 1,024 of
+# them; so few are there when the warm-up is over.
+ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
 
 # Two-sided 95 % quantiles of Student's t, by degrees of freedom.
 STUDENT = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -278,7 +282,9 @@ async def measure(server: psutil.Process, end: float, soak: Soak) -> None:
 async def serving(arguments: Sequence[str]) -> AsyncIterator[tuple[psutil.Process, str]]:
     """A server, and its address; it is ended by SIGTERM, and must then exit with 0."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "weft", "serve", *SERVER, *arguments), stderr=subprocess.PIPE
+        *(sys.executable, "-m", "weft", "serve", *SERVER, *arguments),
+        env=ENVIRONMENT | os.environ,
+        stderr=subprocess.PIPE,
     )
     assert process.stderr is not None
     try:
