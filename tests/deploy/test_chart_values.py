@@ -154,10 +154,10 @@ def test_threads_are_the_pod_s_cores(cores: str | float, threads: int) -> None:
 
 
 def test_what_is_made_of_other_files_is_current() -> None:
-    """Run deploy/chart.py if not."""
-    assert SCRIPT["table"](SCRIPT["VALUES"].read_text()) == SCRIPT["TABLE"].read_text()
+    advice = "run deploy/chart.py"
+    assert SCRIPT["table"](SCRIPT["VALUES"].read_text()) == SCRIPT["TABLE"].read_text(), advice
     schema = SCRIPT["SCHEMA"].read_text()
-    assert SCRIPT["schema"](schema) == schema
+    assert SCRIPT["schema"](schema) == schema, advice
     assert SCRIPT["OWN"] <= SETTINGS.keys()
 
 
