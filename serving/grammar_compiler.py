@@ -81,7 +81,9 @@ class GrammarCompiler:
             RequestError: it cannot be compiled, or not in time.
             EngineError: there is no process to do it.
         """
-        key = hashlib.sha256(f"{grammar.kind} {grammar.before} {grammar.text}".encode()).digest()
+        key = hashlib.sha256(
+            f"{grammar.kind} {grammar.before} {grammar.instead} {grammar.text}".encode()
+        ).digest()
         done = self._done.get(key)
         if done is None:
             task = self._under_way.get(key)

@@ -35,12 +35,14 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             nothing for "json_object".
         param: the request's field that asked for it, which errors name.
         before: what comes before it, such as a thought: JSON of a structural tag's format.
+        instead: what may come in its place, such as calls of tools: JSON of such a format.
     """
 
     kind: GrammarKind
     text: str = ""
     param: str = "grammar"
     before: str = ""
+    instead: str = ""
 
     def __post_init__(self) -> None:
         if (self.kind == "json_object") != (not self.text):
@@ -48,11 +50,12 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "json_object takes no text" if self.text else f"{self.param} is empty",
                 param=self.param,
             )
-        if len(self.text) > MAX_GRAMMAR_LENGTH:
-            raise RequestError(
-                f"{self.param} has {len(self.text)} characters; at most {MAX_GRAMMAR_LENGTH}",
-                param=self.param,
-            )
+        for param, text in ((self.param, self.text), ("tools", self.instead)):
+            if len(text) > MAX_GRAMMAR_LENGTH:
+                raise RequestError(
+                    f"{param} has {len(text)} characters; at most {MAX_GRAMMAR_LENGTH}",
+                    param=param,
+                )
         try:
             self.text.encode()
         except UnicodeEncodeError:

@@ -33,8 +33,10 @@ def as_format(grammar: Grammar, token_id: Callable[[str | int], int | None]) -> 
     Raises:
         RequestError: it is none, or asks for what cannot be done.
     """
-    form = _written(grammar)
-    for node, place in _nodes(form, grammar.param):
+    forms = [_written(grammar)]
+    if grammar.instead:
+        forms.append(json.loads(grammar.instead))
+    for node, place in (found for form in forms for found in _nodes(form, grammar.param)):
         if node.get("type") == "json_schema":
             within = f"{place}/json_schema" if grammar.kind == "structural_tag" else place
             where = str(node.pop("of", within))
@@ -42,7 +44,7 @@ def as_format(grammar: Grammar, token_id: Callable[[str | int], int | None]) -> 
             node["max_whitespace_cnt"] = MAX_WHITESPACE
         else:
             _name_tokens(node, place, token_id)
-    return form
+    return {"type": "or", "elements": forms} if grammar.instead else forms[0]
 
 
 def preceded(form: Format, before: str) -> Format:

@@ -56,6 +56,14 @@ _FORMS = {
 }
 
 
+# The mark that begins calls, and whether an answer may begin with them without it.
+_MARKS = {
+    "hermes": ("<tool_call>", False),
+    "llama3_json": ("<|python_tag|>", True),
+    "mistral": ("[TOOL_CALLS]", False),
+}
+
+
 def calls_only(
     form: str | None, tools: Sequence[Offered], *, several: bool, tokens: Mapping[str, int]
 ) -> Grammar:
@@ -77,28 +85,57 @@ def calls_only(
             param="tool_choice",
             code="unsupported_value",
         )
-    written = _FORMS[form]
-    call = _any_call(written, tools, tokens)
-    more = {"type": "star", "content": _sequence(_text(written.separator), call)}
-    return _grammar(
-        _sequence(
-            *(_mark(text, tokens) for text in written.before),
-            call,
-            *([more] if several else ()),
-            *(_mark(text, tokens) for text in written.after),
+    return Grammar("structural_tag", _tag(_calls(_FORMS[form], tools, several, tokens)), "tools")
+
+
+def or_calls(
+    grammar: Grammar,
+    form: str | None,
+    tools: Sequence[Offered],
+    *,
+    several: bool,
+    tokens: Mapping[str, int],
+) -> Grammar:
+    """An answer that is what a grammar says, or calls; the arguments are as of `calls_only`.
+
+    Raises:
+        RequestError: the calls of this format have no grammar.
+    """
+    if form not in _FORMS:
+        raise RequestError(
+            f"{grammar.param} says what the answer must be, so the tools could never be called: "
+            f"beside it the server takes tools with --tool-parser {', '.join(_FORMS)}",
+            param=grammar.param,
+            code="unsupported_value",
         )
-    )
+    calls = _json(_calls(_FORMS[form], tools, several, tokens))
+    return msgspec.structs.replace(grammar, instead=calls)
 
 
-def strict_calls(
-    form: str | None, tools: Sequence[Offered], tokens: Mapping[str, int]
-) -> Grammar | None:
-    """A free answer whose calls have arguments of the tools' schemas; None if that cannot be."""
-    if form != "hermes":
-        return None
-    text = {"type": "any_text", "excludes": ["<tool_call>"]}
-    call = _any_call(_FORMS[form], tools, tokens)
-    return _grammar(_sequence(text, {"type": "star", "content": _sequence(call, text)}))
+def strict_calls(form: str | None, tools: Sequence[Offered], tokens: Mapping[str, int]) -> Grammar:
+    """A free answer whose calls have arguments of the tools' schemas.
+
+    Raises:
+        RequestError: the calls of this format have no grammar.
+    """
+    if form not in _FORMS:
+        raise RequestError(
+            "a tool is strict, and how this model writes calls has no grammar: leave strict out; "
+            f"the server takes it with --tool-parser {', '.join(_FORMS)}",
+            param="tools",
+            code="unsupported_value",
+        )
+    written = _FORMS[form]
+    mark, at_start = _MARKS[form]
+    text = {"type": "any_text", "excludes": [mark]}
+    if at_start:  # calls are all of the answer, and no other may begin like one
+        other = _sequence({"type": "regex", "pattern": r"[^{<\s]"}, text)
+        calls = _calls(written, tools, True, tokens)
+        free = {"type": "or", "elements": [calls, {"type": "optional", "content": other}]}
+    else:
+        calls = _calls(written, tools, bool(written.before), tokens)
+        free = _sequence(text, {"type": "star", "content": _sequence(calls, text)})
+    return Grammar("structural_tag", _tag(free), "tools")
 
 
 def after_thought(
@@ -122,6 +159,20 @@ def after_thought(
     if not opened:
         before = {"type": "optional", "content": before}
     return msgspec.structs.replace(grammar, before=json.dumps(before))
+
+
+def _calls(
+    form: _Form, tools: Sequence[Offered], several: bool, tokens: Mapping[str, int]
+) -> Format:
+    """One call of any of the tools, or several."""
+    call = _any_call(form, tools, tokens)
+    more = {"type": "star", "content": _sequence(_text(form.separator), call)}
+    return _sequence(
+        *(_mark(text, tokens) for text in form.before),
+        call,
+        *([more] if several else ()),
+        *(_mark(text, tokens) for text in form.after),
+    )
 
 
 def _any_call(form: _Form, tools: Sequence[Offered], tokens: Mapping[str, int]) -> Format:
@@ -154,9 +205,12 @@ def _text(text: str) -> Format:
     return {"type": "const_string", "value": text}
 
 
-def _grammar(form: Format) -> Grammar:
+def _tag(form: Format) -> str:
+    return _json({"type": "structural_tag", "format": form})
+
+
+def _json(form: Format) -> str:
     try:
-        text = json.dumps({"type": "structural_tag", "format": form})
+        return json.dumps(form)
     except RecursionError:
         raise RequestError("tools are nested too deeply", param="tools") from None
-    return Grammar("structural_tag", text, "tools")

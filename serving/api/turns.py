@@ -16,7 +16,7 @@ import msgspec
 
 from weft.errors import RequestError
 from weft.serving.answer_parser.pieces import CallStart, ParsedAnswer, Piece, Reasoning
-from weft.serving.answer_parser.tool_grammar import Offered, calls_only, strict_calls
+from weft.serving.answer_parser.tool_grammar import Offered, calls_only, or_calls, strict_calls
 from weft.serving.api.answers import Answers, finish_reason
 from weft.serving.api.conversation import Conversation
 from weft.serving.api.responses import (
@@ -169,33 +169,27 @@ def _with_grammar(
         (tool, Offered(tool.name, tool.parameters or _NO_PARAMETERS))
         for tool in conversation.offered
     ]
-    choice = conversation.tool_choice
-    grammar = None
-    if isinstance(choice, FunctionName):
-        named = [offered for tool, offered in tools if tool.name == choice.name]
-        grammar = calls_only(form.tools, named[:1], several=False, tokens=form.mark_tokens)
-    elif choice == "required":
-        every = [offered for _, offered in tools]
-        grammar = calls_only(
-            form.tools, every, several=conversation.parallel, tokens=form.mark_tokens
-        )
+    free = [
+        offered if tool.strict else replace(offered, schema=_ANY_OBJECT) for tool, offered in tools
+    ]
+    choice, several, tokens = conversation.tool_choice, conversation.parallel, form.mark_tokens
+    grammar = params.grammar
+    if isinstance(choice, FunctionName) or choice == "required":
+        if grammar is not None:
+            raise RequestError(
+                f"{grammar.param} says what the answer must be, and so does tool_choice; "
+                "give one of them",
+                param=grammar.param,
+            )
+        wanted = [offered for _, offered in tools]
+        if isinstance(choice, FunctionName):
+            wanted = [offered for offered in wanted if offered.name == choice.name][:1]
+            several = False
+        grammar = calls_only(form.tools, wanted, several=several, tokens=tokens)
+    elif tools and grammar is not None:
+        grammar = or_calls(grammar, form.tools, free, several=several, tokens=tokens)
     elif any(tool.strict for tool, _ in tools):
-        grammar = strict_calls(
-            form.tools,
-            [
-                offered if tool.strict else replace(offered, schema=_ANY_OBJECT)
-                for tool, offered in tools
-            ],
-            form.mark_tokens,
-        )
-    if grammar is None:
-        grammar = params.grammar
-    elif params.grammar is not None:
-        raise RequestError(
-            f"{params.grammar.param} says what the answer must be, and so do the tools, by "
-            "tool_choice or strict; give one of them",
-            param=params.grammar.param,
-        )
+        grammar = strict_calls(form.tools, free, tokens)
     if grammar is None:
         return params
     return msgspec.structs.replace(params, grammar=form.after_thought(grammar, prompt))

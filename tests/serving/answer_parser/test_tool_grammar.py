@@ -17,6 +17,7 @@ from weft.serving.answer_parser.tool_grammar import (
     Offered,
     after_thought,
     calls_only,
+    or_calls,
     strict_calls,
 )
 from weft.serving.sampling_params import Grammar
@@ -164,7 +165,6 @@ def test_the_parser_reads_what_it_admits(
 
 def test_strict_calls(compiler: xgrammar.GrammarCompiler) -> None:
     grammar = strict_calls("hermes", TOOLS, {})
-    assert grammar is not None
     for text, good in (
         ("hello <b>", True),
         (f"hello {F} and {G}", True),
@@ -173,7 +173,6 @@ def test_strict_calls(compiler: xgrammar.GrammarCompiler) -> None:
     ):
         assert admits(compiler, grammar, text) == good
     grammar = strict_calls("hermes", TOOLS, TOKENS)
-    assert grammar is not None
     for text, good in (
         ("hello", True),
         ('{<tool_call>}\n{"name": "f", "arguments": {"x": 1}}\n{</tool_call>} and', True),
@@ -182,13 +181,67 @@ def test_strict_calls(compiler: xgrammar.GrammarCompiler) -> None:
         (F, False),
     ):
         assert admits(compiler, grammar, text) == good
-    assert strict_calls("pythonic", TOOLS, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "good"),
+    [
+        ("mistral", 'hello [TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]', True),
+        ("mistral", 'hello [TOOL_CALLS][{"name": "f", "arguments": {"x": "a"}}]', False),
+        ("mistral", "hello [", True),
+        ("llama3_json", '{"name": "f", "parameters": {"x": 1}}', True),
+        ("llama3_json", '{"name": "f", "parameters": {"x": "a"}}', False),
+        ("llama3_json", ' {"name": "f", "parameters": {"x": "a"}}', False),
+        ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {"x": "a"}}', False),
+        ("llama3_json", 'hello <|python_tag|>{"name": "f", "parameters": {"x": "a"}}', False),
+        ("llama3_json", 'hello {"a": 1}', True),
+        ("llama3_json", "", True),
+    ],
+)
+def test_strict_calls_of_other_formats(
+    compiler: xgrammar.GrammarCompiler, form: str, text: str, good: bool
+) -> None:
+    assert admits(compiler, strict_calls(form, TOOLS, {}), text) == good
+
+
+@pytest.mark.parametrize(
+    ("settings", "text", "good"),
+    [
+        ({}, '{"a": [true]}', True),
+        ({}, f"{F}\n{G}", True),
+        ({}, '{"a": 1}', False),
+        ({}, F.replace("1", '"a"'), False),
+        ({}, f'{F}\n{{"a": [true]}}', False),
+        ({}, "hello", False),
+        ({"several": False}, F, True),
+        ({"several": False}, f"{F}\n{G}", False),
+        ({"form": "mistral"}, '[TOOL_CALLS][{"name": "g", "arguments": {}}]', True),
+        ({"form": "llama3_json"}, '{"name": "f", "parameters": {"x": 1}}', True),
+        ({"form": "llama3_json"}, '{"name": "f", "parameters": {"x": "a"}}', False),
+        ({"form": "llama3_json"}, '{"a": [true]}', True),
+    ],
+)
+def test_calls_or_what_a_schema_says(
+    compiler: xgrammar.GrammarCompiler, settings: dict[str, Any], text: str, good: bool
+) -> None:
+    a = {"type": "array", "items": {"type": "boolean"}}
+    schema = {"type": "object", "properties": {"a": a}, "required": ["a"]}
+    grammar = Grammar("json_schema", json.dumps(schema), "response_format")
+    asked = {"form": "hermes", "several": True, "tokens": {}} | settings
+    both = or_calls(grammar, tools=TOOLS, **asked)
+    assert admits(compiler, both, text) == good
+    thoughtful = after_thought(both, THINK, {}, opened=True)
+    assert admits(compiler, thoughtful, f"hm</think>{text}") == good
 
 
 @pytest.mark.parametrize("form", [None, "pythonic"])
 def test_a_format_that_cannot_be_forced(form: str | None) -> None:
     with pytest.raises(RequestError, match="--tool-parser"):
         calls_only(form, TOOLS, several=True, tokens={})
+    with pytest.raises(RequestError, match=r"tool is strict.*--tool-parser"):
+        strict_calls(form, TOOLS, {})
+    with pytest.raises(RequestError, match=r"regex says what.*--tool-parser"):
+        or_calls(Grammar("regex", "a", "regex"), form, TOOLS, several=True, tokens={})
 
 
 def test_parameters_that_are_nested_too_deeply() -> None:

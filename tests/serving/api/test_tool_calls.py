@@ -290,6 +290,59 @@ def test_a_form_and_a_call_are_asked_for(servers: dict[str, Server]) -> None:
     assert answer.json()["error"]["param"] == "response_format"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_and_a_form_beside_each_other(demo: openai.OpenAI, stream: bool) -> None:
+    """The bundled model calls where it would; kept from that, it answers in the form."""
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    form = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema}}
+    (question,) = held_out("tool_call", 1)
+
+    def ask(**fields: Any) -> Any:
+        asked: Any = {
+            "model": "weft-demo",
+            "messages": list(question.messages),
+            "tools": list(question.tools or ()),
+            "response_format": form,
+            "temperature": 0,
+            "max_tokens": 100,
+            **fields,
+        }
+        if stream:
+            with demo.chat.completions.stream(**asked) as chunks:
+                return chunks.get_final_completion().choices[0]
+        return demo.chat.completions.create(**asked).choices[0]
+
+    choice = ask()
+    assert choice.finish_reason == "tool_calls"
+    assert not choice.message.content
+    expected = json.loads(question.answer.splitlines()[1])
+    assert choice.message.tool_calls[0].function.name == expected["name"]
+    url = str(demo.base_url).removesuffix("v1/") + "tokenize"
+    mark = httpx.post(url, json={"prompt": "<tool_call>", "add_special_tokens": False}, timeout=60)
+    choice = ask(logit_bias={str(mark.json()["tokens"][0]): -100})
+    assert not choice.message.tool_calls
+    assert isinstance(json.loads(choice.message.content)["ok"], bool)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+    ],
+)
+def test_what_a_model_whose_calls_are_not_known_cannot(
+    servers: dict[str, Server], fields: dict[str, Any], param: str
+) -> None:
+    asked = body(servers["opened"], "x", **fields)
+    answer = servers["opened"].http.post("/v1/chat/completions", json=asked)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == (param, "unsupported_value")
+    assert "--tool-parser" in error["message"]
+
+
 PARAMETERS = "tools[0].function.parameters"
 
 
