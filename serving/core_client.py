@@ -102,6 +102,11 @@ class CoreClient:
         """Requests that it has."""
         return len(self._streams)
 
+    def grammar_bytes(self, another: Compiled) -> int:
+        """Bytes of the grammars that its requests have, with another one."""
+        sizes = dict(s.grammar for s in self._streams.values() if s.grammar is not None)
+        return sum((sizes | {another.key: len(another.data)}).values())
+
     def add(
         self, number: int, request: Add, stream: Stream, grammar: Compiled | None = None
     ) -> None:

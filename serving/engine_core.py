@@ -146,8 +146,10 @@ class EngineCore:
             logger.exception("request %s cannot be queued", message.request_id)
             self._refuse(message, "the request could not be queued; see the server's log")
 
-    def _refuse(self, message: Add, error: str) -> None:
-        self._outputs.append(TokenOutput(message.request_id, [], "error", error=error))
+    def _refuse(self, message: Add, error: str, *, faulty_grammar: bool = False) -> None:
+        self._outputs.append(
+            TokenOutput(message.request_id, [], "error", error=error, faulty_grammar=faulty_grammar)
+        )
 
     def _admit(self) -> None:
         """Queue the requests whose guides are ready."""
@@ -160,7 +162,7 @@ class EngineCore:
                 self._add(message, making.result())
             else:
                 logger.warning("a grammar cannot be used", exc_info=error)
-                self._refuse(message, f"the grammar cannot be used: {error}")
+                self._refuse(message, f"the grammar cannot be used: {error}", faulty_grammar=True)
 
     def _abort(self, request_ids: tuple[str, ...]) -> None:
         for request_id in request_ids:
