@@ -32,7 +32,6 @@ from weft.errors import EngineError, ModelError, RequestError, WeftError
 from weft.models.pooling import Pooling, read_pooling
 from weft.serving.config import EngineConfig
 from weft.serving.core_client import CoreClient
-from weft.serving.grammar_compiler import GrammarCompiler
 from weft.serving.launch import share_out
 from weft.serving.limits import check_pooled, check_request
 from weft.serving.messages import Add, Compiled, EngineInfo, EngineStats
@@ -41,6 +40,7 @@ from weft.serving.pace import Pace
 from weft.serving.resources import Offer, kind_of
 from weft.serving.sampling_params import Grammar, SamplingParams
 from weft.serving.stream import Delta, Stream
+from weft.serving.structured_output.compiler import GrammarCompiler
 from weft.serving.timeline import Timelines
 from weft.serving.tokenizer import Tokenizer, load_tokenizer
 

@@ -33,8 +33,6 @@ from weft.serving.copies import Copies
 from weft.serving.executor.base import Executor, Pending
 from weft.serving.executor.in_process import InProcessExecutor
 from weft.serving.executor.processes import ProcessExecutor
-from weft.serving.guide import Guide
-from weft.serving.guides import Guides
 from weft.serving.kv_cache import KVCache
 from weft.serving.loading import LoadedModel, ModelInfo, show_progress
 from weft.serving.messages import (
@@ -51,6 +49,8 @@ from weft.serving.messages import (
     Waiting,
 )
 from weft.serving.scheduler import Scheduler
+from weft.serving.structured_output.guide import Guide
+from weft.serving.structured_output.guides import Guides
 
 if TYPE_CHECKING:
     import zmq

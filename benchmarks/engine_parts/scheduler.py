@@ -23,11 +23,11 @@ from engine_parts.mock import NUM_BLOCKS, VOCAB_SIZE, MockRunner
 from weft.models.interface import StepInput
 from weft.serving.child import settle_garbage_collector
 from weft.serving.engine_core import DEPTH
-from weft.serving.guide import Guide
 from weft.serving.kv_cache import KVCache
 from weft.serving.messages import Add
 from weft.serving.sampling_params import SamplingParams
 from weft.serving.scheduler import Scheduler
+from weft.serving.structured_output.guide import Guide
 
 if TYPE_CHECKING:
     import xgrammar

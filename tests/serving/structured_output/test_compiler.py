@@ -15,9 +15,9 @@ import pytest_asyncio
 
 from weft.errors import EngineError, RequestError
 from weft.serving.config import EngineConfig
-from weft.serving.grammar_compiler import GrammarCompiler
 from weft.serving.messages import Compiled
 from weft.serving.sampling_params import Grammar, GrammarKind
+from weft.serving.structured_output.compiler import GrammarCompiler
 from weft.serving.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -1,6 +1,6 @@
 """Compiles the grammars of requests, in a child process, with a deadline and a cache.
 
-The process (grammar_worker.py) starts with the first grammar. It is killed when one takes too
+The process (worker.py) starts with the first grammar. It is killed when one takes too
 long, and another takes its place with the next one; the request is refused either way. What
 is refused is remembered too, so that it costs its time once; not so what took too long, which may
 be the machine's fault. What nobody waits for any more is not compiled: if it is under way, it gets
@@ -23,8 +23,8 @@ from weft.serving.child import how_it_ended
 from weft.serving.config import EngineConfig
 from weft.serving.messages import Compiled
 from weft.serving.pace import Pace
-from weft.serving.recent import Recent
 from weft.serving.sampling_params import Grammar
+from weft.serving.structured_output.recent import Recent
 
 ROOM = 256 << 20
 """Bytes of compiled grammars that are kept: here, and in each engine core, which keeps the same."""
@@ -216,7 +216,7 @@ class GrammarCompiler:
         began = time.monotonic()
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-P", "-m", "weft.serving.grammar_worker"),
+            *("-P", "-m", "weft.serving.structured_output.worker"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
