@@ -16,9 +16,9 @@ from collections.abc import Iterable, Sequence
 from msgspec.structs import replace
 
 from weft.models.interface import Result, Step
-from weft.serving.guide import Guide
 from weft.serving.messages import Add, EngineStats, Move, TokenOutput
 from weft.serving.scheduler import Scheduler
+from weft.serving.structured_output.guide import Guide
 
 
 class Copies:

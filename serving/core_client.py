@@ -27,7 +27,6 @@ import zmq.asyncio
 from weft.errors import ConfigError, EngineError, RequestError
 from weft.serving.channel import MAX_PATH, addresses
 from weft.serving.config import EngineConfig
-from weft.serving.grammar_compiler import ROOM
 from weft.serving.launch import Core, CoreProcess, CoreThread
 from weft.serving.messages import (
     Abort,
@@ -43,8 +42,9 @@ from weft.serving.messages import (
     ToCore,
     Waiting,
 )
-from weft.serving.recent import Recent
 from weft.serving.stream import Stream
+from weft.serving.structured_output.compiler import ROOM
+from weft.serving.structured_output.recent import Recent
 
 END_GRACE = 1.0  # seconds for the sockets to be gone
 ABORT_GRACE = 2.0  # seconds for a core to abort all requests and end
@@ -101,6 +101,11 @@ class CoreClient:
     def live(self) -> int:
         """Requests that it has."""
         return len(self._streams)
+
+    def grammar_bytes(self, another: Compiled) -> int:
+        """Bytes of the grammars that its requests have, with another one."""
+        sizes = dict(s.grammar for s in self._streams.values() if s.grammar is not None)
+        return sum((sizes | {another.key: len(another.data)}).values())
 
     def add(
         self, number: int, request: Add, stream: Stream, grammar: Compiled | None = None

@@ -32,15 +32,15 @@ from weft.errors import EngineError, ModelError, RequestError, WeftError
 from weft.models.pooling import Pooling, read_pooling
 from weft.serving.config import EngineConfig
 from weft.serving.core_client import CoreClient
-from weft.serving.grammar_compiler import GrammarCompiler
 from weft.serving.launch import share_out
 from weft.serving.limits import check_pooled, check_request
-from weft.serving.messages import Add, EngineInfo, EngineStats
+from weft.serving.messages import Add, Compiled, EngineInfo, EngineStats
 from weft.serving.offer import own_offer
 from weft.serving.pace import Pace
 from weft.serving.resources import Offer, kind_of
-from weft.serving.sampling_params import SamplingParams
+from weft.serving.sampling_params import Grammar, SamplingParams
 from weft.serving.stream import Delta, Stream
+from weft.serving.structured_output.compiler import GrammarCompiler
 from weft.serving.timeline import Timelines
 from weft.serving.tokenizer import Tokenizer, load_tokenizer
 
@@ -53,6 +53,7 @@ LOAD_MODEL = "weft.serving.loading:load_model"
 LONG_PROMPT = 4096  # characters from which on a prompt is encoded in a thread
 MAX_RESTARTS = 3  # of a core, in a row, of which none works
 END_GRACE = 2.0  # seconds for a core that has failed to end by itself
+LIVE_GRAMMARS = 1 << 30  # bytes of compiled grammars that a core's requests may have in all
 SLOW_RELOAD = 10.0  # times as long as at first that a core may load, beside `stall_timeout`
 
 logger = logging.getLogger(__name__)
@@ -232,8 +233,8 @@ class AsyncEngine:
             What is new; the last one has a finish_reason. An embedding is in one delta.
 
         Raises:
-            RequestError: see `validate`; its grammar cannot be compiled; or, with status 504, the
-                deadline has passed.
+            RequestError: see `validate`; its grammar cannot be compiled, or not now (429); or,
+                with status 504, the deadline has passed.
             EngineError: the engine is shutting down or not ready, or the core has failed.
         """
         if isinstance(prompt, str):
@@ -241,11 +242,19 @@ class AsyncEngine:
         grammar = pooling = None
         if isinstance(params, Pooling):
             pooling = params.kind
-        elif params.grammar is not None:
-            grammar = await self._grammars.compile(params.grammar)
+        else:
+            grammar = await self._compiled(params.grammar, deadline)
         params = self.validate(prompt, params)
         self.check_serving()
         core = self._least_busy()
+        if grammar is not None and core.grammar_bytes(grammar) > LIVE_GRAMMARS:
+            raise RequestError(
+                f"the grammars of requests under way take {LIVE_GRAMMARS >> 20} MiB, which is all "
+                "they may; try again later",
+                code="queue_full",
+                status=429,
+                retry_after=self._pace.retry_after(),
+            )
         number = next(self._ids)
         request_id = str(number)
         request = Add(
@@ -259,7 +268,8 @@ class AsyncEngine:
             pooling,
         )
         timeline = self.timelines.begin(request_id, len(prompt))
-        stream = Stream(self.tokenizer, params, timeline, visible)
+        named = None if grammar is None else (grammar.key, len(grammar.data))
+        stream = Stream(self.tokenizer, params, timeline, visible, named)
         core.add(number, request, stream, grammar)
         self._pace.began()
         on_admitted()
@@ -281,6 +291,17 @@ class AsyncEngine:
             self._pace.ended()
             core.drop(request_id)
             self.timelines.close(request_id)
+
+    async def _compiled(self, grammar: Grammar | None, deadline: float | None) -> Compiled | None:
+        """A request's grammar; raises as `generate`."""
+        if grammar is None:
+            return None
+        left = None if deadline is None else deadline - time.monotonic()
+        try:
+            async with asyncio.timeout(left):
+                return await self._grammars.compile(grammar)
+        except TimeoutError:
+            raise _late() from None
 
     async def encode(self, text: str) -> list[int]:
         """Token ids of a prompt; a long one is encoded in a thread."""
@@ -326,12 +347,12 @@ class AsyncEngine:
                 force.
         """
         self._draining = self.failure is None
+        await self._grammars.close()
         for core, keeper in zip(self._cores, self._keepers, strict=True):
             if core.status == "loading":
                 keeper.cancel()
         await asyncio.gather(*(core.shutdown(drain=drain, timeout=timeout) for core in self._cores))
         await asyncio.wait(self._keepers)
-        await self._grammars.close()
         if self._pool is not None:
             self._pool.close()
 

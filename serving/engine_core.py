@@ -33,8 +33,6 @@ from weft.serving.copies import Copies
 from weft.serving.executor.base import Executor, Pending
 from weft.serving.executor.in_process import InProcessExecutor
 from weft.serving.executor.processes import ProcessExecutor
-from weft.serving.guide import Guide
-from weft.serving.guides import Guides
 from weft.serving.kv_cache import KVCache
 from weft.serving.loading import LoadedModel, ModelInfo, show_progress
 from weft.serving.messages import (
@@ -51,6 +49,8 @@ from weft.serving.messages import (
     Waiting,
 )
 from weft.serving.scheduler import Scheduler
+from weft.serving.structured_output.guide import Guide
+from weft.serving.structured_output.guides import Guides
 
 if TYPE_CHECKING:
     import zmq
@@ -146,8 +146,10 @@ class EngineCore:
             logger.exception("request %s cannot be queued", message.request_id)
             self._refuse(message, "the request could not be queued; see the server's log")
 
-    def _refuse(self, message: Add, error: str) -> None:
-        self._outputs.append(TokenOutput(message.request_id, [], "error", error=error))
+    def _refuse(self, message: Add, error: str, *, faulty_grammar: bool = False) -> None:
+        self._outputs.append(
+            TokenOutput(message.request_id, [], "error", error=error, faulty_grammar=faulty_grammar)
+        )
 
     def _admit(self) -> None:
         """Queue the requests whose guides are ready."""
@@ -160,7 +162,7 @@ class EngineCore:
                 self._add(message, making.result())
             else:
                 logger.warning("a grammar cannot be used", exc_info=error)
-                self._refuse(message, f"the grammar cannot be used: {error}")
+                self._refuse(message, f"the grammar cannot be used: {error}", faulty_grammar=True)
 
     def _abort(self, request_ids: tuple[str, ...]) -> None:
         for request_id in request_ids:

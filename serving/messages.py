@@ -106,6 +106,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
         cached_tokens: prompt tokens that came from the prefix cache.
         queued: on the first output, seconds from arrival until it first ran.
         embedding: float32[hidden], the pooled hidden states of a request that asked for them.
+        faulty_grammar: the error is the fault of the request's grammar.
     """
 
     request_id: str
@@ -118,6 +119,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     error: str | None = None
     queued: float | None = None
     embedding: bytes | None = None
+    faulty_grammar: bool = False
 
 
 class Move(msgspec.Struct, frozen=True, array_like=True, gc=False):

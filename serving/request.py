@@ -7,9 +7,9 @@ from array import array
 import numpy as np
 
 from weft.models.interface import Float32, Logprobs, SlotSampling
-from weft.serving.guide import Guide
 from weft.serving.kv_cache import ROOT_KEY, block_key
 from weft.serving.messages import Add, TokenLogprob
+from weft.serving.structured_output.guide import Guide
 
 
 class Request:

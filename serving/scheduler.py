@@ -50,7 +50,7 @@ from __future__ import annotations
 import time
 from array import array
 from bisect import insort
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from operator import attrgetter
@@ -60,11 +60,11 @@ import numpy.typing as npt
 
 from weft.errors import RequestError
 from weft.models.interface import FINITE, Float32, Int32, StepInput, StepOutput
-from weft.serving.guide import Guide
 from weft.serving.kv_cache import KVCache, Slots, prefix_keys
 from weft.serving.messages import Add, EngineStats, FinishReason, Move, TokenLogprob, TokenOutput
 from weft.serving.request import Request, token_logprob
 from weft.serving.step import Chunk, Flight, Part, build_step, take_scores
+from weft.serving.structured_output.guide import Guide
 
 
 class Scheduler:
@@ -370,7 +370,8 @@ class Scheduler:
     def _take_tokens(self, slots: Int32, result: StepOutput) -> list[TokenOutput]:
         """Append each row's token to its request, which may have ended with it, and say so."""
         outputs: list[TokenOutput] = []
-        broken: dict[str, list[Request]] = defaultdict(list)
+        broken: list[Request] = []
+        misled: list[tuple[Request, str]] = []
         running = self._running
         faulty = frozenset(np.flatnonzero(result.status != FINITE).tolist())
         rows = zip(slots.tolist(), result.token_ids.tolist(), strict=True)
@@ -381,7 +382,7 @@ class Scheduler:
                 continue
             if faulty and row in faulty:
                 self._distrust(slot)
-                broken[_NOT_FINITE].append(request)
+                broken.append(request)
                 continue
             token_ids = request.token_ids
             token_ids.append(token)
@@ -395,7 +396,7 @@ class Scheduler:
                 self._end(request)
             elif request.guide is not None:
                 if (error := request.guide.advance(token)) is not None:
-                    broken[error].append(request)
+                    misled.append((request, error))
                     continue
                 if request.guide.ended:
                     reason = "stop"
@@ -416,8 +417,9 @@ class Scheduler:
                 )
             )
         self._generation_tokens += len(outputs)
-        for error, requests in broken.items():
-            outputs += self._end_all(requests, "error", error)
+        outputs += self._end_all(broken, "error", _NOT_FINITE)
+        for request, error in misled:
+            outputs += self._end_all([request], "error", error, faulty_grammar=True)
         return outputs
 
     def _take_sums(self, sums: list[Part], hidden: Float32) -> list[TokenOutput]:
@@ -474,13 +476,23 @@ class Scheduler:
     # Coming to an end.
 
     def _end_all(
-        self, requests: list[Request], reason: FinishReason, error: str | None = None
+        self,
+        requests: list[Request],
+        reason: FinishReason,
+        error: str | None = None,
+        *,
+        faulty_grammar: bool = False,
     ) -> list[TokenOutput]:
         for request in requests:
             self._end(request)
         return [
             TokenOutput(
-                r.id, [], finish_reason=reason, cached_tokens=max(r.cached_tokens, 0), error=error
+                r.id,
+                [],
+                finish_reason=reason,
+                cached_tokens=max(r.cached_tokens, 0),
+                error=error,
+                faulty_grammar=faulty_grammar,
             )
             for r in requests
         ]

@@ -26,6 +26,7 @@ class Delta:
         prompt_logprobs: on the first delta, when asked for.
         cached_tokens: prompt tokens that came from the prefix cache.
         error: what went wrong, when finish_reason is "error".
+        error_param: the request's field that is at fault; None when the server is.
         queued: on the first delta with tokens, seconds that the request waited until it ran.
         embedding: of a request for one, on its only delta: float32[hidden], see Pooling.finish.
     """
@@ -38,6 +39,7 @@ class Delta:
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     cached_tokens: int = 0
     error: str | None = None
+    error_param: str | None = None
     queued: float | None = None
     embedding: bytes | None = None
 
@@ -52,6 +54,7 @@ class Stream:
         params: of the request.
         timeline: of the request.
         visible: special tokens whose text is wanted.
+        grammar: key and size in bytes of the request's grammar, if it has one.
     """
 
     def __init__(
@@ -60,8 +63,11 @@ class Stream:
         params: SamplingParams,
         timeline: Timeline,
         visible: frozenset[int] = frozenset(),
+        grammar: tuple[bytes, int] | None = None,
     ) -> None:
         self.timeline = timeline
+        self.grammar = grammar
+        self._param = None if params.grammar is None else params.grammar.param
         self._detokenizer = Detokenizer(tokenizer, stop=params.stop, visible=visible)
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._min_tokens = params.min_tokens
@@ -74,6 +80,7 @@ class Stream:
         self._stop_reason: str | int | None = None
         self._cached_tokens = 0
         self._error: str | None = None
+        self._error_param: str | None = None
         self._queued: float | None = None
         self._embedding: bytes | None = None
         self._failure: WeftError | None = None
@@ -140,6 +147,7 @@ class Stream:
             None if self._prompt_logprobs is None else tuple(self._prompt_logprobs),
             self._cached_tokens,
             self._error,
+            self._error_param,
             self._queued,
             self._embedding,
         )
@@ -153,5 +161,6 @@ class Stream:
         self._text.append(self._detokenizer.flush())
         self._finish_reason = output.finish_reason
         self._error = output.error
+        self._error_param = self._param if output.faulty_grammar else None
         if output.stop_token_id in self._stop_token_ids:
             self._stop_reason = output.stop_token_id

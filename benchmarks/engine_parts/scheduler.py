@@ -2,7 +2,8 @@
 
 A step is `schedule` and `finish`, two under way as in the engine core, and the
 mock runner's microsecond between them. Where requests come and go, adding and
-ending them is part of it.
+ending them is part of it; where some have a grammar, so is its mask. Those decode
+in every other step, and the step between them has the others alone.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import gc
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,6 +27,10 @@ from weft.serving.kv_cache import KVCache
 from weft.serving.messages import Add
 from weft.serving.sampling_params import SamplingParams
 from weft.serving.scheduler import Scheduler
+from weft.serving.structured_output.guide import Guide
+
+if TYPE_CHECKING:
+    import xgrammar
 
 RUNNING = 256
 BLOCK_SIZE = 16
@@ -31,6 +38,7 @@ BUDGET = 2048
 MAX_MODEL_LEN = 32768
 PROMPT = 512  # tokens of the requests that decode all the time
 STEPS = 256  # measured in one go, so that these have 512 to some 850 tokens
+GUIDED = 8
 GOAL = 200.0
 
 
@@ -41,17 +49,23 @@ class Loop:
         decoding: requests that decode all the time.
         next_prompt: makes the prompts of requests that come and go beside them, as many as there
             are steps under way; they are sampled once.
+        guides: of the first of those that decode all the time.
     """
 
-    def __init__(self, decoding: int, next_prompt: Callable[[], list[int]] | None = None) -> None:
+    def __init__(
+        self,
+        decoding: int,
+        next_prompt: Callable[[], list[int]] | None = None,
+        guides: Sequence[Guide] = (),
+    ) -> None:
         kv = KVCache(NUM_BLOCKS, BLOCK_SIZE, RUNNING, MAX_MODEL_LEN)
         self._scheduler = Scheduler(kv, max_num_batched_tokens=BUDGET, max_model_len=MAX_MODEL_LEN)
         self._runner = MockRunner()
         self._next_prompt = next_prompt
         self._under_way: deque[StepInput] = deque()
         self._count = 0
-        for _ in range(decoding):
-            self._add(random_prompt(PROMPT), max_tokens=MAX_MODEL_LEN - PROMPT)
+        for guide in (*guides, *(None,) * (decoding - len(guides))):
+            self._add(random_prompt(PROMPT), MAX_MODEL_LEN - PROMPT, guide)
         while self._scheduler.stats().waiting:
             self.step()
         for _ in range(2 * DEPTH):  # and the last prompt's first token
@@ -73,10 +87,10 @@ class Loop:
             if output.finish_reason is not None and self._next_prompt is not None:
                 self._add(self._next_prompt(), max_tokens=1)
 
-    def _add(self, prompt: list[int], max_tokens: int) -> None:
+    def _add(self, prompt: list[int], max_tokens: int, guide: Guide | None = None) -> None:
         self._count += 1
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0)
-        self._scheduler.add(Add(str(self._count), prompt, params, end_token_ids=()))
+        self._scheduler.add(Add(str(self._count), prompt, params, end_token_ids=()), guide)
 
 
 _random = np.random.default_rng(0)
@@ -128,6 +142,23 @@ def _prefix_hits() -> Loop:
     return Loop(RUNNING - DEPTH, lambda: prefix + random_prompt(BLOCK_SIZE))
 
 
+@cache
+def _grammar() -> xgrammar.CompiledGrammar:
+    """Of texts as between the quotes of JSON."""
+    import xgrammar
+
+    words = [f"{'' if i % 2 else ' '}{i:x}".encode() for i in range(VOCAB_SIZE)]
+    info = xgrammar.TokenizerInfo(words, xgrammar.VocabType.RAW, stop_token_ids=[0])
+    return xgrammar.GrammarCompiler(info).compile_regex('[^"\\x00-\\x1f]*')
+
+
+def _guided() -> Loop:
+    import xgrammar
+
+    matchers = [xgrammar.GrammarMatcher(_grammar()) for _ in range(GUIDED)]
+    return Loop(RUNNING, guides=[Guide(matcher, VOCAB_SIZE, ()) for matcher in matchers])
+
+
 @contextmanager
 def cases() -> Iterator[list[Case]]:
     """See the module's text."""
@@ -135,6 +166,7 @@ def cases() -> Iterator[list[Case]]:
         Case(name, "us/step", _us_per_step(make_loop), at_most=GOAL)
         for name, make_loop in (
             ("256 decodes", _decodes),
+            (f"256 decodes, {GUIDED} of them with a grammar", _guided),
             ("254 decodes, chunks of 4,096-token prompts", _chunked_prefill),
             ("254 decodes, one new request, 1,024 of its 1,056 tokens cached", _prefix_hits),
         )

@@ -183,6 +183,8 @@ def finish_reason(delta: Delta) -> FinishReason | None:
     reason = delta.finish_reason
     if reason == "error":
         message = delta.error or "the answer failed"
+        if delta.error_param is not None:
+            raise RequestError(message, param=delta.error_param, code="invalid_grammar")
         raise RequestError(message, code="generation_failed", status=500)
     if reason == "abort":
         raise EngineError("the answer was cut off: the server is shutting down")

@@ -27,11 +27,11 @@ from support.mock_runner import (
 from weft.errors import RequestError
 from weft.models.interface import FINITE, Int32, StepInput, StepOutput
 from weft.models.pooling import PoolingKind
-from weft.serving.guide import Guide
 from weft.serving.kv_cache import KVCache
 from weft.serving.messages import Add, TokenOutput
 from weft.serving.sampling_params import SamplingParams
 from weft.serving.scheduler import Scheduler
+from weft.serving.structured_output.guide import Guide
 
 MAX_MODEL_LEN = 40
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from weft.serving.answer_parser.tool_grammar import (
     strict_calls,
 )
 from weft.serving.sampling_params import Grammar
-from weft.serving.structural_tag import as_format, preceded, tag_of
+from weft.serving.structured_output.structural_tag import as_format, preceded, tag_of
 
 INTEGER = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 TOOLS = [Offered("f", INTEGER), Offered("g", {"type": "object", "properties": {}})]

@@ -155,6 +155,18 @@ def test_what_is_hostile_is_named_and_the_next_request_works(
     assert text_of(choice) == "fine"
 
 
+def test_a_grammar_that_fails_half_way_is_at_fault(http: httpx.Client) -> None:
+    """Behind so many characters that no look at it beforehand comes there."""
+    field = {"ebnf": 'root ::= [b-y]{300} "a" dead\ndead ::= "z" dead'}
+    asked = COMPLETION | HOT | field | {"max_tokens": 400, "ignore_eos": True}
+    response = http.post("/v1/completions", json=asked)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == ("ebnf", "invalid_grammar")
+    with http.stream("POST", "/v1/completions", json=asked | {"stream": True}) as got:
+        assert "invalid_grammar" in got.read().decode()
+
+
 def refused(http: httpx.Client, fields: dict[str, Any]) -> dict[str, Any]:
     response = http.post(
         "/v1/completions",

@@ -9,7 +9,8 @@ import pytest
 
 from weft.errors import RequestError
 from weft.models.interface import Int32
-from weft.serving.guide import Guide
+from weft.serving.structured_output import guide as guide_module
+from weft.serving.structured_output.guide import MAX_SECONDS, SECONDS_A_TOKEN, Guide
 
 END, OTHER_END, SIZE = 40, 41, 42
 
@@ -101,3 +102,30 @@ def test_a_fault_of_the_matcher_s_is_told() -> None:
     error = Guide(FaultyMatcher([3]), SIZE, [END]).advance(3)
     assert error is not None
     assert "out of order" in error
+
+
+def test_its_time_is_counted_over_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(guide_module.time, "thread_time", lambda: now)
+
+    class SlowMatcher(Matcher):
+        seconds = 0.0
+
+        def accept_token(self, token: int) -> bool:
+            nonlocal now
+            now += self.seconds
+            return super().accept_token(token)
+
+    matcher = SlowMatcher([3])
+    guide = Guide(matcher, SIZE, [END])
+    matcher.seconds = SECONDS_A_TOKEN
+    assert all(guide.advance(3) is None for _ in range(1000))
+    matcher.seconds = 0.9 * MAX_SECONDS
+    assert guide.advance(3) is None
+    matcher.seconds = 2 * SECONDS_A_TOKEN
+    taken = sum(guide.advance(3) is None for _ in range(1000))
+    assert taken == pytest.approx(0.1 * MAX_SECONDS / SECONDS_A_TOKEN, abs=2)
+    matcher = SlowMatcher([3])
+    guide = Guide(matcher, SIZE, [END])
+    matcher.seconds = 1.1 * MAX_SECONDS
+    assert "less ambiguous" in str(guide.advance(3))

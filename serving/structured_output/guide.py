@@ -18,7 +18,9 @@ from weft.errors import RequestError
 from weft.models.interface import Int32
 
 MAX_SECONDS = 1.0
-"""Of the processor's time for one token. Others wait that long."""
+"""Of the processor's time for one token, and for all that is beyond SECONDS_A_TOKEN."""
+SECONDS_A_TOKEN = 0.005
+"""Of the processor's time that a request may take in the long run; a usual token takes 0.0001."""
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class Guide:
         self._matcher = matcher
         self._min_tokens = min_tokens
         self._count = 0
+        self._seconds = MAX_SECONDS  # that are left; each token brings some
         self._all = _all_but(range(vocab_size, -(-vocab_size // 32) * 32), vocab_size)
         self._but_ends = _all_but(end_token_ids, vocab_size)
         self._but_unwanted = _all_but(unwanted, vocab_size)
@@ -75,8 +78,13 @@ class Guide:
         except Exception as error:
             logger.warning("a grammar's matcher failed", exc_info=error)
             return f"the grammar's matcher failed: {error}"
-        if (seconds := time.thread_time() - started) > MAX_SECONDS:
-            return f"the grammar took {seconds:.1f} s for one token; make it less ambiguous"
+        seconds = time.thread_time() - started
+        self._seconds = min(MAX_SECONDS, self._seconds + SECONDS_A_TOKEN - seconds)
+        if self._seconds < 0:
+            return (
+                f"the grammar took {seconds:.3f} s for token {self._count}, and more than "
+                f"{SECONDS_A_TOKEN} s for many before; make it less ambiguous"
+            )
         return None
 
     def _fill(self) -> None:

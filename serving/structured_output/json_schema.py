@@ -2,7 +2,7 @@
 
 xgrammar leaves out what it does not know, and looks at one of a schema's constraints where
 others stand beside it. So what it would leave out is refused here, by name. Of what it
-reports itself, see grammar_worker.py.
+reports itself, see worker.py.
 
 A schema that does not speak of more properties or items than it lists allows no more (as with
 `additionalProperties: false`), unless it lists none.
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from weft.errors import RequestError
-from weft.serving.json_pattern import PLAIN, plain
+from weft.serving.structured_output.json_pattern import PLAIN, plain
 
 _FORMS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 """Of these xgrammar looks at the first, and at nothing beside it."""

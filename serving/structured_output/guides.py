@@ -1,7 +1,7 @@
 """Guides for requests, made in a thread: until one is ready, the engine core goes on with others.
 
 xgrammar takes seconds to import, a large vocabulary half a second to take in, and a grammar
-some tens of ms. What is compiled comes from the front (grammar_compiler.py), once, and is
+some tens of ms. What is compiled comes from the front (compiler.py), once, and is
 kept as long as there is room.
 """
 
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from weft.serving.answer_parser.parser import mark_tokens
 from weft.serving.config import EngineConfig
-from weft.serving.grammar_compiler import ROOM
-from weft.serving.guide import Guide
 from weft.serving.messages import Add, Compiled
-from weft.serving.recent import Recent
+from weft.serving.structured_output.compiler import ROOM
+from weft.serving.structured_output.guide import Guide
+from weft.serving.structured_output.recent import Recent
 from weft.serving.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:

@@ -1,13 +1,13 @@
 """A child process that compiles grammars, one after the other, until its stdin ends.
 
 Compiling is C++ on text that a client wrote: it may take for ever, all the memory, or the stack.
-Here it can be killed (grammar_compiler.py does so at a deadline), and hurts nobody when it dies.
+Here it can be killed (compiler.py does so at a deadline), and hurts nobody when it dies.
 
 What compiles may still be slow to match, for some grammars have very many ways to read one text.
 So each is first compiled for a vocabulary of the 256 bytes, and walked at random there; one
-whose steps take long is refused. That is a sample, no proof: see also guide.MAX_SECONDS.
+whose steps take long is refused. That is a sample, no proof: see also guide.py.
 
-Both pipes carry messages as `grammar_compiler.framed` makes them.
+Both pipes carry messages as `compiler.framed` makes them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,15 @@ import msgspec
 from weft.errors import RequestError
 from weft.serving import child
 from weft.serving.answer_parser.parser import mark_tokens
-from weft.serving.grammar_compiler import HEAD, Answer, Vocabulary, framed
-from weft.serving.guides import NO_TEXT, control_tokens, tokens_of
 from weft.serving.sampling_params import Grammar
-from weft.serving.structural_tag import as_format, preceded, tag_of, tokens_replaced
+from weft.serving.structured_output.compiler import HEAD, Answer, Vocabulary, framed
+from weft.serving.structured_output.guides import NO_TEXT, control_tokens, tokens_of
+from weft.serving.structured_output.structural_tag import (
+    as_format,
+    preceded,
+    tag_of,
+    tokens_replaced,
+)
 from weft.serving.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:

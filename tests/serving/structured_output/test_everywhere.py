@@ -1,0 +1,100 @@
+"""Grammars hold in several engines, through preemptions, and in the rows of a batch file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.checkpoints import make_checkpoint
+from support.engine import FAST, PROMPT, collect, mock_config, params
+
+from weft.errors import EngineError, RequestError
+from weft.serving import engine as engine_module
+from weft.serving.batch.command import run
+from weft.serving.config import EngineConfig, ServerConfig
+from weft.serving.engine import AsyncEngine
+from weft.serving.sampling_params import Grammar, SamplingParams
+
+PATTERN = "[ab]{20}"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    path = make_checkpoint(tmp_path_factory.mktemp("models") / "tiny", "llama")
+    return EngineConfig(model=str(path), max_model_len=64, block_size=8, threads=1)
+
+
+async def texts(engine: AsyncEngine) -> list[str]:
+    """Of eight requests at once."""
+
+    async def text(i: int) -> str:
+        wish = SamplingParams(grammar=Grammar("regex", PATTERN), temperature=2.0, seed=i)
+        prompt = [3 + i % 5, 7, 11, 13] * (1 + i % 4)
+        return "".join([delta.text async for delta in engine.generate(prompt, wish)])
+
+    found = await asyncio.gather(*map(text, range(8)))
+    assert all(re.fullmatch(PATTERN, each) for each in found), found
+    return found
+
+
+async def test_several_engines_and_preemptions(config: EngineConfig) -> None:
+    engine = await AsyncEngine.start(replace(config, dp=2), in_process=True)
+    try:
+        want = await texts(engine)
+        assert all(core.stats.steps for core in engine._cores), "each has served some"
+    finally:
+        await engine.shutdown()
+    blocks = 12
+    tight = replace(config, kv_cache_memory=blocks * 8 * 2 * 2 * 2 * 16 * 4)
+    engine = await AsyncEngine.start(tight, in_process=True)
+    try:
+        assert await texts(engine) == want
+        assert engine.stats.preemptions > 0
+    finally:
+        await engine.shutdown()
+
+
+async def test_what_may_become_of_a_request_before_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wish = params(grammar=Grammar("regex", "a*", "regex"))
+    mock = mock_config(tmp_path, monkeypatch)
+    engine = await AsyncEngine.start(mock, in_process=True, runner_factory=FAST)
+    try:
+        with pytest.raises(RequestError) as late:  # the compiler's process is not even there
+            await collect(engine, PROMPT, wish, deadline=time.monotonic() + 0.01)
+        assert (late.value.status, late.value.code) == (504, "request_timeout")
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_module, "LIVE_GRAMMARS", 1)
+            with pytest.raises(RequestError) as full:
+                await collect(engine, PROMPT, wish)
+        assert full.value.status == 429
+        assert (full.value.retry_after or 0) >= 1
+        other = params(grammar=Grammar("regex", "b*", "regex"))
+        compiling = asyncio.create_task(collect(engine, PROMPT, other))
+        await asyncio.sleep(0)
+    finally:
+        await engine.shutdown(drain=True)
+    with pytest.raises(EngineError, match="shutting down"):
+        await compiling
+
+
+def test_rows_of_a_batch(config: EngineConfig, tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "x", "max_tokens": 60, "guided_regex": PATTERN},
+        {"prompt": "x", "max_tokens": 60, "guided_regex": "(a"},
+        {"messages": [{"role": "user", "content": "x"}], "guided_choice": ["yes", "no"]},
+    ]
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = replace(config, max_model_len=256)
+    assert run(config, ServerConfig(), [source], output) == 0
+    lines = {line["index"]: line for line in map(json.loads, output.read_text().splitlines())}
+    assert re.fullmatch(PATTERN, lines[0]["text"])
+    assert "guided_regex cannot be compiled" in lines[1]["error"]["message"]
+    assert lines[2]["text"] in ("yes", "no")
