@@ -7,7 +7,7 @@ cannot work raises RequestError naming the field. What depends on the model
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -20,6 +20,33 @@ MAX_STOP_LENGTH = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_GRAMMAR_LENGTH = 1 << 18
 MAX_CHOICES = 1024
+
+
+class Range(NamedTuple):
+    """Values from `low` (beyond it when `low_open`) to `high`."""
+
+    low: float
+    high: float
+    low_open: bool = False
+
+
+RANGES = {
+    "n": Range(1, MAX_N),
+    "max_tokens": Range(1, 2**31 - 1),
+    "min_tokens": Range(0, 2**31 - 1),
+    "temperature": Range(0.0, 2.0),
+    "top_p": Range(0.0, 1.0, low_open=True),
+    "top_k": Range(0, 2**31 - 1),
+    "min_p": Range(0.0, 1.0),
+    "repetition_penalty": Range(0.0, 100.0, low_open=True),
+    "presence_penalty": Range(-2.0, 2.0),
+    "frequency_penalty": Range(-2.0, 2.0),
+    "seed": Range(-(2**63), 2**63 - 1),
+    "logprobs": Range(0, MAX_LOGPROBS),
+    "prompt_logprobs": Range(0, MAX_LOGPROBS),
+}
+"""Of the settings that are numbers; None, where a setting may be that, is none."""
+_BIAS = Range(-100.0, 100.0)
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
 
@@ -136,22 +163,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return msgspec.structs.replace(self, n=1, seed=seed)
 
     def __post_init__(self) -> None:
-        _within("n", self.n, 1, MAX_N)
+        for name, allowed in RANGES.items():
+            if (value := getattr(self, name)) is not None:
+                _within(name, value, allowed)
         if self.max_tokens is not None:
-            _within("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _within("min_tokens", self.min_tokens, 0, self.max_tokens or 2**31 - 1)
-        _within("temperature", self.temperature, 0.0, 2.0)
-        _within("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _within("top_k", self.top_k, 0, 2**31 - 1)
-        _within("min_p", self.min_p, 0.0, 1.0)
-        _within("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
-        _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if self.seed is not None:
-            _within("seed", self.seed, -(2**63), 2**63 - 1)
-        for name in ("logprobs", "prompt_logprobs"):
-            if (count := getattr(self, name)) is not None:
-                _within(name, count, 0, MAX_LOGPROBS)
+            _within("min_tokens", self.min_tokens, Range(0, self.max_tokens))
         _check_stop(self.stop)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError(
@@ -159,19 +175,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 param="logit_bias",
             )
         for token, bias in self.logit_bias.items():
-            _within("logit_bias", bias, -100.0, 100.0, where=f"logit_bias[{token}]")
+            _within("logit_bias", bias, _BIAS, where=f"logit_bias[{token}]")
 
 
-def _within(
-    param: str,
-    value: float,
-    low: float,
-    high: float,
-    *,
-    low_open: bool = False,
-    where: str | None = None,
-) -> None:
-    """Raise RequestError unless low <= value <= high (low < value when `low_open`)."""
+def _within(param: str, value: float, allowed: Range, *, where: str | None = None) -> None:
+    """Raise RequestError unless the value is in the range."""
+    low, high, low_open = allowed
     if (low < value if low_open else low <= value) and value <= high:  # false for NaN
         return
     bracket = "(" if low_open else "["

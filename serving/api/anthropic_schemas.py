@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from weft.errors import RequestError
-from weft.serving.api.body import Body
-from weft.serving.api.schemas import Function
+from weft.serving.api.body import Body, by_type
+from weft.serving.api.schemas import Function, StopTexts
 from weft.serving.api.tool_schema import Parameters
 from weft.serving.sampling_params import SamplingParams
 
@@ -42,6 +42,15 @@ Texts = Annotated[
 ]
 
 
+_REQUIRED = {
+    "text": ("text",),
+    "thinking": ("thinking",),
+    "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id",),
+}
+_BLOCKS = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "tool_use")}
+
+
 class Block(Body):
     """A part of a message: text, a thought, a call, or a call's result, by its `type`."""
 
@@ -59,6 +68,8 @@ class Block(Body):
     citations: list[Any] | None = Field(None, max_length=0)
     caller: dict[str, Any] | None = None
 
+    model_config = by_type(_REQUIRED)
+
 
 class AnthropicMessage(Body):
     """A turn of the conversation."""
@@ -67,6 +78,20 @@ class AnthropicMessage(Body):
     content: Annotated[
         list[Block], BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block])
     ]
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {
+                    "properties": {
+                        "role": {"const": role},
+                        "content": {"items": {"properties": {"type": {"enum": list(types)}}}},
+                    }
+                }
+                for role, types in _BLOCKS.items()
+            ]
+        }
+    )
 
     @model_validator(mode="after")
     def _blocks_have_what_their_type_says(self) -> Self:
@@ -84,15 +109,6 @@ class AnthropicMessage(Body):
                     param="messages.content.type",
                 )
         return self
-
-
-_REQUIRED = {
-    "text": ("text",),
-    "thinking": ("thinking",),
-    "tool_use": ("id", "name", "input"),
-    "tool_result": ("tool_use_id",),
-}
-_BLOCKS = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "tool_use")}
 
 
 class CustomTool(Body):
@@ -114,6 +130,11 @@ class AnthropicToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
+
+    model_config = by_type(
+        {"tool": ("name",), "auto": (), "any": (), "none": ()},
+        dict.fromkeys(("auto", "any", "none"), ("name",)),
+    )
 
     @model_validator(mode="after")
     def _one_has_a_name(self) -> Self:
@@ -177,7 +198,7 @@ class MessagesRequest(CountRequest):
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     seed: int | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: StopTexts | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_k: int | None = None

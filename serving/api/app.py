@@ -42,7 +42,7 @@ def build_app(state: ServerState) -> FastAPI:
     if state.page:
         app.include_router(playground.router)
     app.add_middleware(BodyLimits)
-    documentation.install(app)
+    documentation.install(app, state.open_paths)
     return app
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from fastapi.openapi.utils import get_openapi
 from weft.serving.api import anthropic_events, responses, responses_events
 from weft.serving.api.errors import ErrorResponse
 from weft.serving.batch import objects
+from weft.serving.sampling_params import RANGES
 
 _REF = "#/components/schemas/{name}"
 _STRUCTS = (
@@ -38,6 +40,14 @@ _STRUCTS = (
     anthropic_events.TokenCount,
     anthropic_events.AnthropicError,
 )
+
+_OTHER_NAMES = {"max_output_tokens": "max_tokens", "top_logprobs": "logprobs"}
+
+_EVENT = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
 
 
 def returns(
@@ -67,22 +77,52 @@ def returns(
     if or_status is not None:
         answers[or_status] = {"description": "Not now", "content": content}
     if streams:
-        content = content | {"text/event-stream": {"schema": {"type": "string"}}}
+        content = content | {"text/event-stream": {"itemSchema": _EVENT}}
     answers[200] = {"description": "Success", "content": content}
     return {"response_model": None, "responses": answers}
 
 
-def install(app: FastAPI) -> None:
-    """Give the app's OpenAPI document the schemas that `returns` refers to."""
+def install(app: FastAPI, open_paths: Collection[str] | None) -> None:
+    """Give the app an OpenAPI document, with the schemas that `returns` refers to.
+
+    Args:
+        app: whose routes there are all.
+        open_paths: those that need no API key; None if none does.
+    """
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = get_openapi(
                 title=app.title, version=app.version, description=app.description, routes=app.routes
             )
+            # From here on, for FastAPI makes them floats, which do not hold every seed.
+            for schema in document["components"]["schemas"].values():
+                _add_ranges(schema)
+            if open_paths is not None:
+                _add_keys(document, open_paths)
             _, schemas = msgspec.json.schema_components(_STRUCTS, ref_template=_REF)
-            document.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
+            document["components"]["schemas"].update(schemas)
             app.openapi_schema = document
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _add_ranges(schema: dict[str, Any]) -> None:
+    """The ranges of sampling settings, which SamplingParams checks."""
+    for name, field in schema.get("properties", {}).items():
+        allowed = RANGES.get(_OTHER_NAMES.get(name, name))
+        for kind in field.get("anyOf", [field]):
+            if allowed is not None and kind.get("type") in ("integer", "number"):
+                low = "exclusiveMinimum" if allowed.low_open else "minimum"
+                kind.setdefault(low, allowed.low)
+                kind.setdefault("maximum", allowed.high)
+
+
+def _add_keys(document: dict[str, Any], open_paths: Collection[str]) -> None:
+    """What needs an API key."""
+    document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    document["security"] = [{"key": []}]
+    for path in document["paths"].keys() & open_paths:
+        for operation in document["paths"][path].values():
+            operation["security"] = []

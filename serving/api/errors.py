@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from http import HTTPStatus
+from http import HTTPMethod, HTTPStatus
 from typing import Any
 
 import msgspec
@@ -21,6 +21,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import DiskError, EngineError, RequestError
@@ -125,14 +126,26 @@ async def _on_validation_error(_: Request, error: Exception) -> Response:
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    headers = error.headers
     match error.status_code:
         case 404:
             message = f"there is no {request.url.path}"
         case 405:
             message = f"{request.url.path} does not take {request.method}"
+            headers = {"allow": ", ".join(sorted(_methods(request)))}
         case _:
             message = str(error.detail)
-    return error_response(error.status_code, message, headers=error.headers)
+    return error_response(error.status_code, message, headers=headers)
+
+
+def _methods(request: Request) -> set[str]:
+    """Those that a path takes; each has a route of its own."""
+    return {
+        method
+        for method in HTTPMethod
+        for route in request.app.routes
+        if route.matches({**request.scope, "method": method})[0] is Match.FULL
+    }
 
 
 async def _on_client_gone(_: Request, error: Exception) -> Response:

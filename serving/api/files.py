@@ -25,7 +25,7 @@ MAX_LISTED = 10_000
 
 router = APIRouter()
 
-_FORM: dict[str, Any] = {
+_DOCUMENTED: dict[str, Any] = {
     "requestBody": {
         "required": True,
         "content": {
@@ -33,6 +33,7 @@ _FORM: dict[str, Any] = {
                 "schema": {
                     "type": "object",
                     "required": ["file", "purpose"],
+                    "additionalProperties": False,
                     "properties": {
                         "file": {"type": "string", "format": "binary"},
                         "purpose": {"type": "string", "enum": ["batch"]},
@@ -40,11 +41,25 @@ _FORM: dict[str, Any] = {
                 }
             }
         },
-    }
+    },
+    "responses": {
+        "200": {
+            "links": {
+                "batch": {
+                    "operationId": "create_batch_v1_batches_post",
+                    "requestBody": {
+                        "input_file_id": "$response.body#/id",
+                        "endpoint": "/v1/completions",
+                        "completion_window": "24h",
+                    },
+                }
+            }
+        }
+    },
 }
 
 
-@router.post("/v1/files", **returns(FileObject), openapi_extra=_FORM)
+@router.post("/v1/files", **returns(FileObject), openapi_extra=_DOCUMENTED)
 async def create_file(request: Request, state: State) -> Response:
     """Upload a file of requests; it is on the disk when this answers."""
     try:

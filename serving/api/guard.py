@@ -14,7 +14,15 @@ from weft.serving.api.errors import error_response, refused
 from weft.serving.api.keys import Keyring
 from weft.serving.config import ServerConfig
 
-OPEN_PATHS = frozenset({"/health", "/ready"})  # for probes, which have no keys
+_FOR_PROBES = frozenset({"/health", "/ready"})  # which have no keys
+
+
+def open_paths(config: ServerConfig) -> frozenset[str] | None:
+    """The paths that need no key; None where none does."""
+    if config.api_key is None and config.api_key_file is None:
+        return None
+    paths = _FOR_PROBES | playground.PATHS  # which ask for a key, and send it
+    return paths | {"/metrics"} if config.open_metrics else paths
 
 
 class KeyGuard:
@@ -72,9 +80,8 @@ def _presented(headers: Headers) -> str:
 
 def guarded(app: ASGIApp, config: ServerConfig, keys: Keyring) -> ASGIApp:
     """The application behind its keys and, outside of these, the answers to browsers."""
-    if keys:
-        open_paths = OPEN_PATHS | playground.PATHS  # which ask for a key, and send it
-        app = KeyGuard(app, keys, open_paths | ({"/metrics"} if config.open_metrics else set()))
+    if (paths := open_paths(config)) is not None:
+        app = KeyGuard(app, keys, paths)
     app = AnthropicErrors(app)
     if config.cors_origins is not None:
         app = CORSMiddleware(

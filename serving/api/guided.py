@@ -16,11 +16,28 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from weft.errors import RequestError
-from weft.serving.api.body import Body
-from weft.serving.sampling_params import Grammar
+from weft.serving.api.body import Body, by_type
+from weft.serving.sampling_params import MAX_CHOICES, MAX_GRAMMAR_LENGTH, Grammar
+
+# As documented; Grammar checks them.
+Text = Annotated[
+    str,
+    WithJsonSchema({"type": "string", "minLength": 1, "maxLength": MAX_GRAMMAR_LENGTH}),
+]
+Choices = Annotated[
+    list[str],
+    WithJsonSchema(
+        {
+            "type": "array",
+            "items": {"type": "string", "minLength": 1},
+            "minItems": 1,
+            "maxItems": MAX_CHOICES,
+        }
+    ),
+]
 
 
 def _schema(value: Any) -> Any:
@@ -30,7 +47,7 @@ def _schema(value: Any) -> Any:
 
 
 Schema = Annotated[
-    Any, BeforeValidator(_schema, json_schema_input_type=str | dict[str, Any] | bool)
+    Any, BeforeValidator(_schema, json_schema_input_type=Text | dict[str, Any] | bool)
 ]
 
 
@@ -43,20 +60,38 @@ class JsonSchema(Body):
     strict: bool | None = None
 
 
+_OF_TAGS = ("format", "structures", "triggers")
+
+
 class ResponseFormat(Body):
-    """The form of the answer. `format`, `structures` and `triggers` are of a structural tag."""
+    """The form of the answer. `format`, `structures` and `triggers` are of a structural tag.
+
+    `value` is the schema of a JSON object, as Text Generation Inference has it, for which Hugging
+    Face's client writes a json_schema so.
+    """
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
     format: dict[str, Any] | None = None
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
+    value: dict[str, Any] | None = None
+
+    model_config = by_type(
+        {"json_schema": ("json_schema",), "text": (), "json_object": (), "structural_tag": ()},
+        {
+            "json_schema": (*_OF_TAGS, "value"),
+            "text": (*_OF_TAGS, "json_schema", "value"),
+            "json_object": (*_OF_TAGS, "json_schema"),
+            "structural_tag": ("json_schema", "value"),
+        },
+    )
 
     @property
     def grammar(self) -> Grammar | None:
         """What the answer must be; RequestError when that is not said."""
         param = "response_format"
-        fields = self.model_dump(exclude_none=True, exclude={"type", "json_schema"})
+        fields = self.model_dump(exclude_none=True, exclude={"type", "json_schema", "value"})
         if (self.type == "structural_tag") != bool(fields):
             field = f"{param}.{min(fields, default='format')}"
             if not fields:
@@ -67,6 +102,11 @@ class ResponseFormat(Body):
             if self.json_schema is None:
                 raise RequestError(f"{param} is missing", param=param, code="missing_parameter")
             raise RequestError(f"{param} is only for type json_schema", param=param)
+        if self.value is not None:
+            param += ".value"
+            if self.type != "json_object":
+                raise RequestError(f"{param} is only for type json_object", param=param)
+            return Grammar("json_schema", _text(self.value, param), param)
         match self.type:
             case "text":
                 return None
@@ -85,23 +125,23 @@ class StructuredOutputs(Body):
     """What the answer must be; one of these."""
 
     json_: Schema | None = Field(None, alias="json")
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
+    regex: Text | None = None
+    choice: Choices | None = None
+    grammar: Text | None = None
     json_object: bool | None = None
-    structural_tag: str | None = None
+    structural_tag: Text | None = None
 
 
 class GuidedRequest(Body):
     """The part of a request that says what its answer must be."""
 
-    ebnf: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
+    ebnf: Text | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Text | None = None
     guided_json: Schema | None = None
-    guided_regex: str | None = None
+    guided_regex: Text | None = None
     json_schema: Schema | None = None
-    regex: str | None = None
+    regex: Text | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 

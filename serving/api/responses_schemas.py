@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from weft.errors import RequestError
-from weft.serving.api.body import Body
-from weft.serving.api.schemas import Function, FunctionName, ToolMode, mode_or
+from weft.serving.api.body import Body, by_type
+from weft.serving.api.schemas import Function, FunctionName, Stop, ToolMode, mode_or
 from weft.serving.sampling_params import Grammar, SamplingParams
 
 
@@ -35,6 +35,14 @@ Parts = Annotated[
 ]
 
 
+_REQUIRED = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
+
+
 class InputItem(Body):
     """A message (with a role), a call, its output, or a thought, by its `type`."""
 
@@ -51,6 +59,8 @@ class InputItem(Body):
     summary: Parts | None = None
     encrypted_content: None = None
 
+    model_config = by_type(_REQUIRED, default="message")
+
     @model_validator(mode="after")
     def _has_what_its_type_says(self) -> Self:
         for name in _REQUIRED[self.type]:
@@ -61,14 +71,6 @@ class InputItem(Body):
                     code="missing_parameter",
                 )
         return self
-
-
-_REQUIRED = {
-    "message": ("role", "content"),
-    "function_call": ("call_id", "name", "arguments"),
-    "function_call_output": ("call_id", "output"),
-    "reasoning": (),
-}
 
 
 def _as_items(value: Any) -> Any:
@@ -97,6 +99,11 @@ class TextFormat(Body):
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
+
+    model_config = by_type(
+        {"json_schema": ("schema", "name"), "text": (), "json_object": ()},
+        dict.fromkeys(("text", "json_object"), ("schema", "name")),
+    )
 
     @model_validator(mode="after")
     def _a_schema_has_a_name(self) -> Self:
@@ -138,13 +145,16 @@ class ResponsesStreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
+_Items = Annotated[list[InputItem], Field(min_length=1)]
+
+
 class ResponsesRequest(Body):
     """POST /v1/responses. `seed`, `stop`, `top_k`, `min_p` and `priority` are not OpenAI's."""
 
     model: str
     input: Annotated[
         list[InputItem],
-        BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem]),
+        BeforeValidator(_as_items, json_schema_input_type=str | _Items),
     ] = Field(min_length=1)
     background: Literal[False] | None = None
     include: list[Any] | None = Field(None, max_length=0)
@@ -160,13 +170,7 @@ class ResponsesRequest(Body):
     safety_identifier: str | None = None
     seed: int | None = None
     service_tier: Literal["auto", "default"] | None = None
-    stop: Annotated[
-        list[str] | None,
-        BeforeValidator(
-            lambda value: [value] if isinstance(value, str) else value,
-            json_schema_input_type=str | list[str] | None,
-        ),
-    ] = None
+    stop: Stop | None = None
     store: Literal[False] | None = None
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None

@@ -10,14 +10,27 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
 from weft.errors import RequestError
-from weft.serving.api.body import Body
+from weft.serving.api.body import Body, only_with
 from weft.serving.api.errors import explain
 from weft.serving.api.guided import GuidedRequest
 from weft.serving.api.tool_schema import Parameters
-from weft.serving.sampling_params import SamplingParams
+from weft.serving.sampling_params import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    SamplingParams,
+)
 
 MAX_PROMPTS = 256
 
@@ -26,7 +39,20 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Stop = Annotated[list[str], BeforeValidator(_listed, json_schema_input_type=str | list[str])]
+_StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+StopTexts = Annotated[list[_StopText], Field(max_length=MAX_STOP_STRINGS)]
+Stop = Annotated[list[str], BeforeValidator(_listed, json_schema_input_type=_StopText | StopTexts)]
+LogitBias = Annotated[
+    dict[str, float],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": MAX_LOGIT_BIAS,
+        }
+    ),
+]
 
 
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
@@ -39,6 +65,12 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
+_TRUE: dict[str, Any] = {"const": True}
+_STREAM_OPTIONS = only_with(
+    "stream_options", {"properties": {"stream": _TRUE}, "required": ["stream"]}
+)
+
+
 class GenerationRequest(GuidedRequest):
     """What completions and chat have in common.
 
@@ -49,7 +81,7 @@ class GenerationRequest(GuidedRequest):
     model: str
     frequency_penalty: float | None = None
     ignore_eos: bool | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: LogitBias | None = None
     max_tokens: int | None = None
     metadata: dict[str, str] | None = None
     min_p: float | None = None
@@ -67,6 +99,8 @@ class GenerationRequest(GuidedRequest):
     top_k: int | None = None
     top_p: float | None = None
     user: str | None = None
+
+    model_config = ConfigDict(json_schema_extra={"allOf": [_STREAM_OPTIONS]})
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Self:
@@ -119,6 +153,11 @@ def _token_biases(biases: dict[str, float]) -> dict[int, float]:
     return by_id
 
 
+# What a prompt can be, as documented.
+_Text = Annotated[str, Field(min_length=1)]
+_TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+
 def prompts_up_to(most: int) -> BeforeValidator:
     """Of a field: one prompt or many, as text or as token ids, made a list."""
 
@@ -142,9 +181,9 @@ def prompts_up_to(most: int) -> BeforeValidator:
                 )
         return value
 
-    return BeforeValidator(
-        listed, json_schema_input_type=str | list[str] | list[int] | list[list[int]]
-    )
+    some = Field(min_length=1, max_length=most)
+    documented = _Text | Annotated[list[_Text], some] | _TokenIds | Annotated[list[_TokenIds], some]
+    return BeforeValidator(listed, json_schema_input_type=documented)
 
 
 def _is_token_ids(value: Any) -> bool:
@@ -158,6 +197,7 @@ class CompletionRequest(GenerationRequest):
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
+    max_tokens: int | None = Field(None, ge=0)
     suffix: Literal[""] | None = None
 
     @model_validator(mode="after")
@@ -221,6 +261,26 @@ class Message(Body):
     audio: None = None
     function_call: None = None
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"properties": {"role": {"const": "assistant"}}},
+                {"properties": {"content": {"not": {"type": "null"}}}, "required": ["content"]},
+            ]
+        }
+    )
+
+
+def _have_content(messages: list[Message]) -> list[Message]:
+    for i, message in enumerate(messages):
+        if message.content is None and message.role != "assistant":
+            param = f"messages[{i}].content"
+            raise RequestError(f"{param} is missing", param=param, code="missing_parameter")
+    return messages
+
+
+Messages = Annotated[list[Message], Field(min_length=1), AfterValidator(_have_content)]
+
 
 class Function(Body):
     """A function that the model may call; `parameters` is its JSON schema."""
@@ -280,7 +340,7 @@ ToolChoice = ToolMode | NamedTool
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions: the chat template makes one prompt of the messages."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Messages
     logprobs: bool | None = None
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     modalities: list[Literal["text"]] | None = None
@@ -293,6 +353,20 @@ class ChatRequest(GenerationRequest):
     tools: list[Tool] | None = None
     top_logprobs: int | None = None
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "allOf": [
+                _STREAM_OPTIONS,
+                only_with(
+                    "top_logprobs", {"properties": {"logprobs": _TRUE}, "required": ["logprobs"]}
+                ),
+                only_with(
+                    "max_completion_tokens", {"properties": {"max_tokens": {"type": "null"}}}
+                ),
+            ]
+        }
+    )
+
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
@@ -302,8 +376,4 @@ class ChatRequest(GenerationRequest):
                 "max_tokens and max_completion_tokens are one setting; give one of them",
                 param="max_tokens",
             )
-        for i, message in enumerate(self.messages):
-            if message.content is None and message.role != "assistant":
-                param = f"messages[{i}].content"
-                raise RequestError(f"{param} is missing", param=param, code="missing_parameter")
         return self

@@ -11,6 +11,7 @@ from fastapi import Depends, Request
 from weft.errors import EngineError, RequestError
 from weft.serving.answer_parser.parser import AnswerFormat
 from weft.serving.api.context import Context
+from weft.serving.api.guard import open_paths
 from weft.serving.api.responses import now
 from weft.serving.batch.service import BatchService
 from weft.serving.config import EngineConfig, ServerConfig
@@ -38,6 +39,7 @@ class ServerState:
         page: whether there is a playground at /.
         created: seconds since 1970 at the server's start.
         state_dir: folder of files and batches; None for a temporary one.
+        open_paths: paths that need no API key; None where none does.
         batches: files and batches.
     """
 
@@ -51,6 +53,7 @@ class ServerState:
     page: bool = True
     created: int = field(default_factory=now)
     state_dir: Path | None = None
+    open_paths: frozenset[str] | None = None
     metrics: Metrics = field(init=False)
     batches: BatchService = field(init=False)
     _answer_format: AnswerFormat | None = field(init=False, default=None)
@@ -72,6 +75,7 @@ class ServerState:
             log_prompts=server_config.log_prompts,
             page=server_config.page,
             state_dir=None if folder is None else Path(folder),
+            open_paths=open_paths(server_config),
         )
 
     def deadline(self, request: Context) -> float | None:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Self
+from typing import Annotated, Self
 
 import msgspec
 from fastapi import APIRouter, Response
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, WithJsonSchema, model_validator
 
 from weft.errors import RequestError
 from weft.serving.api.body import Body
 from weft.serving.api.conversation import Conversation
 from weft.serving.api.documentation import returns
 from weft.serving.api.responses import DetokenizedText, TokenizerInfo, Tokens
-from weft.serving.api.schemas import Message, Tool
+from weft.serving.api.schemas import Messages, Tool
 from weft.serving.api.state import State
 
 router = APIRouter()
+
+_NULL = {"type": "null"}
+_TEXT = {"prompt": {"not": _NULL}}
+_MESSAGES = {"messages": {"not": _NULL}}
 
 
 class TokenizeRequest(Body):
@@ -29,11 +33,20 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Messages | None = None
     tools: list[Tool] | None = None
     add_generation_prompt: bool = True
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"required": ["prompt"], "properties": _TEXT | {"messages": _NULL, "tools": _NULL}},
+                {"required": ["messages"], "properties": _MESSAGES | {"prompt": _NULL}},
+            ]
+        }
+    )
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:
@@ -44,11 +57,14 @@ class TokenizeRequest(Body):
         return self
 
 
+TokenId = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
+
+
 class DetokenizeRequest(Body):
     """Token ids."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[TokenId]
 
 
 @router.post("/tokenize", **returns(Tokens))

@@ -249,6 +249,12 @@ def test_wrong_method(http: httpx.Client, method: str, path: str) -> None:
     assert response.headers["allow"]
 
 
+def test_a_wrong_method_is_told_all_that_are_right(http: httpx.Client) -> None:
+    """Also where each of them is a route of its own."""
+    assert http.request("PUT", "/v1/files").headers["allow"] == "GET, POST"
+    assert http.request("PUT", "/v1/files/x").headers["allow"] == "DELETE, GET"
+
+
 def test_a_body_that_is_too_large(server: Server, http: httpx.Client) -> None:
     """Refused by its announced length, before it is sent, and while it is sent without one."""
     head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"

@@ -66,3 +66,6 @@ def test_the_openapi_document_is_whole(http: httpx.Client) -> None:
     assert {name for name in references if name.isidentifier()} <= schemas.keys()
     assert {"CompletionRequest", "ChatRequest", "ChatCompletion", "ErrorResponse"} <= schemas.keys()
     assert "422" not in document["paths"]["/v1/completions"]["post"]["responses"]
+    assert "security" not in document
+    seed, _ = schemas["CompletionRequest"]["properties"]["seed"]["anyOf"]
+    assert (seed["minimum"], seed["maximum"]) == (-(2**63), 2**63 - 1)

@@ -71,6 +71,7 @@ def test_what_the_tokenizer_is(echo: Server) -> None:
         ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
         ("/tokenize", {"prompt": "a", "tools": []}, "tools"),
         ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"messages": [{"role": "tool"}]}, "messages[0].content"),
         ("/tokenize", {"prompt": "a", "chat_template": "x"}, "chat_template"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),

@@ -1,0 +1,60 @@
+"""What Schemathesis is told of the server beside its document, for test_schemathesis.py."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import schemathesis
+from schemathesis import Case, HookContext
+from schemathesis.core.failures import Failure
+from schemathesis.core.transport import Response
+from schemathesis.specs.openapi.checks import RejectedPositiveData
+
+MODEL = "weft-demo"
+MOST_ANSWERS = 2
+
+# Refusals of requests that fit the document, by what it cannot say. All others are failures.
+BEYOND_SCHEMAS = re.compile(
+    "|".join(
+        [
+            # One number or text depends on another, or on the model.
+            r"best_of is .* only when equal to n",
+            r"(min|max)_tokens is .* (must be in|room for)",
+            r"the prompt has \d+ tokens; the context is",
+            r"token ids are in \[0, \d+\)",
+            r"answers; at most",
+            # At most one of ten fields is given.
+            r"each say what the answer must be",
+            # A name that is given elsewhere in the request, or by an earlier one.
+            r"tool_choice (asks for a call|names) ",
+            r"there is no (file|batch) ",
+            r"the purpose 'batch_output'",
+            # A text or an object that has a syntax of its own.
+            r"(guided_|response_format|structured_outputs|regex|ebnf|json_schema|text\.format|tools)",
+            r"the model's chat template refuses",
+            # JSON schema takes 5.0 for an integer; a client that sends it has made a mistake.
+            r"is -?[\d.e+]+; it should be a valid integer",
+        ]
+    )
+)
+
+
+@schemathesis.hook
+def before_call(context: HookContext, case: Case, kwargs: dict[str, Any]) -> None:
+    """Of what is to be accepted, ask the model that is there, and for few answers."""
+    body = case.body
+    if case.meta is None or not case.meta.generation.mode.is_positive or not isinstance(body, dict):
+        return
+    if isinstance(body.get("model"), str):
+        body["model"] = MODEL
+    if isinstance(body.get("n"), int):
+        body["n"] = min(body["n"], MOST_ANSWERS)
+
+
+@schemathesis.hook
+def filter_failure(context: HookContext, failure: Failure, case: Case, response: Response) -> bool:
+    """Whether it is one."""
+    if not isinstance(failure, RejectedPositiveData) or response.status_code != 400:
+        return True
+    return BEYOND_SCHEMAS.search(response.json()["error"]["message"]) is None
