@@ -40,7 +40,7 @@ def _free_of_gpus() -> tuple[int, ...]:
 
     Asked in a process of its own: who asks has a context on each, of half a GiB, until it ends.
     """
-    if not any(Path("/dev").glob("nvidia[0-9]*")):
+    if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/kfd").exists():  # AMD's
         return ()
     command = [sys.executable, "-P", "-c", _GPUS]
     asked = subprocess.run(command, capture_output=True, text=True, check=False)
