@@ -5,6 +5,7 @@ inputs.py      the files that are read
 faults.py      what goes wrong on a disk
 database.py    a SQLite file of one process
 journal.py     what is done: the output's groups of lines, and the state that counts them
+writer.py      answers, to the journal
 job.py         one run over the rows that are left
 local.py       the routes of the HTTP API, without a socket
 command.py     `weft batch`

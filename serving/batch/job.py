@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -25,11 +25,9 @@ from weft.errors import EngineError
 from weft.serving.batch.inputs import Inputs
 from weft.serving.batch.journal import Answer, Journal
 from weft.serving.batch.rows import SAMPLED, Row, answered, answers, parse, refused
+from weft.serving.batch.writer import Line, Writer
 from weft.serving.window import for_each
 
-GROUP_SECONDS = 1.0  # that an answer waits at most until it is on the disk
-GROUP_BYTES = 1 << 20  # of lines that make a group before that
-HELD_BYTES = 64 << 20  # of lines that wait for one before them, with `ordered`
 MAX_TRIES = 2  # failures of the engine with a row that are enough
 _BLOCK = 4096  # rows whose state is looked up at once
 _AHEAD = 256, 1 << 20  # rows, and bytes of lines, that are read at once
@@ -85,6 +83,7 @@ class Job:
         self._failures: dict[int, int] = {}  # of the engine, with each row that is not done
         self._to_note: list[int] = []
         self._noting = asyncio.Lock()
+        self._engine_is_gone = False
         # Rows are in the engine together, but for those with which it has failed.
         self._gate = asyncio.Lock()
         self._together = 0
@@ -111,7 +110,7 @@ class Job:
             EngineError: the engine has failed.
         """
         self._failures = await asyncio.to_thread(self._journal.failures)
-        writer = _Writer(self._journal, ordered=self._ordered, on_done=self._on_done)
+        writer = Writer(self._journal, ordered=self._ordered, on_done=self._on_done)
         writing = asyncio.create_task(writer.run())
 
         async def work(item: tuple[int, Row]) -> None:
@@ -123,7 +122,7 @@ class Job:
             tokens = msgspec.json.decode(body, type=_Counted).usage.completion_tokens
             file = 0 if status == 200 else len(self._journal.paths) - 1
             data = msgspec.json.encode(line) + b"\n"
-            await writer.add(turn, _Line(Answer(row.index, file, data), status, tokens))
+            await writer.add(turn, Line(Answer(row.index, file, data), status, tokens))
 
         try:
             await for_each(self._rows(), work, workers=workers)
@@ -143,16 +142,25 @@ class Job:
         while (failures := self._failures.get(row.index, 0)) < MAX_TRIES:
             try:
                 async with self._turn(alone=failures > 0):
-                    status, body = await post(row.url, data, answers(row.body))
+                    status, body = await self._given(row, data, post)
                 return status, body, answered(row, status, body)
             except EngineError:
-                self._failures[row.index] = failures + 1
-                self._to_note.append(row.index)
                 await self._note_failures()
                 if not self._retries:
                     raise
         problem = f"the engine has failed {failures} times with this row"
         return 500, b"{}", refused(replace(row, code="engine_failed", problem=problem))
+
+    async def _given(self, row: Row, data: bytes, post: Post) -> tuple[int, bytes]:
+        if self._engine_is_gone:
+            raise LeftOut
+        try:
+            return await post(row.url, data, answers(row.body))
+        except EngineError:
+            self._failures[row.index] = self._failures.get(row.index, 0) + 1
+            self._to_note.append(row.index)
+            self._engine_is_gone = not self._retries
+            raise
 
     @asynccontextmanager
     async def _turn(self, *, alone: bool) -> AsyncIterator[None]:
@@ -235,107 +243,6 @@ class _Ahead:
             if not self._rows or self._stopped():
                 raise StopAsyncIteration
             return self._rows.popleft()
-
-
-class _Line(msgspec.Struct):
-    """A line of output with the answer's HTTP status and output tokens."""
-
-    answer: Answer
-    status: int
-    tokens: int
-
-
-class _Writer:
-    """Gathers lines, and has the journal write them in groups, in a thread."""
-
-    def __init__(
-        self, journal: Journal, *, ordered: bool, on_done: Callable[[int, int], None]
-    ) -> None:
-        self._journal = journal
-        self._ordered = ordered
-        self._on_done = on_done
-        self._lines: list[_Line] = []
-        self._bytes = 0
-        self._held: dict[int, _Line] = {}
-        self._held_bytes = 0
-        self._turn = 0
-        self._wake = asyncio.Event()
-        self._closed = False
-        self._failure: Exception | None = None
-        self._room: deque[asyncio.Future[None]] = deque()
-
-    async def add(self, turn: int, line: _Line) -> None:
-        """Take a line, once there is room for it.
-
-        Args:
-            turn: of the line, counted from 0 without a gap; what is ordered is written by it.
-
-        Raises:
-            WeftError: lines cannot be written any more.
-        """
-        if self._ordered:
-            # The line whose turn it is never waits here, so the others do not for ever.
-            await self._until(lambda: turn == self._turn or self._held_bytes < HELD_BYTES)
-            self._held[turn] = line
-            self._held_bytes += len(line.answer.line)
-            while (line_now := self._held.pop(self._turn, None)) is not None:
-                self._turn += 1
-                self._held_bytes -= len(line_now.answer.line)
-                self._take(line_now)
-            self._let_in()
-        else:
-            self._take(line)
-        await self._until(lambda: self._bytes < GROUP_BYTES)
-
-    def _take(self, line: _Line) -> None:
-        self._lines.append(line)
-        self._bytes += len(line.answer.line)
-        if self._bytes >= GROUP_BYTES:
-            self._wake.set()
-
-    async def run(self) -> None:
-        """Write groups until `close`. Raises WeftError when one cannot be written."""
-        try:
-            while not self._closed:
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), GROUP_SECONDS)
-                self._wake.clear()
-                await self._commit()
-            await self._commit()
-        except Exception as error:
-            self._failure = error
-            raise
-        finally:
-            self._closed = True
-            self._let_in()
-
-    async def _commit(self) -> None:
-        if not self._lines:
-            return
-        lines, self._lines, self._bytes = self._lines, [], 0
-        self._let_in()
-        await asyncio.to_thread(self._journal.append, [line.answer for line in lines])
-        for line in lines:
-            self._on_done(line.status, line.tokens)
-
-    def close(self) -> None:
-        """Have `run` write what there is, and return."""
-        self._closed = True
-        self._wake.set()
-
-    async def _until(self, holds: Callable[[], bool]) -> None:
-        while not holds() or self._failure is not None:
-            if self._failure is not None:
-                raise self._failure
-            waiter = asyncio.get_running_loop().create_future()
-            self._room.append(waiter)
-            await waiter
-
-    def _let_in(self) -> None:
-        while self._room:
-            waiter = self._room.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
 
 
 class _Usage(msgspec.Struct):

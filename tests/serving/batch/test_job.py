@@ -16,7 +16,7 @@ import pytest
 from support.server import ENVIRONMENT
 
 from weft.errors import EngineError, WeftError
-from weft.serving.batch import job as job_module
+from weft.serving.batch import writer as writer_module
 from weft.serving.batch.inputs import Inputs
 from weft.serving.batch.job import Job
 from weft.serving.batch.journal import Journal
@@ -58,7 +58,7 @@ async def test_ordered_rows_come_in_order_and_hold_little(
     inputs: Inputs, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first row is answered when no other can be: they wait for it, a few hundred bytes."""
-    monkeypatch.setattr(job_module, "HELD_BYTES", 1000)
+    monkeypatch.setattr(writer_module, "HELD_BYTES", 1000)
     begun = 0
     others_wait = asyncio.Event()
 
@@ -128,7 +128,7 @@ async def test_a_disk_that_fails_ends_it(
     inputs: Inputs, journal: Journal, monkeypatch: pytest.MonkeyPatch, ordered: bool
 ) -> None:
     """Also those that wait for room, of which there is none here beyond a line."""
-    monkeypatch.setattr(job_module, "GROUP_BYTES", 1)
+    monkeypatch.setattr(writer_module, "GROUP_BYTES", 1)
 
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -189,11 +189,14 @@ def test_memory_does_not_grow_with_the_rows(tmp_path: Path, rows: int) -> None:
     assert after - before < 8 * 1024
 
 
-def guilty(row: str, *, seen: list[int]) -> Any:
+def guilty(row: str, *, seen: list[int], restarts: bool) -> Any:
     """An engine that fails, with all that it has, when it is given a row; how many it had then."""
     has: dict[int, asyncio.Future[None]] = {}
+    before = len(seen)
 
     async def post(_: str, body: bytes, answers: int) -> tuple[int, bytes]:
+        if len(seen) > before and not restarts:
+            raise EngineError("gone")
         prompt = json.loads(body)["prompt"]
         future = has[int(prompt)] = asyncio.get_running_loop().create_future()
         if prompt == row:
@@ -225,9 +228,9 @@ async def test_a_row_that_the_engine_fails_with_twice_is_an_error(
         job = Job(inputs, journal, model="m", seed=0, ordered=ordered, retries=retries)
         if run < runs - 1:
             with pytest.raises(EngineError, match="gone"):
-                await job.run(guilty("100", seen=seen), WORKERS)
+                await job.run(guilty("100", seen=seen, restarts=retries), WORKERS)
         else:
-            await job.run(guilty("100", seen=seen), WORKERS)
+            await job.run(guilty("100", seen=seen, restarts=retries), WORKERS)
     assert seen[0] > 1
     assert seen[1:] == [1]
     assert sorted(written(journal)) == list(range(200))
