@@ -12,7 +12,7 @@ import msgspec
 
 from weft.errors import EngineError, RequestError
 from weft.serving.api.errors import describe
-from weft.serving.batch.job import LeftOut
+from weft.serving.batch.job import EngineEnded, LeftOut
 from weft.serving.batch.local import LocalApi
 
 if TYPE_CHECKING:
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from weft.serving.engine import AsyncEngine
 
 POLL = 0.02  # seconds between two looks at whether the engine has room
-
-
-class EngineEnded(Exception):  # noqa: N818  # the server says what it is
-    """There is no engine any more, for this server."""
 
 
 class Feeder:

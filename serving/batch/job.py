@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -35,6 +35,10 @@ _AHEAD = 256, 1 << 20  # rows, and bytes of lines, that are read at once
 
 class LeftOut(Exception):  # noqa: N818  # it is none
     """Raised in the place of an answer: the row is for the next run."""
+
+
+class EngineEnded(Exception):  # noqa: N818  # the server says what it is
+    """Raised in the place of an answer: there is no engine any more."""
 
 
 Post = Callable[[str, bytes, int], Coroutine[Any, Any, tuple[int, bytes]]]
@@ -81,8 +85,7 @@ class Job:
         self._on_done = on_done
         self._stopped = False
         self._failures: dict[int, int] = {}  # of the engine, with each row that is not done
-        self._to_note: list[int] = []
-        self._noting = asyncio.Lock()
+        self._in_engine: set[int] = set()
         self._engine_is_gone = False
         # Rows are in the engine together, but for those with which it has failed.
         self._gate = asyncio.Lock()
@@ -107,7 +110,7 @@ class Job:
 
         Raises:
             ConfigError, DiskError: rows cannot be read, or answers not be written.
-            EngineError: the engine has failed.
+            EngineError, EngineEnded: the engine has failed.
         """
         self._failures = await asyncio.to_thread(self._journal.failures)
         writer = Writer(self._journal, ordered=self._ordered, on_done=self._on_done)
@@ -126,10 +129,13 @@ class Job:
 
         try:
             await for_each(self._rows(), work, workers=workers)
+        except (EngineError, EngineEnded):
+            self._has_failed(list(self._in_engine))  # and were cancelled before they heard of it
+            raise
         finally:
             writer.close()
             await writing
-            await self._note_failures()
+            await asyncio.to_thread(self._journal.note_failures, self._failures)
 
     async def _answer(self, row: Row, post: Post) -> tuple[int, bytes, dict[str, Any]]:
         if row.problem is not None:
@@ -145,7 +151,6 @@ class Job:
                     status, body = await self._given(row, data, post)
                 return status, body, answered(row, status, body)
             except EngineError:
-                await self._note_failures()
                 if not self._retries:
                     raise
         problem = f"the engine has failed {failures} times with this row"
@@ -154,13 +159,23 @@ class Job:
     async def _given(self, row: Row, data: bytes, post: Post) -> tuple[int, bytes]:
         if self._engine_is_gone:
             raise LeftOut
+        self._in_engine.add(row.index)
         try:
-            return await post(row.url, data, answers(row.body))
+            answer = await post(row.url, data, answers(row.body))
+        except (LeftOut, EngineEnded):
+            self._in_engine.discard(row.index)
+            raise
         except EngineError:
-            self._failures[row.index] = self._failures.get(row.index, 0) + 1
-            self._to_note.append(row.index)
+            self._has_failed([row.index])
             self._engine_is_gone = not self._retries
             raise
+        self._in_engine.discard(row.index)
+        return answer
+
+    def _has_failed(self, rows: Iterable[int]) -> None:
+        for row in rows:
+            self._failures[row] = self._failures.get(row, 0) + 1
+        self._in_engine.difference_update(rows)
 
     @asynccontextmanager
     async def _turn(self, *, alone: bool) -> AsyncIterator[None]:
@@ -178,12 +193,6 @@ class Job:
             self._together -= 1
             if self._together == 0:
                 self._idle.set()
-
-    async def _note_failures(self) -> None:
-        async with self._noting:  # those that come meanwhile are noted by the next
-            rows, self._to_note = self._to_note, []
-            if rows:
-                await asyncio.to_thread(self._journal.note_failures, rows)
 
     def _rows(self) -> _Ahead:
         return _Ahead(self._blocks(), lambda: self._stopped)

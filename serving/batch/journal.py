@@ -25,7 +25,7 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -220,14 +220,11 @@ class Journal:
         ends[file] += len(data)
         return (file, zlib.crc32(data)), [answer.row for answer in mine]
 
-    def note_failures(self, rows: Iterable[int]) -> None:
-        """Count once more that the engine has failed with these rows."""
-        with self._db.transaction() as db:
-            db.executemany(
-                "INSERT INTO failure VALUES (?, 1) "
-                "ON CONFLICT (row) DO UPDATE SET times = times + 1",
-                ((row,) for row in rows),
-            )
+    def note_failures(self, failures: Mapping[int, int]) -> None:
+        """How often the engine has failed with rows."""
+        if failures:
+            with self._db.transaction() as db:
+                db.executemany("REPLACE INTO failure VALUES (?, ?)", failures.items())
 
     def close(self) -> None:
         """Let go of the files and the state. May be called again."""

@@ -34,8 +34,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from weft.errors import ConfigError, DiskError, RequestError, WeftError
-from weft.serving.batch.feeder import EngineEnded
-from weft.serving.batch.job import LeftOut
+from weft.serving.batch.job import EngineEnded, LeftOut
 from weft.serving.batch.objects import (
     LIVE,
     BatchError,
