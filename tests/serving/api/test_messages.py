@@ -238,7 +238,7 @@ def test_the_client(echo: Server) -> None:
         (400, "invalid_request_error", "messages[0].role", "", {"messages": [{"role": "system"}]}),
         (400, "invalid_request_error", "tool_use without input", "",
          {"messages": [{"role": "assistant", "content": [USE | {"input": None}]}]}),
-        (400, "invalid_request_error", "stop[0]", "", {"stop_sequences": [""]}),
+        (400, "invalid_request_error", "stop_sequences[0]", "", {"stop_sequences": [""]}),
         (400, "invalid_request_error", "ends with white space", "",
          {"messages": [*ASKED, {"role": "assistant", "content": "It is "}]}),
         (400, "invalid_request_error", "type tool_use; only text can be continued", "",
