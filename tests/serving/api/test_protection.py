@@ -86,7 +86,9 @@ def test_no_route_answers_without_a_key(locked: Server, headers: dict[str, str])
         response = locked.http.request(method, path, headers=headers)
         assert response.status_code == 401, (method, path)
         error = response.json()["error"]
-        assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+        assert error["type"] == "authentication_error"
+        if not path.startswith("/v1/messages"):  # whose errors are Anthropic's, without a code
+            assert error["code"] == "invalid_api_key"
         assert response.headers["www-authenticate"] == "Bearer"
     for method, path in open_routes:
         assert locked.http.request(method, path, headers=headers).status_code == 200
