@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import msgspec
 from fastapi import APIRouter, Response
@@ -19,9 +19,9 @@ from weft.serving.api.state import State
 
 router = APIRouter()
 
-_NULL = {"type": "null"}
-_TEXT = {"prompt": {"not": _NULL}}
-_MESSAGES = {"messages": {"not": _NULL}}
+_NULL: dict[str, Any] = {"type": "null"}
+_TEXT: dict[str, Any] = {"prompt": {"not": _NULL}}
+_MESSAGES: dict[str, Any] = {"messages": {"not": _NULL}}
 
 
 class TokenizeRequest(Body):
