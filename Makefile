@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses logical --dist loadfile
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-slow check lint types format wheel bench-peers clean
+.PHONY: help serve test test-slow test-clients check lint types format wheel bench-peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,17 @@ test: $(VENV)/.dev ## run the tests
 
 test-slow: $(VENV)/.dev ## run the long sweeps
 	$(PYTEST) -m slow --timeout 3600
+
+# What they depend on does not suit what the tests depend on: they have an environment of their own.
+CLIENTS := build/clients
+
+test-clients: $(VENV)/.dev $(CLIENTS)/.installed ## run litellm and lm-eval against a server
+	$(BIN)/python -m pytest tests/serving/clients/test_apart.py
+
+$(CLIENTS)/.installed:
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet litellm==1.106.2 mcp 'lm-eval[api]==0.4.13'
+	@touch $@
 
 check: ## all that CI runs
 	bash .ci/run

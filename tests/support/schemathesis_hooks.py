@@ -35,6 +35,7 @@ BEYOND_SCHEMAS = re.compile(
             r"the model's chat template refuses",
             # JSON schema takes 5.0 for an integer; a client that sends it has made a mistake.
             r"is -?[\d.e+]+; it should be a valid integer",
+            r"(prompt|input)\[\d+\] must be a text or a list of token ids",
         ]
     )
 )

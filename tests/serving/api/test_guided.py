@@ -157,7 +157,7 @@ def test_what_is_hostile_is_named_and_the_next_request_works(
 
 def test_a_grammar_that_fails_half_way_is_at_fault(http: httpx.Client) -> None:
     """Behind so many characters that no look at it beforehand comes there."""
-    field = {"ebnf": 'root ::= [b-y]{300} "a" dead\ndead ::= "z" dead'}
+    field = {"ebnf": 'root ::= [b-y]{300} "a" dead\ndead ::= [^\\u0000-\\U0010FFFF]'}
     asked = COMPLETION | HOT | field | {"max_tokens": 400, "ignore_eos": True}
     response = http.post("/v1/completions", json=asked)
     assert response.status_code == 400, response.text
