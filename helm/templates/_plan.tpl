@@ -102,12 +102,12 @@ host, and how ranks are laid out. Fails, naming the value, where they do not fit
 {{- define "weft.resources" -}}
 {{- $plan := include "weft.plan" . | fromJson -}}
 {{- $count := max 1 (int $plan.perHost) -}}
-{{- $memory := printf "%dGi" (mul $count (int $plan.preset.memory)) -}}
-{{- $requests := dict "cpu" (toString (mul $count (int $plan.preset.cpu))) "memory" $memory -}}
+{{- $defaults := dict "cpu" (mul $count (int $plan.preset.cpu) | toString) "memory" (printf "%dGi" (mul $count (int $plan.preset.memory))) -}}
+{{- $limits := merge dict (default dict .Values.resources.limits) -}}
+{{/* What is not given is no more than its limit. */}}
+{{- $requests := merge dict (default dict .Values.resources.requests) $limits $defaults -}}
 {{/* On CPUs weft takes its share of the pod's limit; without one that is the node's memory. */}}
-{{- $limits := ternary (dict "memory" $memory) dict (eq $plan.preset.kind "cpu") -}}
-{{- $requests = mergeOverwrite $requests (default dict .Values.resources.requests) -}}
-{{- $limits = mergeOverwrite $limits (default dict .Values.resources.limits) -}}
+{{- if eq $plan.preset.kind "cpu" }}{{ $limits = merge $limits (pick $requests "memory") }}{{ end -}}
 {{- if $plan.perHost -}}
 {{- $accelerators := dict $plan.preset.resource (toString $plan.perHost) -}}
 {{- $requests = mergeOverwrite $requests $accelerators -}}

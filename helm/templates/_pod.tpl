@@ -213,7 +213,8 @@ spec:
   {{- with .Values.topologySpreadConstraints }}
   topologySpreadConstraints:
     {{- range . }}
-    - {{- toYaml (merge dict . (dict "labelSelector" (dict "matchLabels" (include "weft.serverSelector" $ | fromYaml)))) | nindent 6 }}
+    {{- $selector := dict "matchLabels" (include "weft.serverSelector" $ | fromYaml) }}
+    - {{- toYaml (set (deepCopy .) "labelSelector" (default $selector .labelSelector)) | nindent 6 }}
     {{- end }}
   {{- end }}
   {{- $pod := include "weft.pod" . | fromYaml }}
@@ -242,8 +243,8 @@ spec:
         {{- if .Values.apiKeys.existingSecret }}
         - --api-key-file=/etc/weft/{{ .Values.apiKeys.key }}
         {{- end }}
-        {{- if .Values.metrics.serviceMonitor.enabled }}
-        - --open-metrics
+        {{- if or .Values.metrics.serviceMonitor.enabled .Values.inferencePool.enabled (ne .Values.autoscaling.kind "none") }}
+        - --open-metrics{{/* who asks for them has no API key */}}
         {{- end }}
         {{- include "weft.settings" .Values.settings | trim | nindent 8 }}
       ports:

@@ -15,6 +15,7 @@ are no keys. For everybody else they are not there.
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import sqlite3
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -41,6 +42,7 @@ CREATE TABLE batch (
 );
 """
 _OWNED = "(? IS NULL OR owner = ?)"
+_OURS = re.compile("file-[0-9a-f]{32}")  # by objects.new_id; others may have files there, too
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +69,7 @@ class Store:
         """Remove what a server that was killed has left in the middle of something."""
         known = {path for (path,) in self._db.all("SELECT path FROM file")}
         for path in (self.folder / "files").iterdir():
-            if str(path.relative_to(self.folder)) not in known:
+            if _OURS.fullmatch(path.name) and str(path.relative_to(self.folder)) not in known:
                 logger.warning("%s is a piece of an upload; it is removed", path)
                 path.unlink()
         for folder in (self.folder / "batches").iterdir():
@@ -148,7 +150,7 @@ class Store:
                         status=409,
                     )
             db.execute("DELETE FROM file WHERE id = ?", (id,))
-        path.unlink(missing_ok=True)
+        path.unlink()
 
     # Batches.
 

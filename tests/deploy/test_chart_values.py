@@ -153,6 +153,37 @@ def test_threads_are_the_pod_s_cores(cores: str | float, threads: int) -> None:
     assert f"--threads={threads}" in pod["spec"]["containers"][0]["args"]
 
 
+@pytest.mark.parametrize("accelerator", [{}, {"type": "h100"}], ids=str)
+@pytest.mark.parametrize(
+    "resources",
+    [
+        {"limits": {"cpu": "500m", "memory": "4Gi"}},
+        {"requests": {"cpu": 90, "memory": "200Gi"}},
+        {"requests": {"memory": "1Gi"}, "limits": {"cpu": 2}},
+    ],
+    ids=str,
+)
+def test_no_more_is_requested_than_is_allowed(
+    accelerator: dict[str, Any], resources: dict[str, Any]
+) -> None:
+    objects = charts.render({"accelerator": accelerator, "resources": resources})
+    found = charts.templates_of(charts.workload(objects))["server"]["spec"]["containers"][0]
+    told = found["resources"]
+    for name in told["requests"].keys() & told["limits"].keys():
+        assert quantity(told["requests"][name]) <= quantity(told["limits"][name])
+    for kind, given in resources.items():
+        assert told[kind].items() >= given.items()
+    assert ("memory" in told["limits"]) == (
+        not accelerator or "memory" in resources.get("limits", {})
+    )
+
+
+def quantity(text: str | float) -> float:
+    """A quantity of Kubernetes, as a number."""
+    number, unit = re.fullmatch(r"([\d.]+)(m|[KMG]i|)", str(text)).groups()  # type: ignore[union-attr]
+    return float(number) * {"m": 1e-3, "": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}[unit]
+
+
 def test_what_is_made_of_other_files_is_current() -> None:
     advice = "run deploy/chart.py"
     assert SCRIPT["table"](SCRIPT["VALUES"].read_text()) == SCRIPT["TABLE"].read_text(), advice

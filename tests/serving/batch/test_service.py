@@ -23,7 +23,7 @@ from weft.serving.api.app import build_app
 from weft.serving.api.state import ServerState
 from weft.serving.batch import service as service_module
 from weft.serving.batch.inputs import Inputs
-from weft.serving.batch.objects import LIVE, BatchObject, FileObject, now
+from weft.serving.batch.objects import LIVE, BatchObject, FileObject, new_id, now
 from weft.serving.batch.service import BatchService
 from weft.serving.batch.store import ANYONE, Store
 from weft.serving.engine import AsyncEngine
@@ -325,8 +325,10 @@ def test_what_a_server_that_was_killed_has_left_is_removed(tmp_path: Path) -> No
     store = Store(tmp_path)
     upload(store, "whole", [row("a")])
     store.close()
-    (tmp_path / "files" / "torn").write_bytes(b"{")
+    for name in (new_id("file-"), "somebody's own"):
+        (tmp_path / "files" / name).write_bytes(b"{")
     store = Store(tmp_path)
-    assert [path.name for path in (tmp_path / "files").iterdir()] == ["whole"]
+    left = {path.name for path in (tmp_path / "files").iterdir()}
+    assert left == {"whole", "somebody's own"}
     assert list(Inputs([store.content("whole", OWNER)]))
     store.close()
