@@ -102,7 +102,7 @@ def _kind(file: Path) -> PoolingKind:
         fields = [name.removeprefix(prefix) for name in config if name.startswith(prefix)]
         asked = [field for field in fields if config[prefix + field] is True]
         mode = "+".join(_OLD_FIELD.get(field, field) for field in asked)
-    if mode not in _KINDS:
+    if not isinstance(mode, str) or mode not in _KINDS:
         raise ModelError(
             f"{file}: the pooling mode is {mode!r}; supported is {', '.join(_KINDS)}. "
             "--pooling mean or last sets another"

@@ -111,14 +111,14 @@ class CoreClient:
         self, number: int, request: Add, stream: Stream, grammar: Compiled | None = None
     ) -> None:
         """Give it a request, which is the front's so manieth, with the grammar that it names."""
+        if grammar is not None and self._grammars.get(grammar.key) is None:
+            self._send(grammar)
+            self._grammars.put(grammar.key, True, len(grammar.data))
+        self._send(request)  # what cannot be sent is not there
         if not self._streams:
             self._last_progress = time.monotonic()
         self.latest = number
         self._streams[request.request_id] = stream
-        if grammar is not None and self._grammars.get(grammar.key) is None:
-            self._grammars.put(grammar.key, True, len(grammar.data))
-            self._send(grammar)
-        self._send(request)
 
     def drop(self, request_id: str) -> None:
         """Nobody reads that stream any more."""

@@ -270,9 +270,12 @@ class AsyncEngine:
         timeline = self.timelines.begin(request_id, len(prompt))
         named = None if grammar is None else (grammar.key, len(grammar.data))
         stream = Stream(self.tokenizer, params, timeline, visible, named)
-        core.add(number, request, stream, grammar)
+        try:
+            core.add(number, request, stream, grammar)
+        except BaseException:
+            self.timelines.close(request_id)
+            raise
         self._pace.began()
-        on_admitted()
 
         def give_up() -> None:
             stream.fail(_late())
@@ -280,6 +283,7 @@ class AsyncEngine:
 
         timer = None if deadline is None else _at(deadline, give_up)
         try:
+            on_admitted()
             while True:
                 delta = await stream.next()
                 yield delta

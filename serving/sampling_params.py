@@ -201,3 +201,14 @@ def _check_stop(stop: tuple[str, ...]) -> None:
             raise RequestError(
                 f"stop[{i}] has {len(text)} characters; at most {MAX_STOP_LENGTH}", param="stop"
             )
+        if not _is_unicode(text):
+            raise RequestError(f"stop[{i}] has half a surrogate pair", param="stop")
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it can be written as UTF-8; JSON can say half a character of two."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -21,7 +21,7 @@ from weft.serving.api.schemas import Priority, prompts_up_to
 from weft.serving.api.state import ServerState, State
 from weft.serving.limits import check_dimensions
 from weft.serving.metrics import Phases
-from weft.serving.window import for_each, width
+from weft.serving.window import for_each
 
 if TYPE_CHECKING:
     from weft.serving.engine import AsyncEngine
@@ -69,7 +69,7 @@ def _encoded(engine: AsyncEngine, inputs: list[str] | list[list[int]]) -> list[l
 async def _embed(
     state: ServerState, engine: AsyncEngine, body: EmbeddingRequest, prompts: list[list[int]]
 ) -> EmbeddingList:
-    """Run the prompts, as many at a time as the engine can use."""
+    """Run the prompts, no more at a time than run: the queue is for others."""
     context = current.get()
     deadline = None if context is None else state.deadline(context)
     data = [msgspec.Raw()] * len(prompts)
@@ -78,16 +78,23 @@ async def _embed(
         phases = Phases(len(prompts[i]))
         if context is not None:
             context.answers.append(phases)
+
+        def charge() -> None:
+            if context is not None and context.key is not None:
+                context.key.spend(len(prompts[i]))
+
         deltas = engine.generate(
-            prompts[i], engine.pooling, priority=body.priority or 0, deadline=deadline
+            prompts[i],
+            engine.pooling,
+            priority=body.priority or 0,
+            deadline=deadline,
+            on_admitted=charge,
         )
         async with aclosing(state.metrics.observe(deltas, phases)) as observed:
             async for delta in observed:
                 finish_reason(delta)
                 assert delta.embedding is not None
                 pooled = delta.embedding
-        if context is not None and context.key is not None:
-            context.key.spend(len(prompts[i]))
         vector = engine.pooling.finish(pooled, body.dimensions)
         told: list[float] | str = vector.tolist()
         if body.encoding_format == "base64":
@@ -95,7 +102,8 @@ async def _embed(
         # One by one, for many at once would hold up the other requests.
         data[i] = msgspec.Raw(msgspec.json.encode(Embedding(i, told)))
 
-    await for_each(range(len(prompts)), work, workers=width(engine))
+    running = engine.config.dp * engine.info.max_num_seqs
+    await for_each(range(len(prompts)), work, workers=running)
     tokens = sum(map(len, prompts))
     embeddings = cast(list[Embedding], data)
     return EmbeddingList(embeddings, body.model, EmbeddingUsage(tokens, tokens))

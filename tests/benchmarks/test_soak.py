@@ -59,6 +59,6 @@ async def test_a_short_soak_leaves_nothing_behind(tmp_path: Path) -> None:
     report = await soak(20 / 60, [str(model), "--threads=1", "--kv-cache-memory=4M"])
     assert not report.unexpected
     assert (report.leaked_requests, report.leaked_blocks, report.leaked_files) == (0, 0, 0)
-    assert {"200", "400", "404", "gone"} <= report.statuses.keys()
+    assert {"200", "400", "gone"} <= report.statuses.keys()  # 404 by chance
     assert report.probes > 10
     assert "KV cache left    0.00%" in str(report)

@@ -275,7 +275,7 @@ def test_pages_of_batches(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/images/generations"}, "endpoint"),
         ({"completion_window": "1h"}, "completion_window"),
         ({"input_file_id": "file-none"}, "input_file_id"),
         ({"metadata": {"k" * 65: "v"}}, "metadata"),
@@ -398,7 +398,8 @@ def test_uploads_that_are_refused(mock: Server) -> None:
 )
 def test_a_path_is_no_file(mock: Server, path: str) -> None:
     """As bytes on a socket: clients put such paths in order first."""
-    head = f"GET /v1/files/{path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
+    fields = ("host: a", f"authorization: Bearer {KEYS[0]}", "connection: close")
+    head = "\r\n".join([f"GET /v1/files/{path} HTTP/1.1", *fields, "", ""])
     answer = mock.raw(head.encode())
     assert answer.startswith(b"HTTP/1.1 404 ")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "not_found"

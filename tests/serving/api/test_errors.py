@@ -233,7 +233,7 @@ def test_a_charset_is_fine(http: httpx.Client) -> None:
     assert http.post("/v1/completions", content=body, headers=headers).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/v1", "/v1/embeddings", "/v1/chat/completions/x"])
+@pytest.mark.parametrize("path", ["/v1", "/v1/rerank", "/v1/chat/completions/x"])
 def test_unknown_path(http: httpx.Client, path: str) -> None:
     assert path in failure(http.get(path), 404)["message"]
 
