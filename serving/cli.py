@@ -185,7 +185,8 @@ def join(settings: Settings, head: str, once: bool) -> int:
     """Lend this machine to what HOST:PORT serves with --nodes.
 
     Waits for the head, runs the ranks that it deals out to this machine, ends them with it, and
-    waits for it again. Both need the same token, which WEFT_NODE_TOKEN keeps out of `ps`.
+    waits for it again, until SIGTERM or an interrupt, which end its ranks; it then exits with 0.
+    Both need the same token, which WEFT_NODE_TOKEN keeps out of `ps`.
 
     \b
     WEFT_NODE_TOKEN=... weft serve MODEL --tp 4 --nodes 2     on one machine, 10.0.0.1

@@ -12,14 +12,16 @@
 
 The agent asks the front to take it, again and again until it does. When the connection to an
 engine ends, whatever the reason, what is left of its ranks is killed; when that to the front
-does, it waits for the engines to end and begins anew. What it imports and runs is its own: no
-message names code. (Ray's actors and tests connect to an engine core at once.)
+does, it waits for the engines to end and begins anew. Told to end (SIGTERM, SIGINT), it ends those
+connections itself. What it imports and runs is its own: no message names code. (Ray's actors and
+tests connect to an engine core at once.)
 """
 
 from __future__ import annotations
 
 import logging
 import selectors
+import signal
 import socket
 import threading
 import time
@@ -106,15 +108,20 @@ def join(
     Raises:
         ConfigError: the head has another token, or does not take this machine.
         EngineError: with `once`: the connection was lost.
+        KeyboardInterrupt: the process was told to end; its ranks have ended.
     """
     offer = own_offer(EngineConfig(node_ranks=node_ranks))
     while True:
         link = _connect(host, port, token)
         logger.info("joined %s:%d", host, port)
         guest = _Guest(host, token, address, name or socket.gethostname(), load_model, offer)
-        with closing(link):
-            ended = guest.take_part(link, machine)
-        guest.wait()
+        try:
+            with closing(link):
+                ended = guest.take_part(link, machine)
+            guest.wait()
+        except KeyboardInterrupt:
+            guest.leave()
+            raise
         if once and ended:
             return
         if once:
@@ -164,6 +171,8 @@ class _Guest:
     load_model: str
     offer: Offer
     engines: dict[int, threading.Thread] = field(default_factory=dict)
+    links: list[Link[ToAgent]] = field(default_factory=list)
+    leaves: bool = False
 
     def take_part(self, link: Link[ToAgent], machine: int = 0) -> bool:
         """Do what the other side says until the connection ends; whether it ended it."""
@@ -198,6 +207,13 @@ class _Guest:
         for thread in self.engines.values():
             thread.join()
 
+    def leave(self) -> None:
+        """Hang up on all engines, and wait for the ranks of this machine to end."""
+        self.leaves = True
+        for link in list(self.links):
+            link.shut()
+        self.wait()
+
     def _lend(self, lend: Lend) -> None:
         before = self.engines.get(lend.engine)
         thread = threading.Thread(target=self._join_engine, args=(lend, before), daemon=True)
@@ -214,7 +230,10 @@ class _Guest:
             logger.warning("engine %d at port %d: %s", lend.engine, lend.port, error)
             return
         with closing(link):
-            self.take_part(link, lend.machine)
+            self.links.append(link)
+            if not self.leaves:  # else nobody has shut it
+                self.take_part(link, lend.machine)
+            self.links.remove(link)
 
     def _serve(self, link: Link[ToAgent], start: Start, address: str) -> bool:
         if (engines := start.config.replica.engines) > 1:
@@ -339,8 +358,12 @@ def run(config: EngineConfig, head: str, *, once: bool) -> int:
         config: node_address, node_token and node_ranks of it.
         head: HOST:PORT.
 
+    Returns:
+        0 when it was told to end, or with `once` the head has ended.
+
     Raises:
         ConfigError: as `join`, or what is given cannot be.
+        EngineError: as `join`.
     """
     host, _, port = head.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -352,12 +375,17 @@ def run(config: EngineConfig, head: str, *, once: bool) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    join(
-        host.strip("[]"),
-        int(port),
-        config.node_token,
-        address=config.node_address,
-        once=once,
-        node_ranks=config.node_ranks,
-    )
+    # The kernel drops it for the first process of a container, unless there is a handler.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        join(
+            host.strip("[]"),
+            int(port),
+            config.node_token,
+            address=config.node_address,
+            once=once,
+            node_ranks=config.node_ranks,
+        )
+    except KeyboardInterrupt:
+        logger.info("left %s", head)
     return 0

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from support.clients import answer_of_one_rank, complete, fail_in_a_request
 from support.machines import LOAD, TOKEN, agent
 from support.netns import Host, two_hosts
 from support.processes import wait_until_gone
-from support.server import Server, free_port, start_server
+from support.server import ENVIRONMENT, TIMEOUT, Server, free_port, start_server
 
 SIZES = {"kv_cache_memory": 2**22, "max_num_seqs": 4}
 
@@ -58,6 +60,70 @@ def test_two_machines_answer_as_one_and_a_lost_one_is_named(
         assert server.process.wait(30) != 0
         wait_until_gone([rank.pid for rank in ranks])
         assert TOKEN not in server.log.read_text()
+
+
+@pytest.fixture
+def first_process() -> list[str]:
+    """What runs a command as the first process of a container."""
+    unshare = ["unshare", "--pid", "--fork", "--kill-child"]
+    done = subprocess.run([*unshare, "true"], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"PID namespaces cannot be made here: {done.stderr.strip()}")
+    return unshare
+
+
+@contextmanager
+def joining(command: list[str], port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`weft join`, run by `command`."""
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(
+            [*command, sys.executable, "-m", "weft", "join", f"127.0.0.1:{port}"],
+            env=ENVIRONMENT | {"WEFT_NODE_TOKEN": TOKEN},
+            stderr=stderr,
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_machine_that_waits_leaves_when_told(
+    number: signal.Signals, first_process: list[str], tmp_path: Path
+) -> None:
+    port = free_port()
+    with joining(first_process, port, log := tmp_path / "log") as process:
+        wait_until_said(log, f"waiting for 127.0.0.1:{port}")
+        (joined,) = psutil.Process(process.pid).children()
+        joined.send_signal(number)
+        assert process.wait(TIMEOUT) == 0, "unshare passes on how it ended"
+
+
+def test_a_machine_that_serves_ends_its_ranks_when_told(
+    first_process: list[str], model: Path, tmp_path: Path
+) -> None:
+    port = free_port()
+    with (
+        joining(first_process, port, log := tmp_path / "log") as process,
+        start_server(model, tmp_path, **settings(node_port=port)) as server,
+    ):
+        (joined,) = psutil.Process(process.pid).children()
+        ranks = joined.children()
+        assert len(ranks) == 1
+        message = fail_in_a_request(server, joined.terminate)
+        assert " is lost, with rank 1, in step " in message
+        assert process.wait(TIMEOUT) == 0
+        assert f"left 127.0.0.1:{port}" in log.read_text()
+        wait_until_gone([rank.pid for rank in ranks])
+        assert server.process.wait(30) == 1
+
+
+def wait_until_said(log: Path, text: str) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while text not in log.read_text():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
 
 
 @pytest.fixture
