@@ -5,6 +5,7 @@
 
 docs/chart-values.md is made of the comments in helm/values.yaml, and `settings` in
 helm/values.schema.json of weft's own settings, so that a misspelt one fails at `helm install`.
+helm/files/server-settings.yaml has those that `weft serve` has and `weft batch` has not.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from weft.serving.cli import weft
 from weft.serving.setting import Setting
 from weft.serving.settings import SETTINGS
 
@@ -21,6 +23,7 @@ ROOT = Path(__file__).parent.parent
 VALUES = ROOT / "helm" / "values.yaml"
 SCHEMA = ROOT / "helm" / "values.schema.json"
 TABLE = ROOT / "docs" / "chart-values.md"
+OF_SERVER = ROOT / "helm" / "files" / "server-settings.yaml"
 
 # Those that the chart gives itself, of other values; and those that say where secrets are.
 OWN = {
@@ -60,6 +63,13 @@ def table(values: str) -> str:
     return HEAD + "\n".join(rows) + "\n"
 
 
+def of_server() -> str:
+    """helm/files/server-settings.yaml: what a Job that runs `weft batch` is not given."""
+    serve, batch = ({each.name for each in weft.commands[c].params} for c in ("serve", "batch"))
+    names = [name for name in SETTINGS if name in serve - batch - OWN]
+    return "# Made by deploy/chart.py.\n" + "".join(f"- {name}\n" for name in names)
+
+
 def schema_of(setting: Setting) -> dict[str, Any]:
     """JSON schema of a setting's value."""
     if setting.help.unit == "bytes":
@@ -92,9 +102,10 @@ def schema(text: str) -> str:
 
 
 def main() -> None:
-    """Write both files."""
+    """Write all files."""
     TABLE.write_text(table(VALUES.read_text()))
     SCHEMA.write_text(schema(SCHEMA.read_text()))
+    OF_SERVER.write_text(of_server())
 
 
 if __name__ == "__main__":

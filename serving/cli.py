@@ -275,7 +275,14 @@ def chat(settings: Settings, system: str | None, **sampling: Any) -> int:
 )
 @click.option("--overwrite", is_flag=True, help="replace the output if there is one")
 @click.option("--resume", is_flag=True, help="do what an interrupted run has left")
-@takes(EngineConfig)
+@takes(
+    EngineConfig,
+    ServerConfig,
+    only={
+        *(setting.name for setting in settings_of(EngineConfig)),
+        *("served_model_name", "tool_parser", "reasoning_parser"),
+    },
+)
 def batch(settings: Settings, **options: Any) -> int:
     """Answer every line of files, each exactly once.
 

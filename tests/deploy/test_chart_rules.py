@@ -170,6 +170,7 @@ def test_pods_have_no_more_rights_than_they_need(name: str) -> None:
         assert spec["automountServiceAccountToken"] is False
         assert spec["enableServiceLinks"] is False, "else WEFT_PORT is taken for a setting"
         assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["fsGroup"], "most new volumes belong to root"
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         for container in containers(pod):
             context = container["securityContext"]
@@ -262,6 +263,10 @@ def test_ranks_are_reached_by_ranks_alone(name: str) -> None:
         (peer,) = rule["from"]
         assert all(selects(peer["podSelector"], each) for each in labels.values())
         assert not selects(peer["podSelector"], {"app.kubernetes.io/component": "server"})
+    for rule in inner["spec"].get("egress", [])[:1]:
+        # Kubernetes' DNS, and OpenShift's: a policy looks at the port of the pod.
+        names = {(each["port"], each["protocol"]) for each in rule["ports"]}
+        assert names == {(port, protocol) for port in (53, 5353) for protocol in ("UDP", "TCP")}
     test = kinds(name, "Pod")[0]["metadata"]["labels"]
     for rule in api["spec"]["ingress"]:
         assert any(selects(peer["podSelector"], test) for peer in rule.get("from", [])[:1]) or (

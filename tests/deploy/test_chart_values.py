@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shlex
@@ -12,6 +13,7 @@ import pytest
 import yaml
 from support import charts
 
+from weft.serving.cli import weft
 from weft.serving.settings import SETTINGS
 
 SCRIPT = runpy.run_path(str(charts.ROOT / "deploy" / "chart.py"))
@@ -65,6 +67,8 @@ def test_the_schema_refuses(values: charts.Object, message: str) -> None:
 
 
 NODE = {"nodeToken": {"existingSecret": "node"}}
+STATE = {"settings": {"state_dir": "/cache/state"}}
+KEDA = {"metrics": {"serviceMonitor": {"enabled": True}}}
 
 
 @pytest.mark.parametrize(
@@ -97,6 +101,23 @@ NODE = {"nodeToken": {"existingSecret": "node"}}
         ({"autoscaling": {"kind": "hpa", "minReplicas": 0}}, "autoscaling.minReplicas is 0"),
         ({"autoscaling": {"kind": "keda", "minReplicas": 0}}, "autoscaling.minReplicas is 0"),
         ({"autoscaling": {"kind": "hpa", "minReplicas": 5}}, "autoscaling.maxReplicas is 4"),
+        (
+            {"autoscaling": {"kind": "keda"}},
+            "kind is keda and metrics.serviceMonitor.enabled is false; .* set metrics",
+        ),
+        (
+            {**KEDA, "autoscaling": {"kind": "keda", "keda": {"serverAddress": ""}}},
+            "autoscaling.keda.serverAddress is empty; it must be the URL",
+        ),
+        ({"updateStrategy": {"maxSurge": 0}}, "are both 0, .* set one of them to 1"),
+        ({"updateStrategy": {"maxSurge": "0%"}, "hosts": 2, **NODE}, "are both 0"),
+        ({**STATE, "replicas": 2}, "state_dir is set and replicas is 2; .* set it to 1"),
+        (
+            {**STATE, **KEDA, "autoscaling": {"kind": "keda", "maxReplicas": 3}},
+            "state_dir is set and autoscaling.maxReplicas is 3; .* set it to 1",
+        ),
+        (STATE, "maxSurge is 1; .* set updateStrategy.maxSurge=0 and updateStrategy.maxUnavail"),
+        ({**STATE, "hosts": 2, **NODE}, "state_dir is set and updateStrategy.maxSurge is 1"),
         ({"ingress": {"enabled": True}}, "ingress.hosts is empty"),
         ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs is empty"),
         ({"inferencePool": {"enabled": True}}, "inferencePool.endpointPicker.name is empty"),
@@ -105,6 +126,59 @@ NODE = {"nodeToken": {"existingSecret": "node"}}
 def test_what_does_not_fit_together_is_refused(values: charts.Object, message: str) -> None:
     with pytest.raises(helm_python.HelmError, match=message):
         charts.render(values)
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_folder_of_batches_has_one_server_at_a_time(hosts: int) -> None:
+    update = {"maxSurge": 0, "maxUnavailable": 1}
+    values = {**STATE, **NODE, "hosts": hosts, "updateStrategy": update}
+    spec = charts.workload(charts.render(values))["spec"]
+    if hosts == 1:  # a rolling update starts a pod while the one before it still drains
+        assert spec["strategy"] == {"type": "Recreate"}
+    else:
+        assert spec["rolloutStrategy"]["rollingUpdateConfiguration"] == update
+
+
+def test_a_job_is_given_the_settings_that_batch_has() -> None:
+    taken = {
+        name: {each.name for each in weft.commands[name].params} for name in ("serve", "batch")
+    }
+    schema = json.loads((charts.CHART / "values.schema.json").read_text())
+    known = schema["properties"]["settings"]["properties"]
+    assert known.keys() <= taken["serve"]
+    settings = {name: example(each) for name, each in known.items()}
+    job = {"batch": {"enabled": True, "claim": "data"}, "model": {"name": "mine"}}
+    for given, command in (({}, "serve"), (job, "batch")):
+        update = {"maxSurge": 0, "maxUnavailable": 1}
+        objects = charts.render({**given, "settings": settings, "updateStrategy": update})
+        (pod,) = charts.templates_of(charts.workload(objects)).values()
+        name, *words = pod["spec"]["containers"][0]["args"]
+        assert name == command
+        found = weft.commands[command].make_context(command, list(words)).params
+        passed = {name for name in known if found.get(name) is not None}
+        assert passed == known.keys() & taken[command]
+    assert found["served_model_name"] == "mine"
+
+
+def example(schema: charts.Object) -> Any:
+    """A value that a setting's schema takes."""
+    if "enum" in schema:
+        return schema["enum"][0]
+    kind = schema["type"] if isinstance(schema["type"], str) else schema["type"][0]
+    return {"integer": 1, "number": 0.5, "boolean": True, "string": "text"}[kind]
+
+
+@pytest.mark.parametrize(
+    ("values", "group"),
+    [({}, 10001), ({"podSecurityContext": {"fsGroup": None}}, None)],
+    ids=["default", "openshift"],
+)
+def test_volumes_are_writable_for_a_group_unless_the_cluster_chooses_it(
+    values: charts.Object, group: int | None
+) -> None:
+    objects = charts.render(values)
+    pod = charts.templates_of(charts.workload(objects))["server"]
+    assert pod["spec"]["securityContext"].get("fsGroup") == group
 
 
 @pytest.mark.parametrize(
@@ -189,6 +263,7 @@ def test_what_is_made_of_other_files_is_current() -> None:
     assert SCRIPT["table"](SCRIPT["VALUES"].read_text()) == SCRIPT["TABLE"].read_text(), advice
     schema = SCRIPT["SCHEMA"].read_text()
     assert SCRIPT["schema"](schema) == schema, advice
+    assert SCRIPT["of_server"]() == SCRIPT["OF_SERVER"].read_text(), advice
     assert SCRIPT["OWN"] <= SETTINGS.keys()
 
 

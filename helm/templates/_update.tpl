@@ -1,0 +1,20 @@
+{{/* How replicas are replaced. Fails where an upgrade could not get on. */}}
+{{- define "weft.updateStrategy" -}}
+{{- with .Values.updateStrategy -}}
+{{- $surges := toString .maxSurge | trimSuffix "%" | int -}}
+{{- if not (or $surges (toString .maxUnavailable | trimSuffix "%" | int)) -}}
+  {{- fail "updateStrategy.maxSurge and updateStrategy.maxUnavailable are both 0, with which nothing is ever replaced: set one of them to 1" -}}
+{{- end -}}
+{{- if $.Values.settings.state_dir -}}
+  {{- $scales := ne $.Values.autoscaling.kind "none" -}}
+  {{- $copies := int (ternary $.Values.autoscaling.maxReplicas $.Values.replicas $scales) -}}
+  {{- if gt $copies 1 -}}
+    {{- fail (printf "settings.state_dir is set and %s is %d; the folder has one server at a time: set it to 1, or leave settings.state_dir out" (ternary "autoscaling.maxReplicas" "replicas" $scales) $copies) -}}
+  {{- end -}}
+  {{- if $surges -}}
+    {{- fail (printf "settings.state_dir is set and updateStrategy.maxSurge is %v; the folder has one server at a time, so the new one would wait for the old one for ever: set updateStrategy.maxSurge=0 and updateStrategy.maxUnavailable=1" .maxSurge) -}}
+  {{- end -}}
+{{- end -}}
+{{- toYaml . -}}
+{{- end -}}
+{{- end -}}
