@@ -11,8 +11,9 @@
   {{- if gt $copies 1 -}}
     {{- fail (printf "settings.state_dir is set and %s is %d; the folder has one server at a time: set it to 1, or leave settings.state_dir out" (ternary "autoscaling.maxReplicas" "replicas" $scales) $copies) -}}
   {{- end -}}
-  {{- if $surges -}}
-    {{- fail (printf "settings.state_dir is set and updateStrategy.maxSurge is %v; the folder has one server at a time, so the new one would wait for the old one for ever: set updateStrategy.maxSurge=0 and updateStrategy.maxUnavailable=1" .maxSurge) -}}
+  {{- $plan := include "weft.plan" $ | fromJson -}}
+  {{- if and $surges (gt (int $plan.hosts) 1) -}}{{/* a Deployment of it is recreated */}}
+    {{- fail (printf "settings.state_dir is set and updateStrategy.maxSurge is %v; the folder has one server at a time, and the one of a further replica would wait for ever: set updateStrategy.maxSurge=0 and updateStrategy.maxUnavailable=1" .maxSurge) -}}
   {{- end -}}
 {{- end -}}
 {{- toYaml . -}}

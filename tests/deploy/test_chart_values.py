@@ -116,8 +116,10 @@ KEDA = {"metrics": {"serviceMonitor": {"enabled": True}}}
             {**STATE, **KEDA, "autoscaling": {"kind": "keda", "maxReplicas": 3}},
             "state_dir is set and autoscaling.maxReplicas is 3; .* set it to 1",
         ),
-        (STATE, "maxSurge is 1; .* set updateStrategy.maxSurge=0 and updateStrategy.maxUnavail"),
-        ({**STATE, "hosts": 2, **NODE}, "state_dir is set and updateStrategy.maxSurge is 1"),
+        (
+            {**STATE, "hosts": 2, **NODE},
+            "maxSurge is 1; .* set updateStrategy.maxSurge=0 and updateStrategy.maxUnavailable=1",
+        ),
         ({"ingress": {"enabled": True}}, "ingress.hosts is empty"),
         ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs is empty"),
         ({"inferencePool": {"enabled": True}}, "inferencePool.endpointPicker.name is empty"),
@@ -128,15 +130,14 @@ def test_what_does_not_fit_together_is_refused(values: charts.Object, message: s
         charts.render(values)
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
-def test_a_folder_of_batches_has_one_server_at_a_time(hosts: int) -> None:
+def test_a_folder_of_batches_has_one_server_at_a_time() -> None:
+    spec = charts.workload(charts.render(STATE))["spec"]
+    # A rolling update starts a pod while the one before it still drains.
+    assert spec["strategy"] == {"type": "Recreate"}
     update = {"maxSurge": 0, "maxUnavailable": 1}
-    values = {**STATE, **NODE, "hosts": hosts, "updateStrategy": update}
-    spec = charts.workload(charts.render(values))["spec"]
-    if hosts == 1:  # a rolling update starts a pod while the one before it still drains
-        assert spec["strategy"] == {"type": "Recreate"}
-    else:
-        assert spec["rolloutStrategy"]["rollingUpdateConfiguration"] == update
+    objects = charts.render({**STATE, "hosts": 2, "updateStrategy": update, **NODE})
+    spec = charts.workload(objects)["spec"]
+    assert spec["rolloutStrategy"]["rollingUpdateConfiguration"] == update
 
 
 def test_a_job_is_given_the_settings_that_batch_has() -> None:
@@ -149,8 +150,7 @@ def test_a_job_is_given_the_settings_that_batch_has() -> None:
     settings = {name: example(each) for name, each in known.items()}
     job = {"batch": {"enabled": True, "claim": "data"}, "model": {"name": "mine"}}
     for given, command in (({}, "serve"), (job, "batch")):
-        update = {"maxSurge": 0, "maxUnavailable": 1}
-        objects = charts.render({**given, "settings": settings, "updateStrategy": update})
+        objects = charts.render({**given, "settings": settings})
         (pod,) = charts.templates_of(charts.workload(objects)).values()
         name, *words = pod["spec"]["containers"][0]["args"]
         assert name == command
