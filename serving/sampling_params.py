@@ -83,14 +83,12 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     f"{param} has {len(text)} characters; at most {MAX_GRAMMAR_LENGTH}",
                     param=param,
                 )
-        try:
-            self.text.encode()
-        except UnicodeEncodeError:
+        if not is_unicode(self.text):
             raise RequestError(
                 f"{self.param} holds half of a surrogate pair, which is no character",
                 param=self.param,
                 code="invalid_unicode",
-            ) from None
+            )
         if self.kind == "choice":
             self._check_choices()
 
@@ -201,12 +199,12 @@ def _check_stop(stop: tuple[str, ...]) -> None:
             raise RequestError(
                 f"stop[{i}] has {len(text)} characters; at most {MAX_STOP_LENGTH}", param="stop"
             )
-        if not _is_unicode(text):
+        if not is_unicode(text):
             raise RequestError(f"stop[{i}] has half a surrogate pair", param="stop")
 
 
-def _is_unicode(text: str) -> bool:
-    """Whether it can be written as UTF-8; JSON can say half a character of two."""
+def is_unicode(text: str) -> bool:
+    """Whether it can be written as UTF-8: it holds no half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -108,7 +108,7 @@ def or_calls(
             param=grammar.param,
             code="unsupported_value",
         )
-    calls = _json(_calls(_FORMS[form], tools, several, tokens))
+    calls = json.dumps(_calls(_FORMS[form], tools, several, tokens))
     return msgspec.structs.replace(grammar, instead=calls)
 
 
@@ -206,11 +206,4 @@ def _text(text: str) -> Format:
 
 
 def _tag(form: Format) -> str:
-    return _json({"type": "structural_tag", "format": form})
-
-
-def _json(form: Format) -> str:
-    try:
-        return json.dumps(form)
-    except RecursionError:
-        raise RequestError("tools are nested too deeply", param="tools") from None
+    return json.dumps({"type": "structural_tag", "format": form})

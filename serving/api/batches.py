@@ -8,7 +8,7 @@ import msgspec
 from fastapi import APIRouter, Query, Response
 from pydantic import Field
 
-from weft.serving.api.body import Body
+from weft.serving.api.body import Body, JsonRoute
 from weft.serving.api.context import owner
 from weft.serving.api.documentation import returns
 from weft.serving.api.state import State
@@ -16,7 +16,7 @@ from weft.serving.batch.objects import BatchList, BatchObject, new_id, now
 
 WINDOW = 24 * 3600  # seconds that a batch has
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 Key = Annotated[str, Field(max_length=64)]
 Text = Annotated[str, Field(max_length=512)]

@@ -1,11 +1,25 @@
-"""What every request's body is."""
+"""What every request's body is: strict JSON, of an object whose every field is known."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import math
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict
+from pydantic_core import from_json
+
+from weft.errors import RequestError
+from weft.serving.api.errors import field_name
+from weft.serving.sampling_params import is_unicode
+
+MAX_DEPTH = 200
+"""Of objects and lists in a body; pydantic_core's limit."""
+_EXPLAINED = 1 << 16  # bytes of a body in which a fault is looked for a second time
+_MAX_NAME = 80  # characters of a field's name in an error
 
 
 def by_type(
@@ -41,3 +55,82 @@ class Body(BaseModel):
     """An object whose every field is known and has exactly its type."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class JsonRoute(APIRoute):
+    """A route whose body, if it takes one, is read by `read_json`; others by FastAPI, which is lax.
+
+    Of these it has a test: a route with a body is one.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's handler of a request that is read."""
+        handle = super().get_route_handler()
+        if self.body_field is None:
+            return handle
+
+        async def reading(request: Request) -> Response:
+            read = _ReadRequest(request.scope, request.receive)
+            if body := await read.body():
+                read.content = read_json(body)
+            return await handle(read)
+
+        return reading
+
+
+class _ReadRequest(Request):
+    content: Any
+
+    async def json(self) -> Any:
+        return self.content
+
+
+def read_json(data: bytes) -> Any:
+    """What a body says, of whose strings, keys and numbers each can be written again.
+
+    That is JSON as of RFC 8259, in UTF-8, no deeper than MAX_DEPTH, without halves of surrogate
+    pairs and integers of more than 4300 digits. Of fields with one name the last one counts.
+
+    Raises:
+        RequestError: it is something else; the message names the field, or the place.
+    """
+    try:
+        return from_json(data, allow_inf_nan=False)
+    except ValueError as error:
+        found = _explained(data) if len(data) <= _EXPLAINED else None
+        if found is None:
+            message = f"the body cannot be read as JSON: {error}"
+            raise RequestError(message, code="invalid_json") from None
+        loc, what = found
+        param = field_name(("body", *loc))[:_MAX_NAME]
+        message = f"{param or 'the body'} {what}"
+        raise RequestError(message, param=param or None, code="invalid_json") from None
+
+
+_Fault = tuple[tuple[str | int, ...], str]
+
+
+def _explained(data: bytes) -> _Fault | None:
+    """The first fault that Python's own reader lets pass."""
+    try:
+        return next(_faults(json.loads(data), ()), None)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _faults(value: Any, loc: tuple[str | int, ...]) -> Iterator[_Fault]:
+    half = "half of a surrogate pair, which is no character"
+    if isinstance(value, str) and not is_unicode(value):
+        yield loc, f"holds {half}"
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield loc, f"is {value}, which is no number of JSON"
+    elif isinstance(value, dict | list) and len(loc) > MAX_DEPTH:
+        yield loc, f"is nested too deeply: over {MAX_DEPTH}"
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            if not is_unicode(name):
+                yield loc, f"has a field whose name holds {half}"
+            yield from _faults(each, (*loc, name))
+    elif isinstance(value, list):
+        for i, each in enumerate(value):
+            yield from _faults(each, (*loc, i))

@@ -10,6 +10,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from weft.serving.answer_parser.pieces import Arguments, CallStart, Content, Piece, Reasoning
+from weft.serving.api.body import JsonRoute
 from weft.serving.api.connection import unless_gone
 from weft.serving.api.conversation import Conversation
 from weft.serving.api.documentation import returns
@@ -35,7 +36,7 @@ from weft.serving.api.turns import Turn, TurnDelta, Turns
 from weft.serving.sampling_params import SamplingParams
 from weft.serving.tokenizer import Tokenizer
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/chat/completions", **returns(ChatCompletion, streams=True))

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request, Response
 from msgspec.structs import replace
 
 from weft.serving.api.answers import Answer, Answers, finish_reason
+from weft.serving.api.body import JsonRoute
 from weft.serving.api.connection import unless_gone
 from weft.serving.api.documentation import returns
 from weft.serving.api.logprobs import TextLogprobs, joined
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/completions", **returns(Completion, streams=True))

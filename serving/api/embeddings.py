@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 
 from weft.errors import RequestError
 from weft.serving.api.answers import finish_reason, note_prompts
-from weft.serving.api.body import Body
+from weft.serving.api.body import Body, JsonRoute
 from weft.serving.api.connection import unless_gone
 from weft.serving.api.context import current
 from weft.serving.api.documentation import returns
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MAX_INPUTS = 2048  # OpenAI's
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 class EmbeddingRequest(Body):

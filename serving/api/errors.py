@@ -3,7 +3,7 @@
     RequestError             its own status, usually 400
     EngineError              503, try again later
     DiskError                507
-    a body that is not the schema's   400, naming the field
+    a body that is no JSON, or not the schema's   400, naming the field
     an unknown path, a wrong method   404, 405
 
 Whatever else is raised is a fault of ours: 500 without details, and the log has them.
@@ -162,9 +162,6 @@ def explain(errors: Sequence[Mapping[str, Any]]) -> RequestError:
     param = field_name(error["loc"])
     kind, given = error["type"], error.get("input")
     match kind:
-        case "json_invalid":
-            reason = error["ctx"]["error"]
-            return RequestError(f"the body is not JSON: {reason}", code="invalid_json")
         case "missing" if not param:
             return RequestError("the body is empty; send a JSON object", code="invalid_json")
         case "missing":

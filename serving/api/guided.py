@@ -106,19 +106,19 @@ class ResponseFormat(Body):
             param += ".value"
             if self.type != "json_object":
                 raise RequestError(f"{param} is only for type json_object", param=param)
-            return Grammar("json_schema", _text(self.value, param), param)
+            return Grammar("json_schema", _text(self.value), param)
         match self.type:
             case "text":
                 return None
             case "structural_tag":
-                return Grammar("structural_tag", _text({"type": self.type} | fields, param), param)
+                return Grammar("structural_tag", _text({"type": self.type} | fields), param)
             case "json_object":
                 return Grammar("json_object", param=param)
         assert self.json_schema is not None
         if self.json_schema.schema_ is None:
             return Grammar("json_object", param=param)
         param += ".json_schema.schema"
-        return Grammar("json_schema", _text(self.json_schema.schema_, param), param)
+        return Grammar("json_schema", _text(self.json_schema.schema_), param)
 
 
 class StructuredOutputs(Body):
@@ -162,7 +162,7 @@ class GuidedRequest(Body):
             yield grammar
         for field in ("guided_json", "json_schema"):
             if (schema := getattr(self, field)) is not None:
-                yield Grammar("json_schema", _text(schema, field), field)
+                yield Grammar("json_schema", _text(schema), field)
         for field in ("guided_regex", "regex"):
             if (text := getattr(self, field)) is not None:
                 yield Grammar("regex", text, field)
@@ -170,19 +170,19 @@ class GuidedRequest(Body):
             if (text := getattr(self, field)) is not None:
                 yield Grammar("ebnf", text, field)
         if self.guided_choice is not None:
-            yield Grammar("choice", _text(self.guided_choice, "guided_choice"), "guided_choice")
+            yield Grammar("choice", _text(self.guided_choice), "guided_choice")
         if self.structured_outputs is not None:
             yield from self._structured(self.structured_outputs)
 
     def _structured(self, outputs: StructuredOutputs) -> Iterator[Grammar]:
         if outputs.json_ is not None:
             param = "structured_outputs.json"
-            yield Grammar("json_schema", _text(outputs.json_, param), param)
+            yield Grammar("json_schema", _text(outputs.json_), param)
         if outputs.regex is not None:
             yield Grammar("regex", outputs.regex, "structured_outputs.regex")
         if outputs.choice is not None:
             param = "structured_outputs.choice"
-            yield Grammar("choice", _text(outputs.choice, param), param)
+            yield Grammar("choice", _text(outputs.choice), param)
         if outputs.grammar is not None:
             yield Grammar("ebnf", outputs.grammar, "structured_outputs.grammar")
         if outputs.json_object:
@@ -192,11 +192,6 @@ class GuidedRequest(Body):
             yield Grammar("structural_tag", outputs.structural_tag, param)
 
 
-def _text(value: Any, param: str) -> str:
+def _text(value: Any) -> str:
     """JSON, unless it is that already."""
-    if isinstance(value, str):
-        return value
-    try:
-        return json.dumps(value)
-    except RecursionError:
-        raise RequestError(f"{param} is nested too deeply", param=param) from None
+    return value if isinstance(value, str) else json.dumps(value)

@@ -16,6 +16,7 @@ from weft.serving.answer_parser.pieces import Arguments, CallStart, Content, Pie
 from weft.serving.api import anthropic_events as shapes
 from weft.serving.api import anthropic_schemas as asked
 from weft.serving.api.anthropic_errors import anthropic_error
+from weft.serving.api.body import JsonRoute
 from weft.serving.api.connection import unless_gone
 from weft.serving.api.conversation import Conversation
 from weft.serving.api.documentation import returns
@@ -36,7 +37,7 @@ from weft.serving.api.turns import Turns
 _TOOL_MODES: dict[str, ToolMode] = {"auto": "auto", "any": "required", "none": "none"}
 
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post(

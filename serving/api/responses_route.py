@@ -13,6 +13,7 @@ from weft.errors import EngineError, RequestError
 from weft.serving.answer_parser.pieces import Arguments, CallStart, Content, Piece, Reasoning
 from weft.serving.api import responses_events as shapes
 from weft.serving.api import responses_schemas as asked
+from weft.serving.api.body import JsonRoute
 from weft.serving.api.connection import unless_gone
 from weft.serving.api.conversation import Conversation
 from weft.serving.api.documentation import returns
@@ -23,7 +24,7 @@ from weft.serving.api.sse import EventStream, typed_event
 from weft.serving.api.state import State
 from weft.serving.api.turns import Turns
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/responses", **returns(shapes.ResponseObject, streams=True))

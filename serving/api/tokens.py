@@ -10,14 +10,14 @@ from fastapi import APIRouter, Response
 from pydantic import ConfigDict, WithJsonSchema, model_validator
 
 from weft.errors import RequestError
-from weft.serving.api.body import Body
+from weft.serving.api.body import Body, JsonRoute
 from weft.serving.api.conversation import Conversation
 from weft.serving.api.documentation import returns
 from weft.serving.api.responses import DetokenizedText, TokenizerInfo, Tokens
 from weft.serving.api.schemas import Messages, Tool
 from weft.serving.api.state import State
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 _NULL: dict[str, Any] = {"type": "null"}
 _TEXT: dict[str, Any] = {"prompt": {"not": _NULL}}

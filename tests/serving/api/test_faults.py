@@ -170,7 +170,7 @@ FAULTS = [
     Fault(21, OPEN + b'"a\\udc00\\ud800"}'),
     Fault(21, OPEN + b'"a", "stop": "\\udfff"}', param="stop"),
     Fault(21, {"prompt": "a\x00b", "stop": "\x00"}, (200,)),
-    Fault(21, OPEN + b'"a", "\\ud800": 1}'),
+    Fault(21, OPEN + b'"a", "\\ud800": 1}', says=("name",)),
     Fault(21, {"messages": [{"role": "user", "content": "\x00"}]}, (200,), path=CHATS),
     Fault(22, {}, (415,), headers=(("content-type", "text/plain"),)),
     Fault(22, {}, (415,), headers=(("content-type", "application/x-www-form-urlencoded"),)),
