@@ -308,10 +308,14 @@ class AsyncEngine:
             raise _late() from None
 
     async def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt; a long one is encoded in a thread."""
+        """Token ids of a prompt; a long one is encoded in a thread, or refused.
+
+        Raises:
+            RequestError: it is far too long, or no text.
+        """
         if len(text) < LONG_PROMPT:
             return self.tokenizer.encode(text)
-        return await asyncio.to_thread(self.tokenizer.encode, text)
+        return await asyncio.to_thread(self.tokenizer.encode, text, most=self.info.max_model_len)
 
     def check_serving(self) -> None:
         """Raise EngineError, with the time to wait if that is known, when no core serves."""

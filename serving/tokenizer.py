@@ -50,6 +50,7 @@ _DECODERS = {
     "WordPiece",
 }
 _ANCHOR = "a"
+_CHARACTERS = 16  # of a text for each token that it may have: four times what is usual
 # `raise_exception` gives a jinja2.TemplateError; the others come from expressions that a message
 # of an unexpected shape breaks.
 _TEMPLATE_ERRORS = (
@@ -130,12 +131,25 @@ class Tokenizer:
         """Tokens that the tokenizer knows; the model's own table is often padded beyond it."""
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, most: int | None = None
+    ) -> list[int]:
         """Token ids of a text, with what the tokenizer puts around it (often a `bos_token`).
 
+        With `most` a text that has far more tokens is refused for its beginning, before the rest
+        costs seconds.
+
         Raises:
-            RequestError: the text holds half of a surrogate pair, which is no character.
+            RequestError: the text holds half of a surrogate pair, which is no character; or it has
+                far more than `most` tokens.
         """
+        if most is not None and self._is_far_longer(text, most):
+            raise RequestError(
+                f"the prompt of {len(text)} characters has more than {2 * most} tokens; the "
+                f"context is {most}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
         try:
             encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
         except TypeError as error:  # a str that has no UTF-8 form is no text to it
@@ -144,6 +158,14 @@ class Tokenizer:
                 code="invalid_unicode",
             ) from error
         return list(encoding.ids)
+
+    def _is_far_longer(self, text: str, most: int) -> bool:
+        """Whether the beginning of a text has more than twice so many tokens.
+
+        All of it has more than half of them then: what is made of it depends on what is near.
+        """
+        beginning = most * _CHARACTERS
+        return len(text) > beginning and len(self.encode(text[:beginning])) > 2 * most
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids; ids that stand for nothing are left out."""

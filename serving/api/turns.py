@@ -109,8 +109,8 @@ class Turns:
         """
 
         def encoded() -> tuple[str, list[int]]:
-            prompt = conversation.prompt(engine.tokenizer)
-            return prompt, engine.tokenizer.encode(prompt, add_special_tokens=False)
+            prompt, most = conversation.prompt(engine.tokenizer), engine.info.max_model_len
+            return prompt, engine.tokenizer.encode(prompt, add_special_tokens=False, most=most)
 
         prompt, token_ids = await asyncio.to_thread(encoded)
         return cls(state, engine, conversation, prompt, token_ids, params, priority)

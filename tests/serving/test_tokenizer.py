@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support import tokenizers as kinds
 
 from weft.errors import ModelError, RequestError
@@ -18,6 +21,11 @@ MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content
 @pytest.fixture
 def byte_level(tmp_path: Path) -> Tokenizer:
     return Tokenizer.load(kinds.write_byte_level(tmp_path))
+
+
+@pytest.fixture(scope="module", params=[kinds.write_byte_level, kinds.write_sentencepiece])
+def any_kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(request.param(tmp_path_factory.mktemp("tokenizer")))
 
 
 @pytest.mark.parametrize("write", [kinds.write_byte_level, kinds.write_sentencepiece])
@@ -68,6 +76,25 @@ def test_ids_beyond_the_vocabulary_are_no_text(byte_level: Tokenizer) -> None:
 def test_a_lone_surrogate_is_the_requests_fault(byte_level: Tokenizer) -> None:
     with pytest.raises(RequestError, match="half of a surrogate pair"):
         byte_level.encode("a\ud800b")
+
+
+@given(
+    pieces=st.lists(st.sampled_from(["hello", " ", "\n", "world", "a", "😀", "é", "0"])),
+    times=st.integers(1, 40),
+    most=st.integers(0, 20),
+)
+def test_only_a_text_that_is_too_long_is_refused(
+    any_kind: Tokenizer, pieces: list[str], times: int, most: int
+) -> None:
+    text = "".join(pieces) * times
+    whole = any_kind.encode(text)
+    with suppress(RequestError) if len(whole) > most else nullcontext():
+        assert any_kind.encode(text, most=most) == whole
+
+
+def test_of_a_text_that_is_far_too_long_the_rest_is_not_looked_at(byte_level: Tokenizer) -> None:
+    with pytest.raises(RequestError, match=r"of 10000001 characters has more than 200 tokens"):
+        byte_level.encode("a" * 10_000_000 + "\ud800", most=100)
 
 
 def test_missing_tokenizer_is_one_line_with_the_files(tmp_path: Path) -> None:
