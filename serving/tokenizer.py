@@ -151,7 +151,10 @@ class Tokenizer:
                 code="context_length_exceeded",
             )
         try:
-            encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
+            # `encode` would hold the GIL all the time; this one also leaves out offsets.
+            (encoding,) = self.backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
         except TypeError as error:  # a str that has no UTF-8 form is no text to it
             raise RequestError(
                 "the text holds half of a surrogate pair, which is no character",
@@ -169,7 +172,11 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids; ids that stand for nothing are left out."""
-        return str(self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        # `decode` would hold the GIL all the time.
+        (text,) = self.backend.decode_batch(
+            [list(token_ids)], skip_special_tokens=skip_special_tokens
+        )
+        return str(text)
 
     def token_bytes(self, token_id: int) -> bytes:
         """UTF-8 bytes that a token adds inside a text; it may be a part of a character."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -43,7 +44,7 @@ async def create_completion(request: Request, body: CompletionRequest, state: St
     """Continue one text or many, as they stand, without a chat template."""
     engine = state.ready_engine(body.model)
     params = _params(body)
-    encode = engine.tokenizer.encode
+    encode = partial(engine.tokenizer.encode, most=engine.info.max_model_len)
     prompts = await asyncio.to_thread(
         lambda: [encode(text) if isinstance(text, str) else text for text in body.prompt]
     )

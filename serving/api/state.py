@@ -131,7 +131,7 @@ def no_such_model(model: str, served: str) -> RequestError:
     )
 
 
-def _of_request(request: Request) -> ServerState:
+async def _of_request(request: Request) -> ServerState:  # else FastAPI calls it in a thread
     state: ServerState = request.app.state.server
     return state
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from hypothesis import given
@@ -95,6 +97,16 @@ def test_only_a_text_that_is_too_long_is_refused(
 def test_of_a_text_that_is_far_too_long_the_rest_is_not_looked_at(byte_level: Tokenizer) -> None:
     with pytest.raises(RequestError, match=r"of 10000001 characters has more than 200 tokens"):
         byte_level.encode("a" * 10_000_000 + "\ud800", most=100)
+
+
+def test_others_go_on_while_a_long_text_is_encoded(byte_level: Tokenizer) -> None:
+    turns = 0
+    thread = Thread(target=byte_level.encode, args=("hello world " * 50_000,))
+    thread.start()
+    while thread.is_alive():
+        turns += 1
+        time.sleep(0.001)  # this needs the GIL to return
+    assert turns > 10
 
 
 def test_missing_tokenizer_is_one_line_with_the_files(tmp_path: Path) -> None:
