@@ -18,7 +18,6 @@ import random
 import re
 import resource
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -88,6 +87,8 @@ class Compiler:
                 )
         except RequestError as error:
             return _refused(error.message)
+        except OSError as error:
+            return Answer(fault=str(error))
         except MemoryError:
             return _refused(f"{param} takes too much memory to compile")
         except Exception as error:  # noqa: BLE001  xgrammar's are of many kinds
@@ -141,8 +142,8 @@ def _warnings() -> Iterator[list[str]]:
     """What xgrammar writes to stderr of the parts that it leaves out; complete at the end."""
     said: list[str] = []
     sys.stderr.flush()
-    stderr = os.dup(2)
-    with tempfile.TemporaryFile() as file:
+    with open(os.memfd_create("stderr"), "w+b") as file:
+        stderr = os.dup(2)
         os.dup2(file.fileno(), 2)
         try:
             yield said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -194,15 +195,51 @@ async def test_the_end_is_told_to_those_who_wait() -> None:
     await compiler.close()
 
 
-async def test_a_process_that_dies_is_replaced(compiler: GrammarCompiler) -> None:
+async def test_a_process_that_is_killed_is_replaced(compiler: GrammarCompiler) -> None:
     await compiler.compile(Grammar("regex", "c"))
-    assert compiler._process is not None
-    os.kill(compiler._process.pid, signal.SIGSTOP)
-    dying = asyncio.create_task(refusal(compiler, Grammar("regex", "d", "regex")))
+    killed = compiler._process
+    assert killed is not None
+    os.kill(killed.pid, signal.SIGSTOP)
+    asked = asyncio.create_task(compiler.compile(Grammar("regex", "d")))
     await asyncio.sleep(0)
-    os.kill(compiler._process.pid, signal.SIGKILL)
-    assert await dying == "regex is too much to compile"
-    assert isinstance(await compiler.compile(Grammar("regex", "e")), Compiled)
+    os.kill(killed.pid, signal.SIGKILL)
+    assert (await asked).data, "the grammar is not to blame"
+    assert compiler._process is not killed
+
+
+async def test_what_kills_two_processes_in_a_row_is_refused(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = 0
+
+    async def start_and_die() -> None:
+        nonlocal starts
+        starts += 1
+        await GrammarCompiler._start(compiler)
+        assert compiler._process is not None
+        os.kill(compiler._process.pid, signal.SIGKILL)
+
+    await compiler._kill()
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "_start", start_and_die)
+        for _ in range(2):
+            said = await refusal(compiler, Grammar("regex", "deadly", "regex"))
+            assert said == "regex is too much to compile"
+        assert starts == 2, "the second time it was remembered"
+    assert (await compiler.compile(Grammar("regex", "e"))).data
+
+
+async def test_what_the_machine_lacks_is_not_the_grammars_fault(compiler: GrammarCompiler) -> None:
+    await compiler.compile(Grammar("regex", "f"))
+    assert compiler._process is not None
+    pid, grammar = compiler._process.pid, Grammar("regex", "g")
+    _, most = limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (0, most))
+    with pytest.raises(EngineError, match="Too many open files"):
+        await compiler.compile(grammar)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+    assert (await compiler.compile(grammar)).data
+    assert compiler._process.pid == pid
 
 
 async def test_a_client_that_leaves_takes_nothing_from_others(compiler: GrammarCompiler) -> None:
