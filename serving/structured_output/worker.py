@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 MAX_MEMORY = 2 << 30  # bytes that compiling may take
 MAX_COMPILED = 32 << 20  # bytes of a compiled grammar
-MARKS = 16  # tokens of the small vocabulary that stand for those that a structural tag names
+MARKS = 256  # tokens of the small vocabulary that stand for those that a structural tag names
 END = 256 + MARKS  # the last one there
 WALKS, STEPS = 4, 256
 SLOW_STEP, SLOW_WALK = 0.05, 0.5  # seconds of processor time; usual are 1e-5 and 3e-3
@@ -74,7 +74,10 @@ class Compiler:
         param = grammar.param
         try:
             form = as_format(grammar, self._token_id)
-            bytewise = tokens_replaced(form, lambda token: 256 + token % MARKS)
+            marks: dict[int, int] = {}
+            bytewise = tokens_replaced(form, lambda t: marks.setdefault(t, 256 + len(marks)))
+            if len(marks) > MARKS:
+                raise RequestError(f"{param} names {len(marks)} tokens; at most {MARKS}")
             with _warnings() as said:
                 self._walk(self._for_bytes.compile_structural_tag(tag_of(bytewise)), param)
             if said:

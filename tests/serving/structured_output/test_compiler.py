@@ -9,16 +9,18 @@ import resource
 import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import pytest_asyncio
+import xgrammar
 
 from weft.errors import EngineError, RequestError
 from weft.serving.config import EngineConfig
 from weft.serving.messages import Compiled
 from weft.serving.sampling_params import Grammar, GrammarKind
 from weft.serving.structured_output.compiler import GrammarCompiler
+from weft.serving.structured_output.structural_tag import FORMATS
 from weft.serving.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -28,6 +30,16 @@ CONFIG = EngineConfig(grammar_timeout=20.0)
 
 def nested(depth: int) -> str:
     return '{"type":"array","items":' * depth + "{}" + "}" * depth
+
+
+def tag(form: Any) -> str:
+    return json.dumps({"type": "structural_tag", "format": form})
+
+
+def token_triggered(*tokens: int) -> str:
+    """Each token begins a tag."""
+    tags = [{"begin": {"token": t}, "content": {"type": "any_text"}, "end": "!"} for t in tokens]
+    return tag({"type": "token_triggered_tags", "trigger_tokens": tokens, "tags": tags})
 
 
 HOSTILE: dict[str, tuple[GrammarKind, str]] = {
@@ -64,7 +76,23 @@ HOSTILE: dict[str, tuple[GrammarKind, str]] = {
     "a missing rule": ("ebnf", "root ::= other"),
     "no root": ("ebnf", 'other ::= "a"'),
     "no tag": ("structural_tag", "{}"),
-    "an unknown tag": ("structural_tag", '{"type": "structural_tag", "format": {"type": "x"}}'),
+    "an unknown tag": ("structural_tag", tag({"type": "x"})),
+    "an unknown tag within": ("structural_tag", tag({"type": "star", "content": {"type": "x"}})),
+    "a tag that is none": ("structural_tag", tag({"type": ["star"]})),
+    "a schema without a type": ("structural_tag", tag({"json_schema": {"not": {}}})),
+    "an older schema": (
+        "structural_tag",
+        tag({"type": "qwen_xml_parameter", "json_schema": {"type": "object", "not": {}}}),
+    ),
+    "a rule of no token": (
+        "structural_tag",
+        tag({"type": "token_dispatch", "rules": [["no token", {"type": "any_text"}]]}),
+    ),
+    "rules that are none": ("structural_tag", tag({"type": "token_dispatch", "rules": [1, []]})),
+    "too many tokens": (
+        "structural_tag",
+        tag({"type": "any_tokens", "exclude_tokens": list(range(300, 600))}),
+    ),
 }
 
 
@@ -108,7 +136,18 @@ async def test_hostile_grammars_are_refused(compiler: GrammarCompiler, name: str
         ("json_schema", '{"type": "object", "properties": {"next": {"$ref": "#"}}}'),
         ("json_schema", nested(50)),
         ("json_schema", json.dumps({"enum": ["x" * i for i in range(100)]})),
-        ("structural_tag", '{"type": "structural_tag", "format": {"type": "any_text"}}'),
+        ("structural_tag", tag({"type": "any_text"})),
+        ("structural_tag", token_triggered(*range(300, 400))),
+        (
+            "structural_tag",
+            tag(
+                {"type": "token_dispatch", "rules": [[n, {"type": "any_text"}] for n in (300, 316)]}
+            ),
+        ),
+        (
+            "structural_tag",
+            tag({"type": "qwen_xml_parameter", "json_schema": {"properties": {"token": True}}}),
+        ),
     ],
 )
 async def test_what_is_large_but_sane_is_taken(
@@ -250,3 +289,8 @@ async def test_a_client_that_leaves_takes_nothing_from_others(compiler: GrammarC
     done: Any = await asyncio.gather(leaving, staying, return_exceptions=True)
     assert isinstance(done[0], asyncio.CancelledError)
     assert isinstance(done[1], Compiled)
+
+
+async def test_every_format_of_xgrammar_is_known() -> None:
+    formats, _ = get_args(xgrammar.structural_tag.Format)
+    assert {each.model_fields["type"].default for each in get_args(formats)} == FORMATS
