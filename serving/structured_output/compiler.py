@@ -1,10 +1,11 @@
 """Compiles the grammars of requests, in a child process, with a deadline and a cache.
 
 The process (worker.py) starts with the first grammar. It is killed when one takes too
-long, and another takes its place with the next one; the request is refused either way. What
-is refused is remembered too, so that it costs its time once; not so what took too long, which may
-be the machine's fault. What nobody waits for any more is not compiled: if it is under way, it gets
-as long as a new process would take to start.
+long, and another takes its place with the next one; the request is refused. When it dies, for
+which there may be other reasons, the same grammar goes to another, once. What is refused is
+remembered too, so that it costs its time once; not so what took too long, which may be the
+machine's fault. What nobody waits for any more is not compiled: if it is under way, it gets as
+long as a new process would take to start.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ PLACE = "{field}"
 """Stands for the request's field in errors that are kept."""
 OVERHEAD = 256
 """Bytes of what is kept, beside the grammar or error itself."""
+MAX_DEATHS = 2
+"""Of processes over one grammar, in a row, after which it is to blame."""
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +59,12 @@ class Answer(msgspec.Struct, frozen=True):
     Attributes:
         data: the compiled grammar, as xgrammar writes it.
         error: why there is none.
+        fault: what kept it from being compiled, of which it is innocent.
     """
 
     data: bytes = b""
     error: str | None = None
+    fault: str | None = None
 
 
 class _Job:
@@ -67,6 +72,7 @@ class _Job:
 
     Attributes:
         waiting: how many wait.
+        deaths: of processes over it.
         done: what has come of it; a text is why it is refused, with PLACE as the field.
     """
 
@@ -74,6 +80,7 @@ class _Job:
         self.key = key
         self.grammar = msgspec.structs.replace(grammar, param=PLACE)
         self.waiting = 0
+        self.deaths = 0
         self.done: asyncio.Future[Compiled | str | EngineError] = asyncio.Future()
 
 
@@ -204,8 +211,13 @@ class GrammarCompiler:
             return f"{PLACE} took longer than {patience:g} s to compile"
         except EngineError as error:
             await self._kill()
-            logger.warning("a grammar was too much: %s", error)
+            logger.warning("while it compiled a grammar: %s", error)
+            job.deaths += 1
             answer = Answer(error=f"{PLACE} is too much to compile")
+            if job.deaths < MAX_DEATHS:
+                return await self._do(job) if job.waiting else error
+        if answer.fault is not None:
+            return EngineError(f"the grammar compiler failed: {answer.fault}")
         done = Compiled(job.key, answer.data) if answer.error is None else answer.error
         size = len(answer.data) if answer.error is None else len(answer.error)
         self._done.put(job.key, done, size + OVERHEAD)

@@ -22,6 +22,16 @@ MAX_WHITESPACE = 16
 MAX_DEPTH = 128
 """Of objects and lists in a structural tag, schemas apart."""
 
+FORMATS = {
+    *("any_text", "any_tokens", "const_string", "dispatch", "exclude_token", "grammar"),
+    *("json_schema", "optional", "or", "plus", "qwen_xml_parameter", "regex", "repeat"),
+    *("sequence", "star", "tag", "tags_with_separator", "token", "token_dispatch"),
+    *("token_triggered_tags", "triggered_tags"),
+}
+"""All that xgrammar 0.2.8 has. It would take one without a type for what it looks like."""
+_UNTYPED = {"tags": "tag", "begin": "token", "end": "token"}
+"""Of the formats in these fields the type may be left out."""
+
 
 def as_format(grammar: Grammar, token_id: Callable[[str | int], int | None]) -> Format:
     """A grammar as xgrammar is to have it, without what comes before it.
@@ -37,7 +47,9 @@ def as_format(grammar: Grammar, token_id: Callable[[str | int], int | None]) -> 
     if grammar.instead:
         forms.append(json.loads(grammar.instead))
     for node, place in (found for form in forms for found in _nodes(form, grammar.param)):
-        if node.get("type") == "json_schema":
+        if node["type"] == "qwen_xml_parameter":  # its older name
+            node |= {"type": "json_schema", "style": "qwen_xml"}
+        if node["type"] == "json_schema":
             within = f"{place}/json_schema" if grammar.kind == "structural_tag" else place
             where = str(node.pop("of", within))
             node["json_schema"] = prepare(node.get("json_schema"), where)
@@ -83,6 +95,10 @@ def _name_tokens(node: Format, place: str, token_id: Callable[[str | int], int |
             node[word] = [found(each) for each in value]
         elif not isinstance(value, dict):
             node[word] = found(value)
+    if node["type"] == "token_dispatch":
+        for rule in node["rules"] if isinstance(node.get("rules"), list) else ():
+            if isinstance(rule, list) and rule:
+                rule[0] = found(rule[0])
 
 
 def _written(grammar: Grammar) -> Format:
@@ -128,15 +144,24 @@ def _older(structure: Any, param: str) -> Format:
 
 
 def _nodes(form: Format, place: str) -> Iterator[tuple[Format, str]]:
-    """Every object of a format, and where it is; schemas are not looked into."""
-    todo: list[tuple[Any, str, int]] = [(form, place, 0)]
+    """Every format in a format, with its type, and where it is; schemas are not looked into."""
+    todo: list[tuple[Any, str, int, str | None]] = [(form, place, 0, None)]
     while todo:
-        node, place, depth = todo.pop()
+        node, place, depth, kind = todo.pop()
         if depth > MAX_DEPTH:
             raise RequestError(f"{place[:80]} is nested too deeply: over {MAX_DEPTH}")
         if isinstance(node, list):
-            todo += [(each, f"{place}/{i}", depth + 1) for i, each in enumerate(node)]
+            todo += [(each, f"{place}/{i}", depth + 1, kind) for i, each in enumerate(node)]
         elif isinstance(node, dict):
+            kind = node.setdefault("type", kind)
+            if not isinstance(kind, str) or kind not in FORMATS:
+                raise RequestError(
+                    f"{place[:80]} has the type {str(kind)[:40]!r}; a format's type is one of "
+                    f"{', '.join(sorted(FORMATS))}"
+                )
             yield node, place
-            if node.get("type") != "json_schema":
-                todo += [(each, f"{place}/{key}", depth + 1) for key, each in node.items()]
+            if node["type"] != "json_schema":
+                todo += [
+                    (each, f"{place}/{key}", depth + 1, _UNTYPED.get(key))
+                    for key, each in node.items()
+                ]

@@ -18,7 +18,6 @@ import random
 import re
 import resource
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 
 MAX_MEMORY = 2 << 30  # bytes that compiling may take
 MAX_COMPILED = 32 << 20  # bytes of a compiled grammar
-MARKS = 16  # tokens of the small vocabulary that stand for those that a structural tag names
+MARKS = 256  # tokens of the small vocabulary that stand for those that a structural tag names
 END = 256 + MARKS  # the last one there
 WALKS, STEPS = 4, 256
 SLOW_STEP, SLOW_WALK = 0.05, 0.5  # seconds of processor time; usual are 1e-5 and 3e-3
@@ -75,7 +74,10 @@ class Compiler:
         param = grammar.param
         try:
             form = as_format(grammar, self._token_id)
-            bytewise = tokens_replaced(form, lambda token: 256 + token % MARKS)
+            marks: dict[int, int] = {}
+            bytewise = tokens_replaced(form, lambda t: marks.setdefault(t, 256 + len(marks)))
+            if len(marks) > MARKS:
+                raise RequestError(f"{param} names {len(marks)} tokens; at most {MARKS}")
             with _warnings() as said:
                 self._walk(self._for_bytes.compile_structural_tag(tag_of(bytewise)), param)
             if said:
@@ -88,6 +90,8 @@ class Compiler:
                 )
         except RequestError as error:
             return _refused(error.message)
+        except OSError as error:
+            return Answer(fault=str(error))
         except MemoryError:
             return _refused(f"{param} takes too much memory to compile")
         except Exception as error:  # noqa: BLE001  xgrammar's are of many kinds
@@ -141,8 +145,8 @@ def _warnings() -> Iterator[list[str]]:
     """What xgrammar writes to stderr of the parts that it leaves out; complete at the end."""
     said: list[str] = []
     sys.stderr.flush()
-    stderr = os.dup(2)
-    with tempfile.TemporaryFile() as file:
+    with open(os.memfd_create("stderr"), "w+b") as file:
+        stderr = os.dup(2)
         os.dup2(file.fileno(), 2)
         try:
             yield said

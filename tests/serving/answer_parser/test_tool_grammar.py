@@ -242,12 +242,3 @@ def test_a_format_that_cannot_be_forced(form: str | None) -> None:
         strict_calls(form, TOOLS, {})
     with pytest.raises(RequestError, match=r"regex says what.*--tool-parser"):
         or_calls(Grammar("regex", "a", "regex"), form, TOOLS, several=True, tokens={})
-
-
-def test_parameters_that_are_nested_too_deeply() -> None:
-    schema: Any = {}
-    for _ in range(100_000):
-        schema = {"items": schema}
-    with pytest.raises(RequestError, match="nested"):
-        strict_calls("hermes", [Offered("f", schema)], {})
-    assert json.loads(calls_only("hermes", TOOLS, several=True, tokens={}).text)

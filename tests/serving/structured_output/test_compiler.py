@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import pytest_asyncio
+import xgrammar
 
 from weft.errors import EngineError, RequestError
 from weft.serving.config import EngineConfig
 from weft.serving.messages import Compiled
 from weft.serving.sampling_params import Grammar, GrammarKind
 from weft.serving.structured_output.compiler import GrammarCompiler
+from weft.serving.structured_output.structural_tag import FORMATS
 from weft.serving.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -27,6 +30,16 @@ CONFIG = EngineConfig(grammar_timeout=20.0)
 
 def nested(depth: int) -> str:
     return '{"type":"array","items":' * depth + "{}" + "}" * depth
+
+
+def tag(form: Any) -> str:
+    return json.dumps({"type": "structural_tag", "format": form})
+
+
+def token_triggered(*tokens: int) -> str:
+    """Each token begins a tag."""
+    tags = [{"begin": {"token": t}, "content": {"type": "any_text"}, "end": "!"} for t in tokens]
+    return tag({"type": "token_triggered_tags", "trigger_tokens": tokens, "tags": tags})
 
 
 HOSTILE: dict[str, tuple[GrammarKind, str]] = {
@@ -63,7 +76,23 @@ HOSTILE: dict[str, tuple[GrammarKind, str]] = {
     "a missing rule": ("ebnf", "root ::= other"),
     "no root": ("ebnf", 'other ::= "a"'),
     "no tag": ("structural_tag", "{}"),
-    "an unknown tag": ("structural_tag", '{"type": "structural_tag", "format": {"type": "x"}}'),
+    "an unknown tag": ("structural_tag", tag({"type": "x"})),
+    "an unknown tag within": ("structural_tag", tag({"type": "star", "content": {"type": "x"}})),
+    "a tag that is none": ("structural_tag", tag({"type": ["star"]})),
+    "a schema without a type": ("structural_tag", tag({"json_schema": {"not": {}}})),
+    "an older schema": (
+        "structural_tag",
+        tag({"type": "qwen_xml_parameter", "json_schema": {"type": "object", "not": {}}}),
+    ),
+    "a rule of no token": (
+        "structural_tag",
+        tag({"type": "token_dispatch", "rules": [["no token", {"type": "any_text"}]]}),
+    ),
+    "rules that are none": ("structural_tag", tag({"type": "token_dispatch", "rules": [1, []]})),
+    "too many tokens": (
+        "structural_tag",
+        tag({"type": "any_tokens", "exclude_tokens": list(range(300, 600))}),
+    ),
 }
 
 
@@ -107,7 +136,18 @@ async def test_hostile_grammars_are_refused(compiler: GrammarCompiler, name: str
         ("json_schema", '{"type": "object", "properties": {"next": {"$ref": "#"}}}'),
         ("json_schema", nested(50)),
         ("json_schema", json.dumps({"enum": ["x" * i for i in range(100)]})),
-        ("structural_tag", '{"type": "structural_tag", "format": {"type": "any_text"}}'),
+        ("structural_tag", tag({"type": "any_text"})),
+        ("structural_tag", token_triggered(*range(300, 400))),
+        (
+            "structural_tag",
+            tag(
+                {"type": "token_dispatch", "rules": [[n, {"type": "any_text"}] for n in (300, 316)]}
+            ),
+        ),
+        (
+            "structural_tag",
+            tag({"type": "qwen_xml_parameter", "json_schema": {"properties": {"token": True}}}),
+        ),
     ],
 )
 async def test_what_is_large_but_sane_is_taken(
@@ -194,15 +234,51 @@ async def test_the_end_is_told_to_those_who_wait() -> None:
     await compiler.close()
 
 
-async def test_a_process_that_dies_is_replaced(compiler: GrammarCompiler) -> None:
+async def test_a_process_that_is_killed_is_replaced(compiler: GrammarCompiler) -> None:
     await compiler.compile(Grammar("regex", "c"))
-    assert compiler._process is not None
-    os.kill(compiler._process.pid, signal.SIGSTOP)
-    dying = asyncio.create_task(refusal(compiler, Grammar("regex", "d", "regex")))
+    killed = compiler._process
+    assert killed is not None
+    os.kill(killed.pid, signal.SIGSTOP)
+    asked = asyncio.create_task(compiler.compile(Grammar("regex", "d")))
     await asyncio.sleep(0)
-    os.kill(compiler._process.pid, signal.SIGKILL)
-    assert await dying == "regex is too much to compile"
-    assert isinstance(await compiler.compile(Grammar("regex", "e")), Compiled)
+    os.kill(killed.pid, signal.SIGKILL)
+    assert (await asked).data, "the grammar is not to blame"
+    assert compiler._process is not killed
+
+
+async def test_what_kills_two_processes_in_a_row_is_refused(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = 0
+
+    async def start_and_die() -> None:
+        nonlocal starts
+        starts += 1
+        await GrammarCompiler._start(compiler)
+        assert compiler._process is not None
+        os.kill(compiler._process.pid, signal.SIGKILL)
+
+    await compiler._kill()
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "_start", start_and_die)
+        for _ in range(2):
+            said = await refusal(compiler, Grammar("regex", "deadly", "regex"))
+            assert said == "regex is too much to compile"
+        assert starts == 2, "the second time it was remembered"
+    assert (await compiler.compile(Grammar("regex", "e"))).data
+
+
+async def test_what_the_machine_lacks_is_not_the_grammars_fault(compiler: GrammarCompiler) -> None:
+    await compiler.compile(Grammar("regex", "f"))
+    assert compiler._process is not None
+    pid, grammar = compiler._process.pid, Grammar("regex", "g")
+    _, most = limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (0, most))
+    with pytest.raises(EngineError, match="Too many open files"):
+        await compiler.compile(grammar)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+    assert (await compiler.compile(grammar)).data
+    assert compiler._process.pid == pid
 
 
 async def test_a_client_that_leaves_takes_nothing_from_others(compiler: GrammarCompiler) -> None:
@@ -213,3 +289,8 @@ async def test_a_client_that_leaves_takes_nothing_from_others(compiler: GrammarC
     done: Any = await asyncio.gather(leaving, staying, return_exceptions=True)
     assert isinstance(done[0], asyncio.CancelledError)
     assert isinstance(done[1], Compiled)
+
+
+async def test_every_format_of_xgrammar_is_known() -> None:
+    formats, _ = get_args(xgrammar.structural_tag.Format)
+    assert {each.model_fields["type"].default for each in get_args(formats)} == FORMATS
