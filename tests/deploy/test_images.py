@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sysconfig
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from weft.serving.cli import weft
 from weft.version import __version__
@@ -16,6 +18,12 @@ from weft.version import __version__
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 COMPOSE = ROOT / "deploy" / "compose.yaml"
+TRITON_OF_CUDA = {"2.13.0": "3.7.1"}
+"""By torch's release: the one that its build with CUDA asks for. From the wheel's metadata:
+
+    uv pip compile --constraint constraints.txt --extra cuda pyproject.toml
+"""
+
 ENVIRONMENT = {"MODEL": "weft-demo", "GPUS": "2", "PORT": "8000", "MODELS": "/srv"}
 
 
@@ -77,6 +85,18 @@ def test_every_package_of_the_wheel_is_copied() -> None:
     folders = set(re.findall(r'^"weft(?:\.\w+)?" = "(\w+)"$', text, re.MULTILINE))
     copied = re.findall(r"^COPY (\w+) \1$", DOCKERFILE.read_text(), re.MULTILINE)
     assert set(copied) == folders >= {"weft", "serving"}
+
+
+def test_constraints_suit_torch_for_cpus_and_torch_with_cuda() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    found = [Requirement(line) for line in lines if not line.startswith("#")]
+    specifiers = {each.name: each.specifier for each in found}
+    triton = specifiers.pop("triton")
+    for name, specifier in specifiers.items():
+        assert str(specifier).startswith("=="), f"{name} is to have one version"
+    torch = str(specifiers["torch"]).removeprefix("==")
+    assert triton.contains(TRITON_OF_CUDA[torch])
+    assert str(triton) == f"<={version('triton')}", "pip takes the newest, where torch has no wish"
 
 
 def test_compose_runs_what_weft_takes_and_lets_it_drain() -> None:
