@@ -1,9 +1,9 @@
 """Rows of a batch go into the engine as that has room for what they ask for.
 
-A row begins, in its turn, when there is room for one answer. Each of its answers then waits for room
-of its own, so one that asks for many gets on however busy the engine is, and nobody waits until
-there is room for all of them at once. Answers that wait take memory: no row begins while those of
-the rows before would fill the engine.
+A row begins, in its turn, when there is room for one answer. Each of its answers then waits for
+room of its own, so one that asks for many gets on however busy the engine is, and nobody waits
+until there is room for all of them at once. Answers that wait take memory: no row begins while
+those of the rows before would fill the engine.
 """
 
 from __future__ import annotations

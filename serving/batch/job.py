@@ -133,9 +133,12 @@ class Job:
             self._has_failed(list(self._in_engine))  # and were cancelled before they heard of it
             raise
         finally:
-            writer.close()
-            await writing
-            await asyncio.to_thread(self._journal.note_failures, self._failures)
+            await _to_its_end(self._close(writer, writing))
+
+    async def _close(self, writer: Writer, writing: asyncio.Task[None]) -> None:
+        writer.close()
+        await writing
+        await asyncio.to_thread(self._journal.note_failures, self._failures)
 
     async def _answer(self, row: Row, post: Post) -> tuple[int, bytes, dict[str, Any]]:
         if row.problem is not None:
@@ -229,6 +232,20 @@ class Job:
             if self._refusal is not None:
                 row = replace(row, code=self._refusal[0], problem=self._refusal[1])
             yield row, len(line.data or b"")
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await work that is never cancelled; who waits for it is, when it is done."""
+    task = asyncio.create_task(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError as error:
+            cancelled = error
+    task.result()
+    if cancelled is not None:
+        raise cancelled
 
 
 class _Ahead:

@@ -115,7 +115,7 @@ def test_more_inputs_than_there_are_places(mock: Server) -> None:
 async def test_a_queue_that_fills_up_meanwhile_refuses_no_input(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is admitted as a whole. One that comes then is refused."""
+    """Others take each place as it gets free; one that comes then is refused."""
     config = replace(mock_config(tmp_path, monkeypatch), max_queue=4)
     inputs = [[1 + i % 50, 2, 3] for i in range(200)]
     async with started(config, in_process=True, runner_factory=SLOW) as engine:
@@ -130,15 +130,19 @@ async def test_a_queue_that_fills_up_meanwhile_refuses_no_input(
             while not engine.live:
                 await asyncio.sleep(0.001)
             wish = params(max_tokens=1000, ignore_eos=True)
-            others = []
-            while engine.live < engine.places:
-                others.append(asyncio.create_task(collect(engine, [3], wish)))
+            refused: httpx.Response | None = None
+            others = set[asyncio.Task[object]]()
+            while not asking.done():
+                if engine.live < engine.places:
+                    others.add(asyncio.create_task(collect(engine, [3], wish)))
+                elif len(others) == engine.places and refused is None:
+                    refused = await ask()
                 await asyncio.sleep(0)
-            assert not asking.done()
-            assert (await ask()).status_code == 429
             response = await asking
             assert response.status_code == 200, response.text
             assert len(vectors(response.json())) == len(inputs)
+            assert refused is not None
+            assert refused.status_code == 429
             for task in others:
                 task.cancel()
             await asyncio.wait(others)

@@ -370,6 +370,32 @@ async def test_what_is_left_when_the_time_is_over_is_an_error(
             assert len(choice["text"]) == tokens
 
 
+async def test_a_file_whose_deletion_was_cut_short_is_removed(
+    engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An output; the errors beside it stay, as do others' files."""
+    async with serving(tmp_path, engine) as service:
+        await create(service, "first", [row("a"), row("hot", temperature=9)])
+        first = await ended(service, "first")
+    folder = tmp_path / "batches" / "first"
+    (folder / "somebody's own").touch()
+    store = Store(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", raise_interrupted)
+        with pytest.raises(InterruptedError):
+            store.delete_file(str(first.output_file_id), OWNER)
+    store.close()
+    assert (folder / "output").exists()
+    store = Store(tmp_path)
+    assert {path.name for path in folder.iterdir()} == {"errors", "somebody's own"}
+    assert lines(store, first.error_file_id).keys() == {"hot"}
+    store.close()
+
+
+def raise_interrupted(*_: Any, **__: Any) -> None:
+    raise InterruptedError
+
+
 def test_what_a_server_that_was_killed_has_left_is_removed(tmp_path: Path) -> None:
     store = Store(tmp_path)
     upload(store, "whole", [row("a")])
