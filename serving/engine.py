@@ -19,7 +19,7 @@ import math
 import random
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -190,11 +190,24 @@ class AsyncEngine:
         Raises:
             RequestError: this request cannot be served; with status 429, not now.
         """
+        params = self._checked(prompt_token_ids, params)
+        self._check_queue()
+        return params
+
+    def _checked(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams | Pooling
+    ) -> SamplingParams:
+        """The same, whether or not the queue has room."""
         if isinstance(params, Pooling):
             check_pooled(prompt_token_ids, self.info)
             params = SamplingParams(max_tokens=1)  # which is not looked at
         else:
             params = check_request(prompt_token_ids, params, self.info)
+        if params.seed is None:
+            params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
+        return params
+
+    def _check_queue(self) -> None:
         if self.live >= self.places:
             raise RequestError(
                 f"{self.live} requests are running or waiting, of at most {self.places}; "
@@ -203,9 +216,6 @@ class AsyncEngine:
                 status=429,
                 retry_after=self._pace.retry_after(),
             )
-        if params.seed is None:
-            params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
-        return params
 
     async def generate(
         self,
@@ -215,6 +225,7 @@ class AsyncEngine:
         priority: int = 0,
         deadline: float | None = None,
         visible: frozenset[int] = frozenset(),
+        admit: Callable[[], Awaitable[None]] | None = None,
         on_admitted: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[Delta, None]:
         """Serve one request (`params.n` is ignored: n answers are n calls).
@@ -227,6 +238,8 @@ class AsyncEngine:
             priority: lower is served first.
             deadline: time.monotonic() at which it is given up.
             visible: special tokens whose text is wanted, such as the marks of a call.
+            admit: returns when it may be queued, whatever there is in the queue; None: now, or it
+                is refused.
             on_admitted: called once it waits or runs.
 
         Yields:
@@ -244,7 +257,11 @@ class AsyncEngine:
             pooling = params.kind
         else:
             grammar = await self._compiled(params.grammar, deadline)
-        params = self.validate(prompt, params)
+        params = self._checked(prompt, params)
+        if admit is None:
+            self._check_queue()
+        else:
+            await admit()
         self.check_serving()
         core = self._least_busy()
         if grammar is not None and core.grammar_bytes(grammar) > LIVE_GRAMMARS:

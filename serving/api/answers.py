@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from weft.errors import EngineError, RequestError
-from weft.serving.api.context import current
+from weft.serving.api.context import admit, current
 from weft.serving.api.responses import CompletionUsage, FinishReason, PromptTokensDetails
 from weft.serving.api.state import ServerState
 from weft.serving.metrics import Phases
@@ -147,6 +147,7 @@ class Answers:
             priority=self._priority,
             deadline=self._deadline,
             visible=self._visible,
+            admit=admit.get(),
             on_admitted=self._admit,
         )
         phases = Phases(len(prompt))

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from weft.serving.api.keys import Key
     from weft.serving.metrics import Phases
 
@@ -40,6 +42,9 @@ class Context:
 
 
 current: ContextVar[Context | None] = ContextVar("current", default=None)
+
+admit: ContextVar[Callable[[], Awaitable[None]] | None] = ContextVar("admit", default=None)
+"""For `AsyncEngine.generate`: what the answers of a batch's row wait for. Others do not wait."""
 
 
 def owner() -> str:

@@ -14,7 +14,7 @@ from weft.errors import RequestError
 from weft.serving.api.answers import finish_reason, note_prompts
 from weft.serving.api.body import Body, JsonRoute
 from weft.serving.api.connection import unless_gone
-from weft.serving.api.context import current
+from weft.serving.api.context import admit, current
 from weft.serving.api.documentation import returns
 from weft.serving.api.responses import Embedding, EmbeddingList, EmbeddingUsage
 from weft.serving.api.schemas import Priority, prompts_up_to
@@ -69,17 +69,23 @@ def _encoded(engine: AsyncEngine, inputs: list[str] | list[list[int]]) -> list[l
 async def _embed(
     state: ServerState, engine: AsyncEngine, body: EmbeddingRequest, prompts: list[list[int]]
 ) -> EmbeddingList:
-    """Run the prompts, no more at a time than run: the queue is for others."""
+    """Run the prompts, no more at a time than run: the queue is for others.
+
+    With the first of them the request is admitted, so a queue that is full by then refuses none.
+    """
     context = current.get()
     deadline = None if context is None else state.deadline(context)
     data = [msgspec.Raw()] * len(prompts)
+    admitting = admit.get()
 
     async def work(i: int) -> None:
         phases = Phases(len(prompts[i]))
         if context is not None:
             context.answers.append(phases)
 
-        def charge() -> None:
+        def on_admitted() -> None:
+            nonlocal admitting
+            admitting = admitting or _at_once
             if context is not None and context.key is not None:
                 context.key.spend(len(prompts[i]))
 
@@ -88,7 +94,8 @@ async def _embed(
             engine.pooling,
             priority=body.priority or 0,
             deadline=deadline,
-            on_admitted=charge,
+            admit=admitting,
+            on_admitted=on_admitted,
         )
         async with aclosing(state.metrics.observe(deltas, phases)) as observed:
             async for delta in observed:
@@ -107,3 +114,7 @@ async def _embed(
     tokens = sum(map(len, prompts))
     embeddings = cast(list[Embedding], data)
     return EmbeddingList(embeddings, body.model, EmbeddingUsage(tokens, tokens))
+
+
+async def _at_once() -> None:
+    """For an input of a request that is admitted."""

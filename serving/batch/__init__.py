@@ -8,12 +8,12 @@ journal.py     what is done: the output's groups of lines, and the state that co
 writer.py      answers, to the journal
 job.py         one run over the rows that are left
 local.py       the routes of the HTTP API, without a socket
+feeder.py      rows, as the engine has room for what they ask for
 command.py     `weft batch`
 objects.py     files and batches as OpenAI's API has them
 store.py       those of a server, on its disk
 validation.py  whether an input can be run
 records.py     what a batch has on the disk, and how it ends
-feeder.py      rows, as the engine has room beside other requests
 runner.py      one batch after the other, answered
 service.py     the server's batches
 """

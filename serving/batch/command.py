@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import ConfigError, WeftError
+from weft.serving.batch.feeder import Feeder
 from weft.serving.batch.inputs import STDIN, Inputs, find, spool
 from weft.serving.batch.job import Job
 from weft.serving.batch.journal import Journal
-from weft.serving.batch.local import LocalApi
 from weft.serving.batch.rows import parse
 from weft.serving.config import EngineConfig, ServerConfig
 from weft.serving.engine import LOAD_MODEL, AsyncEngine
@@ -247,18 +247,12 @@ class _Command:
         return status
 
     async def _load_and_answer(self, job: Job) -> None:
-        from weft.serving.api.app import local_app
-
         self._api.engine = engine = await self._start()
-        api = LocalApi(local_app(self._api))
-
-        async def post(path: str, body: bytes, answers: int) -> tuple[int, bytes]:
-            return await api.post(path, body)
-
+        most = width(engine)
         try:
             self._journal.open()
             with self._progress:
-                await job.run(post, width(engine))
+                await job.run(Feeder(self._api, engine, most).post, most)
         finally:
             await engine.shutdown(drain=False)
 

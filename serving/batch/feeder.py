@@ -1,6 +1,9 @@
-"""Rows of a server's batches go into its engine while that has room beyond what is kept for others.
+"""Rows of a batch go into the engine as that has room for what they ask for.
 
-Of eight places one stays free, and a row takes as many as it asks for answers.
+A row begins, in its turn, when there is room for one answer. Each of its answers then waits for
+room of its own, so one that asks for many gets on however busy the engine is, and nobody waits
+until there is room for all of them at once. Answers that wait take memory: no row begins while
+those of the rows before would fill the engine.
 """
 
 from __future__ import annotations
@@ -8,50 +11,48 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from weft.errors import EngineError, RequestError
-from weft.serving.api.errors import describe
+from weft.errors import EngineError
+from weft.serving.api.context import admit
 from weft.serving.batch.job import EngineEnded, LeftOut
 from weft.serving.batch.local import LocalApi
+from weft.serving.window import POLL, Admission
 
 if TYPE_CHECKING:
     from weft.serving.api.state import ServerState
     from weft.serving.engine import AsyncEngine
 
-POLL = 0.02  # seconds between two looks at whether the engine has room
-
 
 class Feeder:
     """See the module's text.
 
-    Attributes:
-        workers: answers at once.
+    Args:
+        server: whose routes answer the rows.
+        engine: of the server.
+        most: requests that the engine may have when another answer goes there.
     """
 
-    def __init__(self, server: ServerState, engine: AsyncEngine) -> None:
+    def __init__(self, server: ServerState, engine: AsyncEngine, most: int) -> None:
         from weft.serving.api.app import local_app
 
-        places = engine.config.dp * engine.info.max_num_seqs
-        self.workers = max(1, places - max(1, places // 8))
         self._server = server
         self._engine = engine
+        self._most = most
+        self._admission = Admission(engine, most)
         self._api = LocalApi(local_app(server))
         self._turn = asyncio.Lock()
-        self._mine = 0  # answers that are asked for, in the engine or on the way there
+        self._asked = 0  # answers, of rows that have begun
 
     async def post(self, path: str, body: bytes, answers: int) -> tuple[int, bytes]:
-        """The answer to a row, which is a 400 when it asks for too many answers.
+        """The API's answer to a row, which asks for so many answers.
 
         Raises:
             LeftOut: the server ends.
             EngineEnded: the engine has ended.
             EngineError: it has failed with this row, and may serve again.
         """
-        if answers > self.workers:
-            return self._too_many(answers)
-        await self._until_there_is_room(answers)
-        self._mine += answers
+        await self._until_it_may_begin()
+        self._asked += answers
+        admit.set(self._admission.wait)  # in this task and those of the row
         try:
             return await self._api.post(path, body)
         except EngineError:
@@ -59,25 +60,14 @@ class Feeder:
                 raise LeftOut from None
             raise
         finally:
-            self._mine -= answers
+            self._asked -= answers
 
-    def _too_many(self, answers: int) -> tuple[int, bytes]:
-        message = (
-            f"the row asks for {answers} answers at once; on this server at most {self.workers} "
-            "of a batch run at a time: share them out among rows"
-        )
-        status, body = describe(RequestError(message, param="n", code="too_many_answers"))
-        return status, msgspec.json.encode(body)
-
-    async def _until_there_is_room(self, answers: int) -> None:
+    async def _until_it_may_begin(self) -> None:
         async with self._turn:
-            while self._engine.status != "ready" or answers > self._room():
+            while self._asked >= self._most or not self._admission.open:
                 if self._server.draining:
                     raise LeftOut
                 if self._engine.status in ("dead", "stalled"):
-                    raise EngineEnded
+                    why = self._engine.failure or f"the engine is {self._engine.status}"
+                    raise EngineEnded(str(why))
                 await asyncio.sleep(POLL)
-            await asyncio.sleep(0)  # the row before is now counted
-
-    def _room(self) -> int:
-        return self.workers - max(self._engine.live, self._mine)

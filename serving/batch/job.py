@@ -37,8 +37,8 @@ class LeftOut(Exception):  # noqa: N818  # it is none
     """Raised in the place of an answer: the row is for the next run."""
 
 
-class EngineEnded(Exception):  # noqa: N818  # the server says what it is
-    """Raised in the place of an answer: there is no engine any more."""
+class EngineEnded(EngineError):  # noqa: N818  # the server says what it is
+    """There is no engine any more; the row was not in it."""
 
 
 Post = Callable[[str, bytes, int], Coroutine[Any, Any, tuple[int, bytes]]]
@@ -110,7 +110,7 @@ class Job:
 
         Raises:
             ConfigError, DiskError: rows cannot be read, or answers not be written.
-            EngineError, EngineEnded: the engine has failed.
+            EngineError: the engine has failed.
         """
         self._failures = await asyncio.to_thread(self._journal.failures)
         writer = Writer(self._journal, ordered=self._ordered, on_done=self._on_done)
@@ -129,13 +129,16 @@ class Job:
 
         try:
             await for_each(self._rows(), work, workers=workers)
-        except (EngineError, EngineEnded):
+        except EngineError:
             self._has_failed(list(self._in_engine))  # and were cancelled before they heard of it
             raise
         finally:
-            writer.close()
-            await writing
-            await asyncio.to_thread(self._journal.note_failures, self._failures)
+            await _to_its_end(self._close(writer, writing))
+
+    async def _close(self, writer: Writer, writing: asyncio.Task[None]) -> None:
+        writer.close()
+        await writing
+        await asyncio.to_thread(self._journal.note_failures, self._failures)
 
     async def _answer(self, row: Row, post: Post) -> tuple[int, bytes, dict[str, Any]]:
         if row.problem is not None:
@@ -150,8 +153,8 @@ class Job:
                 async with self._turn(alone=failures > 0):
                     status, body = await self._given(row, data, post)
                 return status, body, answered(row, status, body)
-            except EngineError:
-                if not self._retries:
+            except EngineError as error:
+                if not self._retries or isinstance(error, EngineEnded):
                     raise
         problem = f"the engine has failed {failures} times with this row"
         return 500, b"{}", refused(replace(row, code="engine_failed", problem=problem))
@@ -229,6 +232,20 @@ class Job:
             if self._refusal is not None:
                 row = replace(row, code=self._refusal[0], problem=self._refusal[1])
             yield row, len(line.data or b"")
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await work that is never cancelled; who waits for it is, when it is done."""
+    task = asyncio.create_task(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError as error:
+            cancelled = error
+    task.result()
+    if cancelled is not None:
+        raise cancelled
 
 
 class _Ahead:

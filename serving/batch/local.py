@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-QUEUE_FULL_WAIT = 0.2  # seconds until a row that found the queue full is tried again
+WAITS = 0.1, 5.0  # seconds until a row that was refused for now is tried again: at first, and most
 
 
 class LocalApi:
@@ -28,16 +28,18 @@ class LocalApi:
     async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
         """The status and the body of the response to a JSON body.
 
-        A full queue is waited for. Raises EngineError when the engine cannot serve any more, or
-        has failed with all the requests that it had.
+        When there is no room now (429), that is waited for, longer each time. Raises EngineError
+        when the engine cannot serve any more, or has failed with all the requests that it had.
         """
+        wait, most = WAITS
         while True:
             status, answer = await self._post(path, body)
             if status == HTTPStatus.SERVICE_UNAVAILABLE:
                 raise EngineError(msgspec.json.decode(answer)["error"]["message"])
             if status != HTTPStatus.TOO_MANY_REQUESTS:
                 return status, answer
-            await asyncio.sleep(QUEUE_FULL_WAIT)
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, most)
 
     async def _post(self, path: str, body: bytes) -> tuple[int, bytes]:
         scope = {

@@ -12,6 +12,7 @@ from weft.serving.batch.job import Job
 from weft.serving.batch.journal import Journal
 from weft.serving.batch.objects import BatchObject, RequestCounts, now
 from weft.serving.batch.records import Ending, end, inputs_of, opened_to_go_on
+from weft.serving.window import width_beside_others
 
 if TYPE_CHECKING:
     from weft.serving.api.state import ServerState
@@ -99,9 +100,10 @@ class Runner:
                 on_done=on_done,
             )
 
-        feeder = Feeder(self._server, self._engine)
+        most = width_beside_others(self._engine)
+        feeder = Feeder(self._server, self._engine, most)
         first = job()
-        task = asyncio.create_task(first.run(feeder.post, feeder.workers))
+        task = asyncio.create_task(first.run(feeder.post, most))
         self._current = current = _Current(batch.id, first, task, counts)
         try:
             if batch.id in self._cancelled:  # before this was set
@@ -112,7 +114,7 @@ class Runner:
                 await task
         except TimeoutError:
             current.job = job(_EXPIRED)
-            await current.job.run(feeder.post, feeder.workers)
+            await current.job.run(feeder.post, most)
             return Ending("expired")
         except asyncio.CancelledError:
             if not task.cancelled():

@@ -224,10 +224,10 @@ class BatchService:
             if now() < batch.expires_at:
                 raise
             failure = BatchError("disk_error", str(error))
-        except WeftError as error:
-            failure = BatchError("cannot_be_run", str(error))
         except EngineEnded:
             raise
+        except WeftError as error:
+            failure = BatchError("cannot_be_run", str(error))
         except Exception:  # a fault of ours, of which nobody would hear
             logger.exception("batch %s", batch.id)
             failure = BatchError("internal_error", "internal error; the server's log says more")

@@ -6,7 +6,7 @@
     batches/ID/output     its answers; and errors
 
 A file is in the database once it is whole, so whatever ends the server leaves at most a piece
-that nobody knows of, which the next start removes.
+that nobody knows of, which the next start removes: a file is deleted there before its content.
 
 Files and batches belong to an owner: the digest of the API key that made them, or "" where there
 are no keys. For everybody else they are not there.
@@ -73,9 +73,15 @@ class Store:
                 logger.warning("%s is a piece of an upload; it is removed", path)
                 path.unlink()
         for folder in (self.folder / "batches").iterdir():
-            batch = self._found("batch", folder.name, ANYONE)
-            if batch and self.batch(folder.name, ANYONE).status not in (*LIVE, "failed"):
-                self.clean(folder.name)
+            if self._found("batch", folder.name, ANYONE):
+                self._sweep_batch(self.batch(folder.name, ANYONE), folder)
+
+    def _sweep_batch(self, batch: BatchObject, folder: Path) -> None:
+        for id, name in ((batch.output_file_id, "output"), (batch.error_file_id, "errors")):
+            if isinstance(id, str) and not self._found("file", id, ANYONE):  # it was deleted
+                (folder / name).unlink(missing_ok=True)
+        if batch.status not in (*LIVE, "failed"):
+            self.clean(batch.id)
 
     def close(self) -> None:
         """Let go of it."""
@@ -150,7 +156,7 @@ class Store:
                         status=409,
                     )
             db.execute("DELETE FROM file WHERE id = ?", (id,))
-        path.unlink()
+        path.unlink(missing_ok=True)  # a crash before this: see `_sweep`
 
     # Batches.
 
@@ -239,8 +245,8 @@ class Store:
         folder = self.folder / "batches" / id
         for path in folder.glob("state*"):
             path.unlink()
-        for path in folder.glob("*"):
-            if path.stat().st_size == 0:
+        for path in (folder / "output", folder / "errors"):
+            if path.exists() and path.stat().st_size == 0:
                 path.unlink()
         if folder.exists() and not any(folder.iterdir()):
             shutil.rmtree(folder)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
 from support.batches import check_output, write_rows
 from support.checkpoints import make_checkpoint
 from support.engine import FAST, mock_config
@@ -18,6 +22,7 @@ from support.engine import FAST, mock_config
 from weft.errors import ConfigError, EngineError, ModelError
 from weft.serving.api.app import build_app
 from weft.serving.api.state import ServerState
+from weft.serving.batch import local
 from weft.serving.batch.command import run
 from weft.serving.batch.local import LocalApi
 from weft.serving.config import EngineConfig, ServerConfig
@@ -245,6 +250,42 @@ def mock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """`run` on a mock model."""
     config = replace(mock_config(folder, monkeypatch), prefix_caching=False)
     return partial(run, config, ServerConfig(), runner_factory=FAST)
+
+
+def test_a_row_of_many_answers_has_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It needs all three places that there are, which others want, too."""
+    config = replace(mock_config(tmp_path, monkeypatch), max_num_seqs=2, max_queue=1)
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [{"prompt": [1, row], "max_tokens": 5, "n": 3 if row == 5 else 1} for row in range(50)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run(config, ServerConfig(), [source], output, runner_factory=FAST) == 0
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert sorted(line["index"] for line in lines) == list(range(50))
+    (turn,) = (turn for turn, line in enumerate(lines) if line["index"] == 5)
+    assert len(lines[turn]["choices"]) == 3
+    assert turn < 15
+
+
+async def test_a_row_that_is_refused_for_now_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Less and less often."""
+    app = FastAPI()
+    times: list[float] = []
+
+    @app.post("/busy")
+    async def busy() -> JSONResponse:
+        times.append(time.monotonic())
+        return JSONResponse({}, 200 if len(times) == 8 else 429)
+
+    monkeypatch.setattr(local, "WAITS", (0.01, 0.04))
+    assert await LocalApi(app).post("/busy", b"{}") == (200, b"{}")
+    waits = [after - before for before, after in pairwise(times)]
+    assert all(
+        wait > 0.9 * least for wait, least in zip(waits, (0.01, 0.02, *[0.04] * 5), strict=True)
+    )
 
 
 def test_many_files_a_directory_and_stdin(

@@ -7,6 +7,7 @@ import json
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -121,6 +122,42 @@ async def test_stop_finishes_what_has_begun(inputs: Inputs, journal: Journal) ->
     await job.run(post, WORKERS)
     assert {str(row) for row in written(journal)} == begun
     assert 50 <= len(begun) < 50 + WORKERS
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+async def test_what_is_answered_is_written_when_it_is_cancelled_at_the_end(
+    inputs: Inputs, journal: Journal, monkeypatch: pytest.MonkeyPatch, ordered: bool
+) -> None:
+    """While a group is written, and others wait for that. Twice."""
+    monkeypatch.setattr(writer_module, "GROUP_SECONDS", 0.001)
+    append, close = journal.append, writer_module.Writer.close
+    writes, closing, counted = threading.Event(), asyncio.Event(), 0
+
+    def slow(answers: Any) -> None:
+        assert writes.wait(60)
+        append(answers)
+
+    def noted(writer: writer_module.Writer) -> None:
+        close(writer)
+        closing.set()
+
+    def on_done(status: int, tokens: int) -> None:
+        nonlocal counted
+        counted += 1
+
+    monkeypatch.setattr(journal, "append", slow)
+    monkeypatch.setattr(writer_module.Writer, "close", noted)
+    job = Job(inputs, journal, model="m", seed=0, ordered=ordered, on_done=on_done)
+    task = asyncio.create_task(job.run(slowly, WORKERS))
+    await closing.wait()
+    for _ in range(2):
+        task.cancel()
+        await asyncio.sleep(0)
+    writes.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert sorted(written(journal)) == list(range(200))
+    assert counted == sum(journal.counts()) == 200
 
 
 @pytest.mark.parametrize("ordered", [True, False])

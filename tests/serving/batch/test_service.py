@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace as replace_config
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from msgspec import UNSET
 from msgspec.structs import replace
 from support.batches import prompt
 from support.disks import small_disk
-from support.engine import SLOW, mock_config, started
+from support.engine import SLOW, collect, mock_config, params, started
 
-from weft.errors import DiskError
+from weft.errors import DiskError, RequestError
 from weft.serving.api.app import build_app
 from weft.serving.api.state import ServerState
 from weft.serving.batch import service as service_module
@@ -262,27 +263,75 @@ async def test_cancel_while_it_is_validated(
     assert times == 1
 
 
-async def test_a_row_takes_as_many_places_as_it_asks_for_answers(
+@asynccontextmanager
+async def others(engine: AsyncEngine, count: int) -> AsyncIterator[None]:
+    """So many requests of others are in the engine all the time."""
+
+    async def ask(number: int) -> None:
+        while True:
+            with suppress(RequestError):  # the queue is full
+                await collect(engine, [3, number], params(max_tokens=10, ignore_eos=True))
+            await asyncio.sleep(0)
+
+    tasks = [asyncio.create_task(ask(number)) for number in range(count)]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def test_rows_of_many_answers_get_on_while_others_are_served(
     engine: AsyncEngine, tmp_path: Path
 ) -> None:
-    """Of eight places one stays free."""
-    rows = [row(f"r{i}", n=3, max_tokens=20) for i in range(8)]
-    many = [row("n", n=8), row("prompts", prompt=[[1], [2]], n=4)]
+    """Each answer takes a place as one is free; of eight one stays so."""
+    wide = [row("n", n=8), row("prompts", prompt=[[1], [2]], n=4), row("very", n=30)]
+    narrow = [row(f"r{i}", n=1 + i % 3, prompt=prompt(i)) for i in range(20)]
+    rows = [*narrow[:5], *wide, *narrow[5:]]
     most = 0
-    async with serving(tmp_path / "state", engine) as service:
-        await create(service, "first", [*rows, *many, row("full", n=7)])
+    async with serving(tmp_path / "state", engine) as service, others(engine, 2):
+        await create(service, "first", rows)
         while service.store.batch("first", ANYONE).status in LIVE:
             most = max(most, engine.live)
             await asyncio.sleep(0.001)
         first = await ended(service, "first")
-        assert len(lines(service.store, first.output_file_id)) == 9
-        refused = lines(service.store, first.error_file_id)
-        assert refused.keys() == {"n", "prompts"}
-        for line in refused.values():
-            error = line["response"]["body"]["error"]
-            assert error["code"] == "too_many_answers"
-            assert "at most 7" in error["message"]
+        assert first.request_counts.completed == len(rows)
+        answers = lines(service.store, first.output_file_id)
+    for each in rows:
+        prompts = len(each["body"]["prompt"]) if each["custom_id"] == "prompts" else 1
+        choices = answers[each["custom_id"]]["response"]["body"]["choices"]
+        assert len(choices) == prompts * each["body"].get("n", 1)
     assert 6 <= most <= 7
+    # Nobody waited for the end of the batch.
+    assert list(answers).index("very") < len(rows) - 3
+
+
+async def test_rows_wait_while_others_need_all_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a row, too, which is an answer in the end."""
+    texts = [[1 + i % 50, 2, 3] for i in range(400)]
+    body = {"model": "mock", "input": texts}
+    url = "/v1/embeddings"
+    config = replace_config(mock_config(tmp_path / "mock", monkeypatch), max_queue=4)
+    async with (
+        started(config, in_process=True, runner_factory=SLOW) as engine,
+        serving(tmp_path / "state", engine) as service,
+    ):
+        rows = [{"custom_id": "a", "method": "POST", "url": url, "body": body}]
+        upload(service.store, "rows", rows)
+        await service.create(replace(new("first", "rows"), endpoint=url), OWNER)
+        await until(lambda: engine.stats.steps > 0)
+        async with others(engine, engine.places):
+            await until(lambda: engine.live == engine.places)
+            steps = engine.stats.steps
+            await until(lambda: engine.stats.steps > steps + 50)
+            assert service.store.batch("first", ANYONE).status == "in_progress"
+        first = await ended(service, "first")
+        assert first.request_counts.completed == 1
+        response = lines(service.store, first.output_file_id)["a"]["response"]
+        assert len(response["body"]["data"]) == len(texts)
 
 
 async def test_one_that_drains_begins_no_rows_and_goes_on_later(
@@ -319,6 +368,32 @@ async def test_what_is_left_when_the_time_is_over_is_an_error(
             (choice,) = line["response"]["body"]["choices"]
             tokens = 4 if int(id[1:]) < 9 else 100
             assert len(choice["text"]) == tokens
+
+
+async def test_a_file_whose_deletion_was_cut_short_is_removed(
+    engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An output; the errors beside it stay, as do others' files."""
+    async with serving(tmp_path, engine) as service:
+        await create(service, "first", [row("a"), row("hot", temperature=9)])
+        first = await ended(service, "first")
+    folder = tmp_path / "batches" / "first"
+    (folder / "somebody's own").touch()
+    store = Store(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", raise_interrupted)
+        with pytest.raises(InterruptedError):
+            store.delete_file(str(first.output_file_id), OWNER)
+    store.close()
+    assert (folder / "output").exists()
+    store = Store(tmp_path)
+    assert {path.name for path in folder.iterdir()} == {"errors", "somebody's own"}
+    assert lines(store, first.error_file_id).keys() == {"hot"}
+    store.close()
+
+
+def raise_interrupted(*_: Any, **__: Any) -> None:
+    raise InterruptedError
 
 
 def test_what_a_server_that_was_killed_has_left_is_removed(tmp_path: Path) -> None:
