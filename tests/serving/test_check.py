@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.commands import run_each
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -48,10 +49,10 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-def test_kernels_are_checked(run: Run) -> None:
-    arguments = ("kernels", "--only", "all_gather", "--world-size", "1,2", "--seeds", "2")
-    done = run(*arguments)
-    assert done.returncode == 0, done.stderr
+def test_kernels_are_checked(tmp_path: Path) -> None:
+    arguments = ["check", "kernels", "--only", "all_gather", "--world-size", "1,2", "--seeds", "2"]
+    done, in_json = run_each([arguments, [*arguments, "--json"]], tmp_path)
+    assert (done.returncode, in_json.returncode) == (0, 0), done.stderr
     assert done.stderr == ""
     assert [line.split() for line in done.stdout.splitlines()] == [
         ["op", "ranks", "checks", "findings"],
@@ -59,20 +60,18 @@ def test_kernels_are_checked(run: Run) -> None:
         ["all_gather", "2", "2", "0"],
         ["4", "checks,", "0", "findings"],
     ]
-    outcomes = json.loads(run(*arguments, "--json").stdout)
+    outcomes = json.loads(in_json.stdout)
     assert [(o["world_size"], o["seed"]) for o in outcomes] == [(1, 0), (1, 1), (2, 0), (2, 1)]
     assert all(o["findings"] == [] for o in outcomes)
 
 
-def test_what_is_found_is_told_and_is_the_exit_status(run: Run) -> None:
-    arguments = ("kernels", "--world-size", "2", "--seeds", "4-4")
-    done = run(*arguments, before=FAULTY)
-    assert done.returncode == 1, done.stderr
+def test_what_is_found_is_told_and_is_the_exit_status(tmp_path: Path) -> None:
+    arguments = ["check", "kernels", "--world-size", "2", "--seeds", "4-4"]
+    done, in_json = run_each([arguments, [*arguments, "--json"]], tmp_path, before=FAULTY)
+    assert (done.returncode, in_json.returncode) == (1, 1), done.stderr
     assert "all_gather, 2 ranks, seed 4: m " in done.stdout
     assert "- call 0, rank 0: " in done.stdout
-    done = run(*arguments, "--json", before=FAULTY)
-    assert done.returncode == 1
-    (outcome,) = json.loads(done.stdout)
+    (outcome,) = json.loads(in_json.stdout)
     assert "numbers differ from the oracle's" in outcome["findings"][0]
 
 
@@ -103,38 +102,36 @@ def test_tpu_kernels_are_interpreted_and_compiled(run: Run) -> None:
     assert last == "5 checks, 0 findings"
 
 
-def test_problems_of_compiled_kernels_are_told_and_are_the_exit_status(run: Run) -> None:
-    done = run("aot", before=PROBLEM)
-    assert done.returncode == 1
+def test_problems_of_compiled_kernels_are_told_and_are_the_exit_status(tmp_path: Path) -> None:
+    lines = [["check", "aot"], ["check", "aot", "--json"]]
+    done, in_json = run_each(lines, tmp_path, before=PROBLEM)
+    assert (done.returncode, in_json.returncode) == (1, 1), done.stderr
     told = "push_chunks of all_gather on sm_90 (WORLD=8): 4 bytes of registers are spilled"
     assert done.stdout.splitlines()[-1] == told
-    done = run("aot", "--json", before=PROBLEM)
-    assert done.returncode == 1
-    assert json.loads(done.stdout)[0]["problems"] == ["4 bytes of registers are spilled"]
+    assert json.loads(in_json.stdout)[0]["problems"] == ["4 bytes of registers are spilled"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["kernels", "--only", "gather"], "op is 'gather' (did you mean all_gather?); it must be"),
-        (["kernels", "--only", "frob"], "op is 'frob'; it must be one of all_gather, "),
-        (["kernels", "--world-size", "0"], "world size is 0; it must be in [1, 16]"),
-        (["kernels", "--world-size", "two"], "--world-size is 'two'; it must be whole numbers"),
-        (["kernels", "--seeds", "9-5"], "--seeds is '9-5'; it must be a count, as 3, or a range"),
-        (["kernels", "--seeds", "0"], "--seeds is '0'; it must be a count, as 3, or a range"),
-        (["aot", "--target", "sm_12"], "target is 'sm_12'; it must be one of sm_80, "),
-        (["aot", "--only", "gather"], "op is 'gather' (did you mean all_gather?); it must be"),
-        (["tpu", "--only", "gather"], "op is 'gather'; it must be one of permute, all_gather, "),
-        (["tpu", "--target", "v4"], "target is 'v4'; it must be one of v5e:2x4, "),
-        (["frobnicate"], "frobnicate"),
-    ],
-)
-def test_usage_errors_are_one_line_and_exit_2(run: Run, arguments: list[str], message: str) -> None:
-    done = run(*arguments)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
+USAGE_ERRORS = [
+    (["kernels", "--only", "gather"], "op is 'gather' (did you mean all_gather?); it must be"),
+    (["kernels", "--only", "frob"], "op is 'frob'; it must be one of all_gather, "),
+    (["kernels", "--world-size", "0"], "world size is 0; it must be in [1, 16]"),
+    (["kernels", "--world-size", "two"], "--world-size is 'two'; it must be whole numbers"),
+    (["kernels", "--seeds", "9-5"], "--seeds is '9-5'; it must be a count, as 3, or a range"),
+    (["kernels", "--seeds", "0"], "--seeds is '0'; it must be a count, as 3, or a range"),
+    (["aot", "--target", "sm_12"], "target is 'sm_12'; it must be one of sm_80, "),
+    (["aot", "--only", "gather"], "op is 'gather' (did you mean all_gather?); it must be"),
+    (["tpu", "--only", "gather"], "op is 'gather'; it must be one of permute, all_gather, "),
+    (["tpu", "--target", "v4"], "target is 'v4'; it must be one of v5e:2x4, "),
+    (["frobnicate"], "frobnicate"),
+]
+
+
+def test_usage_errors_are_one_line_and_exit_2(tmp_path: Path) -> None:
+    lines = [["check", *arguments] for arguments, _ in USAGE_ERRORS]
+    for done, (_, message) in zip(run_each(lines, tmp_path), USAGE_ERRORS, strict=True):
+        assert (done.returncode, done.stdout) == (2, ""), done
+        assert message in done.stderr
+        assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["kernels", "aot"])
@@ -155,25 +152,27 @@ def test_without_jax_tpu_says_what_to_install(run: Run) -> None:
     )
 
 
-def test_help_has_examples(run: Run) -> None:
-    bare = run()
+def test_help_has_examples(tmp_path: Path) -> None:
+    commands = ("kernels", "aot", "tpu")
+    lines = [[], ["--help"], *([command, "--help"] for command in commands)]
+    bare, asked, *each = run_each([["check", *line] for line in lines], tmp_path)
     assert bare.returncode == 0
-    assert bare.stdout == run("--help").stdout
-    for command in ("kernels", "aot", "tpu"):
+    assert bare.stdout == asked.stdout
+    for command, done in zip(commands, each, strict=True):
         assert f"\n  {command} " in bare.stdout
-        assert f"weft check {command}" in run(command, "--help").stdout
+        assert f"weft check {command}" in done.stdout
 
 
-def test_timelines_are_written(run: Run, tmp_path: Path) -> None:
-    arguments = ("timeline", "all_gather_matmul", "--world-size", "2")
-    done = run(*arguments, "-o", "overlap.svg")
+def test_timelines_are_written(tmp_path: Path) -> None:
+    arguments = ["check", "timeline", "all_gather_matmul", "--world-size", "2", "-o"]
+    lines = [[*arguments, "overlap.svg"], [*arguments, "overlap.png"]]
+    done, refused = run_each(lines, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("all_gather_matmul on 2 ranks: ")
     assert done.stdout.endswith("of the communication is hidden; written to overlap.svg\n")
     assert (tmp_path / "overlap.svg").read_text().startswith("<svg")
-    done = run(*arguments, "-o", "overlap.png")
-    assert done.returncode == 2
-    assert "output is 'overlap.png'; it must end in .svg or .json" in done.stderr
+    assert refused.returncode == 2
+    assert "output is 'overlap.png'; it must end in .svg or .json" in refused.stderr
 
 
 def test_a_timeline_for_no_directory_is_refused_at_once(run: Run, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.checkpoints import make_checkpoint
+from support.commands import run_each
 
 from weft import LLM, SamplingParams
 
@@ -74,15 +75,15 @@ def test_version_is_quick_and_loads_nothing_heavy(run: Run) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_help_lists_the_commands_and_each_has_an_example(run: Run) -> None:
-    bare = run()
+def test_help_lists_the_commands_and_each_has_an_example(tmp_path: Path) -> None:
+    lines = [[], ["--help"], *([command, "--help"] for command in COMMANDS)]
+    bare, asked, *each = run_each(lines, tmp_path)
     assert bare.returncode == 0
-    assert bare.stdout == run("--help").stdout
-    for command in COMMANDS:
+    assert bare.stdout == asked.stdout
+    for command, done in zip(COMMANDS, each, strict=True):
         assert f"\n  {command} " in bare.stdout
-        text = run(command, "--help").stdout
-        assert "--config FILE" in text
-        assert f"weft {command}" in text
+        assert "--config FILE" in done.stdout
+        assert f"weft {command}" in done.stdout
 
 
 def test_flags_of_settings_show_type_and_default(run: Run) -> None:
@@ -93,28 +94,28 @@ def test_flags_of_settings_show_type_and_default(run: Run) -> None:
     assert "--prefix-caching / --no-prefix-caching" in text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["serve", "--prot", "3"], "--prot"),
-        (["frobnicate"], "frobnicate"),
-        (["generate"], "PROMPT"),
-        (
-            ["serve", "--dtype", "fp8"],
-            "--dtype is 'fp8'; it must be one of auto, bfloat16, float32",
-        ),
-        (["serve", "--port", "70000"], "--port is 70000; it must be at most 65535"),
-        (["serve", "--max-model-len", "many"], "--max-model-len is 'many'; it must be an integer"),
-        (["config", "--config", "nowhere.toml"], "nowhere.toml: No such file or directory"),
-        (["generate", "x", "--temperature", "9"], "temperature is 9.0; it must be in [0.0, 2.0]"),
-        (["eval", "--task", "chess"], "--task is 'chess'; it must be one of arithmetic"),
-    ],
-)
-def test_usage_errors_are_one_line_and_exit_2(run: Run, arguments: list[str], message: str) -> None:
-    done = run(*arguments)
-    assert done.returncode == 2
-    assert message in error_of(done)
-    assert done.stderr.count("\n") == 1
+USAGE_ERRORS = [
+    (["serve", "--prot", "3"], "--prot"),
+    (["frobnicate"], "frobnicate"),
+    (["generate"], "PROMPT"),
+    (
+        ["serve", "--dtype", "fp8"],
+        "--dtype is 'fp8'; it must be one of auto, bfloat16, float32",
+    ),
+    (["serve", "--port", "70000"], "--port is 70000; it must be at most 65535"),
+    (["serve", "--max-model-len", "many"], "--max-model-len is 'many'; it must be an integer"),
+    (["config", "--config", "nowhere.toml"], "nowhere.toml: No such file or directory"),
+    (["generate", "x", "--temperature", "9"], "temperature is 9.0; it must be in [0.0, 2.0]"),
+    (["eval", "--task", "chess"], "--task is 'chess'; it must be one of arithmetic"),
+]
+
+
+def test_usage_errors_are_one_line_and_exit_2(tmp_path: Path) -> None:
+    lines = [arguments for arguments, _ in USAGE_ERRORS]
+    for done, (_, message) in zip(run_each(lines, tmp_path), USAGE_ERRORS, strict=True):
+        assert done.returncode == 2
+        assert message in error_of(done)
+        assert done.stderr.count("\n") == 1
 
 
 def test_unknown_names_in_file_and_environment_are_refused(run: Run, tmp_path: Path) -> None:

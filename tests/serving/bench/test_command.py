@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from support.checkpoints import make_checkpoint
+from support.commands import run_each
 from support.server import Server, start_server
 from support.sse_server import MODEL, answer, sse_server
 
@@ -152,33 +153,32 @@ def test_serve_py_is_the_same_command(server: Server) -> None:
     assert figures(done)["runs"][0]["failed"] == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--prompt", "9-3"], "--prompt is '9-3'; it must be a length (128), a range (64-256)"),
-        (["--output-tokens", "0"], "--output-tokens is '0'"),
-        (["--users", "1,x"], "--users is '1,x'; it must be numbers above 0, such as 1,16,64"),
-        (["--users", "0"], "--users is '0'"),
-        (["--rate", "1,-2"], "--rate is '-2'; it must be a number above 0"),
-        (["--rate", "nan"], "--rate is 'nan'"),
-        (["--timeout", "0"], "--timeout is '0'"),
-        (["--temperature", "nan"], "--temperature is nan; it must be in [0, 2]"),
-        (["--target", "p99=1"], "--target names 'p99'"),
-        (["--turns", "2"], "--turns needs --chat"),
-        (["--chat", "--tokenizer", "weft-demo"], "--tokenizer does not go with --chat"),
-        (["--tokenizer", "nowhere"], "--tokenizer is nowhere; there is no tokenizer.json"),
-        (["--url", "localhost:8000"], "--url is 'localhost:8000'; it must be like http://"),
-        (["--plot", "a.bmp"], "--plot is a.bmp; its name must end in .png, .svg, .pdf"),
-        (["--plot", "no/a.png"], "--plot is no/a.png; there is no directory no"),
-        (["--output", "no/a.json"], "--output is no/a.json; there is no directory no"),
-        (["--output", "/"], "--output is /, which is a directory; name a file"),
-        (["--url", "http://127.0.0.1:9/v1"], "no server at http://127.0.0.1:9/v1 (Cannot connect"),
-    ],
-)
-def test_what_cannot_work_is_one_line_and_exits_2(
-    run: Run, arguments: list[str], message: str
-) -> None:
-    assert message in error_of(run(*arguments))
+CANNOT_WORK = [
+    (["--prompt", "9-3"], "--prompt is '9-3'; it must be a length (128), a range (64-256)"),
+    (["--output-tokens", "0"], "--output-tokens is '0'"),
+    (["--users", "1,x"], "--users is '1,x'; it must be numbers above 0, such as 1,16,64"),
+    (["--users", "0"], "--users is '0'"),
+    (["--rate", "1,-2"], "--rate is '-2'; it must be a number above 0"),
+    (["--rate", "nan"], "--rate is 'nan'"),
+    (["--timeout", "0"], "--timeout is '0'"),
+    (["--temperature", "nan"], "--temperature is nan; it must be in [0, 2]"),
+    (["--target", "p99=1"], "--target names 'p99'"),
+    (["--turns", "2"], "--turns needs --chat"),
+    (["--chat", "--tokenizer", "weft-demo"], "--tokenizer does not go with --chat"),
+    (["--tokenizer", "nowhere"], "--tokenizer is nowhere; there is no tokenizer.json"),
+    (["--url", "localhost:8000"], "--url is 'localhost:8000'; it must be like http://"),
+    (["--plot", "a.bmp"], "--plot is a.bmp; its name must end in .png, .svg, .pdf"),
+    (["--plot", "no/a.png"], "--plot is no/a.png; there is no directory no"),
+    (["--output", "no/a.json"], "--output is no/a.json; there is no directory no"),
+    (["--output", "/"], "--output is /, which is a directory; name a file"),
+    (["--url", "http://127.0.0.1:9/v1"], "no server at http://127.0.0.1:9/v1 (Cannot connect"),
+]
+
+
+def test_what_cannot_work_is_one_line_and_exits_2(tmp_path: Path) -> None:
+    lines = [["bench", *arguments] for arguments, _ in CANNOT_WORK]
+    for done, (_, message) in zip(run_each(lines, tmp_path), CANNOT_WORK, strict=True):
+        assert message in error_of(done)
 
 
 def test_missing_libraries_are_named_with_the_remedy(run: Run) -> None:
