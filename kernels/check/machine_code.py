@@ -66,7 +66,7 @@ def read_nvidia(binary: Any, target: str, multiply: str, *, linked: bool) -> Mac
         stack = int(found[2]) + int(found[3])
         listing = ""
         if stack or "tt.dot" in binary.asm["ttir"]:
-            listing = _output([str(tools / "nvdisasm"), "-c", file.name])
+            listing = _output([str(tools / "nvdisasm"), "-c", "-ndf", file.name])
     # A kernel may have a stack that it makes no use of: what is spilled is stored and loaded.
     if not _STACK_ACCESS.search(listing):
         stack = 0

@@ -32,7 +32,7 @@ from weft.kernels.gpu.costs import TILES, Config, Problem, device_for, space
 from weft.kernels.gpu.tuned import Entry
 
 QUICK = ("sm_90",)
-VARIANTS = re.compile("_fp8|gate_up|_far")
+VARIANTS = re.compile("_fp8|gate_up|_far|_zigzag")
 SAMPLE = ("all_gather_matmul_fp8", *(op.name for op in OPS if not VARIANTS.search(op.name)))
 """Ops that launch every kernel."""
 FINE = Compiled("op", "kernel", "sm_90", {}, multiplies=True, tensor_core_instructions=8)
