@@ -232,6 +232,7 @@ TO_PEER = "notify(signals, peer, index * WORLD + rank, call)"
 PARITY = "(call % 2)"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_nothing_is_found_without_a_fault(method: str) -> None:
     assert symptoms(module, method) == set()

@@ -309,6 +309,7 @@ PEER = "peer = behind(rank, step, WORLD, NODE)\n        row = chunk * BLOCK_M"
 PUSH_SLOT = "place = (call % 2) * slot_numel"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("topology", ["switch", "mesh"])
 def test_nothing_is_found_without_a_fault(topology: str) -> None:
     assert faulty_calls(module, topology=topology) == []

@@ -127,6 +127,7 @@ WAIT_ROW = "        wait(signals, rank, first + index * COUNT + row, call, fault
 WAIT_PART = "        wait(signals, rank, first + index * WORLD + part, call, fault, max_polls)\n"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_nothing_is_found_without_a_fault(method: str) -> None:
     assert symptoms(module, method) == set()

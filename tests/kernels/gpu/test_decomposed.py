@@ -148,6 +148,7 @@ def wrong_results(faulty: ModuleType, name: str, method: str) -> list[str]:
 RACES = [case for case in CASES if case[0] != "matmul_all_reduce"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "method"), RACES)
 def test_nothing_is_found_without_a_fault(name: str, method: str) -> None:
     assert wrong_results(decomposed, name, method) == []

@@ -254,6 +254,7 @@ NOTIFY = "notify(signals, peer, tile * WORLD + rank, call)"
 PEER = "peer = (owner + step) % WORLD"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", OPS)
 def test_nothing_is_found_without_a_fault(name: str) -> None:
     assert faulty_calls(module, name) == []

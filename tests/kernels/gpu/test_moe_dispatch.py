@@ -471,6 +471,7 @@ NEXT = "(peer + 1) % WORLD"
 DTYPE = {"buffers": "dtype", "wanted": "tl.int32", "scales": "tl.float32"}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("ahead", "only_dispatch"), [(0, False), (1, False), (0, True)])
 def test_nothing_is_found_without_a_fault(ahead: int, only_dispatch: bool) -> None:
     assert symptoms(module, ahead=ahead, only_dispatch=only_dispatch) == set()

@@ -412,6 +412,7 @@ def symptoms(
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("how", "ahead", "only_dispatch"),
     [

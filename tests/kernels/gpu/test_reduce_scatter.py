@@ -138,6 +138,7 @@ WAIT_NODES = """            nvshmem.wait_across(
 WAIT_LOCAL = "wait(signals, rank, scattered + index * WORLD + row, call, fault, max_polls)\n"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_nothing_is_found_without_a_fault(method: str) -> None:
     assert symptoms(module, method) == set()
