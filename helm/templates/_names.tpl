@@ -51,3 +51,8 @@ kind: Deployment
 name: {{ include "weft.fullname" . }}
 {{- end -}}
 {{- end -}}
+
+{{/* A Job's pods cannot be changed: others are another Job, which takes the place of the one before. */}}
+{{- define "weft.batchName" -}}
+{{- include "weft.fullname" . }}-batch-{{ include "weft.batchPod" . | fromYaml | toJson | sha256sum | trunc 8 }}
+{{- end -}}

@@ -69,8 +69,10 @@ resources: {{- include "weft.resources" . | nindent 2 }}
 env:
   - {name: HOME, value: /cache}
   {{- if gt (int $plan.hosts) 1 }}
+  {{- if .Values.compileCache.existingClaim }}
   - name: POD_NAME
     valueFrom: {fieldRef: {fieldPath: metadata.name}}
+  {{- end }}
   - name: WEFT_NODE_TOKEN
     valueFrom:
       secretKeyRef: {name: {{ .Values.nodeToken.existingSecret }}, key: {{ .Values.nodeToken.key }}}
@@ -83,11 +85,11 @@ volumeMounts:
   - {name: shm, mountPath: /dev/shm}
   - name: cache
     mountPath: /cache
-    {{- if gt (int $plan.hosts) 1 }}
+    {{- if and (gt (int $plan.hosts) 1) .Values.compileCache.existingClaim }}
     subPathExpr: $(POD_NAME)  # each machine keeps what it compiles apart
     {{- end }}
   {{- if $model.volume }}
-  - {name: models, mountPath: {{ $model.mountPath }}, readOnly: true}
+  - {name: models, mountPath: {{ $model.mountPath | quote }}, readOnly: true}
   {{- end }}
   {{- with .Values.extraVolumeMounts }}
   {{- toYaml . | nindent 2 }}
@@ -134,11 +136,11 @@ initContainers:
     imagePullPolicy: {{ .Values.image.pullPolicy }}
     command: [hf, download]
     args:
-      - {{ $model.repository }}
+      - {{ $model.repository | quote }}
       {{- with $model.revision }}
-      - --revision={{ . }}
+      - {{ printf "--revision=%s" . | quote }}
       {{- end }}
-      - --local-dir={{ $model.argument }}
+      - {{ printf "--local-dir=%s" $model.argument | quote }}
     securityContext: {{- toYaml .Values.securityContext | nindent 6 }}
     resources:
       requests: {cpu: "1", memory: 2Gi}
@@ -228,12 +230,12 @@ spec:
       command: [weft]
       args:
         - serve
-        - {{ $model.argument }}
+        - {{ $model.argument | quote }}
         - --host=0.0.0.0
         - --port=8000
         - --drain-timeout={{ .Values.drain.timeoutSeconds }}
         {{- with .Values.model.name }}
-        - --served-model-name={{ . }}
+        - {{ printf "--served-model-name=%s" . | quote }}
         {{- end }}
         {{- include "weft.engineArgs" . | trim | nindent 8 }}
         {{- if gt (int $plan.hosts) 1 }}
@@ -241,7 +243,7 @@ spec:
         - --node-port=7333
         {{- end }}
         {{- if .Values.apiKeys.existingSecret }}
-        - --api-key-file=/etc/weft/{{ .Values.apiKeys.key }}
+        - {{ printf "--api-key-file=/etc/weft/%s" .Values.apiKeys.key | quote }}
         {{- end }}
         {{- if or .Values.metrics.serviceMonitor.enabled .Values.inferencePool.enabled (ne .Values.autoscaling.kind "none") }}
         - --open-metrics{{/* who asks for them has no API key */}}

@@ -150,4 +150,9 @@ def test_notes_say_what_to_do_next() -> None:
     assert "helm test mine -n llm" in notes("default")
     assert "set apiKeys.existingSecret" in notes("default")
     assert "set apiKeys.existingSecret" not in notes("h100")
-    assert "job/mine-weft-batch" in notes("batch")
+    (job,) = [
+        each
+        for each in charts.render(charts.values_of("batch"), name="mine")
+        if each["kind"] == "Job"
+    ]
+    assert f"job/{job['metadata']['name']}" in notes("batch")

@@ -160,6 +160,18 @@ def test_a_job_is_given_the_settings_that_batch_has() -> None:
     assert found["served_model_name"] == "mine"
 
 
+@pytest.mark.parametrize("batch", [False, True])
+def test_names_may_have_any_characters(batch: bool) -> None:
+    values = {
+        "model": {"path": "/models/a: b #c", "name": "yes: no # {}"},
+        "batch": {"enabled": batch, "claim": "data"},
+    }
+    (pod,) = charts.templates_of(charts.workload(charts.render(values))).values()
+    args = pod["spec"]["containers"][0]["args"]
+    assert "--served-model-name=yes: no # {}" in args
+    assert ("--model=/models/a: b #c" if batch else "/models/a: b #c") in args
+
+
 def example(schema: charts.Object) -> Any:
     """A value that a setting's schema takes."""
     if "enum" in schema:
