@@ -106,7 +106,6 @@ class Turns:
         Raises:
             RequestError: the conversation or a setting does not fit the model.
         """
-
         form = state.answer_format(engine)
 
         def prepared() -> tuple[str, list[int], SamplingParams]:

@@ -26,25 +26,34 @@ CHAT = {
 }
 
 
-class Watched:
-    """A tokenizer that notes which of its methods are called in the test's own thread."""
+class Watch:
+    """Notes where functions are called: in the test's own thread, or elsewhere."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self) -> None:
         self._here = threading.get_ident()
-        self.calls: set[str] = set()
-        self.late: set[str] = set()
+        self.here: set[str] = set()
+        self.elsewhere: set[str] = set()
 
-    def watch(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def over(self, owner: Any, name: str) -> Callable[..., Any]:
+        """An owner's function, watched."""
+        function = getattr(owner, name)
+
         def watched(*args: Any, **named: Any) -> Any:
-            (self.late if threading.get_ident() == self._here else self.calls).add(name)
+            (self.here if threading.get_ident() == self._here else self.elsewhere).add(name)
             return function(*args, **named)
 
         return watched
 
+
+class Backend:
+    """A tokenizer's, of which `id_to_token` is watched."""
+
+    def __init__(self, backend: Any, watch: Watch) -> None:
+        self._backend = backend
+        self.id_to_token = watch.over(backend, "id_to_token")
+
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._tokenizer, name)
-        return self.watch(name, value) if callable(value) else value
+        return getattr(self._backend, name)
 
 
 @pytest.fixture
@@ -71,18 +80,23 @@ async def test_it_is_done_in_a_thread(
     body: dict[str, Any],
     work: set[str],
 ) -> None:
-    watched = Watched(engine.tokenizer.backend)
+    watch = Watch()
+    tokenizer = engine.tokenizer
     state = ServerState("echo", engine=engine, log_prompts=True)
-    state.answer_format(engine)
-    monkeypatch.setattr(engine.tokenizer, "backend", watched)
-    for module, name in ((embeddings, "check_pooled"), (turns, "_with_grammar")):
-        monkeypatch.setattr(module, name, watched.watch(name, getattr(module, name)))
+    for owner, name in (
+        (tokenizer, "encode"),
+        (tokenizer, "decode"),
+        (embeddings, "check_pooled"),
+        (turns, "_with_grammar"),
+    ):
+        monkeypatch.setattr(owner, name, watch.over(owner, name))
+    monkeypatch.setattr(tokenizer, "backend", Backend(tokenizer.backend, watch))
     context = Context("one")
     current.set(context)
     status, answer = await LocalApi(build_app(state)).post(
         path, json.dumps({"model": "echo"} | body).encode()
     )
     assert status == 200, answer
-    assert work <= watched.calls
-    assert not work & watched.late
+    assert work <= watch.elsewhere
+    assert not work & watch.here
     assert (context.prompts is not None) == path.startswith("/v1/")
