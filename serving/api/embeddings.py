@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import msgspec
@@ -55,10 +56,11 @@ async def create_embeddings(request: Request, body: EmbeddingRequest, state: Sta
 
 def _encoded(engine: AsyncEngine, inputs: list[str] | list[list[int]]) -> list[list[int]]:
     """The inputs' token ids; RequestError, naming the input, for one that the model cannot take."""
+    encode = partial(engine.tokenizer.encode, most=engine.info.max_model_len)
     prompts = []
     for i, each in enumerate(inputs):
-        prompt = engine.tokenizer.encode(each) if isinstance(each, str) else each
         try:
+            prompt = encode(each) if isinstance(each, str) else each
             check_pooled(prompt, engine.info)
         except RequestError as error:
             message = f"input[{i}]: {error.message}"
