@@ -200,22 +200,25 @@ class AsyncEngine:
         """The same, whether or not the queue has room."""
         if isinstance(params, Pooling):
             check_pooled(prompt_token_ids, self.info)
-            params = SamplingParams(max_tokens=1)  # which is not looked at
-        else:
-            params = check_request(prompt_token_ids, params, self.info)
+            return SamplingParams(max_tokens=1, seed=0)  # which is not looked at
+        params = check_request(prompt_token_ids, params, self.info)
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
         return params
 
     def _check_queue(self) -> None:
         if self.live >= self.places:
-            raise RequestError(
-                f"{self.live} requests are running or waiting, of at most {self.places}; "
-                "try again later",
-                code="queue_full",
-                status=429,
-                retry_after=self._pace.retry_after(),
+            raise self._full(
+                f"{self.live} requests are running or waiting, of at most {self.places}"
             )
+
+    def _full(self, why: str) -> RequestError:
+        return RequestError(
+            f"{why}; try again later",
+            code="queue_full",
+            status=429,
+            retry_after=self._pace.retry_after(),
+        )
 
     async def generate(
         self,
@@ -265,12 +268,9 @@ class AsyncEngine:
         self.check_serving()
         core = self._least_busy()
         if grammar is not None and core.grammar_bytes(grammar) > LIVE_GRAMMARS:
-            raise RequestError(
+            raise self._full(
                 f"the grammars of requests under way take {LIVE_GRAMMARS >> 20} MiB, which is all "
-                "they may; try again later",
-                code="queue_full",
-                status=429,
-                retry_after=self._pace.retry_after(),
+                "they may"
             )
         number = next(self._ids)
         request_id = str(number)

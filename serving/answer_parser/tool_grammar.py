@@ -112,8 +112,10 @@ def or_calls(
     return msgspec.structs.replace(grammar, instead=calls)
 
 
-def strict_calls(form: str | None, tools: Sequence[Offered], tokens: Mapping[str, int]) -> Grammar:
-    """A free answer whose calls have arguments of the tools' schemas.
+def strict_calls(
+    form: str | None, tools: Sequence[Offered], *, several: bool, tokens: Mapping[str, int]
+) -> Grammar:
+    """A free answer whose calls have arguments of the tools' schemas, and are as of `calls_only`.
 
     Raises:
         RequestError: the calls of this format have no grammar.
@@ -130,11 +132,12 @@ def strict_calls(form: str | None, tools: Sequence[Offered], tokens: Mapping[str
     text = {"type": "any_text", "excludes": [mark]}
     if at_start:  # calls are all of the answer, and no other may begin like one
         other = _sequence({"type": "regex", "pattern": r"[^{<\s]"}, text)
-        calls = _calls(written, tools, True, tokens)
+        calls = _calls(written, tools, several, tokens)
         free = {"type": "or", "elements": [calls, {"type": "optional", "content": other}]}
     else:
-        calls = _calls(written, tools, bool(written.before), tokens)
-        free = _sequence(text, {"type": "star", "content": _sequence(calls, text)})
+        calls = _calls(written, tools, several and bool(written.before), tokens)
+        times = "star" if several else "optional"
+        free = _sequence(text, {"type": times, "content": _sequence(calls, text)})
     return Grammar("structural_tag", _tag(free), "tools")
 
 

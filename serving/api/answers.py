@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from weft.errors import EngineError, RequestError
@@ -87,7 +88,6 @@ class Answers:
         self._priority = priority
         self._context = current.get()
         self._deadline = None if self._context is None else state.deadline(self._context)
-        note_prompts(state, engine, prompts)
         self._visible = visible
         self._admitted = 0
         self._completion_tokens = 0
@@ -105,6 +105,7 @@ class Answers:
             RequestError: the queue is full.
             EngineError: the engine has died or is ending.
         """
+        await note_prompts(self._state, self._engine, self.prompts)
         async with aclosing(_merged([self._one(i) for i in range(self.count)])) as pieces:
             async for i, delta in pieces:
                 self._completion_tokens += len(delta.token_ids)
@@ -166,12 +167,14 @@ class Answers:
             self._context.key.spend(tokens)
 
 
-def note_prompts(state: ServerState, engine: AsyncEngine, prompts: Sequence[list[int]]) -> None:
+async def note_prompts(
+    state: ServerState, engine: AsyncEngine, prompts: Sequence[list[int]]
+) -> None:
     """Tell the request's context what the model sees, if that is to be logged."""
     context = current.get()
     if context is not None and state.log_prompts:
-        decode = engine.tokenizer.decode
-        context.prompts = [decode(prompt, skip_special_tokens=False) for prompt in prompts]
+        decode = partial(engine.tokenizer.decode, skip_special_tokens=False)
+        context.prompts = await asyncio.to_thread(lambda: list(map(decode, prompts)))
 
 
 def finish_reason(delta: Delta) -> FinishReason | None:

@@ -58,9 +58,9 @@ class Body(BaseModel):
 
 
 class JsonRoute(APIRoute):
-    """A route whose body, if it takes one, is read by `read_json`; others by FastAPI, which is lax.
+    """A route whose body, if it takes one, is read by `read_json`: FastAPI itself is lax.
 
-    Of these it has a test: a route with a body is one.
+    Every route with a body is one; a test sees to that.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import msgspec
@@ -19,7 +20,7 @@ from weft.serving.api.documentation import returns
 from weft.serving.api.responses import Embedding, EmbeddingList, EmbeddingUsage
 from weft.serving.api.schemas import Priority, prompts_up_to
 from weft.serving.api.state import ServerState, State
-from weft.serving.limits import check_dimensions
+from weft.serving.limits import check_dimensions, check_pooled
 from weft.serving.metrics import Phases
 from weft.serving.window import for_each
 
@@ -48,22 +49,24 @@ async def create_embeddings(request: Request, body: EmbeddingRequest, state: Sta
     engine = state.ready_engine(body.model)
     check_dimensions(body.dimensions, engine.info)
     prompts = await asyncio.to_thread(_encoded, engine, body.input)
-    for i, prompt in enumerate(prompts):
-        try:
-            engine.validate(prompt, engine.pooling)
-        except RequestError as error:
-            if error.param != "prompt":
-                raise
-            message = f"input[{i}]: {error.message}"
-            raise RequestError(message, param="input", code=error.code) from error
-    note_prompts(state, engine, prompts)
+    await note_prompts(state, engine, prompts)
     answer = await unless_gone(request.receive, _embed(state, engine, body, prompts))
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
 def _encoded(engine: AsyncEngine, inputs: list[str] | list[list[int]]) -> list[list[int]]:
-    encode = engine.tokenizer.encode
-    return [encode(each) if isinstance(each, str) else each for each in inputs]
+    """The inputs' token ids; RequestError, naming the input, for one that the model cannot take."""
+    encode = partial(engine.tokenizer.encode, most=engine.info.max_model_len)
+    prompts = []
+    for i, each in enumerate(inputs):
+        try:
+            prompt = encode(each) if isinstance(each, str) else each
+            check_pooled(prompt, engine.info)
+        except RequestError as error:
+            message = f"input[{i}]: {error.message}"
+            raise RequestError(message, param="input", code=error.code) from error
+        prompts.append(prompt)
+    return prompts
 
 
 async def _embed(

@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from weft.errors import RequestError
 from weft.serving.api.body import Body, by_type
@@ -121,8 +121,11 @@ class ResponseFormat(Body):
         return Grammar("json_schema", _text(self.json_schema.schema_), param)
 
 
+_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
 class StructuredOutputs(Body):
-    """What the answer must be; one of these."""
+    """What the answer must be; one of these, of which `json_object` is true."""
 
     json_: Schema | None = Field(None, alias="json")
     regex: Text | None = None
@@ -130,6 +133,15 @@ class StructuredOutputs(Body):
     grammar: Text | None = None
     json_object: bool | None = None
     structural_tag: Text | None = None
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"required": [name], "properties": {name: {"not": {"enum": [None, False]}}}}
+                for name in _KINDS
+            ]
+        }
+    )
 
 
 class GuidedRequest(Body):
@@ -172,7 +184,14 @@ class GuidedRequest(Body):
         if self.guided_choice is not None:
             yield Grammar("choice", _text(self.guided_choice), "guided_choice")
         if self.structured_outputs is not None:
-            yield from self._structured(self.structured_outputs)
+            given = list(self._structured(self.structured_outputs))
+            if not given:
+                raise RequestError(
+                    f"structured_outputs says nothing; give it one of {', '.join(_KINDS)}",
+                    param="structured_outputs",
+                    code="missing_parameter",
+                )
+            yield from given
 
     def _structured(self, outputs: StructuredOutputs) -> Iterator[Grammar]:
         if outputs.json_ is not None:

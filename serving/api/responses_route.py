@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from weft.serving.api.body import JsonRoute
 from weft.serving.api.connection import unless_gone
 from weft.serving.api.conversation import Conversation
 from weft.serving.api.documentation import returns
-from weft.serving.api.errors import told
+from weft.serving.api.errors import describe, told
 from weft.serving.api.responses import FinishReason, new_id, now
 from weft.serving.api.schemas import FunctionCall, Message, TextPart, ToolCall
 from weft.serving.api.sse import EventStream, typed_event
@@ -122,8 +123,9 @@ class _Writer:
 
     def failure(self, error: RequestError | EngineError) -> bytes:
         """The last event, when there is no whole answer."""
+        status, _ = describe(error)
         self._response.status = "failed"
-        self._response.error = shapes.ResponseError("server_error", told(error).error.message)
+        self._response.error = shapes.ResponseError(_code(status), told(error).error.message)
         return self._numbered(shapes.Failed(response=self._response))
 
     async def whole(self) -> shapes.ResponseObject:
@@ -230,3 +232,10 @@ class _Writer:
             shapes.OutputTokensDetails(self._turns.reasoning_tokens),
             usage.total_tokens,
         )
+
+
+def _code(status: int) -> str:
+    """Of OpenAI's codes for a response that failed, that which is nearest."""
+    if status == HTTPStatus.TOO_MANY_REQUESTS:
+        return "rate_limit_exceeded"
+    return "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_prompt"

@@ -73,7 +73,7 @@ async def tokenize(body: TokenizeRequest, state: State) -> Response:
     engine = state.ready_engine(body.model or state.model)
     tokenizer = engine.tokenizer
 
-    def encoded() -> list[int]:
+    def encoded() -> tuple[list[int], list[str | None] | None]:
         text, special = body.prompt, body.add_special_tokens
         if text is None:
             conversation = Conversation(
@@ -81,12 +81,11 @@ async def tokenize(body: TokenizeRequest, state: State) -> Response:
             )
             text = conversation.prompt(tokenizer, to_answer=body.add_generation_prompt)
             special = bool(special)
-        return tokenizer.encode(text, add_special_tokens=special is not False)
+        ids = tokenizer.encode(text, add_special_tokens=special is not False)
+        named = body.return_token_strs
+        return ids, [tokenizer.backend.id_to_token(i) for i in ids] if named else None
 
-    ids = await asyncio.to_thread(encoded)
-    names = None
-    if body.return_token_strs:
-        names = [tokenizer.backend.id_to_token(i) for i in ids]
+    ids, names = await asyncio.to_thread(encoded)
     answer = Tokens(len(ids), engine.info.max_model_len, ids, names)
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
@@ -96,11 +95,15 @@ async def detokenize(body: DetokenizeRequest, state: State) -> Response:
     """The text of token ids."""
     engine = state.ready_engine(body.model or state.model)
     size = engine.info.vocab_size
-    for token in body.tokens:
-        if not 0 <= token < size:
-            raise RequestError(f"tokens has {token}; token ids are in [0, {size})", param="tokens")
-    decode = engine.tokenizer.decode
-    text = await asyncio.to_thread(decode, body.tokens, skip_special_tokens=False)
+
+    def decoded() -> str:
+        for token in body.tokens:
+            if not 0 <= token < size:
+                message = f"tokens has {token}; token ids are in [0, {size})"
+                raise RequestError(message, param="tokens")
+        return engine.tokenizer.decode(body.tokens, skip_special_tokens=False)
+
+    text = await asyncio.to_thread(decoded)
     return Response(msgspec.json.encode(DetokenizedText(text)), media_type="application/json")
 
 

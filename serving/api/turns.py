@@ -86,7 +86,6 @@ class Turns:
         priority: int,
     ) -> None:
         self.format = state.answer_format(engine)
-        params = _with_grammar(params, conversation, self.format, prompt)
         self._prompt = prompt
         self._parallel = conversation.parallel
         self._names = [tool.name for tool in conversation.offered]
@@ -107,13 +106,15 @@ class Turns:
         Raises:
             RequestError: the conversation or a setting does not fit the model.
         """
+        form = state.answer_format(engine)
 
-        def encoded() -> tuple[str, list[int]]:
+        def prepared() -> tuple[str, list[int], SamplingParams]:
             prompt, most = conversation.prompt(engine.tokenizer), engine.info.max_model_len
-            return prompt, engine.tokenizer.encode(prompt, add_special_tokens=False, most=most)
+            token_ids = engine.tokenizer.encode(prompt, add_special_tokens=False, most=most)
+            return prompt, token_ids, _with_grammar(params, conversation, form, prompt)
 
-        prompt, token_ids = await asyncio.to_thread(encoded)
-        return cls(state, engine, conversation, prompt, token_ids, params, priority)
+        prompt, token_ids, guided = await asyncio.to_thread(prepared)
+        return cls(state, engine, conversation, prompt, token_ids, guided, priority)
 
     @property
     def count(self) -> int:
@@ -189,7 +190,7 @@ def _with_grammar(
     elif tools and grammar is not None:
         grammar = or_calls(grammar, form.tools, free, several=several, tokens=tokens)
     elif any(tool.strict for tool, _ in tools):
-        grammar = strict_calls(form.tools, free, tokens)
+        grammar = strict_calls(form.tools, free, several=several, tokens=tokens)
     if grammar is None:
         return params
     return msgspec.structs.replace(params, grammar=form.after_thought(grammar, prompt))

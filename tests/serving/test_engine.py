@@ -234,6 +234,12 @@ async def test_validate_fills_in_what_is_missing(local: AsyncEngine) -> None:
     assert local.validate(PROMPT, SamplingParams()).seed != wish.seed
 
 
+async def test_an_embedding_takes_no_seed(local: AsyncEngine) -> None:
+    before = local._seeds.getstate()
+    local.validate(PROMPT, local.pooling)
+    assert local._seeds.getstate() == before
+
+
 async def test_a_request_that_the_kv_cache_cannot_hold_is_refused(config: EngineConfig) -> None:
     small = replace(config, kv_cache_memory=4 * 1024)  # 4 blocks of 8 tokens
     async with started(small, in_process=True, runner_factory=FAST) as engine:

@@ -164,7 +164,7 @@ def test_the_parser_reads_what_it_admits(
 
 
 def test_strict_calls(compiler: xgrammar.GrammarCompiler) -> None:
-    grammar = strict_calls("hermes", TOOLS, {})
+    grammar = strict_calls("hermes", TOOLS, several=True, tokens={})
     for text, good in (
         ("hello <b>", True),
         (f"hello {F} and {G}", True),
@@ -172,7 +172,7 @@ def test_strict_calls(compiler: xgrammar.GrammarCompiler) -> None:
         (f"hello {F}<tool_call>", False),
     ):
         assert admits(compiler, grammar, text) == good
-    grammar = strict_calls("hermes", TOOLS, TOKENS)
+    grammar = strict_calls("hermes", TOOLS, several=True, tokens=TOKENS)
     for text, good in (
         ("hello", True),
         ('{<tool_call>}\n{"name": "f", "arguments": {"x": 1}}\n{</tool_call>} and', True),
@@ -201,7 +201,26 @@ def test_strict_calls(compiler: xgrammar.GrammarCompiler) -> None:
 def test_strict_calls_of_other_formats(
     compiler: xgrammar.GrammarCompiler, form: str, text: str, good: bool
 ) -> None:
-    assert admits(compiler, strict_calls(form, TOOLS, {}), text) == good
+    assert admits(compiler, strict_calls(form, TOOLS, several=True, tokens={}), text) == good
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "good"),
+    [
+        ("hermes", "hello", True),
+        ("hermes", f"hello {F} and", True),
+        ("hermes", f"hello {F} and {G}", False),
+        ("hermes", f"{F}\n{G}", False),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]', True),
+        ("mistral", '[TOOL_CALLS][{"name": "g", "arguments": {}}, {"name": "g"', False),
+        ("llama3_json", '{"name": "f", "parameters": {"x": 1}}', True),
+        ("llama3_json", '{"name": "g", "parameters": {}}; {"name": "g", "parameters": {}}', False),
+    ],
+)
+def test_one_strict_call(
+    compiler: xgrammar.GrammarCompiler, form: str, text: str, good: bool
+) -> None:
+    assert admits(compiler, strict_calls(form, TOOLS, several=False, tokens={}), text) == good
 
 
 @pytest.mark.parametrize(
@@ -239,6 +258,6 @@ def test_a_format_that_cannot_be_forced(form: str | None) -> None:
     with pytest.raises(RequestError, match="--tool-parser"):
         calls_only(form, TOOLS, several=True, tokens={})
     with pytest.raises(RequestError, match=r"tool is strict.*--tool-parser"):
-        strict_calls(form, TOOLS, {})
+        strict_calls(form, TOOLS, several=True, tokens={})
     with pytest.raises(RequestError, match=r"regex says what.*--tool-parser"):
         or_calls(Grammar("regex", "a", "regex"), form, TOOLS, several=True, tokens={})

@@ -82,6 +82,11 @@ def test_texts_and_token_ids_are_the_same_inputs(http: httpx.Client) -> None:
         ({"input": ["a"] * 2049}, "input", "input has 2049 prompts; at most 2048"),
         ({"input": [[1], [320]]}, "input", "input[1]: the prompt has token 320; token ids are in"),
         ({"input": [[1], [5] * 513]}, "input", "input[1]: the prompt has 513 tokens; the context"),
+        (
+            {"input": ["a", "a " * 9000]},
+            "input",
+            "input[1]: the prompt of 18000 characters has more",
+        ),
         ({"input": "a", "dimensions": 65}, "dimensions", "dimensions is 65; it must be in [1, 64]"),
         ({"input": "a", "dimensions": 0}, "dimensions", "dimensions is 0; it must be in [1, 64]"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format", "this server takes 'float'"),

@@ -155,6 +155,13 @@ def test_what_is_hostile_is_named_and_the_next_request_works(
     assert text_of(choice) == "fine"
 
 
+@pytest.mark.parametrize("value", [{}, {"json": None}, {"json_object": False}])
+def test_structured_outputs_that_say_nothing(http: httpx.Client, value: dict[str, Any]) -> None:
+    error = refused(http, {"structured_outputs": value})
+    assert (error["param"], error["code"]) == ("structured_outputs", "missing_parameter")
+    assert "json, regex, choice" in error["message"]
+
+
 def test_a_grammar_that_fails_half_way_is_at_fault(http: httpx.Client) -> None:
     """Behind so many characters that no look at it beforehand comes there."""
     field = {"ebnf": 'root ::= [b-y]{300} "a" dead\ndead ::= [^\\u0000-\\U0010FFFF]'}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
@@ -11,6 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.documents import check_documented, check_type
 from support.server import Server
+
+from weft.errors import EngineError, RequestError
+from weft.serving.api.responses_route import _Writer
+from weft.serving.api.responses_schemas import ResponsesRequest
+from weft.serving.api.turns import Turns
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"type": "function", "name": "get_weather", "parameters": CITY, "strict": False}
@@ -192,3 +197,22 @@ def test_what_cannot_be_is_named(echo: Server, param: str, fields: dict[str, Any
     response = echo.http.post("/v1/responses", json={"model": "echo", "input": "a"} | fields)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RequestError("no token can follow", param="text.format.schema"), "invalid_prompt"),
+        (RequestError("the queue is full", status=429), "rate_limit_exceeded"),
+        (RequestError("too late", status=504), "server_error"),
+        (EngineError("it has died"), "server_error"),
+    ],
+)
+def test_a_failure_says_whose_fault_it_is(error: RequestError | EngineError, code: str) -> None:
+    body = ResponsesRequest.model_validate({"model": "echo", "input": "hi"})
+    event = _Writer(body, cast(Turns, None)).failure(error).decode()
+    name, data = event.rstrip("\n").split("\n")
+    assert name == "event: response.failed"
+    response = json.loads(data.removeprefix("data: "))["response"]
+    assert response["error"] == {"code": code, "message": str(error)}
+    check_type("Response", response)
