@@ -6,15 +6,19 @@ import json
 import re
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.tokenizers import write_byte_level
 
-from weft.serving.answer_parser.parser import AnswerParser
+from weft.serving.answer_parser.parser import AnswerFormat, AnswerParser
 from weft.serving.answer_parser.pieces import Arguments, Call, CallStart, Content, ParsedAnswer
 from weft.serving.answer_parser.reasoning import REASONING_FORMATS, ReasoningParser
 from weft.serving.answer_parser.tool_calls import TOOL_FORMATS, ToolCallParser
+from weft.serving.sampling_params import Grammar
+from weft.serving.tokenizer import Tokenizer
 
 NAMES = ("f", "get_weather")
 MARKS = (
@@ -287,3 +291,18 @@ def test_a_call_within_a_thought_is_a_thought() -> None:
     call = f"<tool_call>{CALL}</tool_call>"
     answer = parse(make("hermes", "think"), f"<think>{call}</think>{call}")
     assert answer == ParsedAnswer("", call, [Call("f", '{"x": 1}')])
+
+
+def test_a_grammar_begins_where_the_thought_ends(tmp_path: Path) -> None:
+    """Also where the prompt has the whole thought: another would be one too many."""
+    form = AnswerFormat(Tokenizer.load(write_byte_level(tmp_path)), None, "think")
+    grammar = Grammar("regex", "yes|no")
+
+    def before(prompt: str) -> str:
+        return form.after_thought(grammar, prompt).before
+
+    assert json.loads(before("Is it?"))["type"] == "optional"
+    (thought, _) = json.loads(before("Is it?<think>\n"))["elements"]
+    assert (thought["begin"], thought["end"]) == ("", "</think>")
+    assert form.after_thought(grammar, "Is it?<think>\n\n</think>\n\n") == grammar
+    assert AnswerFormat(form.tokenizer, None, None).after_thought(grammar, "Is it?") == grammar
