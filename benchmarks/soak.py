@@ -53,9 +53,6 @@ BURST = 40  # requests
 START = 300.0  # seconds for the model to be loaded
 END = 60.0  # seconds for requests to end when the load has; those that do not are leaked
 SERVER = ("--max-num-seqs=8", "--max-queue=16", "--port=0")
-# oneDNN keeps what it has compiled for each number of rows, half a megabyte apiece, up to 1,024 of
-# them; so few are there when the warm-up is over.
-ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
 
 # Two-sided 95 % quantiles of Student's t, by degrees of freedom.
 STUDENT = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}

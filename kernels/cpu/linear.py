@@ -130,10 +130,11 @@ class PackedLinear(TorchLinear):
     def product(self, x: Tensor) -> Tensor:
         """[T, K] -> [T, N], in the weight's dtype, for any T from 0."""
         if self._packed:
+            rows = len(x)
             out: Tensor = torch.ops.mkldnn._linear_pointwise(
-                x, self._weight, self._bias, "none", [], ""
+                pad_rows(x), self._weight, self._bias, "none", [], ""
             )
-            return out
+            return out[:rows]
         return linear(x, self._weight, self._bias)
 
 
@@ -334,6 +335,17 @@ def make_linear(
     return PackedLinear(whole(weight), bias, gated=gated)
 
 
+def pad_rows(x: Tensor) -> Tensor:
+    """[T, K] with rows of zeros behind it, up to one of eight sizes in each octave.
+
+    oneDNN compiles code for each number of rows and each weight's shape, and never lets go of it:
+    0.8 MB apiece, whatever the capacity of its cache of primitives.
+    """
+    size = 1 << max(0, len(x).bit_length() - 4)
+    missing = -len(x) % size
+    return pad(x, (0, 0, 0, missing)) if missing else x
+
+
 def matmul_transposed(a: Tensor, b: Tensor) -> Tensor:
     """a [M, K] @ b [N, K].T -> [M, N] through oneDNN, for matrices that are used once.
 
@@ -342,8 +354,9 @@ def matmul_transposed(a: Tensor, b: Tensor) -> Tensor:
     """
     if not can_pack(a.dtype):
         return a @ b.T
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
-    return out
+    rows = len(a)
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(pad_rows(a), b, None, "none", [], "")
+    return out[:rows]
 
 
 def can_pack(dtype: torch.dtype) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -37,6 +40,33 @@ def expected(
         gate, up = out.chunk(2, dim=-1)
         out = silu(gate) * up
     return out if residual is None else out + residual.float()
+
+
+def test_rows_are_padded_to_few_sizes() -> None:
+    padded = [module.pad_rows(torch.ones(rows, 2)) for rows in range(4097)]
+    assert len({len(x) for x in padded}) == 16 + 8 * 8 + 1
+    for rows, x in enumerate(padded):
+        assert rows <= len(x) <= rows * 9 / 8
+        assert int(x.sum()) == 2 * rows
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_does_not_grow_with_the_numbers_of_rows(dtype: str) -> None:
+    """Prompts have any length. Unpadded, a layer takes 0.8 MB for each one."""
+    program = f"""
+import psutil, torch
+from weft.kernels.cpu.linear import PackedLinear
+layer = PackedLinear(torch.randn(512, 192, dtype=torch.{dtype}))
+x = torch.randn(1000, 192, dtype=torch.{dtype})
+layer.product(x)
+before = psutil.Process().memory_info().rss
+for rows in range(600):
+    layer.product(x[:rows])
+print(psutil.Process().memory_info().rss - before)
+"""
+    command = [sys.executable, "-P", "-c", program]
+    grown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert int(grown) < 150 * 2**20
 
 
 @settings(max_examples=150, deadline=None)
