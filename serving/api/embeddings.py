@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from collections.abc import Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal, cast
@@ -54,7 +55,7 @@ async def create_embeddings(request: Request, body: EmbeddingRequest, state: Sta
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
-def _encoded(engine: AsyncEngine, inputs: list[str] | list[list[int]]) -> list[list[int]]:
+def _encoded(engine: AsyncEngine, inputs: Sequence[str | list[int]]) -> list[list[int]]:
     """The inputs' token ids; RequestError, naming the input, for one that the model cannot take."""
     encode = partial(engine.tokenizer.encode, most=engine.info.max_model_len)
     prompts = []

@@ -73,7 +73,7 @@ async def tokenize(body: TokenizeRequest, state: State) -> Response:
     engine = state.ready_engine(body.model or state.model)
     tokenizer = engine.tokenizer
 
-    def encoded() -> tuple[list[int], list[str | None] | None]:
+    def encoded() -> tuple[list[int], list[str] | None]:
         text, special = body.prompt, body.add_special_tokens
         if text is None:
             conversation = Conversation(
