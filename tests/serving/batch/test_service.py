@@ -285,7 +285,7 @@ async def others(engine: AsyncEngine, count: int) -> AsyncIterator[None]:
 async def test_rows_of_many_answers_get_on_while_others_are_served(
     engine: AsyncEngine, tmp_path: Path
 ) -> None:
-    """Each answer takes a place as one is free; of eight one stays so."""
+    """Each answer takes a place as one is free; of eight one is for others."""
     wide = [row("n", n=8), row("prompts", prompt=[[1], [2]], n=4), row("very", n=30)]
     narrow = [row(f"r{i}", n=1 + i % 3, prompt=prompt(i)) for i in range(20)]
     rows = [*narrow[:5], *wide, *narrow[5:]]
@@ -302,7 +302,7 @@ async def test_rows_of_many_answers_get_on_while_others_are_served(
         prompts = len(each["body"]["prompt"]) if each["custom_id"] == "prompts" else 1
         choices = answers[each["custom_id"]]["response"]["body"]["choices"]
         assert len(choices) == prompts * each["body"].get("n", 1)
-    assert 6 <= most <= 7
+    assert 6 <= most <= 7 + 2  # others come whenever they like
     # Nobody waited for the end of the batch.
     assert list(answers).index("very") < len(rows) - 3
 
