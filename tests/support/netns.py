@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces that are joined by a cable (a veth pair)."""
+"""Several hosts on one machine: network namespaces that are joined by a switch (a bridge)."""
 
 from __future__ import annotations
 
@@ -51,27 +51,66 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
 
+class Network:
+    """Hosts at 10.77.0.1 and so on, each with a cable to a switch.
+
+    Attributes:
+        switch: a host, too, at 10.77.0.254.
+    """
+
+    def __init__(self) -> None:
+        self._hosts: list[Host] = []
+        self.switch = Host(f"weft-{os.getpid()}-switch", "10.77.0.254")
+
+    def open(self) -> None:
+        """Make the switch, a bridge."""
+        _ip("netns", "add", self.switch.name)
+        _ip("-n", self.switch.name, "link", "add", "weft0", "type", "bridge")
+        _set_up(self.switch)
+
+    def add(self) -> Host:
+        """Another host."""
+        number = len(self._hosts) + 1
+        host, port = Host(f"weft-{os.getpid()}-{number}", f"10.77.0.{number}"), f"port{number}"
+        self._hosts.append(host)
+        _ip("netns", "add", host.name)
+        peer = ("peer", "name", port, "netns", self.switch.name)
+        _ip("-n", host.name, "link", "add", "weft0", "type", "veth", *peer)
+        _ip("-n", self.switch.name, "link", "set", port, "master", "weft0", "up")
+        _set_up(host)
+        return host
+
+    def close(self) -> None:
+        """Undo it."""
+        for host in (self.switch, *self._hosts):
+            if (Path("/run/netns") / host.name).exists():
+                _ip("netns", "delete", host.name)
+
+
+def _set_up(host: Host) -> None:
+    _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", "weft0")
+    _ip("-n", host.name, "link", "set", "weft0", "up")
+    _ip("-n", host.name, "link", "set", "lo", "up")
+
+
+@contextmanager
+def network() -> Iterator[Network]:
+    """Skips the test where namespaces cannot be made."""
+    if shutil.which("ip") is None:
+        pytest.skip("several hosts on one machine need the command `ip`")
+    made = Network()
+    try:
+        try:
+            made.open()
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
+        yield made
+    finally:
+        made.close()
+
+
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
     """Skips the test where namespaces cannot be made."""
-    if shutil.which("ip") is None:
-        pytest.skip("two hosts on one machine need the command `ip`")
-    hosts = [Host(f"weft-{os.getpid()}-{n}", f"10.77.0.{n}") for n in (1, 2)]
-    try:
-        try:
-            for host in hosts:
-                _ip("netns", "add", host.name)
-            first, second = hosts
-            peer = ("peer", "name", "weft0", "netns", second.name)
-            _ip("-n", first.name, "link", "add", "weft0", "type", "veth", *peer)
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
-        for host in hosts:
-            _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", "weft0")
-            _ip("-n", host.name, "link", "set", "weft0", "up")
-            _ip("-n", host.name, "link", "set", "lo", "up")
-        yield first, second
-    finally:
-        for host in hosts:
-            if (Path("/run/netns") / host.name).exists():
-                _ip("netns", "delete", host.name)
+    with network() as made:
+        yield made.add(), made.add()
