@@ -107,6 +107,7 @@ class _Server:
 
     async def run(self) -> int:
         """Everything, in its order; returns the exit status."""
+        logs.say(f"weft loads {self._engine_config.model}, and will answer on {self._url()}")
         loop = asyncio.get_running_loop()
         for sig in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sig, self._on_signal)

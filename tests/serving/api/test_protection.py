@@ -248,6 +248,21 @@ def test_a_prompt_counts_once_it_is_admitted(tmp_path: Path) -> None:
         assert int(response.headers["retry-after"]) > 60
 
 
+def test_texts_to_embed_count_each_once(tmp_path: Path) -> None:
+    """3000 tokens of 600 a minute are a debt of 240 seconds; what is refused is none."""
+    with start_mock(tmp_path, api_key=ALICE, tokens_per_minute_per_key=600) as server:
+
+        def embed(*prompts: list[int]) -> httpx.Response:
+            body = {"model": "mock", "input": prompts}
+            return server.http.post("/v1/embeddings", json=body, headers=bearer(ALICE))
+
+        assert embed([1] * 1000, [-1]).status_code == 400
+        assert embed([1] * 1000, [2] * 1000, [3] * 1000).status_code == 200
+        response = embed([1])
+        assert response.json()["error"]["code"] == "token_rate_exceeded"
+        assert 120 <= int(response.headers["retry-after"]) <= 241
+
+
 def test_keys_of_a_file_are_read_again(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(f"# who may ask\n\n{BOB} bob\nsk-carol-0123456789 carol's team\n")
