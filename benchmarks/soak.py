@@ -30,7 +30,6 @@ import io
 import itertools
 import json
 import math
-import os
 import random
 import re
 import statistics
@@ -280,7 +279,6 @@ async def serving(arguments: Sequence[str]) -> AsyncIterator[tuple[psutil.Proces
     """A server, and its address; it is ended by SIGTERM, and must then exit with 0."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "weft", "serve", *SERVER, *arguments),
-        env=ENVIRONMENT | os.environ,
         stderr=subprocess.PIPE,
     )
     assert process.stderr is not None
