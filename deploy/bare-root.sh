@@ -26,7 +26,12 @@ runs() {
 
 # In the root file system, with what the image says of the environment.
 within() {
-  chroot "$root" env -i PATH=/opt/weft/bin:/usr/local/bin:/usr/bin:/bin HOME=/root \
+  local name given=()
+  for name in "${!PIP_@}" http_proxy https_proxy no_proxy HTTP_PROXY HTTPS_PROXY NO_PROXY; do
+    case $name in PIP_CERT | PIP_EXTRA_INDEX_URL | PIP_FIND_LINKS) continue ;; esac
+    [ -z "${!name-}" ] || given+=("$name=${!name}")
+  done
+  chroot "$root" env -i "${given[@]}" PATH=/opt/weft/bin:/usr/local/bin:/usr/bin:/bin HOME=/root \
     PIP_NO_CACHE_DIR=1 PIP_EXTRA_INDEX_URL="${TORCH_INDEX-https://download.pytorch.org/whl/cpu}" \
     ${PIP_CERT:+PIP_CERT=/etc/ssl/certs/ca-certificates.crt} ${WHEELS:+PIP_FIND_LINKS=/wheels} "$@"
 }
@@ -41,6 +46,7 @@ cp -L /etc/resolv.conf "$root/etc/resolv.conf"
 [ -z "${PIP_CERT:-}" ] || cp "$PIP_CERT" "$root/etc/ssl/certs/ca-certificates.crt"
 [ -z "${WHEELS:-}" ] || cp "$WHEELS"/*.whl "$root/wheels"
 cp constraints.txt "$root/src"
+rm -rf "$root/opt/weft"  # pip would keep a weft of the same version
 
 say "the wheel"
 rm -f "$root"/dist/*

@@ -45,7 +45,11 @@ class HttpServer(uvicorn.Server):
         tls: ssl.SSLContext | None,
         tracer: Tracer | None,
     ) -> None:
-        protocol = partial(BoundedProtocol, write_timeout=config.write_timeout)
+        protocol = partial(
+            BoundedProtocol,
+            write_timeout=config.write_timeout,
+            draining=lambda: state.draining,
+        )
         app = guarded(build_app(state), config, keys)
         log = config.log_requests or config.log_prompts
         super().__init__(

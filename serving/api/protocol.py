@@ -9,12 +9,17 @@ keeps, while it tells the last of them alone that the client has gone.
 
 A request that is refused here is refused in its turn: those ahead of it on the connection get
 their answers, and the connection ends with the last of these.
+
+Once the server is about to end, each answer is the last of its connection. A client that is told to
+try again later would else do so on the same one, which leads here also through a load balancer that
+has other servers by now.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -40,6 +45,7 @@ class BoundedProtocol(HttpToolsProtocol):
     Args:
         write_timeout: seconds in which a client must read 64 KiB that wait for it; then the
             connection is cut, which ends its request as if the client had gone.
+        draining: whether the server is about to end.
         arguments: uvicorn's.
     """
 
@@ -49,9 +55,12 @@ class BoundedProtocol(HttpToolsProtocol):
     _arrival: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
 
-    def __init__(self, *arguments: Any, write_timeout: float, **named: Any) -> None:
+    def __init__(
+        self, *arguments: Any, write_timeout: float, draining: Callable[[], bool], **named: Any
+    ) -> None:
         super().__init__(*arguments, **named)
         self._write_timeout = write_timeout
+        self._draining = draining
         self._unanswered: deque[RequestResponseCycle] = deque()
         self._ending = False  # nothing more is taken
 
@@ -103,6 +112,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         self._unanswered.append(self.cycle)
+        if self._draining():
+            self.cycle.keep_alive = False
         self._head_bytes = -(2**63)  # the rest is body
         if self.pipeline:  # uvicorn has stopped to read, and would not notice a client that goes
             self.flow.resume_reading()

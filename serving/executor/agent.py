@@ -205,7 +205,8 @@ class _Guest:
     def wait(self) -> None:
         """For all engines to end."""
         for thread in self.engines.values():
-            thread.join()
+            if thread.ident is not None:  # else a signal came before it was started
+                thread.join()
 
     def leave(self) -> None:
         """Hang up on all engines, and wait for the ranks of this machine to end."""
@@ -375,8 +376,10 @@ def run(config: EngineConfig, head: str, *, once: bool) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    # The kernel drops it for the first process of a container, unless there is a handler.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # The kernel drops them for the first process of a container, unless there is a handler; shells
+    # have what they run in the background ignore the second.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
     try:
         join(
             host.strip("[]"),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from torch.version import cuda
 
 from weft.serving.cli import weft
 from weft.version import __version__
@@ -96,7 +97,10 @@ def test_constraints_suit_torch_for_cpus_and_torch_with_cuda() -> None:
         assert str(specifier).startswith("=="), f"{name} is to have one version"
     torch = str(specifiers["torch"]).removeprefix("==")
     assert triton.contains(TRITON_OF_CUDA[torch])
-    assert str(triton) == f"<={version('triton')}", "pip takes the newest, where torch has no wish"
+    if cuda is None:
+        assert str(triton) == f"<={version('triton')}", (
+            "pip takes the newest, where torch has no wish"
+        )
 
 
 def test_compose_runs_what_weft_takes_and_lets_it_drain() -> None:

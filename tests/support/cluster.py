@@ -1,4 +1,4 @@
-"""A cluster on one machine: pods, each with a network of its own."""
+"""A cluster on one machine: pods with networks of their own, and the controllers that keep them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from support.charts import templates_of
 from support.container import skip_without_containers
 from support.kubelet import Pod, Secrets
 from support.netns import Network, network
 from support.server import TIMEOUT
 
-LOOK = 0.05  # seconds between two looks
+LOOK = 0.05  # seconds between two looks of a controller
+NAMESPACE = "llm"
 
 Object = dict[str, Any]
 
@@ -60,13 +62,11 @@ class Cluster:
         self.past.append(pod)
 
     async def until(self, condition: Callable[[], object]) -> None:
-        """Wait for it.
-
-        Raises:
-            TimeoutError: it does not come.
-        """
+        """Wait for it; raises what has gone wrong meanwhile, or TimeoutError."""
         async with asyncio.timeout(TIMEOUT):
             while not condition():
+                for pod in self.pods:
+                    pod.check()
                 await asyncio.sleep(LOOK)
 
 
@@ -83,5 +83,88 @@ async def cluster(folder: Path, secrets: Secrets | None = None) -> AsyncIterator
                 print(pod.name, pod.events, pod.log.read_text(), sep="\n")
             raise
         finally:
-            for pod in here.pods:
-                await pod.close()
+            closed = [pod.close() for pod in here.pods]
+            errors = await asyncio.gather(*closed, return_exceptions=True)
+            assert errors == [None] * len(errors)
+
+
+class Deployment:
+    """Replicas that are alike, replaced as `strategy.rollingUpdate` says."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._numbers = count()
+        self._ending: list[asyncio.Task[None]] = []
+
+    async def apply(self, deployment: Object) -> None:
+        """Until all pods are of this template, and ready."""
+        spec = deployment["spec"]
+        replicas, rolling = spec["replicas"], spec["strategy"]["rollingUpdate"]
+        template = spec["template"]
+        while True:
+            pods = [pod for pod in self._cluster.pods if not pod.terminating]
+            new = [pod for pod in pods if pod.template == template]
+            old = [pod for pod in pods if pod.template != template]
+            if not old and len(new) == replicas and all(pod.ready for pod in new):
+                return
+            for _ in range(min(replicas - len(new), replicas + rolling["maxSurge"] - len(pods))):
+                name = f"{deployment['metadata']['name']}-{next(self._numbers)}"
+                self._cluster.create(name, template)
+            spare = sum(pod.ready for pod in pods) - (replicas - rolling["maxUnavailable"])
+            for pod in old[: max(0, spare)]:
+                self._ending.append(asyncio.create_task(self._cluster.delete(pod)))
+            await asyncio.sleep(LOOK)
+
+    async def settle(self) -> None:
+        """Until what has been told to end has ended."""
+        await asyncio.gather(*self._ending)
+
+
+class Group:
+    """A LeaderWorkerSet's only group, all of which is made anew when one of its containers ends
+    (RecreateGroupOnPodRestart).
+
+    Attributes:
+        leader, workers: its pods.
+        generation: how often it has been made.
+    """
+
+    def __init__(self, cluster: Cluster, workload: Object) -> None:
+        spec = workload["spec"]["leaderWorkerTemplate"]
+        assert spec["restartPolicy"] == "RecreateGroupOnPodRestart"
+        assert workload["spec"]["startupPolicy"] == "LeaderCreated"
+        self._cluster, self._size = cluster, int(spec["size"])
+        self._templates = templates_of(workload)
+        self._name = workload["metadata"]["name"]
+        self.generation = 0
+
+    def create(self) -> None:
+        """Its leader, then its workers, who know the leader's name at once."""
+        name = f"{self._name}-0"
+        address = f"{name}.{self._name}.{NAMESPACE}"
+        injected = {"LWS_LEADER_ADDRESS": address, "LWS_GROUP_SIZE": str(self._size)}
+        index = "LWS_WORKER_INDEX"
+        self.leader = self._cluster.create(name, self._templates["server"], injected | {index: "0"})
+        names = {address: self.leader.host.address}
+        self.workers = [
+            self._cluster.create(
+                f"{name}-{number}",
+                self._templates["worker"],
+                injected | {index: str(number)},
+                names,
+            )
+            for number in range(1, self._size)
+        ]
+        self.generation += 1
+
+    async def delete(self) -> None:
+        """All of it at once, as garbage is collected when its leader is deleted."""
+        await asyncio.gather(*(self._cluster.delete(pod) for pod in [self.leader, *self.workers]))
+
+    async def control(self) -> None:
+        """Make it anew when a container has ended; for ever."""
+        while True:
+            if any(pod.exits for pod in [self.leader, *self.workers]):
+                await self.delete()
+                self.create()
+            await asyncio.sleep(LOOK)

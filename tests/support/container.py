@@ -17,11 +17,13 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ IMAGE_ENVIRONMENT = {"PATH": PATH, "HOME": "/cache", "USER": "weft", "PYTHONUNBU
 # $1: the root; $2: ro or rw; $3: the host name; then the command. Its stdin makes mounts.
 _MAKE = f"""
 set -e
+umask 022
 root=$1 mode=$2
 hostname "$3"
 shift 3
@@ -56,8 +59,8 @@ bind /usr /usr ro; bind /sys /sys ro; bind /dev /dev rw
 . /dev/stdin
 mkdir -p "$root/cache"
 mount -o remount,$mode "$root"
-exec chroot "$root" setpriv --reuid={USER} --regid={GROUP} --clear-groups --no-new-privs \\
-  --bounding-set=-all --inh-caps=-all env --chdir=/cache "$@" </dev/null
+exec chroot "$root" setpriv --pdeathsig=KILL --reuid={USER} --regid={GROUP} --clear-groups \\
+  --no-new-privs --bounding-set=-all --inh-caps=-all env --chdir=/cache "$@" </dev/null
 """
 
 Object = dict[str, Any]
@@ -132,7 +135,8 @@ class Container:
     def signal(self, number: signal.Signals) -> None:
         """Send its PID 1 a signal, unless it has ended."""
         if self._process.returncode is None:
-            psutil.Process(self.pid).send_signal(number)
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                psutil.Process(self.pid).send_signal(number)
 
     async def run(self, *command: str) -> int:
         """Run a command in it; its exit status, also when the container ends."""
@@ -163,18 +167,19 @@ def _of_environment() -> list[str]:
     paths = [sys.base_prefix, sys.prefix, ROOT, *filter(os.path.isdir, sys.path)]
     folders = {Path(each).resolve() for each in paths}
     outer = [each for each in folders if not any(each.is_relative_to(o) for o in folders - {each})]
-    return [f"bind {each} {each} ro" for each in outer if not each.is_relative_to("/usr")]
+    quoted = [shlex.quote(str(each)) for each in outer if not each.is_relative_to("/usr")]
+    return [f"bind {each} {each} ro" for each in quoted]
 
 
 @cache
 def why_not() -> str | None:
     """Why no container can be made here, if so."""
-    for command in ("unshare", "nsenter", "setpriv", "mount", "chroot"):
+    for command in ("unshare", "nsenter", "setpriv", "mount", "chroot", "hostname"):
         if shutil.which(command) is None:
             return f"there is no command `{command}`"
     made = "unshare --mount --pid --fork --uts --ipc mount -t tmpfs tmpfs /mnt"
     tried = subprocess.run(made.split(), capture_output=True, text=True)
-    return tried.stderr.strip() or None
+    return None if tried.returncode == 0 else tried.stderr.strip() or "unshare fails"
 
 
 def skip_without_containers() -> None:

@@ -12,6 +12,7 @@ preStop commands.
 from __future__ import annotations
 
 import asyncio
+import shlex
 import signal
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
@@ -101,6 +102,11 @@ class Pod:
         self._say("is told to end")
         await self._end()
         await self._running
+
+    def check(self) -> None:
+        """Raise what has gone wrong with running it."""
+        if self._running.done():
+            self._running.result()
 
     async def close(self) -> None:
         """Kill what is left of it."""
@@ -247,7 +253,7 @@ class Pod:
         lines = {"localhost": "127.0.0.1", self.name: self.host.address} | names
         file = self._folder / "hosts"
         file.write_text("".join(f"{address}\t{name}\n" for name, address in lines.items()))
-        return [f"file {file} /etc/hosts"]
+        return [f"file {shlex.quote(str(file))} /etc/hosts"]
 
     def _volumes(self) -> list[str]:
         """Where each volume is mounted."""
@@ -274,7 +280,7 @@ class Pod:
                         (folder / key).write_text(value)
                 case volume:
                     raise NotImplementedError(f"{volume=} is of a kind this kubelet does not know")
-            lines.append(f"bind {folder} {path} {mode}")
+            lines.append(f"bind {shlex.quote(str(folder))} {path} {mode}")
         return lines
 
     def _say(self, event: str) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,7 +61,8 @@ class Network:
 
     def __init__(self) -> None:
         self._hosts: list[Host] = []
-        self.switch = Host(f"weft-{os.getpid()}-switch", "10.77.0.254")
+        self._name = f"weft-{secrets.token_hex(4)}"
+        self.switch = Host(f"{self._name}-switch", "10.77.0.254")
 
     def open(self) -> None:
         """Make the switch, a bridge."""
@@ -71,7 +73,7 @@ class Network:
     def add(self) -> Host:
         """Another host."""
         number = len(self._hosts) + 1
-        host, port = Host(f"weft-{os.getpid()}-{number}", f"10.77.0.{number}"), f"port{number}"
+        host, port = Host(f"{self._name}-{number}", f"10.77.0.{number}"), f"port{number}"
         self._hosts.append(host)
         _ip("netns", "add", host.name)
         peer = ("peer", "name", port, "netns", self.switch.name)
@@ -82,9 +84,10 @@ class Network:
 
     def close(self) -> None:
         """Undo it."""
-        for host in (self.switch, *self._hosts):
-            if (Path("/run/netns") / host.name).exists():
-                _ip("netns", "delete", host.name)
+        with ExitStack() as stack:  # all of them, whatever one of them says
+            for host in (self.switch, *self._hosts):
+                if (Path("/run/netns") / host.name).exists():
+                    stack.callback(_ip, "netns", "delete", host.name)
 
 
 def _set_up(host: Host) -> None:

@@ -296,13 +296,15 @@ def test_sigterm_drains(own: Server) -> None:
             while own.metric("requests_running") != 1:
                 await asyncio.sleep(0.01)
             own.process.send_signal(signal.SIGTERM)
-            while (await client.get("/ready")).status_code == 200:
+            while (ready := await client.get("/ready")).status_code == 200:
+                assert "connection" not in ready.headers
                 await asyncio.sleep(0.01)
             assert (await client.get("/ready")).json() == {"status": "draining"}
             assert (await client.get("/health")).status_code == 200
             refused = await client.post("/v1/completions", json=LONG)
             assert refused.status_code == 503
             assert refused.headers["retry-after"]
+            assert refused.headers["connection"] == "close", "another server may be reached instead"
             return await running
 
     lines = asyncio.run(run())
