@@ -180,9 +180,13 @@ class AsyncEngine:
         return min((core.waited for core in self._cores if core.status == "ready"), default=0.0)
 
     def validate(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams | Pooling
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | Pooling,
+        *,
+        waits: bool = False,
     ) -> SamplingParams:
-        """Check a request against the model and the queue.
+        """Check a request against the model and, unless it waits for room, the queue.
 
         Returns:
             `params` with max_tokens and seed filled in.
@@ -190,18 +194,13 @@ class AsyncEngine:
         Raises:
             RequestError: this request cannot be served; with status 429, not now.
         """
-        params = self._checked(prompt_token_ids, params)
-        self._check_queue()
-        return params
-
-    def _checked(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams | Pooling
-    ) -> SamplingParams:
-        """The same, whether or not the queue has room."""
         if isinstance(params, Pooling):
             check_pooled(prompt_token_ids, self.info)
-            return SamplingParams(max_tokens=1, seed=0)  # which is not looked at
-        params = check_request(prompt_token_ids, params, self.info)
+            params = SamplingParams(max_tokens=1, seed=0)  # which is not looked at
+        else:
+            params = check_request(prompt_token_ids, params, self.info)
+        if not waits:
+            self._check_queue()
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
         return params
@@ -260,10 +259,8 @@ class AsyncEngine:
             pooling = params.kind
         else:
             grammar = await self._compiled(params.grammar, deadline)
-        params = self._checked(prompt, params)
-        if admit is None:
-            self._check_queue()
-        else:
+        params = self.validate(prompt, params, waits=admit is not None)
+        if admit is not None:
             await admit()
         self.check_serving()
         core = self._least_busy()

@@ -49,7 +49,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from weft.kernels.cpu import native
-from weft.kernels.cpu.linear import matmul_transposed
+from weft.kernels.cpu.linear import matmul_transposed, padded
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -443,7 +443,7 @@ def _attend_by_head(q: Tensor, k: Tensor, v: Tensor, tile: _Tile, lse: Tensor | 
     out = torch.empty_like(q, dtype=v.dtype)
     for start in range(0, tile.queries, step):
         end = min(start + step, tile.queries)
-        seen = min(tile.length, tile.reach + end - 1)
+        seen = min(tile.length, padded(tile.reach + end - 1))  # what is beyond is masked
         rows = slice(start * group, end * group)
         for head in range(len(q)):
             mask = tile.mask[head // kv_heads, start:end, :, : seen - tile.masked_from]

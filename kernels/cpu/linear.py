@@ -336,14 +336,18 @@ def make_linear(
 
 
 def pad_rows(x: Tensor) -> Tensor:
-    """[T, K] with rows of zeros behind it, up to one of eight sizes in each octave.
+    """[T, K] with rows of zeros behind it, as many as `padded` says."""
+    missing = padded(len(x)) - len(x)
+    return pad(x, (0, 0, 0, missing)) if missing else x
+
+
+def padded(rows: int) -> int:
+    """At least so many rows, and one of eight numbers in each octave.
 
     oneDNN compiles code for each number of rows and each weight's shape, and never lets go of it:
     0.8 MB apiece, whatever the capacity of its cache of primitives.
     """
-    size = 1 << max(0, len(x).bit_length() - 4)
-    missing = -len(x) % size
-    return pad(x, (0, 0, 0, missing)) if missing else x
+    return rows + -rows % (1 << max(0, rows.bit_length() - 4))
 
 
 def matmul_transposed(a: Tensor, b: Tensor) -> Tensor:

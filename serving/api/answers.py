@@ -84,7 +84,8 @@ class Answers:
         self.n = params.n
         self._state = state
         self._engine = engine
-        self._params = [engine.validate(prompt, params) for prompt in prompts]
+        waits = admit.get() is not None
+        self._params = [engine.validate(prompt, params, waits=waits) for prompt in prompts]
         self._priority = priority
         self._context = current.get()
         self._deadline = None if self._context is None else state.deadline(self._context)

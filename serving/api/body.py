@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -86,20 +87,23 @@ class _ReadRequest(Request):
 
 
 def read_json(data: bytes) -> Any:
-    """What a body says, of whose strings, keys and numbers each can be written again.
+    """What a body says, of whose strings and keys each can be written again.
 
     That is JSON as of RFC 8259, in UTF-8, no deeper than MAX_DEPTH, without halves of surrogate
-    pairs and integers of more than 4300 digits. Of fields with one name the last one counts.
+    pairs and integers of more than 4300 digits. Of fields with one name the last one counts; a
+    mark of byte order is passed over, and 1e999 is infinite.
 
     Raises:
         RequestError: it is something else; the message names the field, or the place.
     """
     try:
-        return from_json(data, allow_inf_nan=False)
+        return from_json(data.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
     except ValueError as error:
         found = _explained(data) if len(data) <= _EXPLAINED else None
         if found is None:
             message = f"the body cannot be read as JSON: {error}"
+            if "hex escape" in message:
+                message += " (half of a surrogate pair is no character)"
             raise RequestError(message, code="invalid_json") from None
         loc, what = found
         param = field_name(("body", *loc))[:_MAX_NAME]

@@ -3,12 +3,13 @@
 A row begins, in its turn, when there is room for one answer. Each of its answers then waits for
 room of its own, so one that asks for many gets on however busy the engine is, and nobody waits
 until there is room for all of them at once. Answers that wait take memory: no row begins while
-those of the rows before would fill the engine.
+those of the rows before that wait would fill the engine.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from weft.errors import EngineError
@@ -40,10 +41,12 @@ class Feeder:
         self._admission = Admission(engine, most)
         self._api = LocalApi(local_app(server))
         self._turn = asyncio.Lock()
-        self._asked = 0  # answers, of rows that have begun
+        self._waiting = 0  # answers, of rows that have begun
 
-    async def post(self, path: str, body: bytes, answers: int) -> tuple[int, bytes]:
-        """The API's answer to a row, which asks for so many answers.
+    async def post(
+        self, path: str, body: bytes, answers: int, begun: Callable[[], None]
+    ) -> tuple[int, bytes]:
+        """The API's answer to a row, which asks for so many answers; see `Job.run`.
 
         Raises:
             LeftOut: the server ends.
@@ -51,8 +54,18 @@ class Feeder:
             EngineError: it has failed with this row, and may serve again.
         """
         await self._until_it_may_begin()
-        self._asked += answers
-        admit.set(self._admission.wait)  # in this task and those of the row
+        self._waiting += answers
+        left = answers
+
+        async def admitted() -> None:
+            nonlocal left
+            await self._admission.wait()
+            begun()
+            if left:
+                left -= 1
+                self._waiting -= 1
+
+        admit.set(admitted)  # in this task and those of the row
         try:
             return await self._api.post(path, body)
         except EngineError:
@@ -60,11 +73,11 @@ class Feeder:
                 raise LeftOut from None
             raise
         finally:
-            self._asked -= answers
+            self._waiting -= left
 
     async def _until_it_may_begin(self) -> None:
         async with self._turn:
-            while self._asked >= self._most or not self._admission.open:
+            while self._waiting >= self._most or not self._admission.open:
                 if self._server.draining:
                     raise LeftOut
                 if self._engine.status in ("dead", "stalled"):

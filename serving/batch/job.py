@@ -16,6 +16,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -41,7 +42,7 @@ class EngineEnded(EngineError):  # noqa: N818  # the server says what it is
     """There is no engine any more; the row was not in it."""
 
 
-Post = Callable[[str, bytes, int], Coroutine[Any, Any, tuple[int, bytes]]]
+Post = Callable[[str, bytes, int, Callable[[], None]], Coroutine[Any, Any, tuple[int, bytes]]]
 
 
 class Job:
@@ -104,8 +105,9 @@ class Job:
 
         Args:
             post: the status and the body of the answer to a path and a body, which asks for so many
-                answers. Raises `LeftOut` for a row that is not to be answered now, EngineError when
-                the engine has failed with it.
+                answers; calls its last argument when the row goes into the engine. Raises `LeftOut`
+                for a row that is not to be answered now, EngineError when the engine has failed
+                with it.
             workers: rows at a time.
 
         Raises:
@@ -162,14 +164,16 @@ class Job:
     async def _given(self, row: Row, data: bytes, post: Post) -> tuple[int, bytes]:
         if self._engine_is_gone:
             raise LeftOut
-        self._in_engine.add(row.index)
+        begun = partial(self._in_engine.add, row.index)
         try:
-            answer = await post(row.url, data, answers(row.body))
+            answer = await post(row.url, data, answers(row.body), begun)
         except (LeftOut, EngineEnded):
             self._in_engine.discard(row.index)
             raise
         except EngineError:
-            self._has_failed([row.index])
+            # To be run again without end is for no row, whatever the engine fails with.
+            if self._retries or row.index in self._in_engine:
+                self._has_failed([row.index])
             self._engine_is_gone = not self._retries
             raise
         self._in_engine.discard(row.index)

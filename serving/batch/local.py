@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-WAITS = 0.1, 5.0  # seconds until a row that was refused for now is tried again: at first, and most
+WAITS = 0.1, 1.0  # seconds until a row that was refused for now is tried again: at first, and most
 
 
 class LocalApi:

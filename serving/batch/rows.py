@@ -101,8 +101,8 @@ def _shown(value: Any) -> str:
 
 
 def answers(body: dict[str, Any]) -> int:
-    """How many answers a request asks for, if it is one."""
-    n, prompt = body.get("n"), body.get("prompt", body.get("input"))
+    """How many answers a request asks for, if it is one, of which each waits for room."""
+    n, prompt = body.get("n"), body.get("prompt")
     prompts = 1
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         prompts = len(prompt)

@@ -55,13 +55,14 @@ def test_memory_does_not_grow_with_the_numbers_of_rows(dtype: str) -> None:
     """Prompts have any length. Unpadded, a layer takes 0.8 MB for each one."""
     program = f"""
 import psutil, torch
-from weft.kernels.cpu.linear import PackedLinear
+from weft.kernels.cpu.linear import PackedLinear, matmul_transposed
 layer = PackedLinear(torch.randn(512, 192, dtype=torch.{dtype}))
 x = torch.randn(1000, 192, dtype=torch.{dtype})
 layer.product(x)
 before = psutil.Process().memory_info().rss
 for rows in range(600):
     layer.product(x[:rows])
+    matmul_transposed(x[:rows], x[:100])
 print(psutil.Process().memory_info().rss - before)
 """
     command = [sys.executable, "-P", "-c", program]

@@ -39,7 +39,7 @@ def lists(depth: int) -> bytes:
         (b'{"a": 1} {}', None, "line 1 column"),
         (b'{"a": "\x01"}', None, "line 1 column"),
         ('{"a": 1}'.encode("utf-16"), None, "line 1 column"),
-        (rb'{"a": "\ud800", "b": "' + b"x" * 100_000 + b'"}', None, "line 1 column"),
+        (rb'{"a": "\ud800", "b": "' + b"x" * 100_000 + b'"}', None, "surrogate pair"),
     ],
 )
 def test_what_is_refused_is_named(data: bytes, param: str | None, says: str) -> None:
@@ -57,6 +57,7 @@ def test_what_is_read() -> None:
         "b": [1.5, 0, None],
     }
     assert read_json(b'{"a": 1, "a": 2}') == {"a": 2}
+    assert read_json(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}
     assert read_json(b"1" + b"0" * 50) == 10**50
     assert read_json(lists(MAX_DEPTH)) == json.loads(lists(MAX_DEPTH))
 

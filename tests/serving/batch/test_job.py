@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,10 @@ def written(journal: Journal) -> list[int]:
     return [json.loads(line)["index"] for line in lines]
 
 
-async def slowly(_: str, body: bytes, answers: int) -> tuple[int, bytes]:
+Enter = Callable[[], None]
+
+
+async def slowly(_: str, body: bytes, answers: int, enter: Enter) -> tuple[int, bytes]:
     row = int(json.loads(body)["prompt"])
     await asyncio.sleep(random.Random(row).uniform(0, 0.01))
     return 200, json.dumps(ANSWER).encode()
@@ -63,11 +66,11 @@ async def test_ordered_rows_come_in_order_and_hold_little(
     begun = 0
     others_wait = asyncio.Event()
 
-    async def post(url: str, body: bytes, answers: int) -> tuple[int, bytes]:
+    async def post(url: str, body: bytes, answers: int, enter: Enter) -> tuple[int, bytes]:
         nonlocal begun
         begun += 1
         if json.loads(body)["prompt"] != "0":
-            return await slowly(url, body, answers)
+            return await slowly(url, body, answers, enter)
         await others_wait.wait()
         return 200, json.dumps(ANSWER).encode()
 
@@ -96,10 +99,10 @@ async def test_as_they_finish_otherwise(inputs: Inputs, journal: Journal) -> Non
 async def test_what_is_answered_before_a_failure_is_written(
     inputs: Inputs, journal: Journal
 ) -> None:
-    async def post(url: str, body: bytes, answers: int) -> tuple[int, bytes]:
+    async def post(url: str, body: bytes, answers: int, enter: Enter) -> tuple[int, bytes]:
         if json.loads(body)["prompt"] == "100":
             raise EngineError("gone")
-        return await slowly(url, body, answers)
+        return await slowly(url, body, answers, enter)
 
     job = Job(inputs, journal, model="m", seed=0)
     with pytest.raises(EngineError, match="gone"):
@@ -113,11 +116,11 @@ async def test_stop_finishes_what_has_begun(inputs: Inputs, journal: Journal) ->
     job = Job(inputs, journal, model="m", seed=0)
     begun = set[str]()
 
-    async def post(url: str, body: bytes, answers: int) -> tuple[int, bytes]:
+    async def post(url: str, body: bytes, answers: int, enter: Enter) -> tuple[int, bytes]:
         begun.add(json.loads(body)["prompt"])
         if len(begun) == 50:
             job.stop()
-        return await slowly(url, body, answers)
+        return await slowly(url, body, answers, enter)
 
     await job.run(post, WORKERS)
     assert {str(row) for row in written(journal)} == begun
@@ -189,7 +192,7 @@ from weft.serving.batch.journal import Journal
 folder, rows = Path(sys.argv[1]), int(sys.argv[2])
 answer = b'{"choices": [{"text": "x", "finish_reason": "stop"}], "usage": {"completion_tokens": 1}}'
 
-async def post(path, body, answers):
+async def post(path, body, answers, enter):
     return 200, answer
 
 def most():
@@ -231,9 +234,10 @@ def guilty(row: str, *, seen: list[int], restarts: bool) -> Any:
     has: dict[int, asyncio.Future[None]] = {}
     before = len(seen)
 
-    async def post(_: str, body: bytes, answers: int) -> tuple[int, bytes]:
+    async def post(_: str, body: bytes, answers: int, enter: Enter) -> tuple[int, bytes]:
         if len(seen) > before and not restarts:
             raise EngineError("gone")
+        enter()
         prompt = json.loads(body)["prompt"]
         future = has[int(prompt)] = asyncio.get_running_loop().create_future()
         if prompt == row:
@@ -252,6 +256,27 @@ def guilty(row: str, *, seen: list[int], restarts: bool) -> Any:
         return 200, json.dumps(ANSWER).encode()
 
     return post
+
+
+async def test_only_rows_that_were_in_the_engine_count_as_those_it_failed_with(
+    inputs: Inputs, journal: Journal
+) -> None:
+    """Two are; all others wait for room."""
+    waiting = 0
+
+    async def post(_: str, body: bytes, answers: int, enter: Enter) -> tuple[int, bytes]:
+        nonlocal waiting
+        if json.loads(body)["prompt"] not in ("3", "5"):
+            waiting += 1
+            await asyncio.Event().wait()
+        enter()
+        while waiting < WORKERS - 2:
+            await asyncio.sleep(0)
+        raise EngineError("gone")
+
+    with pytest.raises(EngineError, match="gone"):
+        await Job(inputs, journal, model="m", seed=0).run(post, WORKERS)
+    assert journal.failures() == {3: 1, 5: 1}
 
 
 @pytest.mark.parametrize("ordered", [True, False])
@@ -308,5 +333,5 @@ async def test_rows_that_are_nested_deeply_are_errors(tmp_path: Path) -> None:
     assert any(message == "no" for message in messages)
 
 
-async def refusing(_: str, body: bytes, answers: int) -> tuple[int, bytes]:
+async def refusing(_: str, body: bytes, answers: int, enter: Enter) -> tuple[int, bytes]:
     return 400, b'{"error": {"code": null, "message": "no"}}'
