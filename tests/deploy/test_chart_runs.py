@@ -196,13 +196,10 @@ async def test_a_server_that_does_not_answer_is_killed_and_started_again(tmp_pat
         await here.until(lambda: pod.ready)
         psutil.Process(pod.pid).suspend()
         await here.until(lambda: pod.exits and pod.ready)
-        assert pod.events[3:8] == [
-            "is not ready",
-            "livenessProbe fails",
-            "preStop: 0",
-            "SIGTERM",
-            "SIGKILL",  # it does not follow the former
-        ]
+        events = [event for event in pod.events if event != "is not ready"]
+        # It is stopped, so SIGTERM does nothing.
+        ends = ["livenessProbe fails", "preStop: 0", "SIGTERM", "SIGKILL"]
+        assert events[3:7] == ends
         assert await asks.ask(pod.url, 4)
 
 
@@ -211,6 +208,7 @@ async def test_the_group_of_a_tpu_slice_serves_with_jax_on_cpus(tmp_path: Path) 
     """All of it is as rendered, but for --device."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 1}
     model = make_checkpoint(tmp_path / "weft-demo", "qwen3", **heads)
+    (model / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone
     small = {"max_num_seqs": 8, "max_num_batched_tokens": 8, "kv_cache_memory": "1M"}
     values = {
         "accelerator": {"type": "v5e", "topology": "2x4", "perHost": 4},
