@@ -66,7 +66,7 @@ def app() -> App:
 @pytest.fixture
 async def port(monkeypatch: pytest.MonkeyPatch, app: App) -> AsyncIterator[int]:
     monkeypatch.setattr(protocol, "ARRIVAL_TIMEOUT", 0.3)
-    bounded: Any = partial(protocol.BoundedProtocol, write_timeout=60.0)
+    bounded: Any = partial(protocol.BoundedProtocol, write_timeout=60.0, draining=lambda: False)
     config = uvicorn.Config(app, port=0, http=bounded, ws="none", lifespan="off", log_config=None)
     server = uvicorn.Server(config)
     running = asyncio.create_task(server.serve())
