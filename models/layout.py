@@ -56,6 +56,11 @@ class Layout:
         return self.tp * self.cp
 
     @property
+    def can_overlap(self) -> bool:
+        """Whether overlapped kernels have it; see models/torch/overlapped.py."""
+        return not 1 < self.split < self.ep
+
+    @property
     def stage_size(self) -> int:
         """Ranks of a stage."""
         return max(self.split, self.ep)
@@ -146,8 +151,10 @@ WHOLE = Layout()
 """One rank, which has everything."""
 
 
-def check_layout(spec: ModelSpec, tp: int, ep: int, cp: int = 1, pp: int = 1) -> None:
-    """Refuse a split that the model's sizes do not allow.
+def check_layout(
+    spec: ModelSpec, tp: int, ep: int, cp: int = 1, pp: int = 1, *, overlapped: bool = False
+) -> None:
+    """Refuse a split that the model's sizes do not allow; or overlapped kernels, if they must be.
 
     Raises:
         ConfigError: naming the flag, what does not divide, and the sizes that work.
@@ -170,6 +177,11 @@ def check_layout(spec: ModelSpec, tp: int, ep: int, cp: int = 1, pp: int = 1) ->
         beside = _beside(tp=tp, cp=cp)
         raise ConfigError(
             f"--ep is {ep}{beside}; {problem}. These sizes of --ep work: {_listed(works)}"
+        )
+    if overlapped and not Layout(tp, ep, cp=cp).can_overlap:
+        raise ConfigError(
+            f"--ep is {ep}{_beside(tp=tp, cp=cp)}; with --kernels overlapped it must be at most "
+            f"{tp * cp}"
         )
 
 

@@ -158,6 +158,7 @@ def find_files(path: Path) -> list[Path]:
 def _open(file: Path) -> Any:
     """Map a file and read its header; safetensors checks that the two fit."""
     try:
+        file.open("rb").close()  # safetensors says of whatever it cannot read that it is not there
         return safe_open(file, framework="pt")
     except SafetensorError as error:
         with file.open("rb") as opened:
@@ -169,7 +170,7 @@ def _open(file: Path) -> Any:
         where = f"within {cut}" if cut else "or not a safetensors file"
         raise ModelError(f"{file} is truncated {where}: {error}") from error
     except OSError as error:
-        raise ModelError(f"cannot read {file}: {error}") from error
+        raise ModelError(f"cannot read {file}: {error.strerror or error}") from error
 
 
 def _first_cut(file: Path) -> str | None:

@@ -57,7 +57,7 @@ def choose_kernels(config: EngineConfig, layout: Layout, device: torch.device) -
                 f"--kernels is overlapped; {apart}. --kernels plain exchanges through NCCL"
             )
         return "overlapped"
-    return "plain" if apart or 1 < layout.split < layout.ep else "overlapped"
+    return "overlapped" if layout.can_overlap and not apart else "plain"
 
 
 def _apart(slice: Slice, layout: Layout) -> str:

@@ -128,7 +128,8 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
     spec = read_spec(path)
     max_model_len = context_length(config, spec)
     dtype = compute_dtype(config, spec)
-    check_layout(spec, config.tp, config.ep, config.cp, config.pp)
+    overlapped = config.kernels == "overlapped"
+    check_layout(spec, config.tp, config.ep, config.cp, config.pp, overlapped=overlapped)
     layout = Layout(config.tp, config.ep, place.rank, config.cp, config.pp)
     device = choose_device(config.device, place.own_devices(config)[0])
     kernels = choose_kernels(config, layout, device)
@@ -269,7 +270,8 @@ def check_ranks(config: EngineConfig) -> None:
             "pip install 'triton>=3.6'"
         )
     spec = read_spec(locate(config.model))
-    check_layout(spec, config.tp, config.ep, config.cp, config.pp)
+    overlapped = config.kernels == "overlapped"
+    check_layout(spec, config.tp, config.ep, config.cp, config.pp, overlapped=overlapped)
 
 
 def uses_jax(config: EngineConfig) -> bool:

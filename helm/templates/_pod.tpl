@@ -109,6 +109,9 @@ imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- with .Values.priorityClassName }}
 priorityClassName: {{ . }}
 {{- end }}
+{{- with .Values.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
 securityContext: {{- toYaml .Values.podSecurityContext | nindent 2 }}
 {{- $labels := get (default dict $plan.preset.nodes) .Values.accelerator.nodeLabels | default dict }}
 {{- if and (eq $plan.preset.kind "tpu") $labels }}

@@ -47,14 +47,14 @@ if TYPE_CHECKING:
     from weft.kernels.check.ops.op import Op, Sizes
 
 TENSOR_CORES = {
-    "sm_80": r"\bHMMA",
-    "sm_90": r"\b[HQ]GMMA",
-    "sm_100": r"\bUTC\w*MMA",
+    "sm_80": r"\bmma\.sync",
+    "sm_90": r"\bwgmma\.mma_async",
+    "sm_100": r"\btcgen05\.mma\b",
     "gfx942": r"\bv_mfma",
 }
-"""What a matrix product is made of in each target's machine code: the targets there are."""
+"""What a matrix product is made of in each target's assembly: the targets there are."""
 
-LOW_TILES = {"sm_90": r"\bHMMA", "sm_100": r"\bHMMA"}
+LOW_TILES = {"sm_90": r"\bmma\.sync", "sm_100": r"\bmma\.sync"}
 """The same of tiles with fewer rows than WGMMA and tcgen05 take: those of the cores before them."""
 
 LOWEST_TILE = 64
@@ -448,7 +448,7 @@ def describe(op: str, target: str, launch: Launch, case: str = "") -> Compiled:
     cores = LOW_TILES.get(target, TENSOR_CORES[target]) if low else TENSOR_CORES[target]
     linked = "extern_libs" in launch.kwargs
     if target.startswith("sm_"):
-        machine = read_nvidia(result, target, cores, linked=linked)
+        machine = read_nvidia(result, target, linked=linked)
     else:
         machine = read_amd(result)
     releases, unordered = count_releases(machine.assembly)
@@ -466,7 +466,7 @@ def describe(op: str, target: str, launch: Launch, case: str = "") -> Compiled:
         looped_spills=machine.looped_spills,
         shared=result.metadata.shared,
         multiplies="tt.dot" in result.asm["ttir"],
-        tensor_core_instructions=len(re.findall(cores, machine.listing)),
+        tensor_core_instructions=len(re.findall(cores, machine.assembly)),
         releases=releases,
         unordered_releases=unordered,
         bare_releases=len(signals.bare_releases),

@@ -21,6 +21,8 @@ from typing import Any
 from weft.errors import WeftError
 
 _STACK_ACCESS = re.compile(r"\b(?:STL|LDL)\b")
+_PRODUCT = re.compile(r"\b(?:HMMA|QMMA|HGMMA|QGMMA|UTC\w*MMA)\b")
+"""Tensor-core instructions of NVIDIA's machine code, from sm_80 to sm_100."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,6 @@ class Machine:
         stack: bytes of memory of a thread.
         spills: how many of them are for registers.
         looped_spills: loads and stores of the stack in the innermost loop that multiplies.
-        listing: machine code as text; empty where nothing is to be looked for, for to take it
-            apart takes longer than to compile it.
         assembly: PTX, or AMD's.
     """
 
@@ -41,16 +41,14 @@ class Machine:
     stack: int
     spills: int
     looped_spills: int
-    listing: str
     assembly: str
 
 
-def read_nvidia(binary: Any, target: str, multiply: str, *, linked: bool) -> Machine:
+def read_nvidia(binary: Any, target: str, *, linked: bool) -> Machine:
     """Of Triton's compiled kernel.
 
     Args:
         target: sm_90, or another.
-        multiply: what tensor-core instructions look like.
         linked: with a library, that has local variables.
     """
     import triton
@@ -64,9 +62,8 @@ def read_nvidia(binary: Any, target: str, multiply: str, *, linked: bool) -> Mac
         if found is None:
             raise WeftError(f"cuobjdump says nothing of resources:\n{usage[:500]}")
         stack = int(found[2]) + int(found[3])
-        listing = ""
-        if stack or "tt.dot" in binary.asm["ttir"]:
-            listing = _output([str(tools / "nvdisasm"), "-c", "-ndf", file.name])
+        # To take the machine code apart takes longer than to compile it.
+        listing = _output([str(tools / "nvdisasm"), "-c", "-ndf", file.name]) if stack else ""
     # A kernel may have a stack that it makes no use of: what is spilled is stored and loaded.
     if not _STACK_ACCESS.search(listing):
         stack = 0
@@ -75,27 +72,26 @@ def read_nvidia(binary: Any, target: str, multiply: str, *, linked: bool) -> Mac
         registers=int(found[1]),
         stack=stack,
         spills=spills,
-        looped_spills=count_in_loops(listing, multiply) if spills else 0,
-        listing=listing,
+        looped_spills=count_in_loops(listing) if spills else 0,
         assembly=binary.asm["ptx"],
     )
 
 
 def read_amd(binary: Any) -> Machine:
     """The same; where its scratch memory is used is not looked at."""
-    listing = binary.asm["amdgcn"]
+    assembly = binary.asm["amdgcn"]
 
     def number(name: str) -> int:
-        found = re.search(rf"\.{name}:\s+(\d+)", listing)
+        found = re.search(rf"\.{name}:\s+(\d+)", assembly)
         if found is None:
             raise WeftError(f"the assembly says nothing of {name}")
         return int(found[1])
 
     scratch = number("private_segment_fixed_size")
-    return Machine(number("vgpr_count"), scratch, scratch, scratch, listing, listing)
+    return Machine(number("vgpr_count"), scratch, scratch, scratch, assembly)
 
 
-def count_in_loops(listing: str, multiply: str) -> int:
+def count_in_loops(listing: str) -> int:
     """Loads and stores of the stack in those innermost loops that have a tensor-core instruction.
 
     A loop is from a label to the last branch back to it.
@@ -107,7 +103,7 @@ def count_in_loops(listing: str, multiply: str) -> int:
         branch = re.search(r"\bBRA\b.*`\((\.L\w+)\)", line)
         if branch and labels.get(branch[1], at) < at:
             loops[labels[branch[1]]] = at
-    products = [at for at, line in enumerate(lines) if re.search(multiply, line)]
+    products = [at for at, line in enumerate(lines) if _PRODUCT.search(line)]
     multiplying = [
         (first, last)
         for first, last in loops.items()

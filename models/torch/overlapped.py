@@ -52,7 +52,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from weft.errors import ConfigError
 from weft.kernels.gpu.all_gather import AllGatherWorkspace, all_gather, all_gather_workspace
 from weft.kernels.gpu.all_gather_matmul import (
     GatherWorkspace,
@@ -224,7 +223,6 @@ class Overlapped:
         workspaces: of all ops.
 
     Raises:
-        ConfigError: experts are on more ranks than attention, which is split, too.
         TuningError: the first rank's file of tuned configurations is damaged.
     """
 
@@ -238,8 +236,7 @@ class Overlapped:
         max_tokens: int,
         count: Count = lambda: None,
     ) -> None:
-        if problem := refusal(layout):
-            raise ConfigError(problem)
+        assert layout.can_overlap
         self._home, self._count = home, count
         self._ws: _Workspaces | None = None
         self._dispatch: LowLatencyWorkspace | None = None
@@ -325,18 +322,6 @@ class Overlapped:
 def _with_rows(x: Tensor, rows: int) -> Tensor:
     """[T, n] -> [rows, n], with zeros behind; x itself, and no copy, if it has as many."""
     return x if len(x) == rows else pad(x, (0, 0, 0, rows - len(x)))
-
-
-def refusal(layout: Layout) -> str:
-    """Why a layout cannot be overlapped; nothing if it can."""
-    if not 1 < layout.split < layout.ep:
-        return ""
-    sizes = {"--tp": layout.tp, "--cp": layout.cp}
-    given = " and ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
-    return (
-        f"--ep is {layout.ep}; with --kernels overlapped and {given} it must be at most "
-        f"{layout.split}"
-    )
 
 
 def few_tokens(home: Home, local: ModelSpec, dtype: torch.dtype) -> int:

@@ -162,7 +162,6 @@ class TorchRunner:
 
         Raises:
             ModelError: the checkpoint does not hold what `spec` says.
-            ConfigError: the layout cannot be overlapped.
         """
         recorded: list[int] = []
         if threads is not None:

@@ -170,6 +170,20 @@ def test_context_parts_that_do_not_divide_are_refused(
     assert str(raised.value) == message
 
 
+def test_overlapped_kernels_have_experts_on_as_many_ranks_as_attention_or_attention_whole(
+    specs: dict[str, ModelSpec],
+) -> None:
+    spec = specs["qwen3_moe"]
+    check_layout(spec, 2, 4)
+    check_layout(spec, 1, 4, overlapped=True)
+    check_layout(spec, 4, 2, overlapped=True)
+    with pytest.raises(ConfigError) as raised:
+        check_layout(spec, 1, 4, 2, overlapped=True)
+    assert str(raised.value) == (
+        "--ep is 4 beside --cp 2; with --kernels overlapped it must be at most 2"
+    )
+
+
 def test_only_experts_that_are_cut_must_divide(tmp_path: Path) -> None:
     spec = read_spec(
         make_checkpoint(tmp_path, "qwen3_moe", num_attention_heads=8, moe_intermediate_size=20)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,7 @@ from weft.models.spec import MoeSpec
 from weft.models.weights import INDEX_FILE, SINGLE_FILE, Weights
 
 Tensors = dict[str, torch.Tensor]
+NOBODY = 65534
 GATE = "model.layers.1.mlp.gate_proj.weight"
 
 
@@ -130,6 +134,29 @@ def test_a_wrong_tensor_is_named(
     _edit(path, change)
     with pytest.raises(ModelError, match=message):
         _load(path)
+
+
+def test_a_file_that_one_may_not_read_is_said_to_be_so() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        path = make_checkpoint(Path(folder), "llama")
+        file = path / SINGLE_FILE
+        file.chmod(0o600 if os.geteuid() == 0 else 0)
+        with _as_nobody(), pytest.raises(ModelError, match=f"cannot read {file}: Permission denied"):
+            _load(path)
+
+
+@contextmanager
+def _as_nobody() -> Iterator[None]:
+    """Root may read anything."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
 
 
 def test_mixed_types_are_fine(path: Path) -> None:

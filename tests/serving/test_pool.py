@@ -45,6 +45,11 @@ def expected(model: Path) -> str:
     return answer_of_one_rank(model, LONG, **SIZES)
 
 
+@pytest.fixture(scope="module")
+def short(model: Path) -> str:
+    return answer_of_one_rank(model, **SIZES)
+
+
 def begin(server: Server, stack: ExitStack) -> Iterator[dict[str, Any]]:
     """Events of a long answer, of which the first has come."""
     body = GREEDY | {"model": server.model, "max_tokens": LONG, "stream": True}
@@ -82,7 +87,7 @@ def wait_for_log(path: Path, text: str) -> None:
 
 
 def test_a_lost_machine_ends_its_engine_alone_and_another_takes_its_place(
-    model: Path, expected: str, tmp_path: Path
+    model: Path, expected: str, short: str, tmp_path: Path
 ) -> None:
     port = free_port()
     many = {"dp": 2, "nodes": 2, "node_port": port, "node_token": TOKEN, "restart": True}
@@ -103,7 +108,7 @@ def test_a_lost_machine_ends_its_engine_alone_and_another_takes_its_place(
         server.wait_until("engine_cores", 1)
         wait_for_log(server.log, "waiting for machine1 at 127.0.0.1, or another machine")
         assert server.http.get("/ready").status_code == 200
-        assert complete(server, LONG) == expected
+        assert complete(server) == short
 
         other = stack.enter_context(
             agent(port, tmp_path / "agent2", name="machine2", load_model=LOAD)
@@ -111,8 +116,7 @@ def test_a_lost_machine_ends_its_engine_alone_and_another_takes_its_place(
         server.wait_until("engine_cores", 2)
         assert server.metric("engine_restarts_total") == 1
         with ThreadPoolExecutor(2) as pool:
-            answers = list(pool.map(lambda _: complete(server, LONG), range(2)))
-        assert answers == [expected] * 2
+            assert list(pool.map(lambda _: complete(server), range(2))) == [short] * 2
         ranks = [rank.pid for rank in children(other.pid)]
         assert len(ranks) == 1
         server.process.terminate()
@@ -123,7 +127,7 @@ def test_a_lost_machine_ends_its_engine_alone_and_another_takes_its_place(
 
 @pytest.mark.slow
 def test_a_machine_that_hangs_is_named_given_up_and_replaced(
-    model: Path, expected: str, tmp_path: Path
+    model: Path, expected: str, short: str, tmp_path: Path
 ) -> None:
     port = free_port()
     two = {"tp": 2, "nodes": 2, "node_port": port, "node_token": TOKEN}
@@ -139,7 +143,7 @@ def test_a_machine_that_hangs_is_named_given_up_and_replaced(
         stack.enter_context(agent(port, tmp_path / "agent2", name="machine2", load_model=LOAD))
         server.wait_until("engine_cores", 1)
         assert server.metric("engine_restarts_total") == 1
-        assert complete(server, LONG) == expected
+        assert complete(server) == short
         hung.send_signal(signal.SIGCONT)
         assert hung.wait(TIMEOUT) == 1
         assert f"127.0.0.1:{port} has hung up" in (tmp_path / "agent1").read_text()
@@ -193,7 +197,7 @@ def test_a_machine_that_comes_late_waits_and_takes_the_place_of_a_lost_one(
 
 
 def test_engines_share_machines_that_have_joined_once(
-    model: Path, expected: str, tmp_path: Path
+    model: Path, expected: str, short: str, tmp_path: Path
 ) -> None:
     """Of four ranks two are here and two there, of both engines; one of them is killed."""
     port = free_port()
@@ -218,8 +222,7 @@ def test_engines_share_machines_that_have_joined_once(
         assert len(after) == 2
         assert ranks[1] in after
         with ThreadPoolExecutor(2) as pool:
-            answers = list(pool.map(lambda _: complete(server, LONG), range(2)))
-        assert answers == [expected] * 2
+            assert list(pool.map(lambda _: complete(server), range(2))) == [short] * 2
     assert (tmp_path / "agent1").read_text().count(f"joined 127.0.0.1:{port}") == 1
 
 
