@@ -14,11 +14,15 @@ from support.checkpoints import make_checkpoint
 from support.engine import FAST, PROMPT, collect, mock_config, params
 
 from weft.errors import EngineError, RequestError
+from weft.serving import core_client
 from weft.serving import engine as engine_module
 from weft.serving.batch.command import run
 from weft.serving.config import EngineConfig, ServerConfig
 from weft.serving.engine import AsyncEngine
+from weft.serving.messages import Compiled
 from weft.serving.sampling_params import Grammar, SamplingParams
+from weft.serving.structured_output import guides
+from weft.serving.structured_output.guides import Guides
 
 PATTERN = "[ab]{20}"
 
@@ -55,6 +59,39 @@ async def test_several_engines_and_preemptions(config: EngineConfig) -> None:
     try:
         assert await texts(engine) == want
         assert engine.stats.preemptions > 0
+    finally:
+        await engine.shutdown()
+
+
+async def test_grammars_that_have_no_room_are_sent_again(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The front knows which the core has dropped; each has room for one."""
+    for module in (core_client, guides):
+        monkeypatch.setattr(module, "ROOM", 1)
+    sent: list[int] = []
+    keep = Guides.keep
+
+    def noted(self: Guides, message: Compiled) -> None:
+        sent.append(len(message.data))
+        keep(self, message)
+
+    monkeypatch.setattr(Guides, "keep", noted)
+    engine = await AsyncEngine.start(config, in_process=True)
+
+    async def text(pattern: str) -> str:
+        wish = SamplingParams(grammar=Grammar("regex", pattern), temperature=2.0, seed=1)
+        return "".join([delta.text async for delta in engine.generate([3, 7, 11], wish)])
+
+    try:
+        for pattern in ("a{3}", "a{3}", "(ab){2}", "a{3}"):
+            assert re.fullmatch(pattern, await text(pattern))
+        assert len(sent) == 3
+        patterns = [f"[ab]{{{1 + i % 3}}}" for i in range(9)]
+        for _ in range(2):  # as they are compiled, then in turns
+            found = await asyncio.gather(*map(text, patterns))
+            assert all(map(re.fullmatch, patterns, found))
+        assert len(sent) > 3 + 2 * 3
     finally:
         await engine.shutdown()
 
