@@ -142,7 +142,8 @@ def test_a_file_that_one_may_not_read_is_said_to_be_so() -> None:
         path = make_checkpoint(Path(folder), "llama")
         file = path / SINGLE_FILE
         file.chmod(0o600 if os.geteuid() == 0 else 0)
-        with _as_nobody(), pytest.raises(ModelError, match=f"cannot read {file}: Permission denied"):
+        refused = pytest.raises(ModelError, match=f"cannot read {file}: Permission denied")
+        with _as_nobody(), refused:
             _load(path)
 
 
