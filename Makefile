@@ -11,8 +11,8 @@ VENV := .venv
 BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-# A process for each core; tests of a file share what it sets up.
-PYTEST := $(BIN)/python -m pytest --numprocesses logical --dist loadfile
+# A process more than there are cores, for many tests wait; tests of a file share what it sets up.
+PYTEST := $(BIN)/python -m pytest --numprocesses $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist loadfile
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
