@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import msgspec
 from fastapi import APIRouter, Request, Response
+from pydantic import Field
 
 from weft.errors import RequestError
 from weft.serving.api.answers import finish_reason, note_prompts
@@ -38,7 +39,7 @@ class EmbeddingRequest(Body):
 
     model: str
     input: Annotated[list[str] | list[list[int]], prompts_up_to(MAX_INPUTS)]
-    dimensions: int | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
     encoding_format: Literal["float", "base64"] | None = None
     priority: Priority | None = None
     user: str | None = None

@@ -21,7 +21,8 @@ BEYOND_SCHEMAS = re.compile(
             # One number or text depends on another, or on the model.
             r"best_of is .* only when equal to n",
             r"(min|max)_tokens is .* (must be in|room for)",
-            r"the prompt has \d+ tokens; the context is",
+            r"the prompt (has \d+|of \d+ characters has more than \d+) tokens; the context is",
+            r"dimensions is \d+; it must be in \[1, ",
             r"token ids are in \[0, \d+\)",
             r"answers; at most",
             # At most one of ten fields is given.
@@ -30,6 +31,8 @@ BEYOND_SCHEMAS = re.compile(
             r"tool_choice (asks for a call|names) ",
             r"there is no (file|batch) ",
             r"the purpose 'batch_output'",
+            # Where in a conversation what may be.
+            r"messages ends with a message of the assistant (that has a block|whose text ends)",
             # A text or an object that has a syntax of its own.
             r"(guided_|response_format|structured_outputs|regex|ebnf|json_schema|text\.format|tools)",
             r"the model's chat template refuses",
