@@ -1,10 +1,10 @@
-"""Looks for the barriers beside signals, in machine code and in Triton's IR.
+"""Looks for the barriers beside signals, in assembly and in Triton's IR.
 
 One thread releases a signal: the others' stores must come before it. One thread
 acquires it: the others' loads must come after. A barrier of the program's threads
 orders both, and none shows in the interpreter, where a program has no threads.
 
-In the machine's code (PTX, AMD's assembly) a barrier stands directly before each
+In the assembly (PTX, or AMD's) a barrier stands directly before each
 release, whoever put it there. Triton's IR has those of the source and no others;
 there, all ways through the kernel are followed.
 """

@@ -214,7 +214,7 @@ class Overlapped:
         home: of the ranks' symmetric memory.
         context_home: of that of the ranks that share KV heads with this one, if there are any.
         spec: the whole model.
-        layout: how it is split, and which part is this rank's.
+        layout: how it is split, and which part is this rank's; one that `can_overlap`.
         dtype: to compute in.
         max_tokens: of a step.
         count: called at each exchange.
@@ -236,7 +236,7 @@ class Overlapped:
         max_tokens: int,
         count: Count = lambda: None,
     ) -> None:
-        assert layout.can_overlap
+        assert layout.can_overlap, layout
         self._home, self._count = home, count
         self._ws: _Workspaces | None = None
         self._dispatch: LowLatencyWorkspace | None = None

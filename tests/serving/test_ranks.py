@@ -8,7 +8,7 @@ import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 import pytest
@@ -17,8 +17,11 @@ from support.processes import shared_memory_left_alone, wait_until_gone
 from support.server import Server, start_server
 
 from weft import LLM, SamplingParams
+from weft.errors import ConfigError
 from weft.models.demo.tasks import TASKS, held_out
+from weft.serving.config import EngineConfig
 from weft.serving.eval import MAX_ANSWER
+from weft.serving.loading import check_ranks
 from weft.serving.sampling_params import Grammar
 
 PROMPT = "the user asks the assistant for"
@@ -170,34 +173,37 @@ def test_stages_on_overlapped_kernels_answer_as_one_rank(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"tp": 3}, "--tp is 3; it must divide the model's 4 heads. These sizes work: 1, 2, 4"),
         (
-            {"tp": 2, "ep": 4},
-            "--ep is 4 beside --tp 2; with --kernels overlapped it must be at most 2",
-        ),
-        (
-            {"quantization": "int8"},
-            "--quantization is 'int8'; with --kernels overlapped it must be none",
+            {"kernels": "overlapped", "quantization": "int8"},
+            "--quantization is 'int8'; with --kernels overlapped it must be none, which computes "
+            "in --dtype. --device cpu --kernels plain has int8",
         ),
     ],
 )
-def test_what_overlapped_kernels_cannot_do_is_refused(
+def test_what_cannot_be_is_refused_in_one_line(
     settings: dict[str, object], message: str, model: Path, tmp_path: Path
 ) -> None:
-    with start_server(
-        model, tmp_path, until="started", kernels="overlapped", kv_cache_memory=2**22, **settings
-    ) as server:
+    with start_server(model, tmp_path, until="started", **settings) as server:
         assert server.process.wait(60) == 2
-        assert message in server.log.read_text()
+        assert server.log.read_text().splitlines()[-1] == f"weft: error: {message}"
 
 
-def test_a_size_that_does_not_divide_is_refused_before_anything_is_loaded(
-    model: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tp": 3}, "--tp is 3; it must divide the model's 4 heads"),
+        (
+            {"tp": 2, "ep": 4, "kernels": "overlapped"},
+            "--ep is 4 beside --tp 2; with --kernels overlapped it must be at most 2",
+        ),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused_before_a_rank_is_started(
+    settings: dict[str, Any], message: str, model: Path
 ) -> None:
-    with start_server(model, tmp_path, until="started", tp=3) as server:
-        assert server.process.wait(60) == 2
-        assert server.log.read_text().splitlines()[-1] == (
-            "weft: error: --tp is 3; it must divide the model's 4 heads. These sizes work: 1, 2, 4"
-        )
+    with pytest.raises(ConfigError, match=message):
+        check_ranks(EngineConfig(model=str(model), **settings))
 
 
 def family(process: psutil.Process) -> list[psutil.Process]:

@@ -74,7 +74,8 @@ def test_nothing_is_found_without_a_fault(name: str) -> None:
 def test_a_dropped_wait_is_found(name: str, tmp_path: Path) -> None:
     module, op = OPS[name]
     faulty = planted(module, tmp_path, (WAITS[name], "pass"), parts=[chunks])
-    race = next(finding for finding in findings(faulty, op) if "no order between" in finding)
+    races = (finding for finding in findings(faulty, op) if "no order between" in finding)
+    race = next(races, "")
     assert ".buffer[" in race
     assert "planted_" in race
 
