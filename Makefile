@@ -50,15 +50,10 @@ lint: $(VENV)/.dev ## ruff: style and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# mypy reads the folders under the names that they are installed by. benchmarks/serve.py, which only
-# calls weft bench, has the name of one in benchmarks/gpu.
+# benchmarks/serve.py, which only calls weft bench, has the name of a module in benchmarks/gpu.
 types: $(VENV)/.dev ## mypy, strict
-	@rm -rf build/types && mkdir -p build/types/weft
-	@cd build/types/weft && ln -s ../../../weft/* ../../../kernels ../../../models ../../../serving .
-	@cd build/types && ln -s ../../benchmarks .
-	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p weft && \
-	  MYPYPATH=benchmarks ../../$(BIN)/mypy --config-file ../../pyproject.toml \
-	    --exclude '^benchmarks/serve\.py$$' benchmarks
+	$(BIN)/mypy -p weft
+	MYPYPATH=benchmarks $(BIN)/mypy --exclude '^benchmarks/serve\.py$$' benchmarks
 
 format: $(VENV)/.dev ## ruff: rewrite
 	$(BIN)/ruff check --fix .
@@ -98,10 +93,10 @@ SOURCES := pyproject.toml constraints.txt $(wildcard kernels/cpu/csrc/*)
 
 $(VENV)/.serve: $(SOURCES) | $(BIN)/python
 	@echo "installing weft into $(VENV); once, some minutes"
-	$(PIP) --editable .
+	$(PIP) --config-settings editable_mode=compat --editable .
 	@touch $@
 
 $(VENV)/.dev: $(SOURCES) | $(BIN)/python
 	@echo "installing weft and its development tools into $(VENV); once, some minutes"
-	$(PIP) --editable '.[dev]'
+	$(PIP) --config-settings editable_mode=compat --editable '.[dev]'
 	@touch $@ $(VENV)/.serve
