@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from weft.serving.cli import weft
-from weft.serving.setting import Setting
-from weft.serving.settings import SETTINGS
+from weft.serving.config.fields import Setting
+from weft.serving.config.sources import SETTINGS
 
 ROOT = Path(__file__).parent.parent
 VALUES = ROOT / "helm" / "values.yaml"

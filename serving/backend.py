@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError
 from weft.models.spec import ModelSpec
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 
 if TYPE_CHECKING:
     import torch

@@ -18,8 +18,8 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from weft.serving import logs
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import logs
+from weft.serving.config.settings import EngineConfig
 
 
 class _Orders(Protocol):

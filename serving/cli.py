@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 import click
 
 from weft.errors import ConfigError, RequestError, WeftError
-from weft.serving import logs
+from weft.serving.config.settings import logs
 from weft.serving.bench.options import load_options
-from weft.serving.config import EngineConfig, ServerConfig
-from weft.serving.setting import Setting, settings_of
-from weft.serving.settings import Settings, resolve
+from weft.serving.config.settings import EngineConfig, ServerConfig
+from weft.serving.config.fields import Setting, settings_of
+from weft.serving.config.sources import Settings, resolve
 from weft.version import __version__
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ import zmq.asyncio
 
 from weft.errors import ConfigError, EngineError, RequestError
 from weft.serving.channel import MAX_PATH, addresses
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.launch import Core, CoreProcess, CoreThread
 from weft.serving.messages import (
     Abort,

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from weft.errors import ConfigError, ModelError, WeftError
 from weft.models.checkpoint import BUNDLED, locate, read_spec
-from weft.serving.config import EngineConfig, ServerConfig
+from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.finding import Finding
 from weft.serving.offer import own_offer
 from weft.serving.resources import Offer, decided, devices_of_ranks, kind_of, map_slices

@@ -11,7 +11,7 @@ import logging
 from contextlib import suppress
 
 from weft.errors import ConfigError
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.doctor import devices
 from weft.serving.executor.head import Head
 from weft.serving.executor.hosts import check_addresses, check_nodes, own_address

@@ -30,7 +30,7 @@ import zmq
 
 from weft.errors import EngineError, ModelError, RequestError, WeftError
 from weft.models.pooling import Pooling, read_pooling
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.core_client import CoreClient
 from weft.serving.launch import share_out
 from weft.serving.limits import check_pooled, check_request

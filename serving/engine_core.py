@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from weft.errors import EngineError, RequestError, WeftError
 from weft.serving import child, loading
 from weft.serving.channel import CoreChannel
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.copies import Copies
 from weft.serving.executor.base import Executor, Pending
 from weft.serving.executor.in_process import InProcessExecutor

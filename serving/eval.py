@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 
 from weft.errors import ConfigError
 from weft.models.demo.tasks import TASKS, Question, check, held_out
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.llm import LLM
 from weft.serving.sampling_params import SamplingParams
 

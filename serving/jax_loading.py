@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.errors import ConfigError
 from weft.models.spec import ModelSpec
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.loading import (
     ALONE,
     LINE_EVERY,

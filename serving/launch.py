@@ -21,7 +21,7 @@ import msgspec
 
 from weft.errors import ConfigError, WeftError
 from weft.serving.child import how_it_ended
-from weft.serving.config import EngineConfig, Replica
+from weft.serving.config.settings import EngineConfig, Replica
 from weft.serving.messages import Orders
 from weft.serving.resources import Offer, decided, map_slices
 

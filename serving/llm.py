@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 from weft.errors import EngineError, RequestError
 from weft.serving.completion import Completion, complete, embed
 from weft.serving.limits import check_dimensions
-from weft.serving.progress import Progress
+from weft.serving.config.progress import Progress
 from weft.serving.sampling_params import SamplingParams
-from weft.serving.settings import from_arguments
+from weft.serving.config.sources import from_arguments
 from weft.serving.window import for_each, width
 
 if TYPE_CHECKING:
     from weft.models.interface import Float32
-    from weft.serving.config import EngineConfig
+    from weft.serving.config.settings import EngineConfig
     from weft.serving.engine import AsyncEngine, Delta
     from weft.serving.messages import EngineInfo
     from weft.serving.tokenizer import Tokenizer

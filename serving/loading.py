@@ -20,7 +20,7 @@ import msgspec
 from weft.errors import ConfigError
 from weft.models.interface import ModelRunner, StepInput, StepOutput
 from weft.models.spec import ModelSpec
-from weft.serving import logs
+from weft.serving.config.settings import logs
 from weft.serving.backend import (
     choose_kernels,
     homes,
@@ -29,7 +29,7 @@ from weft.serving.backend import (
     require_same,
     symmetric_bytes,
 )
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.resources import RankDevices
 
 LINE_EVERY = 10.0  # seconds between two lines of a log

@@ -14,7 +14,7 @@ from msgspec.structs import astuple, replace
 
 from weft.errors import ConfigError, EngineError, ModelError, WeftError
 from weft.models.pooling import PoolingKind
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.resources import Offer
 
 _GPUS = """

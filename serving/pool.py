@@ -36,7 +36,7 @@ from weft.serving.executor.processes import STUCK
 from weft.serving.resources import Offer, can_replace
 
 if TYPE_CHECKING:
-    from weft.serving.config import EngineConfig
+    from weft.serving.config.settings import EngineConfig
     from weft.serving.executor.remote import Joined
 
 SILENT = 0.5

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Literal
 from weft.errors import ConfigError
 
 if TYPE_CHECKING:
-    from weft.serving.config import Backend, EngineConfig
+    from weft.serving.config.settings import Backend, EngineConfig
 
 Kind = Literal["cpu", "cuda", "tpu"]
 

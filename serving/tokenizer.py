@@ -26,7 +26,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from weft.errors import ModelError, RequestError
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 
 _SPECIAL_TOKEN_NAMES = (
     "bos_token",

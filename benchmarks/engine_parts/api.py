@@ -41,7 +41,7 @@ ROUTES: dict[str, dict[str, object]] = {
 _SERVE = """
 import sys
 from weft.serving.api.server import serve
-from weft.serving.config import EngineConfig, ServerConfig
+from weft.serving.config.settings import EngineConfig, ServerConfig
 
 engine = EngineConfig(model=sys.argv[1], max_model_len=131072, max_num_seqs=256)
 sys.exit(serve(engine, ServerConfig(port=0), runner_factory=sys.argv[2]))

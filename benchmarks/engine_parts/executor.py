@@ -24,7 +24,7 @@ import numpy as np
 from engine_parts.measure import Case
 from engine_parts.mock import load_instant
 from weft.models.interface import StepInput
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.base import Executor
 from weft.serving.executor.in_process import InProcessExecutor
 from weft.serving.executor.processes import ProcessExecutor

@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 from weft.models.interface import FINITE, StepInput, StepOutput
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.loading import ALONE, LoadedModel, ModelInfo, Place, Progress
 
 VOCAB_SIZE = 151936

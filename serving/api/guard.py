@@ -12,7 +12,7 @@ from weft.serving.api.anthropic_errors import AnthropicErrors
 from weft.serving.api.context import current
 from weft.serving.api.errors import error_response, refused
 from weft.serving.api.keys import Keyring
-from weft.serving.config import ServerConfig
+from weft.serving.config.settings import ServerConfig
 
 _FOR_PROBES = frozenset({"/health", "/ready"})  # which have no keys
 

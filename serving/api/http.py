@@ -16,7 +16,7 @@ from weft.serving.api.keys import Keyring
 from weft.serving.api.observed import Observed
 from weft.serving.api.protocol import BoundedProtocol
 from weft.serving.api.state import ServerState
-from weft.serving.config import ServerConfig
+from weft.serving.config.settings import ServerConfig
 
 if TYPE_CHECKING:
     from weft.serving.api.tracing import Tracer

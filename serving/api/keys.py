@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import ConfigError, RequestError
-from weft.serving.config import ServerConfig
+from weft.serving.config.settings import ServerConfig
 
 _SHORTEST = 8  # characters; a shorter key is a mistake
 

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.serving.api.context import Context, current
-from weft.serving.logs import FIELDS
+from weft.serving.config.logs import FIELDS
 from weft.serving.metrics import Metrics
 
 if TYPE_CHECKING:

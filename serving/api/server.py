@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from weft.errors import ConfigError, EngineError
-from weft.serving import logs
+from weft.serving.config.settings import logs
 from weft.serving.api.keys import Keyring
 from weft.serving.api.tls import reload_certificate, tls_context
-from weft.serving.config import EngineConfig, ServerConfig
+from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.engine import LOAD_MODEL, AsyncEngine
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from weft.serving.api.context import Context
 from weft.serving.api.guard import open_paths
 from weft.serving.api.responses import now
 from weft.serving.batch.service import BatchService
-from weft.serving.config import EngineConfig, ServerConfig
+from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.metrics import Metrics
 
 if TYPE_CHECKING:

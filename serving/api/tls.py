@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 
 from weft.errors import ConfigError
-from weft.serving.config import ServerConfig
+from weft.serving.config.settings import ServerConfig
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:

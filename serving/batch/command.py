@@ -24,9 +24,9 @@ from weft.serving.batch.inputs import STDIN, Inputs, find, spool
 from weft.serving.batch.job import Job
 from weft.serving.batch.journal import Journal
 from weft.serving.batch.rows import parse
-from weft.serving.config import EngineConfig, ServerConfig
+from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.engine import LOAD_MODEL, AsyncEngine
-from weft.serving.progress import Progress
+from weft.serving.config.progress import Progress
 from weft.serving.window import width
 
 if TYPE_CHECKING:

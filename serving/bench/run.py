@@ -20,7 +20,7 @@ from weft.serving.bench.client import Client, Result
 from weft.serving.bench.load import closed_loop, open_loop
 from weft.serving.bench.report import Report, Target, summarize
 from weft.serving.bench.workload import Workload
-from weft.serving.progress import Progress
+from weft.serving.config.progress import Progress
 
 MIN_COUNT = 16  # conversations of a run, unless told
 PER_USER = 4  # of them for each user

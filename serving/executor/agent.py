@@ -32,7 +32,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from weft.errors import ConfigError, EngineError
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.board import slots
 from weft.serving.executor.link import Link, check_address, check_token, present
 from weft.serving.executor.machine import LocalMachine

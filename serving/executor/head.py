@@ -20,7 +20,7 @@ from typing import Self
 import msgspec
 
 from weft.errors import ConfigError
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.link import Link, Stranger, check_token, plain
 from weft.serving.executor.machine_wire import FromAgent, Hello, Refused, differences, versions
 from weft.serving.executor.remote import Joined

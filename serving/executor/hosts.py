@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from weft.errors import ConfigError, EngineError
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.head import Head
 from weft.serving.executor.link import check_address
 from weft.serving.executor.machine import LocalMachine, Machine

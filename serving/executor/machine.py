@@ -20,7 +20,7 @@ from typing import Protocol
 import msgspec
 
 from weft.serving.child import how_it_ended
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.board import Board, Int64
 from weft.serving.executor.link import read
 from weft.serving.executor.rank import RankOrders

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import msgspec
 
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.finding import Finding
 from weft.serving.resources import Offer, RankDevices
 from weft.version import __version__

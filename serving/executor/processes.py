@@ -31,7 +31,7 @@ import numpy as np
 
 from weft.errors import EngineError, WeftError
 from weft.models.interface import Result, Step, StepOutput
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.board import Int64, check_size, how_loaded
 from weft.serving.executor.machine import LocalMachine, Machine
 from weft.serving.executor.wire import Address, Done, FromRank, Loaded, encode_step

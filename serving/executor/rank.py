@@ -26,7 +26,7 @@ import msgspec
 from weft.errors import WeftError
 from weft.models.interface import DispatchingRunner, ModelRunner, StepInput, StepOutput
 from weft.serving import child
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.board import MET, READ, Board
 from weft.serving.executor.wire import Address, Done, FromRank, Loaded, decode_step, encoder
 from weft.serving.loading import LoadedModel, Place, Progress, show_progress

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import ConfigError, EngineError
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.head import Head
 from weft.serving.executor.hosts import deal_out
 from weft.serving.executor.machine import Machine

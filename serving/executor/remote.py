@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.board import COUNTERS, Int64, slots
 from weft.serving.executor.link import Link
 from weft.serving.executor.machine_wire import (

@@ -21,7 +21,7 @@ import msgspec
 
 from weft.errors import EngineError, RequestError
 from weft.serving.child import how_it_ended
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.messages import Compiled
 from weft.serving.pace import Pace
 from weft.serving.sampling_params import Grammar

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from weft.serving.answer_parser.parser import mark_tokens
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.messages import Add, Compiled
 from weft.serving.structured_output.compiler import ROOM
 from weft.serving.structured_output.guide import Guide

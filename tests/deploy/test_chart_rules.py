@@ -198,7 +198,7 @@ def test_what_is_mounted_is_there_and_what_is_there_is_mounted(name: str) -> Non
 
 @each_set
 def test_weft_takes_the_arguments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.serving.logs.configure", lambda form: None)  # of this process
+    monkeypatch.setattr("weft.serving.config.logs.configure", lambda form: None)  # of this process
     for pod in pods(name).values():
         (container,) = pod["spec"]["containers"]
         assert container["command"] == ["weft"]
@@ -216,7 +216,7 @@ def test_weft_takes_the_arguments(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_weft_would_not_take_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.serving.logs.configure", lambda form: None)  # of this process
+    monkeypatch.setattr("weft.serving.config.logs.configure", lambda form: None)  # of this process
     with pytest.raises(Exception, match="No such option"):
         weft.commands["serve"].make_context("serve", ["weft-demo", "--misspelt=1"])
 

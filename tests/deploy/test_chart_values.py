@@ -14,7 +14,7 @@ import yaml
 from support import charts
 
 from weft.serving.cli import weft
-from weft.serving.settings import SETTINGS
+from weft.serving.config.sources import SETTINGS
 
 SCRIPT = runpy.run_path(str(charts.ROOT / "deploy" / "chart.py"))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.engine import SLOW, mock_config, started
 
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.engine import AsyncEngine
 
 

@@ -11,7 +11,7 @@ import pytest
 from support.checkpoints import make_checkpoint
 
 from weft.errors import ConfigError
-from weft.serving.config import EngineConfig, ServerConfig
+from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.doctor import Finding, devices, examine, run
 from weft.serving.doctor_machines import examine_others
 from weft.serving.resources import Offer

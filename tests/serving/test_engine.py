@@ -32,7 +32,7 @@ from support.mock_runner import (
 
 from weft.errors import RequestError
 from weft.models.interface import StepInput, StepOutput
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.engine import AsyncEngine
 from weft.serving.sampling_params import SamplingParams
 

@@ -26,7 +26,7 @@ from support.mock_runner import (
 from weft.errors import EngineError
 from weft.models.interface import StepInput, StepOutput
 from weft.serving.channel import addresses
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.engine_core import serve
 from weft.serving.loading import LoadedModel, Progress
 from weft.serving.messages import (

@@ -28,7 +28,7 @@ from support.mock_runner import (
 )
 
 from weft.errors import ConfigError, EngineError
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.engine import AsyncEngine
 
 TOLD = "support.mock_runner:load_as_told"

@@ -31,7 +31,7 @@ from support.mock_runner import (
 
 from weft.errors import ConfigError, EngineError, ModelError
 from weft.serving import core_client
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.engine import AsyncEngine
 
 
@@ -131,7 +131,7 @@ async def test_interrupts_are_the_parents_business(config: EngineConfig) -> None
 def test_no_orphan_is_left_when_the_parent_is_killed(config: EngineConfig) -> None:
     code = f"""
         import asyncio
-        from weft.serving.config import EngineConfig
+        from weft.serving.config.settings import EngineConfig
         from weft.serving.engine import AsyncEngine
 
         async def main():

@@ -13,7 +13,7 @@ from weft.errors import ConfigError
 from weft.models.checkpoint import BUNDLED, locate
 from weft.models.demo.export import generate, load_exported
 from weft.models.demo.tasks import TASKS, Question, held_out
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.eval import MAX_ANSWER, Failure, Score, ask, run, total
 from weft.serving.llm import LLM
 from weft.serving.sampling_params import SamplingParams

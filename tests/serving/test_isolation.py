@@ -16,7 +16,7 @@ from support.mock_runner import expected
 from weft.errors import EngineError, RequestError
 from weft.serving.api.responses import Status
 from weft.serving.api.sse import EventStream, event
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.engine import AsyncEngine
 from weft.serving.messages import Add, TokenOutput
 from weft.serving.scheduler import Scheduler

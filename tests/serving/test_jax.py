@@ -21,7 +21,7 @@ from weft import LLM, SamplingParams
 from weft.errors import ConfigError
 from weft.models.demo.tasks import held_out
 from weft.models.jax import platform
-from weft.serving.config import EngineConfig, Replica
+from weft.serving.config.settings import EngineConfig, Replica
 from weft.serving.jax_loading import check_settings
 from weft.serving.loading import uses_jax
 from weft.serving.resources import Share

@@ -11,7 +11,7 @@ import pytest
 from support.checkpoints import make_checkpoint
 
 from weft.errors import ConfigError
-from weft.serving.config import EngineConfig, Replica
+from weft.serving.config.settings import EngineConfig, Replica
 from weft.serving.core_client import CoreClient
 from weft.serving.executor.processes import named
 from weft.serving.launch import share_out

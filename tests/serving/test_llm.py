@@ -17,7 +17,7 @@ from support.checkpoints import make_checkpoint
 
 from weft import LLM, SamplingParams
 from weft.errors import ConfigError, EngineError, ModelError, RequestError
-from weft.serving.progress import Progress
+from weft.serving.config.progress import Progress
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 PROMPTS = [f"the weather is {word}" for word in ("one", "two", "three", "four", "five", "six")]
@@ -143,7 +143,7 @@ def test_a_prompt_that_cannot_be_served_is_named(llm: LLM) -> None:
 def test_progress_is_on_stderr(
     llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft.serving.progress.LINE_EVERY", 0.0)
+    monkeypatch.setattr("weft.serving.config.progress.LINE_EVERY", 0.0)
     llm.generate(PROMPTS, GREEDY, progress="weather")
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -160,7 +160,7 @@ def test_a_line_tells_count_rate_and_time_left_every_ten_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("weft.serving.progress.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("weft.serving.config.progress.time", SimpleNamespace(monotonic=lambda: now))
     with Progress("weather", 4, unit="lines") as progress:
         for now in (4.0, 12.0, 16.0, 24.0):  # noqa: B007  the clock reads it
             progress.advance(tokens=30)

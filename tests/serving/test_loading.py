@@ -12,7 +12,7 @@ from support.checkpoints import make_checkpoint, make_tokenizer
 from support.mock_ranks import RankRunner, batch
 
 from weft.errors import ConfigError, ModelError
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.engine import AsyncEngine
 from weft.serving.loading import Place, SlowRunner, _threads, load_model, show_progress
 from weft.serving.messages import EngineStats

@@ -24,7 +24,7 @@ from support.server import TIMEOUT, Server, free_port, start_server
 
 import weft.serving.pool
 from weft.errors import EngineError
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.launch import share_out
 from weft.serving.pool import Pool
 from weft.serving.resources import Offer

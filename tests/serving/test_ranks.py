@@ -19,7 +19,7 @@ from support.server import Server, start_server
 from weft import LLM, SamplingParams
 from weft.errors import ConfigError
 from weft.models.demo.tasks import TASKS, held_out
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.eval import MAX_ANSWER
 from weft.serving.loading import check_ranks
 from weft.serving.sampling_params import Grammar

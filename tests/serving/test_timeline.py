@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from support.engine import PROMPT, SLOW, collect, params, started
 
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.engine import AsyncEngine
 from weft.serving.timeline import MAX_ENDED, MAX_LIVE, Timeline, Timelines
 

@@ -19,7 +19,7 @@ import json, sys
 from pathlib import Path
 from weft.errors import WeftError
 from weft.serving.batch.command import run
-from weft.serving.config import EngineConfig, ServerConfig
+from weft.serving.config.settings import EngineConfig, ServerConfig
 
 call = json.loads(sys.argv[1])
 engine = EngineConfig(**call.pop("engine"))

@@ -14,7 +14,7 @@ import numpy as np
 from support.mock_runner import HIDDEN_SIZE, MockRunner
 from support.tokenizers import write_byte_level
 from weft.models.interface import FINITE
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.loading import LoadedModel, ModelInfo, Progress
 from weft.serving.tokenizer import Tokenizer
 

@@ -13,7 +13,7 @@ import pytest
 
 from support.mock_runner import END
 from support.tokenizers import write_byte_level
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.engine import AsyncEngine, Delta
 from weft.serving.sampling_params import SamplingParams
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.head import Head
 from weft.serving.executor.hosts import deal_out
 from weft.serving.executor.processes import RankExecutor

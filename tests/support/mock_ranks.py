@@ -18,7 +18,7 @@ import numpy as np
 
 from weft.errors import ConfigError, WeftError
 from weft.models.interface import StepInput, StepOutput
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.base import Executor
 from weft.serving.loading import LoadedModel, ModelInfo, Place, Progress, load_model
 

@@ -26,7 +26,7 @@ from weft.models.interface import (
     StepInput,
     StepOutput,
 )
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.loading import LoadedModel, ModelInfo, Progress
 
 VOCAB_SIZE = 64

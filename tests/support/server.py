@@ -20,9 +20,9 @@ import msgspec
 import psutil
 
 from support import mock_runner
-from weft.serving.config import EngineConfig, ServerConfig
+from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.loading import LoadedModel, Progress
-from weft.serving.setting import settings_of
+from weft.serving.config.fields import settings_of
 
 TESTS = Path(__file__).parent.parent
 TIMEOUT = 120.0  # seconds; a loaded machine takes long to import torch
@@ -35,7 +35,7 @@ import msgspec, sys
 from weft.errors import WeftError
 from weft.serving import logs
 from weft.serving.api.server import serve
-from weft.serving.config import EngineConfig, ServerConfig
+from weft.serving.config.settings import EngineConfig, ServerConfig
 
 engine = msgspec.json.decode(sys.argv[1], type=EngineConfig)
 server = msgspec.json.decode(sys.argv[2], type=ServerConfig)

@@ -17,7 +17,7 @@ from weft.serving.api.app import build_app
 from weft.serving.api.context import Context, current
 from weft.serving.api.state import ServerState
 from weft.serving.batch.local import LocalApi
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.engine import AsyncEngine
 
 CHAT = {

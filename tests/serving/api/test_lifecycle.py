@@ -194,7 +194,7 @@ _HTTP_WAITS = """
 import sys
 from weft.errors import WeftError
 from weft.serving.api import server
-from weft.serving.config import EngineConfig, ServerConfig
+from weft.serving.config.settings import EngineConfig, ServerConfig
 
 def build(self):
     print("importing", flush=True)

@@ -30,7 +30,7 @@ from weft.serving.api.keys import Keyring
 from weft.serving.api.observed import request_id
 from weft.serving.api.state import ServerState
 from weft.serving.api.tls import tls_context
-from weft.serving.config import ServerConfig
+from weft.serving.config.settings import ServerConfig
 
 ORIGINS = "https://a.example, https://b.example"
 ALICE, BOB = "alice's secret", "sk-bob-0123456789"

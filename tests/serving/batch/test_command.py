@@ -25,7 +25,7 @@ from weft.serving.api.state import ServerState
 from weft.serving.batch import local
 from weft.serving.batch.command import run
 from weft.serving.batch.local import LocalApi
-from weft.serving.config import EngineConfig, ServerConfig
+from weft.serving.config.settings import EngineConfig, ServerConfig
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "one two"}]

@@ -14,7 +14,7 @@ from support.clock import Clock
 from support.machines import TOKEN, agent
 
 from weft.errors import ConfigError
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.executor import head as head_module
 from weft.serving.executor.head import MOST_STRANGERS, Head
 from weft.serving.executor.link import (

@@ -19,7 +19,7 @@ from support.mock_ranks import batch, failure_of, load
 from support.processes import wait_until_gone
 
 from weft.errors import ConfigError, EngineError
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.executor import hosts
 from weft.serving.executor.agent import run
 from weft.serving.executor.board import slots
@@ -253,7 +253,7 @@ from pathlib import Path
 from typing import Any
 from support.clock import Clock
 from support.machines import spread
-from weft.serving.config import EngineConfig, Replica
+from weft.serving.config.settings import EngineConfig, Replica
 config = EngineConfig(model="none", tp=2, nodes=2)
 with spread(config, Path(sys.argv[1])) as (executor, [joined]):
     print(joined.pid, flush=True)

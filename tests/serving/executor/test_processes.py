@@ -34,7 +34,7 @@ from support.processes import wait_until_gone
 
 from weft.errors import ConfigError, EngineError
 from weft.models.interface import SlotSampling, Step
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.executor import board, processes
 from weft.serving.executor.base import Pending
 from weft.serving.executor.board import SLOTS
@@ -419,7 +419,7 @@ def test_a_rank_that_does_nothing_by_the_same_clock_is_stuck(
 CONTROLLER = """
 import sys
 from support.mock_ranks import load
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.processes import ProcessExecutor
 executor = ProcessExecutor(EngineConfig(model="none"), load, 2)
 print(*executor._machines[0].pids, flush=True)

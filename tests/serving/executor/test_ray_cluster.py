@@ -19,7 +19,7 @@ from support.server import TIMEOUT, free_port, start_server
 from support.tokenizers import write_byte_level
 
 from weft.errors import ConfigError
-from weft.serving.config import EngineConfig, Replica
+from weft.serving.config.settings import EngineConfig, Replica
 from weft.serving.executor.ray_cluster import RayExecutor
 from weft.serving.loading import load_model
 
@@ -40,7 +40,7 @@ def of_weft(cluster: RayCluster) -> list[int]:
 REFUSED = """
 from support.mock_ranks import load
 from weft.errors import EngineError
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.executor import head
 from weft.serving.executor.ray_cluster import RayExecutor
 from weft.serving.launch import share_out

@@ -12,7 +12,7 @@ from support.machines import TOKEN
 from support.mock_ranks import batch, failure_of
 
 from weft.errors import EngineError
-from weft.serving.config import EngineConfig, Replica
+from weft.serving.config.settings import EngineConfig, Replica
 from weft.serving.executor.link import (
     MOST_PATIENCE,
     Link,

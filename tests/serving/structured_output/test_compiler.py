@@ -16,7 +16,7 @@ import pytest_asyncio
 import xgrammar
 
 from weft.errors import EngineError, RequestError
-from weft.serving.config import EngineConfig
+from weft.serving.config.settings import EngineConfig
 from weft.serving.messages import Compiled
 from weft.serving.sampling_params import Grammar, GrammarKind
 from weft.serving.structured_output.compiler import GrammarCompiler

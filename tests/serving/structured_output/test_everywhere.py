@@ -17,7 +17,7 @@ from weft.errors import EngineError, RequestError
 from weft.serving import core_client
 from weft.serving import engine as engine_module
 from weft.serving.batch.command import run
-from weft.serving.config import EngineConfig, ServerConfig
+from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.engine import AsyncEngine
 from weft.serving.messages import Compiled
 from weft.serving.sampling_params import Grammar, SamplingParams

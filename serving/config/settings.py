@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from weft.errors import ConfigError
-from weft.serving.logs import LogFormat
+from weft.serving.config.logs import LogFormat
 from weft.serving.resources import Slice, parse
-from weft.serving.setting import Help, check
+from weft.serving.config.fields import Help, check
 
 Backend = Literal["auto", "torch", "jax"]
 Dtype = Literal["auto", "bfloat16", "float32"]
