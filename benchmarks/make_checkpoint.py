@@ -29,7 +29,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from weft.errors import ConfigError, WeftError
-from weft.serving.loading import show_progress
+from weft.serving.executor.loading import show_progress
 
 END = "<|im_end|>"
 # transformers gives every Qwen tokenizer the first, beyond the vocabulary if it lacks it.

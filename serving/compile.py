@@ -16,8 +16,8 @@ from weft.errors import ConfigError
 from weft.models.memory import human_bytes
 from weft.models.spec import ModelSpec
 from weft.serving.config.settings import EngineConfig
-from weft.serving.jax_loading import cache_folder, check_settings, show_compiling, state_bytes
-from weft.serving.loading import compute_dtype, context_length
+from weft.serving.executor.jax_loading import cache_folder, check_settings, show_compiling, state_bytes
+from weft.serving.executor.loading import compute_dtype, context_length
 
 if TYPE_CHECKING:
     from weft.models.jax.aot import Compiled

@@ -24,9 +24,9 @@ from pathlib import Path
 from weft.errors import ConfigError, ModelError, WeftError
 from weft.models.checkpoint import BUNDLED, locate, read_spec
 from weft.serving.config.settings import EngineConfig, ServerConfig
-from weft.serving.finding import Finding
-from weft.serving.offer import own_offer
-from weft.serving.resources import Offer, decided, devices_of_ranks, kind_of, map_slices
+from weft.serving.executor.nodes.finding import Finding
+from weft.serving.executor.nodes.inventory import own_offer
+from weft.serving.executor.placement import Offer, decided, devices_of_ranks, kind_of, map_slices
 
 GIB = 1024**3
 
@@ -220,7 +220,7 @@ def devices(engine: EngineConfig, offers: Sequence[Offer]) -> list[Finding]:
 
 def _layout(engine: EngineConfig) -> Finding:
     """Whether the model can be split like that; by its config.json."""
-    from weft.serving.loading import check_ranks
+    from weft.serving.executor.loading import check_ranks
 
     try:
         check_ranks(engine)

@@ -35,9 +35,9 @@ from weft.serving.core_client import CoreClient
 from weft.serving.launch import share_out
 from weft.serving.limits import check_pooled, check_request
 from weft.serving.messages import Add, Compiled, EngineInfo, EngineStats
-from weft.serving.offer import own_offer
+from weft.serving.executor.nodes.inventory import own_offer
 from weft.serving.pace import Pace
-from weft.serving.resources import Offer, kind_of
+from weft.serving.executor.placement import Offer, kind_of
 from weft.serving.sampling_params import Grammar, SamplingParams
 from weft.serving.stream import Delta, Stream
 from weft.serving.structured_output.compiler import GrammarCompiler
@@ -45,11 +45,11 @@ from weft.serving.timeline import Timelines
 from weft.serving.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from weft.serving.pool import Pool
+    from weft.serving.executor.nodes.node_pool import Pool
 
 Status = Literal["ready", "restarting", "stalled", "draining", "dead"]
 
-LOAD_MODEL = "weft.serving.loading:load_model"
+LOAD_MODEL = "weft.serving.executor.loading:load_model"
 LONG_PROMPT = 4096  # characters from which on a prompt is encoded in a thread
 MAX_RESTARTS = 3  # of a core, in a row, of which none works
 END_GRACE = 2.0  # seconds for a core that has failed to end by itself
@@ -414,8 +414,8 @@ class AsyncEngine:
         gpus = config.device in ("auto", "cuda") and config.backend != "jax"
         offers = [own_offer(config, gpus=gpus)]
         if config.nodes > 1:
-            from weft.serving.loading import check_ranks
-            from weft.serving.pool import Pool
+            from weft.serving.executor.loading import check_ranks
+            from weft.serving.executor.nodes.node_pool import Pool
 
             if self._load_model == LOAD_MODEL:
                 check_ranks(config)  # before people are asked to start others

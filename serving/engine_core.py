@@ -26,15 +26,16 @@ from typing import TYPE_CHECKING, NoReturn
 from msgspec.structs import replace
 
 from weft.errors import EngineError, RequestError, WeftError
-from weft.serving import child, loading
+from weft.serving.executor import child_process
+from weft.serving.executor import loading
 from weft.serving.channel import CoreChannel
 from weft.serving.config.settings import EngineConfig
 from weft.serving.copies import Copies
 from weft.serving.executor.base import Executor, Pending
 from weft.serving.executor.in_process import InProcessExecutor
-from weft.serving.executor.processes import ProcessExecutor
+from weft.serving.executor.ranks import ProcessExecutor
 from weft.serving.kv_cache import KVCache
-from weft.serving.loading import LoadedModel, ModelInfo, show_progress
+from weft.serving.executor.loading import LoadedModel, ModelInfo, show_progress
 from weft.serving.messages import (
     Abort,
     Add,
@@ -229,7 +230,7 @@ def serve(
 
     Args:
         config: how to load it and how much to run at once.
-        load_model: `weft.serving.loading.load_model`, or what stands in for it.
+        load_model: `weft.serving.executor.loading.load_model`, or what stands in for it.
         context: shared with the front when the address is inproc://.
         address: the front's, see channel.py.
         own_process: nothing else runs here, so garbage collection may be tuned for the core.
@@ -245,7 +246,7 @@ def serve(
             model = executor.model
             scheduler = Copies([_scheduler(config, model) for _ in range(config.copies)])
             if own_process:
-                child.settle_garbage_collector()
+                child_process.settle_garbage_collector()
             channel.send(Ready(_info(config, model, time.monotonic() - begin)))
             heartbeat = min(HEARTBEAT, config.stall_timeout / 4)
             depth = DEPTH + config.pp - 1
@@ -277,11 +278,11 @@ def start_executor(
         if load_model is loading.load_model:
             loading.check_ranks(config)  # before so many processes are started
         if config.executor == "ray":
-            from weft.serving.executor.ray_cluster import RayExecutor
+            from weft.serving.executor.nodes.ray_executor import RayExecutor
 
             return RayExecutor(config, load_model)
         if elsewhere:
-            from weft.serving.executor.hosts import HostsExecutor
+            from weft.serving.executor.nodes.multi_node_executor import HostsExecutor
 
             return HostsExecutor(config, load_model, announce)
         return ProcessExecutor(config, load_model, config.world_size)
@@ -325,10 +326,10 @@ def main() -> None:
     gc.disable()  # imports make little garbage; see child.settle_garbage_collector
     import zmq
 
-    orders = child.begin(Orders)
+    orders = child_process.begin(Orders)
     try:
         with zmq.Context() as context:
-            load_model = child.find(orders.load_model)
+            load_model = child_process.find(orders.load_model)
             serve(orders.config, load_model, context, orders.address, own_process=True)
     except WeftError:
         sys.exit(1)  # the front has been told, and says so

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from weft.errors import ConfigError, WeftError
-from weft.serving.child import how_it_ended
+from weft.serving.executor.child_process import how_it_ended
 from weft.serving.config.settings import EngineConfig, Replica
 from weft.serving.messages import Orders
-from weft.serving.resources import Offer, decided, map_slices
+from weft.serving.executor.placement import Offer, decided, map_slices
 
 if TYPE_CHECKING:
     import zmq.asyncio
@@ -127,7 +127,7 @@ class CoreThread:
         # Not by a front that starts a process, which can do without numpy until that is under way.
         import zmq
 
-        from weft.serving.child import find
+        from weft.serving.executor.child_process import find
         from weft.serving.engine_core import serve
 
         def run() -> None:

@@ -27,7 +27,7 @@ from weft.models.interface import StepInput
 from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.base import Executor
 from weft.serving.executor.in_process import InProcessExecutor
-from weft.serving.executor.processes import ProcessExecutor
+from weft.serving.executor.ranks import ProcessExecutor
 
 CONFIG = EngineConfig(max_model_len=4096)
 REQUESTS = 128

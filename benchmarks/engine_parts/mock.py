@@ -1,6 +1,6 @@
 """A model that costs next to nothing: every token is the same, and comes at once or on time.
 
-`load_instant` and `load_paced` stand in for `weft.serving.loading.load_model`.
+`load_instant` and `load_paced` stand in for `weft.serving.executor.loading.load_model`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 
 from weft.models.interface import FINITE, StepInput, StepOutput
 from weft.serving.config.settings import EngineConfig
-from weft.serving.loading import ALONE, LoadedModel, ModelInfo, Place, Progress
+from weft.serving.executor.loading import ALONE, LoadedModel, ModelInfo, Place, Progress
 
 VOCAB_SIZE = 151936
 PIECE = "zq"  # in no key or id of an answer: where it stands in a stream is a token

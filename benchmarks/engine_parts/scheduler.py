@@ -21,7 +21,7 @@ import numpy as np
 from engine_parts.measure import Case
 from engine_parts.mock import NUM_BLOCKS, VOCAB_SIZE, MockRunner
 from weft.models.interface import StepInput
-from weft.serving.child import settle_garbage_collector
+from weft.serving.executor.child_process import settle_garbage_collector
 from weft.serving.engine_core import DEPTH
 from weft.serving.kv_cache import KVCache
 from weft.serving.messages import Add

@@ -12,7 +12,7 @@ def choose_device(setting: str, index: int) -> torch.device:
 
     Args:
         setting: "cpu", "cuda", or "auto": a GPU if there is one with that index. Where there are
-            several ranks it has been decided for all of them (serving/resources.py).
+            several ranks it has been decided for all of them (serving/executor/placement.py).
         index: of the rank's device, on its machine.
 
     Raises:

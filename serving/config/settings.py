@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from weft.errors import ConfigError
 from weft.serving.config.logs import LogFormat
-from weft.serving.resources import Slice, parse
+from weft.serving.executor.placement import Slice, parse
 from weft.serving.config.fields import Help, check
 
 Backend = Literal["auto", "torch", "jax"]

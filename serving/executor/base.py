@@ -6,7 +6,7 @@ from typing import Protocol
 
 from weft.errors import WeftError
 from weft.models.interface import Result, Step
-from weft.serving.loading import ModelInfo
+from weft.serving.executor.loading import ModelInfo
 
 
 class Pending(Protocol):

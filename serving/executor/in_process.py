@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from weft.errors import WeftError
 from weft.models.interface import DispatchingRunner, Result, Step
-from weft.serving.loading import LoadedModel
+from weft.serving.executor.loading import LoadedModel
 
 
 class InProcessExecutor:

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from weft.errors import EngineError, RequestError
-from weft.serving.child import how_it_ended
+from weft.serving.executor.child_process import how_it_ended
 from weft.serving.config.settings import EngineConfig
 from weft.serving.messages import Compiled
 from weft.serving.pace import Pace

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import msgspec
 
 from weft.errors import RequestError
-from weft.serving import child
+from weft.serving.executor import child_process
 from weft.serving.answer_parser.parser import mark_tokens
 from weft.serving.sampling_params import Grammar
 from weft.serving.structured_output.compiler import HEAD, Answer, Vocabulary, framed
@@ -183,7 +183,7 @@ def _read(stream: BinaryIO) -> bytes | None:
 
 def main() -> None:
     """Be the process."""
-    child.ignore_signals()
+    child_process.ignore_signals()
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # stray prints go to stderr
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()

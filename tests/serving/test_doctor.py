@@ -14,7 +14,7 @@ from weft.errors import ConfigError
 from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.doctor import Finding, devices, examine, run
 from weft.serving.doctor_machines import examine_others
-from weft.serving.resources import Offer
+from weft.serving.executor.placement import Offer
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from weft.models.interface import StepInput, StepOutput
 from weft.serving.channel import addresses
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine_core import serve
-from weft.serving.loading import LoadedModel, Progress
+from weft.serving.executor.loading import LoadedModel, Progress
 from weft.serving.messages import (
     Abort,
     Add,
@@ -216,7 +216,7 @@ def test_garbage_is_collected_again_once_the_model_is_there() -> None:
     """The engine's process does without while it imports and loads."""
     code = (
         "import gc; gc.disable()\n"
-        "from weft.serving.child import settle_garbage_collector\n"
+        "from weft.serving.executor.child_process import settle_garbage_collector\n"
         "settle_garbage_collector()\n"
         "assert gc.isenabled() and gc.get_freeze_count()\n"
     )

@@ -22,9 +22,9 @@ from weft.errors import ConfigError
 from weft.models.demo.tasks import held_out
 from weft.models.jax import platform
 from weft.serving.config.settings import EngineConfig, Replica
-from weft.serving.jax_loading import check_settings
-from weft.serving.loading import uses_jax
-from weft.serving.resources import Share
+from weft.serving.executor.jax_loading import check_settings
+from weft.serving.executor.loading import uses_jax
+from weft.serving.executor.placement import Share
 from weft.serving.sampling_params import Grammar
 
 SIZES: dict[str, Any] = {

@@ -14,7 +14,7 @@ from support.mock_ranks import RankRunner, batch
 from weft.errors import ConfigError, ModelError
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine import AsyncEngine
-from weft.serving.loading import Place, SlowRunner, _threads, load_model, show_progress
+from weft.serving.executor.loading import Place, SlowRunner, _threads, load_model, show_progress
 from weft.serving.messages import EngineStats
 from weft.serving.sampling_params import SamplingParams
 
@@ -99,7 +99,7 @@ def test_quick_progress_leaves_no_line_in_a_log(capsys: pytest.CaptureFixture[st
 def test_slow_progress_says_of_how_much(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft.serving.loading.LINE_EVERY", 0.0)
+    monkeypatch.setattr("weft.serving.executor.loading.LINE_EVERY", 0.0)
     with show_progress("loading") as progress:
         progress(2**9, 2**11)
         progress(2**31, 2**32)
@@ -115,7 +115,7 @@ def test_a_slow_runner_says_how_far_it_is(
     assert "warm after" in caplog.text
     runner.step(batch(1, tokens=5))
     assert "so far" not in caplog.text
-    monkeypatch.setattr("weft.serving.loading.LINE_EVERY", 0.0)
+    monkeypatch.setattr("weft.serving.executor.loading.LINE_EVERY", 0.0)
     runner.step(batch(2, tokens=3))
     assert "step 2: 8 tokens so far" in caplog.text
 

@@ -22,12 +22,12 @@ from support.machines import LOAD, TOKEN, Agent, agent
 from support.processes import wait_until_gone
 from support.server import TIMEOUT, Server, free_port, start_server
 
-import weft.serving.pool
+import weft.serving.executor.nodes.node_pool
 from weft.errors import EngineError
 from weft.serving.config.settings import EngineConfig
 from weft.serving.launch import share_out
-from weft.serving.pool import Pool
-from weft.serving.resources import Offer
+from weft.serving.executor.nodes.node_pool import Pool
+from weft.serving.executor.placement import Offer
 
 SIZES = {"kv_cache_memory": 2**22, "max_num_seqs": 4}
 LONG = 400
@@ -154,7 +154,7 @@ def test_a_machine_that_comes_late_waits_and_takes_the_place_of_a_lost_one(
 ) -> None:
     caplog.set_level("INFO")
     clock = Clock()
-    monkeypatch.setattr(weft.serving.pool, "time", clock)
+    monkeypatch.setattr(weft.serving.executor.nodes.node_pool, "time", clock)
     config = EngineConfig(tp=3, nodes=2, node_port=0, node_token=TOKEN)
 
     async def wait_for(text: str) -> None:

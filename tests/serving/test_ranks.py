@@ -21,7 +21,7 @@ from weft.errors import ConfigError
 from weft.models.demo.tasks import TASKS, held_out
 from weft.serving.config.settings import EngineConfig
 from weft.serving.eval import MAX_ANSWER
-from weft.serving.loading import check_ranks
+from weft.serving.executor.loading import check_ranks
 from weft.serving.sampling_params import Grammar
 
 PROMPT = "the user asks the assistant for"

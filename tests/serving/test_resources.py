@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from weft.errors import ConfigError
 from weft.serving.config.settings import EngineConfig
-from weft.serving.resources import (
+from weft.serving.executor.placement import (
     Device,
     Offer,
     Request,

@@ -15,7 +15,7 @@ from support.mock_runner import HIDDEN_SIZE, MockRunner
 from support.tokenizers import write_byte_level
 from weft.models.interface import FINITE
 from weft.serving.config.settings import EngineConfig
-from weft.serving.loading import LoadedModel, ModelInfo, Progress
+from weft.serving.executor.loading import LoadedModel, ModelInfo, Progress
 from weft.serving.tokenizer import Tokenizer
 
 LOADER = "support.echo_runner:load"
@@ -57,7 +57,7 @@ class EchoRunner(MockRunner):
 
 
 def load(config: EngineConfig, progress: Progress) -> LoadedModel:
-    """Stands in for `weft.serving.loading.load_model`."""
+    """Stands in for `weft.serving.executor.loading.load_model`."""
     progress(1, 1)
     tokenizer = Tokenizer.load(config.model)
     start, end = (tokenizer.backend.token_to_id(mark) for mark in (START, END))

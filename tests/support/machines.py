@@ -11,20 +11,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from weft.serving.config.settings import EngineConfig
-from weft.serving.executor.head import Head
-from weft.serving.executor.hosts import deal_out
-from weft.serving.executor.processes import RankExecutor
+from weft.serving.executor.nodes.join_listener import Head
+from weft.serving.executor.nodes.multi_node_executor import deal_out
+from weft.serving.executor.ranks import RankExecutor
 from weft.serving.launch import share_out
-from weft.serving.resources import Offer
+from weft.serving.executor.placement import Offer
 
 TOKEN = "a token of the tests"
-LOAD = "weft.serving.loading:load_model"
+LOAD = "weft.serving.executor.loading:load_model"
 MOCK = "support.mock_ranks:load"
 
 _AGENT = """
 import logging, sys
 from weft.errors import WeftError
-from weft.serving.executor.agent import join
+from weft.serving.executor.nodes.agent import join
 logging.basicConfig(level=logging.INFO)
 host, port, token, name, load_model, address, once, node_ranks = sys.argv[1:]
 try:

@@ -20,7 +20,7 @@ from weft.errors import ConfigError, WeftError
 from weft.models.interface import StepInput, StepOutput
 from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.base import Executor
-from weft.serving.loading import LoadedModel, ModelInfo, Place, Progress, load_model
+from weft.serving.executor.loading import LoadedModel, ModelInfo, Place, Progress, load_model
 
 SLOW = 0.02
 """Seconds of a step of a rank that is slow."""

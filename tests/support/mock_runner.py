@@ -27,7 +27,7 @@ from weft.models.interface import (
     StepOutput,
 )
 from weft.serving.config.settings import EngineConfig
-from weft.serving.loading import LoadedModel, ModelInfo, Progress
+from weft.serving.executor.loading import LoadedModel, ModelInfo, Progress
 
 VOCAB_SIZE = 64
 HIDDEN_SIZE = 4
@@ -195,7 +195,7 @@ class MockRunner:
 
 
 def load(config: EngineConfig, progress: Progress) -> LoadedModel:
-    """Stands in for `weft.serving.loading.load_model`: 4096 blocks, or kv_cache_memory bytes."""
+    """Stands in for `weft.serving.executor.loading.load_model`: 4096 blocks, or kv_cache_memory bytes."""
     progress(1, 1)
     runner = MockRunner(config.block_size)
     num_blocks = 4096

@@ -21,7 +21,7 @@ import psutil
 
 from support import mock_runner
 from weft.serving.config.settings import EngineConfig, ServerConfig
-from weft.serving.loading import LoadedModel, Progress
+from weft.serving.executor.loading import LoadedModel, Progress
 from weft.serving.config.fields import settings_of
 
 TESTS = Path(__file__).parent.parent

@@ -15,16 +15,16 @@ from support.machines import TOKEN, agent
 
 from weft.errors import ConfigError
 from weft.serving.config.settings import EngineConfig
-from weft.serving.executor import head as head_module
-from weft.serving.executor.head import MOST_STRANGERS, Head
-from weft.serving.executor.link import (
+from weft.serving.executor.nodes import join_listener as head_module
+from weft.serving.executor.nodes.join_listener import MOST_STRANGERS, Head
+from weft.serving.executor.nodes.link import (
     HANDSHAKE,
     MAGIC,
     check_address,
     check_token,
     present,
 )
-from weft.serving.executor.machine_wire import (
+from weft.serving.executor.nodes.messages import (
     versions,
 )
 

@@ -20,25 +20,25 @@ from support.processes import wait_until_gone
 
 from weft.errors import ConfigError, EngineError
 from weft.serving.config.settings import EngineConfig
-from weft.serving.executor import hosts
-from weft.serving.executor.agent import run
-from weft.serving.executor.board import slots
-from weft.serving.executor.head import Head
-from weft.serving.executor.hosts import (
+from weft.serving.executor.nodes import multi_node_executor
+from weft.serving.executor.nodes.agent import run
+from weft.serving.executor.step_ring import slots
+from weft.serving.executor.nodes.join_listener import Head
+from weft.serving.executor.nodes.multi_node_executor import (
     HostsExecutor,
     check_addresses,
     check_nodes,
     deal_out,
     own_address,
 )
-from weft.serving.executor.machine_wire import (
+from weft.serving.executor.nodes.messages import (
     Hello,
     differences,
 )
-from weft.serving.executor.processes import RankExecutor
-from weft.serving.executor.remote import AHEAD, Joined
+from weft.serving.executor.ranks import RankExecutor
+from weft.serving.executor.nodes.remote import AHEAD, Joined
 from weft.serving.launch import share_out
-from weft.serving.resources import Offer
+from weft.serving.executor.placement import Offer
 
 
 @pytest.fixture(autouse=True)
@@ -238,7 +238,7 @@ def test_a_machine_that_cannot_start_ranks_says_why(config: EngineConfig, tmp_pa
 def test_a_machine_that_does_not_connect_is_named(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hosts, "LEND", 0.01)
+    monkeypatch.setattr(multi_node_executor, "LEND", 0.01)
     (config,) = share_out(config, [Offer(), Offer(where="machine1 at 10.0.0.2")])
     with pytest.raises(EngineError) as caught:
         HostsExecutor(config, load, lambda port: None)
@@ -364,7 +364,7 @@ def test_versions_that_differ_are_listed() -> None:
 def test_a_machine_that_cannot_be_reached_is_named_before_ranks_are_started(
     address: str, why: str, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hosts, "check_addresses", lambda addresses: None)
+    monkeypatch.setattr(multi_node_executor, "check_addresses", lambda addresses: None)
     with (
         Head(replace(config, node_port=0, node_token=TOKEN)) as head,
         agent(head.port, tmp_path / "log", address=address),

@@ -11,7 +11,7 @@ import pytest
 
 from weft.models.interface import Result, StepInput, StepOutput
 from weft.serving.executor.in_process import InProcessExecutor
-from weft.serving.loading import LoadedModel, ModelInfo
+from weft.serving.executor.loading import LoadedModel, ModelInfo
 
 EMPTY = np.empty(0, np.int32)
 

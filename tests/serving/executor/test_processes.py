@@ -35,13 +35,14 @@ from support.processes import wait_until_gone
 from weft.errors import ConfigError, EngineError
 from weft.models.interface import SlotSampling, Step
 from weft.serving.config.settings import EngineConfig
-from weft.serving.executor import board, processes
+from weft.serving.executor import step_ring
+from weft.serving.executor import ranks as processes
 from weft.serving.executor.base import Pending
-from weft.serving.executor.board import SLOTS
-from weft.serving.executor.machine import LocalMachine
-from weft.serving.executor.processes import ProcessExecutor
-from weft.serving.executor.wire import decode_step, encode_step
-from weft.serving.loading import ModelInfo, load_model
+from weft.serving.executor.step_ring import SLOTS
+from weft.serving.executor.node import LocalMachine
+from weft.serving.executor.ranks import ProcessExecutor
+from weft.serving.executor.rank_messages import decode_step, encode_step
+from weft.serving.executor.loading import ModelInfo, load_model
 
 
 @pytest.fixture(autouse=True)
@@ -380,7 +381,7 @@ def test_a_step_that_is_too_large_fails_alone(
 ) -> None:
     with started(tmp_path, 2) as executor:
         with monkeypatch.context() as patched:
-            patched.setattr(board, "SLOT_BYTES", 1000)
+            patched.setattr(step_ring, "SLOT_BYTES", 1000)
             with pytest.raises(EngineError, match=r"step 1 takes \d+ bytes; at most 992 fit"):
                 executor.submit((batch(0, tokens=300),)).result(0)
         assert steps_of(executor.submit((batch(0),))) == [0]
@@ -420,7 +421,7 @@ CONTROLLER = """
 import sys
 from support.mock_ranks import load
 from weft.serving.config.settings import EngineConfig
-from weft.serving.executor.processes import ProcessExecutor
+from weft.serving.executor.ranks import ProcessExecutor
 executor = ProcessExecutor(EngineConfig(model="none"), load, 2)
 print(*executor._machines[0].pids, flush=True)
 sys.stdin.read()

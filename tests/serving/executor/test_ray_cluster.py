@@ -20,8 +20,8 @@ from support.tokenizers import write_byte_level
 
 from weft.errors import ConfigError
 from weft.serving.config.settings import EngineConfig, Replica
-from weft.serving.executor.ray_cluster import RayExecutor
-from weft.serving.loading import load_model
+from weft.serving.executor.nodes.ray_executor import RayExecutor
+from weft.serving.executor.loading import load_model
 
 SIZES = {"kv_cache_memory": 2**22, "max_num_seqs": 4}
 LAYOUT = {"pp": 2, "nodes": 2, "executor": "ray"}
@@ -42,9 +42,9 @@ from support.mock_ranks import load
 from weft.errors import EngineError
 from weft.serving.config.settings import EngineConfig
 from weft.serving.executor import head
-from weft.serving.executor.ray_cluster import RayExecutor
+from weft.serving.executor.nodes.ray_executor import RayExecutor
 from weft.serving.launch import share_out
-from weft.serving.resources import Offer
+from weft.serving.executor.placement import Offer
 
 head.versions = lambda: {"weft": "of tomorrow"}
 try:

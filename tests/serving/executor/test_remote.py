@@ -13,23 +13,23 @@ from support.mock_ranks import batch, failure_of
 
 from weft.errors import EngineError
 from weft.serving.config.settings import EngineConfig, Replica
-from weft.serving.executor.link import (
+from weft.serving.executor.nodes.link import (
     MOST_PATIENCE,
     Link,
 )
-from weft.serving.executor.machine_wire import (
+from weft.serving.executor.nodes.messages import (
     FromAgent,
     Hello,
     Said,
     Start,
     ToAgent,
 )
-from weft.serving.executor.processes import RankExecutor
-from weft.serving.executor.remote import Joined, RemoteMachine
-from weft.serving.executor.wire import Done, Loaded, encoder
-from weft.serving.loading import ModelInfo
+from weft.serving.executor.ranks import RankExecutor
+from weft.serving.executor.nodes.remote import Joined, RemoteMachine
+from weft.serving.executor.rank_messages import Done, Loaded, encoder
+from weft.serving.executor.loading import ModelInfo
 from weft.serving.messages import Failed
-from weft.serving.resources import Offer, Share
+from weft.serving.executor.placement import Offer, Share
 
 
 @contextmanager

@@ -21,9 +21,9 @@ import msgspec
 
 from weft.errors import ConfigError
 from weft.serving.config.settings import EngineConfig
-from weft.serving.executor.link import Link, Stranger, check_token, plain
-from weft.serving.executor.machine_wire import FromAgent, Hello, Refused, differences, versions
-from weft.serving.executor.remote import Joined
+from weft.serving.executor.nodes.link import Link, Stranger, check_token, plain
+from weft.serving.executor.nodes.messages import FromAgent, Hello, Refused, differences, versions
+from weft.serving.executor.nodes.remote import Joined
 
 MOST_STRANGERS = 64
 """At once; for one more, the one that has been there longest is turned away."""

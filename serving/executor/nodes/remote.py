@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 
 from weft.serving.config.settings import EngineConfig
-from weft.serving.executor.board import COUNTERS, Int64, slots
-from weft.serving.executor.link import Link
-from weft.serving.executor.machine_wire import (
+from weft.serving.executor.step_ring import COUNTERS, Int64, slots
+from weft.serving.executor.nodes.link import Link
+from weft.serving.executor.nodes.messages import (
     Dump,
     End,
     FromAgent,
@@ -27,8 +27,8 @@ from weft.serving.executor.machine_wire import (
     Started,
     Step,
 )
-from weft.serving.executor.wire import FromRank, decode_said
-from weft.serving.resources import Share, devices_of_ranks
+from weft.serving.executor.rank_messages import FromRank, decode_said
+from weft.serving.executor.placement import Share, devices_of_ranks
 
 AHEAD = 4
 """Times the slots of a board: steps that another machine is given before its slowest rank has done

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from weft.kernels.symmetric.memory import Home
     from weft.models.layout import Layout
     from weft.models.torch.group import Groups
-    from weft.serving.resources import Slice
+    from weft.serving.executor.placement import Slice
 
 
 def choose_kernels(config: EngineConfig, layout: Layout, device: torch.device) -> str:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from weft.serving.config.settings import EngineConfig
-from weft.serving.resources import Offer
+from weft.serving.executor.placement import Offer
 
 _GPUS = """
 import json, torch

@@ -29,15 +29,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from weft.errors import EngineError
-from weft.serving.executor.head import Head
-from weft.serving.executor.hosts import check_nodes
-from weft.serving.executor.machine_wire import End, Lend, Ping
-from weft.serving.executor.processes import STUCK
-from weft.serving.resources import Offer, can_replace
+from weft.serving.executor.nodes.join_listener import Head
+from weft.serving.executor.nodes.multi_node_executor import check_nodes
+from weft.serving.executor.nodes.messages import End, Lend, Ping
+from weft.serving.executor.ranks import STUCK
+from weft.serving.executor.placement import Offer, can_replace
 
 if TYPE_CHECKING:
     from weft.serving.config.settings import EngineConfig
-    from weft.serving.executor.remote import Joined
+    from weft.serving.executor.nodes.remote import Joined
 
 SILENT = 0.5
 """Of the time after which an engine says that a machine is lost: then it is given up here."""

@@ -15,9 +15,9 @@ from itertools import permutations
 from typing import Protocol
 
 from weft.errors import ConfigError
-from weft.serving.executor.link import admit, present, read
-from weft.serving.executor.machine_wire import Listen, Listening, Reach, Speed, Unreachable
-from weft.serving.executor.remote import Joined
+from weft.serving.executor.nodes.link import admit, present, read
+from weft.serving.executor.nodes.messages import Listen, Listening, Reach, Speed, Unreachable
+from weft.serving.executor.nodes.remote import Joined
 
 WAIT = 5.0
 """Seconds for the other side to connect, and to answer."""

@@ -19,14 +19,14 @@ from typing import Protocol
 
 import msgspec
 
-from weft.serving.child import how_it_ended
+from weft.serving.executor.child_process import how_it_ended
 from weft.serving.config.settings import EngineConfig
-from weft.serving.executor.board import Board, Int64
-from weft.serving.executor.link import read
-from weft.serving.executor.rank import RankOrders
-from weft.serving.executor.wire import FromRank, decode_said
-from weft.serving.loading import LOOPBACK
-from weft.serving.resources import RankDevices
+from weft.serving.executor.step_ring import Board, Int64
+from weft.serving.executor.nodes.link import read
+from weft.serving.executor.rank_process import RankOrders
+from weft.serving.executor.rank_messages import FromRank, decode_said
+from weft.serving.executor.loading import LOOPBACK
+from weft.serving.executor.placement import RankDevices
 
 EXIT_GRACE = 1.0
 """Seconds for the process of a rank that has hung up to be gone."""
@@ -239,7 +239,7 @@ class _Rank:
         own, other = socket.socketpair()
         with other:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "weft.serving.executor.rank"],
+                [sys.executable, "-P", "-m", "weft.serving.executor.rank_process"],
                 stdin=subprocess.PIPE,
                 stdout=2,  # stdout belongs to the parent's output; stray prints go to stderr
                 pass_fds=(other.fileno(), board.fd),

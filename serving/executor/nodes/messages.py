@@ -8,8 +8,8 @@ from contextlib import suppress
 import msgspec
 
 from weft.serving.config.settings import EngineConfig
-from weft.serving.finding import Finding
-from weft.serving.resources import Offer, RankDevices
+from weft.serving.executor.nodes.finding import Finding
+from weft.serving.executor.placement import Offer, RankDevices
 from weft.version import __version__
 
 

@@ -33,10 +33,10 @@ import msgspec
 
 from weft.errors import ConfigError, EngineError
 from weft.serving.config.settings import EngineConfig
-from weft.serving.executor.board import slots
-from weft.serving.executor.link import Link, check_address, check_token, present
-from weft.serving.executor.machine import LocalMachine
-from weft.serving.executor.machine_wire import (
+from weft.serving.executor.step_ring import slots
+from weft.serving.executor.nodes.link import Link, check_address, check_token, present
+from weft.serving.executor.node import LocalMachine
+from weft.serving.executor.nodes.messages import (
     Dump,
     End,
     Examine,
@@ -60,13 +60,13 @@ from weft.serving.executor.machine_wire import (
     Unreachable,
     versions,
 )
-from weft.serving.executor.reach import answer, listen, reach
-from weft.serving.executor.wire import encoder
+from weft.serving.executor.nodes.probe import answer, listen, reach
+from weft.serving.executor.rank_messages import encoder
 from weft.serving.messages import Failed
-from weft.serving.offer import own_offer
-from weft.serving.resources import Offer
+from weft.serving.executor.nodes.inventory import own_offer
+from weft.serving.executor.placement import Offer
 
-LOAD_MODEL = "weft.serving.loading:load_model"
+LOAD_MODEL = "weft.serving.executor.loading:load_model"
 
 CONNECT = 5.0
 """Seconds for the head to answer."""

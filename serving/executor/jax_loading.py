@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from weft.errors import ConfigError
 from weft.models.spec import ModelSpec
 from weft.serving.config.settings import EngineConfig
-from weft.serving.loading import (
+from weft.serving.executor.loading import (
     ALONE,
     LINE_EVERY,
     RANK_TIMEOUT,
@@ -28,7 +28,7 @@ from weft.serving.loading import (
     compute_dtype,
     context_length,
 )
-from weft.serving.resources import kind_of
+from weft.serving.executor.placement import kind_of
 
 if TYPE_CHECKING:
     from weft.models.memory import Ledger

@@ -21,7 +21,7 @@ from weft.errors import ConfigError
 from weft.models.interface import ModelRunner, StepInput, StepOutput
 from weft.models.spec import ModelSpec
 from weft.serving.config.settings import logs
-from weft.serving.backend import (
+from weft.serving.executor.backend import (
     choose_kernels,
     homes,
     prepare_triton,
@@ -30,7 +30,7 @@ from weft.serving.backend import (
     symmetric_bytes,
 )
 from weft.serving.config.settings import EngineConfig
-from weft.serving.resources import RankDevices
+from weft.serving.executor.placement import RankDevices
 
 LINE_EVERY = 10.0  # seconds between two lines of a log
 
@@ -121,7 +121,7 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
     from weft.models.torch.runner import TorchRunner
 
     if uses_jax(config):
-        from weft.serving.jax_loading import load_jax_model
+        from weft.serving.executor.jax_loading import load_jax_model
 
         return load_jax_model(config, progress, place)
     path = locate(config.model)
@@ -261,7 +261,7 @@ def check_ranks(config: EngineConfig) -> None:
     from weft.models.layout import check_layout
 
     if uses_jax(config):
-        from weft.serving.jax_loading import check_settings
+        from weft.serving.executor.jax_loading import check_settings
 
         check_settings(config)
     elif config.kernels == "overlapped" and importlib.util.find_spec("triton") is None:

@@ -1,6 +1,6 @@
 """One rank of a model, in a process of its own: does what its controller puts on the board.
 
-A process (`python -m weft.serving.executor.rank`, see child.py) that machine.py
+A process (`python -m weft.serving.executor.rank_process`, see child.py) that machine.py
 starts. A byte on its socket wakes it for each step, in the order of the steps;
 on the socket it says that it is ready, what steps have produced if it is, in the
 last stage, the first rank of a copy of attention, and why it ends.
@@ -25,13 +25,13 @@ import msgspec
 
 from weft.errors import WeftError
 from weft.models.interface import DispatchingRunner, ModelRunner, StepInput, StepOutput
-from weft.serving import child
+from weft.serving.executor import child_process
 from weft.serving.config.settings import EngineConfig
-from weft.serving.executor.board import MET, READ, Board
-from weft.serving.executor.wire import Address, Done, FromRank, Loaded, decode_step, encoder
-from weft.serving.loading import LoadedModel, Place, Progress, show_progress
+from weft.serving.executor.step_ring import MET, READ, Board
+from weft.serving.executor.rank_messages import Address, Done, FromRank, Loaded, decode_step, encoder
+from weft.serving.executor.loading import LoadedModel, Place, Progress, show_progress
 from weft.serving.messages import Failed
-from weft.serving.resources import RankDevices
+from weft.serving.executor.placement import RankDevices
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ def serve(orders: RankOrders, channel: socket.socket) -> None:
         orders.devices,
     )
     try:
-        load = child.find(orders.load_model)
+        load = child_process.find(orders.load_model)
         with _shown_progress(orders) as show:
 
             def count_read(done: int, total: int) -> None:
@@ -111,7 +111,7 @@ def serve(orders: RankOrders, channel: socket.socket) -> None:
 
             loaded: LoadedModel = load(orders.config, count_read, place)
         board.loaded[column] = MET + READ
-        child.settle_garbage_collector()
+        child_process.settle_garbage_collector()
         send(Loaded(loaded.info))
         _run(loaded.runner, orders, board, channel)
     except Exception as error:
@@ -174,7 +174,7 @@ def main() -> None:
     gc.disable()  # imports make little garbage; see child.settle_garbage_collector
     # With the engine's process, also if this one is stopped, or stuck in a call.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    orders = child.begin(RankOrders)
+    orders = child_process.begin(RankOrders)
     status = 0
     with socket.socket(fileno=orders.socket) as channel:
         try:
