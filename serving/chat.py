@@ -18,7 +18,7 @@ from weft.serving.answer_parser.pieces import ParsedAnswer
 
 if TYPE_CHECKING:
     from weft.serving.llm import LLM, Conversation, Prompt
-    from weft.serving.sampling_params import SamplingParams
+    from weft.serving.engine.sampling_params import SamplingParams
 
 HELP = "/reset forgets the conversation, /system TEXT sets the instructions, /exit ends"
 

@@ -29,7 +29,7 @@ from weft.serving.config.sources import Settings, resolve
 from weft.version import __version__
 
 if TYPE_CHECKING:
-    from weft.serving.sampling_params import SamplingParams
+    from weft.serving.engine.sampling_params import SamplingParams
 
 Command = Callable[..., int]
 
@@ -530,7 +530,7 @@ def check_tpu(only: tuple[str, ...], target: tuple[str, ...], as_json: bool) -> 
 
 
 def _params(given: dict[str, Any]) -> SamplingParams:
-    from weft.serving.sampling_params import SamplingParams
+    from weft.serving.engine.sampling_params import SamplingParams
 
     try:
         wish = {name: value for name, value in given.items() if value is not None}

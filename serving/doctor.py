@@ -283,7 +283,7 @@ def _gpu() -> Finding:
 def _model(name: str) -> Finding:
     """Files, names and shapes of a checkpoint; the weights themselves are not read."""
     from weft.models.weights import Weights
-    from weft.serving.tokenizer import Tokenizer
+    from weft.serving.engine.tokenizer import Tokenizer
 
     try:
         path = locate(name)

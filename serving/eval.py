@@ -17,7 +17,7 @@ from weft.errors import ConfigError
 from weft.models.demo.tasks import TASKS, Question, check, held_out
 from weft.serving.config.settings import EngineConfig
 from weft.serving.llm import LLM
-from weft.serving.sampling_params import SamplingParams
+from weft.serving.engine.sampling_params import SamplingParams
 
 MAX_ANSWER = 256  # tokens; right answers are much shorter
 

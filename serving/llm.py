@@ -22,19 +22,19 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from weft.errors import EngineError, RequestError
-from weft.serving.completion import Completion, complete, embed
-from weft.serving.limits import check_dimensions
+from weft.serving.engine.completion import Completion, complete, embed
+from weft.serving.engine.checks import check_dimensions
 from weft.serving.config.progress import Progress
-from weft.serving.sampling_params import SamplingParams
+from weft.serving.engine.sampling_params import SamplingParams
 from weft.serving.config.sources import from_arguments
-from weft.serving.window import for_each, width
+from weft.serving.engine.admission import for_each, width
 
 if TYPE_CHECKING:
     from weft.models.interface import Float32
     from weft.serving.config.settings import EngineConfig
-    from weft.serving.engine import AsyncEngine, Delta
-    from weft.serving.messages import EngineInfo
-    from weft.serving.tokenizer import Tokenizer
+    from weft.serving.engine.engine import AsyncEngine, Delta
+    from weft.serving.engine.protocol import EngineInfo
+    from weft.serving.engine.tokenizer import Tokenizer
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
@@ -70,7 +70,7 @@ class LLM:
         return llm
 
     def _start(self, config: EngineConfig) -> None:
-        from weft.serving.engine import AsyncEngine
+        from weft.serving.engine.engine import AsyncEngine
 
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="weft-llm", daemon=True)

@@ -10,11 +10,11 @@ from weft.version import __version__
 
 if TYPE_CHECKING:
     from weft.serving.llm import LLM
-    from weft.serving.sampling_params import SamplingParams
+    from weft.serving.engine.sampling_params import SamplingParams
 
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
-_HOMES = {"LLM": "weft.serving.llm", "SamplingParams": "weft.serving.sampling_params"}
+_HOMES = {"LLM": "weft.serving.llm", "SamplingParams": "weft.serving.engine.sampling_params"}
 
 
 def __getattr__(name: str) -> Any:

@@ -15,12 +15,12 @@ from make_checkpoint import make_tokenizer
 
 from engine_parts.measure import Case, per_call
 from engine_parts.mock import VOCAB_SIZE
-from weft.serving.detokenizer import Detokenizer
-from weft.serving.messages import TokenOutput
-from weft.serving.sampling_params import SamplingParams
-from weft.serving.stream import Stream
-from weft.serving.timeline import Timeline
-from weft.serving.tokenizer import Tokenizer
+from weft.serving.engine.detokenizer import Detokenizer
+from weft.serving.engine.protocol import TokenOutput
+from weft.serving.engine.sampling_params import SamplingParams
+from weft.serving.engine.request_stream import Stream
+from weft.serving.engine.timeline import Timeline
+from weft.serving.engine.tokenizer import Tokenizer
 
 TEXT = "The weft crosses the warp; là où naît l'étoffe: 经线与纬线, 🧵 and all. " * 20
 STOP = ("\n\nUser:", "</answer>", "###", "the end")

@@ -9,7 +9,7 @@ from itertools import count
 import numpy as np
 
 from engine_parts.measure import Case, per_call
-from weft.serving.kv_cache import ROOT_KEY, KVCache, block_key
+from weft.serving.engine.scheduler.block_manager import ROOT_KEY, KVCache, block_key
 
 BLOCK_SIZE = 32
 BLOCKS = 32  # of one request: 1,024 tokens

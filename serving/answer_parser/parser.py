@@ -21,8 +21,8 @@ from weft.serving.answer_parser.reasoning import (
 )
 from weft.serving.answer_parser.tool_calls import TOOL_FORMATS, ToolCallParser, ToolFormat
 from weft.serving.answer_parser.tool_grammar import after_thought
-from weft.serving.sampling_params import Grammar
-from weft.serving.tokenizer import Tokenizer
+from weft.serving.engine.sampling_params import Grammar
+from weft.serving.engine.tokenizer import Tokenizer
 
 # What a template says that has the model write calls in a format, and what tells it is another.
 _TOOL_SIGNS = (

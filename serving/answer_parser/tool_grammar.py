@@ -16,7 +16,7 @@ import msgspec
 
 from weft.errors import RequestError
 from weft.serving.answer_parser.reasoning import ReasoningFormat
-from weft.serving.sampling_params import Grammar
+from weft.serving.engine.sampling_params import Grammar
 
 Format = dict[str, Any]
 

@@ -17,12 +17,12 @@ from weft.errors import EngineError, RequestError
 from weft.serving.api.context import admit, current
 from weft.serving.api.responses import CompletionUsage, FinishReason, PromptTokensDetails
 from weft.serving.api.state import ServerState
-from weft.serving.metrics import Phases
-from weft.serving.sampling_params import SamplingParams
+from weft.serving.engine.metrics import Phases
+from weft.serving.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from weft.serving.engine import AsyncEngine, Delta
-    from weft.serving.messages import TokenLogprob
+    from weft.serving.engine.engine import AsyncEngine, Delta
+    from weft.serving.engine.protocol import TokenLogprob
 
 MAX_ANSWERS = 1024
 

@@ -14,7 +14,7 @@ from weft.errors import RequestError
 from weft.serving.api.body import Body, by_type
 from weft.serving.api.schemas import Function, StopTexts
 from weft.serving.api.tool_schema import Parameters
-from weft.serving.sampling_params import SamplingParams
+from weft.serving.engine.sampling_params import SamplingParams
 
 
 class CacheControl(Body):

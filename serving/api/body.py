@@ -15,7 +15,7 @@ from pydantic_core import from_json
 
 from weft.errors import RequestError
 from weft.serving.api.errors import field_name
-from weft.serving.sampling_params import is_unicode
+from weft.serving.engine.sampling_params import is_unicode
 
 MAX_DEPTH = 200
 """Of objects and lists in a body; pydantic_core's limit."""

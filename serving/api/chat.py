@@ -33,8 +33,8 @@ from weft.serving.api.schemas import ChatRequest, NamedTool
 from weft.serving.api.sse import EventStream, event
 from weft.serving.api.state import State
 from weft.serving.api.turns import Turn, TurnDelta, Turns
-from weft.serving.sampling_params import SamplingParams
-from weft.serving.tokenizer import Tokenizer
+from weft.serving.engine.sampling_params import SamplingParams
+from weft.serving.engine.tokenizer import Tokenizer
 
 router = APIRouter(route_class=JsonRoute)
 

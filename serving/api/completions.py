@@ -28,11 +28,11 @@ from weft.serving.api.responses import (
 from weft.serving.api.schemas import CompletionRequest
 from weft.serving.api.sse import EventStream, event
 from weft.serving.api.state import State
-from weft.serving.sampling_params import SamplingParams
-from weft.serving.tokenizer import Tokenizer
+from weft.serving.engine.sampling_params import SamplingParams
+from weft.serving.engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from weft.serving.engine import Delta
+    from weft.serving.engine.engine import Delta
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from weft.serving.api.keys import Key
-    from weft.serving.metrics import Phases
+    from weft.serving.engine.metrics import Phases
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 
 from weft.errors import RequestError
 from weft.serving.api.schemas import Function, FunctionName, Message, ToolMode
-from weft.serving.tokenizer import Tokenizer
+from weft.serving.engine.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from fastapi.openapi.utils import get_openapi
 from weft.serving.api import anthropic_events, responses, responses_events
 from weft.serving.api.errors import ErrorResponse
 from weft.serving.batch import objects
-from weft.serving.sampling_params import RANGES
+from weft.serving.engine.sampling_params import RANGES
 
 _REF = "#/components/schemas/{name}"
 _STRUCTS = (

@@ -22,12 +22,12 @@ from weft.serving.api.documentation import returns
 from weft.serving.api.responses import Embedding, EmbeddingList, EmbeddingUsage
 from weft.serving.api.schemas import Priority, prompts_up_to
 from weft.serving.api.state import ServerState, State
-from weft.serving.limits import check_dimensions, check_pooled
-from weft.serving.metrics import Phases
-from weft.serving.window import for_each
+from weft.serving.engine.checks import check_dimensions, check_pooled
+from weft.serving.engine.metrics import Phases
+from weft.serving.engine.admission import for_each
 
 if TYPE_CHECKING:
-    from weft.serving.engine import AsyncEngine
+    from weft.serving.engine.engine import AsyncEngine
 
 MAX_INPUTS = 2048  # OpenAI's
 

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Query, Response
 from weft.serving.api.documentation import returns
 from weft.serving.api.responses import EngineView
 from weft.serving.api.state import State
-from weft.serving.messages import EngineStats
+from weft.serving.engine.protocol import EngineStats
 
 router = APIRouter()
 

@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from weft.errors import RequestError
 from weft.serving.api.body import Body, by_type
-from weft.serving.sampling_params import MAX_CHOICES, MAX_GRAMMAR_LENGTH, Grammar
+from weft.serving.engine.sampling_params import MAX_CHOICES, MAX_GRAMMAR_LENGTH, Grammar
 
 # As documented; Grammar checks them.
 Text = Annotated[

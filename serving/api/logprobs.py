@@ -12,10 +12,10 @@ from weft.serving.api.responses import (
     CompletionLogprobs,
     TopLogprob,
 )
-from weft.serving.messages import TokenLogprob
+from weft.serving.engine.protocol import TokenLogprob
 
 if TYPE_CHECKING:
-    from weft.serving.tokenizer import Tokenizer
+    from weft.serving.engine.tokenizer import Tokenizer
 
 _LOWEST = -9999.0  # JSON has no infinity
 

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.serving.api.context import Context, current
 from weft.serving.config.logs import FIELDS
-from weft.serving.metrics import Metrics
+from weft.serving.engine.metrics import Metrics
 
 if TYPE_CHECKING:
     from weft.serving.api.tracing import Tracer

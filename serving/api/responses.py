@@ -12,8 +12,8 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from weft.serving.messages import EngineStats
-from weft.serving.timeline import Timeline
+from weft.serving.engine.protocol import EngineStats
+from weft.serving.engine.timeline import Timeline
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 

@@ -25,7 +25,7 @@ from weft.serving.api.body import Body, only_with
 from weft.serving.api.errors import explain
 from weft.serving.api.guided import GuidedRequest
 from weft.serving.api.tool_schema import Parameters
-from weft.serving.sampling_params import (
+from weft.serving.engine.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,

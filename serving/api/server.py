@@ -28,7 +28,7 @@ from weft.serving.config.settings import logs
 from weft.serving.api.keys import Keyring
 from weft.serving.api.tls import reload_certificate, tls_context
 from weft.serving.config.settings import EngineConfig, ServerConfig
-from weft.serving.engine import LOAD_MODEL, AsyncEngine
+from weft.serving.engine.engine import LOAD_MODEL, AsyncEngine
 
 if TYPE_CHECKING:
     from weft.serving.api.http import HttpServer

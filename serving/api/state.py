@@ -15,10 +15,10 @@ from weft.serving.api.guard import open_paths
 from weft.serving.api.responses import now
 from weft.serving.batch.service import BatchService
 from weft.serving.config.settings import EngineConfig, ServerConfig
-from weft.serving.metrics import Metrics
+from weft.serving.engine.metrics import Metrics
 
 if TYPE_CHECKING:
-    from weft.serving.engine import AsyncEngine
+    from weft.serving.engine.engine import AsyncEngine
 
 
 STALLING = 0.25

@@ -21,7 +21,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from weft.serving.api.context import Context
-from weft.serving.metrics import Phases
+from weft.serving.engine.metrics import Phases
 from weft.version import __version__
 
 _TIMEOUT = 3.0  # seconds in which the collector must take spans, tried again within

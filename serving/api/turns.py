@@ -26,12 +26,12 @@ from weft.serving.api.responses import (
 )
 from weft.serving.api.schemas import FunctionName
 from weft.serving.api.state import ServerState
-from weft.serving.sampling_params import SamplingParams
+from weft.serving.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from weft.serving.answer_parser.parser import AnswerFormat, AnswerParser
-    from weft.serving.engine import AsyncEngine
-    from weft.serving.messages import TokenLogprob
+    from weft.serving.engine.engine import AsyncEngine
+    from weft.serving.engine.protocol import TokenLogprob
 
 
 _NO_PARAMETERS = {"type": "object", "properties": {}}

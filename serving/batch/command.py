@@ -25,9 +25,9 @@ from weft.serving.batch.job import Job
 from weft.serving.batch.journal import Journal
 from weft.serving.batch.rows import parse
 from weft.serving.config.settings import EngineConfig, ServerConfig
-from weft.serving.engine import LOAD_MODEL, AsyncEngine
+from weft.serving.engine.engine import LOAD_MODEL, AsyncEngine
 from weft.serving.config.progress import Progress
-from weft.serving.window import width
+from weft.serving.engine.admission import width
 
 if TYPE_CHECKING:
     from weft.serving.api.state import ServerState

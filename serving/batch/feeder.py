@@ -16,11 +16,11 @@ from weft.errors import EngineError
 from weft.serving.api.context import admit
 from weft.serving.batch.job import EngineEnded, LeftOut
 from weft.serving.batch.local import LocalApi
-from weft.serving.window import POLL, Admission
+from weft.serving.engine.admission import POLL, Admission
 
 if TYPE_CHECKING:
     from weft.serving.api.state import ServerState
-    from weft.serving.engine import AsyncEngine
+    from weft.serving.engine.engine import AsyncEngine
 
 
 class Feeder:

@@ -27,7 +27,7 @@ from weft.serving.batch.inputs import Inputs
 from weft.serving.batch.journal import Answer, Journal
 from weft.serving.batch.rows import SAMPLED, Row, answered, answers, parse, refused
 from weft.serving.batch.writer import Line, Writer
-from weft.serving.window import for_each
+from weft.serving.engine.admission import for_each
 
 MAX_TRIES = 2  # failures of the engine with a row that are enough
 _BLOCK = 4096  # rows whose state is looked up at once

@@ -12,12 +12,12 @@ from weft.serving.batch.job import Job
 from weft.serving.batch.journal import Journal
 from weft.serving.batch.objects import BatchObject, RequestCounts, now
 from weft.serving.batch.records import Ending, end, inputs_of, opened_to_go_on
-from weft.serving.window import width_beside_others
+from weft.serving.engine.admission import width_beside_others
 
 if TYPE_CHECKING:
     from weft.serving.api.state import ServerState
     from weft.serving.batch.store import Store
-    from weft.serving.engine import AsyncEngine
+    from weft.serving.engine.engine import AsyncEngine
 
 PRIORITY = 2**31 - 1  # of rows: all that has another one goes first
 _EXPIRED = ("batch_expired", "the row was not run within the completion window")

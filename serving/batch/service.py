@@ -51,7 +51,7 @@ from weft.serving.batch.validation import validate
 
 if TYPE_CHECKING:
     from weft.serving.api.state import ServerState
-    from weft.serving.engine import AsyncEngine
+    from weft.serving.engine.engine import AsyncEngine
 
 RETRY = 10.0  # seconds until a batch is tried again that met a full disk
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from weft.errors import EngineError
 from weft.models.interface import NOTHING, Int32, Step, StepInput, StepOutput
 from weft.serving.executor.loading import ModelInfo
-from weft.serving.messages import Failed
+from weft.serving.engine.protocol import Failed
 
 
 class Address(msgspec.Struct, frozen=True, tag=True):

@@ -30,7 +30,7 @@ from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.step_ring import MET, READ, Board
 from weft.serving.executor.rank_messages import Address, Done, FromRank, Loaded, decode_step, encoder
 from weft.serving.executor.loading import LoadedModel, Place, Progress, show_progress
-from weft.serving.messages import Failed
+from weft.serving.engine.protocol import Failed
 from weft.serving.executor.placement import RankDevices
 
 logger = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ from weft.serving.executor.step_ring import Int64, check_size, how_loaded
 from weft.serving.executor.node import LocalMachine, Machine
 from weft.serving.executor.rank_messages import Address, Done, FromRank, Loaded, encode_step
 from weft.serving.executor.loading import LoadedModel, ModelInfo
-from weft.serving.messages import Failed
+from weft.serving.engine.protocol import Failed
 from weft.serving.executor.placement import devices_of_ranks
 
 CLOSE_GRACE = 5.0

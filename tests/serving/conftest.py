@@ -9,7 +9,7 @@ import pytest
 from support.engine import SLOW, mock_config, started
 
 from weft.serving.config.settings import EngineConfig
-from weft.serving.engine import AsyncEngine
+from weft.serving.engine.engine import AsyncEngine
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pytest
 import zmq
 
 from weft.errors import EngineError
-from weft.serving.channel import CoreChannel, addresses
-from weft.serving.messages import Failed
+from weft.serving.engine.core_channel import CoreChannel, addresses
+from weft.serving.engine.protocol import Failed
 
 BASE = "inproc://test-channel"
 

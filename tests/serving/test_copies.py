@@ -12,11 +12,11 @@ from support.mock_runner import END, MockRunner, expected
 
 from weft.errors import RequestError
 from weft.models.interface import Step
-from weft.serving.copies import Copies
-from weft.serving.kv_cache import KVCache
-from weft.serving.messages import Add, TokenOutput
-from weft.serving.sampling_params import SamplingParams
-from weft.serving.scheduler import Scheduler
+from weft.serving.engine.scheduler.dp_attention import Copies
+from weft.serving.engine.scheduler.block_manager import KVCache
+from weft.serving.engine.protocol import Add, TokenOutput
+from weft.serving.engine.sampling_params import SamplingParams
+from weft.serving.engine.scheduler.scheduler import Scheduler
 
 MAX_MODEL_LEN, BLOCK_SIZE, BUDGET = 40, 4, 9
 

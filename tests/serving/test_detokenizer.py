@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import tokenizers as kinds
 
-from weft.serving.detokenizer import Detokenizer
-from weft.serving.tokenizer import Tokenizer
+from weft.serving.engine.detokenizer import Detokenizer
+from weft.serving.engine.tokenizer import Tokenizer
 
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "byte-level": kinds.write_byte_level,

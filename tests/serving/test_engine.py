@@ -33,8 +33,8 @@ from support.mock_runner import (
 from weft.errors import RequestError
 from weft.models.interface import StepInput, StepOutput
 from weft.serving.config.settings import EngineConfig
-from weft.serving.engine import AsyncEngine
-from weft.serving.sampling_params import SamplingParams
+from weft.serving.engine.engine import AsyncEngine
+from weft.serving.engine.sampling_params import SamplingParams
 
 
 @pytest.fixture

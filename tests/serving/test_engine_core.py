@@ -25,11 +25,11 @@ from support.mock_runner import (
 
 from weft.errors import EngineError
 from weft.models.interface import StepInput, StepOutput
-from weft.serving.channel import addresses
+from weft.serving.engine.core_channel import addresses
 from weft.serving.config.settings import EngineConfig
-from weft.serving.engine_core import serve
+from weft.serving.engine.core import serve
 from weft.serving.executor.loading import LoadedModel, Progress
-from weft.serving.messages import (
+from weft.serving.engine.protocol import (
     Abort,
     Add,
     EngineStats,
@@ -41,7 +41,7 @@ from weft.serving.messages import (
     ToCore,
     TokenOutput,
 )
-from weft.serving.sampling_params import SamplingParams
+from weft.serving.engine.sampling_params import SamplingParams
 
 CONFIG = EngineConfig(
     model="mock", block_size=4, max_num_seqs=8, max_num_batched_tokens=32, max_model_len=64

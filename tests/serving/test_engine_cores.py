@@ -29,7 +29,7 @@ from support.mock_runner import (
 
 from weft.errors import ConfigError, EngineError
 from weft.serving.config.settings import EngineConfig
-from weft.serving.engine import AsyncEngine
+from weft.serving.engine.engine import AsyncEngine
 
 TOLD = "support.mock_runner:load_as_told"
 LONG = {"max_tokens": 400, "stop_token_ids": ()}
@@ -198,7 +198,7 @@ async def test_what_a_core_lacks_may_be_there_later(
     """But not for ever."""
     async with started(config, runner_factory=FAST, restart=True) as engine:
         start = mock.AsyncMock(side_effect=error)
-        monkeypatch.setattr("weft.serving.core_client.CoreProcess.start", start)
+        monkeypatch.setattr("weft.serving.engine.core_client.CoreProcess.start", start)
         cores()[0].kill()
         async with asyncio.timeout(60):
             while engine.failure is None:
@@ -213,7 +213,7 @@ async def test_what_a_core_lacks_may_be_there_later(
 async def test_a_core_that_does_not_get_ready_again_is_given_up(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft.serving.engine.SLOW_RELOAD", 0.0)
+    monkeypatch.setattr("weft.serving.engine.engine.SLOW_RELOAD", 0.0)
     config = replace(config, stall_timeout=0.5)
     async with started(config, runner_factory=TOLD, restart=True) as engine:
         how(config, "hang")

@@ -30,9 +30,9 @@ from support.mock_runner import (
 )
 
 from weft.errors import ConfigError, EngineError, ModelError
-from weft.serving import core_client
+from weft.serving.engine.engine import core_client
 from weft.serving.config.settings import EngineConfig
-from weft.serving.engine import AsyncEngine
+from weft.serving.engine.engine import AsyncEngine
 
 
 async def test_shutdown_drains(engine: AsyncEngine) -> None:
@@ -132,7 +132,7 @@ def test_no_orphan_is_left_when_the_parent_is_killed(config: EngineConfig) -> No
     code = f"""
         import asyncio
         from weft.serving.config.settings import EngineConfig
-        from weft.serving.engine import AsyncEngine
+        from weft.serving.engine.engine import AsyncEngine
 
         async def main():
             config = EngineConfig(model={config.model!r})

@@ -16,7 +16,7 @@ from weft.models.demo.tasks import TASKS, Question, held_out
 from weft.serving.config.settings import EngineConfig
 from weft.serving.eval import MAX_ANSWER, Failure, Score, ask, run, total
 from weft.serving.llm import LLM
-from weft.serving.sampling_params import SamplingParams
+from weft.serving.engine.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,10 @@ from weft.errors import EngineError, RequestError
 from weft.serving.api.responses import Status
 from weft.serving.api.sse import EventStream, event
 from weft.serving.config.settings import EngineConfig
-from weft.serving.engine import AsyncEngine
-from weft.serving.messages import Add, TokenOutput
-from weft.serving.scheduler import Scheduler
-from weft.serving.stream import Stream
+from weft.serving.engine.engine import AsyncEngine
+from weft.serving.engine.protocol import Add, TokenOutput
+from weft.serving.engine.scheduler.scheduler import Scheduler
+from weft.serving.engine.request_stream import Stream
 
 VICTIM = [7, 7, 7]
 OTHERS = [[1, 2], [3, 4, 5], [6]]

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from weft.serving.kv_cache import ROOT_KEY, KVCache, block_key
+from weft.serving.engine.scheduler.block_manager import ROOT_KEY, KVCache, block_key
 
 BLOCK = 4
 SLOTS = 4

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from weft.errors import EngineError, RequestError, WeftError
-from weft.serving.engine import Delta
-from weft.serving.metrics import Metrics, Phases
+from weft.serving.engine.engine import Delta
+from weft.serving.engine.metrics import Metrics, Phases
 
 
 async def answer(failure: WeftError | None, *deltas: Delta) -> AsyncGenerator[Delta, None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.serving.pace import Pace
+from weft.serving.engine.retry_after import Pace
 
 
 class Clock:

@@ -25,7 +25,7 @@ from support.server import TIMEOUT, Server, free_port, start_server
 import weft.serving.executor.nodes.node_pool
 from weft.errors import EngineError
 from weft.serving.config.settings import EngineConfig
-from weft.serving.launch import share_out
+from weft.serving.engine.core_process import share_out
 from weft.serving.executor.nodes.node_pool import Pool
 from weft.serving.executor.placement import Offer
 

@@ -22,7 +22,7 @@ from weft.models.demo.tasks import TASKS, held_out
 from weft.serving.config.settings import EngineConfig
 from weft.serving.eval import MAX_ANSWER
 from weft.serving.executor.loading import check_ranks
-from weft.serving.sampling_params import Grammar
+from weft.serving.engine.sampling_params import Grammar
 
 PROMPT = "the user asks the assistant for"
 PROMPTS = [f"{PROMPT} {'one more ' * i}thing" for i in range(9)]

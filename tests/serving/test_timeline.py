@@ -10,8 +10,8 @@ from itertools import pairwise
 from support.engine import PROMPT, SLOW, collect, params, started
 
 from weft.serving.config.settings import EngineConfig
-from weft.serving.engine import AsyncEngine
-from weft.serving.timeline import MAX_ENDED, MAX_LIVE, Timeline, Timelines
+from weft.serving.engine.engine import AsyncEngine
+from weft.serving.engine.timeline import MAX_ENDED, MAX_LIVE, Timeline, Timelines
 
 
 async def test_of_requests_that_follow_each_other(engine: AsyncEngine) -> None:

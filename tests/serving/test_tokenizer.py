@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support import tokenizers as kinds
 
 from weft.errors import ModelError, RequestError
-from weft.serving.tokenizer import Tokenizer
+from weft.serving.engine.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "world 😀"}]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from weft.errors import EngineError
-from weft.serving.window import for_each
+from weft.serving.engine.admission import for_each
 
 
 async def test_for_each_draws_items_as_they_are_needed() -> None:

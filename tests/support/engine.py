@@ -14,8 +14,8 @@ import pytest
 from support.mock_runner import END
 from support.tokenizers import write_byte_level
 from weft.serving.config.settings import EngineConfig
-from weft.serving.engine import AsyncEngine, Delta
-from weft.serving.sampling_params import SamplingParams
+from weft.serving.engine.engine import AsyncEngine, Delta
+from weft.serving.engine.sampling_params import SamplingParams
 
 FAST = "support.mock_runner:load"
 SLOW = "support.mock_runner:load_slowly"
@@ -59,7 +59,7 @@ def text(deltas: list[Delta]) -> str:
 def cores() -> list[psutil.Process]:
     """The engine processes of this one, whose children may also be other tests' servers."""
     children = psutil.Process().children()
-    return [child for child in children if "weft.serving.engine_core" in child.cmdline()]
+    return [child for child in children if "weft.serving.engine.core" in child.cmdline()]
 
 
 async def idle(engine: AsyncEngine) -> None:

@@ -14,7 +14,7 @@ from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.nodes.join_listener import Head
 from weft.serving.executor.nodes.multi_node_executor import deal_out
 from weft.serving.executor.ranks import RankExecutor
-from weft.serving.launch import share_out
+from weft.serving.engine.core_process import share_out
 from weft.serving.executor.placement import Offer
 
 TOKEN = "a token of the tests"

@@ -62,7 +62,7 @@ from weft.serving.executor.nodes.messages import (
 )
 from weft.serving.executor.nodes.probe import answer, listen, reach
 from weft.serving.executor.rank_messages import encoder
-from weft.serving.messages import Failed
+from weft.serving.engine.protocol import Failed
 from weft.serving.executor.nodes.inventory import own_offer
 from weft.serving.executor.placement import Offer
 

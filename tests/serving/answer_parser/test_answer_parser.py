@@ -17,8 +17,8 @@ from weft.serving.answer_parser.parser import AnswerFormat, AnswerParser
 from weft.serving.answer_parser.pieces import Arguments, Call, CallStart, Content, ParsedAnswer
 from weft.serving.answer_parser.reasoning import REASONING_FORMATS, ReasoningParser
 from weft.serving.answer_parser.tool_calls import TOOL_FORMATS, ToolCallParser
-from weft.serving.sampling_params import Grammar
-from weft.serving.tokenizer import Tokenizer
+from weft.serving.engine.sampling_params import Grammar
+from weft.serving.engine.tokenizer import Tokenizer
 
 NAMES = ("f", "get_weather")
 MARKS = (

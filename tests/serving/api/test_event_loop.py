@@ -18,7 +18,7 @@ from weft.serving.api.context import Context, current
 from weft.serving.api.state import ServerState
 from weft.serving.batch.local import LocalApi
 from weft.serving.config.settings import EngineConfig
-from weft.serving.engine import AsyncEngine
+from weft.serving.engine.engine import AsyncEngine
 
 CHAT = {
     "messages": [{"role": "user", "content": "hi"}],

@@ -30,7 +30,7 @@ COMPLETION = {"model": "tiny", "prompt": "weft", "max_tokens": 4, "temperature":
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 STEADY = {"model": "tiny", "prompt": "the steady one", "max_tokens": 24, "temperature": 0}
 CHATS = "/v1/chat/completions"
-GRAMMAR_WORKER = "weft.serving.structured_output.worker"
+GRAMMAR_WORKER = "weft.serving.engine.grammar.worker"
 JSON = {"content-type": "application/json"}
 
 

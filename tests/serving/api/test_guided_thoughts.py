@@ -15,7 +15,7 @@ from support.checkpoints import make_checkpoint
 from support.server import Server, start_server
 from support.tokenizers import write_byte_level
 
-from weft.serving.tokenizer import Tokenizer
+from weft.serving.engine.tokenizer import Tokenizer
 
 MARKS = ("[THINK]", "[/THINK]", "[TOOL_CALLS]")
 TEMPLATE = (

@@ -8,8 +8,8 @@ from pathlib import Path
 from support.tokenizers import write_byte_level, write_sentencepiece
 
 from weft.serving.api.logprobs import TextLogprobs, chat_logprobs
-from weft.serving.messages import TokenLogprob
-from weft.serving.tokenizer import Tokenizer
+from weft.serving.engine.protocol import TokenLogprob
+from weft.serving.engine.tokenizer import Tokenizer
 
 
 def scored(token_ids: list[int]) -> list[TokenLogprob]:

@@ -27,7 +27,7 @@ from weft.serving.batch.inputs import Inputs
 from weft.serving.batch.objects import LIVE, BatchObject, FileObject, new_id, now
 from weft.serving.batch.service import BatchService
 from weft.serving.batch.store import ANYONE, Store
-from weft.serving.engine import AsyncEngine
+from weft.serving.engine.engine import AsyncEngine
 
 OWNER = "somebody"
 URL = "/v1/completions"

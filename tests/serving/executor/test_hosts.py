@@ -37,7 +37,7 @@ from weft.serving.executor.nodes.messages import (
 )
 from weft.serving.executor.ranks import RankExecutor
 from weft.serving.executor.nodes.remote import AHEAD, Joined
-from weft.serving.launch import share_out
+from weft.serving.engine.core_process import share_out
 from weft.serving.executor.placement import Offer
 
 

@@ -43,7 +43,7 @@ from weft.errors import EngineError
 from weft.serving.config.settings import EngineConfig
 from weft.serving.executor import head
 from weft.serving.executor.nodes.ray_executor import RayExecutor
-from weft.serving.launch import share_out
+from weft.serving.engine.core_process import share_out
 from weft.serving.executor.placement import Offer
 
 head.versions = lambda: {"weft": "of tomorrow"}

@@ -28,7 +28,7 @@ from weft.serving.executor.ranks import RankExecutor
 from weft.serving.executor.nodes.remote import Joined, RemoteMachine
 from weft.serving.executor.rank_messages import Done, Loaded, encoder
 from weft.serving.executor.loading import ModelInfo
-from weft.serving.messages import Failed
+from weft.serving.engine.protocol import Failed
 from weft.serving.executor.placement import Offer, Share
 
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from weft import LLM, SamplingParams
 from weft.errors import RequestError
 from weft.models.demo.tasks import held_out
-from weft.serving.completion import Completion
-from weft.serving.sampling_params import Grammar
+from weft.serving.engine.completion import Completion
+from weft.serving.engine.sampling_params import Grammar
 
 PROMPTS = ["Hello", "Tell me about the sea.", "Once", "What is 2 + 2?"]
 PERSON = {

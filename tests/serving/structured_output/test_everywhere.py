@@ -14,15 +14,15 @@ from support.checkpoints import make_checkpoint
 from support.engine import FAST, PROMPT, collect, mock_config, params
 
 from weft.errors import EngineError, RequestError
-from weft.serving import core_client
-from weft.serving import engine as engine_module
+from weft.serving.engine.engine import core_client
+from weft.serving.engine.engine import engine as engine_module
 from weft.serving.batch.command import run
 from weft.serving.config.settings import EngineConfig, ServerConfig
-from weft.serving.engine import AsyncEngine
-from weft.serving.messages import Compiled
-from weft.serving.sampling_params import Grammar, SamplingParams
-from weft.serving.structured_output import guides
-from weft.serving.structured_output.guides import Guides
+from weft.serving.engine.engine import AsyncEngine
+from weft.serving.engine.protocol import Compiled
+from weft.serving.engine.sampling_params import Grammar, SamplingParams
+from weft.serving.engine.engine.grammar import matchers
+from weft.serving.engine.grammar.matchers import Guides
 
 PATTERN = "[ab]{20}"
 
@@ -67,7 +67,7 @@ async def test_grammars_that_have_no_room_are_sent_again(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The front knows which the core has dropped; each has room for one."""
-    for module in (core_client, guides):
+    for module in (core_client, matchers):
         monkeypatch.setattr(module, "ROOM", 1)
     sent: list[int] = []
     keep = Guides.keep

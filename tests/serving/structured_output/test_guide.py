@@ -9,8 +9,8 @@ import pytest
 
 from weft.errors import RequestError
 from weft.models.interface import Int32
-from weft.serving.structured_output import guide as guide_module
-from weft.serving.structured_output.guide import MAX_SECONDS, SECONDS_A_TOKEN, Guide
+from weft.serving.engine.engine.grammar import matcher as guide_module
+from weft.serving.engine.grammar.matcher import MAX_SECONDS, SECONDS_A_TOKEN, Guide
 
 END, OTHER_END, SIZE = 40, 41, 42
 

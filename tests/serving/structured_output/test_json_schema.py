@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from weft.errors import RequestError
-from weft.serving.structured_output.json_schema import parse, prepare
+from weft.serving.engine.grammar.json_schema import parse, prepare
 
 
 def refusal(schema: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.serving.structured_output.recent import Recent
+from weft.serving.engine.grammar.lru import Recent
 
 
 def held(recent: Recent[str], keys: str = "abcd") -> set[str]:

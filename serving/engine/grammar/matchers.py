@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from weft.serving.answer_parser.parser import mark_tokens
 from weft.serving.config.settings import EngineConfig
-from weft.serving.messages import Add, Compiled
-from weft.serving.structured_output.compiler import ROOM
-from weft.serving.structured_output.guide import Guide
-from weft.serving.structured_output.recent import Recent
-from weft.serving.tokenizer import Tokenizer, load_tokenizer
+from weft.serving.engine.protocol import Add, Compiled
+from weft.serving.engine.grammar.compiler import ROOM
+from weft.serving.engine.grammar.matcher import Guide
+from weft.serving.engine.grammar.lru import Recent
+from weft.serving.engine.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     import xgrammar

@@ -22,7 +22,7 @@ import msgspec
 from weft.errors import ConfigError, WeftError
 from weft.serving.executor.child_process import how_it_ended
 from weft.serving.config.settings import EngineConfig, Replica
-from weft.serving.messages import Orders
+from weft.serving.engine.protocol import Orders
 from weft.serving.executor.placement import Offer, decided, map_slices
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class CoreProcess:
         """Start it; it connects to `address` as soon as it can."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-P", "-m", "weft.serving.engine_core"),
+            *("-P", "-m", "weft.serving.engine.core"),
             stdin=asyncio.subprocess.PIPE,
             stdout=2,  # stdout belongs to the parent's output; stray prints go to stderr
         )
@@ -128,7 +128,7 @@ class CoreThread:
         import zmq
 
         from weft.serving.executor.child_process import find
-        from weft.serving.engine_core import serve
+        from weft.serving.engine.core import serve
 
         def run() -> None:
             how: str | None = "failed; see the log"

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from weft.errors import RequestError
-from weft.serving.structured_output.json_pattern import PLAIN, plain
+from weft.serving.engine.grammar.json_pattern import PLAIN, plain
 
 _FORMS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 """Of these xgrammar looks at the first, and at nothing beside it."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from weft.errors import EngineError
-from weft.serving.messages import Failed, FromCore, ToCore
+from weft.serving.engine.protocol import Failed, FromCore, ToCore
 
 if TYPE_CHECKING:
     import zmq

@@ -29,16 +29,16 @@ import msgspec
 from weft.errors import RequestError
 from weft.serving.executor import child_process
 from weft.serving.answer_parser.parser import mark_tokens
-from weft.serving.sampling_params import Grammar
-from weft.serving.structured_output.compiler import HEAD, Answer, Vocabulary, framed
-from weft.serving.structured_output.guides import NO_TEXT, control_tokens, tokens_of
-from weft.serving.structured_output.structural_tag import (
+from weft.serving.engine.sampling_params import Grammar
+from weft.serving.engine.grammar.compiler import HEAD, Answer, Vocabulary, framed
+from weft.serving.engine.grammar.matchers import NO_TEXT, control_tokens, tokens_of
+from weft.serving.engine.grammar.structural_tag import (
     as_format,
     preceded,
     tag_of,
     tokens_replaced,
 )
-from weft.serving.tokenizer import load_tokenizer
+from weft.serving.engine.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     import xgrammar

@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
-    from weft.serving.engine import AsyncEngine, Delta
+    from weft.serving.engine.engine import AsyncEngine, Delta
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _SECONDS_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)

@@ -22,10 +22,10 @@ import msgspec
 from weft.errors import EngineError, RequestError
 from weft.serving.executor.child_process import how_it_ended
 from weft.serving.config.settings import EngineConfig
-from weft.serving.messages import Compiled
-from weft.serving.pace import Pace
-from weft.serving.sampling_params import Grammar
-from weft.serving.structured_output.recent import Recent
+from weft.serving.engine.protocol import Compiled
+from weft.serving.engine.retry_after import Pace
+from weft.serving.engine.sampling_params import Grammar
+from weft.serving.engine.grammar.lru import Recent
 
 ROOM = 256 << 20
 """Bytes of compiled grammars that are kept: here, and in each engine core, which keeps the same."""
@@ -228,7 +228,7 @@ class GrammarCompiler:
         began = time.monotonic()
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-P", "-m", "weft.serving.structured_output.worker"),
+            *("-P", "-m", "weft.serving.engine.grammar.worker"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )

@@ -25,10 +25,10 @@ import zmq
 import zmq.asyncio
 
 from weft.errors import ConfigError, EngineError, RequestError
-from weft.serving.channel import MAX_PATH, addresses
+from weft.serving.engine.core_channel import MAX_PATH, addresses
 from weft.serving.config.settings import EngineConfig
-from weft.serving.launch import Core, CoreProcess, CoreThread
-from weft.serving.messages import (
+from weft.serving.engine.core_process import Core, CoreProcess, CoreThread
+from weft.serving.engine.protocol import (
     Abort,
     Add,
     Compiled,
@@ -42,9 +42,9 @@ from weft.serving.messages import (
     ToCore,
     Waiting,
 )
-from weft.serving.stream import Stream
-from weft.serving.structured_output.compiler import ROOM
-from weft.serving.structured_output.recent import Recent
+from weft.serving.engine.request_stream import Stream
+from weft.serving.engine.grammar.compiler import ROOM
+from weft.serving.engine.grammar.lru import Recent
 
 END_GRACE = 1.0  # seconds for the sockets to be gone
 ABORT_GRACE = 2.0  # seconds for a core to abort all requests and end

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Protocol
 
-from weft.serving.tokenizer import Tokenizer, fallback_byte
+from weft.serving.engine.tokenizer import Tokenizer, fallback_byte
 
 
 class Detokenizer:

@@ -6,11 +6,11 @@ import asyncio
 from dataclasses import dataclass
 
 from weft.errors import WeftError
-from weft.serving.detokenizer import Detokenizer
-from weft.serving.messages import FinishReason, TokenLogprob, TokenOutput
-from weft.serving.sampling_params import SamplingParams
-from weft.serving.timeline import Timeline
-from weft.serving.tokenizer import Tokenizer
+from weft.serving.engine.detokenizer import Detokenizer
+from weft.serving.engine.protocol import FinishReason, TokenLogprob, TokenOutput
+from weft.serving.engine.sampling_params import SamplingParams
+from weft.serving.engine.timeline import Timeline
+from weft.serving.engine.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from weft.errors import EngineError, RequestError
-from weft.serving.sampling_params import SamplingParams
+from weft.serving.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from weft.models.interface import Float32
-    from weft.serving.engine import AsyncEngine
-    from weft.serving.messages import TokenLogprob
+    from weft.serving.engine.engine import AsyncEngine
+    from weft.serving.engine.protocol import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)

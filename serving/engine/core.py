@@ -8,7 +8,7 @@ A request that fails ends alone. When the runner itself raises, nothing can be
 said about the cache any more: the core ends, and the front, which is told, ends
 every request with an error.
 
-It is a process (`python -m weft.serving.engine_core`, see child.py) that launch.py
+It is a process (`python -m weft.serving.engine.core`, see child.py) that launch.py
 starts, or a thread.
 """
 
@@ -28,15 +28,15 @@ from msgspec.structs import replace
 from weft.errors import EngineError, RequestError, WeftError
 from weft.serving.executor import child_process
 from weft.serving.executor import loading
-from weft.serving.channel import CoreChannel
+from weft.serving.engine.core_channel import CoreChannel
 from weft.serving.config.settings import EngineConfig
-from weft.serving.copies import Copies
+from weft.serving.engine.scheduler.dp_attention import Copies
 from weft.serving.executor.base import Executor, Pending
 from weft.serving.executor.in_process import InProcessExecutor
 from weft.serving.executor.ranks import ProcessExecutor
-from weft.serving.kv_cache import KVCache
+from weft.serving.engine.scheduler.block_manager import KVCache
 from weft.serving.executor.loading import LoadedModel, ModelInfo, show_progress
-from weft.serving.messages import (
+from weft.serving.engine.protocol import (
     Abort,
     Add,
     Compiled,
@@ -49,9 +49,9 @@ from weft.serving.messages import (
     TokenOutput,
     Waiting,
 )
-from weft.serving.scheduler import Scheduler
-from weft.serving.structured_output.guide import Guide
-from weft.serving.structured_output.guides import Guides
+from weft.serving.engine.scheduler.scheduler import Scheduler
+from weft.serving.engine.grammar.matcher import Guide
+from weft.serving.engine.grammar.matchers import Guides
 
 if TYPE_CHECKING:
     import zmq

@@ -8,8 +8,8 @@ import msgspec
 from msgspec.structs import replace
 
 from weft.errors import RequestError
-from weft.serving.messages import EngineInfo
-from weft.serving.sampling_params import SamplingParams
+from weft.serving.engine.protocol import EngineInfo
+from weft.serving.engine.sampling_params import SamplingParams
 
 
 def check_request(

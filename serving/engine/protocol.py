@@ -1,7 +1,7 @@
 """What crosses between the API process and the engine process.
 
 Encoded with msgspec as MessagePack over ZeroMQ; nothing is ever unpickled. The
-front (serving/engine.py) works in text, the engine core in token ids: only
+front (serving/engine/engine.py) works in text, the engine core in token ids: only
 ids cross.
 """
 
@@ -15,7 +15,7 @@ from msgspec.structs import astuple, replace
 from weft.errors import ConfigError, EngineError, ModelError, WeftError
 from weft.models.pooling import PoolingKind
 from weft.serving.config.settings import EngineConfig
-from weft.serving.sampling_params import SamplingParams
+from weft.serving.engine.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
