@@ -13,8 +13,8 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError, EngineError, RequestError
-from weft.serving.answer_parser.parser import AnswerFormat
-from weft.serving.answer_parser.pieces import ParsedAnswer
+from weft.serving.api.parsing.parser import AnswerFormat
+from weft.serving.api.parsing.pieces import ParsedAnswer
 
 if TYPE_CHECKING:
     from weft.serving.llm import LLM, Conversation, Prompt

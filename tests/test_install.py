@@ -59,7 +59,7 @@ def test_wheel_holds_the_package_and_the_models(wheel: Path) -> None:
         for file in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
             assert f"weft/models/demo/{model}/{file}" in names
     for file in (ROOT / "serving/api/static").iterdir():
-        assert f"weft/serving/api/static/{file.name}" in names
+        assert f"weft/serving/api/admin/static/{file.name}" in names
 
 
 @pytest.mark.parametrize("model", MODELS)

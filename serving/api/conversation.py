@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.errors import RequestError
-from weft.serving.api.schemas import Function, FunctionName, Message, ToolMode
+from weft.serving.api.openai.requests import Function, FunctionName, Message, ToolMode
 from weft.serving.engine.tokenizer import Tokenizer
 
 

@@ -25,7 +25,7 @@ from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import DiskError, EngineError, RequestError
-from weft.serving.api.context import current
+from weft.serving.api.middleware.request_context import current
 
 logger = logging.getLogger(__name__)
 

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, cast
 import uvicorn
 
 from weft.serving.api.app import build_app
-from weft.serving.api.guard import guarded
-from weft.serving.api.keys import Keyring
-from weft.serving.api.observed import Observed
+from weft.serving.api.middleware.auth import guarded
+from weft.serving.api.middleware.keys import Keyring
+from weft.serving.api.middleware.access_log import Observed
 from weft.serving.api.protocol import BoundedProtocol
 from weft.serving.api.state import ServerState
 from weft.serving.config.settings import ServerConfig
 
 if TYPE_CHECKING:
-    from weft.serving.api.tracing import Tracer
+    from weft.serving.api.middleware.tracing import Tracer
 
 _KEEP_ALIVE = 75  # seconds; longer than load balancers keep idle connections, so that they close
 _BACKLOG = 2048

@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from weft.serving.api.responses import (
+from weft.serving.api.openai.replies import (
     ChatLogprobs,
     ChatTokenLogprob,
     CompletionLogprobs,

@@ -27,7 +27,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from weft.errors import RequestError
-from weft.serving.api.anthropic_errors import anthropic_error, is_anthropics
+from weft.serving.api.anthropic.errors import anthropic_error, is_anthropics
 from weft.serving.api.errors import describe
 
 MAX_HEAD = 64 * 1024  # bytes of request line and headers, up to one read of the socket more

@@ -25,7 +25,7 @@ import uvloop
 
 from weft.errors import ConfigError, EngineError
 from weft.serving.config.settings import logs
-from weft.serving.api.keys import Keyring
+from weft.serving.api.middleware.keys import Keyring
 from weft.serving.api.tls import reload_certificate, tls_context
 from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.engine.engine import LOAD_MODEL, AsyncEngine
@@ -33,7 +33,7 @@ from weft.serving.engine.engine import LOAD_MODEL, AsyncEngine
 if TYPE_CHECKING:
     from weft.serving.api.http import HttpServer
     from weft.serving.api.state import ServerState
-    from weft.serving.api.tracing import Tracer
+    from weft.serving.api.middleware.tracing import Tracer
 
 _HEALTH_PERIOD = 0.2
 
@@ -152,7 +152,7 @@ class _Server:
         state = ServerState.of(self._engine_config, self._server_config)
         state.batches.open()
         if (endpoint := self._server_config.otlp_endpoint) is not None:
-            from weft.serving.api.tracing import Tracer
+            from weft.serving.api.middleware.tracing import Tracer
 
             self._tracer = Tracer(endpoint, state.model)
         config, tracer = self._server_config, self._tracer

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from weft.errors import EngineError
-from weft.serving.api.context import admit
+from weft.serving.api.middleware.request_context import admit
 from weft.serving.batch.job import EngineEnded, LeftOut
 from weft.serving.batch.local import LocalApi
 from weft.serving.engine.admission import POLL, Admission

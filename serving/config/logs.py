@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from weft.serving.api.context import current
+from weft.serving.api.middleware.request_context import current
 
 LogFormat = Literal["text", "json"]
 FIELDS = "fields"

@@ -14,8 +14,8 @@ from support.engine import FAST, collect, idle, params, started, tokens
 from support.mock_runner import expected
 
 from weft.errors import EngineError, RequestError
-from weft.serving.api.responses import Status
-from weft.serving.api.sse import EventStream, event
+from weft.serving.api.openai.replies import Status
+from weft.serving.api.streaming import EventStream, event
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.engine import AsyncEngine
 from weft.serving.engine.protocol import Add, TokenOutput

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from weft.serving.answer_parser.parser import mark_tokens
+from weft.serving.api.parsing.parser import mark_tokens
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.protocol import Add, Compiled
 from weft.serving.engine.grammar.compiler import ROOM

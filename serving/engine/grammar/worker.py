@@ -28,7 +28,7 @@ import msgspec
 
 from weft.errors import RequestError
 from weft.serving.executor import child_process
-from weft.serving.answer_parser.parser import mark_tokens
+from weft.serving.api.parsing.parser import mark_tokens
 from weft.serving.engine.sampling_params import Grammar
 from weft.serving.engine.grammar.compiler import HEAD, Answer, Vocabulary, framed
 from weft.serving.engine.grammar.matchers import NO_TEXT, control_tokens, tokens_of

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tokenizers import write_byte_level
 
-from weft.serving.answer_parser.parser import AnswerFormat, AnswerParser
-from weft.serving.answer_parser.pieces import Arguments, Call, CallStart, Content, ParsedAnswer
-from weft.serving.answer_parser.reasoning import REASONING_FORMATS, ReasoningParser
-from weft.serving.answer_parser.tool_calls import TOOL_FORMATS, ToolCallParser
+from weft.serving.api.parsing.parser import AnswerFormat, AnswerParser
+from weft.serving.api.parsing.pieces import Arguments, Call, CallStart, Content, ParsedAnswer
+from weft.serving.api.parsing.reasoning import REASONING_FORMATS, ReasoningParser
+from weft.serving.api.parsing.tool_calls import TOOL_FORMATS, ToolCallParser
 from weft.serving.engine.sampling_params import Grammar
 from weft.serving.engine.tokenizer import Tokenizer
 

@@ -10,10 +10,10 @@ import pytest
 import xgrammar
 
 from weft.errors import RequestError
-from weft.serving.answer_parser.pieces import Call, ParsedAnswer
-from weft.serving.answer_parser.reasoning import REASONING_FORMATS
-from weft.serving.answer_parser.tool_calls import TOOL_FORMATS, ToolCallParser
-from weft.serving.answer_parser.tool_grammar import (
+from weft.serving.api.parsing.pieces import Call, ParsedAnswer
+from weft.serving.api.parsing.reasoning import REASONING_FORMATS
+from weft.serving.api.parsing.tool_calls import TOOL_FORMATS, ToolCallParser
+from weft.serving.api.parsing.tool_grammar import (
     Offered,
     after_thought,
     calls_only,

@@ -24,7 +24,7 @@ from support.mock_runner import expected
 from support.server import TESTS, Server, start_server
 from support.tokenizers import write_byte_level
 
-from weft.serving.api.schemas import ChatRequest, CompletionRequest
+from weft.serving.api.openai.requests import ChatRequest, CompletionRequest
 
 COMPLETION = {"model": "tiny", "prompt": "weft", "max_tokens": 4, "temperature": 0}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}

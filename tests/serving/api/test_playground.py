@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 
-from weft.serving.api import playground
+from weft.serving.api.admin import playground
 from weft.serving.api.app import build_app
 from weft.serving.api.state import ServerState
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from weft.serving.answer_parser.marks import split_at
-from weft.serving.answer_parser.pieces import Content, Piece, Reasoning
+from weft.serving.api.parsing.marks import split_at
+from weft.serving.api.parsing.pieces import Content, Piece, Reasoning
 
 
 @dataclass(frozen=True)

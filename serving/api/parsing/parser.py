@@ -13,14 +13,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
-from weft.serving.answer_parser.pieces import Content, Piece, merged
-from weft.serving.answer_parser.reasoning import (
+from weft.serving.api.parsing.pieces import Content, Piece, merged
+from weft.serving.api.parsing.reasoning import (
     REASONING_FORMATS,
     ReasoningFormat,
     ReasoningParser,
 )
-from weft.serving.answer_parser.tool_calls import TOOL_FORMATS, ToolCallParser, ToolFormat
-from weft.serving.answer_parser.tool_grammar import after_thought
+from weft.serving.api.parsing.tool_calls import TOOL_FORMATS, ToolCallParser, ToolFormat
+from weft.serving.api.parsing.tool_grammar import after_thought
 from weft.serving.engine.sampling_params import Grammar
 from weft.serving.engine.tokenizer import Tokenizer
 

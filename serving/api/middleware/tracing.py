@@ -20,7 +20,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from weft.serving.api.context import Context
+from weft.serving.api.middleware.request_context import Context
 from weft.serving.engine.metrics import Phases
 from weft.version import __version__
 

@@ -12,17 +12,17 @@ from fastapi import APIRouter, Request, Response
 from pydantic_core import from_json
 
 from weft.errors import EngineError, RequestError
-from weft.serving.answer_parser.pieces import Arguments, CallStart, Content, Piece, Reasoning
-from weft.serving.api import anthropic_events as shapes
-from weft.serving.api import anthropic_schemas as asked
-from weft.serving.api.anthropic_errors import anthropic_error
+from weft.serving.api.parsing.pieces import Arguments, CallStart, Content, Piece, Reasoning
+from weft.serving.api.anthropic import events as shapes
+from weft.serving.api.anthropic import requests as asked
+from weft.serving.api.anthropic.errors import anthropic_error
 from weft.serving.api.body import JsonRoute
 from weft.serving.api.connection import unless_gone
 from weft.serving.api.conversation import Conversation
-from weft.serving.api.documentation import returns
+from weft.serving.api.admin.documentation import returns
 from weft.serving.api.errors import describe, told
-from weft.serving.api.responses import FinishReason, new_id
-from weft.serving.api.schemas import (
+from weft.serving.api.openai.replies import FinishReason, new_id
+from weft.serving.api.openai.requests import (
     FunctionCall,
     FunctionName,
     Message,
@@ -30,7 +30,7 @@ from weft.serving.api.schemas import (
     ToolCall,
     ToolMode,
 )
-from weft.serving.api.sse import EventStream, typed_event
+from weft.serving.api.streaming import EventStream, typed_event
 from weft.serving.api.state import State
 from weft.serving.api.turns import Turns
 

@@ -12,8 +12,8 @@ from typing import Annotated
 import msgspec
 from fastapi import APIRouter, Query, Response
 
-from weft.serving.api.documentation import returns
-from weft.serving.api.responses import EngineView
+from weft.serving.api.admin.documentation import returns
+from weft.serving.api.openai.replies import EngineView
 from weft.serving.api.state import State
 from weft.serving.engine.protocol import EngineStats
 

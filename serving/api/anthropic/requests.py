@@ -12,8 +12,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from weft.errors import RequestError
 from weft.serving.api.body import Body, by_type
-from weft.serving.api.schemas import Function, StopTexts
-from weft.serving.api.tool_schema import Parameters
+from weft.serving.api.openai.requests import Function, StopTexts
+from weft.serving.api.openai.tool_schema import Parameters
 from weft.serving.engine.sampling_params import SamplingParams
 
 

@@ -14,8 +14,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from weft.errors import EngineError, RequestError
-from weft.serving.api.context import admit, current
-from weft.serving.api.responses import CompletionUsage, FinishReason, PromptTokensDetails
+from weft.serving.api.middleware.request_context import admit, current
+from weft.serving.api.openai.replies import CompletionUsage, FinishReason, PromptTokensDetails
 from weft.serving.api.state import ServerState
 from weft.serving.engine.metrics import Phases
 from weft.serving.engine.sampling_params import SamplingParams

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from weft.serving.answer_parser.pieces import Arguments, CallStart, Content, Piece, Reasoning
+from weft.serving.api.parsing.pieces import Arguments, CallStart, Content, Piece, Reasoning
 from weft.serving.api.body import JsonRoute
 from weft.serving.api.connection import unless_gone
 from weft.serving.api.conversation import Conversation
-from weft.serving.api.documentation import returns
+from weft.serving.api.admin.documentation import returns
 from weft.serving.api.logprobs import chat_logprobs
-from weft.serving.api.responses import (
+from weft.serving.api.openai.replies import (
     CalledFunction,
     ChatChoice,
     ChatChunkChoice,
@@ -29,8 +29,8 @@ from weft.serving.api.responses import (
     new_id,
     now,
 )
-from weft.serving.api.schemas import ChatRequest, NamedTool
-from weft.serving.api.sse import EventStream, event
+from weft.serving.api.openai.requests import ChatRequest, NamedTool
+from weft.serving.api.streaming import EventStream, event
 from weft.serving.api.state import State
 from weft.serving.api.turns import Turn, TurnDelta, Turns
 from weft.serving.engine.sampling_params import SamplingParams

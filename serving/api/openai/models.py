@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 from fastapi import APIRouter, Response
 
-from weft.serving.api.documentation import returns
-from weft.serving.api.responses import Model, ModelList
+from weft.serving.api.admin.documentation import returns
+from weft.serving.api.openai.replies import Model, ModelList
 from weft.serving.api.state import ServerState, State, no_such_model
 
 router = APIRouter()

@@ -11,8 +11,8 @@ import msgspec
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from weft.serving.api.documentation import returns
-from weft.serving.api.responses import Health, Status, Version
+from weft.serving.api.admin.documentation import returns
+from weft.serving.api.openai.replies import Health, Status, Version
 from weft.serving.api.state import State
 from weft.version import __version__
 

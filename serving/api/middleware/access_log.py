@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from weft.serving.api.context import Context, current
+from weft.serving.api.middleware.request_context import Context, current
 from weft.serving.config.logs import FIELDS
 from weft.serving.engine.metrics import Metrics
 
 if TYPE_CHECKING:
-    from weft.serving.api.tracing import Tracer
+    from weft.serving.api.middleware.tracing import Tracer
 
 _ID = re.compile(r"[!-~]{1,128}")  # visible ASCII: fit for a header, and for a log
 

@@ -9,7 +9,7 @@ import msgspec
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from weft.serving.api.anthropic_events import AnthropicError, AnthropicErrorDetail
+from weft.serving.api.anthropic.events import AnthropicError, AnthropicErrorDetail
 from weft.serving.api.errors import ErrorResponse
 
 _PATH = "/v1/messages"

@@ -14,13 +14,13 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from weft.errors import RequestError
-from weft.serving.api.answers import finish_reason, note_prompts
+from weft.serving.api.generation import finish_reason, note_prompts
 from weft.serving.api.body import Body, JsonRoute
 from weft.serving.api.connection import unless_gone
-from weft.serving.api.context import admit, current
-from weft.serving.api.documentation import returns
-from weft.serving.api.responses import Embedding, EmbeddingList, EmbeddingUsage
-from weft.serving.api.schemas import Priority, prompts_up_to
+from weft.serving.api.middleware.request_context import admit, current
+from weft.serving.api.admin.documentation import returns
+from weft.serving.api.openai.replies import Embedding, EmbeddingList, EmbeddingUsage
+from weft.serving.api.openai.requests import Priority, prompts_up_to
 from weft.serving.api.state import ServerState, State
 from weft.serving.engine.checks import check_dimensions, check_pooled
 from weft.serving.engine.metrics import Phases

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from weft.serving.api.keys import Key
+    from weft.serving.api.middleware.keys import Key
     from weft.serving.engine.metrics import Phases
 
 

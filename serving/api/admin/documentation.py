@@ -9,36 +9,38 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from weft.serving.api import anthropic_events, responses, responses_events
+from weft.serving.api.anthropic import events
+from weft.serving.api.openai import replies
+from weft.serving.api.openai.replies import events
 from weft.serving.api.errors import ErrorResponse
 from weft.serving.batch import objects
 from weft.serving.engine.sampling_params import RANGES
 
 _REF = "#/components/schemas/{name}"
 _STRUCTS = (
-    responses.Completion,
-    responses.ChatCompletion,
-    responses.ChatCompletionChunk,
-    responses.EmbeddingList,
-    responses.EngineView,
-    responses.Model,
-    responses.ModelList,
-    responses.Tokens,
-    responses.DetokenizedText,
-    responses.TokenizerInfo,
-    responses.Status,
-    responses.Health,
-    responses.Version,
+    replies.Completion,
+    replies.ChatCompletion,
+    replies.ChatCompletionChunk,
+    replies.EmbeddingList,
+    replies.EngineView,
+    replies.Model,
+    replies.ModelList,
+    replies.Tokens,
+    replies.DetokenizedText,
+    replies.TokenizerInfo,
+    replies.Status,
+    replies.Health,
+    replies.Version,
     objects.FileObject,
     objects.FileList,
     objects.FileDeleted,
     objects.BatchObject,
     objects.BatchList,
     ErrorResponse,
-    responses_events.ResponseObject,
-    anthropic_events.MessageOut,
-    anthropic_events.TokenCount,
-    anthropic_events.AnthropicError,
+    events.ResponseObject,
+    events.MessageOut,
+    events.TokenCount,
+    events.AnthropicError,
 )
 
 _OTHER_NAMES = {"max_output_tokens": "max_tokens", "top_logprobs": "logprobs"}

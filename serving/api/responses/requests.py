@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from weft.errors import RequestError
 from weft.serving.api.body import Body, by_type
-from weft.serving.api.schemas import Function, FunctionName, Stop, ToolMode, mode_or
+from weft.serving.api.openai.requests import Function, FunctionName, Stop, ToolMode, mode_or
 from weft.serving.engine.sampling_params import Grammar, SamplingParams
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from weft.errors import RequestError
-from weft.serving.answer_parser.reasoning import ReasoningFormat
+from weft.serving.api.parsing.reasoning import ReasoningFormat
 from weft.serving.engine.sampling_params import Grammar
 
 Format = dict[str, Any]

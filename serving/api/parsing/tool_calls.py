@@ -18,10 +18,10 @@ from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
 from typing import Any
 
-from weft.serving.answer_parser.json_scanner import SPACE, JsonScanner
-from weft.serving.answer_parser.marks import split_at
-from weft.serving.answer_parser.pieces import Arguments, CallStart, Content, Piece
-from weft.serving.answer_parser.python_calls import python_calls
+from weft.serving.api.parsing.json_scanner import SPACE, JsonScanner
+from weft.serving.api.parsing.marks import split_at
+from weft.serving.api.parsing.pieces import Arguments, CallStart, Content, Piece
+from weft.serving.api.parsing.python_calls import python_calls
 
 Reader = Generator[None, str, None]
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
