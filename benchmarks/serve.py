@@ -6,7 +6,7 @@ python benchmarks/serve.py --help
 
 import sys
 
-from weft.serving.cli import main
+from weft.serving.cli.main import main
 
 sys.argv.insert(1, "bench")
 main()

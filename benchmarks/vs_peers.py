@@ -37,8 +37,8 @@ from peers.loads import Driver, HttpDriver, PipeDriver, Sizes
 from peers.process import Contender, PeerError, free_port, start
 
 from weft.errors import ConfigError
-from weft.serving.bench.report import Target
-from weft.serving.bench.workload import plain_token_ids
+from weft.serving.cli.bench.report import Target
+from weft.serving.cli.bench.workload import plain_token_ids
 
 ROOT = Path(__file__).parent.parent
 LOADS = {"dense": ("one", "many", "crowd", "prompt"), "moe": ("one", "many")}

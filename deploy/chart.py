@@ -15,7 +15,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from weft.serving.cli import weft
+from weft.serving.cli.main import weft
 from weft.serving.config.fields import Setting
 from weft.serving.config.sources import SETTINGS
 

@@ -1,5 +1,5 @@
 """`python -m weft` is the `weft` command."""
 
-from weft.serving.cli import main
+from weft.serving.cli.main import main
 
 main()

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from support import charts
 from support.charts import Object
 
-from weft.serving.cli import weft
+from weft.serving.cli.main import weft
 
 each_set = pytest.mark.parametrize("name", charts.NAMES)
 SERVERS = [name for name in charts.NAMES if name != "batch"]

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from support import charts
 
-from weft.serving.cli import weft
+from weft.serving.cli.main import weft
 from weft.serving.config.sources import SETTINGS
 
 SCRIPT = runpy.run_path(str(charts.ROOT / "deploy" / "chart.py"))

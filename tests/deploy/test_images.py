@@ -13,7 +13,7 @@ import yaml
 from packaging.requirements import Requirement
 from torch.version import cuda
 
-from weft.serving.cli import weft
+from weft.serving.cli.main import weft
 from weft.version import __version__
 
 ROOT = Path(__file__).parents[2]

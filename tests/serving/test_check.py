@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> Run:
     def run(
         *arguments: object, before: str = "", **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        code = f"import sys\n{before}\nfrom weft.serving.cli import main\nmain()"
+        code = f"import sys\n{before}\nfrom weft.serving.cli.main import main\nmain()"
         return subprocess.run(
             [sys.executable, "-c", code, "check", *map(str, arguments)],
             capture_output=True,

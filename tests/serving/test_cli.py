@@ -65,7 +65,7 @@ def error_of(done: subprocess.CompletedProcess[str]) -> str:
 def test_version_is_quick_and_loads_nothing_heavy(run: Run) -> None:
     assert run("--version").stdout == "weft 0.1.0\n"
     code = (
-        "import sys, weft.serving.cli as cli; sys.argv = ['weft', '--version']\n"
+        "import sys, weft.serving.cli.main as cli; sys.argv = ['weft', '--version']\n"
         "try: cli.main()\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'transformers', 'fastapi', 'pydantic', 'zmq', 'numpy', 'rich'}\n"

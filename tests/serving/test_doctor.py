@@ -12,8 +12,8 @@ from support.checkpoints import make_checkpoint
 
 from weft.errors import ConfigError
 from weft.serving.config.settings import EngineConfig, ServerConfig
-from weft.serving.doctor import Finding, devices, examine, run
-from weft.serving.doctor_machines import examine_others
+from weft.serving.cli.doctor import Finding, devices, examine, run
+from weft.serving.cli.doctor_nodes import examine_others
 from weft.serving.executor.placement import Offer
 
 

@@ -14,7 +14,7 @@ from weft.models.checkpoint import BUNDLED, locate
 from weft.models.demo.export import generate, load_exported
 from weft.models.demo.tasks import TASKS, Question, held_out
 from weft.serving.config.settings import EngineConfig
-from weft.serving.eval import MAX_ANSWER, Failure, Score, ask, run, total
+from weft.serving.cli.eval import MAX_ANSWER, Failure, Score, ask, run, total
 from weft.serving.llm import LLM
 from weft.serving.engine.sampling_params import SamplingParams
 
@@ -74,7 +74,7 @@ def test_every_task_must_reach_the_bar(
         task = questions[0].task
         return Score(task, rights[task], len(questions), 8, 1.0), []
 
-    monkeypatch.setattr("weft.serving.eval.ask", scored)
+    monkeypatch.setattr("weft.serving.cli.eval.ask", scored)
     config = EngineConfig(model=str(checkpoint), threads=1)
     assert run(config, tasks=tuple(rights), count=4, fail_under=fail_under) == status
     rows = [line.split()[:4] for line in capsys.readouterr().out.splitlines()]

@@ -20,7 +20,7 @@ from weft import LLM, SamplingParams
 from weft.errors import ConfigError
 from weft.models.demo.tasks import TASKS, held_out
 from weft.serving.config.settings import EngineConfig
-from weft.serving.eval import MAX_ANSWER
+from weft.serving.cli.eval import MAX_ANSWER
 from weft.serving.executor.loading import check_ranks
 from weft.serving.engine.sampling_params import Grammar
 

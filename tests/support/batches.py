@@ -18,7 +18,7 @@ _SCRIPT = """
 import json, sys
 from pathlib import Path
 from weft.errors import WeftError
-from weft.serving.batch.command import run
+from weft.serving.cli.batch import run
 from weft.serving.config.settings import EngineConfig, ServerConfig
 
 call = json.loads(sys.argv[1])

@@ -15,7 +15,7 @@ from pathlib import Path
 _EACH = """
 import contextlib, io, json, sys
 {before}
-from weft.serving.cli import main
+from weft.serving.cli.main import main
 for arguments in json.load(sys.stdin):
     sys.argv, out, err, status = ["weft", *arguments], io.StringIO(), io.StringIO(), None
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -193,7 +193,7 @@ class _Guest:
                     case End():
                         return True
                     case Examine(config):
-                        from weft.serving.doctor import examine_machine
+                        from weft.serving.cli.doctor import examine_machine
 
                         link.send(Examined(examine_machine(config)))
                     case Listen():

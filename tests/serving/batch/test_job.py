@@ -184,7 +184,7 @@ async def test_a_disk_that_fails_ends_it(
 _MEMORY = """
 import asyncio, resource, sys
 from pathlib import Path
-from weft.serving.batch.command import _identified
+from weft.serving.cli.batch import _identified
 from weft.serving.batch.inputs import Inputs
 from weft.serving.batch.job import Job
 from weft.serving.batch.journal import Journal

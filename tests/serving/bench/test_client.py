@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.sse_server import DONE, Handler, answer, delta, event, sse_server, stream, text, usage
 
-from weft.serving.bench.client import Client, EventReader, Result
-from weft.serving.bench.workload import Turn
+from weft.serving.cli.bench.client import Client, EventReader, Result
+from weft.serving.cli.bench.workload import Turn
 
 ROLE = {"role": "assistant", "content": ""}
 STREAMS = {

@@ -20,8 +20,8 @@ from support.commands import run_each
 from support.server import Server, start_server
 from support.sse_server import MODEL, answer, sse_server
 
-from weft.serving.bench.run import Benchmark, measure
-from weft.serving.bench.workload import Lengths, Workload
+from weft.serving.cli.bench.run import Benchmark, measure
+from weft.serving.cli.bench.workload import Lengths, Workload
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 SERVE = Path(__file__).parents[3] / "benchmarks" / "serve.py"
@@ -53,7 +53,7 @@ def run(tmp_path: Path) -> Run:
     def run(
         *arguments: object, before: str = "", **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        code = f"import sys\n{before}\nfrom weft.serving.cli import main\nmain()"
+        code = f"import sys\n{before}\nfrom weft.serving.cli.main import main\nmain()"
         return subprocess.run(
             [sys.executable, "-c", code, "bench", *map(str, arguments)],
             capture_output=True,

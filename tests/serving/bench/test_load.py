@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 
-from weft.serving.bench.client import Record, Result
-from weft.serving.bench.load import closed_loop, open_loop
-from weft.serving.bench.workload import Lengths, Turn, Workload
+from weft.serving.cli.bench.client import Record, Result
+from weft.serving.cli.bench.load import closed_loop, open_loop
+from weft.serving.cli.bench.workload import Lengths, Turn, Workload
 
 ONE = Lengths(1, 1)
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import ConfigError
-from weft.serving.bench.client import Result
-from weft.serving.bench.report import Target, summarize
+from weft.serving.cli.bench.client import Result
+from weft.serving.cli.bench.report import Target, summarize
 
 NO_TARGET = Target()
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.tokenizers import write_byte_level
 
 from weft.errors import ConfigError
-from weft.serving.bench.workload import Lengths, Turn, Workload, plain_token_ids
+from weft.serving.cli.bench.workload import Lengths, Turn, Workload, plain_token_ids
 
 TEN = Lengths(10, 10)
 IDS = range(1000, 9000)

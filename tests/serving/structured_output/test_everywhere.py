@@ -16,7 +16,7 @@ from support.engine import FAST, PROMPT, collect, mock_config, params
 from weft.errors import EngineError, RequestError
 from weft.serving.engine.engine import core_client
 from weft.serving.engine.engine import engine as engine_module
-from weft.serving.batch.command import run
+from weft.serving.cli.batch import run
 from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.engine.engine import AsyncEngine
 from weft.serving.engine.protocol import Compiled

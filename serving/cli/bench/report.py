@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, fields
 import numpy as np
 
 from weft.errors import ConfigError
-from weft.serving.bench.client import Result
+from weft.serving.cli.bench.client import Result
 
 PERCENTILES = (50, 90, 99)
 FULL = 0.9  # share of the most requests that ever decoded at once

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from weft.errors import ConfigError
 from weft.serving.config.settings import EngineConfig
-from weft.serving.doctor import devices
+from weft.serving.cli.doctor import devices
 from weft.serving.executor.nodes.join_listener import Head
 from weft.serving.executor.nodes.multi_node_executor import check_addresses, check_nodes, own_address
 from weft.serving.executor.nodes.messages import (

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError, WeftError
-from weft.serving.bench.report import PERCENTILES, Percentiles, Report
+from weft.serving.cli.bench.report import PERCENTILES, Percentiles, Report
 from weft.version import __version__
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from weft.serving.bench.run import Benchmark
+    from weft.serving.cli.bench.run import Benchmark
 
 PICTURES = (".png", ".svg", ".pdf")
 

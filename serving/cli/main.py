@@ -22,7 +22,7 @@ import click
 
 from weft.errors import ConfigError, RequestError, WeftError
 from weft.serving.config.settings import logs
-from weft.serving.bench.options import load_options
+from weft.serving.cli.bench.options import load_options
 from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.config.fields import Setting, settings_of
 from weft.serving.config.sources import Settings, resolve
@@ -212,7 +212,7 @@ def generate(settings: Settings, prompt: str, raw: bool, **sampling: Any) -> int
     weft generate --raw "Once upon a time" --max-tokens 40 --temperature 0.8
     weft generate --model ./Qwen3-0.6B - < question.txt
     """
-    from weft.serving.chat import decoded, write_answer
+    from weft.serving.cli.chat import decoded, write_answer
     from weft.serving.llm import LLM
 
     params = _params(sampling)
@@ -237,7 +237,7 @@ def chat(settings: Settings, system: str | None, **sampling: Any) -> int:
     weft chat
     weft chat ./Qwen3-0.6B --system "Answer in French." --temperature 0.7
     """
-    from weft.serving.chat import converse
+    from weft.serving.cli.chat import converse
     from weft.serving.llm import LLM
 
     params = _params(sampling)
@@ -300,7 +300,7 @@ def batch(settings: Settings, **options: Any) -> int:
     weft batch monday/ tuesday.jsonl -o answers.jsonl --errors failed.jsonl --ordered
     zcat questions.jsonl.gz | weft batch - -o answers.jsonl
     """
-    from weft.serving.batch.command import run
+    from weft.serving.cli.batch import run
 
     return run(settings.build(EngineConfig), settings.build(ServerConfig), **options)
 
@@ -325,7 +325,7 @@ def evaluate(settings: Settings, **options: Any) -> int:
     weft eval
     weft eval weft-demo-moe --task sorting --count 20 --show-failures 3
     """
-    from weft.serving.eval import run
+    from weft.serving.cli.eval import run
 
     return run(settings.build(EngineConfig), **options)
 
@@ -346,7 +346,7 @@ def compile_steps(settings: Settings, topology: str, as_json: bool) -> int:
     weft compile ./Llama-3.1-8B --for v5e:2x4 --tp 8
     weft compile ./Qwen3-30B-A3B --for v6e:2x4 --tp 8 --ep 8 --max-model-len 8192
     """
-    from weft.serving.compile import run
+    from weft.serving.cli.compile import run
 
     return run(settings.build(EngineConfig), topology, as_json=as_json)
 
@@ -383,7 +383,7 @@ def doctor(settings: Settings, as_json: bool) -> int:
     Looks at versions, processor, memory, models, GPUs and the port. Exits with 1 if
     something would keep weft from serving.
     """
-    from weft.serving.doctor import run
+    from weft.serving.cli.doctor import run
 
     return run(settings.build(EngineConfig), settings.build(ServerConfig), as_json=as_json)
 
@@ -410,7 +410,7 @@ def bench(**options: Any) -> int:
     weft bench --chat --turns 4 --shared-prefix 500 --url http://127.0.0.1:9000/v1
     """
     try:
-        from weft.serving.bench.command import main
+        from weft.serving.cli.bench.command import main
     except ModuleNotFoundError as error:
         raise ConfigError(f"weft bench needs {error.name}: pip install 'weft[bench]'") from None
 
@@ -454,7 +454,7 @@ def check_kernels(only: tuple[str, ...], world_size: str, seeds: str, as_json: b
     weft check kernels --only all_gather_matmul --world-size 8 --seeds 100
     weft check kernels --only all_gather_matmul --world-size 8 --seeds 41-41
     """
-    from weft.serving import check
+    from weft.serving.cli.main import check
 
     return check.kernels(only, world_size, seeds, as_json=as_json)
 
@@ -476,7 +476,7 @@ def check_aot(
     weft check aot
     weft check aot --target sm_90 --only matmul_reduce_scatter --json
     """
-    from weft.serving import check
+    from weft.serving.cli.main import check
 
     return check.aot(target, only, everything=everything, as_json=as_json)
 
@@ -504,7 +504,7 @@ def check_timeline(op: str, output: Path, world_size: int) -> int:
     weft check timeline all_gather_matmul -o overlap.svg
     weft check timeline matmul_reduce_scatter --world-size 8 -o overlap.json
     """
-    from weft.serving import check
+    from weft.serving.cli.main import check
 
     return check.timeline(op, output, world_size)
 
@@ -524,7 +524,7 @@ def check_tpu(only: tuple[str, ...], target: tuple[str, ...], as_json: bool) -> 
     weft check tpu
     weft check tpu --only all_gather_matmul --target v5e:2x4
     """
-    from weft.serving import check
+    from weft.serving.cli.main import check
 
     return check.tpu(only, target, as_json=as_json)
 

@@ -60,7 +60,7 @@ def examine(engine: EngineConfig, server: ServerConfig) -> list[Finding]:
     if engine.world_size > 1:
         found.append(_layout(engine))
     if engine.nodes > 1:
-        from weft.serving.doctor_machines import examine_others
+        from weft.serving.cli.doctor_nodes import examine_others
 
         found += examine_others(engine)
     elif engine.dp * engine.world_size > 1:

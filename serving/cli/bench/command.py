@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 import uvloop
 
 from weft.errors import ConfigError
-from weft.serving.bench.output import check_file, check_plot, document, plot, table, write_whole
-from weft.serving.bench.report import Report, Target, positive
-from weft.serving.bench.run import Benchmark, find_model, measure
-from weft.serving.bench.workload import Lengths, Workload, plain_token_ids
+from weft.serving.cli.bench.output import check_file, check_plot, document, plot, table, write_whole
+from weft.serving.cli.bench.report import Report, Target, positive
+from weft.serving.cli.bench.run import Benchmark, find_model, measure
+from weft.serving.cli.bench.workload import Lengths, Workload, plain_token_ids
 
 DEFAULT_USERS = (1, 4, 16)
 INTERRUPTED = 130  # exit status

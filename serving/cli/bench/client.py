@@ -31,7 +31,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from weft.serving.bench.workload import Turn
+from weft.serving.cli.bench.workload import Turn
 
 REASON_LENGTH = 300  # characters kept of what a server says of a failure
 

@@ -13,8 +13,8 @@ import random
 import time
 from collections.abc import Iterator
 
-from weft.serving.bench.client import Client, Record
-from weft.serving.bench.workload import Turn
+from weft.serving.cli.bench.client import Client, Record
+from weft.serving.cli.bench.workload import Turn
 
 
 async def closed_loop(

@@ -16,10 +16,10 @@ import aiohttp
 import msgspec
 
 from weft.errors import ConfigError, WeftError
-from weft.serving.bench.client import Client, Result
-from weft.serving.bench.load import closed_loop, open_loop
-from weft.serving.bench.report import Report, Target, summarize
-from weft.serving.bench.workload import Workload
+from weft.serving.cli.bench.client import Client, Result
+from weft.serving.cli.bench.load import closed_loop, open_loop
+from weft.serving.cli.bench.report import Report, Target, summarize
+from weft.serving.cli.bench.workload import Workload
 from weft.serving.config.progress import Progress
 
 MIN_COUNT = 16  # conversations of a run, unless told
