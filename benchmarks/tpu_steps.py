@@ -78,7 +78,7 @@ def compile_step(
         topology: such as "v5e:2x4"; the model is split over all of its devices.
         kernels: --kernels.
     """
-    from weft.models.checkpoint import read_spec
+    from weft.models.checkpoint.locate import read_spec
     from weft.models.jax.platform import described_devices
 
     devices = described_devices(topology)
@@ -86,7 +86,7 @@ def compile_step(
     from weft.models.jax.mesh import make_mesh
     from weft.models.jax.overlap import collectives, mosaic_kernels
     from weft.models.jax.program import Program
-    from weft.models.layout import Layout
+    from weft.models.spec.layout import Layout
 
     config, ep = MODELS[model]
     with tempfile.TemporaryDirectory() as folder:

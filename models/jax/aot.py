@@ -21,9 +21,9 @@ from weft.models.jax.mesh import make_mesh
 from weft.models.jax.overlap import Collective, collectives, mosaic_kernels
 from weft.models.jax.platform import described_devices
 from weft.models.jax.program import Program
-from weft.models.layout import Layout
-from weft.models.memory import GIB
-from weft.models.spec import ModelSpec
+from weft.models.spec.layout import Layout
+from weft.models.memory.ledger import GIB
+from weft.models.spec.spec import ModelSpec
 
 HBM = {"v5e": 15.75, "v5p": 95.0, "v6e": 31.25, "tpu7x": 94.75}
 """GiB that the compiler gives a program, of one device (a chip; of tpu7x, half a chip)."""

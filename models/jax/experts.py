@@ -19,7 +19,7 @@ from weft.models.jax.collectives import all_reduce, gather_tokens, matmul, preci
 from weft.models.jax.kernels import Shape
 from weft.models.jax.mesh import EXPERT, TENSOR
 from weft.models.jax.parameters import Moe
-from weft.models.spec import MoeSpec
+from weft.models.spec.spec import MoeSpec
 
 
 def mix(layer: MoeSpec, own: Moe, shape: Shape, x: jax.Array) -> jax.Array:

@@ -33,8 +33,8 @@ from typing import Literal
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
-from weft.models.layout import Layout
-from weft.models.spec import ModelSpec
+from weft.models.spec.layout import Layout
+from weft.models.spec.spec import ModelSpec
 
 Choice = Literal["auto", "overlapped", "plain"]
 

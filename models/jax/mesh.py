@@ -3,7 +3,7 @@
 One process has all devices of a machine, and the mesh those of all processes (distributed.py). It
 is [ep, tp / ep], with the axes "expert" and "width": experts are dealt out along the first and each
 one's width is cut along the second; everything else is cut along both, taken as one ("tensor").
-Device i of the mesh is rank i of a `Layout` (models/layout.py), so that a weight's part is found in
+Device i of the mesh is rank i of a `Layout` (models/spec/layout.py), so that a weight's part is found in
 the same way as on torch's ranks.
 
 Not here: context parallel, pipeline stages, copies of attention (ep above tp).
@@ -18,7 +18,7 @@ import jax
 from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from weft.models.spec import Axis, WeightSpec
+from weft.models.spec.spec import Axis, WeightSpec
 
 EXPERT, WIDTH = "expert", "width"
 TENSOR = (EXPERT, WIDTH)

@@ -28,7 +28,7 @@ from weft.models.jax.experts import gated, mix
 from weft.models.jax.kernels import Shape, gathers_weights
 from weft.models.jax.mesh import TENSOR
 from weft.models.jax.parameters import Attention, Mlp, Moe, Params
-from weft.models.spec import AttentionSpec, ModelSpec, MoeSpec
+from weft.models.spec.spec import AttentionSpec, ModelSpec, MoeSpec
 
 Cache = tuple[jax.Array, ...]
 """Of each layer [num_blocks, Hk, block_size, 2 D]."""

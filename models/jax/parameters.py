@@ -25,8 +25,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch import Tensor
 
 from weft.models.jax.mesh import described, global_shape, partition
-from weft.models.layout import Layout
-from weft.models.spec import (
+from weft.models.spec.layout import Layout
+from weft.models.spec.spec import (
     AttentionSpec,
     LinearSpec,
     MlpSpec,
@@ -34,7 +34,7 @@ from weft.models.spec import (
     MoeSpec,
     WeightSpec,
 )
-from weft.models.weights import Progress, Weights
+from weft.models.checkpoint.weights import Progress, Weights
 
 Part = npt.NDArray[Any]
 DTYPES: dict[str, npt.DTypeLike] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}

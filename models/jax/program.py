@@ -32,8 +32,8 @@ from weft.models.jax.mesh import REPLICATED, TENSOR, described
 from weft.models.jax.model import Batch, Cache, forward, head, rms_norm
 from weft.models.jax.parameters import DTYPES, Params, cuts, describe, shapes
 from weft.models.jax.sampler import MASKS, Rows, Sampled, Scores, State
-from weft.models.layout import Layout
-from weft.models.spec import ModelSpec
+from weft.models.spec.layout import Layout
+from weft.models.spec.spec import ModelSpec
 
 SCORED_ROWS = 64
 """Prompt tokens whose logits are in memory at once."""

@@ -28,9 +28,9 @@ from weft.models.jax.parameters import Params, load
 from weft.models.jax.platform import CompileCounter
 from weft.models.jax.program import SCORED_ROWS, Program
 from weft.models.jax.sampler import MAX_TOP, Sampled, Scores, Settings, State
-from weft.models.layout import Layout
-from weft.models.spec import ModelSpec
-from weft.models.weights import Progress
+from weft.models.spec.layout import Layout
+from weft.models.spec.spec import ModelSpec
+from weft.models.checkpoint.weights import Progress
 
 CompileProgress = Callable[[str, int, int], None]
 """Told what is compiled next, how much is done, and how much there is in all."""

@@ -23,7 +23,7 @@ from weft.kernels.gpu.epilogue import Epilogue
 from weft.kernels.gpu.matmul import matmul
 from weft.models.torch.gpu_layers import Experts, Linear
 from weft.models.torch.group import Groups
-from weft.models.torch.layers import KVCache
+from weft.models.torch.cpu_layers import KVCache
 
 
 class Exchange(Protocol):

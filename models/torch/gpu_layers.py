@@ -16,8 +16,8 @@ from weft.kernels.gpu.grouped_matmul import grouped_matmul
 from weft.kernels.gpu.matmul import matmul
 from weft.kernels.gpu.moe_dispatch import LowLatencyWorkspace, moe_combine, moe_dispatch
 from weft.kernels.gpu.routing import route, sort_by_expert
-from weft.models.layout import Layout
-from weft.models.spec import LinearSpec, MoeSpec, WeightSpec
+from weft.models.spec.layout import Layout
+from weft.models.spec.spec import LinearSpec, MoeSpec, WeightSpec
 
 
 class Source(Protocol):

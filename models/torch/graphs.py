@@ -38,7 +38,7 @@ from torch import Tensor
 from weft.kernels.cpu.attention import AttentionPlan
 from weft.kernels.gpu.attention_inputs import PagedBatch
 from weft.models.interface import StepInput
-from weft.models.layout import Layout
+from weft.models.spec.layout import Layout
 from weft.models.torch.inputs import PagedPlan, StepTensors, put, rows_of
 from weft.models.torch.logits import Logits
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 from torch.nn.functional import pad
 
-from weft.models.layout import WHOLE, Layout
+from weft.models.spec.layout import WHOLE, Layout
 from weft.models.torch.pipe import Pipe
 
 CPU = torch.device("cpu")

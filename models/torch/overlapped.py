@@ -28,7 +28,7 @@ the heads of all of them:
                                                         all_gather          LSE
                                                         reduce_scatter      parts, weighted by LSE
 Where experts are dealt out to more ranks than attention is split over, each rank has all of
-attention and tokens of its own (models/layout.py); those go to the ranks of their experts:
+attention and tokens of its own (models/spec/layout.py); those go to the ranks of their experts:
 
     route; moe_dispatch     tokens out
     grouped_matmul          silu(gate) * up, then down: own experts, of what has come
@@ -85,11 +85,11 @@ from weft.kernels.gpu.reduce_scatter import (
 from weft.kernels.gpu.switch import Product, few_rows
 from weft.kernels.gpu.workspace import Workspace
 from weft.kernels.symmetric.memory import Home
-from weft.models.layout import Layout
-from weft.models.spec import MlpSpec, ModelSpec, MoeSpec
+from weft.models.spec.layout import Layout
+from weft.models.spec.spec import MlpSpec, ModelSpec, MoeSpec
 from weft.models.torch.exchange import attend
 from weft.models.torch.gpu_layers import Experts, Linear
-from weft.models.torch.layers import KVCache
+from weft.models.torch.cpu_layers import KVCache
 
 FEW_TOKENS = 64
 """At most so many are the same on all ranks, where nothing was tuned; more are split."""

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.models.layout import Layout
+from weft.models.spec.layout import Layout
 
 CPU = torch.device("cpu")
 

@@ -36,15 +36,15 @@ from weft.models.interface import (
     StepInput,
     StepOutput,
 )
-from weft.models.layout import WHOLE, Layout
-from weft.models.spec import ModelSpec
+from weft.models.spec.layout import WHOLE, Layout
+from weft.models.spec.spec import ModelSpec
 from weft.models.torch.group import ALONE, Groups
-from weft.models.torch.layers import KVCache
+from weft.models.torch.cpu_layers import KVCache
 from weft.models.torch.logits import Logits
-from weft.models.torch.model import Model
+from weft.models.torch.cpu_model import Model
 from weft.models.torch.pipe import Pipe
 from weft.models.torch.sampler import Masks, Sampler
-from weft.models.weights import Progress, Weights
+from weft.models.checkpoint.weights import Progress, Weights
 
 if TYPE_CHECKING:
     from weft.models.torch.exchange import Exchange

@@ -13,15 +13,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError
-from weft.models.memory import human_bytes
-from weft.models.spec import ModelSpec
+from weft.models.memory.ledger import human_bytes
+from weft.models.spec.spec import ModelSpec
 from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.jax_loading import cache_folder, check_settings, show_compiling, state_bytes
 from weft.serving.executor.loading import compute_dtype, context_length
 
 if TYPE_CHECKING:
     from weft.models.jax.aot import Compiled
-    from weft.models.memory import Ledger
+    from weft.models.memory.ledger import Ledger
 
 
 def run(config: EngineConfig, topology: str, *, as_json: bool = False) -> int:
@@ -31,9 +31,9 @@ def run(config: EngineConfig, topology: str, *, as_json: bool = False) -> int:
         ConfigError: a setting does not suit the model or the slice, or the model does not fit.
         ModelError: the checkpoint's config.json cannot be found or understood.
     """
-    from weft.models.checkpoint import locate, read_spec
+    from weft.models.checkpoint.locate import locate, read_spec
     from weft.models.jax import platform
-    from weft.models.layout import Layout, check_layout
+    from weft.models.spec.layout import Layout, check_layout
 
     if not platform.is_installed():
         raise ConfigError(f"weft compile needs jax: {platform.INSTALL}")
@@ -89,10 +89,10 @@ def _ledger(
     config: EngineConfig, spec: ModelSpec, dtype: str, max_model_len: int, chip: str, tp: int
 ) -> Ledger:
     """Where a chip's memory goes, by arithmetic; ConfigError if it is too little."""
-    from weft.models.activations import jax_activations
+    from weft.models.memory.activations import jax_activations
     from weft.models.jax.aot import hbm_bytes
-    from weft.models.layout import Layout
-    from weft.models.memory_plan import MemoryPlan
+    from weft.models.spec.layout import Layout
+    from weft.models.memory.plan import MemoryPlan
 
     ep = config.ep if tp % config.ep == 0 else 1
     return MemoryPlan(
@@ -114,7 +114,7 @@ def _slice_that_fits(
 ) -> str:
     """The smallest slice of these chips that the model fits on, in words."""
     from weft.models.jax.aot import SLICES, chips_in
-    from weft.models.layout import check_layout
+    from weft.models.spec.layout import check_layout
 
     for shape in SLICES[chip]:
         tp = chips_in(shape, chip)

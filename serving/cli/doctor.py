@@ -22,7 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from weft.errors import ConfigError, ModelError, WeftError
-from weft.models.checkpoint import BUNDLED, locate, read_spec
+from weft.models.checkpoint.locate import BUNDLED, locate, read_spec
 from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.executor.nodes.finding import Finding
 from weft.serving.executor.nodes.inventory import own_offer
@@ -164,7 +164,7 @@ def _cores(engine: EngineConfig) -> Finding:
 
 
 def _memory() -> Finding:
-    from weft.models.free_memory import available_memory
+    from weft.models.memory.available import available_memory
 
     available = available_memory()
     seen = f"{available / GIB:.1f} GiB available to this process"
@@ -282,7 +282,7 @@ def _gpu() -> Finding:
 
 def _model(name: str) -> Finding:
     """Files, names and shapes of a checkpoint; the weights themselves are not read."""
-    from weft.models.weights import Weights
+    from weft.models.checkpoint.weights import Weights
     from weft.serving.engine.tokenizer import Tokenizer
 
     try:

@@ -29,7 +29,7 @@ import msgspec
 import zmq
 
 from weft.errors import EngineError, ModelError, RequestError, WeftError
-from weft.models.pooling import Pooling, read_pooling
+from weft.models.spec.pooling import Pooling, read_pooling
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.core_client import CoreClient
 from weft.serving.engine.core_process import share_out
@@ -514,7 +514,7 @@ class AsyncEngine:
 
 def _pooling(config: EngineConfig) -> Pooling:
     """How embeddings are made; ModelError if the checkpoint asks for what is not handled."""
-    from weft.models.checkpoint import locate
+    from weft.models.checkpoint.locate import locate
 
     if config.pooling == "auto":
         return read_pooling(locate(config.model))

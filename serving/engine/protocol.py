@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import astuple, replace
 
 from weft.errors import ConfigError, EngineError, ModelError, WeftError
-from weft.models.pooling import PoolingKind
+from weft.models.spec.pooling import PoolingKind
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.sampling_params import SamplingParams
 

@@ -271,7 +271,7 @@ class Tokenizer:
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer:
     """The tokenizer that an engine's settings name; raises as `Tokenizer.load`."""
-    from weft.models.checkpoint import locate
+    from weft.models.checkpoint.locate import locate
 
     model = locate(config.model)
     return Tokenizer.load(config.tokenizer or model, model=model)

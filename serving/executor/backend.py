@@ -19,7 +19,7 @@ from itertools import permutations
 from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError
-from weft.models.spec import ModelSpec
+from weft.models.spec.spec import ModelSpec
 from weft.serving.config.settings import EngineConfig
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
     from weft.kernels.symmetric.memory import Home
-    from weft.models.layout import Layout
+    from weft.models.spec.layout import Layout
     from weft.models.torch.group import Groups
     from weft.serving.executor.placement import Slice
 

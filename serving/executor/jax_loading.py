@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import ConfigError
-from weft.models.spec import ModelSpec
+from weft.models.spec.spec import ModelSpec
 from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.loading import (
     ALONE,
@@ -31,7 +31,7 @@ from weft.serving.executor.loading import (
 from weft.serving.executor.placement import kind_of
 
 if TYPE_CHECKING:
-    from weft.models.memory import Ledger
+    from weft.models.memory.ledger import Ledger
 
 CompileProgress = Callable[[str, int, int], None]
 
@@ -54,8 +54,8 @@ def load_jax_model(config: EngineConfig, progress: Progress, place: Place = ALON
         ConfigError: a setting does not suit the model or jax, or it does not fit in memory.
         ModelError: the checkpoint cannot be found, understood or loaded.
     """
-    from weft.models.checkpoint import locate, read_spec
-    from weft.models.layout import Layout, check_layout
+    from weft.models.checkpoint.locate import locate, read_spec
+    from weft.models.spec.layout import Layout, check_layout
 
     check_settings(config)
     path = locate(config.model)
@@ -173,7 +173,7 @@ def cache_folder(config: EngineConfig) -> Path:
 
 def state_bytes(spec: ModelSpec, max_num_seqs: int, tp: int) -> int:
     """Bytes of a device's part of the sampler's state (models/jax/sampler.py)."""
-    from weft.models.activations import padded_numbers
+    from weft.models.memory.activations import padded_numbers
 
     return 2 * 4 * padded_numbers(max_num_seqs, -(-spec.vocab_size // tp))
 
@@ -182,10 +182,10 @@ def _plan(config: EngineConfig, spec: ModelSpec, dtype: str, max_model_len: int)
     """Where the memory goes of each device of this process."""
     import jax
 
-    from weft.models.activations import jax_activations
-    from weft.models.free_memory import available_memory
-    from weft.models.layout import Layout
-    from weft.models.memory_plan import MemoryPlan
+    from weft.models.memory.activations import jax_activations
+    from weft.models.memory.available import available_memory
+    from weft.models.spec.layout import Layout
+    from weft.models.memory.plan import MemoryPlan
 
     devices = jax.local_devices()[: config.tp]
     if devices[0].platform == "cpu":

@@ -19,7 +19,7 @@ import msgspec
 
 from weft.errors import ConfigError
 from weft.models.interface import ModelRunner, StepInput, StepOutput
-from weft.models.spec import ModelSpec
+from weft.models.spec.spec import ModelSpec
 from weft.serving.config.settings import logs
 from weft.serving.executor.backend import (
     choose_kernels,
@@ -111,11 +111,11 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         ConfigError: a setting does not suit the model, or it does not fit in memory.
         ModelError: the checkpoint cannot be found, understood or loaded.
     """
-    from weft.models.activations import cpu_activations, triton_activations
-    from weft.models.checkpoint import locate, read_spec
-    from weft.models.free_memory import available_memory
-    from weft.models.layout import Layout, check_layout
-    from weft.models.memory_plan import MemoryPlan
+    from weft.models.memory.activations import cpu_activations, triton_activations
+    from weft.models.checkpoint.locate import locate, read_spec
+    from weft.models.memory.available import available_memory
+    from weft.models.spec.layout import Layout, check_layout
+    from weft.models.memory.plan import MemoryPlan
     from weft.models.torch.device import choose_device, free_memory
     from weft.models.torch.group import meet, split
     from weft.models.torch.runner import TorchRunner
@@ -257,8 +257,8 @@ def check_ranks(config: EngineConfig) -> None:
         ConfigError: naming the sizes that work.
         ModelError: the checkpoint cannot be found or understood.
     """
-    from weft.models.checkpoint import locate, read_spec
-    from weft.models.layout import check_layout
+    from weft.models.checkpoint.locate import locate, read_spec
+    from weft.models.spec.layout import check_layout
 
     if uses_jax(config):
         from weft.serving.executor.jax_loading import check_settings
@@ -320,7 +320,7 @@ def show_progress(title: str) -> Iterator[Progress]:
 
 
 def _lines(title: str) -> Progress:
-    from weft.models.memory import human_bytes
+    from weft.models.memory.ledger import human_bytes
 
     last: float | None = None
 

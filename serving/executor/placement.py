@@ -9,7 +9,7 @@ virtual slice, and get devices of their own that suit how its ranks talk.
     a0   a1   a2   a3               b0   b1   b2   b3            --tp 4 --dp 2: engines a and b
 
 An island is what reaches its own devices fast: GPUs of a machine, by NVLink, or its cores. Ranks
-that exchange most have neighbouring numbers (models/layout.py), and islands get ranks in their
+that exchange most have neighbouring numbers (models/spec/layout.py), and islands get ranks in their
 order: of the units that a model is made of (an engine, a stage, a copy of attention, the ranks
 that share a KV head), the largest of which all can be whole on an island are.
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from weft import LLM, SamplingParams
 from weft.errors import ConfigError
-from weft.models.checkpoint import read_spec
+from weft.models.checkpoint.locate import read_spec
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "make_checkpoint.py"
 SMALL = {

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from weft.models.activations import Step, cpu_activations, jax_activations
-from weft.models.families import build_spec
+from weft.models.memory.activations import Step, cpu_activations, jax_activations
+from weft.models.spec.families import build_spec
 
 QWEN_MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],

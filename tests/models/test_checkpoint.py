@@ -10,7 +10,7 @@ import pytest
 from support.checkpoints import make_checkpoint
 
 from weft.errors import ModelError
-from weft.models.checkpoint import BUNDLED, locate, read_json, read_spec
+from weft.models.checkpoint.locate import BUNDLED, locate, read_json, read_spec
 
 
 def test_a_directory_is_found(tmp_path: Path) -> None:

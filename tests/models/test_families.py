@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import ModelError
-from weft.models.families import FAMILIES, build_spec
-from weft.models.spec import MlpSpec, MoeSpec, RopeSpec
+from weft.models.spec.families import FAMILIES, build_spec
+from weft.models.spec.spec import MlpSpec, MoeSpec, RopeSpec
 
 SOURCE = Path("config.json")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.models.free_memory import available_memory
-from weft.models.memory import MIB
+from weft.models.memory.available import available_memory
+from weft.models.memory.ledger import MIB
 
 
 def make_tree(root: Path, files: dict[str, str]) -> Path:

@@ -9,9 +9,9 @@ import pytest
 from support.checkpoints import make_checkpoint
 
 from weft.errors import ConfigError
-from weft.models.checkpoint import read_spec
-from weft.models.layout import Layout, check_layout
-from weft.models.spec import ModelSpec
+from weft.models.checkpoint.locate import read_spec
+from weft.models.spec.layout import Layout, check_layout
+from weft.models.spec.spec import ModelSpec
 
 LAYOUTS = [  # tp, ep, cp
     *((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1), (2, 4, 1), (4, 2, 1)),

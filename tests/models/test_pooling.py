@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from weft.errors import ModelError
-from weft.models.pooling import Pooling, read_pooling
+from weft.models.spec.pooling import Pooling, read_pooling
 
 OLD = {"word_embedding_dimension": 64, "pooling_mode_cls_token": False}
 

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import make_checkpoint
 
 from weft.errors import ModelError
-from weft.models.checkpoint import read_spec
-from weft.models.spec import MoeSpec
-from weft.models.weights import INDEX_FILE, SINGLE_FILE, Weights
+from weft.models.checkpoint.locate import read_spec
+from weft.models.spec.spec import MoeSpec
+from weft.models.checkpoint.weights import INDEX_FILE, SINGLE_FILE, Weights
 
 Tensors = dict[str, torch.Tensor]
 NOBODY = 65534
@@ -252,7 +252,7 @@ def test_a_checkpoint_without_safetensors_is_an_error(path: Path) -> None:
 MEASURE = """
 import sys
 from pathlib import Path
-from weft.models.checkpoint import read_spec
+from weft.models.checkpoint.locate import read_spec
 from weft.models.torch.runner import TorchRunner
 
 def memory(field):

@@ -19,8 +19,8 @@ from weft.kernels.check.ranks import run
 from weft.kernels.symmetric.counting import CountingHome
 from weft.kernels.symmetric.memory import Home
 from weft.kernels.symmetric.virtual import VirtualHome
-from weft.models.checkpoint import read_spec
-from weft.models.layout import Layout
+from weft.models.checkpoint.locate import read_spec
+from weft.models.spec.layout import Layout
 from weft.models.torch.overlapped import Overlapped
 from weft.serving.executor.backend import choose_kernels, require_same
 from weft.serving.config.settings import EngineConfig, Replica

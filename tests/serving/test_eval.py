@@ -10,7 +10,7 @@ import pytest
 from support.checkpoints import make_checkpoint
 
 from weft.errors import ConfigError
-from weft.models.checkpoint import BUNDLED, locate
+from weft.models.checkpoint.locate import BUNDLED, locate
 from weft.models.demo.export import generate, load_exported
 from weft.models.demo.tasks import TASKS, Question, held_out
 from weft.serving.config.settings import EngineConfig

@@ -52,7 +52,7 @@ def test_the_first_of_several_shows_what_each_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr("weft.models.free_memory.available_memory", lambda: 2**28)
+    monkeypatch.setattr("weft.models.memory.available.available_memory", lambda: 2**28)
     model = str(make_checkpoint(tmp_path, "qwen3"))
     config = EngineConfig(model, dp=2, max_num_seqs=2, max_num_batched_tokens=64)
     for share in share_out(config, [own_offer(config)]):

@@ -26,7 +26,7 @@ from support.mock_runner import (
 
 from weft.errors import RequestError
 from weft.models.interface import FINITE, Int32, StepInput, StepOutput
-from weft.models.pooling import PoolingKind
+from weft.models.spec.pooling import PoolingKind
 from weft.serving.engine.scheduler.block_manager import KVCache
 from weft.serving.engine.protocol import Add, TokenOutput
 from weft.serving.engine.sampling_params import SamplingParams

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from weft.kernels.cpu.attention import AttentionPlan
-from weft.models.spec import ModelSpec
-from weft.models.torch.model import Model
+from weft.models.spec.spec import ModelSpec
+from weft.models.torch.cpu_model import Model
 
 Step = Sequence[tuple[int, int]]
 """What one step runs: (request, how many of its next tokens)."""

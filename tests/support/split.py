@@ -17,9 +17,9 @@ from msgspec import structs
 
 from support.checkpoints import VOCAB_SIZE
 from weft.kernels.symmetric.memory import Home
-from weft.models.checkpoint import read_spec
+from weft.models.checkpoint.locate import read_spec
 from weft.models.interface import NOTHING, Int32, SlotSampling, StepInput
-from weft.models.layout import Layout
+from weft.models.spec.layout import Layout
 from weft.models.torch.group import Group, Groups, meet, split
 from weft.models.torch.logits import Logits
 from weft.models.torch.runner import TorchRunner

@@ -8,7 +8,7 @@ import torch
 from torch.distributed import destroy_process_group
 
 from support.split import take_port
-from weft.models.layout import Layout
+from weft.models.spec.layout import Layout
 from weft.models.torch.group import meet, split
 
 STAGES, SLOTS, STEPS, WIDTH = 3, 5, 60, 8

@@ -15,10 +15,10 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from weft.kernels.symmetric.memory import Home
-from weft.models.families import build_spec
+from weft.models.spec.families import build_spec
 from weft.models.interface import SlotSampling, StepInput
-from weft.models.layout import Layout
-from weft.models.spec import ModelSpec, WeightSpec
+from weft.models.spec.layout import Layout
+from weft.models.spec.spec import ModelSpec, WeightSpec
 from weft.models.torch.exchange import Exchange, Plain
 from weft.models.torch.gpu_model import GpuModel
 from weft.models.torch.group import ALONE, Groups

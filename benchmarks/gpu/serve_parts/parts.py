@@ -17,7 +17,7 @@ from serve_parts.model import PAGE, STD_OF_CACHE, Scale, decodes, fill_cache, ma
 from weft.kernels.gpu.clock import gpu_clock, host_clock
 from weft.kernels.symmetric.memory import Home
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
-from weft.models.layout import Layout
+from weft.models.spec.layout import Layout
 from weft.models.torch.overlapped import Overlapped
 from weft.models.torch.runner import TorchRunner
 

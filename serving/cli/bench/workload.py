@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import ConfigError
-from weft.models.checkpoint import BUNDLED, locate
+from weft.models.checkpoint.locate import BUNDLED, locate
 
 _TEXT = (
     "time year people way day man thing woman life child world school state family student group "

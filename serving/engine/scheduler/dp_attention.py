@@ -1,7 +1,7 @@
 """A scheduler for each copy of attention, seen as one.
 
 Where experts are dealt out to more ranks than attention is split over, there are several
-copies of attention (models/layout.py). Each has requests, slots and a KV cache of its own, and
+copies of attention (models/spec/layout.py). Each has requests, slots and a KV cache of its own, and
 all of them run their part of a step at one time.
 
 A request goes to the copy that has the fewest. Among those it goes to the one whose prefix

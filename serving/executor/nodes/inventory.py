@@ -24,7 +24,7 @@ def own_offer(config: EngineConfig, *, gpus: bool = True) -> Offer:
         config: its `node_ranks` limits how many ranks share the cores.
         gpus: look for them, which takes some seconds where there are any.
     """
-    from weft.models.free_memory import available_memory
+    from weft.models.memory.available import available_memory
     from weft.models.jax.platform import count_tpus
 
     return Offer(

@@ -11,8 +11,8 @@ from typing import Any
 
 from support.checkpoints import make_checkpoint
 
-from weft.models.checkpoint import read_spec
-from weft.models.layout import Layout
+from weft.models.checkpoint.locate import read_spec
+from weft.models.spec.layout import Layout
 
 PROCESS = """
 import json, sys, time
@@ -27,11 +27,11 @@ platform.prepare(counts[rank], own_process=True)
 
 import jax
 
-from weft.models.checkpoint import read_spec
+from weft.models.checkpoint.locate import read_spec
 from weft.models.jax.distributed import least, leave, meet
 from weft.models.jax.mesh import make_mesh
 from weft.models.jax.parameters import load
-from weft.models.layout import Layout
+from weft.models.spec.layout import Layout
 
 
 def find_port(own):

@@ -10,11 +10,11 @@ import jax
 import pytest
 from support.steps import Driver
 
-from weft.models.checkpoint import locate, read_spec
+from weft.models.checkpoint.locate import locate, read_spec
 from weft.models.jax.kernels import MAX_TABLE_BYTES, Kernels, choose_kernels
 from weft.models.jax.runner import JaxRunner
-from weft.models.layout import Layout
-from weft.models.spec import ModelSpec
+from weft.models.spec.layout import Layout
+from weft.models.spec.spec import ModelSpec
 
 ALL = Kernels(attention=True, experts=True, products=True, exchange=True)
 STEP: dict[str, Any] = {"on_tpu": True, "block_size": 16, "tokens": 256, "table_entries": 4096}

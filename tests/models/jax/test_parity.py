@@ -14,14 +14,14 @@ import pytest
 import torch
 from support.checkpoints import VOCAB_SIZE, make_checkpoint
 
-from weft.models.checkpoint import read_spec
+from weft.models.checkpoint.locate import read_spec
 from weft.models.interface import StepInput
 from weft.models.jax.buckets import Buckets
 from weft.models.jax.kernels import Kernels
 from weft.models.jax.mesh import make_mesh
 from weft.models.jax.parameters import load
 from weft.models.jax.program import Program
-from weft.models.layout import Layout
+from weft.models.spec.layout import Layout
 
 LLAMA3 = {
     "rope_type": "llama3",

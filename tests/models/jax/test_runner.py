@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import VOCAB_SIZE, make_checkpoint
 from support.steps import Driver, Request
 
-from weft.models.checkpoint import read_spec
+from weft.models.checkpoint.locate import read_spec
 from weft.models.interface import FINITE, NOT_FINITE, DispatchingRunner, ModelRunner
 from weft.models.jax.runner import JaxRunner
-from weft.models.layout import Layout
+from weft.models.spec.layout import Layout
 from weft.models.torch.runner import TorchRunner
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 64

@@ -14,8 +14,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 from weft.kernels.check.interpreter import installed
 from weft.kernels.gpu.arguments import KernelError
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
-from weft.models.checkpoint import read_spec
-from weft.models.layout import Layout
+from weft.models.checkpoint.locate import read_spec
+from weft.models.spec.layout import Layout
 from weft.models.torch.gpu_model import GpuModel
 from weft.models.torch.overlapped import Overlapped
 from weft.models.torch.runner import TorchRunner

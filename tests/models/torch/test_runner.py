@@ -17,10 +17,10 @@ from support.checkpoints import VOCAB_SIZE, make_checkpoint
 from support.kernels import compiled_kernels
 from support.steps import Driver, Request
 
-from weft.models.checkpoint import read_spec
+from weft.models.checkpoint.locate import read_spec
 from weft.models.interface import FINITE, NOT_FINITE, ModelRunner
-from weft.models.layout import WHOLE
-from weft.models.torch.model import Model
+from weft.models.spec.layout import WHOLE
+from weft.models.torch.cpu_model import Model
 from weft.models.torch.pipe import Pipe
 from weft.models.torch.runner import PROMPT_LOGPROB_ROWS, TorchRunner
 

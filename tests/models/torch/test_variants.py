@@ -37,7 +37,7 @@ torch.Tensor.new_empty = torch.Tensor.new_zeros
 
 from support.steps import Driver
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
-from weft.models.checkpoint import read_spec
+from weft.models.checkpoint.locate import read_spec
 from weft.models.torch.runner import TorchRunner
 
 path = Path(sys.argv[1])

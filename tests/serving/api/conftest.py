@@ -12,7 +12,7 @@ from support.echo_runner import LOADER, write_echo
 from support.server import Server, start_server
 from support.tokenizers import write_byte_level
 
-from weft.models.checkpoint import locate
+from weft.models.checkpoint.locate import locate
 
 SLOW_MOCK = "support.mock_runner:load_slowly"
 

@@ -16,7 +16,7 @@ import pytest
 from support.schemathesis_hooks import MODEL
 from support.server import ENVIRONMENT, TIMEOUT, start_server
 
-from weft.models.checkpoint import locate
+from weft.models.checkpoint.locate import locate
 
 KEY = "a-key-for-schemathesis"
 

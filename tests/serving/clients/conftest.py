@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from support.server import Server, start_server
 
-from weft.models.checkpoint import locate
+from weft.models.checkpoint.locate import locate
 
 KEY = "the key of all clients"
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from weft.errors import ConfigError
-from weft.models.activations import ActivationBytes, Step, cpu_activations, triton_activations
-from weft.models.memory import MIB, Ledger, human_bytes
-from weft.models.spec import DTYPE_BYTES, ModelSpec
+from weft.models.memory.activations import ActivationBytes, Step, cpu_activations, triton_activations
+from weft.models.memory.ledger import MIB, Ledger, human_bytes
+from weft.models.spec.spec import DTYPE_BYTES, ModelSpec
 
 MOST_PADDING = 7
 """Requests by which a step is padded to a recorded one, at most."""

@@ -29,9 +29,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from weft.errors import ModelError
-from weft.models.checkpoint import read_json
-from weft.models.layout import WHOLE, Layout
-from weft.models.spec import ModelSpec, WeightSpec
+from weft.models.checkpoint.locate import read_json
+from weft.models.spec.layout import WHOLE, Layout
+from weft.models.spec.spec import ModelSpec, WeightSpec
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

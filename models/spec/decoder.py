@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.models.config_fields import Fields
-from weft.models.spec import (
+from weft.models.spec.config_fields import Fields
+from weft.models.spec.spec import (
     AttentionSpec,
     Axis,
     LayerSpec,

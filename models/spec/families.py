@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from weft.models.config_fields import Fields
-from weft.models.decoder import Decoder
-from weft.models.spec import DTYPE_BYTES, LayerSpec, ModelSpec, RopeSpec
+from weft.models.spec.config_fields import Fields
+from weft.models.spec.decoder import Decoder
+from weft.models.spec.spec import DTYPE_BYTES, LayerSpec, ModelSpec, RopeSpec
 
 
 def build_spec(config: dict[str, Any], source: Path) -> ModelSpec:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from weft.models.spec import DTYPE_BYTES, MlpSpec, ModelSpec
+from weft.models.spec.spec import DTYPE_BYTES, MlpSpec, ModelSpec
 
 XLA_SAMPLER_BYTES, XLA_SAMPLER_BYTES_OF_NUMBER = 8 << 20, 24
 """Temporaries of sampling, at all and for each logit: by libtpu's count for a v5e, 13 to 24 bytes

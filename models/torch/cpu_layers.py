@@ -26,7 +26,7 @@ from weft.kernels.cpu.layer import NativeAttention, NativeMlp
 from weft.kernels.cpu.linear import Linear, NativeLinear, RMSNorm
 from weft.kernels.cpu.moe import MakeLinear, PackedExperts, route
 from weft.kernels.cpu.rope import HeadNorms, Rotation, rotate_into_cache
-from weft.models.spec import (
+from weft.models.spec.spec import (
     AttentionSpec,
     LinearSpec,
     MlpSpec,

@@ -27,7 +27,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TypeVar
 
 from weft.errors import ConfigError
-from weft.models.spec import Axis, MlpSpec, ModelSpec, MoeSpec, WeightSpec
+from weft.models.spec.spec import Axis, MlpSpec, ModelSpec, MoeSpec, WeightSpec
 
 Value = TypeVar("Value")
 

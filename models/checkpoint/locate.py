@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ModelError
-from weft.models.families import build_spec
-from weft.models.spec import ModelSpec
+from weft.models.spec.families import build_spec
+from weft.models.spec.spec import ModelSpec
 
 BUNDLED = ("weft-demo", "weft-demo-moe")
 

@@ -93,7 +93,7 @@ def _modules(file: Path) -> list[tuple[str, str]]:
 
 def _kind(file: Path) -> PoolingKind:
     """What a Pooling module's config asks for."""
-    from weft.models.checkpoint import read_json
+    from weft.models.checkpoint.locate import read_json
 
     config = read_json(file)
     mode: Any = config.get("pooling_mode")
