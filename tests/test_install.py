@@ -57,7 +57,7 @@ def test_wheel_holds_the_package_and_the_models(wheel: Path) -> None:
     assert {top for top in tops if not top.endswith(".dist-info")} == {"weft"}
     for model in MODELS:
         for file in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
-            assert f"weft/models/demo/{model}/{file}" in names
+            assert f"weft/models/bundled/{model}/{file}" in names
     for file in (ROOT / "serving/api/static").iterdir():
         assert f"weft/serving/api/admin/static/{file.name}" in names
 

@@ -1,6 +1,6 @@
 """`weft eval`: how many held-out questions a model answers rightly.
 
-The questions and the judge of a reply are those of models/demo/tasks.py. A
+The questions and the judge of a reply are those of models/bundled/tasks.py. A
 task's questions are all asked at once and greedily, so the engine is full while
 they last; the score is the share of right answers in percent.
 """
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from weft.errors import ConfigError
-from weft.models.demo.tasks import TASKS, Question, check, held_out
+from weft.models.bundled.tasks import TASKS, Question, check, held_out
 from weft.serving.config.settings import EngineConfig
 from weft.serving.llm import LLM
 from weft.serving.engine.sampling_params import SamplingParams

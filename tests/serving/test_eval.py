@@ -11,8 +11,8 @@ from support.checkpoints import make_checkpoint
 
 from weft.errors import ConfigError
 from weft.models.checkpoint.locate import BUNDLED, locate
-from weft.models.demo.export import generate, load_exported
-from weft.models.demo.tasks import TASKS, Question, held_out
+from train_demo.export import generate, load_exported
+from weft.models.bundled.tasks import TASKS, Question, held_out
 from weft.serving.config.settings import EngineConfig
 from weft.serving.cli.eval import MAX_ANSWER, Failure, Score, ask, run, total
 from weft.serving.llm import LLM

@@ -19,7 +19,7 @@ from support.server import start_server
 
 from weft import LLM, SamplingParams
 from weft.errors import ConfigError
-from weft.models.demo.tasks import held_out
+from weft.models.bundled.tasks import held_out
 from weft.models.jax import platform
 from weft.serving.config.settings import EngineConfig, Replica
 from weft.serving.executor.jax_loading import check_settings

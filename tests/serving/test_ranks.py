@@ -18,7 +18,7 @@ from support.server import Server, start_server
 
 from weft import LLM, SamplingParams
 from weft.errors import ConfigError
-from weft.models.demo.tasks import TASKS, held_out
+from weft.models.bundled.tasks import TASKS, held_out
 from weft.serving.config.settings import EngineConfig
 from weft.serving.cli.eval import MAX_ANSWER
 from weft.serving.executor.loading import check_ranks

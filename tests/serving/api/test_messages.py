@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from support.server import Server
 
-from weft.models.demo.tasks import held_out
+from weft.models.bundled.tasks import held_out
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"name": "get_weather", "description": "Weather.", "input_schema": CITY}

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from support.echo_runner import LOADER, write_echo
 from support.server import Server, start_server
 
-from weft.models.demo.tasks import held_out, tool_schema
+from weft.models.bundled.tasks import held_out, tool_schema
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}

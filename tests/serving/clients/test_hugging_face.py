@@ -10,7 +10,7 @@ from huggingface_hub import AsyncInferenceClient, InferenceClient
 from huggingface_hub.errors import BadRequestError, HfHubHTTPError
 from support.server import Server
 
-from weft.models.demo.tasks import held_out
+from weft.models.bundled.tasks import held_out
 
 MODEL = "weft-demo"
 MESSAGES = [{"role": "user", "content": "What is 47 plus 85?"}]

@@ -12,7 +12,7 @@ from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel
 from support.server import Server
 
-from weft.models.demo.tasks import held_out
+from weft.models.bundled.tasks import held_out
 
 SUM = "What is 47 plus 85?"
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from weft import LLM, SamplingParams
 from weft.errors import RequestError
-from weft.models.demo.tasks import held_out
+from weft.models.bundled.tasks import held_out
 from weft.serving.engine.completion import Completion
 from weft.serving.engine.sampling_params import Grammar
 

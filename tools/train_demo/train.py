@@ -1,6 +1,6 @@
 """Trains the two demo models from nothing, on a CPU, in about an hour and a half each.
 
-    python -m weft.models.demo.train --model dense --minutes 90 --out models/demo/weft-demo
+    python -m train_demo.train --model dense --minutes 90 --out models/bundled/weft-demo
 
 Data: chats made by `tasks.py`; step k of seed s always sees the same chats, so
 a resumed run continues the stream where it stopped. Loss: on the assistant's
@@ -27,9 +27,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from weft.models.demo.export import export, load_exported, score
-from weft.models.demo.network import Network, Shape
-from weft.models.demo.tasks import (
+from train_demo.export import export, load_exported, score
+from train_demo.network import Network, Shape
+from weft.models.bundled.tasks import (
     TASKS,
     Chat,
     assistant,
@@ -37,7 +37,7 @@ from weft.models.demo.tasks import (
     long_chat,
     training_chat,
 )  # fmt: skip
-from weft.models.demo.vocabulary import CONTEXT, PAD, encode, token_id, train_tokenizer
+from train_demo.vocabulary import CONTEXT, PAD, encode, token_id, train_tokenizer
 
 SHAPES = {"dense": Shape(intermediate=704), "moe": Shape(experts=8, intermediate=256)}
 Batch = tuple[Tensor, Tensor]  # token ids and targets, [batch, length] each

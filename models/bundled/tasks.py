@@ -31,7 +31,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from weft.models.demo import words
+from weft.models.bundled import words
 
 Message = dict[str, Any]
 

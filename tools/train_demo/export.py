@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from weft.models.demo.network import Network, Shape
-from weft.models.demo.tasks import Question, check
-from weft.models.demo.vocabulary import CONTEXT, END, PAD, save_tokenizer, token_id
+from train_demo.network import Network, Shape
+from weft.models.bundled.tasks import Question, check
+from train_demo.vocabulary import CONTEXT, END, PAD, save_tokenizer, token_id
 
 STACKED = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 

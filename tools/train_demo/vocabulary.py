@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from weft.models.demo.tasks import Chat, long_chat, training_chat
+from weft.models.bundled.tasks import Chat, long_chat, training_chat
 
 VOCAB = 1536
 CONTEXT = 2048
