@@ -247,9 +247,9 @@ def cases(op: Op, target: str, *, everything: bool = False) -> Iterator[Case]:
 def _tuned_cases(op: Op, target: str) -> Iterator[Case]:
     """What was tuned on this machine for such GPUs as the target is."""
     from weft.kernels.check.ops.op import Sizes
-    from weft.kernels.gpu import tuned
-    from weft.kernels.gpu.costs import DEVICES, DTYPES, Problem
-    from weft.kernels.gpu.tune import options_of
+    from weft.kernels.gpu.tuning import table as tuned
+    from weft.kernels.gpu.tuning.costs import DEVICES, DTYPES, Problem
+    from weft.kernels.gpu.tuning.search import options_of
 
     names = [device.name for device in DEVICES if device.target == target]
     for key, entry in sorted(tuned.load(tuned.default_path()).items()):
@@ -266,9 +266,9 @@ def _tuned_cases(op: Op, target: str) -> Iterator[Case]:
 def _tiled_cases(op: Op, target: str, *, everything: bool) -> Iterator[Case]:
     """All that tuning may choose; or one of each tile, dealt out to the products."""
     from weft.kernels.check.ops.op import Sizes
-    from weft.kernels.gpu.costs import PAYLOADS, Problem, device_for, space
-    from weft.kernels.gpu.tunable import METHODS
-    from weft.kernels.gpu.tune import options_of
+    from weft.kernels.gpu.tuning.costs import PAYLOADS, Problem, device_for, space
+    from weft.kernels.gpu.tuning.ops import METHODS
+    from weft.kernels.gpu.tuning.search import options_of
 
     name = op.name.removesuffix("_fp8")
     attends = "attention" in name
@@ -299,7 +299,7 @@ class _Alone(Home):
     """
 
     def __init__(self, rank: int, world_size: int, target: str, reach: int | None = None) -> None:
-        from weft.kernels.gpu.costs import device_for
+        from weft.kernels.gpu.tuning.costs import device_for
 
         super().__init__(rank, world_size, torch.device("cpu"))
         self._node = reach or world_size

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from weft.kernels.check.interpreter import Program
+from weft.kernels.interpreter.gpu import Program
 
 Stream = tuple[int, int]
 """(rank, 0 or 1); or (rank, NETWORK), whose launches are what the rank has put."""

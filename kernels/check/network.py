@@ -27,7 +27,7 @@ from typing import Protocol
 import numpy as np
 
 from weft.errors import WeftError
-from weft.kernels.check.interpreter import Array, Atomic
+from weft.kernels.interpreter.gpu import Array, Atomic
 from weft.kernels.check.races import RaceDetector
 
 DELIVERY_PROBABILITY = 0.05

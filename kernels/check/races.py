@@ -35,7 +35,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from weft.kernels.check import interpreter
+from weft.kernels.interpreter import gpu as interpreter
 from weft.kernels.check.clocks import (
     COMES,
     LEAVES,
@@ -48,7 +48,7 @@ from weft.kernels.check.clocks import (
     Stream,
     Task,
 )
-from weft.kernels.check.interpreter import Array, Atomic, Kind, Program
+from weft.kernels.interpreter.gpu import Array, Atomic, Kind, Program
 from weft.kernels.symmetric.memory import SymmetricTensor
 
 Int32 = npt.NDArray[np.int32]

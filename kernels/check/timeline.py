@@ -34,7 +34,7 @@ import torch
 import triton
 
 from weft.errors import ConfigError
-from weft.kernels.check.interpreter import Array, Atomic, Kind, Program, RankBuilder
+from weft.kernels.interpreter.gpu import Array, Atomic, Kind, Program, RankBuilder
 from weft.kernels.check.ops.op import Op, Sizes
 from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import run

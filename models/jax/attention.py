@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from weft.kernels.tpu.attention import ragged_paged_attention
-from weft.kernels.tpu.cache import write_pages
-from weft.kernels.tpu.query_tiles import owner, plan_tiles, tile_queries
+from weft.kernels.tpu.attention.paged import ragged_paged_attention
+from weft.kernels.tpu.attention.cache import write_pages
+from weft.kernels.tpu.attention.query_tiles import owner, plan_tiles, tile_queries
 from weft.models.jax.collectives import precision
 
 TILE_TOKENS = 16

@@ -12,7 +12,7 @@ A dense MLP of very many tokens leaves them where they are: its weights travel i
 fewer bytes then (Pope et al. 2022, section 3.2.3).
 
 XLA schedules a ring's permutes around the products, which it does not do to its own all-gather
-and reduce-scatter. Pallas kernels do the same inside (kernels/tpu/all_gather_matmul.py).
+and reduce-scatter. Pallas kernels do the same inside (kernels/tpu/matmul/all_gather_matmul.py).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from weft.kernels.tpu import all_gather_matmul as gather_kernel
-from weft.kernels.tpu import matmul_reduce_scatter as scatter_kernel
+from weft.kernels.tpu.matmul import all_gather_matmul as gather_kernel
+from weft.kernels.tpu.matmul import matmul_reduce_scatter as scatter_kernel
 from weft.models.jax.kernels import Shape
 from weft.models.jax.mesh import TENSOR
 

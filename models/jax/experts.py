@@ -4,7 +4,7 @@
   expert (Gale et al. 2022). Rows of experts that are elsewhere count as zero, and the sum over
   devices is what all other blocks end with, too.
 - Each device has some of the tokens, and sends them to the devices of their experts alone, which
-  send a sum back (kernels/tpu/moe_dispatch.py).
+  send a sum back (kernels/tpu/experts/dispatch.py).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from weft.kernels.tpu.grouped_matmul import grouped_gate_up, grouped_matmul
-from weft.kernels.tpu.moe_dispatch import moe_combine, moe_dispatch
+from weft.kernels.tpu.experts.grouped_matmul import grouped_gate_up, grouped_matmul
+from weft.kernels.tpu.experts.dispatch import moe_combine, moe_dispatch
 from weft.models.jax.collectives import all_reduce, gather_tokens, matmul, precision, scatter_sum
 from weft.models.jax.kernels import Shape
 from weft.models.jax.mesh import EXPERT, TENSOR

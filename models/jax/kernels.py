@@ -133,7 +133,7 @@ def runnable(mesh: Mesh) -> Iterator[None]:
     if mesh.devices.flat[0].platform != "cpu":
         yield
         return
-    from weft.kernels.check.tpu import interpreter
+    from weft.kernels.interpreter import tpu as interpreter
 
     interpreter.be(cores=1)
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(dma_execution_mode="eager")):

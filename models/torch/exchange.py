@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from weft.kernels.cpu.attention import merge_parts
-from weft.kernels.gpu.attention import paged_attention
-from weft.kernels.gpu.attention_inputs import PagedBatch
-from weft.kernels.gpu.attention_tile import is_decode
-from weft.kernels.gpu.decode_attention import decode_attention
-from weft.kernels.gpu.epilogue import Epilogue
-from weft.kernels.gpu.matmul import matmul
+from weft.kernels.gpu.attention.paged import paged_attention
+from weft.kernels.gpu.attention.inputs import PagedBatch
+from weft.kernels.gpu.attention.tile import is_decode
+from weft.kernels.gpu.attention.decode import decode_attention
+from weft.kernels.gpu.matmul.epilogue import Epilogue
+from weft.kernels.gpu.matmul.matmul import matmul
 from weft.models.torch.gpu_layers import Experts, Linear
 from weft.models.torch.group import Groups
 from weft.models.torch.cpu_layers import KVCache

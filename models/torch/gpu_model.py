@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from weft.kernels.cpu.rope import HeadNorms, Rotation
-from weft.kernels.gpu.matmul import matmul
-from weft.kernels.gpu.norm import rms_norm
-from weft.kernels.gpu.rope import rotate_into_cache
+from weft.kernels.gpu.matmul.matmul import matmul
+from weft.kernels.gpu.rowwise.norm import rms_norm
+from weft.kernels.gpu.rowwise.rope import rotate_into_cache
 from weft.models.interface import Size
 from weft.models.spec.spec import LayerSpec, ModelSpec, MoeSpec
 from weft.models.torch.exchange import Exchange

@@ -13,7 +13,7 @@ What a replay must not depend on:
   those of the longest context that there may be.
 - the host. Whether a wait for another rank has run out is read after the replay, with its
   results; and workspaces' counts of calls are on the device, so that a replay is a call as
-  any other (kernels/gpu/workspace.py).
+  any other (kernels/gpu/runtime/workspace.py).
 
 All graphs share one pool of memory, for they run one after the other, the largest one first; and
 they copy their results to the same memory, for what a graph returns is nobody else's while it is
@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels.cpu.attention import AttentionPlan
-from weft.kernels.gpu.attention_inputs import PagedBatch
+from weft.kernels.gpu.attention.inputs import PagedBatch
 from weft.models.interface import StepInput
 from weft.models.spec.layout import Layout
 from weft.models.torch.inputs import PagedPlan, StepTensors, put, rows_of

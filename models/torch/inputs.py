@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels.cpu.attention import AttentionPlan
-from weft.kernels.gpu.attention_inputs import PagedBatch
+from weft.kernels.gpu.attention.inputs import PagedBatch
 from weft.models.interface import Int32, StepInput
 
 ALIGN = 16

@@ -52,38 +52,38 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from weft.kernels.gpu.all_gather import AllGatherWorkspace, all_gather, all_gather_workspace
-from weft.kernels.gpu.all_gather_matmul import (
+from weft.kernels.gpu.collectives.all_gather import AllGatherWorkspace, all_gather, all_gather_workspace
+from weft.kernels.gpu.matmul.all_gather_matmul import (
     GatherWorkspace,
     all_gather_matmul,
     all_gather_matmul_workspace,
 )
-from weft.kernels.gpu.all_reduce import AllReduceWorkspace, all_reduce, all_reduce_workspace
-from weft.kernels.gpu.attention import paged_attention
-from weft.kernels.gpu.attention_inputs import PagedBatch
-from weft.kernels.gpu.distributed_decode_attention import (
+from weft.kernels.gpu.collectives.all_reduce import AllReduceWorkspace, all_reduce, all_reduce_workspace
+from weft.kernels.gpu.attention.paged import paged_attention
+from weft.kernels.gpu.attention.inputs import PagedBatch
+from weft.kernels.gpu.attention.distributed_decode import (
     DistributedDecodeWorkspace,
     distributed_decode_attention,
     distributed_decode_attention_workspace,
 )
-from weft.kernels.gpu.epilogue import Epilogue
-from weft.kernels.gpu.matmul import matmul
-from weft.kernels.gpu.matmul_reduce_scatter import (
+from weft.kernels.gpu.matmul.epilogue import Epilogue
+from weft.kernels.gpu.matmul.matmul import matmul
+from weft.kernels.gpu.matmul.matmul_reduce_scatter import (
     ReduceWorkspace,
     matmul_all_reduce,
     matmul_all_reduce_workspace,
     matmul_reduce_scatter,
     matmul_reduce_scatter_workspace,
 )
-from weft.kernels.gpu.moe_dispatch import LowLatencyWorkspace, moe_workspace
-from weft.kernels.gpu.placement import even
-from weft.kernels.gpu.reduce_scatter import (
+from weft.kernels.gpu.experts.dispatch import LowLatencyWorkspace, moe_workspace
+from weft.kernels.gpu.experts.placement import even
+from weft.kernels.gpu.collectives.reduce_scatter import (
     ReduceScatterWorkspace,
     reduce_scatter,
     reduce_scatter_workspace,
 )
-from weft.kernels.gpu.switch import Product, few_rows
-from weft.kernels.gpu.workspace import Workspace
+from weft.kernels.gpu.tuning.crossover import Product, few_rows
+from weft.kernels.gpu.runtime.workspace import Workspace
 from weft.kernels.symmetric.memory import Home
 from weft.models.spec.layout import Layout
 from weft.models.spec.spec import MlpSpec, ModelSpec, MoeSpec

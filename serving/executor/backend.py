@@ -90,7 +90,7 @@ def prepare_triton(device: torch.device) -> None:
         torch.cuda.set_device(device)
         return
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel's module is imported
-    from weft.kernels.check.interpreter import installed
+    from weft.kernels.interpreter.gpu import installed
 
     scope = ExitStack()
     scope.enter_context(installed())

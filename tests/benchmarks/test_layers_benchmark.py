@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from weft.kernels.check.ranks import run as on_ranks
-from weft.kernels.gpu.attention import paged_attention
-from weft.kernels.gpu.decode_attention import decode_attention
-from weft.kernels.gpu.grouped_matmul import grouped_matmul
-from weft.kernels.gpu.mla_attention import mla_decode_attention
+from weft.kernels.gpu.attention.paged import paged_attention
+from weft.kernels.gpu.attention.decode import decode_attention
+from weft.kernels.gpu.experts.grouped_matmul import grouped_matmul
+from weft.kernels.gpu.attention.mla import mla_decode_attention
 from weft.kernels.symmetric.memory import Home
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "layers.py"
@@ -187,9 +187,9 @@ sys.path.insert(0, sys.argv[1])
 from layers_parts.attention import operands
 from layers_parts.scale import Batch, TINY, full
 from weft.kernels.check import aot
-from weft.kernels.gpu.attention import paged_attention
-from weft.kernels.gpu.decode_attention import decode_attention
-from weft.kernels.gpu.grouped_matmul import grouped_matmul
+from weft.kernels.gpu.attention.paged import paged_attention
+from weft.kernels.gpu.attention.decode import decode_attention
+from weft.kernels.gpu.experts.grouped_matmul import grouped_matmul
 
 large = full()
 scale = replace(TINY, dtype=torch.bfloat16, page=large.page)

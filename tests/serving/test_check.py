@@ -19,7 +19,7 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 from dataclasses import replace
 from weft.kernels.check.ops import table
-from weft.kernels.gpu.all_gather import all_gather
+from weft.kernels.gpu.collectives.all_gather import all_gather
 table.OPS = (replace(table.OPS[0], function=lambda x, workspace: all_gather(x, workspace) + 1),)
 """
 PROBLEM = """

@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.kernels.gpu.all_gather_grouped_matmul import make_plan
+from weft.kernels.gpu.experts.all_gather_grouped_matmul import make_plan
 
 ROUTINGS = st.sampled_from(["any", "any", "one", "few", "none"])
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weft.kernels import reference
-from weft.kernels.gpu.attention_inputs import PagedBatch
+from weft.kernels.gpu.attention.inputs import PagedBatch
 
 FP8 = torch.float8_e4m3fn
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 1e-2, torch.bfloat16: 3e-2}

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import GridExecutor
 
-from weft.kernels.check import interpreter
+from weft.kernels.interpreter import gpu as interpreter
 
 POISON = 77.0
 

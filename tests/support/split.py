@@ -272,7 +272,7 @@ def be_rank(
         home = None
         if few_tokens is not None:
             os.environ["TRITON_INTERPRET"] = "1"
-            from weft.kernels.check.interpreter import installed
+            from weft.kernels.interpreter.gpu import installed
             from weft.kernels.symmetric.shared import SharedHome
             from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
             from weft.models.torch import graphs

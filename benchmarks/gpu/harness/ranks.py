@@ -21,8 +21,8 @@ from typing import TypeVar
 
 import torch
 
-from weft.kernels.gpu.launches import loaded
-from weft.kernels.gpu.workspace import Workspace
+from weft.kernels.gpu.runtime.launches import loaded
+from weft.kernels.gpu.runtime.workspace import Workspace
 from weft.kernels.symmetric.memory import Home, SymmetricMemoryError
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 

@@ -25,15 +25,15 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from layers_parts.scale import Exchange, Scale
-from weft.kernels.gpu.clock import Call
-from weft.kernels.gpu.moe_dispatch import (
+from weft.kernels.gpu.tuning.clock import Call
+from weft.kernels.gpu.experts.dispatch import (
     LowLatencyWorkspace,
     moe_combine,
     moe_dispatch,
     moe_workspace,
 )
-from weft.kernels.gpu.placement import even
-from weft.kernels.gpu.workspace import Workspace
+from weft.kernels.gpu.experts.placement import even
+from weft.kernels.gpu.runtime.workspace import Workspace
 from weft.kernels.symmetric.memory import Home
 
 OURS, COPY, NCCL = "ours", "copy", "NCCL's"

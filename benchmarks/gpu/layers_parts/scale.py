@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from weft.kernels.gpu.attention_tile import Tile
+from weft.kernels.gpu.attention.tile import Tile
 
 
 class Batch(NamedTuple):

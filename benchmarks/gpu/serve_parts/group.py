@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.kernels.gpu.launches import is_loading
+from weft.kernels.gpu.runtime.launches import is_loading
 from weft.kernels.symmetric.memory import Home
 from weft.models.torch.group import ALONE, Group, Groups
 

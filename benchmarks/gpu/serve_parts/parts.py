@@ -14,7 +14,7 @@ from harness.timing import Ratio, Times, copying, ratio
 
 from serve_parts.group import Table, virtual_groups
 from serve_parts.model import PAGE, STD_OF_CACHE, Scale, decodes, fill_cache, make_runner
-from weft.kernels.gpu.clock import gpu_clock, host_clock
+from weft.kernels.gpu.tuning.clock import gpu_clock, host_clock
 from weft.kernels.symmetric.memory import Home
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 from weft.models.spec.layout import Layout

@@ -11,21 +11,21 @@ from torch import Tensor
 
 from weft.kernels import reference
 from weft.kernels.check.ops.op import CONVERTS, HOPPER, Op, Shapes, Sizes
-from weft.kernels.gpu.attention import paged_attention
-from weft.kernels.gpu.attention_inputs import PagedBatch
-from weft.kernels.gpu.decode_attention import decode_attention
-from weft.kernels.gpu.distributed_decode_attention import (
+from weft.kernels.gpu.attention.paged import paged_attention
+from weft.kernels.gpu.attention.inputs import PagedBatch
+from weft.kernels.gpu.attention.decode import decode_attention
+from weft.kernels.gpu.attention.distributed_decode import (
     distributed_decode_attention,
     distributed_decode_attention_workspace,
 )
-from weft.kernels.gpu.epilogue import FP8
-from weft.kernels.gpu.mla_attention import mla_decode_attention
-from weft.kernels.gpu.sequence_parallel_attention import (
+from weft.kernels.gpu.matmul.epilogue import FP8
+from weft.kernels.gpu.attention.mla import mla_decode_attention
+from weft.kernels.gpu.attention.sequence_parallel import (
     CHUNK,
     sequence_parallel_attention,
     sequence_parallel_attention_workspace,
 )
-from weft.kernels.gpu.workspace import Workspace
+from weft.kernels.gpu.runtime.workspace import Workspace
 from weft.kernels.symmetric.memory import Home
 
 HEADS, KV_HEADS, PAGE, SCALE = 4, 2, 16, 0.2

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from weft.kernels import reference
 from weft.kernels.check.ops.op import HOPPER, NVIDIA, Op, node_size
-from weft.kernels.gpu.all_gather import METHODS as GATHERS
-from weft.kernels.gpu.all_gather import all_gather, all_gather_workspace
-from weft.kernels.gpu.all_reduce import METHODS as REDUCES
-from weft.kernels.gpu.all_reduce import all_reduce, all_reduce_workspace
-from weft.kernels.gpu.reduce_scatter import METHODS as SCATTERS
-from weft.kernels.gpu.reduce_scatter import reduce_scatter, reduce_scatter_workspace
+from weft.kernels.gpu.collectives.all_gather import METHODS as GATHERS
+from weft.kernels.gpu.collectives.all_gather import all_gather, all_gather_workspace
+from weft.kernels.gpu.collectives.all_reduce import METHODS as REDUCES
+from weft.kernels.gpu.collectives.all_reduce import all_reduce, all_reduce_workspace
+from weft.kernels.gpu.collectives.reduce_scatter import METHODS as SCATTERS
+from weft.kernels.gpu.collectives.reduce_scatter import reduce_scatter, reduce_scatter_workspace
 
 METHOD_TARGETS = {"ll128": NVIDIA, "multimem": HOPPER}
 

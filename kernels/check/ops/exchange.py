@@ -11,23 +11,23 @@ from torch import Tensor
 from weft.kernels import reference
 from weft.kernels.check.ops.op import CONVERTS, NVIDIA, Op, Sizes, node_size
 from weft.kernels.check.ops.rows import restored
-from weft.kernels.gpu.activation import GROUP
-from weft.kernels.gpu.epilogue import FP8
-from weft.kernels.gpu.expert_tokens import Arrived, ExpertWorkspace
-from weft.kernels.gpu.moe_dispatch import (
+from weft.kernels.gpu.rowwise.activation import GROUP
+from weft.kernels.gpu.matmul.epilogue import FP8
+from weft.kernels.gpu.experts.expert_tokens import Arrived, ExpertWorkspace
+from weft.kernels.gpu.experts.dispatch import (
     LowLatencyWorkspace,
     moe_combine,
     moe_dispatch,
     moe_workspace,
 )
-from weft.kernels.gpu.moe_dispatch_two_level import (
+from weft.kernels.gpu.experts.dispatch_two_level import (
     TwoLevelExpertWorkspace,
     moe_combine_two_level,
     moe_dispatch_two_level,
     moe_two_level_workspace,
 )
-from weft.kernels.gpu.placement import Placement, balanced
-from weft.kernels.gpu.workspace import Workspace
+from weft.kernels.gpu.experts.placement import Placement, balanced
+from weft.kernels.gpu.runtime.workspace import Workspace
 from weft.kernels.symmetric.memory import Home
 
 

@@ -11,21 +11,21 @@ from torch import Tensor
 
 from weft.kernels import reference
 from weft.kernels.check.ops.op import HOPPER, Op, Shapes, Sizes
-from weft.kernels.gpu import decomposed
-from weft.kernels.gpu.all_gather_matmul import (
+from weft.kernels.gpu.matmul.matmul import decomposed
+from weft.kernels.gpu.matmul.all_gather_matmul import (
     GatherWorkspace,
     all_gather_matmul,
     all_gather_matmul_workspace,
 )
-from weft.kernels.gpu.epilogue import FP8, Epilogue
-from weft.kernels.gpu.matmul import matmul
-from weft.kernels.gpu.matmul_reduce_scatter import (
+from weft.kernels.gpu.matmul.epilogue import FP8, Epilogue
+from weft.kernels.gpu.matmul.matmul import matmul
+from weft.kernels.gpu.matmul.matmul_reduce_scatter import (
     matmul_all_reduce,
     matmul_all_reduce_workspace,
     matmul_reduce_scatter,
     matmul_reduce_scatter_workspace,
 )
-from weft.kernels.gpu.workspace import Workspace
+from weft.kernels.gpu.runtime.workspace import Workspace
 
 
 def _product_beside_rows(x: Tensor, w: Tensor, workspace: Any, **options: Any) -> Tensor:

@@ -27,9 +27,9 @@ from weft.kernels.check.aot import (
 )
 from weft.kernels.check.ops.op import CONVERTS, HOPPER, NVIDIA
 from weft.kernels.check.ops.table import OPS, named
-from weft.kernels.gpu import tuned
-from weft.kernels.gpu.costs import TILES, Config, Problem, device_for, space
-from weft.kernels.gpu.tuned import Entry
+from weft.kernels.gpu.tuning import table as tuned
+from weft.kernels.gpu.tuning.costs import TILES, Config, Problem, device_for, space
+from weft.kernels.gpu.tuning.table import Entry
 
 QUICK = ("sm_90",)
 VARIANTS = re.compile("_fp8|gate_up|_far|_zigzag")

@@ -13,7 +13,11 @@ from torch import Tensor
 
 from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import HangError, run
-from weft.kernels.gpu import all_gather, all_gather_matmul, chunks, matmul_reduce_scatter, signals
+from weft.kernels.gpu.collectives import all_gather
+from weft.kernels.gpu.matmul.matmul import all_gather_matmul
+from weft.kernels.gpu.collectives import chunks
+from weft.kernels.gpu.matmul.matmul import matmul_reduce_scatter
+from weft.kernels.gpu.runtime import signals
 from weft.kernels.symmetric.memory import Home
 
 SIZE, CALLS, SEEDS = 3, 4, range(6)

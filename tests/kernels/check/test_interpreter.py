@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.kernels.check import interpreter
+from weft.kernels.interpreter import gpu as interpreter
 
 
 @triton.jit

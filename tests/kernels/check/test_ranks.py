@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from weft.kernels.check.ranks import HangError, RankError, run
-from weft.kernels.gpu.signals import notify, wait
+from weft.kernels.gpu.runtime.signals import notify, wait
 from weft.kernels.symmetric.memory import Home, SymmetricMemoryError
 
 

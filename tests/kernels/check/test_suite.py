@@ -21,8 +21,11 @@ from weft.kernels.check.ops.products import OVERLAPPED, in_fp8
 from weft.kernels.check.ops.table import OPS, named
 from weft.kernels.check.ranks import run
 from weft.kernels.check.suite import Check, checks, perform
-from weft.kernels.gpu import all_gather, all_gather_matmul, chunks, matmul_reduce_scatter
-from weft.kernels.gpu.workspace import Workspace
+from weft.kernels.gpu.collectives import all_gather
+from weft.kernels.gpu.matmul.matmul import all_gather_matmul
+from weft.kernels.gpu.collectives import chunks
+from weft.kernels.gpu.matmul.matmul import matmul_reduce_scatter
+from weft.kernels.gpu.runtime.workspace import Workspace
 
 GATHER = OPS[0]
 (MATMUL,) = (op for op in OPS if op.name == "all_gather_matmul")

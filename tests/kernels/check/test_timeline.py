@@ -30,12 +30,12 @@ from weft.kernels.check.timeline import (
     to_svg,
     write,
 )
-from weft.kernels.gpu.all_gather import (
+from weft.kernels.gpu.collectives.all_gather import (
     AllGatherWorkspace,
     all_gather,
     all_gather_workspace,
 )
-from weft.kernels.gpu.matmul import matmul
+from weft.kernels.gpu.matmul.matmul import matmul
 
 SIZES = Sizes(3, m=32, n=16, k=16, dtype=torch.float32, tile=(16, 16, 16), programs=1)
 PUSHED = SIZES.m * SIZES.k * LINK_COST

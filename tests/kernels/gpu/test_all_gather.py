@@ -20,10 +20,14 @@ from torch import Tensor
 
 from weft.kernels import reference
 from weft.kernels.check.ranks import RankError, run
-from weft.kernels.gpu import all_gather as module
-from weft.kernels.gpu import all_gather_ll, all_gather_two_level, chunks, low_latency, multimem
-from weft.kernels.gpu.all_gather import METHODS, all_gather, all_gather_workspace
-from weft.kernels.gpu.arguments import KernelError
+from weft.kernels.gpu.collectives import all_gather as module
+from weft.kernels.gpu.collectives import all_gather_ll
+from weft.kernels.gpu.collectives import all_gather_two_level
+from weft.kernels.gpu.collectives import chunks
+from weft.kernels.gpu.runtime import low_latency
+from weft.kernels.gpu.runtime import multimem
+from weft.kernels.gpu.collectives.all_gather import METHODS, all_gather, all_gather_workspace
+from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.symmetric.memory import Home
 from weft.kernels.symmetric.shared import SharedHome
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
@@ -330,8 +334,8 @@ def test_a_line_of_ll128_is_stored_and_loaded_by_one_instruction_of_one_warp() -
 import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from weft.kernels.gpu.all_gather_ll import gather_ll128
-from weft.kernels.gpu.low_latency import LL128_LINES
+from weft.kernels.gpu.collectives.all_gather_ll import gather_ll128
+from weft.kernels.gpu.runtime.low_latency import LL128_LINES
 constants = {"WORLD": 8, "LINES": LL128_LINES}
 pointers = {"x": "*i64", "out": "*i64", "buffers": "*i64", "calls": "*i32", "fault": "*i32"}
 names = gather_ll128.arg_names

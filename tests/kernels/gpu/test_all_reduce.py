@@ -15,10 +15,11 @@ from support.overlapped import DTYPES, SEEDS, SLOWNESS
 from torch import Tensor
 
 from weft.kernels import reference
-from weft.kernels.gpu import all_reduce as module
-from weft.kernels.gpu import chunks, reduce_scatter
-from weft.kernels.gpu.all_reduce import METHODS, all_reduce, all_reduce_workspace
-from weft.kernels.gpu.arguments import KernelError
+from weft.kernels.gpu.collectives import all_reduce as module
+from weft.kernels.gpu.collectives import chunks
+from weft.kernels.gpu.collectives import reduce_scatter
+from weft.kernels.gpu.collectives.all_reduce import METHODS, all_reduce, all_reduce_workspace
+from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.symmetric.shared import SharedHome
 
 CALLS, MAX_NUMEL, CHUNK = collectives.CALLS, 2200, 64

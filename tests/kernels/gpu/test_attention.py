@@ -22,20 +22,20 @@ from support.overlapped import SEEDS
 from support.paged import FP8, GARBAGE, Case, Shape, shapes
 from torch import Tensor
 
-from weft.kernels.check import interpreter
+from weft.kernels.interpreter import gpu as interpreter
 from weft.kernels.check.aot import TENSOR_CORES
-from weft.kernels.check.interpreter import Array, Atomic, Kind, Program
-from weft.kernels.gpu import attend as kernel
-from weft.kernels.gpu import attention as module
-from weft.kernels.gpu.arguments import KernelError
-from weft.kernels.gpu.attention import paged_attention
-from weft.kernels.gpu.attention_inputs import (
+from weft.kernels.interpreter.gpu import Array, Atomic, Kind, Program
+from weft.kernels.gpu.attention.paged import kernel
+from weft.kernels.gpu.attention.paged import paged as module
+from weft.kernels.gpu.runtime.arguments import KernelError
+from weft.kernels.gpu.attention.paged import paged_attention
+from weft.kernels.gpu.attention.inputs import (
     LONGER_THAN_TABLE,
     OUT_OF_POOL,
     SHORTER_THAN_QUERIES,
     PagedBatch,
 )
-from weft.kernels.gpu.decode_attention import decode_attention
+from weft.kernels.gpu.attention.decode import decode_attention
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -492,8 +492,8 @@ EVERY_TILE = """
 import sys
 import numpy as np, torch
 from weft.kernels.check.aot import compiling, describe
-from weft.kernels.gpu.attention import paged_attention
-from weft.kernels.gpu.attention_inputs import PagedBatch
+from weft.kernels.gpu.attention.paged import paged_attention
+from weft.kernels.gpu.attention.inputs import PagedBatch
 target = sys.argv[1]
 caches = [torch.bfloat16] + [torch.float8_e4m3fn] * (target != "sm_80")
 for dim in (64, 80, 128, 256):

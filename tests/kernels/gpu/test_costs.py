@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.kernels.gpu.arguments import KernelError
-from weft.kernels.gpu.costs import (
+from weft.kernels.gpu.runtime.arguments import KernelError
+from weft.kernels.gpu.tuning.costs import (
     DEVICES,
     PAYLOADS,
     UNKNOWN,

@@ -16,15 +16,15 @@ from support.overlapped import SEEDS
 from support.paged import Case, Shape, shapes
 from torch import Tensor
 
-from weft.kernels.check import interpreter
-from weft.kernels.gpu import attend as kernel
-from weft.kernels.gpu import attention
-from weft.kernels.gpu import decode_attention as module
-from weft.kernels.gpu.arguments import KernelError
-from weft.kernels.gpu.attention import paged_attention
-from weft.kernels.gpu.attention_inputs import Options
-from weft.kernels.gpu.attention_tile import Tile
-from weft.kernels.gpu.decode_attention import (
+from weft.kernels.interpreter import gpu as interpreter
+from weft.kernels.gpu.attention.paged import kernel
+from weft.kernels.gpu.attention.paged import paged
+from weft.kernels.gpu.attention.paged import decode as module
+from weft.kernels.gpu.runtime.arguments import KernelError
+from weft.kernels.gpu.attention.paged import paged_attention
+from weft.kernels.gpu.attention.inputs import Options
+from weft.kernels.gpu.attention.tile import Tile
+from weft.kernels.gpu.attention.decode import (
     MAX_SPLITS,
     choose_splits,
     count_splits,
@@ -201,7 +201,7 @@ def test_a_fault_of_the_merge_is_found(fault: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", SPLIT_FAULTS)
 def test_a_fault_of_the_splits_is_found(fault: str, tmp_path: Path) -> None:
-    weak = planted(attention, tmp_path, SPLIT_FAULTS[fault], parts=[kernel])
+    weak = planted(paged, tmp_path, SPLIT_FAULTS[fault], parts=[kernel])
     faulty = planted(module, tmp_path)
     faulty.launch_attend = weak.launch_attend  # type: ignore[attr-defined]
     assert is_wrong(faulty.decode_attention)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from weft.kernels import reference
 from weft.kernels.check.ranks import RankError, run
-from weft.kernels.gpu import decomposed
-from weft.kernels.gpu.epilogue import Epilogue
+from weft.kernels.gpu.matmul.matmul import decomposed
+from weft.kernels.gpu.matmul.epilogue import Epilogue
 from weft.kernels.symmetric.memory import Home
 
 NAMES = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import HangError, RankError, run
-from weft.kernels.gpu import attend as kernel
-from weft.kernels.gpu import distributed_decode_attention as module
-from weft.kernels.gpu import low_latency
-from weft.kernels.gpu.attention_inputs import ON_ANOTHER_RANK, OUT_OF_POOL
-from weft.kernels.gpu.distributed_decode_attention import distributed_decode_attention_workspace
+from weft.kernels.gpu.attention.paged import kernel
+from weft.kernels.gpu.attention.paged import distributed_decode as module
+from weft.kernels.gpu.runtime import low_latency
+from weft.kernels.gpu.attention.inputs import ON_ANOTHER_RANK, OUT_OF_POOL
+from weft.kernels.gpu.attention.distributed_decode import distributed_decode_attention_workspace
 from weft.kernels.symmetric.memory import Home
 
 MAX_REQUESTS = 4

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.kernels.gpu import launches
-from weft.kernels.gpu.launches import Action, decided, loaded
+from weft.kernels.gpu.runtime import launches
+from weft.kernels.gpu.runtime.launches import Action, decided, loaded
 
 
 @triton.jit

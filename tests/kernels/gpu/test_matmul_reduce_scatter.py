@@ -25,11 +25,11 @@ from torch import Tensor
 
 from weft.kernels import reference
 from weft.kernels.check.ranks import RankError, run
-from weft.kernels.gpu import matmul_reduce_scatter as module
-from weft.kernels.gpu import signals
-from weft.kernels.gpu.arguments import KernelError
-from weft.kernels.gpu.epilogue import Epilogue
-from weft.kernels.gpu.matmul_reduce_scatter import (
+from weft.kernels.gpu.matmul.matmul import matmul_reduce_scatter as module
+from weft.kernels.gpu.runtime import signals
+from weft.kernels.gpu.runtime.arguments import KernelError
+from weft.kernels.gpu.matmul.epilogue import Epilogue
+from weft.kernels.gpu.matmul.matmul_reduce_scatter import (
     matmul_all_reduce,
     matmul_all_reduce_workspace,
     matmul_reduce_scatter,

@@ -20,14 +20,16 @@ from support.paged import FP8, TOLERANCE, Case, Shape
 from torch import Tensor
 
 from weft.kernels import reference
-from weft.kernels.check import interpreter
+from weft.kernels.interpreter import gpu as interpreter
 from weft.kernels.check.aot import TENSOR_CORES
-from weft.kernels.gpu import attend as kernel
-from weft.kernels.gpu import attention, attention_tile, decode_attention
-from weft.kernels.gpu import mla_attention as module
-from weft.kernels.gpu.arguments import KernelError
-from weft.kernels.gpu.attention_tile import Tile, heads_of_tile
-from weft.kernels.gpu.mla_attention import mla_decode_attention
+from weft.kernels.gpu.attention.paged import kernel
+from weft.kernels.gpu.attention.paged import paged
+from weft.kernels.gpu.attention.paged import tile
+from weft.kernels.gpu.attention.paged import decode
+from weft.kernels.gpu.attention.paged import mla as module
+from weft.kernels.gpu.runtime.arguments import KernelError
+from weft.kernels.gpu.attention.tile import Tile, heads_of_tile
+from weft.kernels.gpu.attention.mla import mla_decode_attention
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -242,7 +244,7 @@ def test_the_samples_are_right_without_a_fault() -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault: str, tmp_path: Path) -> None:
-    parts = [kernel, attention_tile, attention, decode_attention]
+    parts = [kernel, tile, paged, decode]
     assert is_wrong(planted(module, tmp_path, FAULTS[fault], parts=parts).mla_decode_attention)
 
 
@@ -252,9 +254,9 @@ EVERY_TILE = """
 import sys
 import numpy as np, torch
 from weft.kernels.check.aot import compiling, describe
-from weft.kernels.gpu.attention_inputs import PagedBatch
-from weft.kernels.gpu.costs import device_for
-from weft.kernels.gpu.mla_attention import mla_decode_attention
+from weft.kernels.gpu.attention.inputs import PagedBatch
+from weft.kernels.gpu.tuning.costs import device_for
+from weft.kernels.gpu.attention.mla import mla_decode_attention
 target = sys.argv[1]
 sizes = [(512, 64), (256, 32)]
 dtypes = [(torch.bfloat16,) * 2, (torch.float32,) * 2]

@@ -17,20 +17,20 @@ from support.faults import planted
 from support.overlapped import DTYPES, FP8, IN_PARTS, SEEDS
 from torch import Tensor
 
-from weft.kernels.check import interpreter
+from weft.kernels.interpreter import gpu as interpreter
 from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import HangError, RankError, run
-from weft.kernels.gpu import expert_tokens
-from weft.kernels.gpu import moe_dispatch_two_level as module
-from weft.kernels.gpu.arguments import KernelError
-from weft.kernels.gpu.moe_dispatch_two_level import (
+from weft.kernels.gpu.experts import expert_tokens
+from weft.kernels.gpu.experts import dispatch_two_level as module
+from weft.kernels.gpu.runtime.arguments import KernelError
+from weft.kernels.gpu.experts.dispatch_two_level import (
     DispatchedTwoLevel,
     TwoLevelExpertWorkspace,
     moe_combine_two_level,
     moe_dispatch_two_level,
     moe_two_level_workspace,
 )
-from weft.kernels.gpu.placement import Placement, balanced, even
+from weft.kernels.gpu.experts.placement import Placement, balanced, even
 from weft.kernels.symmetric.memory import Home
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 

@@ -15,9 +15,10 @@ from support.overlapped import DTYPES, FP8, SEEDS, close
 from support.rows import bounded, finds, same
 
 from weft.kernels import reference
-from weft.kernels.gpu import norm, rows
-from weft.kernels.gpu.arguments import KernelError
-from weft.kernels.gpu.norm import rms_norm
+from weft.kernels.gpu.rowwise import norm
+from weft.kernels.gpu.rowwise import rows
+from weft.kernels.gpu.runtime.arguments import KernelError
+from weft.kernels.gpu.rowwise.norm import rms_norm
 
 EPS = 1e-5
 

@@ -25,10 +25,11 @@ from weft.kernels import reference
 from weft.kernels.check.aot import TENSOR_CORES
 from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import HangError, RankError, run
-from weft.kernels.gpu import attend as kernel
-from weft.kernels.gpu import chunks, signals
-from weft.kernels.gpu import sequence_parallel_attention as module
-from weft.kernels.gpu.sequence_parallel_attention import (
+from weft.kernels.gpu.attention.paged import kernel
+from weft.kernels.gpu.collectives import chunks
+from weft.kernels.gpu.runtime import signals
+from weft.kernels.gpu.attention.paged import sequence_parallel as module
+from weft.kernels.gpu.attention.sequence_parallel import (
     sequence_parallel_attention,
     sequence_parallel_attention_workspace,
 )
@@ -417,7 +418,7 @@ EVERY_TILE = """
 import sys
 import torch
 from weft.kernels.check.aot import _Alone, compiling, describe
-from weft.kernels.gpu.sequence_parallel_attention import (
+from weft.kernels.gpu.attention.sequence_parallel import (
     sequence_parallel_attention,
     sequence_parallel_attention_workspace,
 )

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.kernels.gpu import tuned
-from weft.kernels.gpu.costs import Config, Problem
-from weft.kernels.gpu.switch import Product, few_rows
-from weft.kernels.gpu.tuned import Entry, TuningError, key_of
+from weft.kernels.gpu.tuning import table as tuned
+from weft.kernels.gpu.tuning.costs import Config, Problem
+from weft.kernels.gpu.tuning.crossover import Product, few_rows
+from weft.kernels.gpu.tuning.table import Entry, TuningError, key_of
 from weft.kernels.symmetric.counting import CountingHome
 
 BEGIN, END = Product(96, 64), Product(64, 48)

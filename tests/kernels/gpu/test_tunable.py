@@ -11,9 +11,10 @@ import torch
 
 from weft.kernels import reference
 from weft.kernels.check.ranks import RankError, run
-from weft.kernels.gpu import tune, tuned
-from weft.kernels.gpu.costs import PAYLOADS, Config, Problem
-from weft.kernels.gpu.tunable import METHODS, prepare_op, tune_op
+from weft.kernels.gpu.tuning import search as tune
+from weft.kernels.gpu.tuning import table as tuned
+from weft.kernels.gpu.tuning.costs import PAYLOADS, Config, Problem
+from weft.kernels.gpu.tuning.ops import METHODS, prepare_op, tune_op
 from weft.kernels.symmetric.memory import Home
 
 

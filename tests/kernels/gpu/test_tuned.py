@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.kernels.gpu import tuned
-from weft.kernels.gpu.costs import METHODS, Config
-from weft.kernels.gpu.tuned import Entry, Key, Table, TuningError
+from weft.kernels.gpu.tuning import table as tuned
+from weft.kernels.gpu.tuning.costs import METHODS, Config
+from weft.kernels.gpu.tuning.table import Entry, Key, Table, TuningError
 
 # The bucket of rows.
 

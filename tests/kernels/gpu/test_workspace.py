@@ -16,16 +16,16 @@ from support.overlapped import BLOCKS, close
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from weft.kernels.check import interpreter
+from weft.kernels.interpreter import gpu as interpreter
 from weft.kernels.check.ops import collectives
 from weft.kernels.check.ops.op import Op, Sizes
 from weft.kernels.check.ops.rows import ROW_OPS
 from weft.kernels.check.ops.table import OPS
 from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import CheckedHome, RankError, run
-from weft.kernels.gpu.arguments import KernelError
-from weft.kernels.gpu.signals import polls_left, report
-from weft.kernels.gpu.workspace import Workspace
+from weft.kernels.gpu.runtime.arguments import KernelError
+from weft.kernels.gpu.runtime.signals import polls_left, report
+from weft.kernels.gpu.runtime.workspace import Workspace
 from weft.kernels.symmetric.memory import Home
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 

@@ -14,7 +14,7 @@ from support.steps import Driver
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-from weft.kernels.check.interpreter import installed
+from weft.kernels.interpreter.gpu import installed
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 from weft.models.checkpoint.locate import read_spec
 from weft.models.spec.layout import Layout

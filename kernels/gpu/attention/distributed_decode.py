@@ -1,0 +1,433 @@
+"""Decodes over a KV cache that is split by position among ranks: distributed flash decoding.
+
+    distributed_decode_attention(q [B, H, D], keys, values, batch, workspace) -> [B, H, D]
+
+Page p of a request is with rank p mod W, so that ranks have equally much, however
+long the request grows. Every rank has all queries, and gets all results.
+
+Protocol, of call n; slot n mod 2 of each rank's buffer has a row for each rank.
+
+1. `attend_and_send`. A program attends as `attend` does (attend.py): a request's
+   heads that share a KV head, over a split of the rank's own pages. The splits of
+   one tile count themselves off, and the last one merges what all have stored: of
+   each head the rank's part of the result, in q's dtype, and the log of the sum of
+   its weights (LSE; -inf where the rank has no key that is seen). It stores both to
+   row r of the slot of every rank at once, as words that carry n (LL:
+   low_latency.py), so there are no signals. Programs are in the order of the heads,
+   so that these are on their way while the next ones are attended.
+2. `collect_and_merge`: takes a row of every rank, and merges them in the order of the
+   ranks: weights each with exp(LSE - the largest), and adds the head's sink. All
+   ranks have the same bits.
+
+Why the exchange is in the kernel that attends: a part is sent when its head is done,
+not when all are. With a launch for each group of heads, and the exchange on a stream
+beside, each launch has a rest that does not fill the device, and the parts go to
+memory and back between the two. What is paid for it is a merge of BLOCK_M rows by one
+program, where `merge_splits` has one for each row.
+
+Only the second launch waits, and only for first launches, which wait for nothing: no
+cycle. It hears from every rank in each call, after that rank's launches of the call
+before have ended: so two slots are enough, as gpu/workspace.py says. The ranks' parts
+travel, and so are rounded, in q's dtype; for bfloat16 that is an error of the size of
+the result's own rounding.
+
+A rank that flags a request (attend.py) sends an LSE of +inf. Then all ranks
+flag it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.gpu.runtime.arguments import require_counts
+from weft.kernels.gpu.attention.kernel import LN2, LOG2E, attend_tile, store_rows
+from weft.kernels.gpu.attention.inputs import ON_ANOTHER_RANK, Options, PagedBatch, check_attention
+from weft.kernels.gpu.attention.tile import checked_tile, heads_of_tile
+from weft.kernels.gpu.attention.decode import MAX_SPLITS, choose_splits
+from weft.kernels.gpu.matmul.epilogue import RESULTS
+from weft.kernels.gpu.runtime.low_latency import get_ll, put_ll
+from weft.kernels.gpu.runtime.signals import count_off, peer_pointer
+from weft.kernels.gpu.runtime.workspace import SLOTS, Workspace, agreed, triton_type
+from weft.kernels.symmetric.memory import Home
+
+COLLECTED_WORDS = 256
+"""That a program waits for at a time, of 4 bytes; of twice as many registers spill."""
+
+_ON_ANOTHER_RANK = tl.constexpr(ON_ANOTHER_RANK)
+
+
+@triton.jit
+def add_part(
+    total,  # float32 [ROWS, BLOCK_D]; sum of weights times parts
+    top,  # float32 [ROWS]; the largest LSE
+    weight,  # float32 [ROWS]; sum of weights, in units of exp(top)
+    flagged,  # int32 [ROWS]; 1 where an LSE was +inf
+    numbers,  # float32 [ROWS, BLOCK_D]
+    log,  # float32 [ROWS]; their LSE
+):
+    """A step of an online log-sum-exp; what is flagged counts for nothing."""
+    flagged = flagged | (log == float("inf")).to(tl.int32)
+    log = tl.where(log == float("inf"), float("-inf"), log)
+    new_top = tl.maximum(top, log)
+    anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
+    fade, share = tl.exp2((top - anchor) * LOG2E), tl.exp2((log - anchor) * LOG2E)
+    total = total * fade[:, None] + numbers * share[:, None]
+    return total, new_top, weight * fade + share, flagged
+
+
+@triton.jit
+def finish_parts(total, top, weight, flagged):
+    """What `add_part` has added up, and its LSE: zeros and +inf where it is flagged."""
+    unseen = weight == 0
+    weight = tl.where(unseen, 1.0, weight)
+    total = tl.where((flagged > 0)[:, None], 0.0, total / weight[:, None])
+    log_sum = tl.where(unseen, float("-inf"), top + tl.log2(weight) * LN2)
+    return total, tl.where(flagged > 0, float("inf"), log_sum)
+
+
+@triton.jit
+def merge_tile(
+    parts,  # float32 [SPLITS, rows, D]
+    parts_lse,  # float32 [SPLITS, rows]
+    row,  # int32 [BLOCK_M]
+    stored,  # bool [BLOCK_M]
+    rows,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """The splits of some rows as one: float32 [BLOCK_M, BLOCK_D], and its LSE."""
+    d = tl.arange(0, BLOCK_D)
+    total = tl.zeros((row.shape[0], BLOCK_D), tl.float32)
+    top = tl.full((row.shape[0],), float("-inf"), tl.float32)
+    weight = tl.zeros((row.shape[0],), tl.float32)
+    flagged = tl.zeros((row.shape[0],), tl.int32)
+    for split in range(SPLITS):
+        at = split * tl.cast(rows, tl.int64) + row
+        log = tl.load(parts_lse + at, mask=stored, other=float("-inf"))
+        inside = stored[:, None] & (d < D)[None, :]
+        numbers = tl.load(parts + at[:, None] * D + d[None, :], mask=inside, other=0.0)
+        total, top, weight, flagged = add_part(total, top, weight, flagged, numbers, log)
+    return finish_parts(total, top, weight, flagged)
+
+
+@triton.jit
+def send_rows(
+    total,  # float32 [BLOCK_M, BLOCK_D]
+    log_sum,  # float32 [BLOCK_M]
+    row,  # int32 [BLOCK_M]
+    stored,  # bool [BLOCK_M]
+    buffers,  # int64 [W]; addresses of int64 [2, W, rank_words]
+    call,
+    rank,
+    rows,
+    rank_words,
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Put rows of this rank's part, in dtype, and their LSEs to all ranks."""
+    if dtype == tl.float32:
+        words = total.to(tl.int32, bitcast=True)
+    else:
+        pairs = tl.reshape(total.to(dtype), (total.shape[0], total.shape[1] // 2, 2))
+        low, high = tl.split(pairs.to(tl.int16, bitcast=True))
+        words = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+    column = tl.arange(0, words.shape[1])[None, :]
+    at = row[:, None] * WORDS + column
+    sent = stored[:, None] & (column < WORDS)
+    logs = log_sum.to(tl.int32, bitcast=True)
+    place = ((call % 2) * WORLD + rank) * tl.cast(rank_words, tl.int64)
+    for step in range(WORLD):
+        to = peer_pointer(buffers, (rank + 1 + step) % WORLD, tl.int64) + place
+        put_ll(to + at, words, call, sent)
+        put_ll(to + rows * WORDS + row, logs, call, stored)
+
+
+@triton.jit(do_not_specialize=["rank", "rows", "table_width", "num_blocks", "rank_words"])
+def attend_and_send(
+    q,  # [B, HEADS, D]; a request's is q_stride numbers after the one before
+    keys,  # [num_blocks, KV_HEADS, PAGE, D]
+    values,
+    context_len,  # int32 [B]
+    block_table,  # int32 [B, table_width]; of this rank's pages
+    status,  # int32 [B]
+    k_scale,  # float32 [KV_HEADS], or None
+    v_scale,
+    parts,  # float32 [SPLITS, rows, D], or None if there is one split
+    parts_lse,  # float32 [SPLITS, rows], likewise
+    done,  # int64 [W]; addresses of int32 [rows], of which each tile has one
+    buffers,  # int64 [W]; addresses of int64 [2, W, rank_words]
+    calls,  # int32 [1]
+    scale,
+    rank,
+    rows,  # B * HEADS
+    table_width,
+    num_blocks,
+    q_stride,
+    rank_words,  # at least rows * (WORDS + 1): the parts' words, and then those of their LSEs
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # heads of a tile, which share a KV head
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    WORDS: tl.constexpr,  # of 4 bytes, in D numbers
+    WINDOW: tl.constexpr,  # 0 for none
+    SOFTCAP: tl.constexpr,  # 0 for none
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Some heads of a request, over a split of its keys. Grid: (B * SPLITS, HEADS / GROUP)."""
+    call = tl.load(calls)
+    tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
+    total, log_sum, request, head, stored = attend_tile(
+        q, keys, values, None, context_len, block_table, status, None, k_scale, v_scale,
+        scale, rows // HEADS, table_width, num_blocks, q_stride, rank,
+        tile, tl.program_id(1) * GROUP, split,
+        WORLD, HEADS, KV_HEADS, GROUP, PAGE, D, 0, WINDOW, SOFTCAP, True, SPLITS,
+        BLOCK_M, BLOCK_N, BLOCK_D, 16,
+    )  # fmt: skip
+    row = request * HEADS + head
+    if SPLITS == 1:
+        send_rows(
+            total, log_sum, row, stored, buffers, call, rank, rows, rank_words,
+            dtype, WORLD, WORDS,
+        )  # fmt: skip
+    else:
+        place = split * tl.cast(rows, tl.int64) + row
+        store_rows(parts, parts_lse, total, log_sum, place, stored, D)
+        number = tile * (HEADS // GROUP) + tl.program_id(1)
+        if count_off(done, rank, number, SPLITS):
+            merged, merged_lse = merge_tile(parts, parts_lse, row, stored, rows, D, SPLITS, BLOCK_D)
+            send_rows(
+                merged, merged_lse, row, stored, buffers, call, rank, rows, rank_words,
+                dtype, WORLD, WORDS,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rank", "rows", "rank_words"])
+def collect_and_merge(
+    sinks,  # [HEADS], or None
+    out,  # [rows, D]
+    lse,  # float32 [rows], or None
+    status,  # int32 [rows / HEADS]
+    buffers,  # int64 [W]; addresses of int64 [2, W, rank_words]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    rows,
+    rank_words,
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    HEADS: tl.constexpr,  # row % HEADS is a row's head, row // HEADS its request
+    WORDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    max_polls,
+):
+    """Take rows of all ranks, and merge them. Grid: (programs,), persistent."""
+    WIDE: tl.constexpr = dtype == tl.float32
+    PER_WORD: tl.constexpr = 1 if WIDE else 2
+    call = tl.load(calls)
+    slot = (call % 2) * WORLD * tl.cast(rank_words, tl.int64)
+    place = tl.arange(0, ROWS * BLOCK_W)
+    column = place % BLOCK_W
+    for item in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = item * ROWS + tl.arange(0, ROWS)
+        of_word = item * ROWS + place // BLOCK_W
+        word = of_word * WORDS + column
+        sent = (column < WORDS) & (of_word < rows)
+        total = tl.zeros((ROWS, BLOCK_W * PER_WORD), tl.float32)
+        if sinks is not None:
+            top = tl.load(sinks + row % HEADS).to(tl.float32)
+            weight = tl.full((ROWS,), 1.0, tl.float32)
+        else:
+            top = tl.full((ROWS,), float("-inf"), tl.float32)
+            weight = tl.zeros((ROWS,), tl.float32)
+        flagged = tl.zeros((ROWS,), tl.int32)
+        for source in range(WORLD):
+            come = peer_pointer(buffers, rank, tl.int64) + slot
+            come += source * tl.cast(rank_words, tl.int64)
+            first = source * rank_words + item * ROWS * WORDS
+            got = get_ll(come + word, call, sent, fault, rank, first, max_polls)
+            first = source * rank_words + rows * WORDS + item * ROWS
+            logs = get_ll(
+                come + rows * WORDS + row, call, row < rows, fault, rank, first, max_polls
+            )
+            if WIDE:
+                numbers = got.to(tl.float32, bitcast=True)
+            else:
+                low = (got & 0xFFFF).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+                high = (got >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+                numbers = tl.join(low, high)
+            numbers = tl.reshape(numbers, (ROWS, BLOCK_W * PER_WORD))
+            log = logs.to(tl.float32, bitcast=True)
+            total, top, weight, flagged = add_part(total, top, weight, flagged, numbers, log)
+        total, log_sum = finish_parts(total, top, weight, flagged)
+        store_rows(out, lse, total, log_sum, row.to(tl.int64), row < rows, WORDS * PER_WORD)
+        tl.atomic_or(
+            status + row // HEADS,
+            _ON_ANOTHER_RANK,
+            mask=(row < rows) & (flagged > 0) & (row % HEADS == 0),  # all heads are flagged alike
+            sem="relaxed",
+            scope="gpu",
+        )
+
+
+class DistributedDecodeWorkspace(Workspace):
+    """Of `distributed_decode_attention`, on one rank; see its `_workspace`."""
+
+    def __init__(
+        self, home: Home, max_requests: int, heads: int, head_dim: int, dtype: torch.dtype
+    ) -> None:
+        name = "distributed_decode_attention"
+        asked = {"max_requests": max_requests, "heads": heads, "head_dim": head_dim, "dtype": dtype}
+        with agreed(name, asked, home.exchange) as check:
+            require_counts(check, 1, max_requests=max_requests, heads=heads, head_dim=head_dim)
+            check("dtype", dtype, dtype in RESULTS, f"be one of {', '.join(map(str, RESULTS))}")
+            whole = head_dim * dtype.itemsize % 4 == 0
+            check("head_dim", head_dim, whole, f"be even with {dtype}: words of 4 bytes travel")
+        super().__init__(home, name, 0, dtype, 0)
+        self.max_requests, self.heads, self.head_dim = max_requests, heads, head_dim
+        self.words = head_dim * dtype.itemsize // 4  # of 4 bytes, in a head's part
+        self.rank_words = max_requests * heads * (self.words + 1)
+        shape = (SLOTS, home.world_size, self.rank_words)
+        self.ll = home.zeros(f"{name}.ll", shape, torch.int64)
+        self.done = home.zeros(f"{name}.done", (max_requests * heads,), torch.int32)
+
+
+def distributed_decode_attention_workspace(
+    home: Home, max_requests: int, heads: int, head_dim: int, dtype: torch.dtype
+) -> DistributedDecodeWorkspace:
+    """A workspace for steps of at most `max_requests` decodes. Collective.
+
+    Args:
+        home: of this rank.
+        max_requests: of a step.
+        heads, head_dim: of q.
+        dtype: of q; float32, float16 or bfloat16.
+
+    Raises:
+        KernelError: on every rank, if an argument is refused on one or not the same on all.
+    """
+    return DistributedDecodeWorkspace(home, max_requests, heads, head_dim, dtype)
+
+
+def distributed_decode_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    batch: PagedBatch,
+    workspace: DistributedDecodeWorkspace,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    lse: Tensor | None = None,
+    splits: int = 0,
+    blocks: tuple[int, int] | None = None,
+    warps: int = 0,
+    stages: int = 0,
+) -> Tensor:
+    """`decode_attention` of one query per request, over pages that ranks share. Collective.
+
+    Args:
+        q: [B, H, D], the same on all ranks.
+        keys, values: [num_blocks, Hk, page, D]; this rank's pages.
+        batch: of the step, the same on all ranks but for block_table: entry i is page i * W + r
+            of the request on rank r, in this rank's cache.
+        workspace: from `distributed_decode_attention_workspace`.
+        scale, sliding_window, softcap, sinks, k_scale, v_scale, lse: see attention.Options; the
+            same on all ranks.
+        splits, blocks, warps, stages: as of `decode_attention`; each rank's own.
+
+    Returns:
+        [B, H, D], q's dtype; the same bits on all ranks.
+
+    Raises:
+        KernelError: on every rank, if one cannot take its arguments, or they do not agree.
+    """
+    options = Options(scale, sliding_window, softcap, sinks, k_scale, v_scale, lse)
+    asked: dict[str, object] = {
+        "scale": scale,
+        "sliding_window": sliding_window,
+        "softcap": softcap,
+        "sinks": "given" if sinks is not None else None,
+    }
+    with workspace.agreed("distributed_decode_attention", asked):
+        require = workspace.require
+        workspace.require_tensor("q", q)
+        check_attention(require, q, keys, values, batch, options, workspace.world_size)
+        asked |= {"q's shape": tuple(q.shape), "page": keys.shape[2]}
+        requests, heads, dim = q.shape
+        shape, made = [heads, dim], [workspace.heads, workspace.head_dim]
+        must = f"be {made}, which the workspace was made for"
+        require("H, D", shape, shape == made, must)
+        must = f"be {len(batch.context_len)}, one query for each request"
+        require("q's rows", requests, requests == len(batch.context_len), must)
+        queries = batch.max_queries
+        require("max_queries", queries, queries == 1, "be 1: it is for decodes")
+        must = f"be at most {workspace.max_requests}, which the workspace was made for"
+        require("requests", requests, requests <= workspace.max_requests, must)
+        tile = checked_tile(require, q, keys, batch, blocks, warps, stages)
+        must = f"be from 1 to {MAX_SPLITS}, or 0 to choose"
+        require("splits", splits, 0 <= splits <= MAX_SPLITS, must)
+    size, rows, kv_heads = workspace.world_size, requests * heads, keys.shape[1]
+    splits = splits or choose_splits(q, keys, batch, tile, options, workspace.processors, size)
+    group = heads_of_tile(heads // kv_heads, tile)
+    parts = parts_lse = None
+    if splits > 1:
+        parts = torch.empty((splits, rows, dim), dtype=torch.float32, device=q.device)
+        parts_lse = torch.empty((splits, rows), dtype=torch.float32, device=q.device)
+    out = torch.empty_like(q)
+    common = {
+        "rank": workspace.rank,
+        "rows": rows,
+        "rank_words": workspace.rank_words,
+        "dtype": triton_type(q.dtype),
+        "WORLD": size,
+        "HEADS": heads,
+        "WORDS": workspace.words,
+    }
+    workspace.begin()
+    attend_and_send[(requests * splits, heads // group)](
+        *(q, keys, values, batch.context_len, batch.block_table, batch.status, k_scale, v_scale),
+        *(parts, parts_lse, workspace.done.addresses, workspace.ll.addresses, workspace.calls),
+        scale=scale,
+        table_width=batch.block_table.shape[1],
+        num_blocks=len(keys),
+        q_stride=q.stride(0),
+        **common,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        PAGE=keys.shape[2],
+        D=dim,
+        WINDOW=sliding_window or 0,
+        SOFTCAP=softcap or 0.0,
+        SPLITS=splits,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    block_w = max(16, triton.next_power_of_2(workspace.words))
+    at_once = max(1, COLLECTED_WORDS // block_w)
+    collect_and_merge[(workspace.resident(-(-rows // at_once)),)](
+        *(sinks, out, lse, batch.status, workspace.ll.addresses, workspace.calls, workspace.fault),
+        **common,
+        ROWS=at_once,
+        BLOCK_W=block_w,
+        max_polls=workspace.max_polls,
+    )
+    return out

@@ -1,0 +1,379 @@
+"""The kernel of paged attention, for ragged batches of prefill chunks and decodes.
+
+The cache is that of kernels/cpu/attention.py. `attend` is FlashAttention-2 (Dao
+2023) over a block table (PagedAttention: Kwon et al. 2023). How work is cut:
+
+- A program has one KV head and a tile of BLOCK_M rows. The G = H / Hk query heads
+  that share the KV head are packed into the rows: row i is head i % G of query
+  i // G, so that keys and values are loaded once for all of them, and a decode
+  of G heads fills a tensor core's 16 rows.
+- Tiles do not cross requests. Request b has at most cdiv(queries, BLOCK_Q) tiles
+  of BLOCK_Q = BLOCK_M // G queries, and its first one is number
+  query_start[b] // BLOCK_Q + b. So the grid follows from T and B alone, and a
+  captured CUDA graph serves any lengths; programs that are left over do nothing.
+  A request's last tile, which sees most, is started first.
+- A tile goes over BLOCK_N keys at a time, from the first that its first query
+  sees to the last that its last one does. Blocks that all of its rows see (the
+  interior) are computed without a mask; then come those at the edges.
+- With SPLITS > 1 the blocks of a tile are dealt out to as many programs, and
+  merged (decode_attention.py). Over several ranks a rank has the pages p with
+  p % WORLD == rank (distributed_decode_attention.py): its keys are counted by
+  their place in its own pages, and `position_of` says where they are in the
+  request.
+
+Scores are float32, in units of log 2. Weights and values are multiplied in q's
+dtype; so are keys and values in fp8, which are cast, exactly, and whose scales
+are applied to the scores and to the sum. Head sizes that are no power of two are
+padded to one.
+
+A page that is not in the pool is never loaded: the program loads page 0 in its
+place, flags the request, and stores zeros with an LSE of +inf. Nobody may look at
+the output of a flagged request.
+
+Not handled: attention that is not causal, gradients.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from weft.kernels.gpu.attention.inputs import (
+    LONGER_THAN_TABLE,
+    OUT_OF_POOL,
+    SHORTER_THAN_QUERIES,
+)
+
+_OUT_OF_POOL = tl.constexpr(OUT_OF_POOL)
+_LONGER = tl.constexpr(LONGER_THAN_TABLE)
+_SHORTER = tl.constexpr(SHORTER_THAN_QUERIES)
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def local_length(length, rank, WORLD: tl.constexpr, PAGE: tl.constexpr):
+    """How many of a request's first `length` tokens a rank has."""
+    if WORLD > 1:
+        pages, rest = length // PAGE, length % PAGE
+        whole = (pages + (WORLD - 1) - rank) // WORLD
+        length = whole * PAGE + tl.where(pages % WORLD == rank, rest, 0)
+    return length
+
+
+@triton.jit
+def position_of(at, rank, WORLD: tl.constexpr, PAGE: tl.constexpr):
+    """Where in the request a rank's tokens are."""
+    if WORLD > 1:
+        at = (at // PAGE * WORLD + rank) * PAGE + at % PAGE
+    return at
+
+
+@triton.jit
+def find_request(query_start, tile, requests, BLOCK_Q: tl.constexpr):
+    """The request that a tile is of: the last whose first tile is not after it."""
+    low = tl.full((), 0, tl.int32)
+    high = low + requests
+    while high - low > 1:
+        middle = (low + high) // 2
+        before = tl.load(query_start + middle) // BLOCK_Q + middle <= tile
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    return low
+
+
+@triton.jit
+def load_block(
+    x,  # of rows of numbers
+    rows,  # [BLOCK_N]; where each row begins
+    needed,  # bool [BLOCK_N]; the others are 0
+    D: tl.constexpr,
+    EDGE: tl.constexpr,  # not all are needed
+    BLOCK_D: tl.constexpr,
+):
+    """The first D numbers of rows: [BLOCK_N, BLOCK_D], zeros behind them."""
+    d = tl.arange(0, BLOCK_D)
+    places = x + rows[:, None] + d[None, :]
+    if EDGE and D < BLOCK_D:
+        block = tl.load(places, mask=needed[:, None] & (d < D)[None, :], other=0.0)
+    elif EDGE:
+        block = tl.load(places, mask=needed[:, None], other=0.0)
+    elif D < BLOCK_D:
+        block = tl.load(places, mask=(d < D)[None, :], other=0.0)
+    else:
+        block = tl.load(places)
+    return block
+
+
+@triton.jit
+def soften(
+    scores,  # float32 [BLOCK_M, BLOCK_N]; log 2 of weights
+    top,  # float32 [BLOCK_M]; the largest so far
+    weight,  # float32 [BLOCK_M]; sum of weights so far, in units of 2^top
+):
+    """A step of the online softmax: weights of scores, what earlier ones fade to; top and weight.
+
+    Milakov and Gimelshein 2018.
+    """
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    anchor = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing is seen yet
+    weights = tl.exp2(scores - anchor[:, None])
+    fade = tl.exp2(top - anchor)
+    return weights, fade, new_top, weight * fade + tl.sum(weights, axis=1)
+
+
+@triton.jit
+def attend_block(
+    q,  # [BLOCK_M, BLOCK_D]
+    q_rope,  # [BLOCK_M, BLOCK_R], or None; what follows the first D numbers of each query
+    total,  # float32 [BLOCK_M, BLOCK_D]; sum of weights times values
+    top,  # float32 [BLOCK_M]; the largest score
+    weight,  # float32 [BLOCK_M]; sum of weights, in units of 2^top
+    bad,  # int32 [BLOCK_N]; 1 where a page was out of the pool
+    keys,  # [num_blocks, KV_HEADS, PAGE, D + ROPE]
+    values,  # [num_blocks, KV_HEADS, PAGE, D], or None: the first D numbers of each key
+    table,  # int32 [n]; this request's pages
+    num_blocks,
+    head,
+    start,  # of the block, among this rank's keys
+    begin,  # of the keys that the tile sees
+    end,
+    position,  # int32 [BLOCK_M]; of each row's query in its request
+    scale,
+    rank,
+    WORLD: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    ROPE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    EDGE: tl.constexpr,  # some row may not see some key
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """One block of keys and values: a step of the online softmax."""
+    at = start + tl.arange(0, BLOCK_N)
+    needed = (at >= begin) & (at < end)
+    if EDGE:  # before begin and from end on there may be no page, or what another request left
+        page = tl.load(table + at // PAGE, mask=needed, other=0)
+    else:
+        page = tl.load(table + at // PAGE)
+    out_of_pool = (page < 0) | (page >= num_blocks)
+    bad = bad | out_of_pool.to(tl.int32)
+    page = tl.where(out_of_pool, 0, page)
+    slots = (page.to(tl.int64) * KV_HEADS + head) * PAGE + at % PAGE
+    k = load_block(keys, slots * (D + ROPE), needed, D, EDGE, BLOCK_D).to(q.dtype)
+    scores = tl.dot(q, k.T, input_precision="ieee")
+    if ROPE > 0:
+        k_rope = load_block(keys + D, slots * (D + ROPE), needed, ROPE, EDGE, BLOCK_R)
+        scores = tl.dot(q_rope, k_rope.to(q.dtype).T, scores, input_precision="ieee")
+    if SOFTCAP > 0:  # tanh, by what does not overflow
+        shrunk = scores * (scale / SOFTCAP)
+        small = tl.exp2(tl.abs(shrunk) * (-2 * LOG2E))
+        bent = (1 - small) / (1 + small)
+        scores = tl.where(shrunk < 0, -bent, bent) * (SOFTCAP * LOG2E)
+    else:
+        scores = scores * (scale * LOG2E)
+    if EDGE:
+        key = position_of(at, rank, WORLD, PAGE)[None, :]
+        seen = needed[None, :] & (key <= position[:, None])
+        if WINDOW > 0:
+            seen = seen & (key > position[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+    weights, fade, top, weight = soften(scores, top, weight)
+    v = k
+    if values is not None:
+        v = load_block(values, slots * D, needed, D, EDGE, BLOCK_D).to(q.dtype)
+    total = tl.dot(weights.to(q.dtype), v, total * fade[:, None], input_precision="ieee")
+    return total, top, weight, bad
+
+
+@triton.jit
+def attend_tile(
+    q,  # [tokens, HEADS, D + ROPE]; a token is q_stride numbers after the one before
+    keys,  # [num_blocks, KV_HEADS, PAGE, D + ROPE]
+    values,  # [num_blocks, KV_HEADS, PAGE, D], or None: the first D numbers of each key
+    query_start,  # int32 [requests + 1]
+    context_len,  # int32 [requests]
+    block_table,  # int32 [requests, table_width]; of this rank's pages
+    status,  # int32 [requests]
+    sinks,  # [HEADS], or None
+    k_scale,  # float32 [KV_HEADS], or None
+    v_scale,
+    scale,
+    requests,
+    table_width,
+    num_blocks,
+    q_stride,
+    rank,
+    tile,
+    first_head,
+    split,
+    WORLD: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # heads of a tile, which share a KV head
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    ROPE: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0 for none
+    SOFTCAP: tl.constexpr,  # 0 for none
+    SINGLE: tl.constexpr,  # each request has one query
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """One tile of GROUP heads, over a split of its keys.
+
+    Returns:
+        float32 [BLOCK_M, BLOCK_D], zeros if the request is flagged; its LSE, float32 [BLOCK_M];
+        of each row, int32 [BLOCK_M], the token and the head; bool [BLOCK_M], which rows count.
+    """
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    head = first_head // (HEADS // KV_HEADS)
+    if SINGLE:
+        request, first_row, first, queries = tile, tile, 0, 1
+    else:
+        request = find_request(query_start, tile, requests, BLOCK_Q)
+        first_row = tl.load(query_start + request)
+        queries = tl.load(query_start + request + 1) - first_row
+        first = (tile - first_row // BLOCK_Q - request) * BLOCK_Q
+    context = tl.load(context_len + request)
+    fault = tl.where(local_length(context, rank, WORLD, PAGE) > table_width * PAGE, _LONGER, 0)
+    fault = fault | tl.where(context < queries, _SHORTER, 0)
+
+    # Which keys the tile sees, and which of them all of its queries do.
+    first_position = context - queries + first
+    last_position = context - queries + tl.minimum(first + BLOCK_Q, queries) - 1
+    begin, inner_begin = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    if WINDOW > 0:
+        begin += local_length(tl.maximum(first_position + 1 - WINDOW, 0), rank, WORLD, PAGE)
+        inner_begin += local_length(tl.maximum(last_position + 1 - WINDOW, 0), rank, WORLD, PAGE)
+    inner_end = local_length(first_position + 1, rank, WORLD, PAGE)
+    end = local_length(last_position + 1, rank, WORLD, PAGE)
+    end = tl.where((fault == 0) & (first < queries), end, begin)
+
+    # In blocks, of this split.
+    first_block = begin // BLOCK_N
+    end_block = tl.where(begin < end, tl.cdiv(end, BLOCK_N), first_block)
+    if SPLITS > 1:
+        each = tl.cdiv(end_block - first_block, SPLITS)
+        last_block = end_block
+        first_block = tl.minimum(first_block + split * each, last_block)
+        end_block = tl.minimum(first_block + each, last_block)
+    inner_first = tl.cdiv(inner_begin, BLOCK_N)
+    inner_first = tl.minimum(tl.maximum(inner_first, first_block), end_block)
+    inner_last = tl.minimum(tl.maximum(inner_end // BLOCK_N, inner_first), end_block)
+
+    row = tl.arange(0, BLOCK_M)
+    query, q_head = first + row // GROUP, first_head + row % GROUP
+    stored = (row < BLOCK_Q * GROUP) & (query < queries)
+    token = first_row + query
+    q_rows = token.to(tl.int64) * q_stride + q_head * (D + ROPE)
+    block_q = load_block(q, q_rows, stored, D, True, BLOCK_D)
+    q_rope = None
+    if ROPE > 0:
+        q_rope = load_block(q + D, q_rows, stored, ROPE, True, BLOCK_R)
+    position = context - queries + query
+    if k_scale is not None:
+        scale = scale * tl.load(k_scale + head)
+
+    total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    if sinks is not None:
+        top = tl.load(sinks + q_head, mask=stored, other=0.0).to(tl.float32) * LOG2E
+        weight = tl.full((BLOCK_M,), 1.0, tl.float32)
+    else:
+        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        weight = tl.zeros((BLOCK_M,), tl.float32)
+    bad = tl.zeros((BLOCK_N,), tl.int32)
+    table = block_table + tl.cast(request, tl.int64) * table_width
+    for block in range(inner_first, inner_last):
+        total, top, weight, bad = attend_block(
+            block_q, q_rope, total, top, weight, bad, keys, values, table, num_blocks, head,
+            block * BLOCK_N, begin, end, position, scale, rank,
+            WORLD, KV_HEADS, PAGE, D, ROPE, WINDOW, SOFTCAP, False, BLOCK_N, BLOCK_D, BLOCK_R,
+        )  # fmt: skip
+    interior = inner_last - inner_first
+    for edge in range(first_block, end_block - interior):
+        block = edge + tl.where(edge >= inner_first, interior, 0)
+        total, top, weight, bad = attend_block(
+            block_q, q_rope, total, top, weight, bad, keys, values, table, num_blocks, head,
+            block * BLOCK_N, begin, end, position, scale, rank,
+            WORLD, KV_HEADS, PAGE, D, ROPE, WINDOW, SOFTCAP, True, BLOCK_N, BLOCK_D, BLOCK_R,
+        )  # fmt: skip
+
+    fault = fault | tl.where(tl.max(bad, axis=0) > 0, _OUT_OF_POOL, 0)
+    if fault != 0:
+        tl.atomic_or(status + request, fault, sem="relaxed", scope="gpu")
+    if v_scale is not None:
+        total = total * tl.load(v_scale + head)
+    unseen = weight == 0
+    weight = tl.where(unseen, 1.0, weight)
+    total = tl.where(fault == 0, total / weight[:, None], 0.0)
+    log_sum = tl.where(unseen, float("-inf"), (top + tl.log2(weight)) * LN2)
+    return total, tl.where(fault == 0, log_sum, float("inf")), token, q_head, stored
+
+
+@triton.jit
+def store_rows(out, lse, total, log_sum, place, stored, D: tl.constexpr):
+    """Store some rows of `attend_tile` to places of out [*, D] and, unless it is None, lse [*]."""
+    d = tl.arange(0, total.shape[1])
+    inside = stored[:, None] & (d < D)[None, :]
+    tl.store(out + place[:, None] * D + d[None, :], total.to(out.dtype.element_ty), mask=inside)
+    if lse is not None:
+        tl.store(lse + place, log_sum, mask=stored)
+
+
+@triton.jit(do_not_specialize=["tokens", "requests", "table_width", "num_blocks", "rank"])
+def attend(
+    q,  # as the next ones, of `attend_tile`
+    keys,
+    values,
+    query_start,
+    context_len,
+    block_table,
+    status,
+    sinks,
+    k_scale,
+    v_scale,
+    out,  # [SPLITS, tokens, HEADS, D]
+    lse,  # float32 [SPLITS, tokens, HEADS], or None
+    scale,
+    tokens,
+    requests,
+    table_width,
+    num_blocks,
+    q_stride,
+    rank,
+    WORLD: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    ROPE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINGLE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """One tile over a split of its keys. Grid: (tiles, HEADS / GROUP, SPLITS)."""
+    tile, split = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(2)
+    total, log_sum, token, head, stored = attend_tile(
+        q, keys, values, query_start, context_len, block_table, status, sinks, k_scale, v_scale,
+        scale, requests, table_width, num_blocks, q_stride, rank,
+        tile, tl.program_id(1) * GROUP, split,
+        WORLD, HEADS, KV_HEADS, GROUP, PAGE, D, ROPE, WINDOW, SOFTCAP, SINGLE, SPLITS,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_R,
+    )  # fmt: skip
+    place = (tl.cast(split, tl.int64) * tokens + token) * HEADS + head
+    store_rows(out, lse, total, log_sum, place, stored, D)

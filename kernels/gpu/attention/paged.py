@@ -1,0 +1,141 @@
+"""Paged attention on a GPU, for ragged batches of prefill chunks and decodes.
+
+    paged_attention(q [T, H, D], keys, values [num_blocks, Hk, page, D], batch) -> [T, H, D]
+
+In the order of the data: what is given (attention_inputs.py), how it is cut (attention_tile.py),
+the kernel (attend.py), and here the op that launches it.
+
+Not handled: attention that is not causal, gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+from torch import Tensor
+
+from weft.kernels.gpu.runtime.arguments import require
+from weft.kernels.gpu.attention.kernel import attend
+from weft.kernels.gpu.attention.inputs import Options, PagedBatch, check_attention
+from weft.kernels.gpu.attention.tile import (
+    Tile,
+    checked_tile,
+    count_tiles,
+    heads_of_tile,
+    is_decode,
+)
+from weft.kernels.gpu.tuning.search import Choice
+
+
+def paged_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    lse: Tensor | None = None,
+    blocks: tuple[int, int] | None = None,
+    warps: int = 0,
+    stages: int = 0,
+    choice: Choice | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Tensor:
+    """Causal attention of the step's queries over their requests' pages.
+
+    Args:
+        q: [T, H, D], float32, float16 or bfloat16; a token's heads contiguous. Query head h reads
+            KV head h // (H / Hk). D is at most 256, H / Hk at most 128.
+        keys, values: contiguous [num_blocks, Hk, page, D], q's dtype or float8_e4m3fn; the step's
+            tokens included.
+        batch: of the step. What is wrong with a request is flagged in its status.
+        scale, sliding_window, softcap, sinks, k_scale, v_scale, lse: see Options.
+        blocks: BLOCK_M and BLOCK_N of a tile; chosen if None.
+        warps, stages: that the kernel is compiled with; chosen if 0.
+        choice: of a tile where blocks is None, if one was tuned.
+        rank, world_size: whose pages these are, if ranks share those of each request: see
+            PagedBatch. A query that sees no key here has a result of 0, and an LSE of -inf.
+
+    Returns:
+        [T, H, D], q's dtype. Zeros for a request that is flagged, in part or as a whole.
+
+    Raises:
+        KernelError: the tensors do not go together, or one cannot be taken.
+    """
+    check = functools.partial(require, "paged_attention")
+    options = Options(scale, sliding_window, softcap, sinks, k_scale, v_scale, lse)
+    check("rank", rank, 0 <= rank < world_size, f"be in [0, {world_size}), the world size")
+    once = sinks is None or world_size == 1
+    check("sinks", "given", once, "be None where ranks share pages: they count once")
+    check_attention(check, q, keys, values, batch, options, world_size)
+    config = None
+    if choice and blocks is None:
+        config = choice.of_attention(q, keys, batch.max_queries, batch.max_context)
+    tile = checked_tile(check, q, keys, batch, blocks, warps, stages, config)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    launch_attend(
+        *(q, keys, values, batch, out, lse, tile, options), rank=rank, world_size=world_size
+    )
+    return out
+
+
+def launch_attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor | None,
+    batch: PagedBatch,
+    out: Tensor,
+    lse: Tensor | None,
+    tile: Tile,
+    options: Options,
+    *,
+    splits: int = 1,
+    sinks: bool = True,
+    rank: int = 0,
+    world_size: int = 1,
+) -> None:
+    """Launch `attend` on what has been checked.
+
+    Args:
+        values: None, if they are the first D numbers of the keys.
+        out: [splits, T, H, D], or without the first axis.
+        lse: float32 [splits, T, H], likewise, or None.
+        sinks: whether they count here, and not where parts are merged.
+        rank, world_size: whose pages they are.
+    """
+    if not q.numel():
+        return
+    (tokens, heads, width), (num_blocks, kv_heads, page, _) = q.shape, keys.shape
+    dim = out.shape[-1]
+    group = heads_of_tile(heads // kv_heads, tile)
+    attend[(count_tiles(q, batch, tile, group), heads // group, splits)](
+        *(q, keys, values, batch.query_start, batch.context_len, batch.block_table, batch.status),
+        *(options.sinks if sinks else None, options.k_scale, options.v_scale),
+        *(out, lse, options.scale, tokens, len(batch.context_len), batch.block_table.shape[1]),
+        *(num_blocks, q.stride(0), rank),
+        WORLD=world_size,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        PAGE=page,
+        D=dim,
+        ROPE=width - dim,
+        WINDOW=options.sliding_window or 0,
+        SOFTCAP=options.softcap or 0.0,
+        SINGLE=is_decode(q, batch),
+        SPLITS=splits,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        BLOCK_R=max(16, triton.next_power_of_2(width - dim)),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )

@@ -1,0 +1,490 @@
+"""Prefill attention of a sequence that is split over ranks: keys come while others are computed.
+
+    sequence_parallel_attention(q [m, H, D], k [m, Hk, D], v [m, Hk, D]) -> [m, H, D]
+
+Causal attention among the W * m tokens of all ranks, of which each rank has as
+many, and the result of its own. The tokens are in parts, one after the other:
+
+    contiguous    rank r has part r of W
+    zigzag        rank r has parts r and 2 W - 1 - r of 2 W: as much work as any other rank
+
+A tile of queries of part g needs keys of the parts before g, and of g itself, as
+far as they are of its own sequence. It goes over the rank's own parts first, and
+then over those of ranks r - 1, r - 2 .. (Ring Attention: Liu et al. 2023; but each
+shard is sent to all that need it at once, as Triton-distributed does: Zheng et al.
+2025.) The softmax is online, so the order does not matter to it.
+
+Protocol. Slot n mod 2 of each rank's buffer is [K or V, W, m, Hk, D]. There is a
+signal for each chunk of a rank's parts and each rank, and one more for each rank.
+In call n of rank r
+
+1. `push_parts` tells all ranks that it is in call n: signal `met` + r of each is n.
+   Then it copies chunks to row r of the slots of ranks r + 1, r + 2 .., each followed
+   by n in signal [chunk, r] there. It sends to a rank no part that this does not need,
+   and nothing before that rank is in call n - 1.
+2. `attend_parts` is persistent. Before it looks at a chunk of another rank, it waits
+   for its signal. The own parts are read where they are.
+
+Not every rank waits for every other one's data: those before it need none of a rank's.
+So what gpu/workspace.py says of slots does not hold, and `met` takes its place. A
+rank that is in call n - 1 has finished call n - 2, whose slot call n writes to.
+
+Both sides find out by the same function, `is_needed`, what is sent; so what
+query_start says can be wrong, but not let a rank wait for what does not come.
+
+On a GPU the copies run on a stream of their own, on a processor that `attend_parts`
+leaves to them, as in all_gather_matmul.py. A program of them that waits for `met`
+waits for an earlier call, so there is no cycle.
+
+Not handled: keys that are in a cache already, windows, softcap, sinks, gradients.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.gpu.runtime.arguments import require_counts, require_tensor
+from weft.kernels.gpu.attention.kernel import LN2, LOG2E, load_block, soften
+from weft.kernels.gpu.attention.inputs import MAX_HEAD_DIM, check_heads, check_queries
+from weft.kernels.gpu.attention.tile import Tile, asked_tile, choose_tile
+from weft.kernels.gpu.collectives.chunks import copy_chunk
+from weft.kernels.gpu.matmul.epilogue import RESULTS
+from weft.kernels.gpu.matmul.matmul import target
+from weft.kernels.gpu.runtime.signals import notify, peer_pointer, wait
+from weft.kernels.gpu.tuning.search import Choice
+from weft.kernels.gpu.runtime.workspace import Workspace, agreed, triton_type
+from weft.kernels.symmetric.memory import Home
+
+CHUNK = 256
+"""Tokens that have a signal of their own, unless a workspace is told otherwise."""
+
+BLOCK = 4096
+"""Numbers that a program moves at a time."""
+
+SENDERS = 8
+"""Of so many processors, one is for copying: a guess."""
+
+
+@triton.jit
+def part_of(rank, index, WORLD: tl.constexpr, PARTS: tl.constexpr):
+    """Which part of all tokens a rank's first or second one is."""
+    part = rank
+    if PARTS == 2:
+        part = tl.where(index == 0, rank, 2 * WORLD - 1 - rank)
+    return part
+
+
+@triton.jit
+def beginning_of(position, query_start, entries):
+    """Where the sequences begin that tokens are of; never behind the token.
+
+    Args:
+        position: of each among all tokens; one or a block of them.
+        query_start: int32 [entries], or None if all are of one sequence.
+    """
+    begin = position * 0
+    if query_start is not None:
+        left = entries
+        while left > 1:  # it is the last entry that is not behind the token, of `left` from here
+            half = left // 2
+            not_behind = tl.load(query_start + begin + half) <= position
+            begin = tl.where(not_behind, begin + half, begin)
+            left -= half
+        begin = tl.minimum(tl.maximum(tl.load(query_start + begin), 0), position)
+    return begin
+
+
+@triton.jit
+def is_needed(part, reader, begin, length):
+    """Whether queries of part `reader`, whose first token's sequence begins there, see a part."""
+    return (part < reader) & (begin < (part + 1) * length)
+
+
+@triton.jit(do_not_specialize=["rank", "entries"])
+def push_parts(
+    keys,  # [PARTS * length, row]; this rank's
+    values,
+    query_start,  # int32 [entries], or None
+    buffers,  # int64 [W]; addresses of [2, 2, half]
+    signals,  # int64 [W]; addresses of int32 [met + W]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    entries,
+    length,  # tokens of a part
+    row,  # numbers of a token's keys: KV_HEADS * D
+    half,  # numbers of the keys in a slot, at least W * PARTS * length * row
+    chunk,  # tokens
+    met,  # the first of W signals that say in which call a rank is
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    max_polls,
+):
+    """Send the ranks what they need, a chunk at a time. Grid: (programs,), persistent."""
+    call = tl.load(calls)
+    if tl.program_id(0) == 0:
+        for step in range(1, WORLD):
+            notify(signals, (rank + step) % WORLD, met + rank, call)
+    chunks = tl.cdiv(length, chunk)
+    for item in range(tl.program_id(0), (WORLD - 1) * PARTS * chunks, tl.num_programs(0)):
+        peer = (rank + 1 + item // (PARTS * chunks)) % WORLD
+        index, number = item // chunks % PARTS, item % chunks
+        part = part_of(rank, index, WORLD, PARTS)
+        begin = beginning_of(peer * length, query_start, entries)
+        needed = is_needed(part, peer, begin, length)
+        if PARTS == 2:
+            second = 2 * WORLD - 1 - peer
+            begin = beginning_of(second * length, query_start, entries)
+            needed = needed | is_needed(part, second, begin, length)
+        if needed:
+            wait(signals, rank, met + peer, call - 1, fault, max_polls)
+            own = tl.cast(index * length, tl.int64) * row
+            there = tl.cast(rank * PARTS * length, tl.int64) * row + own
+            to = peer_pointer(buffers, peer, dtype) + (call % 2) * 2 * tl.cast(half, tl.int64)
+            to += there
+            copy_chunk(to, keys + own, number, length * row, chunk * row, BLOCK)
+            copy_chunk(to + half, values + own, number, length * row, chunk * row, BLOCK)
+            notify(signals, peer, (index * chunks + number) * WORLD + rank, call)
+
+
+@triton.jit
+def attend_keys(
+    q,  # [BLOCK_M, BLOCK_D]
+    total,  # float32 [BLOCK_M, BLOCK_D]; sum of weights times values
+    top,  # float32 [BLOCK_M]; the largest score
+    weight,  # float32 [BLOCK_M]; sum of weights, in units of 2^top
+    keys,  # of the block's first token
+    values,
+    first,  # of its tokens, among all
+    begin,  # of the tokens that are here and seen by one of the queries, among all
+    end,
+    seen_from,  # int32 [BLOCK_M]; the first token that each row's query sees
+    position,  # int32 [BLOCK_M]; of each row's query
+    scale,  # in units of log 2
+    ROW: tl.constexpr,
+    D: tl.constexpr,
+    EDGE: tl.constexpr,  # some row may not see some key
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One block of keys and values: a step of the online softmax."""
+    n = tl.arange(0, BLOCK_N)
+    needed = (first + n >= begin) & (first + n < end)
+    k = load_block(keys, n * ROW, needed, D, EDGE, BLOCK_D)
+    scores = tl.dot(q, k.T, input_precision="ieee") * scale
+    if EDGE:
+        key = (first + n)[None, :]
+        seen = needed[None, :] & (key <= position[:, None]) & (key >= seen_from[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+    weights, fade, top, weight = soften(scores, top, weight)
+    v = load_block(values, n * ROW, needed, D, EDGE, BLOCK_D)
+    total = tl.dot(weights.to(q.dtype), v, total * fade[:, None], input_precision="ieee")
+    return total, top, weight
+
+
+@triton.jit(do_not_specialize=["rank", "entries"])
+def attend_parts(
+    q,  # [PARTS * length, HEADS, D]; a token is q_stride numbers after the one before
+    keys,  # [PARTS * length, KV_HEADS, D]; this rank's
+    values,
+    query_start,  # int32 [entries], or None
+    out,  # [PARTS * length, HEADS, D]
+    lse,  # float32 [PARTS * length, HEADS], or None
+    buffers,  # int64 [W]; addresses of [2, 2, half]
+    signals,  # int64 [W]; addresses of int32 [chunks, W], and more
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    scale,
+    rank,
+    entries,
+    length,  # tokens of a part
+    q_stride,
+    half,  # numbers of the keys in a slot
+    chunk,  # tokens
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    PARTS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    max_polls,
+):
+    """Tiles of the result, of a KV head each. Grid: (programs,), persistent."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    ROW: tl.constexpr = KV_HEADS * D
+    call = tl.load(calls)
+    gathered = peer_pointer(buffers, rank, dtype) + (call % 2) * 2 * tl.cast(half, tl.int64)
+    tiles, chunks = tl.cdiv(length, BLOCK_Q), tl.cdiv(length, chunk)
+    row, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    for item in range(tl.program_id(0), PARTS * tiles * KV_HEADS, tl.num_programs(0)):
+        # Those that see most come first: a rank's second part is the later one.
+        head, tile = item % KV_HEADS, PARTS * tiles - 1 - item // KV_HEADS
+        index, first = tile // tiles, tile % tiles * BLOCK_Q
+        part = part_of(rank, index, WORLD, PARTS)
+        query, q_head = first + row // GROUP, head * GROUP + row % GROUP
+        stored = (row < BLOCK_Q * GROUP) & (query < length)
+        token, position = index * length + query, part * length + query
+        first_position = part * length + first
+        last_position = part * length + tl.minimum(first + BLOCK_Q, length) - 1
+        seen_from = beginning_of(position, query_start, entries)
+        begin = beginning_of(first_position, query_start, entries)
+        inner_begin = beginning_of(last_position, query_start, entries)
+        part_seen_from = beginning_of(part * length, query_start, entries)
+        q_rows = token.to(tl.int64) * q_stride + q_head * D
+        block_q = load_block(q, q_rows, stored, D, True, BLOCK_D)
+
+        total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        weight = tl.zeros((BLOCK_M,), tl.float32)
+        for turn in range(WORLD * PARTS):
+            step, of_source = turn // PARTS, turn % PARTS
+            source = (rank + WORLD - step) % WORLD
+            other = part_of(source, of_source, WORLD, PARTS)
+            part_begin = other * length
+            low = tl.maximum(begin - part_begin, 0)
+            high = tl.minimum(last_position + 1 - part_begin, length)
+            needed = (other == part) | is_needed(other, part, part_seen_from, length)
+            needed = needed & (low < high)
+            low, high = tl.where(needed, low, 0), tl.where(needed, high, 0)
+            own = tl.cast(of_source * length, tl.int64) * ROW + head * D
+            come = tl.cast(source * PARTS * length, tl.int64) * ROW + own
+            from_keys = tl.where(step > 0, gathered + come, keys + own)
+            from_values = tl.where(step > 0, gathered + half + come, values + own)
+            for number in range(low // chunk, tl.cdiv(high, chunk)):
+                if step > 0:
+                    signal = (of_source * chunks + number) * WORLD + source
+                    wait(signals, rank, signal, call, fault, max_polls)
+                # Not flattened: loads must stay behind the wait. In blocks from the chunk's first.
+                base = number * chunk
+                low_here, high_here = tl.maximum(low, base), tl.minimum(high, base + chunk)
+                first_block = (low_here - base) // BLOCK_N
+                end_block = tl.cdiv(high_here - base, BLOCK_N)
+                inner = tl.cdiv(tl.maximum(inner_begin - part_begin - base, 0), BLOCK_N)
+                inner_first = tl.minimum(tl.maximum(inner, first_block), end_block)
+                inner = tl.minimum(high_here, first_position + 1 - part_begin) - base
+                inner_last = tl.minimum(tl.maximum(inner // BLOCK_N, inner_first), end_block)
+                for block in range(inner_first, inner_last):
+                    at = base + block * BLOCK_N
+                    place = tl.cast(at, tl.int64) * ROW
+                    total, top, weight = attend_keys(
+                        block_q, total, top, weight, from_keys + place, from_values + place,
+                        part_begin + at, part_begin + low_here, part_begin + high_here,
+                        seen_from, position, scale * LOG2E, ROW, D, False, BLOCK_N, BLOCK_D,
+                    )  # fmt: skip
+                interior = inner_last - inner_first
+                for edge in range(first_block, end_block - interior):
+                    at = base + (edge + tl.where(edge >= inner_first, interior, 0)) * BLOCK_N
+                    place = tl.cast(at, tl.int64) * ROW
+                    total, top, weight = attend_keys(
+                        block_q, total, top, weight, from_keys + place, from_values + place,
+                        part_begin + at, part_begin + low_here, part_begin + high_here,
+                        seen_from, position, scale * LOG2E, ROW, D, True, BLOCK_N, BLOCK_D,
+                    )  # fmt: skip
+
+        place = token.to(tl.int64) * HEADS + q_head
+        inside = stored[:, None] & (d < D)[None, :]
+        weight = tl.where(stored, weight, 1.0)
+        total = total / weight[:, None]
+        tl.store(out + place[:, None] * D + d[None, :], total.to(dtype), mask=inside)
+        if lse is not None:
+            tl.store(lse + place, (top + tl.log2(weight)) * LN2, mask=stored)
+
+
+class SequenceParallelWorkspace(Workspace):
+    """Of `sequence_parallel_attention`, on one rank; see its `_workspace`."""
+
+    def __init__(
+        self,
+        home: Home,
+        max_tokens: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        chunk: int,
+    ) -> None:
+        name, size = "sequence_parallel_attention", home.world_size
+        asked = {"max_tokens": max_tokens, "kv_heads": kv_heads, "head_dim": head_dim}
+        with agreed(name, {**asked, "dtype": dtype, "chunk": chunk}, home.exchange) as check:
+            require_counts(check, 0, max_tokens=max_tokens)
+            require_counts(check, 1, kv_heads=kv_heads, head_dim=head_dim, chunk=chunk)
+            numel = max_tokens * kv_heads * head_dim
+            must = "be below 2**31: kernels count them in 32 bits"
+            check("numbers of a rank's keys", numel, numel < 2**31, must)
+            fits = head_dim <= MAX_HEAD_DIM
+            check("head_dim", head_dim, fits, f"be at most {MAX_HEAD_DIM}")
+            check("dtype", dtype, dtype in RESULTS, f"be one of {', '.join(map(str, RESULTS))}")
+        self.max_tokens, self.kv_heads, self.head_dim = max_tokens, kv_heads, head_dim
+        self.chunk = chunk
+        row = kv_heads * head_dim
+        self.half = -(-size * max_tokens * row // 16) * 16  # values begin at a multiple of 16
+        self.met = size * (-(-max_tokens // chunk) + 1)  # two parts may have a chunk more
+        super().__init__(home, name, 2 * self.half, dtype, self.met + size)
+        self.choice = Choice(home, name)
+
+
+def sequence_parallel_attention_workspace(
+    home: Home,
+    max_tokens: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    chunk: int = CHUNK,
+) -> SequenceParallelWorkspace:
+    """A workspace for at most `max_tokens` tokens on each rank. Collective.
+
+    Args:
+        home: of this rank.
+        max_tokens: m.
+        kv_heads, head_dim: of k and v.
+        dtype: of all operands; float32, float16 or bfloat16.
+        chunk: tokens that have a signal of their own; best a multiple of 128.
+
+    Raises:
+        KernelError: on every rank, if one refuses an argument or has another one than the rest.
+    """
+    return SequenceParallelWorkspace(home, max_tokens, kv_heads, head_dim, dtype, chunk)
+
+
+def choose_part_tile(group: int, queries: int, head_dim: int, itemsize: int) -> Tile:
+    """As `choose_tile`; but more is kept here, so that where its tiles spill keys are fewer."""
+    tile = choose_tile(group, queries, head_dim, itemsize, cast=False)
+    backend, capability = target()
+    if head_dim > 64 and (backend == "hip" or capability >= 100):
+        tile = tile._replace(block_n=max(16, tile.block_n // 2))
+    if head_dim > 128 and tile.block_m >= 64 and backend == "cuda" and capability >= 100:
+        tile = tile._replace(stages=1)
+    return tile
+
+
+def sequence_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    workspace: SequenceParallelWorkspace,
+    *,
+    scale: float,
+    query_start: Tensor | None = None,
+    zigzag: bool = False,
+    lse: Tensor | None = None,
+    blocks: tuple[int, int] | None = None,
+    warps: int = 0,
+    stages: int = 0,
+    programs: int = 0,
+    senders: int = 0,
+) -> Tensor:
+    """Causal attention among the tokens of all ranks. Collective.
+
+    Args:
+        q: [m, H, D], the workspace's dtype; a token's heads contiguous. Query head h reads KV head
+            h // (H / Hk), of which H / Hk is at most 128.
+        k, v: [m, Hk, D], contiguous, q's dtype; m is the same on all ranks.
+        workspace: from `sequence_parallel_attention_workspace`.
+        scale: multiplies the scores.
+        query_start: int32 [B + 1], the same on all ranks, ascending from 0: where among the W * m
+            tokens the B sequences begin, and where the last one ends. What is behind it is one
+            more: ranks that have too few tokens pad. All are of one sequence if None.
+        zigzag: this rank has parts r and 2 W - 1 - r of 2 W, of m / 2 tokens each; otherwise
+            part r of W.
+        lse: float32 [m, H], written: the log of the sum of exp(score).
+        blocks: BLOCK_M and BLOCK_N of a tile; what was tuned, or else chosen, if None.
+        warps, stages: that the kernel is compiled with; chosen if 0.
+        programs: of the attention; all processors of the device but one if 0.
+        senders: programs that copy; one of SENDERS processors if 0.
+
+    Returns:
+        [m, H, D], q's dtype.
+
+    Raises:
+        KernelError: on every rank, if one cannot take its arguments, or they do not agree.
+    """
+    size, require = workspace.world_size, workspace.require
+    asked: dict[str, object] = {"scale": scale, "zigzag": zigzag, "blocks": blocks}
+    asked |= {"warps": warps, "stages": stages, "programs": programs, "senders": senders}
+    with workspace.agreed("sequence_parallel_attention", asked):
+        check_queries(require, q)
+        asked["q's shape"] = tuple(q.shape)
+        (m, heads, dim), made = q.shape, (workspace.kv_heads, workspace.head_dim)
+        must = f"be {workspace.dtype}, which the workspace was made for"
+        require("q's dtype", q.dtype, q.dtype == workspace.dtype, must)
+        require("q's device", q.device, q.device == workspace.device, f"be {workspace.device}")
+        for name, tensor in (("k", k), ("v", v)):
+            require_tensor(require, name, tensor, (m, *made), q.device, q.dtype)
+        must = f"be {workspace.head_dim}, which the workspace was made for"
+        require("D", dim, dim == workspace.head_dim, must)
+        check_heads(require, "k's heads", q, workspace.kv_heads)
+        must = f"be at most {workspace.max_tokens}, which the workspace was made for"
+        require("m", m, m <= workspace.max_tokens, must)
+        require("m", m, not zigzag or m % 2 == 0, "be even with zigzag: a rank has two parts")
+        entries = 0
+        if query_start is not None:
+            require_tensor(require, "query_start", query_start, None, q.device, torch.int32)
+            shape = list(query_start.shape)
+            fits = len(shape) == 1 and shape[0] > 0
+            require("query_start's shape", shape, fits, "be [B + 1]")
+            entries = shape[0]
+        asked["query_start's length"] = entries
+        if lse is not None:
+            require_tensor(require, "lse", lse, [m, heads], q.device, torch.float32)
+        group = heads // workspace.kv_heads
+        chosen = choose_part_tile(group, m, dim, q.element_size())
+        config = None
+        if blocks is None:
+            config = workspace.choice.of_attention(q, k, size * m, size * m)
+        if config:  # no higher than there are rows for
+            low = min(config.block_m, chosen.block_m)
+            chosen = Tile(low, config.block_n, config.warps, config.stages)
+            senders = senders or config.senders
+        tile = asked_tile(require, chosen, blocks, warps, stages, group)
+        available = max(1, workspace.processors - (size > 1))
+        why = "copies to other ranks need a processor"
+        workspace.require_programs(programs, available, why)
+        require("senders", senders, senders >= 0, "be positive, or 0 to choose")
+    out = torch.empty((m, heads, dim), dtype=q.dtype, device=q.device)
+    if not m:
+        return out
+    parts = 2 if zigzag else 1
+    length = m // parts
+    memory = (workspace.buffer.addresses, workspace.signals.addresses, workspace.calls)
+    order = {"dtype": triton_type(q.dtype), "WORLD": size, "PARTS": parts}
+    order["max_polls"] = workspace.max_polls
+    begun = None
+    with workspace.beside():
+        workspace.begin()
+        if q.is_cuda:
+            begun = torch.cuda.current_stream(q.device).record_event()
+        if size > 1:
+            items = (size - 1) * parts * -(-length // workspace.chunk)
+            few = senders or max(1, workspace.processors // SENDERS)
+            push_parts[(workspace.resident(min(items, few)),)](
+                *(k, v, query_start, *memory, workspace.fault, workspace.rank, entries),
+                *(length, k.stride(0), workspace.half, workspace.chunk, workspace.met),
+                **order,
+                BLOCK=BLOCK,
+            )
+    if begun is not None:
+        torch.cuda.current_stream(q.device).wait_event(begun)
+    items = parts * -(-length // (tile.block_m // group)) * workspace.kv_heads
+    attend_parts[(min(items, programs or available),)](
+        *(q, k, v, query_start, out, lse, *memory, workspace.fault, scale, workspace.rank),
+        *(entries, length, q.stride(0), workspace.half, workspace.chunk),
+        **order,
+        HEADS=heads,
+        KV_HEADS=workspace.kv_heads,
+        D=dim,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    workspace.rejoin()
+    return out

@@ -1,0 +1,339 @@
+"""All-gather: every rank's shard on every rank, in several ways.
+
+    all_gather(x_shard [M / W, ...]) -> [M, ...]
+
+Slot n mod 2 of each rank's buffer is [W, numel]; in call n, row r of it is for
+the shard of rank r. A shard is cut into chunks, and signal [c, r] of a rank is
+set to n when chunk c of rank r's shard can be read, by rank r. A signal must
+have one rank that sets it, whatever the method, or one that is late in call n
+would set it back after another has set it in call n + 1. So what comes through a
+third has signals of its own (two_level). The layout of the signals does not
+depend on the shape of a call: a rank that is one call ahead may set signals of
+the next call already, and those must not stand for others of this.
+
+Protocols, of call n:
+
+- push. Program (c, d) of rank r copies chunk c of r's shard to row r of the slot
+  of rank (r + 1 + d) mod W, and then sets that rank's signal [c, r]
+  (`push_chunks`). `collect_chunks` waits for each chunk and copies it out.
+- pull. The same, but a rank copies its shard to its own slot only, tells all
+  ranks, and they fetch it from there.
+- copy_engine. As push, by copies that the host has queued, which use no
+  processors of the GPU. A queued copy cannot choose its slot by the number of
+  the call (a CUDA graph replays the same addresses), so there is one slot, and
+  all ranks meet (`meet`) before it is written to again.
+- ll, ll128. As push, but data carries its own flag: all_gather_ll.py.
+- multimem. A rank stores its shard to all ranks at once through the switch
+  (multimem.py), then sets signal [c, r] of each.
+- two_level, for several nodes. A shard crosses to each other node once, and is
+  passed on within it: all_gather_two_level.py.
+
+In each of them a rank hears from every other one in every call, be it through a
+third, so two slots are enough, and calls may differ in method: gpu/workspace.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.gpu.collectives.all_gather_ll import run_ll, run_ll128
+from weft.kernels.gpu.collectives.all_gather_two_level import send_two_level
+from weft.kernels.gpu.collectives.chunks import BLOCK, CHUNK, copy_chunk, push_chunks
+from weft.kernels.gpu.collectives.collective import (
+    LOW_LATENCY,
+    MAX_LL_BYTES,
+    UNITS,
+    CollectiveWorkspace,
+    count_chunks,
+    waiting,
+)
+from weft.kernels.gpu.runtime.multimem import load_16_bytes, multimem_store
+from weft.kernels.gpu.runtime.signals import meet, notify, peer_pointer, tell, wait
+from weft.kernels.gpu.runtime.workspace import SLOTS
+from weft.kernels.symmetric.memory import Home
+
+
+@triton.jit(do_not_specialize=["rank"])
+def publish_chunks(
+    x,  # [numel]; this rank's shard
+    buffers,  # int64 [W]; addresses of [2, W, numel]
+    signals,  # int64 [W]; addresses of int32 [chunks, W]
+    calls,  # int32 [1]
+    rank,
+    numel,
+    slot_numel,
+    chunk,
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy one chunk to this rank's own slot and tell all ranks. Grid: (chunks,)."""
+    index = tl.program_id(0)
+    call = tl.load(calls)
+    to = peer_pointer(buffers, rank, dtype) + (call % 2) * slot_numel + rank * numel
+    copy_chunk(to, x, index, numel, chunk, BLOCK)
+    for step in range(WORLD):
+        notify(signals, (rank + step) % WORLD, index * WORLD + rank, call)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def collect_chunks(
+    out,  # [W, numel]
+    buffers,  # int64 [W]; addresses of [2, W, numel]
+    signals,  # int64 [W]; addresses of int32 [chunks, W], and from `passed` on of as many again
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    numel,
+    slot_numel,
+    chunk,
+    passed,  # the first of the signals of what comes through another rank of the node
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    NODE: tl.constexpr,  # ranks of a node, each of which passes on; 1 if none does
+    PULL: tl.constexpr,  # from the slot of the rank whose shard it is, not from the own slot
+    BLOCK: tl.constexpr,
+    max_polls,
+):
+    """Wait for chunks and copy them out of the buffer. Grid: (programs,), persistent.
+
+    In the order in which they come: rank r - d sends to rank r in its d-th place, itself last.
+    """
+    call = tl.load(calls)
+    for item in range(tl.program_id(0), WORLD * tl.cdiv(numel, chunk), tl.num_programs(0)):
+        source = (rank + WORLD - 1 - item % WORLD) % WORLD
+        index = item // WORLD
+        first = tl.where(source % NODE == rank % NODE, 0, passed)
+        wait(signals, rank, first + index * WORLD + source, call, fault, max_polls)
+        holder = source if PULL else rank
+        shard = peer_pointer(buffers, holder, dtype) + (call % 2) * slot_numel + source * numel
+        copy_chunk(out + source * numel, shard, index, numel, chunk, BLOCK)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def multicast_chunks(
+    x,  # int32 [words]; this rank's shard, in words of 4 bytes
+    multicast,  # int64; address of int32 [2, W, words] of all ranks
+    signals,  # int64 [W]; addresses of int32 [chunks, W]
+    calls,  # int32 [1]
+    rank,
+    words,  # of a shard; a multiple of 4
+    slot_words,  # of a slot of the buffer; a multiple of 4
+    chunk,  # words of a chunk; a multiple of 4
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Store one chunk to all ranks and tell them. Grid: (chunks,)."""
+    index = tl.program_id(0)
+    call = tl.load(calls)
+    to = multicast + 4 * ((call % 2) * tl.cast(slot_words, tl.int64) + rank * words)
+    begin = index * chunk // 4
+    end = tl.minimum(begin + chunk // 4, words // 4)
+    for start in range(begin, end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        a, b, c, d = load_16_bytes(x, at, at < end)
+        multimem_store(to + 16 * at, a, b, c, d, at < end)
+    for step in range(WORLD):
+        notify(signals, (rank + step) % WORLD, index * WORLD + rank, call)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def wait_for_all(
+    signals,  # int64 [W]; addresses of int32 [W]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    WORLD: tl.constexpr,
+    max_polls,
+):
+    """Wait for the first chunk of each rank. Grid: (1,)."""
+    call = tl.load(calls)
+    for source in range(WORLD):
+        wait(signals, rank, source, call, fault, max_polls)
+
+
+class AllGatherWorkspace(CollectiveWorkspace):
+    """Of `all_gather`, on one rank; see `all_gather_workspace`."""
+
+    def __init__(
+        self,
+        home: Home,
+        max_numel: int,
+        dtype: torch.dtype,
+        methods: Sequence[str],
+        chunk: int,
+        ranks_per_node: int | None,
+    ) -> None:
+        size, chunks = home.world_size, count_chunks(max_numel, chunk)
+        passed = size * chunks if "two_level" in methods else 0
+        super().__init__(
+            *(home, "all_gather"),
+            size * -(-max_numel // 8) * 8,  # each slot begins at a multiple of 16 bytes
+            dtype,
+            num_signals=size * (chunks + 1) + passed,
+            max_numel=max_numel,
+            methods=methods,
+            known=METHODS,
+            chunk=chunk,
+            ranks_per_node=ranks_per_node,
+        )
+        nbytes = min(max_numel * dtype.itemsize, MAX_LL_BYTES)
+        self.met = size * chunks  # the first of the signals of `meet`
+        self.passed = self.met + size  # the first of the signals of what is passed on
+        puts = size // self.ranks_per_node * chunks if self.far else 0
+        self.across = home.zeros("all_gather.across", (puts,), torch.int64)
+        self.ll_words = -(-nbytes // 4) if "ll" in methods else 0
+        self.ll128_lines = -(-nbytes // 120) if "ll128" in methods else 0
+        self.ll = home.zeros("all_gather.ll", (SLOTS, size, self.ll_words), torch.int64)
+        self.ll128 = home.zeros(
+            "all_gather.ll128", (SLOTS, size, self.ll128_lines, 16), torch.int64
+        )
+        copied = size * max_numel if "copy_engine" in methods else 0
+        self.copied = home.empty("all_gather.copied", (copied,), dtype)
+
+
+def all_gather_workspace(
+    home: Home,
+    max_numel: int,
+    dtype: torch.dtype,
+    methods: Sequence[str] = ("push",),
+    *,
+    chunk: int = CHUNK,
+    ranks_per_node: int | None = None,
+) -> AllGatherWorkspace:
+    """A workspace for shards of at most `max_numel` numbers. Collective.
+
+    Args:
+        home: of this rank.
+        max_numel: of a shard.
+        dtype: float32, float16 or bfloat16.
+        methods: that it will be used with, of METHODS.
+        chunk: numbers that have a signal of their own; a multiple of 8.
+        ranks_per_node: for two_level: ranks 0 to ranks_per_node - 1 are on one node, and so on.
+            All ranks are on one node if None. Ranks without an address must be of other nodes,
+            and two_level the only method.
+
+    Raises:
+        KernelError: on every rank, if on one of them there is no such method, or a node's ranks
+            do not divide the world's; or if the ranks' arguments differ.
+    """
+    return AllGatherWorkspace(home, max_numel, dtype, methods, chunk, ranks_per_node)
+
+
+def all_gather(
+    x_shard: Tensor, workspace: AllGatherWorkspace, *, method: str | None = None
+) -> Tensor:
+    """The shards of all ranks, one after the other. Collective.
+
+    Args:
+        x_shard: [M / W, ...], contiguous, the workspace's dtype; of the same shape on all ranks.
+            For ll128 of a multiple of 8 bytes, for multimem of 16.
+        workspace: from `all_gather_workspace`.
+        method: of those that the workspace was made for; the same on all ranks. If None, what was
+            tuned for this device, world size, shape and dtype, else what the cost model prefers.
+
+    Returns:
+        [M, ...].
+
+    Raises:
+        KernelError: the shard does not fit the workspace or the method, on one rank; or it is not
+            the same on all of them.
+    """
+    size = workspace.world_size
+    asked: dict[str, object] = {}
+    with workspace.agreed("all_gather", asked):
+        workspace.require_tensor("x_shard", x_shard)
+        shape = tuple(x_shard.shape)
+        if method is None:
+            method = workspace.choose_method(x_shard, size * len(x_shard) if x_shard.dim() else 1)
+            if x_shard.data_ptr() % UNITS.get(method, 1):
+                x_shard = x_shard.clone()
+        asked |= {"method": repr(method), "x_shard's shape": shape}
+        workspace.require_method(method)
+        workspace.require("x_shard's shape", shape, x_shard.dim() > 0, "have at least one axis")
+        workspace.require_max_numel("x_shard", x_shard)
+        if method in LOW_LATENCY:
+            workspace.require_few_bytes("x_shard", x_shard, MAX_LL_BYTES, method)
+        if method in UNITS:
+            workspace.require_units("x_shard", x_shard, UNITS[method], method)
+    out = x_shard.new_empty(size * x_shard.shape[0], *x_shard.shape[1:])
+    if x_shard.numel():
+        METHODS[method](x_shard, out, workspace)
+    return out
+
+
+def _push(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
+    numel = x.numel()
+    chunks, tables, sizes, constants = workspace.chunked(numel)
+    workspace.begin()
+    push_chunks[(workspace.world_size * chunks,)](x, *tables, *sizes, 0, numel, **constants)
+    _collect(out, workspace, numel)
+
+
+def _pull(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
+    chunks, tables, sizes, constants = workspace.chunked(x.numel())
+    workspace.begin()
+    publish_chunks[(chunks,)](x, *tables, *sizes, **constants)
+    _collect(out, workspace, x.numel(), pull=True)
+
+
+def _collect(
+    out: Tensor, workspace: AllGatherWorkspace, numel: int, *, pull: bool = False, node: int = 1
+) -> None:
+    chunks, tables, sizes, constants = workspace.chunked(numel)
+    collect_chunks[(workspace.resident(workspace.world_size * chunks),)](
+        *(out, *tables, workspace.fault, *sizes, workspace.passed),
+        **{**constants, **waiting(workspace), "PULL": pull, "NODE": node},
+    )
+
+
+def _copy_engine(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
+    size, rank, numel = workspace.world_size, workspace.rank, x.numel()
+    signals, calls = workspace.signals.addresses, workspace.calls
+    waits = (signals, calls, workspace.fault, rank)
+    constants = {"WORLD": size, "max_polls": workspace.max_polls}
+    workspace.begin()
+    meet[(1,)](*waits, workspace.met, **constants)
+    for step in range(size):
+        peer = (rank + step) % size
+        row = workspace.copied.peers[peer][rank * numel : (rank + 1) * numel]
+        row.copy_(x.view(-1), non_blocking=True)
+        tell[(1,)](signals, calls, peer, rank)
+    wait_for_all[(1,)](*waits, **constants)
+    out.view(-1).copy_(workspace.copied.local[: size * numel], non_blocking=True)
+
+
+def _multimem(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
+    numel, itemsize = x.numel(), x.itemsize
+    chunks = -(-numel // workspace.chunk)
+    workspace.begin()
+    multicast_chunks[(chunks,)](
+        *(x.view(-1).view(torch.int32), workspace.buffer.multicast),
+        *(workspace.signals.addresses, workspace.calls, workspace.rank),
+        *(n * itemsize // 4 for n in (numel, workspace.numel, workspace.chunk)),
+        WORLD=workspace.world_size,
+        BLOCK=BLOCK // 4,
+    )
+    _collect(out, workspace, numel)
+
+
+def _two_level(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
+    workspace.begin()
+    send_two_level(x, workspace)
+    _collect(out, workspace, x.numel(), node=workspace.ranks_per_node)
+
+
+METHODS: dict[str, Callable[[Tensor, Tensor, AllGatherWorkspace], None]] = {
+    "push": _push,
+    "pull": _pull,
+    "copy_engine": _copy_engine,
+    "ll": run_ll,
+    "ll128": run_ll128,
+    "multimem": _multimem,
+    "two_level": _two_level,
+}

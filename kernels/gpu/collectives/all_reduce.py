@@ -1,0 +1,396 @@
+"""All-reduce: the sum over all ranks, on each of them, with the same bits on all.
+
+    all_reduce(x [...]) -> [...]
+
+Numbers travel in the dtype of x, are added in float32 and rounded once.
+
+Protocols, of call n; the slot is n mod 2:
+
+- one_shot. Every rank pushes x to all ranks (`push_chunks` of chunks.py), and
+  each of them adds the W rows of its slot in the order of the ranks
+  (`add_rows` of reduce_scatter.py). One trip, W times the traffic: for
+  little data.
+- ll. The same by stores that carry their own flag (low_latency.py), in one launch:
+  a program sends its blocks of x to all ranks, then takes the same blocks of every
+  rank, in their order, and adds. It waits only for programs of its own number.
+- two_shot. x is cut into W parts. Every rank pushes part p to rank p
+  (`push_chunks`, too); for chunk c `reduce_and_send` waits until it has come from all
+  ranks, adds in their order, and stores the sum to row r of the second
+  buffer of all ranks, whose second signal [c, r] it sets; `collect_parts` waits
+  for those. Two trips, twice the traffic of one x: for much data.
+- multimem. As two_shot, by the switch (multimem.py). Rank r copies x to its own
+  slot and sets signal [c, r] of rank p when chunk c of part p is there. Program c
+  of rank r waits for that of every rank, asks the switch for the sum of chunk c
+  of part r, and
+  stores it through the switch to all ranks, over the numbers that it was made
+  of, which nobody else asks for. Then it sets second signal [c, r] of all ranks,
+  which copy the sums out of their own slot. One rank asks for each sum: whatever
+  order the switch adds in, all have the same bits.
+
+Every rank hears from every other one, so two slots are enough: gpu/workspace.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.gpu.collectives.chunks import BLOCK, CHUNK, copy_chunk, push_chunks, sum_rows
+from weft.kernels.gpu.collectives.collective import (
+    MAX_LL_BYTES,
+    RESIDENT_BLOCK,
+    CollectiveWorkspace,
+    count_chunks,
+    waiting,
+)
+from weft.kernels.gpu.runtime.low_latency import LL_BLOCK, get_ll, load_words, put_ll, store_words
+from weft.kernels.gpu.runtime.multimem import multimem_store, multimem_sum
+from weft.kernels.gpu.collectives.reduce_scatter import add_rows
+from weft.kernels.gpu.runtime.signals import notify, peer_pointer, wait
+from weft.kernels.gpu.runtime.workspace import SLOTS, triton_type
+from weft.kernels.symmetric.memory import Home, SymmetricTensor
+
+
+@triton.jit(do_not_specialize=["rank"])
+def reduce_and_send(
+    buffers,  # int64 [W]; addresses of [2, W, numel]
+    sums,  # int64 [W]; addresses of [2, W, numel]
+    signals,  # int64 [W]; addresses of int32 [first + chunks * W]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    length,  # of this rank's part; at most numel
+    numel,
+    slot_numel,
+    sums_slot_numel,
+    chunk,
+    first,  # of the second signals
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    max_polls,
+):
+    """Add chunks of this rank's part, send them to all and tell. Grid: (programs,), persistent."""
+    call = tl.load(calls)
+    rows = peer_pointer(buffers, rank, dtype) + (call % 2) * slot_numel
+    place = (call % 2) * sums_slot_numel + rank * numel
+    for index in range(tl.program_id(0), tl.cdiv(numel, chunk), tl.num_programs(0)):
+        for source in range(WORLD):
+            wait(signals, rank, index * WORLD + source, call, fault, max_polls)
+        begin = index * chunk
+        end = tl.minimum(begin + chunk, length)
+        for start in range(begin, end, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            total = sum_rows(rows, at, numel, end, WORLD, BLOCK).to(dtype)
+            for step in range(WORLD):
+                to = peer_pointer(sums, (rank + 1 + step) % WORLD, dtype) + place
+                tl.store(to + at, total, mask=at < end)
+        for step in range(WORLD):
+            notify(signals, (rank + 1 + step) % WORLD, first + index * WORLD + rank, call)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def collect_parts(
+    out,  # [total]
+    sums,  # int64 [W]; addresses of [2, W, numel]
+    signals,  # int64 [W]; addresses of int32 [first + chunks * W]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    total,
+    numel,  # of a part
+    slot_numel,
+    chunk,
+    first,  # of the second signals
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    max_polls,
+):
+    """Wait for chunks of the parts of the sum and copy them out. Grid: (programs,), persistent."""
+    call = tl.load(calls)
+    for item in range(tl.program_id(0), WORLD * tl.cdiv(numel, chunk), tl.num_programs(0)):
+        part = (rank + WORLD - item % WORLD) % WORLD
+        index = item // WORLD
+        wait(signals, rank, first + index * WORLD + part, call, fault, max_polls)
+        come = peer_pointer(sums, rank, dtype) + (call % 2) * slot_numel + part * numel
+        length = tl.minimum(numel, total - part * numel)
+        copy_chunk(out + part * numel, come, index, length, chunk, BLOCK)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def reduce_ll(
+    x,  # int32 or int16 [numel], the bits of dtype
+    out,  # the same
+    buffers,  # int64 [W]; addresses of int64 [2, W, words]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    numel,
+    words,  # of 4 bytes, in x
+    slot_words,
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    max_polls,
+):
+    """Send blocks to all ranks, take the same ones from all, add. Grid: (programs,), persistent."""
+    WIDE: tl.constexpr = dtype == tl.float32
+    call = tl.load(calls)
+    slot = (call % 2) * slot_words
+    for block in range(tl.program_id(0), tl.cdiv(words, BLOCK), tl.num_programs(0)):
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        mine = load_words(x, at, numel, WIDE)
+        for step in range(WORLD):
+            to = peer_pointer(buffers, (rank + 1 + step) % WORLD, tl.int64) + slot + rank * words
+            put_ll(to + at, mine, call, at < words)
+    come = peer_pointer(buffers, rank, tl.int64) + slot
+    for block in range(tl.program_id(0), tl.cdiv(words, BLOCK), tl.num_programs(0)):
+        first = block * BLOCK
+        at = first + tl.arange(0, BLOCK)
+        low = tl.zeros((BLOCK,), tl.float32)
+        high = tl.zeros((BLOCK,), tl.float32)
+        for source in range(WORLD):
+            row = source * words
+            got = get_ll(come + row + at, call, at < words, fault, rank, row + first, max_polls)
+            if WIDE:
+                low += got.to(tl.float32, bitcast=True)
+            else:
+                low += (got & 0xFFFF).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+                high += (got >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        if WIDE:
+            total = low.to(tl.int32, bitcast=True)
+        else:
+            total = low.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+            total |= high.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        store_words(out, at, total, numel, WIDE)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def publish_parts(
+    x,  # [total]
+    buffers,  # int64 [W]; addresses of [2, W, numel]
+    signals,  # int64 [W]; addresses of int32 [chunks, W]
+    calls,  # int32 [1]
+    rank,
+    total,
+    numel,  # of a part
+    slot_numel,
+    chunk,
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy a chunk of a part to this rank's own slot and tell the part's. Grid: (chunks * W,)."""
+    part = (rank + 1 + tl.program_id(0)) % WORLD
+    index = tl.program_id(0) // WORLD
+    call = tl.load(calls)
+    to = peer_pointer(buffers, rank, dtype) + (call % 2) * slot_numel + part * numel
+    length = tl.minimum(numel, total - part * numel)
+    copy_chunk(to, x + part * numel, index, length, chunk, BLOCK)
+    notify(signals, part, index * WORLD + rank, call)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def reduce_multimem(
+    multicast,  # int64; address of [2, W, numel] of all ranks
+    signals,  # int64 [W]; addresses of int32 [first + chunks * W]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    length,  # of this rank's part, in units of 16 bytes; at most `units`
+    units,  # in a part
+    slot_units,  # in a slot of the buffer
+    chunk,  # units of a chunk
+    first,  # of the second signals
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    max_polls,
+):
+    """Let the switch add chunks of this rank's part and tell. Grid: (programs,), persistent."""
+    call = tl.load(calls)
+    part = multicast + 16 * ((call % 2) * tl.cast(slot_units, tl.int64) + rank * units)
+    for index in range(tl.program_id(0), tl.cdiv(units, chunk), tl.num_programs(0)):
+        for source in range(WORLD):
+            wait(signals, rank, index * WORLD + source, call, fault, max_polls)
+        begin = index * chunk
+        end = tl.minimum(begin + chunk, length)
+        for start in range(begin, end, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            a, b, c, d = multimem_sum(part + 16 * at, at < end, dtype)
+            multimem_store(part + 16 * at, a, b, c, d, at < end)
+        for step in range(WORLD):
+            notify(signals, (rank + step) % WORLD, first + index * WORLD + rank, call)
+
+
+class AllReduceWorkspace(CollectiveWorkspace):
+    """Of `all_reduce`, on one rank; see `all_reduce_workspace`."""
+
+    def __init__(
+        self, home: Home, max_numel: int, dtype: torch.dtype, methods: Sequence[str], chunk: int
+    ) -> None:
+        size = home.world_size
+        part = part_numel(max_numel, size)
+        row = -(-max_numel // 8) * 8 if "one_shot" in methods else part
+        row = max(row, part)
+        chunks = count_chunks(row, chunk)
+        super().__init__(
+            *(home, "all_reduce", size * row, dtype),
+            num_signals=size * (chunks + count_chunks(part, chunk)),
+            max_numel=max_numel,
+            methods=methods,
+            known=METHODS,
+            chunk=chunk,
+        )
+        self.second = size * chunks  # the first of the second signals
+        self.sums_numel = size * part if "two_shot" in methods else 0
+        self.sums: SymmetricTensor = home.empty("all_reduce.sums", (SLOTS, self.sums_numel), dtype)
+        nbytes = min(max_numel * dtype.itemsize, MAX_LL_BYTES)
+        self.ll_words = -(-nbytes // 4) if "ll" in methods else 0
+        self.ll = home.zeros("all_reduce.ll", (SLOTS, size, self.ll_words), torch.int64)
+
+
+def part_numel(numel: int, world_size: int) -> int:
+    """Numbers of each rank's part of `numel`, but for the last parts: so that units of 16 bytes
+    are whole.
+    """
+    return -(-numel // (8 * world_size)) * 8
+
+
+def all_reduce_workspace(
+    home: Home,
+    max_numel: int,
+    dtype: torch.dtype,
+    methods: Sequence[str] = ("one_shot", "two_shot"),
+    *,
+    chunk: int = CHUNK,
+) -> AllReduceWorkspace:
+    """A workspace for tensors of at most `max_numel` numbers. Collective.
+
+    Args:
+        home: of this rank.
+        max_numel: of a tensor. one_shot takes 2 W times as much memory, the others 2 to 4 times.
+        dtype: float32, float16 or bfloat16.
+        methods: that it will be used with, of METHODS.
+        chunk: numbers that have a signal of their own; a multiple of 8.
+
+    Raises:
+        KernelError: on every rank, if on one of them there is no such method; or if the ranks'
+            arguments differ.
+    """
+    return AllReduceWorkspace(home, max_numel, dtype, methods, chunk)
+
+
+def all_reduce(x: Tensor, workspace: AllReduceWorkspace, *, method: str | None = None) -> Tensor:
+    """The sum over all ranks, on each of them. Collective.
+
+    Args:
+        x: any shape, contiguous, the workspace's dtype; of the same shape on all ranks. For
+            multimem of a multiple of 16 bytes.
+        workspace: from `all_reduce_workspace`.
+        method: of those that the workspace was made for; the same on all ranks. If None, what was
+            tuned for this device, world size, shape and dtype, else what the cost model prefers.
+
+    Returns:
+        x's shape, added in float32; the same bits on all ranks.
+
+    Raises:
+        KernelError: the tensor does not fit the workspace or the method, on one rank; or it is not
+            the same on all of them.
+    """
+    asked: dict[str, object] = {}
+    with workspace.agreed("all_reduce", asked):
+        workspace.require_tensor("x", x)
+        if method is None:
+            method = workspace.choose_method(x, len(x) if x.dim() else 1)
+        asked |= {"method": repr(method), "x's shape": tuple(x.shape)}
+        workspace.require_method(method)
+        workspace.require_max_numel("x", x)
+        if method == "ll":
+            workspace.require_few_bytes("x", x, MAX_LL_BYTES, method)
+        if method == "multimem":
+            must = "be a multiple of 16 for multimem"
+            workspace.require("x's size", f"{x.nbytes} bytes", x.nbytes % 16 == 0, must)
+    out = torch.empty_like(x)
+    if x.numel():
+        METHODS[method](x, out, workspace)
+    return out
+
+
+def _one_shot(x: Tensor, out: Tensor, workspace: AllReduceWorkspace) -> None:
+    numel = x.numel()
+    chunks, tables, sizes, constants = workspace.chunked(numel)
+    workspace.begin()
+    push_chunks[(workspace.world_size * chunks,)](x, *tables, *sizes, 0, numel, **constants)
+    add_rows(out, workspace)
+
+
+def _two_shot(x: Tensor, out: Tensor, workspace: AllReduceWorkspace) -> None:
+    size, rank, total = workspace.world_size, workspace.rank, x.numel()
+    chunk, numel = workspace.chunk, part_numel(total, size)
+    length = max(0, min(numel, total - rank * numel))
+    chunks, tables, sizes, constants = workspace.chunked(numel)
+    (buffers, *signals), sums = tables, workspace.sums.addresses
+    workspace.begin()
+    push_chunks[(size * chunks,)](x, *tables, *sizes, numel, total, **constants)
+    reduce_and_send[(workspace.resident(chunks),)](
+        *(buffers, sums, *signals, workspace.fault, rank, length, numel, workspace.numel),
+        *(workspace.sums_numel, chunk, workspace.second),
+        **{**constants, **waiting(workspace)},
+    )
+    collect_parts[(workspace.resident(size * chunks),)](
+        *(out, sums, *signals, workspace.fault, rank, total, numel),
+        *(workspace.sums_numel, chunk, workspace.second),
+        **{**constants, **waiting(workspace)},
+    )
+
+
+def _ll(x: Tensor, out: Tensor, workspace: AllReduceWorkspace) -> None:
+    size, bits = workspace.world_size, torch.int32 if x.itemsize == 4 else torch.int16
+    words = -(-x.nbytes // 4)
+    workspace.begin()
+    reduce_ll[(workspace.resident(-(-words // LL_BLOCK)),)](
+        *(x.view(bits), out.view(bits), workspace.ll.addresses, workspace.calls, workspace.fault),
+        *(workspace.rank, x.numel(), words, size * workspace.ll_words),
+        dtype=triton_type(x.dtype),
+        WORLD=size,
+        BLOCK=LL_BLOCK,
+        max_polls=workspace.max_polls,
+    )
+
+
+def _multimem(x: Tensor, out: Tensor, workspace: AllReduceWorkspace) -> None:
+    size, rank, total = workspace.world_size, workspace.rank, x.numel()
+    chunk, numel = workspace.chunk, part_numel(total, size)
+    chunks, length = -(-numel // chunk), max(0, min(numel, total - rank * numel))
+    buffers = workspace.buffer.addresses
+    signals = (workspace.signals.addresses, workspace.calls)
+    constants = {"dtype": triton_type(x.dtype), "WORLD": size, "BLOCK": BLOCK}
+    workspace.begin()
+    publish_parts[(size * chunks,)](
+        *(x, buffers, *signals, rank, total, numel, workspace.numel, chunk), **constants
+    )
+    reduce_multimem[(workspace.resident(chunks),)](
+        *(workspace.buffer.multicast, *signals, workspace.fault, rank),
+        *(n * x.itemsize // 16 for n in (length, numel, workspace.numel, chunk)),
+        workspace.second,
+        **{**constants, **waiting(workspace), "BLOCK": RESIDENT_BLOCK // 8},
+    )
+    collect_parts[(workspace.resident(size * chunks),)](
+        *(out, buffers, *signals, workspace.fault, rank, total, numel),
+        *(workspace.numel, chunk, workspace.second),
+        **{**constants, **waiting(workspace)},
+    )
+
+
+METHODS: dict[str, Callable[[Tensor, Tensor, AllReduceWorkspace], None]] = {
+    "one_shot": _one_shot,
+    "two_shot": _two_shot,
+    "ll": _ll,
+    "multimem": _multimem,
+}

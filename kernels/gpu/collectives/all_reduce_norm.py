@@ -1,0 +1,186 @@
+"""All-reduce, residual and RMSNorm in one launch: what ends attention and MLP in decode.
+
+    all_reduce_rms_norm(x [T, N], residual [T, N]) -> out [T, N], total [T, N]
+
+    total = residual + the sum of x over the ranks;  out = norm of total
+
+Protocol (one_shot of all_reduce.py, with more done to the sum). Slot n mod 2 of
+each rank's buffer is [W, T * N]; row r of it is rank r's x. In call n, a program
+stores the rows of x that are its own to row r of all ranks' slots and sets their
+signal [row, r] to n. When it has sent all of them it takes the same rows again:
+it waits for signals [row, 0 .. W-1] of its own rank, adds in the order of the
+ranks, adds the residual, and has a whole row for the norm. It waits for what the
+programs of its number send on other ranks, all of which send before they wait:
+no cycle, and programs are no more than run at once.
+
+Every rank hears from every other one, so two slots are enough: gpu/workspace.py.
+Signal [row, r] is set by rank r only, whatever the shape of a call.
+
+Numbers travel in the dtype of x, are added in float32 and rounded once. All ranks
+have the same bits, if their residuals have.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.gpu.runtime.arguments import require_counts, require_tensor
+from weft.kernels.gpu.collectives.chunks import sum_rows
+from weft.kernels.gpu.collectives.collective import DTYPES, MAX_NUMEL
+from weft.kernels.gpu.matmul.epilogue import RESULTS
+from weft.kernels.gpu.rowwise.norm import normalize
+from weft.kernels.gpu.rowwise.rows import require_rows, row_blocks
+from weft.kernels.gpu.runtime.signals import notify, peer_pointer, wait
+from weft.kernels.gpu.runtime.workspace import SLOTS, Workspace, agreed, triton_type
+from weft.kernels.symmetric.memory import Home
+
+MAX_BYTES = 1 << 15
+"""Of a row: with addresses of all ranks beside it, a longer one does not fit the registers."""
+
+
+@triton.jit(do_not_specialize=["rank", "rows"])
+def reduce_and_normalize(
+    out,  # [T, N]
+    total,  # [T, N]
+    x,  # [T, N]
+    residual,  # [T, N]
+    weight,  # [N]
+    buffers,  # int64 [W]; addresses of [2, W, numel]
+    signals,  # int64 [W]; addresses of int32 [rows, W]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    eps,
+    rows,  # T
+    N,
+    numel,  # of a rank, in a slot
+    slot_numel,
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    max_polls,
+):
+    """Send rows to all ranks; add what came, and normalise. Grid: (programs,), persistent."""
+    call = tl.load(calls)
+    slot = (call % 2) * slot_numel
+    column = tl.arange(0, BLOCK)
+    inside = column < N
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        mine = tl.load(x + row * N + column, mask=inside)
+        for step in range(WORLD):
+            to = peer_pointer(buffers, (rank + 1 + step) % WORLD, dtype) + slot + rank * numel
+            tl.store(to + row * N + column, mine, mask=inside)
+        for step in range(WORLD):
+            notify(signals, (rank + 1 + step) % WORLD, row * WORLD + rank, call)
+    come = peer_pointer(buffers, rank, dtype) + slot
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        for source in range(WORLD):
+            wait(signals, rank, row * WORLD + source, call, fault, max_polls)
+        at = row * N + column
+        value = sum_rows(come, at, numel, (row + 1) * N, WORLD, BLOCK)
+        value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        stored = value.to(dtype)
+        tl.store(total + at, stored, mask=inside)
+        value = normalize(stored.to(tl.float32), weight, eps, N, BLOCK)
+        tl.store(out + at, value.to(dtype), mask=inside)
+
+
+class AllReduceNormWorkspace(Workspace):
+    """Of `all_reduce_rms_norm`, on one rank; see `all_reduce_rms_norm_workspace`."""
+
+    def __init__(self, home: Home, max_rows: int, max_columns: int, dtype: torch.dtype) -> None:
+        size = home.world_size
+        asked = {"max_rows": max_rows, "max_columns": max_columns, "dtype": dtype}
+        with agreed("all_reduce_rms_norm", asked, home.exchange) as check:
+            require_counts(check, 0, max_rows=max_rows)
+            require_counts(check, 1, max_columns=max_columns)
+            allowed = ", ".join(map(str, DTYPES))
+            check("dtype", dtype, dtype in DTYPES, f"be one of {allowed}")
+            numel = SLOTS * size * max_rows * max_columns
+            must = f"be at most {MAX_NUMEL}: make it for less"
+            check("the buffer's size", f"{numel} numbers", numel <= MAX_NUMEL, must)
+        super().__init__(
+            *(home, "all_reduce_rms_norm", size * max_rows * max_columns, dtype, size * max_rows)
+        )
+        self.max_rows = max_rows
+        self.max_numel = max_rows * max_columns
+
+
+def all_reduce_rms_norm_workspace(
+    home: Home, max_rows: int, max_columns: int, dtype: torch.dtype
+) -> AllReduceNormWorkspace:
+    """A workspace for at most so many rows, and numbers of that many such rows. Collective.
+
+    Args:
+        home: of this rank.
+        max_rows, max_columns: of x. It takes 2 W times as much memory.
+        dtype: float32, float16 or bfloat16.
+
+    Raises:
+        KernelError: on every rank, if on one of them an argument cannot be taken; or if the
+            ranks' arguments differ.
+    """
+    return AllReduceNormWorkspace(home, max_rows, max_columns, dtype)
+
+
+class Reduced(NamedTuple):
+    """What `all_reduce_rms_norm` gives: the norm and what it is of; [T, N], x's dtype."""
+
+    out: Tensor
+    total: Tensor
+
+
+def all_reduce_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, workspace: AllReduceNormWorkspace
+) -> Reduced:
+    """The norm of the residual and the sum over all ranks. Collective.
+
+    Args:
+        x: [T, N], contiguous, the workspace's dtype, a row of at most 32 KiB; of the same shape
+            on all ranks.
+        residual: [T, N], x's dtype; the same on all ranks.
+        weight: [N], float32, float16 or bfloat16; the same on all ranks.
+        eps: added to the mean square; positive.
+        workspace: from `all_reduce_rms_norm_workspace`.
+
+    Raises:
+        KernelError: the tensors do not go together or with the workspace, on one rank; or x is
+            not of the same shape on all of them.
+    """
+    check = workspace.require
+    asked: dict[str, object] = {"eps": eps}
+    with workspace.agreed("all_reduce_rms_norm", asked):
+        workspace.require_tensor("x", x)
+        asked["x's shape"] = tuple(x.shape)
+        require_rows(check, "x", x, MAX_BYTES // x.itemsize)
+        rows, columns = x.shape
+        most = workspace.max_rows
+        check(
+            "x's rows", rows, rows <= most, f"be at most {most}, which the workspace was made for"
+        )
+        fits, most = x.numel() <= workspace.max_numel, workspace.max_numel
+        must = f"be at most {most}, which the workspace was made for"
+        check("x's size", f"{x.numel()} numbers", fits, must)
+        require_tensor(check, "residual", residual, (rows, columns), x.device, x.dtype)
+        require_tensor(check, "weight", weight, (columns,), x.device, *RESULTS)
+        check("eps", eps, eps > 0, "be positive")
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    if rows:
+        size, blocks = workspace.world_size, row_blocks(columns)
+        blocks["num_warps"] = max(4, blocks["num_warps"])
+        workspace.begin()
+        reduce_and_normalize[(workspace.resident(rows),)](
+            *(out, total, x, residual, weight, workspace.buffer.addresses),
+            *(workspace.signals.addresses, workspace.calls, workspace.fault, workspace.rank),
+            *(float(eps), rows, columns, workspace.max_numel, size * workspace.max_numel),
+            dtype=triton_type(x.dtype),
+            WORLD=size,
+            max_polls=workspace.max_polls,
+            **blocks,
+        )
+    return Reduced(out, total)

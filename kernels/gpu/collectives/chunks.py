@@ -1,0 +1,94 @@
+"""What the kernels of the collectives are made of: rows of numbers, a chunk at a time.
+
+A row is cut into chunks, each of which has a signal of its own, so that whoever
+waits for a row begins with its first chunk while the others are on their way.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from weft.kernels.gpu.runtime.signals import notify, peer_pointer
+
+CHUNK = 1 << 14
+"""Numbers that have a signal of their own."""
+
+BLOCK = 1024
+"""Numbers that a program moves at a time."""
+
+
+@triton.jit
+def copy_chunk(to, x, index, numel, chunk, BLOCK: tl.constexpr):
+    """Copy one chunk of x [numel] to `to` [numel]."""
+    begin = index * chunk
+    end = tl.minimum(begin + chunk, numel)
+    for start in range(begin, end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(to + at, tl.load(x + at, mask=at < end), mask=at < end)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def push_chunks(
+    x,  # [total]; for rank p numel numbers from p * stride on, fewer or none where x ends before
+    buffers,  # int64 [W]; addresses of [2, W, numel]
+    signals,  # int64 [W]; addresses of int32 [chunks, W]
+    calls,  # int32 [1]
+    rank,
+    numel,
+    slot_numel,  # of a slot of the buffer
+    chunk,  # numbers of a chunk
+    stride,  # 0 if all ranks get the same
+    total,
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy one chunk to one rank's row of this rank and tell it. Grid: (chunks * W,).
+
+    This rank itself comes last, and no rank is sent to by all at once.
+    """
+    peer = (rank + 1 + tl.program_id(0)) % WORLD
+    index = tl.program_id(0) // WORLD
+    call = tl.load(calls)
+    to = peer_pointer(buffers, peer, dtype) + (call % 2) * slot_numel + rank * numel
+    length = tl.minimum(numel, total - peer * stride)
+    copy_chunk(to, x + peer * stride, index, length, chunk, BLOCK)
+    notify(signals, peer, index * WORLD + rank, call)
+
+
+@triton.jit
+def sum_rows(
+    rows,  # [COUNT, numel]
+    at,  # [BLOCK]
+    numel,
+    end,  # of what is wanted of a row
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The sum of the rows in their order: float32 [BLOCK]."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for row in range(COUNT):
+        total += tl.load(rows + row * numel + at, mask=at < end, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def add_chunk(
+    out,  # [length]
+    rows,  # [COUNT, numel]
+    index,  # of the chunk
+    length,  # of the sum; at most numel
+    numel,
+    chunk,
+    dtype: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add one chunk of the rows, in their order."""
+    begin = index * chunk
+    end = tl.minimum(begin + chunk, length)
+    for start in range(begin, end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total = sum_rows(rows, at, numel, end, COUNT, BLOCK)
+        tl.store(out + at, total.to(dtype), mask=at < end)

@@ -1,0 +1,191 @@
+"""What the workspaces of all_gather, reduce_scatter and all_reduce have in common.
+
+Each of these ops has several methods. A workspace is made for those that it will
+be used with, and each call says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.kernels.gpu.runtime import nvshmem
+from weft.kernels.gpu.runtime.arguments import require_counts
+from weft.kernels.gpu.collectives.chunks import BLOCK
+from weft.kernels.gpu.tuning.search import Choice
+from weft.kernels.gpu.runtime.workspace import SLOTS, Workspace, agreed, triton_type
+from weft.kernels.symmetric.memory import Home
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""That are added, and packed into words."""
+
+LOW_LATENCY = ("ll", "ll128")
+MAX_LL_BYTES = 1 << 20
+"""Of what they carry. Above, half the bandwidth costs more than a signal."""
+
+UNITS = {"ll128": 8, "multimem": 16}
+"""Bytes that methods carry together: data must be a multiple of them."""
+
+MAX_NUMEL = 2**31 - 1
+"""Of a buffer: kernels count its numbers in 32 bits."""
+
+RESIDENT_BLOCK, RESIDENT_WARPS = 8192, 16
+"""Of kernels that wait: each has one program on a processor, which keeps much in flight."""
+
+
+def waiting(workspace: Workspace) -> dict[str, int]:
+    """Arguments of a kernel that waits and then moves data."""
+    polls = {"max_polls": workspace.max_polls}
+    return {"BLOCK": RESIDENT_BLOCK, "num_warps": RESIDENT_WARPS, **polls}
+
+
+class CollectiveWorkspace(Workspace):
+    """Of one op, on one rank. Made by all ranks together.
+
+    Args:
+        home, name, numel, dtype, num_signals: as of a Workspace.
+        max_numel: that it is made for, as the op's callers count.
+        methods: that it will be used with.
+        known: all methods of the op.
+        chunk: numbers that have a signal of their own.
+        ranks_per_node: for two_level, which alone takes ranks without an address, if they are of
+            other nodes; all are on one node if None.
+
+    Raises:
+        KernelError: on every rank, if one has a method or a dtype that there is not, or not on
+            its home; or arguments that differ from the others'.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        name: str,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        num_signals: int,
+        max_numel: int,
+        methods: Sequence[str],
+        known: Collection[str],
+        chunk: int,
+        ranks_per_node: int | None = None,
+    ) -> None:
+        size = home.world_size
+        node = size if ranks_per_node is None else ranks_per_node
+        asked = {
+            "max_numel": max_numel,
+            "dtype": dtype,
+            "methods": ", ".join(map(str, methods)),
+            "chunk": chunk,
+            "ranks_per_node": node,
+        }
+        with agreed(name, asked, home.exchange) as check:
+            require_counts(check, 0, max_numel=max_numel)
+            for method in methods:
+                check("method", repr(method), method in known, f"be one of {', '.join(known)}")
+            allowed = ", ".join(map(str, DTYPES))
+            check("dtype", dtype, dtype in DTYPES, f"be one of {allowed}")
+            check("chunk", chunk, chunk > 0 and chunk % 8 == 0, "be a positive multiple of 8")
+            fits = node > 0 and size % node == 0
+            check("ranks_per_node", node, fits, f"divide the {size} ranks")
+            check(
+                "the buffer's size",
+                f"{SLOTS * numel} numbers",
+                SLOTS * numel <= MAX_NUMEL,
+                f"be at most {MAX_NUMEL}: make it for less",
+            )
+        first = home.rank // node * node
+        near = range(first, first + node) if set(methods) == {"two_level"} else None
+        super().__init__(home, name, numel, dtype, num_signals, near)
+        self.link = nvshmem.link_options() if self.far else {}
+        if self.far and home.device.type == "cuda":
+            nvshmem.register_modules()
+        self.max_numel = max_numel
+        self.methods = tuple(methods)
+        self.chunk = chunk
+        self.choice = Choice(home, name)
+        self.ranks_per_node = node
+        able = {
+            "multimem": (
+                self.buffer.multicast != 0,
+                "be another one here: the buffer has no multicast address, which takes GPUs of "
+                "compute capability 9.0 on an NVLink switch",
+            ),
+            "copy_engine": (bool(self.buffer.peers), "be another one on this home"),
+            "ll128": (torch.version.hip is None, "be another one on AMD's GPUs"),
+        }
+        with agreed(name, {}, home.exchange) as check:
+            for method in self.methods:
+                check("method", repr(method), *able.get(method, (True, "")))
+
+    def chunked(
+        self, numel: int
+    ) -> tuple[int, tuple[Tensor, ...], tuple[int, ...], dict[str, Any]]:
+        """What kernels that move rows of so many numbers, chunk by chunk, are launched with.
+
+        Returns:
+            How many chunks a row has; tables: the addresses of buffers and signals, and the count
+            of calls; sizes: this rank, numbers of a row, of a slot and of a chunk; constants.
+        """
+        tables = (self.buffer.addresses, self.signals.addresses, self.calls)
+        sizes = (self.rank, numel, self.numel, self.chunk)
+        constants = {"dtype": triton_type(self.dtype), "WORLD": self.world_size, "BLOCK": BLOCK}
+        return -(-numel // self.chunk), tables, sizes, constants
+
+    def choose_method(self, x: Tensor, rows: int) -> str:
+        """What was tuned for this device, world size, shape and dtype, else what the model prefers.
+
+        Of those that the workspace was made for; two_level, if it was made for that, for no other
+        method knows of several nodes. Equal on all ranks: it does not look at x's address.
+
+        Args:
+            rows: as of a `costs.Problem`.
+        """
+        if len(self.methods) == 1 or "two_level" in self.methods or not x.numel():
+            return "two_level" if "two_level" in self.methods else self.methods[0]
+        able = tuple(
+            method
+            for method in self.methods
+            if x.nbytes % UNITS.get(method, 1) == 0
+            and (method not in LOW_LATENCY or x.nbytes <= MAX_LL_BYTES)
+        )
+        width = x.numel() // len(x) if x.dim() else 1
+        return self.choice(x.dtype, rows, width, methods=able or self.methods).method
+
+    def require_method(self, method: str) -> None:
+        """Refuse a method that the workspace was not made for."""
+        self.require(
+            "method",
+            repr(method),
+            method in self.methods,
+            f"be one that the workspace was made for: {', '.join(self.methods)}",
+        )
+
+    def require_max_numel(self, argument: str, tensor: Tensor) -> None:
+        """Refuse more than the workspace was made for."""
+        self.require(
+            f"{argument}'s size",
+            f"{tensor.numel()} numbers",
+            tensor.numel() <= self.max_numel,
+            f"be at most {self.max_numel}, which the workspace was made for",
+        )
+
+    def require_few_bytes(self, argument: str, tensor: Tensor, most: int, method: str) -> None:
+        """Refuse what a low-latency method has no room for."""
+        nbytes = tensor.nbytes
+        must = f"be at most {most} for {method}"
+        self.require(f"{argument}'s size", f"{nbytes} bytes", nbytes <= most, must)
+
+    def require_units(self, argument: str, tensor: Tensor, nbytes: int, method: str) -> None:
+        """Refuse what is not made of whole units of so many bytes."""
+        size, address, must = tensor.nbytes, tensor.data_ptr(), f"be a multiple of {nbytes}"
+        for part, value, shown in (("size", size, f"{size} bytes"), ("address", address, address)):
+            self.require(f"{argument}'s {part}", shown, value % nbytes == 0, f"{must} for {method}")
+
+
+def count_chunks(numel: int, chunk: int) -> int:
+    """How many chunks a row is cut into; 0 if `chunk` is none that a workspace takes."""
+    return -(-numel // chunk) if chunk > 0 else 0

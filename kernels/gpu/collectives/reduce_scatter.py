@@ -1,0 +1,193 @@
+"""Reduce-scatter: each rank's rows of the sum over all ranks.
+
+    reduce_scatter(x [M, ...]) -> [M / W, ...]
+
+Part p of x, of numel numbers, is for rank p. Slot n mod 2 of each rank's buffer
+is [W, numel]: a part from every rank. A part is cut into chunks; signal [c, r]
+of a rank is set to n when chunk c of its part from rank r is in row r. A signal
+must have one rank that sets it, whatever the method (all_gather.py), so two_level
+has signals of its own. Numbers travel in the dtype of x, as NCCL's do, are added
+in float32, in the order of the ranks, and rounded once: a sum has the same bits
+in every run.
+
+Protocols, of call n:
+
+- push. Program (c, d) of rank r copies chunk c of part r + 1 + d to row r of that
+  rank's slot, its own part last, and then sets its signal. Program c of
+  `reduce_chunks` waits for chunk c from every rank and adds.
+- two_level, for several nodes. Each number crosses to each other node once, as a
+  sum of what a node has: reduce_scatter_two_level.py.
+
+Every rank hears from every other one, be it through a third, so two slots are
+enough: gpu/workspace.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.gpu.collectives.chunks import CHUNK, add_chunk, push_chunks
+from weft.kernels.gpu.collectives.collective import RESIDENT_BLOCK, CollectiveWorkspace, count_chunks, waiting
+from weft.kernels.gpu.collectives.reduce_scatter_two_level import run_two_level
+from weft.kernels.gpu.runtime.signals import peer_pointer, wait
+from weft.kernels.gpu.runtime.workspace import SLOTS, triton_type
+from weft.kernels.symmetric.memory import Home, SymmetricTensor
+
+
+@triton.jit(do_not_specialize=["rank"])
+def reduce_chunks(
+    out,  # [length]
+    buffers,  # int64 [W]; addresses of [2, COUNT, numel]
+    signals,  # int64 [W]; addresses of int32 [first + chunks * COUNT]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    length,  # of the sum; at most numel
+    numel,
+    slot_numel,
+    chunk,
+    first,  # of the signals
+    dtype: tl.constexpr,
+    COUNT: tl.constexpr,  # rows
+    BLOCK: tl.constexpr,
+    max_polls,
+):
+    """Wait for chunks of all rows and add them. Grid: (programs,), persistent."""
+    call = tl.load(calls)
+    rows = peer_pointer(buffers, rank, dtype) + (call % 2) * slot_numel
+    for index in range(tl.program_id(0), tl.cdiv(length, chunk), tl.num_programs(0)):
+        for row in range(COUNT):
+            wait(signals, rank, first + index * COUNT + row, call, fault, max_polls)
+        add_chunk(out, rows, index, length, numel, chunk, dtype, COUNT, BLOCK)
+
+
+class ReduceScatterWorkspace(CollectiveWorkspace):
+    """Of `reduce_scatter`, on one rank; see `reduce_scatter_workspace`."""
+
+    def __init__(
+        self,
+        home: Home,
+        max_numel: int,
+        dtype: torch.dtype,
+        methods: Sequence[str],
+        chunk: int,
+        ranks_per_node: int | None,
+    ) -> None:
+        size, chunks = home.world_size, count_chunks(max_numel, chunk)
+        nodes = size // ranks_per_node if ranks_per_node and ranks_per_node > 0 else 1
+        of_two_level = (size + nodes) * chunks if "two_level" in methods else 0
+        super().__init__(
+            *(home, "reduce_scatter", size * max_numel, dtype),
+            num_signals=size * chunks + of_two_level,
+            max_numel=max_numel,
+            methods=methods,
+            known=METHODS,
+            chunk=chunk,
+            ranks_per_node=ranks_per_node,
+        )
+        self.scattered = size * chunks  # the first of the signals of `scatter_local`
+        self.second = 2 * size * chunks  # the first of the second signals
+        self.sums_numel = nodes * max_numel if "two_level" in methods else 0
+        self.sums: SymmetricTensor = home.empty(
+            "reduce_scatter.sums", (SLOTS, self.sums_numel), dtype
+        )
+        puts = nodes * chunks if self.far else 0
+        self.across = home.zeros("reduce_scatter.across", (puts,), torch.int64)
+        self.sent = home.empty("reduce_scatter.sent", (self.sums_numel if self.far else 0,), dtype)
+
+
+def reduce_scatter_workspace(
+    home: Home,
+    max_numel: int,
+    dtype: torch.dtype,
+    methods: Sequence[str] = ("push",),
+    *,
+    chunk: int = CHUNK,
+    ranks_per_node: int | None = None,
+) -> ReduceScatterWorkspace:
+    """A workspace for results of at most `max_numel` numbers a rank. Collective.
+
+    Args:
+        home: of this rank.
+        max_numel: of a rank's result.
+        dtype: float32, float16 or bfloat16.
+        methods: that it will be used with, of METHODS.
+        chunk: numbers that have a signal of their own; a multiple of 8.
+        ranks_per_node: for two_level: ranks 0 to ranks_per_node - 1 are on one node, and so on.
+            All ranks are on one node if None. Ranks without an address must be of other nodes,
+            and two_level the only method.
+
+    Raises:
+        KernelError: on every rank, if on one of them there is no such method, or a node's ranks
+            do not divide the world's; or if the ranks' arguments differ.
+    """
+    return ReduceScatterWorkspace(home, max_numel, dtype, methods, chunk, ranks_per_node)
+
+
+def reduce_scatter(
+    x: Tensor, workspace: ReduceScatterWorkspace, *, method: str | None = None
+) -> Tensor:
+    """This rank's rows of the sum over all ranks. Collective.
+
+    Args:
+        x: [M, ...], contiguous, the workspace's dtype; of the same shape on all ranks; M a
+            multiple of W.
+        workspace: from `reduce_scatter_workspace`.
+        method: of those that the workspace was made for; the same on all ranks. If None, what was
+            tuned for this device, world size, shape and dtype, else what the cost model prefers.
+
+    Returns:
+        [M / W, ...], added in float32.
+
+    Raises:
+        KernelError: the shape does not go with the ranks, the workspace or the method, on one
+            rank; or it is not the same on all of them.
+    """
+    size = workspace.world_size
+    asked: dict[str, object] = {}
+    with workspace.agreed("reduce_scatter", asked):
+        workspace.require_tensor("x", x)
+        shape = tuple(x.shape)
+        if method is None:
+            method = workspace.choose_method(x, len(x) if x.dim() else 1)
+        asked |= {"method": repr(method), "x's shape": tuple(x.shape)}
+        workspace.require_method(method)
+        workspace.require("x's shape", shape, x.dim() > 0, "have at least one axis")
+        workspace.require("x's rows", len(x), len(x) % size == 0, f"be a multiple of {size} ranks")
+        workspace.require_room("x", x.numel())
+    out = x.new_empty(len(x) // size, *x.shape[1:])
+    if out.numel():
+        METHODS[method](x, out, workspace)
+    return out
+
+
+def add_rows(out: Tensor, workspace: CollectiveWorkspace) -> None:
+    """Launch the sum of the rows of all ranks, of as many numbers as `out` has."""
+    numel, chunk = out.numel(), workspace.chunk
+    # Of one rank there is nothing to add, and where so much is copied at once registers spill.
+    block = RESIDENT_BLOCK if workspace.world_size > 1 else RESIDENT_BLOCK // 2
+    constants = {"dtype": triton_type(out.dtype), "COUNT": workspace.world_size}
+    reduce_chunks[(workspace.resident(-(-numel // chunk)),)](
+        *(out, workspace.buffer.addresses, workspace.signals.addresses, workspace.calls),
+        *(workspace.fault, workspace.rank, numel, numel, workspace.numel, chunk, 0),
+        **{**constants, **waiting(workspace), "BLOCK": block},
+    )
+
+
+def _push(x: Tensor, out: Tensor, workspace: ReduceScatterWorkspace) -> None:
+    numel = out.numel()
+    chunks, tables, sizes, constants = workspace.chunked(numel)
+    workspace.begin()
+    push_chunks[(workspace.world_size * chunks,)](x, *tables, *sizes, numel, x.numel(), **constants)
+    add_rows(out, workspace)
+
+
+METHODS: dict[str, Callable[[Tensor, Tensor, ReduceScatterWorkspace], None]] = {
+    "push": _push,
+    "two_level": run_two_level,
+}

@@ -1,0 +1,191 @@
+"""Reduce-scatter for several nodes: method two_level of reduce_scatter.py.
+
+Each number crosses to each other node once. On node a, rank l gathers what its
+node has for the ranks l of all nodes: rank (a, k) stores its part for (b, l) to
+row b * NODE + k of (a, l)'s slot (`scatter_local`), and sets (a, l)'s signal
+scattered [c, that row]. `reduce_local` adds the NODE partial sums for node b in
+the order of the ranks, and stores the sum to row a of the second buffer of (b, l),
+whose second signals [c, a] say so. `reduce_nodes` adds those, in the order of the
+nodes. What crosses is rounded to x's dtype.
+
+To a rank that it has no address of (beyond NVLink), `reduce_local` stores the
+sum to row b of its own `sent`, and puts it from there, followed by signal
+[c, a] of that rank's `across`. `sent` has one slot: a `quiet` stands before the
+`reduce_local` of each call.
+
+The three steps run at once, node by node, the next one first and the own one
+last: the scatter on a stream of its own, the additions on the caller's, chunk
+by chunk as signals come; and neither waits for what crosses, which is the
+network's to carry. Programs of `reduce_local` wait for the scatter of this rank
+and must leave it room: there is at most one for each processor but one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.gpu.runtime import nvshmem
+from weft.kernels.gpu.collectives.chunks import add_chunk, copy_chunk
+from weft.kernels.gpu.collectives.collective import RESIDENT_BLOCK, waiting
+from weft.kernels.gpu.runtime.signals import notify, peer_pointer, wait
+
+if TYPE_CHECKING:
+    from weft.kernels.gpu.collectives.reduce_scatter import ReduceScatterWorkspace
+
+
+@triton.jit(do_not_specialize=["rank"])
+def scatter_local(
+    x,  # [W, numel]
+    buffers,  # int64 [W]; addresses of [2, W, numel]
+    signals,  # int64 [W]; addresses of int32 [scattered + chunks * W]
+    calls,  # int32 [1]
+    rank,
+    numel,
+    slot_numel,
+    chunk,
+    scattered,  # the first of the signals
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    NODE: tl.constexpr,  # ranks of a node
+    BLOCK: tl.constexpr,
+):
+    """Copy one chunk of a part to the rank of this node that sends it on. Grid: (chunks * W,).
+
+    Chunk by chunk for the next node, then for the one after it, for the own one last.
+    """
+    chunks = tl.cdiv(numel, chunk)
+    node, local = rank // NODE, rank % NODE
+    to_node = (node + 1 + tl.program_id(0) // (NODE * chunks)) % (WORLD // NODE)
+    to_local = (local + 1 + tl.program_id(0) % NODE) % NODE
+    peer = node * NODE + to_local
+    row = to_node * NODE + local
+    index = tl.program_id(0) // NODE % chunks
+    call = tl.load(calls)
+    to = peer_pointer(buffers, peer, dtype) + (call % 2) * slot_numel + row * numel
+    copy_chunk(to, x + (to_node * NODE + to_local) * numel, index, numel, chunk, BLOCK)
+    notify(signals, peer, scattered + index * WORLD + row, call)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def reduce_local(
+    buffers,  # int64 [W]; addresses of [2, W, numel]
+    sums,  # int64 [W]; addresses of [2, W / NODE, numel], 0 for ranks that NVLink does not reach
+    sent,  # [W / NODE, numel]; symmetric, this rank's; what is put
+    signals,  # int64 [W]; addresses of int32 [first + chunks * W / NODE]
+    across,  # int64 [W]; addresses of int64 [chunks, W / NODE]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    numel,
+    slot_numel,
+    sums_slot_numel,
+    chunk,
+    scattered,  # the first of the signals that are waited for
+    first,  # of those that are set
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    NODE: tl.constexpr,
+    FAR: tl.constexpr,  # there are ranks without an address
+    BLOCK: tl.constexpr,
+    max_polls,
+):
+    """Add chunks, send each to its node and tell. Grid: (programs,), persistent.
+
+    In the order of `scatter_local`.
+    """
+    chunks = tl.cdiv(numel, chunk)
+    nodes: tl.constexpr = WORLD // NODE
+    node = rank // NODE
+    call = tl.load(calls)
+    row_of_sums = (call % 2) * sums_slot_numel + node * numel
+    for item in range(tl.program_id(0), nodes * chunks, tl.num_programs(0)):
+        to_node = (node + 1 + item // chunks) % nodes
+        peer = to_node * NODE + rank % NODE
+        index = item % chunks
+        for local in range(NODE):
+            row = to_node * NODE + local
+            wait(signals, rank, scattered + index * WORLD + row, call, fault, max_polls)
+        rows = peer_pointer(buffers, rank, dtype) + (call % 2) * slot_numel
+        rows += to_node * NODE * numel
+        address = tl.load(sums + peer)
+        to = peer_pointer(sums, peer, dtype) + row_of_sums
+        if FAR:
+            staged = sent + to_node * numel
+            if address == 0:
+                to = staged
+        add_chunk(to, rows, index, numel, numel, chunk, dtype, NODE, BLOCK)
+        if FAR:
+            size: tl.constexpr = dtype.primitive_bitwidth // 8
+            begin = index * chunk
+            nbytes = (tl.minimum(begin + chunk, numel) - begin).to(tl.int64) * size
+            row = tl.load(sums + rank) + (row_of_sums + begin).to(tl.int64) * size
+            source = (to + begin).to(tl.int64)
+            signal = tl.load(across + rank) + 8 * (index * nodes + node)
+            if address == 0:
+                nvshmem.put_signal(row, source, nbytes, signal, call.to(tl.int64), peer)
+        if address != 0:
+            notify(signals, peer, first + index * nodes + node, call)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def reduce_nodes(
+    out,  # [numel]
+    sums,  # int64 [W]; addresses of [2, W / NODE, numel], 0 for ranks that NVLink does not reach
+    signals,  # int64 [W]; addresses of int32 [first + chunks * W / NODE]
+    across,  # int64 [W]; addresses of int64 [chunks, W / NODE]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    numel,
+    sums_slot_numel,
+    chunk,
+    first,  # of the signals
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    NODE: tl.constexpr,
+    FAR: tl.constexpr,  # there are ranks without an address
+    BLOCK: tl.constexpr,
+    max_polls,
+):
+    """Wait for chunks of all nodes' sums and add them. Grid: (programs,), persistent."""
+    nodes: tl.constexpr = WORLD // NODE
+    call = tl.load(calls)
+    rows = peer_pointer(sums, rank, dtype) + (call % 2) * sums_slot_numel
+    for index in range(tl.program_id(0), tl.cdiv(numel, chunk), tl.num_programs(0)):
+        for node in range(nodes):
+            sender, at = node * NODE + rank % NODE, index * nodes + node
+            nvshmem.wait_across(
+                sums, sender, signals, first + at, across, at, rank, call, fault, FAR, max_polls
+            )
+        add_chunk(out, rows, index, numel, numel, chunk, dtype, nodes, BLOCK)
+
+
+def run_two_level(x: Tensor, out: Tensor, workspace: ReduceScatterWorkspace) -> None:
+    """One call of method two_level."""
+    chunks, tables, sizes, constants = workspace.chunked(out.numel())
+    (buffers, signals, calls), (rank, numel, slot_numel, chunk) = tables, sizes
+    size, node, fault = workspace.world_size, workspace.ranks_per_node, workspace.fault
+    sums, across, far = workspace.sums.addresses, workspace.across.addresses, workspace.far
+    constants["NODE"] = node
+    waits = {**constants, "FAR": far, **waiting(workspace), **workspace.link}
+    waits["BLOCK"] = RESIDENT_BLOCK // 2  # of which several rows are in registers
+    workspace.begin()
+    with workspace.beside():
+        scatter_local[(size * chunks,)](x, *tables, *sizes, workspace.scattered, **constants)
+    if far:
+        nvshmem.quiet[(1,)](num_warps=1, **workspace.link)
+    reduce_local[(min(size // node * chunks, max(1, workspace.processors - 1)),)](
+        *(buffers, sums, workspace.sent.local, signals, across, calls, fault, rank, numel),
+        *(slot_numel, workspace.sums_numel, chunk, workspace.scattered, workspace.second),
+        **waits,
+    )
+    workspace.rejoin()
+    reduce_nodes[(workspace.resident(chunks),)](
+        *(out, sums, signals, across, calls, fault, rank, numel),
+        *(workspace.sums_numel, chunk, workspace.second),
+        **waits,
+    )

@@ -1,0 +1,541 @@
+"""All-gather and expert products in one (AG-MoE): tiles begin when their tokens have come.
+
+    all_gather_grouped_matmul(x_shard [M / W, K], w [E, K, N / W], plan) -> [M top_k, N / W]
+
+For experts that are split by columns over the ranks: every rank multiplies the tokens of all
+ranks, each by the top_k experts that it was routed to. How is said by one int32 vector for each
+rank's tokens, its plan (`make_plan`), with P = M / W * top_k:
+
+    offsets [E + 1]    of each expert among the pairs
+    pairs   [P]        (token, choice) as token * top_k + choice, sorted by expert
+    weights [P]        of each pair, in the order of the pairs' numbers; float32, as its bits
+
+Row i of part r of the result is pair i of rank r's plan: so the parts are sorted by expert, and
+grouped_matmul_reduce_scatter takes them, with the plans of all ranks.
+
+Protocol. Slot n mod 2 of each rank's buffers has W shards, their scales and their plans, and
+there is one signal for each rank. In call n the programs of `push_shard` copy this rank's to row r
+of the other ranks' slots, in parts. Each then counts itself off with a counter that the peer has
+in the memory of rank r: that orders what it has stored before what the last one does, which is to
+set the counter back to 0 and signal r of the peer to n. The own shard is read where it is.
+
+Order. `multiply_gathered_groups` is persistent and takes the ranks `ahead_of` it in W stages, the
+own one first (all_gather_matmul.py: what is sent first is wanted first). Tokens of one expert come
+from all ranks, and few from each: tiles of one rank's tokens only would be mostly empty. So the
+rows of an expert are lined up in the order in which they come, and cut into tiles there: at each
+stage those tiles are multiplied, expert by expert, that it has made whole, and at the last one
+what is left. All programs work that out from the plans, each by itself, at the beginning of the
+stage. A tile's rows are gathered by their addresses, and stored by them.
+
+    3 ranks, tiles of 4 rows; rows of experts a and b by rank: 3a 5b | 3a 1b | 1a 2b
+    stage 0    bbbb                       left aaa b
+    stage 1    aaaa                       left aa bb
+    stage 2    aaa, bbbb
+
+On a GPU the copies run on a stream of their own, on a processor that the product leaves to them,
+as in all_gather_matmul.py. Slots are reused as gpu/workspace.py says: every rank waits for the
+signal of every other one.
+
+What a plan says is not believed. Where its offsets decrease, are negative or pass P, its rank has
+no tokens here; a pair that is out of range is read as pair 0. Either is reported in a status word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.gpu.matmul.all_gather_matmul import (
+    BLOCK,
+    Topology,
+    ahead_of,
+    behind,
+    collect_rows,
+    step_and_part,
+)
+from weft.kernels.gpu.runtime.arguments import KernelError, require_counts, require_tensor
+from weft.kernels.gpu.collectives.chunks import copy_chunk
+from weft.kernels.gpu.collectives.collective import waiting
+from weft.kernels.gpu.matmul.epilogue import NOTHING, Epilogue
+from weft.kernels.gpu.experts.grouped_matmul import constants_of, group_of, group_sizes, report
+from weft.kernels.gpu.matmul.matmul import (
+    GROUP,
+    Weights,
+    choose_tiling,
+    count_columns,
+    evenness,
+    multiply_and_finish,
+    tile_at,
+)
+from weft.kernels.gpu.runtime.signals import count_off, notify, peer_pointer, wait
+from weft.kernels.gpu.tuning.search import Choice
+from weft.kernels.gpu.runtime.workspace import SLOTS, Workspace, agreed, require_dtype, triton_type
+from weft.kernels.symmetric.memory import Home, SymmetricTensor
+
+CHUNK = 1 << 16
+"""Numbers of a shard that one program sends at a time."""
+
+
+def make_plan(expert_ids: Tensor, weights: Tensor, experts: int) -> Tensor:
+    """How a rank's tokens go to experts, without a look at it by the host.
+
+    Args:
+        expert_ids: int [m, top_k]; of an id that is not in [0, experts) nothing is computed.
+        weights: [m, top_k].
+        experts: E.
+
+    Returns:
+        int32 [E + 1 + 2 * m * top_k]; see above.
+    """
+    ids, order = expert_ids.flatten().sort(stable=True)
+    edges = torch.arange(experts + 1, dtype=ids.dtype, device=ids.device)
+    offsets = torch.searchsorted(ids, edges)
+    bits = weights.float().flatten().view(torch.int32)
+    return torch.cat([offsets.int(), order.int(), bits])
+
+
+def plan_length(experts: int, pairs: int) -> int:
+    """Numbers of a plan."""
+    return experts + 1 + 2 * pairs
+
+
+@triton.jit(do_not_specialize=["rank", "m"])
+def push_shard(
+    x,  # [m, K]; this rank's shard
+    x_scale,  # float32 [scales_count], or None
+    plan,  # int32 [length]
+    buffers,  # int64 [W]; addresses of [2, W, m, K]
+    scales,  # int64 [W]; addresses of float32 [2, W, m]
+    plans,  # int64 [W]; addresses of int32 [2, W, length]
+    sent,  # int64 [W]; addresses of int32 [W]
+    signals,  # int64 [W]; addresses of int32 [W]
+    calls,  # int32 [1]
+    rank,
+    m,
+    numel,  # m * K
+    length,
+    scales_count,
+    slot_numel,  # of a slot of the buffer
+    slot_rows,  # of a slot of the scales
+    slot_plans,  # of a slot of the plans
+    chunk,
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    NODE: tl.constexpr,
+    MESH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Send all that a rank has to the other ranks, in parts. Grid: (programs,), persistent."""
+    call = tl.load(calls)
+    parts = 1 + tl.cdiv(numel, chunk)
+    for item in range(tl.program_id(0), (WORLD - 1) * parts, tl.num_programs(0)):
+        step, part = step_and_part(parts + item, parts, WORLD, MESH)
+        peer = behind(rank, step, WORLD, NODE)
+        if part == 0:
+            to_plan = peer_pointer(plans, peer, tl.int32) + (call % 2) * slot_plans
+            copy_chunk(to_plan + rank * length, plan, 0, length, length, BLOCK)
+            if x_scale is not None:
+                to_scales = peer_pointer(scales, peer, tl.float32) + (call % 2) * slot_rows
+                copy_chunk(to_scales + rank * m, x_scale, 0, scales_count, scales_count, BLOCK)
+        else:
+            place = (call % 2) * slot_numel + tl.cast(rank, tl.int64) * numel
+            to = peer_pointer(buffers, peer, dtype) + place
+            copy_chunk(to, x, part - 1, numel, chunk, BLOCK)
+        if count_off(sent, rank, peer, parts):
+            notify(signals, peer, rank, call)
+
+
+@triton.jit
+def find_rows(
+    at,  # [BLOCK_M]; which of an expert's rows, in the order of the steps
+    expert,
+    plans,  # pointers [STEPS] to the plans of the ranks that are taken at each step
+    usable,  # int32 [STEPS]; 1 for those that are there, and right
+    steps,  # [STEPS]; 0, 1 ..
+):
+    """The step that each row is of, its place in that step's plan, and how many rows there are."""
+    begin = tl.load(plans + expert, mask=usable > 0, other=0)
+    size = tl.load(plans + expert + 1, mask=usable > 0, other=0) - begin
+    end = tl.cumsum(size, 0)
+    first = end - size
+    inside = (at[:, None] >= first[None, :]) & (at[:, None] < end[None, :])
+    step = tl.sum(tl.where(inside, steps[None, :], 0), 1)
+    place = at + tl.sum(tl.where(inside, (begin - first)[None, :], 0), 1)
+    return step, place, tl.sum(size, 0)
+
+
+@triton.jit
+def pick(values, index, GROUPS: tl.constexpr):
+    """values[index], of a block [GROUPS]."""
+    return tl.sum(tl.where(tl.arange(0, GROUPS) == index, values, 0), 0)
+
+
+@triton.jit(do_not_specialize=["rank", "m", "pairs"])
+def multiply_gathered_groups(
+    x,  # [m, K]; this rank's shard
+    plan,  # int32 [length]; this rank's
+    w0,  # [E, K, n0], or [E, n0, K] if TRANSPOSED
+    w1,
+    w2,
+    n0,
+    n1,
+    n2,
+    x_scale,  # float32 [m] or [1], or None
+    w_scale,  # float32 [E, n0 + n1 + n2], [E, 1] or [1], or None
+    scale_stride,  # of w_scale, from one expert to the next
+    bias,  # [E, n0 + n1 + n2], or None
+    residual,  # [W * pairs, N'], or None
+    out,  # [W * pairs, N']
+    buffers,  # int64 [W]; addresses of [2, W, m, K]
+    scales,  # int64 [W]; addresses of float32 [2, W, m]
+    plans,  # int64 [W]; addresses of int32 [2, W, length]
+    signals,  # int64 [W]; addresses of int32 [W]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    status,  # int32 [1]
+    rank,
+    m,
+    K,
+    groups,  # E
+    pairs,  # m * top_k
+    top_k,
+    out_columns,  # N'
+    slot_numel,
+    slot_rows,
+    slot_plans,
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    STEPS: tl.constexpr,  # a power of two, at least WORLD
+    NODE: tl.constexpr,
+    GROUPS: tl.constexpr,  # a power of two, at least E
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    SILU: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    ALIGNED: tl.constexpr,  # rows of x begin at multiples of 16 bytes
+    max_polls,
+):
+    """Tiles of the products, each after its tokens have come. Grid: (programs,), persistent."""
+    call = tl.load(calls)
+    length = groups + 1 + 2 * pairs
+    columns = count_columns(n0, n1, n2, BLOCK_N, WEIGHTS, SILU and WEIGHTS == 2)
+    gathered = peer_pointer(buffers, rank, dtype) + (call % 2) * slot_numel
+    gathered_scales = peer_pointer(scales, rank, tl.float32) + (call % 2) * slot_rows
+    gathered_plans = peer_pointer(plans, rank, tl.int32) + (call % 2) * slot_plans
+    steps = tl.arange(0, STEPS)
+    shards = ahead_of(rank, steps, WORLD, NODE)
+    by_step = tl.where(steps > 0, gathered_plans + shards * length, plan)
+    usable = tl.zeros((STEPS,), tl.int32)
+    came = tl.zeros((GROUPS,), tl.int32)  # rows of each expert
+    done = tl.zeros((GROUPS,), tl.int32)  # rows of tiles of each expert
+    tile = tl.program_id(0)  # of the stage's
+    for stage in range(WORLD):
+        shard = ahead_of(rank, stage, WORLD, NODE)
+        if stage > 0:
+            wait(signals, rank, shard, call, fault, max_polls)
+        offsets = tl.where(stage > 0, gathered_plans + shard * length, plan)
+        size, wrong = group_sizes(offsets, groups, pairs, GROUPS)
+        if wrong < GROUPS:
+            report(status, 1 + shard)
+        usable += tl.where((steps == stage) & (wrong == GROUPS), 1, 0)
+        came += size
+        whole = tl.where(stage < WORLD - 1, came // BLOCK_M, tl.cdiv(came, BLOCK_M))
+        new = whole - done
+        through = tl.cumsum(new, 0)
+        tiles = tl.max(through, 0) * columns
+        while tile < tiles:
+            expert, before = group_of(tile // columns, through)
+            count = pick(new, expert, GROUPS)
+            row, column = tile_at(tile - before * columns, count, columns, GROUP)
+            first = (pick(done, expert, GROUPS) + row) * BLOCK_M
+            at = first + tl.arange(0, BLOCK_M)
+            step, place, rows = find_rows(at, expert, by_step, usable, steps)
+            # It was looked at before, but what comes late may be stored over it just now.
+            inside = (at < rows) & (place >= 0) & (place < pairs)
+            place = tl.where(inside, place, 0)
+            source = ahead_of(rank, step, WORLD, NODE)
+            of_rows = tl.where(step > 0, gathered_plans + source * length, plan)
+            pair = tl.load(of_rows + groups + 1 + place, mask=inside, other=0)
+            bad = (pair < 0) | (pair >= pairs)
+            if tl.max(bad.to(tl.int32), 0) > 0:
+                report(status, 1 + tl.max(tl.where(bad, source, 0), 0))
+            token = tl.where(bad, 0, pair) // top_k
+            own = x + token.to(tl.int64) * K
+            left = tl.where(step > 0, gathered + (source * m + token).to(tl.int64) * K, own)
+            if ALIGNED:  # which Triton loses sight of, where there is a choice of pointers
+                left = tl.multiple_of(left, 16)
+            row_scale = x_scale
+            if x_scale is not None:
+                # One scale of a whole shard, of each shard another, stands for all of its rows.
+                at_scale = token if SCALE_ROWS else token * 0
+                come = gathered_scales + source * m + at_scale
+                row_scale = tl.where(step > 0, come, x_scale + at_scale)
+            to = (source * pairs + place).to(tl.int64) * out_columns
+            matrix = tl.cast(expert, tl.int64) * K
+            multiply_and_finish(
+                left, 0, rows - first, column,
+                w0 + matrix * n0,
+                None if w1 is None else w1 + matrix * n1,
+                None if w2 is None else w2 + matrix * n2,
+                n0, n1, n2, row_scale,
+                None if w_scale is None else w_scale + expert * scale_stride,
+                None if bias is None else bias + expert * (n0 + n1 + n2),
+                None if residual is None else residual + to,
+                out + to,
+                K, BLOCK_M, BLOCK_N, BLOCK_K, WEIGHTS, SILU, TRANSPOSED, True, SCALE_COLUMNS,
+                EVEN_M=False, EVEN_N=EVEN_N, EVEN_K=EVEN_K, TMA=False,
+            )  # fmt: skip
+            tile += tl.num_programs(0)
+        tile -= tiles
+        done = whole
+
+
+class PlannedWorkspace(Workspace):
+    """A workspace of an op that goes by plans, which it does not believe.
+
+    Attributes:
+        experts, top_k: of every call.
+        status: int32 [1]; 0, or 1 + the rank whose plan was first found wrong.
+        choice: of what callers leave open.
+    """
+
+    experts: int
+    top_k: int
+    status: Tensor
+    choice: Choice
+
+    def check(self) -> None:
+        """As of a Workspace; raise, too, if a plan was wrong since the last check."""
+        super().check()
+        if found := int(self.status):
+            self.status.zero_()
+            raise KernelError(
+                f"{self.name}: the plan of rank {found - 1} has offsets that decrease, are "
+                "negative or pass its pairs, or a pair out of range"
+            )
+
+
+class GatherGroupsWorkspace(PlannedWorkspace):
+    """Of all_gather_grouped_matmul.
+
+    Attributes:
+        scales: float32 [2, W * max_rows].
+        plans: int32 [2, W * the longest plan].
+        sent: int32 [W]; programs that are through with a peer.
+    """
+
+    def __init__(
+        self, home: Home, max_rows: int, k: int, experts: int, top_k: int, dtype: torch.dtype
+    ) -> None:
+        size, name = home.world_size, "all_gather_grouped_matmul"
+        asked = {"max_rows": max_rows, "k": k, "experts": experts, "top_k": top_k, "dtype": dtype}
+        with agreed(name, asked, home.exchange) as check:
+            require_dtype(check, dtype)
+            require_counts(check, 0, max_rows=max_rows)
+            require_counts(check, 1, k=k, experts=experts, top_k=top_k)
+        self.experts, self.top_k = experts, top_k
+        self.slot_rows = size * max_rows
+        self.slot_plans = size * plan_length(experts, max_rows * top_k)
+        self.scales: SymmetricTensor = home.empty(
+            f"{name}.scales", (SLOTS, self.slot_rows), torch.float32
+        )
+        self.plans: SymmetricTensor = home.empty(
+            f"{name}.plans", (SLOTS, self.slot_plans), torch.int32
+        )
+        self.sent: SymmetricTensor = home.zeros(f"{name}.sent", (size,), torch.int32)
+        super().__init__(home, name, size * max_rows * k, dtype, size)
+        self.status = torch.zeros(1, dtype=torch.int32, device=home.device)
+        self.choice = Choice(home, name)
+
+
+def all_gather_grouped_matmul_workspace(
+    home: Home, max_rows: int, k: int, experts: int, top_k: int, dtype: torch.dtype
+) -> GatherGroupsWorkspace:
+    """A workspace for shards of at most `max_rows` rows of `k` numbers. Collective.
+
+    Args:
+        home: of this rank.
+        max_rows: M / W.
+        k: K.
+        experts: E.
+        top_k: of each token.
+        dtype: of x.
+
+    Raises:
+        KernelError: on every rank, if one refuses an argument or has another one than the rest.
+    """
+    return GatherGroupsWorkspace(home, max_rows, k, experts, top_k, dtype)
+
+
+def all_gather_grouped_matmul(
+    x_shard: Tensor,
+    w: Tensor | Sequence[Tensor],
+    plan: Tensor,
+    workspace: GatherGroupsWorkspace,
+    *,
+    epilogue: Epilogue = NOTHING,
+    plans: Tensor | None = None,
+    topology: Topology = "switch",
+    ranks_per_node: int = 0,
+    blocks: tuple[int, int, int] | None = None,
+    warps: int = 0,
+    stages: int = 0,
+    programs: int = 0,
+    senders: int = 0,
+) -> Tensor:
+    """The tokens of all ranks times this rank's columns of the experts of each. Collective.
+
+    Args:
+        x_shard: [M / W, K], contiguous, the workspace's dtype; of the same shape on all ranks.
+        w: [E, K, N / W], or up to three of them, whose columns count as one beside the other (gate
+            and up); contiguous, or the transposes (`mT`) of contiguous ones.
+        plan: int32 [E + 1 + 2 P], of this rank's tokens: `make_plan`.
+        workspace: from `all_gather_grouped_matmul_workspace`.
+        epilogue: of the product; its x_scale is of this rank's rows, w_scale and bias are of each
+            expert, the residual is of the result's rows.
+        plans: int32 [W, E + 1 + 2 P], contiguous; is given the plans of all ranks, if not None on
+            any rank.
+        topology: of the links between ranks: with `mesh` all shards are sent at once.
+        ranks_per_node: that have fast links; all if 0. Ranks of a node follow each other.
+        blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile. If None, what was tuned for this device, world
+            size, shape and dtype, else what the cost model prefers: tune.py.
+        warps, stages: that the product is compiled with; if 0, as with blocks.
+        programs: of the product; all processors of the device but one if 0.
+        senders: programs that copy; if 0, as with blocks, or one for each part and peer.
+
+    Returns:
+        [W * P, N / W], or [W * P, N / (2 W)] after silu_multiply; see Epilogue.dtype. Rows of pairs
+        that belong to no expert are not written.
+
+    Raises:
+        KernelError: the operands do not go together, or not with the workspace, on one rank; or
+            the ranks differ in the operands' shapes or in an option. What is wrong with a plan,
+            `workspace.check` raises.
+    """
+    size, require, silu = workspace.world_size, workspace.require, epilogue.silu_multiply
+    asked: dict[str, object] = {"topology": topology, "ranks_per_node": ranks_per_node}
+    asked |= {"blocks": blocks, "warps": warps, "stages": stages}
+    asked |= {"programs": programs, "senders": senders}
+    with workspace.agreed("all_gather_grouped_matmul", asked):
+        workspace.require_tensor("x_shard", x_shard)
+        asked["x_shard's shape"] = tuple(x_shard.shape)
+        experts, top_k = workspace.experts, workspace.top_k
+        weights = Weights.of(w, x_shard, require, groups=experts)
+        (m, k), n = x_shard.shape, sum(weights.widths)
+        pairs = m * top_k
+        length = plan_length(experts, pairs)
+        chosen = None
+        if blocks is None:
+            rows = size * pairs
+            chosen = workspace.choice.of_product(x_shard, weights, rows, silu, experts, top_k)
+        if chosen:
+            blocks = (chosen.block_m, chosen.block_n, chosen.block_k)
+            warps, stages = warps or chosen.warps, stages or chosen.stages
+            senders = senders or chosen.senders
+        high = -(-size * pairs // experts)
+        tiling = choose_tiling(
+            high, x_shard, weights, blocks, warps, stages, require, silu, apart=True
+        )
+        epilogue.check(require, x_shard, weights.widths, size * pairs, experts)
+        node = ranks_per_node or size
+        fits = node > 0 and size % node == 0
+        require("topology", repr(topology), topology in get_args(Topology), "be switch or mesh")
+        require("ranks_per_node", ranks_per_node, fits, f"divide the {size} ranks")
+        available = max(1, workspace.processors - (size > 1))
+        why = "copies to other ranks need a processor"
+        workspace.require_programs(programs, available, why)
+        require("senders", senders, senders >= 0, "be positive, or 0 for one for each part")
+        workspace.require_room("x_shard", size * m * k)
+        require("x_shard's rows", m, size * m <= workspace.slot_rows, "fit the workspace")
+        require_tensor(require, "plan", plan, [length], workspace.device, torch.int32)
+        if plans is not None:
+            require_tensor(require, "plans", plans, [size, length], workspace.device, torch.int32)
+    columns = epilogue.columns(n)
+    out = x_shard.new_empty(size * pairs, columns, dtype=epilogue.dtype(x_shard.dtype))
+    if not m:
+        if plans is not None:
+            plans.copy_(plan)  # without tokens all are the same
+        return out
+    x_scale, rank = epilogue.x_scale, workspace.rank
+    memory = {
+        "buffers": workspace.buffer.addresses,
+        "scales": workspace.scales.addresses,
+        "plans": workspace.plans.addresses,
+        "signals": workspace.signals.addresses,
+        "calls": workspace.calls,
+        "slot_numel": workspace.numel,
+        "slot_rows": workspace.slot_rows,
+        "slot_plans": workspace.slot_plans,
+        "dtype": triton_type(x_shard.dtype),
+    }
+    mine = {"x": x_shard, "plan": plan, "rank": rank, "m": m, "WORLD": size, "NODE": node}
+    begun = None
+    with workspace.beside():
+        workspace.begin()
+        if x_shard.is_cuda:
+            begun = torch.cuda.current_stream(x_shard.device).record_event()
+        if size > 1:
+            parts = (size - 1) * (1 + -(-m * k // CHUNK))
+            push_shard[(min(parts, senders or parts),)](
+                **{**mine, **memory, "x_scale": x_scale, "sent": workspace.sent.addresses},
+                numel=m * k,
+                length=length,
+                scales_count=0 if x_scale is None else x_scale.numel(),
+                chunk=CHUNK,
+                MESH=topology == "mesh",
+                BLOCK=BLOCK,
+            )
+    if begun is not None:
+        torch.cuda.current_stream(x_shard.device).wait_event(begun)
+    even = evenness(tiling, m, weights.widths, k)
+    tiles = (size * pairs // tiling.block_m + experts) * weights.column_tiles(tiling.block_n, silu)
+    itemsize = x_shard.itemsize
+    places = (x_shard.data_ptr(), k * itemsize, workspace.numel * itemsize)
+    multiply_gathered_groups[(max(1, min(tiles, programs or available)),)](
+        **{**mine, **memory, **weights.arguments(silu), **constants_of(experts)},
+        **{**epilogue.scales(), "scale_stride": epilogue.scale_stride()},
+        out=out,
+        out_columns=columns,
+        K=k,
+        pairs=pairs,
+        top_k=top_k,
+        bias=epilogue.bias,
+        residual=epilogue.residual,
+        fault=workspace.fault,
+        status=workspace.status,
+        max_polls=workspace.max_polls,
+        STEPS=triton.next_power_of_2(size),
+        GROUP=GROUP,
+        BLOCK_M=tiling.block_m,
+        BLOCK_N=tiling.block_n,
+        BLOCK_K=tiling.block_k,
+        EVEN_N=even["EVEN_N"],
+        EVEN_K=even["EVEN_K"],
+        ALIGNED=all(place % 16 == 0 for place in places),
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+    )
+    if plans is not None:  # a plan is a shard of one row
+        collect_rows[(workspace.resident(size),)](
+            *(plan, plans, workspace.plans.addresses, workspace.signals.addresses),
+            *(workspace.calls, workspace.fault, rank, 1, length, workspace.slot_plans),
+            dtype=tl.int32,
+            WORLD=size,
+            NODE=node,
+            BLOCK_M=16,
+            **waiting(workspace),
+        )
+    workspace.rejoin()
+    return out

@@ -1,0 +1,396 @@
+"""Tokens to the ranks of their experts, and the experts' outputs back: for decode.
+
+    moe_dispatch(x [T, K], expert_ids int32 [T, k]) -> rows [R, K], offsets int32 [L + 1]
+    moe_combine(y [R, K], weights float32 [T, k])   -> [T, K]
+
+A rank has T tokens, another number than the others' if need be, and L of the
+experts, in slots (placement.py). `rows[offsets[e] : offsets[e + 1]]` are the tokens
+for its slot e, in the order of (source rank, token, choice); what comes after them
+is nothing. The experts' outputs stand where their tokens stood. A token's sum is
+added in float32 in the order of its choices and rounded once: it has the same bits
+whatever the other tokens are, and wherever the experts are.
+
+Nothing about the routing is read by the host: buffers are as large as the worst one
+needs, and no token is dropped. A token crosses once to each rank that it is for,
+however many experts it has there. Buffers, their scales if tokens are sent in fp8,
+and what is done with what has come: expert_tokens.py. Outputs come back in x's dtype.
+
+Protocol, of call n. `dispatch`:
+
+- send. Item (c, d) of rank r is chunk c of its tokens, for rank p = r + 1 + d: the
+  choices that are on p go to row [r, c] of p's `wanted`, the tokens that have one, and
+  their scales, to row [r, c] of its buffer, and then signal [c, r] of p is set to n.
+  All chunks are sent, those beyond T with -1 throughout, so that p knows where the
+  tokens end.
+- count. The same program then waits for item (c, d) of rank r - 1 - d, which is the
+  program of its number there, and counts it. A program sends all its items before it
+  waits, so there is no cycle.
+- place, in a launch of its own.
+
+`combine`, of the same n, which is kept with what dispatch has returned:
+
+- return. Program (c, d) of rank r stores the outputs for chunk c of rank p = r + 1 + d
+  to p's `returned`, [C, k, K] in slot n mod 2, and then sets signal combined [c, r].
+- sum. For each of its own chunks a rank waits for all ranks, and adds.
+
+Why two slots are enough. A rank in dispatch n + 2 has seen signals that every other
+one sent in dispatch n + 1, after its own dispatch n was over, reading included. For
+combine the same signals do it: a rank that stores in combine n + 2 has seen those of
+dispatch n + 2, before which combine n was over on every rank. That is, if a dispatch
+is followed by at most one other before its combine, which is held to on the host.
+
+An id that is no expert's goes nowhere, adds nothing and is flagged in its token's
+`status`; -1 stands for none, and is not. Numbers that a peer has stored are never
+trusted with an address: after a wait has run out they may be anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.gpu.runtime.arguments import require, require_tensor
+from weft.kernels.gpu.experts.expert_tokens import (
+    COLUMNS,
+    Arrived,
+    ExpertWorkspace,
+    addresses,
+    choose_slots,
+    chunk_entries,
+    copy_rows,
+    count_chunk,
+    flag_tokens,
+    pick,
+    send_rows,
+)
+from weft.kernels.gpu.experts.placement import Placement
+from weft.kernels.gpu.runtime.signals import notify, peer_pointer, wait
+from weft.kernels.gpu.runtime.workspace import SLOTS
+from weft.kernels.symmetric.memory import Home
+
+
+@triton.jit
+def send_chunk(
+    x,  # [T, K]
+    expert_ids,  # int32 [T, k]
+    replicas,  # int32 [E, width]
+    counts,  # int32 [E]
+    status,  # int32 [T]
+    to,  # [C, K]; this rank's part of the peer's slot
+    to_scales,  # float32 [C, ceil(K / COLUMNS)], or None; likewise
+    wanted,  # int32 [C, k]; likewise
+    index,  # of the chunk
+    peer,
+    rank,
+    num_tokens,  # T
+    K,
+    num_experts,
+    width,
+    num_slots,  # of a rank
+    TOKENS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Store at a peer which choices of a chunk are its own, and the tokens that have one."""
+    tokens, entries, asked = chunk_entries(index, TOKENS, TOP_K, CHOICES)
+    given = asked & (tokens[:, None] < num_tokens)
+    ids = tl.load(expert_ids + entries, mask=given, other=-1)
+    slots = choose_slots(ids, tokens, replicas, counts, rank, num_experts, width)
+    first = peer * num_slots
+    theirs = (slots >= first) & (slots < first + num_slots)
+    tl.store(wanted + entries, tl.where(theirs, slots - first, -1), mask=asked)
+    goes = tl.max(theirs.to(tl.int32), axis=1) > 0
+    send_rows(to, to_scales, tokens, x, tokens, goes, K, TOKENS, BLOCK)
+    if peer == rank:
+        flag_tokens(status, ids, tokens, num_tokens, num_experts)
+
+
+@triton.jit(do_not_specialize=["rank", "num_tokens"])
+def exchange_tokens(
+    x,  # [T, K]
+    expert_ids,  # int32 [T, k]
+    replicas,  # int32 [E, width]
+    counts,  # int32 [E]
+    status,  # int32 [T]
+    tokens_of,  # int32 [W, chunks, L]
+    buffers,  # int64 [W]; addresses of [2, W, C, K]
+    scales,  # int64 [W]; addresses of float32 [2, W, C, ceil(K / COLUMNS)], or None
+    wanted,  # int64 [W]; addresses of int32 [2, W, C, k]
+    signals,  # int64 [W]; addresses of int32 [chunks, W]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    num_tokens,  # T
+    K,
+    num_experts,
+    width,
+    num_slots,  # L
+    chunks,  # C / TOKENS
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    max_polls,
+):
+    """Send chunks to all ranks; then wait for theirs and count. Grid: (programs,), persistent."""
+    call = tl.load(calls)
+    slot = (call % 2) * (WORLD * chunks * TOKENS)  # rows before this call's
+    own = slot + rank * chunks * TOKENS
+    groups = tl.cdiv(K, COLUMNS)
+    for item in range(tl.program_id(0), chunks * WORLD, tl.num_programs(0)):
+        peer = (rank + 1 + item) % WORLD
+        index = item // WORLD
+        send_chunk(
+            x,
+            expert_ids,
+            replicas,
+            counts,
+            status,
+            peer_pointer(buffers, peer, dtype) + own * K,
+            None if scales is None else peer_pointer(scales, peer, tl.float32) + own * groups,
+            peer_pointer(wanted, peer, tl.int32) + own * TOP_K,
+            index,
+            peer,
+            rank,
+            num_tokens,
+            K,
+            num_experts,
+            width,
+            num_slots,
+            TOKENS,
+            TOP_K,
+            CHOICES,
+            BLOCK,
+        )
+        notify(signals, peer, index * WORLD + rank, call)
+
+    for item in range(tl.program_id(0), chunks * WORLD, tl.num_programs(0)):
+        source = (rank + WORLD - 1 - item % WORLD) % WORLD
+        index = item // WORLD
+        wait(signals, rank, index * WORLD + source, call, fault, max_polls)
+        names = peer_pointer(wanted, rank, tl.int32) + (slot + source * chunks * TOKENS) * TOP_K
+        count_chunk(tokens_of, names, source, index, num_slots, chunks, TOKENS, TOP_K, CHOICES)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def return_tokens(
+    y,  # [R, K]
+    positions,  # int32 [W, C, k]
+    returned,  # int64 [W]; addresses of [2, C, k, K]
+    signals,  # int64 [W]; addresses of int32 [combined + chunks * W]
+    number,  # int32 [1]; of the call
+    rank,
+    K,
+    chunks,
+    combined,  # the first of the signals
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Store the outputs for one chunk of one rank's tokens there. Grid: (chunks * W,)."""
+    call = tl.load(number)
+    peer = (rank + 1 + tl.program_id(0)) % WORLD
+    index = tl.program_id(0) // WORLD
+    capacity = chunks * TOKENS
+    tokens, entries, asked = chunk_entries(index, TOKENS, TOP_K, CHOICES)
+    place = tl.load(positions + peer * capacity * TOP_K + entries, mask=asked, other=-1)
+    to = peer_pointer(returned, peer, dtype) + (call % 2) * (capacity * TOP_K * K)
+    for choice in range(TOP_K):
+        row = pick(place, choice, CHOICES)
+        copy_rows(to, tokens * TOP_K + choice, y, row, row >= 0, K, BLOCK)
+    notify(signals, peer, combined + index * WORLD + rank, call)
+
+
+@triton.jit(do_not_specialize=["rank", "num_tokens"])
+def sum_tokens(
+    out,  # [T, K]
+    weights,  # float32 [T, k]
+    expert_ids,  # int32 [T, k]
+    returned,  # int64 [W]; addresses of [2, C, k, K]
+    signals,  # int64 [W]; addresses of int32 [combined + chunks * W]
+    number,  # int32 [1]; of the call
+    fault,  # int32 [4]
+    rank,
+    num_tokens,  # T
+    K,
+    num_experts,
+    chunks,
+    combined,
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    max_polls,
+):
+    """Wait for all outputs of a chunk, and add some columns. Grid: (programs,), persistent."""
+    call = tl.load(number)
+    came = peer_pointer(returned, rank, dtype) + (call % 2) * (chunks * TOKENS * TOP_K * K)
+    columns = tl.cdiv(K, BLOCK)
+    for item in range(tl.program_id(0), tl.cdiv(num_tokens, TOKENS) * columns, tl.num_programs(0)):
+        index = item // columns
+        for step in range(WORLD):
+            source = (rank + step) % WORLD
+            wait(signals, rank, combined + index * WORLD + source, call, fault, max_polls)
+        tokens = index * TOKENS + tl.arange(0, TOKENS)
+        at = item % columns * BLOCK + tl.arange(0, BLOCK)[None, :]
+        total = tl.zeros((TOKENS, BLOCK), tl.float32)
+        for choice in range(TOP_K):
+            entries = tokens * TOP_K + choice
+            expert = tl.load(expert_ids + entries, mask=tokens < num_tokens, other=-1)
+            known = (expert >= 0) & (expert < num_experts)
+            weight = tl.load(weights + entries, mask=known, other=0.0)[:, None]
+            mask = known[:, None] & (at < K)
+            output = tl.load(came + entries[:, None] * K + at, mask=mask, other=0.0)
+            total += weight * output.to(tl.float32)
+        inside = (tokens[:, None] < num_tokens) & (at < K)
+        tl.store(out + tokens[:, None] * K + at, total.to(dtype), mask=inside)
+
+
+class LowLatencyWorkspace(ExpertWorkspace):
+    """Of `moe_dispatch` and `moe_combine`, on one rank; see `moe_workspace`."""
+
+    def __init__(
+        self,
+        home: Home,
+        max_tokens: int,
+        width: int,
+        top_k: int,
+        dtype: torch.dtype,
+        placement: Placement,
+        chunk: int,
+        wire: torch.dtype | None,
+    ) -> None:
+        super().__init__(
+            home,
+            "moe",
+            ("moe_dispatch", "moe_combine"),
+            max_tokens,
+            width,
+            top_k,
+            dtype,
+            placement,
+            chunk=chunk,
+            wire=wire,
+            node=home.world_size,
+            of_world=2,
+            tuned="moe_dispatch",
+        )
+        self.combined = self.chunks * self.world_size  # the first of the signals of combine
+        self.returned = home.empty("moe.returned", (SLOTS, self.capacity, top_k, width), dtype)
+
+
+def moe_workspace(
+    home: Home,
+    max_tokens: int,
+    width: int,
+    top_k: int,
+    dtype: torch.dtype,
+    placement: Placement,
+    *,
+    chunk: int = 0,
+    wire: torch.dtype | None = None,
+) -> LowLatencyWorkspace:
+    """For `moe_dispatch` and `moe_combine`. Collective; arguments as of ExpertWorkspace."""
+    return LowLatencyWorkspace(home, max_tokens, width, top_k, dtype, placement, chunk, wire)
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatched(Arrived):
+    """What moe_combine needs to send back what has come to a rank.
+
+    Attributes:
+        expert_ids: int32 [T, k]; as given, and not to be changed before they are combined.
+    """
+
+    expert_ids: Tensor
+
+
+def moe_dispatch(x: Tensor, expert_ids: Tensor, workspace: LowLatencyWorkspace) -> Dispatched:
+    """Send each token to the ranks of its experts. Collective; ranks may differ in T.
+
+    The low-latency kernels of DeepEP (DeepSeek-AI 2025) do the same over RDMA.
+
+    Args:
+        x: [T, K], contiguous.
+        expert_ids: int32 [T, k], contiguous; -1 for none.
+        workspace: made for at least T tokens.
+
+    Raises:
+        KernelError: an argument does not fit: in a workspace's first call on every rank. Later
+            only on those that refuse theirs, for a call that is fine costs no exchange: the waits
+            of the others run out.
+    """
+    with workspace.agreed("moe_dispatch", {}):
+        workspace.require_tokens(partial(require, "moe_dispatch"), x, expert_ids)
+    tokens, size, chunks = len(x), workspace.world_size, workspace.chunks
+    slots, experts = workspace.placement.slots_per_rank, workspace.placement.num_experts
+    status = expert_ids.new_empty(tokens)
+    tokens_of = expert_ids.new_empty(size, chunks, slots)
+    workspace.begin()
+    exchange_tokens[(workspace.resident(chunks * size),)](
+        *(x, expert_ids, workspace.replicas, workspace.replica_counts, status, tokens_of),
+        *(workspace.buffer.addresses, addresses(workspace.scales), workspace.wanted.addresses),
+        *(workspace.signals.addresses, workspace.calls, workspace.fault, workspace.rank, tokens),
+        *(workspace.width, experts, workspace.replicas.shape[1], slots, chunks),
+        **workspace.constants(workspace.wire),
+        **workspace.choices,
+        max_polls=workspace.max_polls,
+    )
+    arrived, _ = workspace.place(tokens_of)
+    return Dispatched(**arrived, status=status, expert_ids=expert_ids)
+
+
+def moe_combine(
+    y: Tensor, weights: Tensor, sent: Dispatched, workspace: LowLatencyWorkspace
+) -> Tensor:
+    """Send the experts' outputs back, and add them up. Collective.
+
+    Args:
+        y: [R, K], contiguous, of x's dtype; where the tokens of `sent.rows` stood.
+        weights: float32 [T, k], contiguous; the router's.
+        sent: what moe_dispatch has returned, at most one call ago.
+        workspace: that it was dispatched with.
+
+    Returns:
+        [T, K]; a token's outputs times their weights, added in the order of its choices. Of
+        choices that are no expert's, nothing is added.
+
+    Raises:
+        KernelError: an argument does not fit; on which ranks, as of moe_dispatch.
+    """
+    with workspace.agreed("moe_combine", {}):
+        check = partial(require, "moe_combine")
+        workspace.require_sent(check, y, sent)
+        shape, device = sent.expert_ids.shape, workspace.device
+        require_tensor(check, "weights", weights, shape, device, torch.float32)
+    size, chunks, width = workspace.world_size, workspace.chunks, workspace.width
+    tokens = len(weights)
+    out = y.new_empty(tokens, width)
+    constants = workspace.constants(workspace.dtype)
+    tables = (workspace.returned.addresses, workspace.signals.addresses, sent.call)
+    return_tokens[(chunks * size,)](
+        *(y, sent.positions, *tables, workspace.rank, width, chunks, workspace.combined),
+        **constants,
+        **workspace.choices,
+    )
+    items = -(-tokens // workspace.chunk) * -(-width // constants["BLOCK"])
+    sum_tokens[(workspace.resident(items),)](
+        *(out, weights, sent.expert_ids, *tables, workspace.fault, workspace.rank, tokens, width),
+        *(workspace.placement.num_experts, chunks, workspace.combined),
+        **constants,
+        TOP_K=workspace.top_k,
+        max_polls=workspace.max_polls,
+    )
+    return out

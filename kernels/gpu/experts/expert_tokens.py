@@ -1,0 +1,461 @@
+"""What moe_dispatch and moe_dispatch_two_level share: a chunk of tokens, and its way to its rows.
+
+A rank has a slot n mod 2 [W, C, K] of a buffer for call n, in which row [r, t] is for
+token t of rank r; and beside it `wanted` int32 [W, C, k], the number of the slot of
+experts on this rank for each of the token's choices, or -1 if it is elsewhere. C is
+`max_tokens` rounded up to chunks. However it came there, what follows is the same:
+
+- `count_chunk` stores how many tokens of a chunk there are for each slot.
+- `place_tokens`, in a launch of its own. Where a token goes is the number of tokens for
+  slots before its own, and of those for its own in chunks before, both of which each
+  program adds up from the counts, and of those before it in its chunk. It is copied
+  there, and noted in `positions` [W, C, k].
+
+On the wire tokens may be fp8 (`wire`), each 128 columns with a float32 scale of their
+own, as `quantize` of activation.py makes them. Scales travel beside the rows, in
+`scales` [W, C, ceil(K / 128)], and are told of by the same signals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.gpu.rowwise.activation import GROUP
+from weft.kernels.gpu.runtime.arguments import Require, require_counts, require_tensor
+from weft.kernels.gpu.collectives.collective import DTYPES, MAX_NUMEL
+from weft.kernels.gpu.matmul.epilogue import FP8
+from weft.kernels.gpu.experts.placement import Placement
+from weft.kernels.gpu.rowwise.rows import cast, fp8_scale, require_fp8
+from weft.kernels.gpu.runtime.signals import peer_pointer
+from weft.kernels.gpu.tuning.search import Choice
+from weft.kernels.gpu.runtime.workspace import SLOTS, Workspace, agreed, triton_type
+from weft.kernels.symmetric.memory import Home, SymmetricTensor
+
+TILE = 4096
+"""Numbers that a program moves at a time."""
+
+MAX_TOP_K = 32
+
+EXPERTS, BLOCKS = tl.constexpr(16), tl.constexpr(16)
+"""Slots that are counted at a time, and chunks whose counts are added up at a time."""
+
+COLUMNS, GROUPS = tl.constexpr(GROUP), tl.constexpr(64)
+"""That have a scale of their own; scales of a token that are moved at a time."""
+
+
+@triton.jit
+def chunk_entries(index, TOKENS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr):
+    """The tokens of a chunk [TOKENS], their choices' places in [C, k], and which are choices.
+
+    CHOICES is k rounded up to a power of 2.
+    """
+    tokens = index * TOKENS + tl.arange(0, TOKENS)
+    choices = tl.arange(0, CHOICES)[None, :]
+    entries = tokens[:, None] * TOP_K + choices
+    return tokens, entries, (choices < TOP_K) & (tokens[:, None] >= 0)
+
+
+@triton.jit
+def choose_slots(
+    ids,  # int32 [TOKENS, CHOICES]; experts
+    tokens,  # int32 [TOKENS]
+    replicas,  # int32 [E, width]
+    counts,  # int32 [E]
+    rank,  # of the tokens
+    num_experts,
+    width,
+):
+    """The slot that each choice goes to, among all ranks'; -1 for what is no expert."""
+    known = (ids >= 0) & (ids < num_experts)
+    count = tl.load(counts + ids, mask=known, other=1)
+    turn = (rank + tokens[:, None]) % count
+    return tl.load(replicas + ids * width + turn, mask=known, other=-1)
+
+
+@triton.jit
+def flag_tokens(
+    status,  # int32 [T]
+    ids,  # int32 [TOKENS, CHOICES]
+    tokens,  # int32 [TOKENS]
+    num_tokens,  # T
+    num_experts,
+):
+    """Note whose id is no expert's, and not -1."""
+    refused = ((ids < -1) | (ids >= num_experts)).to(tl.int32)
+    tl.store(status + tokens, tl.max(refused, axis=1), mask=tokens < num_tokens)
+
+
+@triton.jit
+def pick(table, column, COLUMNS: tl.constexpr):
+    """One column of int32 [n, COLUMNS]: [n]."""
+    return tl.sum(tl.where(tl.arange(0, COLUMNS)[None, :] == column, table, 0), axis=1)
+
+
+@triton.jit
+def copy_rows(
+    to,  # [*, K]
+    to_rows,  # int32 [TOKENS]
+    x,  # [*, K]
+    rows,  # int32 [TOKENS]
+    copied,  # bool [TOKENS]
+    K,
+    BLOCK: tl.constexpr,
+):
+    """Copy some rows of x to other ones of `to`."""
+    to += to_rows.to(tl.int64)[:, None] * K
+    x += rows.to(tl.int64)[:, None] * K
+    for start in range(0, K, BLOCK):
+        at = start + tl.arange(0, BLOCK)[None, :]
+        mask = copied[:, None] & (at < K)
+        tl.store(to + at, tl.load(x + at, mask=mask), mask=mask)
+
+
+@triton.jit
+def send_rows(
+    to,  # [*, K]
+    to_scales,  # float32 [*, ceil(K / COLUMNS)], or None
+    to_rows,  # int32 [TOKENS]
+    x,  # [*, K]
+    rows,  # int32 [TOKENS]
+    copied,  # bool [TOKENS]
+    K,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The same; in fp8 if there are scales, for which COLUMNS must divide BLOCK."""
+    if to_scales is None:
+        copy_rows(to, to_rows, x, rows, copied, K, BLOCK)
+    else:
+        to += to_rows.to(tl.int64)[:, None] * K
+        x += rows.to(tl.int64)[:, None] * K
+        groups = tl.cdiv(K, COLUMNS)
+        to_scales += to_rows[:, None] * groups
+        for start in range(0, K, BLOCK):
+            at = start + tl.arange(0, BLOCK)[None, :]
+            mask = copied[:, None] & (at < K)
+            y = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+            y = tl.reshape(y, (TOKENS, BLOCK // COLUMNS, COLUMNS))
+            divisor = fp8_scale(y, 2)
+            y = tl.reshape(y / divisor[:, :, None], (TOKENS, BLOCK))
+            tl.store(to + at, cast(y, to.dtype.element_ty), mask=mask)
+            group = start // COLUMNS + tl.arange(0, BLOCK // COLUMNS)[None, :]
+            tl.store(to_scales + group, divisor, mask=copied[:, None] & (group < groups))
+
+
+@triton.jit
+def count_chunk(
+    tokens_of,  # int32 [W, chunks, L]
+    wanted,  # int32 [C, k]; of the source
+    source,
+    index,  # of the chunk
+    num_slots,  # L
+    chunks,
+    TOKENS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
+):
+    """Store how many tokens of a chunk that has come there are for each slot of this rank."""
+    _, entries, asked = chunk_entries(index, TOKENS, TOP_K, CHOICES)
+    slots = tl.reshape(tl.load(wanted + entries, mask=asked, other=-1), (TOKENS * CHOICES,))
+    for first in range(0, num_slots, EXPERTS):
+        expert = first + tl.arange(0, EXPERTS)
+        counted = tl.sum((slots[:, None] == expert[None, :]).to(tl.int32), axis=0)
+        place = (source * chunks + index) * num_slots + expert
+        tl.store(tokens_of + place, counted, mask=expert < num_slots)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def place_tokens(
+    rows,  # [R, K]
+    row_scales,  # float32 [R, ceil(K / COLUMNS)], or None
+    row_weights,  # float32 [R], or None
+    offsets,  # int32 [L + 1]
+    positions,  # int32 [W, C, k]
+    number,  # int32 [1]; becomes the call's
+    tokens_of,  # int32 [W, chunks, L]
+    buffers,  # int64 [W]; addresses of [2, W, C, K]
+    scales,  # int64 [W]; addresses of float32 [2, W, C, ceil(K / COLUMNS)], or None
+    weights,  # int64 [W]; addresses of float32 [2, W, C, k], or None
+    wanted,  # int64 [W]; addresses of int32 [2, W, C, k]
+    calls,  # int32 [1]
+    rank,
+    num_rows,  # R
+    K,
+    num_slots,  # L
+    chunks,
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy one chunk from one rank to its places among all. Grid: (W * chunks,)."""
+    block = tl.program_id(0)
+    call = tl.load(calls)
+    slot = (call % 2) * (WORLD * chunks * TOKENS)  # rows before this call's
+    tokens, entries, asked = chunk_entries(block, TOKENS, TOP_K, CHOICES)  # of all ranks' tokens
+    names = peer_pointer(wanted, rank, tl.int32) + slot * TOP_K
+    slots = tl.reshape(tl.load(names + entries, mask=asked, other=-1), (TOKENS * CHOICES,))
+    here = (slots >= 0) & (slots < num_slots)
+
+    place = tl.zeros((TOKENS * CHOICES,), tl.int32)
+    passed = tl.zeros((), tl.int32)
+    for first in range(0, num_slots, EXPERTS):
+        expert = first + tl.arange(0, EXPERTS)
+        total = tl.zeros((EXPERTS,), tl.int32)
+        before = tl.zeros((EXPERTS,), tl.int32)
+        for other in range(0, WORLD * chunks, BLOCKS):
+            others = other + tl.arange(0, BLOCKS)[:, None]
+            inside = (others < WORLD * chunks) & (expert[None, :] < num_slots)
+            counted = tl.load(tokens_of + others * num_slots + expert[None, :], inside, other=0)
+            total += tl.sum(counted, axis=0)
+            before += tl.sum(tl.where(others < block, counted, 0), axis=0)
+        begin = passed + tl.cumsum(total, axis=0) - total
+        passed += tl.sum(total, axis=0)
+        chosen = (slots[:, None] == expert[None, :]).to(tl.int32)
+        earlier = tl.cumsum(chosen, axis=0) - chosen
+        place += tl.sum(chosen * ((begin + before)[None, :] + earlier), axis=1)
+        if block == 0:
+            tl.store(offsets + expert, begin, mask=expert < num_slots)
+    if block == 0:
+        tl.store(offsets + num_slots, passed)
+        tl.store(number, call)
+
+    place = tl.reshape(tl.where(here & (place < num_rows), place, -1), (TOKENS, CHOICES))
+    tl.store(positions + entries, place, mask=asked)
+    if row_weights is not None:
+        share = peer_pointer(weights, rank, tl.float32) + slot * TOP_K + entries
+        placed = asked & (place >= 0)
+        tl.store(row_weights + place, tl.load(share, mask=placed), mask=placed)
+    came = peer_pointer(buffers, rank, dtype) + slot * K
+    for choice in range(TOP_K):
+        row = pick(place, choice, CHOICES)
+        copy_rows(rows, row, came, tokens, row >= 0, K, BLOCK)
+        if row_scales is not None:
+            groups = tl.cdiv(K, COLUMNS)
+            came_scales = peer_pointer(scales, rank, tl.float32) + slot * groups
+            copy_rows(row_scales, row, came_scales, tokens, row >= 0, groups, BLOCK)
+
+
+class ExpertWorkspace(Workspace):
+    """Of the ops that send tokens to experts, on one rank. Made by all ranks together.
+
+    Args:
+        home: of this rank.
+        name: of the workspace; in messages.
+        ops: that take it.
+        max_tokens: of a rank, in a call.
+        width: K, numbers of a token.
+        top_k: k, experts of a token.
+        dtype: of tokens and outputs.
+        placement: of the experts.
+        chunk: tokens that have a signal of their own; if 0, what was tuned for `tuned`.
+        wire: that tokens are sent in, and their rows are of: `dtype`, or float8_e4m3fn.
+        node: ranks of a node.
+        of_world, of_node: signals that a chunk has for each rank, and for each node.
+        tuned: the op whose tuned chunk is taken, or else what the cost model prefers for it.
+
+    Attributes:
+        placement: the present one; `move` changes it.
+        max_rows: R, that dispatch may give.
+
+    Raises:
+        KernelError: on every rank, if an argument is refused on one or not the same on all; or if
+            a rank has no address of one of its node.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        name: str,
+        ops: tuple[str, ...],
+        max_tokens: int,
+        width: int,
+        top_k: int,
+        dtype: torch.dtype,
+        placement: Placement,
+        *,
+        chunk: int,
+        wire: torch.dtype | None,
+        node: int,
+        of_world: int,
+        of_node: int = 0,
+        tuned: str = "",
+    ) -> None:
+        size, wire = home.world_size, wire or dtype
+        most = TILE // GROUP if wire == FP8 else TILE
+        asked = {
+            "max_tokens": max_tokens,
+            "width": width,
+            "top_k": top_k,
+            "dtype": dtype,
+            "placement": placement,
+            "chunk": chunk,
+            "wire": wire,
+            "ranks_per_node": node,
+        }
+        with agreed(name, asked, home.exchange) as check:
+            require_counts(check, 1, max_tokens=max_tokens, width=width, top_k=top_k)
+            require_counts(check, 0 if tuned else 1, chunk=chunk)
+            check("top_k", top_k, top_k <= MAX_TOP_K, f"be at most {MAX_TOP_K}")
+            fits = chunk & (chunk - 1) == 0 and chunk <= most
+            check("chunk", chunk, fits, f"be a power of 2, and at most {most}")
+            allowed = ", ".join(map(str, DTYPES))
+            check("dtype", dtype, dtype in DTYPES, f"be one of {allowed}")
+            check("wire", wire, wire in (dtype, FP8), f"be {dtype} or {FP8}")
+            if wire == FP8:
+                require_fp8(check)
+            fits = node > 0 and size % node == 0
+            check("ranks_per_node", node, fits, f"divide the {size} ranks")
+            ranks = placement.world_size
+            check("placement", f"for {ranks} ranks", ranks == size, f"be for {size}")
+        if not chunk:
+            rows, groups = size * max_tokens * top_k, placement.num_experts
+            config = Choice(home, tuned)(
+                dtype, rows, width, methods=("push",), groups=groups, top_k=top_k
+            )
+            chunk = min(config.block_m, most)
+        with agreed(name, {}, home.exchange) as check:
+            self.chunks = -(-max_tokens // chunk)
+            capacity = self.chunks * chunk
+            largest = SLOTS * capacity * max(size, top_k) * max(width, 2 * top_k)
+            must = f"be at most {MAX_NUMEL}: make it for fewer tokens"
+            check("the buffer's size", f"{largest} numbers", largest <= MAX_NUMEL, must)
+        signals = self.chunks * (of_world * size + of_node * (size // node))
+        first = home.rank // node * node
+        near = None if node == size else range(first, first + node)
+        super().__init__(home, name, size * capacity * width, wire, signals, near)
+        self.ops = ops
+        self.dtype, self.wire = dtype, wire
+        self.wanted = home.empty(f"{name}.wanted", (SLOTS, size, capacity, top_k), torch.int32)
+        self.groups = -(-width // GROUP) if wire == FP8 else 0
+        self.scales = self.of_groups(home, "scales", (SLOTS, size, capacity))
+        self.max_tokens, self.width, self.top_k = max_tokens, width, top_k
+        self.capacity, self.chunk = capacity, chunk
+        self.max_rows = size * max_tokens * top_k
+        self.placement = placement
+        self.replicas, self.replica_counts = (t.to(self.device) for t in placement.tables())
+        self.dispatches = 0
+
+    def of_groups(self, home: Home, what: str, shape: Sequence[int]) -> SymmetricTensor | None:
+        """Scales of so many rows, if tokens are sent in fp8. Collective."""
+        if not self.groups:
+            return None
+        return home.empty(f"{self.name}.{what}", (*shape, self.groups), torch.float32)
+
+    def move(self, placement: Placement) -> None:
+        """Use another placement from the next dispatch on, which may be a captured one. Collective.
+
+        The weights in the slots must have been moved, too.
+
+        Raises:
+            KernelError: on every rank, if it is for other ranks, experts or slots than the present
+                one, or not the same on all ranks.
+        """
+        with agreed(self.name, {"placement": placement}, self.compare) as check:
+            for what in ("world_size", "num_experts", "slots_per_rank"):
+                new, old = getattr(placement, what), getattr(self.placement, what)
+                check(f"the placement's {what}", new, new == old, f"stay {old}")
+        for table, values in zip(
+            (self.replicas, self.replica_counts), placement.tables(), strict=True
+        ):
+            table.copy_(values)
+        self.placement = placement
+
+    def constants(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Of kernels that move rows of this dtype."""
+        least = GROUP if dtype == FP8 else 1
+        return {
+            "dtype": triton_type(dtype),
+            "WORLD": self.world_size,
+            "TOKENS": self.chunk,
+            "BLOCK": max(least, min(triton.next_power_of_2(self.width), TILE // self.chunk)),
+        }
+
+    @property
+    def choices(self) -> dict[str, int]:
+        """More, of kernels that look at all choices of a token at once."""
+        return {"TOP_K": self.top_k, "CHOICES": triton.next_power_of_2(self.top_k)}
+
+    def require_tokens(self, check: Require, x: Tensor, expert_ids: Tensor) -> None:
+        """Refuse what is no [T, K] and no [T, k] of at most `max_tokens`."""
+        require_tensor(check, "x", x, None, self.device, self.dtype)
+        most, width = self.max_tokens, self.width
+        fits = x.dim() == 2 and len(x) <= most and x.shape[1] == width
+        must = f"be at most {most} tokens of {width} numbers, which the workspace was made for"
+        check("x's shape", list(x.shape), fits, must)
+        ids_shape = [len(x), self.top_k]
+        require_tensor(check, "expert_ids", expert_ids, ids_shape, self.device, torch.int32)
+
+    def require_sent(self, check: Require, y: Tensor, sent: Arrived) -> None:
+        """Refuse what are no outputs of what has come, or of what came too long ago."""
+        require_tensor(check, "y", y, sent.rows.shape, self.device, self.dtype)
+        age = self.dispatches - sent.number
+        check("sent", f"{age} dispatches old", 0 <= age <= 1, "be at most 1 old")
+
+    def place(
+        self, tokens_of: Tensor, weights: SymmetricTensor | None = None
+    ) -> tuple[dict[str, Any], Tensor | None]:
+        """Launch `place_tokens`, which is all that is left of a dispatch.
+
+        Args:
+            tokens_of: int32 [W, chunks, L].
+            weights: float32 [2, W, C, k], that came with the tokens.
+
+        Returns:
+            rows, scales, offsets, positions, call and number of an Arrived, by name; float32 [R],
+            the weight of each row, if there are weights.
+        """
+        size, chunks, slots = tokens_of.shape
+        empty = tokens_of.new_empty
+        rows = empty(self.max_rows, self.width, dtype=self.wire)
+        offsets, call = empty(slots + 1), empty(1)
+        positions = empty(size, self.capacity, self.top_k)
+        scales = empty(len(rows), self.groups, dtype=torch.float32) if self.scales else None
+        row_weights = empty(len(rows), dtype=torch.float32) if weights else None
+        place_tokens[(size * chunks,)](
+            *(rows, scales, row_weights, offsets, positions, call, tokens_of),
+            *(self.buffer.addresses, addresses(self.scales), addresses(weights)),
+            *(self.wanted.addresses, self.calls, self.rank, len(rows), self.width, slots, chunks),
+            **self.constants(self.wire),
+            **self.choices,
+        )
+        self.dispatches += 1
+        arrived = {"rows": rows, "scales": scales, "offsets": offsets, "positions": positions}
+        return arrived | {"call": call, "number": self.dispatches}, row_weights
+
+
+def addresses(tensor: SymmetricTensor | None) -> Tensor | None:
+    """Where each rank's begins; None for none."""
+    return tensor.addresses if tensor else None
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """What has come to a rank.
+
+    Attributes:
+        rows: [R, K]; the tokens by slot. From offsets[L] on, nothing is said of them.
+        scales: float32 [R, ceil(K / 128)] of rows in fp8; None otherwise.
+        offsets: int32 [L + 1]; slot e has the rows offsets[e] : offsets[e + 1].
+        positions: int32 [W, C, k]; the row of each rank's tokens' choices, -1 if elsewhere.
+        call: int32 [1]; the number of the dispatch, on the device.
+        number: the same on the host, where a captured graph does not count.
+        status: int32 [T]; of this rank's own tokens: 1 if an id was no expert's, and not -1.
+    """
+
+    rows: Tensor
+    scales: Tensor | None
+    offsets: Tensor
+    positions: Tensor
+    call: Tensor
+    number: int
+    status: Tensor

@@ -1,0 +1,283 @@
+"""Matrix products of groups of rows, each group with a weight of its own: the experts of a rank.
+
+    grouped_matmul(x [T, K], w [E, K, N], offsets int32 [E + 1]) -> [T, N]
+
+Rows offsets[e] to offsets[e + 1] are multiplied by w[e]. Offsets are on the device, and no host
+ever reads them: how many rows each expert has is not known before its kernel runs. Rows outside
+of all groups are neither read nor written.
+
+How work is cut into programs. `multiply_groups` is persistent. Every program loads all offsets
+and adds up the rows of tiles of each group, so that all see the same list of tiles; program p of
+P takes tiles p, p + P and so on. A tile has rows of one group only: the last one of each group is
+cut off, and groups without rows have none. The tiles of one group follow each other, and within
+it those of GROUP rows of tiles go column by column (matmul.py): programs that run at one time
+read few columns of few weights. With few rows for each expert, weights are most of what is read,
+and each number of them is read once.
+
+Offsets that decrease, are negative or pass T make all groups empty, in every program alike, and
+are reported in a status word: nothing is read or written where it should not be.
+
+Rows in fp8 come with scales of their own, or of each 128 columns (as moe_dispatch delivers
+them; DeepSeek-V3, arXiv:2412.19437, section 3.3). Those are different for parts of one sum: so
+the tensor cores add up BLOCK_K products at a time, each part is scaled, and added in float32. A
+tile then has two sums in registers, and half the columns.
+
+Not handled: descriptors (TMA), scales of blocks of w.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.gpu.rowwise.activation import GROUP as SCALE_GROUP
+from weft.kernels.gpu.runtime.arguments import KernelError, Require, require
+from weft.kernels.gpu.tuning.costs import FEW_ACCUMULATORS
+from weft.kernels.gpu.matmul.epilogue import NOTHING, Epilogue
+from weft.kernels.gpu.matmul.matmul import (
+    GROUP,
+    Weights,
+    choose_tiling,
+    count_columns,
+    count_processors,
+    evenness,
+    multiply_and_finish,
+    tile_at,
+)
+from weft.kernels.gpu.tuning.search import Choice
+
+LEAST_GROUPS = 128
+"""Groups that a kernel is compiled for at least: one for each thread."""
+
+
+@triton.jit
+def group_sizes(
+    offsets,  # int32 [groups + 1]
+    groups,
+    most,  # that the last offset may be
+    GROUPS: tl.constexpr,
+):
+    """Rows of each group, int32 [GROUPS], and the first group whose offsets are wrong.
+
+    If there is one all groups are empty; if not it is GROUPS.
+    """
+    group = tl.arange(0, GROUPS)
+    begin = tl.load(offsets + group, mask=group < groups, other=0)
+    end = tl.load(offsets + 1 + group, mask=group < groups, other=0)
+    wrong = (begin < 0) | (end < begin) | (end > most)
+    first = tl.min(tl.where(wrong, group, GROUPS), 0)
+    return tl.where(first < GROUPS, 0, end - begin), first
+
+
+@triton.jit
+def group_of(
+    row,  # of tiles, of all groups one after the other
+    through,  # int32 [GROUPS]; rows of tiles up to the end of each group
+):
+    """The group of a row of tiles, and how many rows of tiles come before that group."""
+    before = through <= row
+    return tl.sum(before.to(tl.int32), 0), tl.max(tl.where(before, through, 0), 0)
+
+
+@triton.jit
+def report(status, value):
+    """Set a status word, unless it already says something."""
+    if status is not None:
+        tl.atomic_cas(status, 0, value, sem="relaxed", scope="gpu")
+
+
+@triton.jit(do_not_specialize=["T"])
+def multiply_groups(
+    x,  # [T, K]
+    w0,  # [E, K, n0], or [E, n0, K] if TRANSPOSED
+    w1,  # or None, as w2
+    w2,
+    offsets,  # int32 [E + 1]
+    T,
+    n0,
+    n1,
+    n2,
+    K,
+    groups,  # E
+    x_scale,  # float32 [T] or [1], or [T, ceil(K / SCALE_GROUP)] if that is not 0, or None
+    w_scale,  # float32 [E, n0 + n1 + n2], [E, 1] or [1], or None
+    scale_stride,  # of w_scale, from one group to the next
+    bias,  # [E, n0 + n1 + n2], or None
+    residual,  # [T, N'], or None
+    out,  # [T, N']
+    out_columns,  # N'
+    status,  # int32 [1], or None
+    GROUPS: tl.constexpr,  # a power of two, at least E
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    SILU: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,  # columns of x that share a scale, or 0
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """All tiles of the result. Grid: (programs,), persistent."""
+    size, wrong = group_sizes(offsets, groups, T, GROUPS)
+    if wrong < GROUPS:
+        report(status, 1 + wrong)
+    through = tl.cumsum(tl.cdiv(size, BLOCK_M), 0)
+    columns = count_columns(n0, n1, n2, BLOCK_N, WEIGHTS, SILU and WEIGHTS == 2)
+    tiles = tl.max(through, 0) * columns
+    scales_of_row = tl.cdiv(K, SCALE_GROUP) if SCALE_GROUP > 0 else 1 if SCALE_ROWS else 0
+    # Flattened: the next tile's first blocks are on their way while this one is stored.
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+        group, before = group_of(tile // columns, through)
+        begin = tl.load(offsets + group)
+        rows = tl.load(offsets + group + 1) - begin
+        row, column = tile_at(tile - before * columns, tl.cdiv(rows, BLOCK_M), columns, GROUP)
+        first = tl.cast(begin, tl.int64)
+        matrix = tl.cast(group, tl.int64) * K
+        multiply_and_finish(
+            x + first * K, row * BLOCK_M, rows, column,
+            w0 + matrix * n0,
+            None if w1 is None else w1 + matrix * n1,
+            None if w2 is None else w2 + matrix * n2,
+            n0, n1, n2,
+            None if x_scale is None else x_scale + first * scales_of_row,
+            None if w_scale is None else w_scale + group * scale_stride,
+            None if bias is None else bias + group * (n0 + n1 + n2),
+            None if residual is None else residual + first * out_columns,
+            out + first * out_columns,
+            K, BLOCK_M, BLOCK_N, BLOCK_K, WEIGHTS, SILU, TRANSPOSED, SCALE_ROWS, SCALE_COLUMNS,
+            EVEN_M=False, EVEN_N=EVEN_N, EVEN_K=EVEN_K, TMA=False, SCALE_GROUP=SCALE_GROUP,
+        )  # fmt: skip
+
+
+def require_offsets(check: Require, offsets: Tensor, x: Tensor) -> int:
+    """Refuse what cannot be offsets of groups of x's rows; how many groups."""
+    shape, device = list(offsets.shape), offsets.device
+    check("offsets' shape", shape, offsets.dim() == 1 and len(offsets) > 1, "be [E + 1]")
+    check("offsets' dtype", offsets.dtype, offsets.dtype == torch.int32, "be torch.int32")
+    check("offsets' device", device, device == x.device, f"be {x.device}, as x's")
+    check("offsets' stride", offsets.stride(), offsets.is_contiguous(), "be contiguous")
+    return len(offsets) - 1
+
+
+def constants_of(groups: int) -> dict[str, int]:
+    """Arguments of kernels that call `group_sizes`."""
+    return {"groups": groups, "GROUPS": max(LEAST_GROUPS, triton.next_power_of_2(groups))}
+
+
+def grouped_matmul(
+    x: Tensor,
+    w: Tensor | Sequence[Tensor],
+    offsets: Tensor,
+    *,
+    epilogue: Epilogue = NOTHING,
+    out: Tensor | None = None,
+    status: Tensor | None = None,
+    expected: int = 0,
+    choice: Choice | None = None,
+    blocks: tuple[int, int, int] | None = None,
+    warps: int = 0,
+    stages: int = 0,
+    programs: int = 0,
+) -> Tensor:
+    """Each group of rows times its own weight, and what comes after it, on one rank.
+
+    Args:
+        x: [T, K], contiguous, K at least 1; float32, float16, bfloat16 or float8_e4m3fn.
+        w: [E, K, N] of x's dtype, contiguous or the transposes (`mT`) of contiguous [E, N, K]; or
+            up to three such weights, whose columns count as one beside the other (gate and up).
+        offsets: int32 [E + 1], on x's device: group e is rows offsets[e] to offsets[e + 1].
+        epilogue: of the product; its w_scale and bias are of each group, its x_scale may be of each
+            128 columns of a row.
+        out: the result, whose rows outside of all groups stay as they are; new if None.
+        status: int32 [1], on x's device: is set to 1 + e if it is 0 and the offsets of group e are
+            the first that are negative, decrease or pass T. All groups are empty then.
+        expected: rows that the groups will have in all, about; T if 0. Tiles are chosen by it.
+        choice: of a tile where blocks is None; by T and E alone if None.
+        blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile.
+        warps, stages: that the kernel is compiled with; chosen if 0.
+        programs: as many as the device has processors if 0.
+
+    Returns:
+        [T, N], or [T, N / 2] after silu_multiply; see Epilogue.dtype.
+
+    Raises:
+        KernelError: the operands do not go together, or one cannot be taken.
+    """
+    check = functools.partial(require, "grouped_matmul")
+    groups = require_offsets(check, offsets, x)
+    weights = Weights.of(w, x, check, groups=groups)
+    (most, k), n, silu = x.shape, sum(weights.widths), epilogue.silu_multiply
+    check("x's columns", k, k > 0, "be at least 1")
+    check("expected", expected, expected >= 0, "be positive, or 0 for all rows")
+    rows = expected or most
+    scaled = isinstance(epilogue.x_scale, Tensor) and epilogue.x_scale.dim() == 2
+    if blocks is None and choice and (config := choice.of_product(x, weights, rows, silu, groups)):
+        blocks = (config.block_m, config.block_n, config.block_k)
+        warps, stages = warps or config.warps, stages or config.stages
+        if scaled:  # so many numbers of both sums in a thread, as may be of one
+            columns = 32 * config.warps * FEW_ACCUMULATORS // config.block_m
+            blocks = (config.block_m, max(16, min(config.block_n, columns)), config.block_k)
+    tiling = choose_tiling(
+        -(-rows // groups), x, weights, blocks, warps, stages, check, silu, apart=scaled
+    )
+    must = f"have a BLOCK_K of at most {SCALE_GROUP}: its products share their scales"
+    check("blocks", blocks, not scaled or tiling.block_k <= SCALE_GROUP, must)
+    epilogue.check(check, x, weights.widths, most, groups, SCALE_GROUP)
+    check("programs", programs, programs >= 0, "be positive, or 0 for all processors")
+    shape, dtype = (most, epilogue.columns(n)), epilogue.dtype(x.dtype)
+    if out is None:
+        out = x.new_empty(shape, dtype=dtype)
+    fits = (out.shape, out.dtype, out.device) == (shape, dtype, x.device) and out.is_contiguous()
+    must = f"be {list(shape)} {dtype}, contiguous, on {x.device}"
+    check("out", f"{list(out.shape)} {out.dtype}", fits, must)
+    if status is not None:
+        fits = (status.shape, status.dtype, status.device) == ((1,), torch.int32, x.device)
+        must = f"be [1] torch.int32, on {x.device}"
+        check("status", f"{list(status.shape)} {status.dtype}", fits, must)
+    if not out.shape[1]:
+        return out
+    columns = weights.column_tiles(tiling.block_n, silu)
+    tiles = (most // tiling.block_m + groups) * columns  # at most
+    even = evenness(tiling, most, weights.widths, k)
+    multiply_groups[(min(tiles, programs or count_processors(x.device)),)](
+        **{"x": x, "T": most, "K": k, "out": out, **weights.arguments(silu)},
+        offsets=offsets,
+        status=status,
+        out_columns=out.shape[1],
+        **{**epilogue.scales(), "scale_stride": epilogue.scale_stride()},
+        SCALE_GROUP=SCALE_GROUP if scaled else 0,
+        **constants_of(groups),
+        bias=epilogue.bias,
+        residual=epilogue.residual,
+        BLOCK_M=tiling.block_m,
+        BLOCK_N=tiling.block_n,
+        BLOCK_K=tiling.block_k,
+        EVEN_N=even["EVEN_N"],
+        EVEN_K=even["EVEN_K"],
+        GROUP=GROUP,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+    )
+    return out
+
+
+def raise_for(status: Tensor, op: str = "grouped_matmul") -> None:
+    """Synchronise with the device, and raise if offsets were wrong since the last time.
+
+    Raises:
+        KernelError: naming the first group whose offsets were.
+    """
+    if group := int(status):
+        status.zero_()
+        raise KernelError(
+            f"{op}: offsets {group - 1} and {group} decrease, are negative or pass x's rows"
+        )

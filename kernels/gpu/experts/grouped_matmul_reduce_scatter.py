@@ -1,0 +1,451 @@
+"""Expert products and reduce-scatter in one (MoE-RS): what ends tensor-parallel experts.
+
+    grouped_matmul_reduce_scatter(x [M top_k, K / W], w [E, K / W, N], plans) -> [M / W, N]
+
+Part r of x has a row for each pair of rank r's plan, in its order, as all_gather_grouped_matmul.py
+returns it. Each row is multiplied by its expert's weight, the rows of a token are added with the
+token's weights, and the tokens of rank r are added over the ranks on rank r.
+
+Protocol. `find_pairs` looks where in its plan each pair is. `multiply_pairs` takes the ranks that
+rows belong to in W stages, and stores the products, row by row, to `products` in this rank's
+memory. Its programs count themselves off, tile by tile (signals.py: `count_off`),
+and the last one of a stage sets this rank's own signal `ready` of the stage to n, the number of
+the call. `add_and_send`, on a stream beside it, waits for that, and so knows what all programs
+have stored in this stage; it had to wait for those before, too. It adds each token's rows, in the
+order of its choices, and stores tile by tile to row r of slot n mod 2 of the owner's buffer, whose
+signal [tile, r] it then sets to n. `reduce_partials` (matmul_reduce_scatter.py) waits for those of
+all ranks and adds them, in the order of the ranks: the sum has the same bits in every run.
+
+Order. Owners come from the last step of all_gather_matmul.py's order to the first, which is this
+rank: what has far to go leaves early, while later stages are multiplied. The rows of an expert
+are lined up in that order and cut into tiles there, for few of them are of one owner. A tile
+belongs to the stage of its first row.
+
+    3 ranks, tiles of 4 rows; rows of expert a by owner: 3 | 3 | 1
+    stage 0    aaa a     of which the last row is of the next owner
+    stage 1    aa a      of which the last row is of the last one
+
+The product never waits, so it comes to its end whatever else runs; and `add_and_send` only waits
+for the product. Both are through before `reduce_partials` begins, which waits for other ranks. Two
+slots are enough, for every rank waits for every rank's tiles: gpu/workspace.py. `products` is
+stored to again after the reduction of the call before, which is behind `add_and_send`.
+
+Products are kept, and sums travel, in the workspace's dtype; both are added in float32. What a
+plan says is not believed, as in all_gather_grouped_matmul.py: the pairs of a plan that is wrong
+count nothing, and a status word says so.
+
+Not handled: biases and SiLU, and ranks that are connected one by one (topology `mesh`), whose
+links take turns here.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.gpu.experts.all_gather_grouped_matmul import (
+    PlannedWorkspace,
+    find_rows,
+    pick,
+    plan_length,
+)
+from weft.kernels.gpu.matmul.all_gather_matmul import ahead_of
+from weft.kernels.gpu.runtime.arguments import require_counts, require_tensor
+from weft.kernels.gpu.matmul.epilogue import NOTHING, Epilogue
+from weft.kernels.gpu.experts.grouped_matmul import constants_of, group_of, group_sizes, report
+from weft.kernels.gpu.matmul.matmul import GROUP, Weights, choose_tiling, multiply_and_finish, tile_at
+from weft.kernels.gpu.matmul.matmul_reduce_scatter import reduce_partials, result_shape, tile_offsets
+from weft.kernels.gpu.runtime.signals import count_off, notify, peer_pointer, wait
+from weft.kernels.gpu.tuning.search import Choice
+from weft.kernels.gpu.runtime.workspace import agreed, require_dtype, triton_type
+from weft.kernels.symmetric.memory import Home, SymmetricTensor
+
+BLOCK_M, BLOCK_N = 32, 256
+"""Sides of the tiles that are sent, unless a workspace is told others."""
+
+SENDERS = 16
+"""Programs that add and send, unless a call or what was tuned says another number."""
+
+BLOCK = 1024
+"""Pairs that a program of `find_pairs` looks for."""
+
+
+@triton.jit
+def find_pairs(
+    plans,  # int32 [W, length]
+    places,  # int32 [W, pairs]; -1
+    status,  # int32 [1]
+    groups,
+    pairs,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Where in its plan each pair is that an expert has. Grid: (cdiv(pairs, BLOCK), W)."""
+    owner = tl.program_id(1)
+    plan = plans + owner * (groups + 1 + 2 * pairs)
+    _sizes, wrong = group_sizes(plan, groups, pairs, GROUPS)
+    begin, end = tl.load(plan), tl.load(plan + groups)
+    if wrong < GROUPS:
+        begin = end
+        report(status, 1 + owner)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = (at >= begin) & (at < end)
+    inside = inside & (at < pairs)
+    pair = tl.load(plan + groups + 1 + at, mask=inside, other=0)
+    bad = (pair < 0) | (pair >= pairs)
+    if tl.max(bad.to(tl.int32), 0) > 0:
+        report(status, 1 + owner)
+    tl.store(places + owner * pairs + pair, at, mask=inside & (pair >= 0) & (pair < pairs))
+
+
+@triton.jit(do_not_specialize=["rank", "pairs"])
+def multiply_pairs(
+    x,  # [W * pairs, K]
+    w,  # [E, K, N], or [E, N, K] if TRANSPOSED
+    x_scale,  # float32 [W * pairs] or [1], or None
+    w_scale,  # float32 [E, N], [E, 1] or [1], or None
+    scale_stride,  # of w_scale, from one expert to the next
+    plans,  # int32 [W, length]
+    products,  # [W * pairs, N]
+    finished,  # int64 [W]; addresses of int32 [W]
+    signals,  # int64 [W]; addresses of the signals
+    calls,  # int32 [1]
+    rank,
+    ready,  # the first of W signals
+    N,
+    K,
+    groups,  # E
+    pairs,  # of a rank
+    WORLD: tl.constexpr,
+    STEPS: tl.constexpr,  # a power of two, at least WORLD
+    NODE: tl.constexpr,
+    GROUPS: tl.constexpr,  # a power of two, at least E
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """Products of all pairs, in the order in which their owners come. Grid: (programs,)."""
+    call = tl.load(calls)
+    length = groups + 1 + 2 * pairs
+    columns = tl.cdiv(N, BLOCK_N)
+    steps = tl.arange(0, STEPS)
+    by_step = plans + ahead_of(rank, tl.maximum(WORLD - 1 - steps, 0), WORLD, NODE) * length
+    usable = tl.zeros((STEPS,), tl.int32)
+    for stage in range(WORLD):
+        owner = ahead_of(rank, WORLD - 1 - stage, WORLD, NODE)
+        size, wrong = group_sizes(plans + owner * length, groups, pairs, GROUPS)
+        usable += tl.where((steps == stage) & (wrong == GROUPS), 1, 0)
+    came = tl.zeros((GROUPS,), tl.int32)  # rows of each expert
+    done = tl.zeros((GROUPS,), tl.int32)  # rows of tiles of each expert
+    tile = tl.program_id(0)  # of the stage's
+    for stage in range(WORLD):
+        owner = ahead_of(rank, WORLD - 1 - stage, WORLD, NODE)
+        size, wrong = group_sizes(plans + owner * length, groups, pairs, GROUPS)
+        came += size
+        begun = tl.cdiv(came, BLOCK_M)
+        new = begun - done
+        through = tl.cumsum(new, 0)
+        tiles = tl.max(through, 0) * columns
+        if (tiles == 0) & (tl.program_id(0) == 0):
+            notify(signals, rank, ready + stage, call)
+        while tile < tiles:
+            expert, before = group_of(tile // columns, through)
+            count = pick(new, expert, GROUPS)
+            row, column = tile_at(tile - before * columns, count, columns, GROUP)
+            first = (pick(done, expert, GROUPS) + row) * BLOCK_M
+            at = first + tl.arange(0, BLOCK_M)
+            step, place, rows = find_rows(at, expert, by_step, usable, steps)
+            source = ahead_of(rank, WORLD - 1 - step, WORLD, NODE)
+            pair = tl.where(at < rows, source * pairs + place, 0).to(tl.int64)
+            multiply_and_finish(
+                x + pair * K, 0, rows - first, column,
+                w + tl.cast(expert, tl.int64) * K * N, None, None, N, 0, 0,
+                x_scale + pair if SCALE_ROWS else x_scale,
+                None if w_scale is None else w_scale + expert * scale_stride,
+                None, None, products + pair * N,
+                K, BLOCK_M, BLOCK_N, BLOCK_K, 1, False, TRANSPOSED, SCALE_ROWS, SCALE_COLUMNS,
+                EVEN_M=False, EVEN_N=EVEN_N, EVEN_K=EVEN_K, TMA=False,
+            )  # fmt: skip
+            if count_off(finished, rank, stage, tiles):
+                notify(signals, rank, ready + stage, call)
+            tile += tl.num_programs(0)
+        tile -= tiles
+        done = begun
+
+
+@triton.jit(do_not_specialize=["rank", "m"])
+def add_and_send(
+    products,  # [W * pairs, N]
+    plans,  # int32 [W, length]
+    places,  # int32 [W, pairs]
+    buffers,  # int64 [W]; addresses of [2, W, m, N]
+    signals,  # int64 [W]; addresses of int32 [tiles, W], and `ready` [W]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    ready,  # the first of W signals
+    m,  # tokens of a rank
+    N,
+    groups,
+    top_k,
+    slot_numel,
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    NODE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    max_polls,
+):
+    """Add each token's products and send the sums to its owner. Grid: (programs,), persistent."""
+    call = tl.load(calls)
+    pairs = m * top_k
+    tiles = tl.cdiv(m, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    waited = 0
+    for work in range(tl.program_id(0), WORLD * tiles, tl.num_programs(0)):
+        stage, tile = work // tiles, work % tiles
+        owner = ahead_of(rank, WORLD - 1 - stage, WORLD, NODE)
+        while waited <= stage:  # those before, too: their tiles may have rows of this one
+            wait(signals, rank, ready + waited, call, fault, max_polls)
+            waited += 1
+        row, column = tile_at(tile, tl.cdiv(m, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
+        row, column = row * BLOCK_M, column * BLOCK_N
+        at_m, at_n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+        weights = plans + owner * (groups + 1 + 2 * pairs) + groups + 1 + pairs
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for choice in range(top_k):
+            pair = at_m * top_k + choice
+            place = tl.load(places + owner * pairs + pair, mask=at_m < m, other=-1)
+            there = place >= 0
+            bits = tl.load(weights + pair, mask=there, other=0)
+            rows = products + (owner * pairs + place).to(tl.int64) * N
+            inside = there[:, None] & (at_n < N)[None, :]
+            product = tl.load(rows[:, None] + at_n[None, :], mask=inside, other=0.0)
+            total += bits.to(tl.float32, bitcast=True)[:, None] * product.to(tl.float32)
+        place = tile_offsets(call, rank, row, column, m, N, slot_numel, BLOCK_M, BLOCK_N)
+        to = peer_pointer(buffers, owner, dtype) + place
+        tl.store(to, total.to(dtype), mask=(at_m < m)[:, None] & (at_n < N)[None, :])
+        notify(signals, owner, tile * WORLD + rank, call)
+
+
+class ReduceGroupsWorkspace(PlannedWorkspace):
+    """Of grouped_matmul_reduce_scatter.
+
+    Attributes:
+        products: [W * max_rows * top_k * n]; not for other ranks, but where checks see it.
+        finished: int32 [W]; tiles of each stage. Likewise.
+        tile: rows and columns of what is sent at a time.
+        ready: the first of the signals of this rank's own stages.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        max_rows: int,
+        n: int,
+        experts: int,
+        top_k: int,
+        dtype: torch.dtype,
+        block_m: int,
+        block_n: int,
+    ) -> None:
+        size, name = home.world_size, "grouped_matmul_reduce_scatter"
+        asked = {"max_rows": max_rows, "n": n, "dtype": dtype, "experts": experts}
+        asked |= {"top_k": top_k, "block_m": block_m, "block_n": block_n}
+        with agreed(name, asked, home.exchange) as check:
+            require_dtype(check, dtype)
+            require_counts(check, 0, max_rows=max_rows, n=n)
+            require_counts(check, 1, experts=experts, top_k=top_k)
+            for side, value in (("block_m", block_m), ("block_n", block_n)):
+                whole = isinstance(value, int) and value >= 16 and value & (value - 1) == 0
+                check(side, value, whole, "be a power of two of at least 16")
+        self.experts, self.top_k, self.tile = experts, top_k, (block_m, block_n)
+        rows = size * max_rows
+        self.products: SymmetricTensor = home.empty(f"{name}.products", (rows * top_k, n), dtype)
+        self.finished: SymmetricTensor = home.zeros(f"{name}.finished", (size,), torch.int32)
+        self.ready = size * -(-max_rows // block_m) * -(-n // block_n)
+        super().__init__(home, name, rows * n, dtype, self.ready + size)
+        self.status = torch.zeros(1, dtype=torch.int32, device=home.device)
+        self.choice = Choice(home, name)
+
+
+def grouped_matmul_reduce_scatter_workspace(
+    home: Home,
+    max_rows: int,
+    n: int,
+    experts: int,
+    top_k: int,
+    dtype: torch.dtype,
+    block_m: int = BLOCK_M,
+    block_n: int = BLOCK_N,
+) -> ReduceGroupsWorkspace:
+    """A workspace for results of at most `max_rows` (M / W) rows of `n`. Collective.
+
+    Args:
+        home: of this rank.
+        max_rows: M / W.
+        n: N.
+        experts: E.
+        top_k: of each token.
+        dtype: that products are kept in, and sums travel in.
+        block_m, block_n: rows and columns of what is sent at a time.
+
+    Raises:
+        KernelError: on every rank, if one refuses an argument or has another one than the rest.
+    """
+    return ReduceGroupsWorkspace(home, max_rows, n, experts, top_k, dtype, block_m, block_n)
+
+
+def grouped_matmul_reduce_scatter(
+    x: Tensor,
+    w: Tensor,
+    plans: Tensor,
+    workspace: ReduceGroupsWorkspace,
+    *,
+    epilogue: Epilogue = NOTHING,
+    ranks_per_node: int = 0,
+    blocks: tuple[int, int, int] | None = None,
+    warps: int = 0,
+    stages: int = 0,
+    programs: int = 0,
+    senders: int = 0,
+) -> Tensor:
+    """This rank's tokens, each the weighted sum of its experts' products on all ranks. Collective.
+
+    Args:
+        x: [W * P, K / W], contiguous, with P = M / W * top_k; of as many rows on all ranks. Part r
+            has the pairs of rank r in the order of its plan.
+        w: [E, K / W, N] of x's dtype, contiguous or the transpose (`mT`) of a contiguous one.
+        plans: int32 [W, E + 1 + 2 P]: of all ranks, as all_gather_grouped_matmul gives them; the
+            same on all ranks.
+        workspace: from `grouped_matmul_reduce_scatter_workspace`.
+        epilogue: its scales are of this rank's products, of which w_scale is of each expert; the
+            residual is of this rank's rows of the sum. The dtype of the result is the workspace's
+            if out_dtype is None.
+        ranks_per_node: that have fast links; all if 0. Ranks of a node follow each other.
+        blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile. If None, what was tuned for this device, world
+            size, shape and dtype, else what the cost model prefers: tune.py.
+        warps, stages: that the product is compiled with; if 0, as with blocks.
+        programs: of the product; all processors of the device that do not send if 0.
+        senders: programs that add and send; if 0, as with blocks, or SENDERS.
+
+    Returns:
+        [M / W, N].
+
+    Raises:
+        KernelError: the operands do not go together, or not with the workspace, on one rank; or
+            the ranks differ in the operands' shapes or in an option. What is wrong with a plan,
+            `workspace.check` raises.
+    """
+    size, require = workspace.world_size, workspace.require
+    asked: dict[str, object] = {"blocks": blocks, "warps": warps, "stages": stages}
+    asked |= {"ranks_per_node": ranks_per_node, "programs": programs, "senders": senders}
+    with workspace.agreed("grouped_matmul_reduce_scatter", asked):
+        experts, top_k, device = workspace.experts, workspace.top_k, workspace.device
+        weights = Weights.of(w, x, require, limit=1, groups=experts)
+        asked |= result_shape(x, weights)
+        require("x's device", x.device, x.device == device, f"be {device}, the workspace's")
+        (rows, k), n = x.shape, weights.widths[0]
+        whole = rows % (size * top_k) == 0
+        require("x's rows", rows, whole, f"be {top_k} for each token of {size} ranks")
+        pairs, m = rows // size, rows // size // top_k
+        if blocks is None and (
+            config := workspace.choice.of_product(x, weights, rows, False, experts, top_k)
+        ):
+            blocks = (config.block_m, config.block_n, config.block_k)
+            warps, stages = warps or config.warps, stages or config.stages
+            senders = senders or config.senders
+        high = -(-rows // experts)
+        tiling = choose_tiling(high, x, weights, blocks, warps, stages, require, apart=True)
+        epilogue.check(require, x, weights.widths, m, experts)
+        without = epilogue.bias is None and not epilogue.silu_multiply
+        require("epilogue", "one with a bias or SiLU", without, "have scales and a residual only")
+        node = ranks_per_node or size
+        fits = node > 0 and size % node == 0
+        require("ranks_per_node", ranks_per_node, fits, f"divide the {size} ranks")
+        require("senders", senders, senders >= 0, f"be positive, or 0 for {SENDERS}")
+        senders = senders or SENDERS
+        if workspace.concurrent:  # the product wants at least as many
+            senders = min(senders, max(1, workspace.processors // 2))
+        available = max(1, workspace.processors - senders)
+        why = "those that send need processors"
+        workspace.require_programs(programs, available, why)
+        plans_shape = [size, plan_length(experts, pairs)]
+        require_tensor(require, "plans", plans, plans_shape, device, torch.int32)
+        workspace.require_room("the result", size * m * n)
+        sent_m, sent_n = workspace.tile
+        tiles = -(-m // sent_m) * -(-n // sent_n)
+        most = workspace.ready // size
+        require("tiles of the result", tiles, tiles <= most, f"be at most {most}: make it for them")
+    dtype = epilogue.out_dtype or workspace.dtype
+    out = x.new_empty(m, n, dtype=dtype)
+    if not out.numel():
+        return out
+    places = x.new_full((size, pairs), -1, dtype=torch.int32)
+    common = {"signals": workspace.signals.addresses, "calls": workspace.calls, "N": n}
+    common |= {"rank": workspace.rank, "WORLD": size, "GROUP": GROUP}
+    products = workspace.products.local
+    sent = {
+        **common,
+        "buffers": workspace.buffer.addresses,
+        "fault": workspace.fault,
+        "m": m,
+        "slot_numel": workspace.numel,
+        "dtype": triton_type(workspace.dtype),
+        "BLOCK_M": sent_m,
+        "BLOCK_N": sent_n,
+        "max_polls": workspace.max_polls,
+    }
+    counts = constants_of(experts)
+    workspace.begin()
+    find_pairs[(-(-pairs // BLOCK), size)](
+        *(plans, places, workspace.status), pairs=pairs, BLOCK=BLOCK, **counts
+    )
+    with workspace.beside():
+        upper = (rows // tiling.block_m + experts) * -(-n // tiling.block_n)
+        multiply_pairs[(min(upper, programs or available),)](
+            **{**common, **counts, **epilogue.scales(), "scale_stride": epilogue.scale_stride()},
+            x=x,
+            w=weights.tensors[0],
+            plans=plans,
+            products=products,
+            finished=workspace.finished.addresses,
+            ready=workspace.ready,
+            K=k,
+            pairs=pairs,
+            STEPS=triton.next_power_of_2(size),
+            NODE=node,
+            TRANSPOSED=weights.transposed,
+            BLOCK_M=tiling.block_m,
+            BLOCK_N=tiling.block_n,
+            BLOCK_K=tiling.block_k,
+            EVEN_N=n % tiling.block_n == 0,
+            EVEN_K=k % tiling.block_k == 0,
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
+        )
+    add_and_send[(min(senders, size * tiles),)](
+        **{**sent, "products": products, "plans": plans, "places": places},
+        ready=workspace.ready,
+        NODE=node,
+        groups=experts,
+        top_k=top_k,
+        num_warps=8,
+    )
+    workspace.rejoin()
+    reduce_partials[(workspace.resident(tiles),)](
+        **sent,
+        **{**epilogue.ending(), "out": out},
+        EVEN_M=m % sent_m == 0,
+        EVEN_N=n % sent_n == 0,
+        num_warps=8,
+    )
+    return out

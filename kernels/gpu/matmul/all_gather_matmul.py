@@ -1,0 +1,422 @@
+"""All-gather and matrix product in one: tiles begin when their rows have come.
+
+    all_gather_matmul(x_shard [M / W, K], w [K, N / W]) -> [M, N / W]
+
+Protocol. Slot n mod 2 of each rank's buffer is [W, m, K] (m = M / W), and there
+is one signal for each chunk of BLOCK_M rows of each rank. In call n `push_rows`
+copies this rank's chunks to row r of the other ranks' slots, with the rows'
+scales if there are any, and then sets their signals [chunk, r] to n. (Not
+[r, chunk]: whichever number of chunks a call has, a signal is one rank's, and
+so only grows.) The product is persistent: its programs go over the tiles of the result, and each
+tile of another rank's rows waits for the one chunk that it reads. The own
+shard is read where it is, and needs no wait. So the product computes on what is
+here while the rest is on its way (FLUX: Chang et al. 2024; Triton-distributed:
+Zheng et al. 2025).
+
+Order. The product takes the shards of the ranks `ahead_of` it at steps 0, 1,
+... W - 1, of which the first is its own; a rank sends to whom it is at step 1
+first, and so on. What is sent first is thus wanted first:
+
+    switch    one shard after the other, each from one rank at full speed. At
+              every step all ranks send to different ones (NVLink switches)
+    mesh      the first chunk of all shards, then the second: all links of a
+              rank carry traffic at once (AMD's fully connected nodes)
+
+    4 ranks, 2 chunks each, tiles of rank 1:
+    switch    1.0 1.1 | 2.0 2.1 | 3.0 3.1 | 0.0 0.1
+    mesh      1.0 1.1 | 2.0 3.0 0.0 | 2.1 3.1 0.1
+
+With fewer ranks per node than there are, the steps go round the own node first,
+then round the next one, so that what comes over the slow links is wanted last.
+
+On a GPU the copies and the product run on streams of their own. The copies come
+right behind the count of the call, on the stream that goes first, so that they
+are resident when the product begins. Should the product be quicker all the
+same, it leaves one processor to them: it could wait for ever, if its programs
+took all and those of every other rank did so, too. So more programs are refused.
+
+A tile of the slot is read by the programs of its row of tiles only after they
+have acquired its signal. Slots are reused as gpu/workspace.py says, for every
+rank waits for every chunk of every other rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+from typing import Literal, get_args
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.gpu.runtime.arguments import require_counts
+from weft.kernels.gpu.collectives.collective import waiting
+from weft.kernels.gpu.matmul.epilogue import NOTHING, Epilogue
+from weft.kernels.gpu.matmul.matmul import (
+    GROUP,
+    Weights,
+    choose_tiling,
+    count_columns,
+    evenness,
+    multiply_and_finish,
+    tile_at,
+)
+from weft.kernels.gpu.runtime.signals import notify, peer_pointer, wait
+from weft.kernels.gpu.tuning.search import Choice
+from weft.kernels.gpu.runtime.workspace import SLOTS, Workspace, agreed, require_dtype, triton_type
+from weft.kernels.symmetric.memory import Home
+
+BLOCK_M = 16
+"""Rows of the smallest chunk that a workspace has signals for, unless it is told another."""
+
+BLOCK = 4096
+"""Numbers that a program moves at a time."""
+
+Topology = Literal["switch", "mesh"]
+
+
+@triton.jit
+def ahead_of(rank, step, WORLD: tl.constexpr, NODE: tl.constexpr):
+    """Whose shard a rank takes at a step: round its node of NODE ranks, then round the next one."""
+    node = (rank // NODE + step // NODE) % (WORLD // NODE)
+    return node * NODE + (rank + step) % NODE
+
+
+@triton.jit
+def behind(rank, step, WORLD: tl.constexpr, NODE: tl.constexpr):
+    """The rank that a rank is ahead of by so many steps."""
+    node = (rank // NODE + WORLD // NODE - step // NODE) % (WORLD // NODE)
+    return node * NODE + (rank % NODE + NODE - step % NODE) % NODE
+
+
+@triton.jit
+def step_and_part(index, parts, WORLD: tl.constexpr, MESH: tl.constexpr):
+    """The index-th of `parts` parts of each of WORLD steps; see Order."""
+    step, part = index // parts, index % parts
+    if MESH and WORLD > 2:
+        later = tl.maximum(index - parts, 0)
+        step = tl.where(index < parts, 0, 1 + later % (WORLD - 1))
+        part = tl.where(index < parts, index, later // (WORLD - 1))
+    return step, part
+
+
+@triton.jit(do_not_specialize=["rank", "m"])
+def push_rows(
+    x,  # [m, K]; this rank's shard
+    x_scale,  # float32 [m] or [1], or None
+    buffers,  # int64 [W]; addresses of [2, W, m, K]
+    scales,  # int64 [W]; addresses of float32 [2, W, m]
+    signals,  # int64 [W]; addresses of int32 [chunks, W]
+    calls,  # int32 [1]
+    rank,
+    m,
+    K,
+    slot_numel,  # of a slot of the buffer
+    slot_rows,  # of a slot of the scales
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    NODE: tl.constexpr,
+    MESH: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Send the shard to the other ranks, a chunk at a time. Grid: (programs,), persistent."""
+    call = tl.load(calls)
+    chunks = tl.cdiv(m, BLOCK_M)
+    for item in range(tl.program_id(0), (WORLD - 1) * chunks, tl.num_programs(0)):
+        step, chunk = step_and_part(chunks + item, chunks, WORLD, MESH)
+        peer = behind(rank, step, WORLD, NODE)
+        row = chunk * BLOCK_M
+        count = tl.minimum(m - row, BLOCK_M) * K
+        begin = tl.cast(row, tl.int64) * K
+        place = (call % 2) * slot_numel + tl.cast(rank * m, tl.int64) * K + begin
+        to = peer_pointer(buffers, peer, dtype) + place
+        for start in range(0, count, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            tl.store(to + at, tl.load(x + begin + at, mask=at < count), mask=at < count)
+        if x_scale is not None:
+            at_m = row + tl.arange(0, BLOCK_M)
+            to_scale = peer_pointer(scales, peer, tl.float32) + (call % 2) * slot_rows + rank * m
+            scale = tl.load(x_scale + (at_m if SCALE_ROWS else at_m * 0), mask=at_m < m)
+            tl.store(to_scale + at_m, scale, mask=at_m < m)
+        notify(signals, peer, chunk * WORLD + rank, call)
+
+
+@triton.jit(do_not_specialize=["rank", "m"])
+def multiply_gathered(
+    x,  # [m, K]; this rank's shard
+    w0,  # [K, n0], or [n0, K] if TRANSPOSED
+    w1,
+    w2,
+    n0,
+    n1,
+    n2,
+    x_scale,  # float32 [m] or [1], or None
+    w_scale,  # float32 [n0 + n1 + n2] or [1], or None
+    bias,  # [n0 + n1 + n2], or None
+    residual,  # [W * m, N'], or None
+    out,  # [W * m, N']
+    buffers,  # int64 [W]; addresses of [2, W, m, K]
+    scales,  # int64 [W]; addresses of float32 [2, W, m]
+    signals,  # int64 [W]; addresses of int32 [cdiv(m, BLOCK_M), W]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    m,  # rows of a shard
+    K,
+    out_columns,  # N'
+    slot_numel,
+    slot_rows,
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    NODE: tl.constexpr,
+    MESH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    SILU: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    max_polls,
+):
+    """Tiles of the product, each after its rows have come. Grid: (programs,), persistent."""
+    call = tl.load(calls)
+    chunks = tl.cdiv(m, BLOCK_M)
+    columns = count_columns(n0, n1, n2, BLOCK_N, WEIGHTS, SILU and WEIGHTS == 2)
+    gathered = peer_pointer(buffers, rank, dtype) + (call % 2) * slot_numel
+    gathered_scales = peer_pointer(scales, rank, tl.float32) + (call % 2) * slot_rows
+    # Not flattened: the loads of a tile must stay behind its wait.
+    for tile in range(tl.program_id(0), WORLD * chunks * columns, tl.num_programs(0)):
+        index, column = tile_at(tile, WORLD * chunks, columns, GROUP)
+        step, chunk = step_and_part(index, chunks, WORLD, MESH)
+        shard = ahead_of(rank, step, WORLD, NODE)
+        if step > 0:
+            wait(signals, rank, chunk * WORLD + shard, call, fault, max_polls)
+        first = tl.cast(shard * m, tl.int64)
+        rows = tl.where(step > 0, gathered + first * K, x)
+        row_scale = x_scale
+        if x_scale is not None:
+            # One scale of a whole shard lies beside each of its rows, and comes with each chunk.
+            own = 0 if SCALE_ROWS else chunk * BLOCK_M
+            row_scale = tl.where(step > 0, gathered_scales + first + own, x_scale)
+        multiply_and_finish(
+            rows, chunk * BLOCK_M, m, column,
+            w0, w1, w2, n0, n1, n2, row_scale, w_scale, bias,
+            None if residual is None else residual + first * out_columns,
+            out + first * out_columns, K,
+            BLOCK_M, BLOCK_N, BLOCK_K, WEIGHTS, SILU, TRANSPOSED, SCALE_ROWS, SCALE_COLUMNS,
+            EVEN_M, EVEN_N, EVEN_K, TMA=False,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rank", "m"])
+def collect_rows(
+    x,  # [m, K]; this rank's shard
+    out,  # [W * m, K]
+    buffers,  # int64 [W]; addresses of [2, W, m, K]
+    signals,  # int64 [W]; addresses of int32 [chunks, W]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    m,
+    K,
+    slot_numel,
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    NODE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    max_polls,
+):
+    """Copy the gathered rows out of the slot, chunk by chunk. Grid: (programs,), persistent."""
+    call = tl.load(calls)
+    for item in range(tl.program_id(0), WORLD * tl.cdiv(m, BLOCK_M), tl.num_programs(0)):
+        step, chunk = item % WORLD, item // WORLD
+        shard = ahead_of(rank, step, WORLD, NODE)
+        if step > 0:
+            wait(signals, rank, chunk * WORLD + shard, call, fault, max_polls)
+        first = tl.cast(shard * m, tl.int64) * K
+        gathered = peer_pointer(buffers, rank, dtype) + (call % 2) * slot_numel + first
+        rows = tl.where(step > 0, gathered, x) + tl.cast(chunk * BLOCK_M, tl.int64) * K
+        to = out + first + tl.cast(chunk * BLOCK_M, tl.int64) * K
+        count = tl.minimum(m - chunk * BLOCK_M, BLOCK_M) * K
+        for start in range(0, count, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            tl.store(to + at, tl.load(rows + at, mask=at < count), mask=at < count)
+
+
+class GatherWorkspace(Workspace):
+    """A workspace with room for the scales of the rows, too.
+
+    Attributes:
+        scales: float32 [2, W * max_rows].
+        choice: of what callers leave open.
+    """
+
+    def __init__(self, home: Home, max_rows: int, k: int, dtype: torch.dtype, block_m: int) -> None:
+        size, name = home.world_size, "all_gather_matmul"
+        asked = {"max_rows": max_rows, "k": k, "dtype": dtype, "block_m": block_m}
+        with agreed(name, asked, home.exchange) as check:
+            require_dtype(check, dtype)
+            require_counts(check, 0, max_rows=max_rows, k=k)
+            require_counts(check, 1, block_m=block_m)
+        self.slot_rows = size * max_rows
+        self.scales = home.empty(f"{name}.scales", (SLOTS, self.slot_rows), torch.float32)
+        signals = size * -(-max_rows // block_m)
+        super().__init__(home, name, size * max_rows * k, dtype, signals)
+        self.choice = Choice(home, name, block_m)
+
+
+def all_gather_matmul_workspace(
+    home: Home, max_rows: int, k: int, dtype: torch.dtype, block_m: int = BLOCK_M
+) -> GatherWorkspace:
+    """A workspace for shards of at most `max_rows` rows of `k` numbers. Collective.
+
+    Args:
+        home: of this rank.
+        max_rows: M / W.
+        k: K.
+        dtype: of x.
+        block_m: the smallest that it will be called with, unless it is as large as the shard.
+
+    Raises:
+        KernelError: on every rank, if one refuses an argument or has another one than the rest.
+    """
+    return GatherWorkspace(home, max_rows, k, dtype, block_m)
+
+
+def all_gather_matmul(
+    x_shard: Tensor,
+    w: Tensor | Sequence[Tensor],
+    workspace: GatherWorkspace,
+    *,
+    epilogue: Epilogue = NOTHING,
+    gathered: Tensor | None = None,
+    topology: Topology = "switch",
+    ranks_per_node: int = 0,
+    blocks: tuple[int, int, int] | None = None,
+    warps: int = 0,
+    stages: int = 0,
+    programs: int = 0,
+    senders: int = 0,
+) -> Tensor:
+    """The gathered rows times this rank's columns of one or several weights. Collective.
+
+    Args:
+        x_shard: [M / W, K], contiguous, the workspace's dtype; of the same shape on all ranks.
+        w: [K, N / W], or up to three of K rows, which count as one with their columns beside each
+            other (QKV; gate and up); contiguous, or the transposes of contiguous matrices.
+        workspace: from `all_gather_matmul_workspace`.
+        epilogue: of the product; its x_scale is of this rank's rows.
+        gathered: [M, K], contiguous, of x_shard's dtype; is given the rows of all ranks, if not
+            None on any rank.
+        topology: of the links between ranks; see Order.
+        ranks_per_node: that have fast links; all if 0. Ranks of a node follow each other.
+        blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile. If None, what was tuned for this device, world
+            size, shape and dtype, else what the cost model prefers: tune.py.
+        warps, stages: that the product is compiled with; if 0, as with blocks.
+        programs: of the product; all processors of the device but one if 0.
+        senders: programs that copy; if 0, as with blocks, or one for each chunk and peer.
+
+    Returns:
+        [M, N / W], or [M, N / (2 W)] after silu_multiply; see Epilogue.dtype.
+
+    Raises:
+        KernelError: the operands do not go together, or not with the workspace, on one rank; or
+            the ranks differ in the shard's shape or in an option.
+    """
+    size, require, silu = workspace.world_size, workspace.require, epilogue.silu_multiply
+    asked: dict[str, object] = {"topology": topology, "ranks_per_node": ranks_per_node}
+    asked |= {"blocks": blocks, "warps": warps, "stages": stages}
+    asked |= {"programs": programs, "senders": senders}
+    with workspace.agreed("all_gather_matmul", asked):
+        workspace.require_tensor("x_shard", x_shard)
+        asked["x_shard's shape"] = tuple(x_shard.shape)
+        weights = Weights.of(w, x_shard, require)
+        (m, k), n = x_shard.shape, sum(weights.widths)
+        chosen = None
+        if blocks is None:
+            chosen = workspace.choice.of_product(x_shard, weights, size * m, silu)
+        if chosen:
+            blocks = (chosen.block_m, chosen.block_n, chosen.block_k)
+            warps, stages = warps or chosen.warps, stages or chosen.stages
+            senders = senders or chosen.senders
+        tiling = choose_tiling(m, x_shard, weights, blocks, warps, stages, require, silu)
+        epilogue.check(require, x_shard, weights.widths, size * m)
+        node = ranks_per_node or size
+        fits = node > 0 and size % node == 0
+        require("topology", repr(topology), topology in get_args(Topology), "be switch or mesh")
+        require("ranks_per_node", ranks_per_node, fits, f"divide the {size} ranks")
+        available = max(1, workspace.processors - (size > 1))
+        why = "copies to other ranks need a processor"
+        workspace.require_programs(programs, available, why)
+        require("senders", senders, senders >= 0, "be positive, or 0 for one for each chunk")
+        if gathered is not None:
+            workspace.require_tensor("gathered", gathered)
+            shape = list(gathered.shape)
+            require("gathered's shape", shape, shape == [size * m, k], f"be {[size * m, k]}")
+        chunks = -(-m // tiling.block_m)
+        workspace.require_room("x_shard", size * m * k)
+        require("x_shard's rows", m, size * m <= workspace.slot_rows, "fit the workspace")
+        workspace.require_signals(size * chunks)
+    columns = epilogue.columns(n)
+    out = x_shard.new_empty(size * m, columns, dtype=epilogue.dtype(x_shard.dtype))
+    if not m or not (n or gathered is not None):
+        return out
+    tables = (workspace.signals.addresses, workspace.calls)
+    buffers, scales = workspace.buffer.addresses, workspace.scales.addresses
+    dtype = triton_type(x_shard.dtype)
+    order = {"dtype": dtype, "WORLD": size, "NODE": node, "BLOCK_M": tiling.block_m}
+    x_scale, rank, room = epilogue.x_scale, workspace.rank, workspace.numel
+    begun = None
+    with workspace.beside():
+        workspace.begin()
+        if x_shard.is_cuda:
+            begun = torch.cuda.current_stream(x_shard.device).record_event()
+        if size > 1:
+            push_rows[(min((size - 1) * chunks, senders or (size - 1) * chunks),)](
+                *(x_shard, x_scale, buffers, scales, *tables),
+                *(rank, m, k, room, workspace.slot_rows),
+                **{**order, "MESH": topology == "mesh", "BLOCK": BLOCK},
+                SCALE_ROWS=epilogue.scales()["SCALE_ROWS"],
+            )
+    if begun is not None:
+        torch.cuda.current_stream(x_shard.device).wait_event(begun)
+    if tiles := size * chunks * weights.column_tiles(tiling.block_n, silu):
+        multiply_gathered[(min(tiles, programs or available),)](
+            **{"x": x_shard, "out": out, "out_columns": columns, **weights.arguments(silu)},
+            buffers=buffers,
+            scales=scales,
+            signals=tables[0],
+            calls=tables[1],
+            fault=workspace.fault,
+            rank=rank,
+            m=m,
+            K=k,
+            slot_numel=room,
+            slot_rows=workspace.slot_rows,
+            **{"bias": epilogue.bias, "residual": epilogue.residual, **epilogue.scales()},
+            **{**order, "MESH": topology == "mesh", "max_polls": workspace.max_polls},
+            GROUP=gcd(GROUP, chunks),  # no group has rows of two shards: one may be here first
+            BLOCK_N=tiling.block_n,
+            BLOCK_K=tiling.block_k,
+            **evenness(tiling, m, weights.widths, k),
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
+        )
+    if gathered is not None:
+        collect_rows[(workspace.resident(size * chunks),)](
+            *(x_shard, gathered, buffers, *tables, workspace.fault, rank, m, k, room),
+            **{**order, **waiting(workspace)},
+        )
+    workspace.rejoin()
+    return out

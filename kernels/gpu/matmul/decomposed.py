@@ -1,0 +1,386 @@
+"""The same products in parts: what the overlapped ones have to beat.
+
+Communication and computation overlap here, too, but as whole launches: the
+vendor's matrix product (torch.matmul) of one part runs on the caller's stream
+while the next part travels on the workspace's own. Two ways to cut:
+
+`chunks`. Each shard is a chunk. To gather, the shard of the rank that is d
+ahead travels while that of the one d - 1 ahead is multiplied. To reduce, the
+partial result for the rank d ahead travels while the next one is computed; the
+own part comes last, and then all are added.
+
+`ring`. Ranks talk to their neighbours only, both ways at once: the upper half of
+each shard goes round one way, the lower half the other way, so that both
+directions of a link carry half of the traffic each. To gather, a rank passes on
+what it was given while it multiplies it. To reduce, it adds its own partial
+result to the one that comes round, and passes on the sum. This is the
+bidirectional collective matmul of XLA (Wang et al. 2023), which "How to Scale
+Your Model" (section 3) and the design text of JAX's shard_map describe.
+
+Protocol. The matrix product has to know on the host where its operands are, so
+there is one slot of each buffer and no second one: each call begins with a
+barrier on the device, after which no rank is still reading what the last call
+left. Each part of the buffer is written once in a call, by one rank, which then
+sets the part's signal to the number of the call; who reads it waits for that
+signal in a launch of its own, `wait_for`. Signals 0 .. W - 1 are the barrier's,
+W + p is that of part p.
+
+The epilogue is torch's, in the dtype that the overlapped op stores. fp8 is not
+raced: torch.matmul does not take it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.gpu.runtime.arguments import require_counts
+from weft.kernels.gpu.matmul.epilogue import FP8, NOTHING, Epilogue
+from weft.kernels.gpu.matmul.matmul import Weights
+from weft.kernels.gpu.matmul.matmul_reduce_scatter import result_shape
+from weft.kernels.gpu.runtime.signals import meet, peer_pointer, tell, wait
+from weft.kernels.gpu.runtime.workspace import Workspace, agreed, require_dtype, triton_type
+from weft.kernels.symmetric.memory import Home
+
+Method = Literal["chunks", "ring"]
+
+PIECE = 1 << 14
+"""Numbers that a program of `put` copies."""
+
+BLOCK = 4096
+"""Of them at a time."""
+
+COLUMN_CHUNKS = 4
+"""Of an all-reduce."""
+
+
+@triton.jit(do_not_specialize=["peer"])
+def put(
+    x,  # [numel]
+    buffers,  # int64 [W]; addresses of the buffer
+    peer,
+    place,  # in the buffer, of the first number
+    numel,
+    dtype: tl.constexpr,
+    PIECE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy to a rank's buffer. Grid: (pieces,)."""
+    begin = tl.program_id(0) * PIECE
+    to = peer_pointer(buffers, peer, dtype) + place
+    for start in range(begin, tl.minimum(begin + PIECE, numel), BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(to + at, tl.load(x + at, mask=at < numel), mask=at < numel)
+
+
+@triton.jit(do_not_specialize=["rank", "index"])
+def wait_for(
+    signals,  # int64 [W]; addresses of int32 [W + parts]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    index,
+    max_polls,
+):
+    """Wait for one of this rank's signals. Grid: (1,)."""
+    wait(signals, rank, index, tl.load(calls), fault, max_polls)
+
+
+class _Parts:
+    """One call: the buffer as parts of equal size, each written once and then announced."""
+
+    def __init__(self, workspace: Workspace, part_numel: int) -> None:
+        self.workspace = workspace
+        self._numel = part_numel
+        workspace.begin()
+        meet[(1,)](
+            *(workspace.signals.addresses, workspace.calls, workspace.fault, workspace.rank, 0),
+            WORLD=workspace.world_size,
+            max_polls=workspace.max_polls,
+        )
+
+    def send(self, data: Tensor, peer: int, part: int) -> None:
+        """Write to a part of a rank's buffer, and say so."""
+        workspace, numel = self.workspace, data.numel()
+        peer %= workspace.world_size
+        if numel:
+            put[(-(-numel // PIECE),)](
+                *(data, workspace.buffer.addresses, peer, part * self._numel, numel),
+                dtype=triton_type(workspace.dtype),
+                PIECE=PIECE,
+                BLOCK=BLOCK,
+            )
+        if data.is_cuda:  # its memory is given to nobody else before this stream is through
+            data.record_stream(torch.cuda.current_stream(data.device))
+        index = workspace.world_size + part
+        tell[(1,)](workspace.signals.addresses, workspace.calls, peer, index)
+
+    def receive(self, part: int, rows: int, columns: int) -> Tensor:
+        """A part of this rank's buffer, once it has been written: [rows, columns]."""
+        workspace = self.workspace
+        wait_for[(1,)](
+            *(workspace.signals.addresses, workspace.calls, workspace.fault, workspace.rank),
+            workspace.world_size + part,
+            max_polls=workspace.max_polls,
+        )
+        begin = part * self._numel
+        return workspace.buffer.local[0][begin : begin + rows * columns].view(rows, columns)
+
+
+def all_gather_matmul_workspace(home: Home, max_rows: int, k: int, dtype: torch.dtype) -> Workspace:
+    """A workspace for shards of at most `max_rows` rows of `k` numbers. Collective."""
+    return _workspace(home, "all_gather_matmul", 2 * home.world_size, (max_rows, 2), (k, 1), dtype)
+
+
+def matmul_reduce_scatter_workspace(
+    home: Home, max_rows: int, n: int, dtype: torch.dtype
+) -> Workspace:
+    """A workspace for results of at most `max_rows` (M / W) rows of `n`. Collective."""
+    parts = 2 * home.world_size
+    return _workspace(home, "matmul_reduce_scatter", parts, (max_rows, 2), (n, 1), dtype)
+
+
+def matmul_all_reduce_workspace(home: Home, max_rows: int, n: int, dtype: torch.dtype) -> Workspace:
+    """A workspace for results of at most `max_rows` (M) rows of `n`. Collective."""
+    parts = COLUMN_CHUNKS * home.world_size
+    return _workspace(home, "matmul_all_reduce", parts, (max_rows, 1), (n, COLUMN_CHUNKS), dtype)
+
+
+def _workspace(
+    home: Home,
+    op: str,
+    parts: int,
+    rows: tuple[int, int],
+    columns: tuple[int, int],
+    dtype: torch.dtype,
+) -> Workspace:
+    """For `parts` parts, of rows and columns that are (so many, cut in so many)."""
+    name = f"decomposed {op}"
+    asked = {"max_rows": rows[0], "columns": columns[0], "dtype": dtype}
+    with agreed(name, asked, home.exchange) as check:
+        require_dtype(check, dtype)
+        require_counts(check, 0, max_rows=rows[0], columns=columns[0])
+    part_numel = -(-rows[0] // rows[1]) * -(-columns[0] // columns[1])
+    return Workspace(home, name, parts * part_numel, dtype, home.world_size + parts)
+
+
+def all_gather_matmul(
+    x_shard: Tensor,
+    w: Tensor | Sequence[Tensor],
+    workspace: Workspace,
+    *,
+    epilogue: Epilogue = NOTHING,
+    gathered: Tensor | None = None,
+    method: Method = "chunks",
+) -> Tensor:
+    """The gathered rows times this rank's columns of one or several weights. Collective.
+
+    Args:
+        x_shard: [M / W, K], contiguous, the workspace's dtype; of the same shape on all ranks.
+        w: [K, N / W], or up to three of K rows; as the overlapped op takes them.
+        workspace: from this file's `all_gather_matmul_workspace`.
+        epilogue: of the product.
+        gathered: [M, K], contiguous, of x_shard's dtype; is given the rows of all ranks, if not
+            None.
+        method: see the top of the file.
+
+    Returns:
+        [M, N / W], or [M, N / (2 W)] after silu_multiply; see Epilogue.dtype.
+
+    Raises:
+        KernelError: the operands do not go together, or not with the workspace, on one rank; or
+            the ranks differ in the operands' shapes or the method.
+    """
+    size, rank, require = workspace.world_size, workspace.rank, workspace.require
+    asked: dict[str, object] = {"method": repr(method)}
+    with workspace.agreed("decomposed all_gather_matmul", asked):
+        workspace.require_tensor("x_shard", x_shard)
+        asked["x_shard's shape"] = tuple(x_shard.shape)
+        weights = _check(x_shard, w, workspace, method)
+        m, k = x_shard.shape
+        epilogue.check(require, x_shard, weights.widths, size * m)
+        if gathered is not None:
+            workspace.require_tensor("gathered", gathered)
+            shape = list(gathered.shape)
+            require("gathered's shape", shape, shape == [size * m, k], f"be {[size * m, k]}")
+        rows = m if method == "chunks" else m - m // 2  # of a part
+        parts = size if method == "chunks" else 2 * size
+        workspace.require_room("x_shard", parts * rows * k)
+    call = _Parts(workspace, rows * k)
+    halves = (slice(0, m),) if method == "chunks" else (slice(0, rows), slice(rows, m))
+    with workspace.beside():
+        if method == "chunks":
+            for step in range(1, size):
+                call.send(x_shard, rank - step, rank)
+        else:
+            for step in range(size - 1):
+                for half, way in enumerate((1, -1)):
+                    source = (rank - way * step) % size
+                    part, here = 2 * source + half, halves[half]
+                    count = here.stop - here.start
+                    data = call.receive(part, count, k) if step else x_shard[here]
+                    call.send(data, rank + way, part)
+    product = x_shard.new_empty(size * m, sum(weights.widths))
+    _multiply(x_shard, weights, product[rank * m :][:m])
+    if gathered is not None:
+        gathered[rank * m :][:m] = x_shard
+    for step in range(1, size):
+        for half, here in enumerate(halves):
+            way = 1 if method == "ring" and half == 0 else -1
+            source = (rank - way * step) % size
+            part = source if method == "chunks" else 2 * source + half
+            data = call.receive(part, here.stop - here.start, k)
+            place = slice(source * m + here.start, source * m + here.stop)
+            _multiply(data, weights, product[place])
+            if gathered is not None:
+                gathered[place] = data
+    workspace.rejoin()
+    return epilogue.apply(product, x_shard.dtype, side_by_side=len(weights.tensors) == 2)
+
+
+def matmul_reduce_scatter(
+    x: Tensor,
+    w: Tensor,
+    workspace: Workspace,
+    *,
+    epilogue: Epilogue = NOTHING,
+    method: Method = "chunks",
+) -> Tensor:
+    """This rank's rows of the sum of all ranks' products. Collective.
+
+    Args:
+        x: [M, K / W], contiguous, the workspace's dtype; of the same shape on all ranks; M a
+            multiple of W.
+        w: [K / W, N], as the overlapped op takes it.
+        workspace: from this file's `matmul_reduce_scatter_workspace`.
+        epilogue: of the sum.
+        method: see the top of the file.
+
+    Returns:
+        [M / W, N], or [M / W, N / 2] after silu_multiply.
+
+    Raises:
+        KernelError: the operands do not go together, or not with the workspace, on one rank; or
+            the ranks differ in the operands' shapes or the method.
+    """
+    size, rank, require = workspace.world_size, workspace.rank, workspace.require
+    asked: dict[str, object] = {"method": repr(method)}
+    with workspace.agreed("decomposed matmul_reduce_scatter", asked):
+        workspace.require_tensor("x", x)
+        weights = _check(x, w, workspace, method, limit=1)
+        asked |= result_shape(x, weights)
+        require("x's rows", len(x), len(x) % size == 0, f"be a multiple of {size} ranks")
+        m, n = len(x) // size, weights.widths[0]
+        epilogue.check(require, x, weights.widths, m)
+        rows = m if method == "chunks" else m - m // 2  # of a part
+        parts = size if method == "chunks" else 2 * size
+        workspace.require_room("the result", parts * rows * n)
+    call = _Parts(workspace, rows * n)
+    if method == "chunks":
+        for step in reversed(range(size)):
+            owner = (rank + step) % size
+            part = x[owner * m :][:m] @ weights.tensors[0]
+            if step:
+                with workspace.beside():
+                    call.send(part, owner, rank)
+        total = _add(call, part, (m, n))
+    else:
+        total = torch.empty(m, n, dtype=x.dtype, device=x.device)
+        halves = (slice(0, rows), slice(rows, m))
+        for step in range(size):
+            for half, way in enumerate((1, -1)):
+                here, owner = halves[half], (rank - way * (1 + step)) % size
+                part = x[owner * m :][here] @ weights.tensors[0]
+                if step:
+                    part += call.receive(half * size + step, len(part), n)
+                if step == size - 1:
+                    total[here] = part
+                    continue
+                with workspace.beside():
+                    call.send(part, rank + way, half * size + step + 1)
+    if size > 1:  # else nothing was sent; no capture may join a stream that it did not fork
+        workspace.rejoin()
+    return epilogue.apply(total, x.dtype, side_by_side=False)
+
+
+def matmul_all_reduce(
+    x: Tensor,
+    w: Tensor,
+    workspace: Workspace,
+    *,
+    epilogue: Epilogue = NOTHING,
+) -> Tensor:
+    """The sum of all ranks' products, on all of them: for few rows. Collective.
+
+    By chunks of columns; there is no ring for it.
+
+    Args:
+        x: [M, K / W], contiguous, the workspace's dtype; of the same shape on all ranks.
+        w: [K / W, N], as the overlapped op takes it.
+        workspace: from this file's `matmul_all_reduce_workspace`.
+        epilogue: of the sum.
+
+    Returns:
+        [M, N], or [M, N / 2] after silu_multiply; the same bits on all ranks.
+
+    Raises:
+        KernelError: the operands do not go together, or not with the workspace, on one rank; or
+            the ranks differ in the operands' shapes or the method.
+    """
+    size, rank, require = workspace.world_size, workspace.rank, workspace.require
+    asked: dict[str, object] = {}
+    with workspace.agreed("decomposed matmul_all_reduce", asked):
+        workspace.require_tensor("x", x)
+        weights = _check(x, w, workspace, "chunks", limit=1)
+        asked |= result_shape(x, weights)
+        m, n = len(x), weights.widths[0]
+        epilogue.check(require, x, weights.widths, m)
+        columns = -(-n // COLUMN_CHUNKS)
+        workspace.require_room("the result", COLUMN_CHUNKS * size * m * columns)
+    call = _Parts(workspace, m * columns)
+    chunks = weights.tensors[0].split(columns, dim=1) if n else ()
+    for number, chunk in enumerate(chunks):
+        part = x @ chunk
+        with workspace.beside():
+            for step in range(size):
+                call.send(part, rank + step, number * size + rank)
+    sums = [
+        _add(call, None, (m, chunk.shape[1]), number * size) for number, chunk in enumerate(chunks)
+    ]
+    if sums:
+        workspace.rejoin()
+    total = torch.cat(sums, dim=1) if sums else x.new_empty(m, n)
+    return epilogue.apply(total, x.dtype, side_by_side=False)
+
+
+def _check(
+    x: Tensor,
+    w: Tensor | Sequence[Tensor],
+    workspace: Workspace,
+    method: str,
+    limit: int = 3,
+) -> Weights:
+    require = workspace.require
+    require("x's dtype", x.dtype, x.dtype != FP8, "have 16 or 32 bits")
+    require("method", repr(method), method in get_args(Method), "be chunks or ring")
+    return Weights.of(w, x, require, limit)
+
+
+def _multiply(rows: Tensor, weights: Weights, out: Tensor) -> None:
+    for w, columns in zip(weights.tensors, out.split(weights.widths, dim=1), strict=True):
+        torch.mm(rows, w, out=columns)
+
+
+def _add(call: _Parts, own: Tensor | None, shape: tuple[int, int], first: int = 0) -> Tensor:
+    """The sum of the parts of all ranks, float32, in the order of the ranks."""
+    rank, size = call.workspace.rank, call.workspace.world_size
+    total = torch.zeros(shape, device=call.workspace.device)
+    for source in range(size):
+        here = own if own is not None and source == rank else call.receive(first + source, *shape)
+        total += here
+    return total

@@ -1,0 +1,615 @@
+"""Matrix product: the tile that all overlapped products have in their middle, and one rank's own.
+
+    matmul(x [M, K], w [K, N]) -> [M, N]
+
+`multiply` is persistent: as many programs as the device runs at once, each of
+which goes over tiles of the result. Tiles are ordered in groups of GROUP rows
+of tiles, column by column, so that what the programs read at one time is few
+rows of x and few columns of w, and stays in L2 (Triton's tutorials 3 and 9).
+The loop over K is pipelined by Triton: the next blocks are copied to shared
+memory while the tensor cores multiply (cp.async, or the tensor memory
+accelerator from sm_90 on).
+
+Weights may be stored as [K, N], or as the transpose of [N, K], the way that
+checkpoints have them. Tensor cores take both in 16 bits; those of sm_90 want
+fp8 weights as [N, K].
+
+float32 operands are multiplied in float32, not TF32: right, and slow. fp8
+products are summed as the tensor core does it, which on sm_90 is with fewer
+bits than float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.driver import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from weft.kernels.gpu.runtime.arguments import Require, require
+from weft.kernels.gpu.matmul.epilogue import (
+    FP8,
+    NOTHING,
+    OPERANDS,
+    Epilogue,
+    add_bias,
+    finish,
+    scale,
+    silu_multiply,
+    store_tile,
+)
+
+GROUP = 8
+"""Rows of tiles that are gone over together."""
+
+MAX_WEIGHTS = 3
+
+
+class Tiling(NamedTuple):
+    """How a product is cut, and compiled."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def tile_at(index, rows, columns, GROUP: tl.constexpr):
+    """(row, column) of the index-th tile of rows x columns: GROUP down, then one to the right."""
+    first = index // (GROUP * columns) * GROUP
+    height = tl.minimum(rows - first, GROUP)
+    within = index % (GROUP * columns)
+    return first + within % height, within // height
+
+
+@triton.jit
+def load_left(
+    x,  # pointer to [rows, K], TMA descriptor of it, or pointers to rows: multiply_and_finish
+    row,
+    rows,
+    start,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """x[row : row + BLOCK_M, start : start + BLOCK_K], zeros outside."""
+    if TMA:
+        block = x.load([row, start])
+    else:
+        m, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+        if len(x.shape):
+            at = x[:, None] + (start + k)[None, :]
+        else:
+            at = x + (tl.cast(row, tl.int64) * K + start) + (m[:, None] * K + k[None, :])
+        if EVEN_M and EVEN_K:
+            block = tl.load(at)
+        elif EVEN_K:
+            block = tl.load(at, mask=(m < rows - row)[:, None], other=0.0)
+        elif EVEN_M:
+            block = tl.load(at, mask=(k < K - start)[None, :], other=0.0)
+        else:
+            inside = (m < rows - row)[:, None] & (k < K - start)[None, :]
+            block = tl.load(at, mask=inside, other=0.0)
+    return block
+
+
+@triton.jit
+def load_right(
+    w,  # pointer to [K, N], or to [N, K] if TRANSPOSED; or TMA descriptor of it
+    column,
+    N,
+    start,
+    K,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """w[start : start + BLOCK_K, column : column + BLOCK_N], zeros outside."""
+    if TRANSPOSED:
+        block = load_left(w, column, N, start, K, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, TMA).T
+    else:
+        block = load_left(w, start, K, column, N, BLOCK_K, BLOCK_N, EVEN_K, EVEN_N, TMA)
+    return block
+
+
+@triton.jit
+def add_product(
+    total,  # float32 [BLOCK_M, BLOCK_N]
+    left,
+    right,
+    x_scale,  # float32 [BLOCK_M], or None
+):
+    """total + left @ right, or with the product of each row times its scale."""
+    if x_scale is None:
+        total = tl.dot(left, right, total, input_precision="ieee")
+    else:
+        total += tl.dot(left, right, input_precision="ieee") * x_scale[:, None]
+    return total
+
+
+@triton.jit
+def load_scales(
+    x_scale,  # float32 [rows, ceil(K / SCALE_GROUP)]; not looked at if that is 0
+    row,
+    rows,
+    start,
+    K,
+    BLOCK_M: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
+):
+    """Of x[row : row + BLOCK_M] from column `start` on: float32 [BLOCK_M]; or None."""
+    if SCALE_GROUP > 0:
+        m = row + tl.arange(0, BLOCK_M)
+        at = tl.cast(m, tl.int64) * tl.cdiv(K, SCALE_GROUP) + start // SCALE_GROUP
+        scales = tl.load(x_scale + at, mask=m < rows, other=0.0)
+    else:
+        scales = None
+    return scales
+
+
+@triton.jit
+def multiply_tile(
+    x,  # [rows, K]
+    row,  # of x where the tile begins
+    rows,
+    w,  # [K, N], or [N, K] if TRANSPOSED
+    column,  # of w where the tile begins
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    TMA: tl.constexpr,
+    x_scale=None,  # float32 [rows, ceil(K / SCALE_GROUP)]; not looked at if that is 0
+    SCALE_GROUP: tl.constexpr = 0,  # columns of x that share a scale; BLOCK_K divides it
+):
+    """x[row : row + BLOCK_M] @ w[:, column : column + BLOCK_N], float32; zeros outside."""
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        left = load_left(x, row, rows, start, K, BLOCK_M, BLOCK_K, EVEN_M, EVEN_K, TMA)
+        right = load_right(
+            w, column, N, start, K, BLOCK_N, BLOCK_K, TRANSPOSED, EVEN_N, EVEN_K, TMA
+        )
+        scales = load_scales(x_scale, row, rows, start, K, BLOCK_M, SCALE_GROUP)
+        total = add_product(total, left, right, scales)
+    return total
+
+
+@triton.jit
+def multiply_two_tiles(
+    x,
+    row,
+    rows,
+    gate,
+    up,
+    column,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    TMA: tl.constexpr,
+    x_scale=None,
+    SCALE_GROUP: tl.constexpr = 0,
+):
+    """`multiply_tile` of two weights of the same shape, which reads x once."""
+    first = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    second = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        left = load_left(x, row, rows, start, K, BLOCK_M, BLOCK_K, EVEN_M, EVEN_K, TMA)
+        right = load_right(
+            gate, column, N, start, K, BLOCK_N, BLOCK_K, TRANSPOSED, EVEN_N, EVEN_K, TMA
+        )
+        scales = load_scales(x_scale, row, rows, start, K, BLOCK_M, SCALE_GROUP)
+        first = add_product(first, left, right, scales)
+        right = load_right(
+            up, column, N, start, K, BLOCK_N, BLOCK_K, TRANSPOSED, EVEN_N, EVEN_K, TMA
+        )
+        second = add_product(second, left, right, scales)
+    return first, second
+
+
+@triton.jit
+def count_columns(n0, n1, n2, BLOCK_N: tl.constexpr, WEIGHTS: tl.constexpr, PAIR: tl.constexpr):
+    """Columns of tiles of the result of all weights."""
+    count = tl.cdiv(n0, BLOCK_N)
+    if WEIGHTS > 1 and not PAIR:
+        count += tl.cdiv(n1, BLOCK_N)
+    if WEIGHTS > 2:
+        count += tl.cdiv(n2, BLOCK_N)
+    return count
+
+
+@triton.jit
+def multiply_and_finish(
+    x,  # [rows, K]
+    row,
+    rows,
+    index,  # which column of tiles
+    w0,  # [K, n0], or [n0, K] if TRANSPOSED
+    w1,  # or None, as w2
+    w2,
+    n0,
+    n1,
+    n2,
+    x_scale,  # float32 [rows] or [1], or [rows, ceil(K / SCALE_GROUP)] if that is not 0, or None
+    w_scale,  # float32 [n0 + n1 + n2] or [1], or None
+    bias,  # [n0 + n1 + n2], or None
+    residual,  # [rows, N'], or None
+    out,  # [rows, N']
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    SILU: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    TMA: tl.constexpr,
+    SCALE_GROUP: tl.constexpr = 0,  # columns of x that share a scale; BLOCK_K divides it
+):
+    """One tile of the result, from its operands to memory.
+
+    Where its rows do not follow each other, x, x_scale, residual and out are blocks of pointers
+    [BLOCK_M] to each of them, of which the first `rows` count, and row is 0.
+    """
+    row_scale = None if SCALE_GROUP > 0 else x_scale
+    if SILU and WEIGHTS == 2:
+        at = index * BLOCK_N
+        gate, up = multiply_two_tiles(
+            x, row, rows, w0, w1, at, n0, K,
+            BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, EVEN_M, EVEN_N, EVEN_K, TMA,
+            x_scale, SCALE_GROUP,
+        )  # fmt: skip
+        up_scale = w_scale + n0 if SCALE_COLUMNS else w_scale
+        gate = scale(gate, row_scale, w_scale, row, rows, at, n0, SCALE_ROWS, SCALE_COLUMNS)
+        up = scale(up, row_scale, up_scale, row, rows, at, n0, SCALE_ROWS, SCALE_COLUMNS)
+        gate = add_bias(gate, bias, at, n0)
+        up = add_bias(up, None if bias is None else bias + n0, at, n0)
+        total = silu_multiply(gate, up)
+        store_tile(total, residual, out, row, rows, at, n0, n0, EVEN_M and EVEN_N)
+    else:
+        w, N, first, stride = w0, n0, 0, n0
+        if WEIGHTS > 1:
+            later = index >= tl.cdiv(n0, BLOCK_N)
+            w, N, first = tl.where(later, w1, w0), tl.where(later, n1, n0), tl.where(later, n0, 0)
+            index -= tl.where(later, tl.cdiv(n0, BLOCK_N), 0)
+            stride = n0 + n1
+        if WEIGHTS > 2:
+            last = later & (index >= tl.cdiv(n1, BLOCK_N))
+            w, N, first = (
+                tl.where(last, w2, w),
+                tl.where(last, n2, N),
+                tl.where(last, n0 + n1, first),
+            )
+            index -= tl.where(last, tl.cdiv(n1, BLOCK_N), 0)
+            stride = n0 + n1 + n2
+        at = index * BLOCK_N
+        total = multiply_tile(
+            x, row, rows, w, at, N, K,
+            BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, EVEN_M, EVEN_N, EVEN_K, TMA,
+            x_scale, SCALE_GROUP,
+        )  # fmt: skip
+        scales = w_scale + first if SCALE_COLUMNS else w_scale
+        total = scale(total, row_scale, scales, row, rows, at, N, SCALE_ROWS, SCALE_COLUMNS)
+        finish(
+            total,
+            None if bias is None else bias + first,
+            None if residual is None else residual + first,
+            out + first,
+            row,
+            rows,
+            at,
+            N,
+            stride,
+            SILU,
+            EVEN_M and EVEN_N,
+        )
+
+
+@triton.jit(do_not_specialize=["M"])
+def multiply(
+    x,  # [M, K]; or TMA descriptor of it
+    w0,  # [K, n0], or [n0, K] if TRANSPOSED; or TMA descriptor of it
+    w1,
+    w2,
+    M,
+    n0,
+    n1,
+    n2,
+    K,
+    x_scale,  # float32 [M] or [1], or None
+    w_scale,  # float32 [n0 + n1 + n2] or [1], or None
+    bias,  # [n0 + n1 + n2], or None
+    residual,  # [M, N'], or None
+    out,  # [M, N']
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    SILU: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """All tiles of the result. Grid: (programs,), persistent."""
+    rows = tl.cdiv(M, BLOCK_M)
+    columns = count_columns(n0, n1, n2, BLOCK_N, WEIGHTS, SILU and WEIGHTS == 2)
+    # Flattened: the next tile's first blocks are on their way while this one is stored.
+    for tile in tl.range(tl.program_id(0), rows * columns, tl.num_programs(0), flatten=True):
+        row, column = tile_at(tile, rows, columns, GROUP)
+        multiply_and_finish(
+            x, row * BLOCK_M, M, column,
+            w0, w1, w2, n0, n1, n2, x_scale, w_scale, bias, residual, out, K,
+            BLOCK_M, BLOCK_N, BLOCK_K, WEIGHTS, SILU, TRANSPOSED, SCALE_ROWS, SCALE_COLUMNS,
+            EVEN_M, EVEN_N, EVEN_K, TMA,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The right operands of a product: one, or several that count as one beside the other.
+
+    Attributes:
+        tensors: each [K, N_i], or [N_i, K] if transposed; all contiguous. Of groups of rows, as
+            many of these: [E, K, N_i] or [E, N_i, K].
+        widths: the N_i.
+        transposed: whether they are stored as [N_i, K].
+    """
+
+    tensors: tuple[Tensor, ...]
+    widths: list[int]
+    transposed: bool
+
+    @classmethod
+    def of(
+        cls,
+        w: Tensor | Sequence[Tensor],
+        x: Tensor,
+        require: Require,
+        limit: int = MAX_WEIGHTS,
+        groups: int = 0,
+    ) -> Weights:
+        """Those that a caller gave, once they go with x [M, K] and with each other.
+
+        Of so many groups of rows, if not 0, each has a matrix of its own.
+        """
+        several = isinstance(w, (tuple, list))
+        tensors = tuple(w) if several else (w,)
+        for name, tensor in (("x", x), *(("w", tensor) for tensor in tensors)):
+            kind = f"a {type(tensor).__name__}"
+            require(name, kind, isinstance(tensor, Tensor), "be a tensor")
+        count = len(tensors)
+        require("w", f"{count} weights", 1 <= count <= limit, f"be 1 to {limit}")
+        require("x's shape", list(x.shape), x.dim() == 2, "be a matrix")
+        require("x's stride", x.stride(), x.is_contiguous(), "be contiguous")
+        for tensor in tensors:
+            shape, k = list(tensor.shape), x.shape[1]
+            if groups:
+                fits = tensor.dim() == 3 and len(tensor) == groups
+                require("w's shape", shape, fits, f"be {groups} matrices, one for each group")
+            else:
+                require("w's shape", shape, tensor.dim() == 2, "be a matrix")
+            require("w's shape", shape, shape[-2] == k, f"have {k} rows, as x has columns")
+            require("w's dtype", tensor.dtype, tensor.dtype == x.dtype, f"be {x.dtype}, as x's")
+            require(
+                "w's device", tensor.device, tensor.device == x.device, f"be {x.device}, as x's"
+            )
+        transposed = not all(tensor.is_contiguous() for tensor in tensors)
+        if transposed:
+            require(
+                "w's strides",
+                [tensor.stride() for tensor in tensors],
+                all(tensor.mT.is_contiguous() for tensor in tensors),
+                "be contiguous, or the transposes of contiguous matrices, all alike",
+            )
+        return cls(tensors, [tensor.shape[-1] for tensor in tensors], transposed)
+
+    def arguments(self, silu_multiply: bool) -> dict[str, object]:
+        """Of a kernel that calls `multiply_and_finish`."""
+        several = [*self.tensors, *[None] * (MAX_WEIGHTS - len(self.tensors))]
+        widths = [*self.widths, *[0] * (MAX_WEIGHTS - len(self.widths))]
+        return {
+            **{f"w{i}": tensor for i, tensor in enumerate(several)},
+            **{f"n{i}": width for i, width in enumerate(widths)},
+            "WEIGHTS": len(self.tensors),
+            "SILU": silu_multiply,
+            "TRANSPOSED": self.transposed,
+        }
+
+    def column_tiles(self, block_n: int, silu_multiply: bool) -> int:
+        """Columns of tiles of the result, as `count_columns`."""
+        paired = silu_multiply and len(self.tensors) == 2
+        return sum(-(-width // block_n) for width in self.widths[: 1 if paired else None])
+
+
+def choose_tiling(
+    m: int,
+    x: Tensor,
+    weights: Weights,
+    blocks: tuple[int, int, int] | None,
+    warps: int,
+    stages: int,
+    require: Require,
+    silu_multiply: bool = False,
+    apart: bool = False,
+) -> Tiling:
+    """What a caller asks for, or what suits a product with m rows on x's device.
+
+    Of gate and up a tile has two sums: with the columns of one there would be no registers left.
+    Nor with the most columns where rows are apart, for their addresses take registers, too.
+
+    Raises:
+        KernelError: a block's side is no power of two of at least 16, or x's dtype is not one
+            that the device multiplies.
+    """
+    require("x's dtype", x.dtype, x.dtype in OPERANDS, f"be one of {', '.join(map(str, OPERANDS))}")
+    backend, capability = target()
+    if backend == "cuda" and capability < 89:
+        able = x.dtype != FP8
+        require("x's dtype", x.dtype, able, f"be of 16 or 32 bits: sm_{capability} has no e4m3")
+    if blocks is None:
+        low = min(128, max(16, triton.next_power_of_2(m)))
+        aligned = all(size % 16 == 0 for size in (x.shape[1], *weights.widths))
+        wide = capability >= 90 and low == 128 and x.element_size() <= 2
+        pair = silu_multiply and len(weights.tensors) == 2
+        columns = 64 if pair else 256 if wide and not apart else 128
+        blocks = (low, columns, 128 // max(2, x.element_size()))
+        if not aligned:  # each number is loaded by itself, and takes registers for its address
+            blocks = (min(low, 64), 32 if pair or apart else 64, 32)
+    fine = all(side >= 16 and side & (side - 1) == 0 for side in blocks)
+    require("blocks", blocks, len(blocks) == 3 and fine, "be three powers of two of at least 16")
+    require("warps", warps, warps in (0, 1, 2, 4, 8, 16), "be 1, 2, 4, 8 or 16, or 0 to choose")
+    require("stages", stages, 0 <= stages <= 8, "be from 1 to 8, or 0 to choose")
+    default_stages = 2 if backend == "hip" else 3  # of two, three blocks in shared memory
+    return Tiling(*blocks, warps or (8 if blocks[0] >= 128 else 4), stages or default_stages)
+
+
+def target() -> tuple[str, int]:
+    """What Triton compiles for: ("cuda", 90) for sm_90, ("hip", 0), ("", 0) in the interpreter."""
+    if triton.knobs.runtime.interpret:
+        return ("", 0)
+    found = driver.active.get_current_target()
+    return (found.backend, int(found.arch) if found.backend == "cuda" else 0)
+
+
+@functools.cache
+def count_processors(device: torch.device) -> int:
+    """How many programs of a large tile run at once; 4 in the interpreter."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def evenness(tiling: Tiling, m: int, widths: Sequence[int], k: int) -> dict[str, bool]:
+    """Which masks a product with m rows does without."""
+    return {
+        "EVEN_M": m % tiling.block_m == 0,
+        "EVEN_N": all(width % tiling.block_n == 0 for width in widths),
+        "EVEN_K": k % tiling.block_k == 0,
+    }
+
+
+def takes_tma(x: Tensor, weights: Weights, silu_multiply: bool) -> bool:
+    """Whether the tensor memory accelerator can load the operands.
+
+    Its descriptors want what is not empty, and begins and goes on at multiples of 16 bytes.
+    Kernels take descriptors of one weight, or of a gate and an up.
+    """
+    stored = [x, *(tensor.T if weights.transposed else tensor for tensor in weights.tensors)]
+    return len(weights.tensors) <= (2 if silu_multiply else 1) and all(
+        tensor.numel() > 0
+        and tensor.data_ptr() % 16 == 0
+        and tensor.shape[1] * tensor.element_size() % 16 == 0
+        for tensor in stored
+    )
+
+
+def matmul(
+    x: Tensor,
+    w: Tensor | Sequence[Tensor],
+    *,
+    epilogue: Epilogue = NOTHING,
+    blocks: tuple[int, int, int] | None = None,
+    warps: int = 0,
+    stages: int = 0,
+    programs: int = 0,
+    tma: bool | None = None,
+) -> Tensor:
+    """The product on one rank, and what comes after it.
+
+    Args:
+        x: [M, K], contiguous; float32, float16, bfloat16 or float8_e4m3fn.
+        w: [K, N] of x's dtype, contiguous or the transpose of a contiguous matrix; or up to three
+            such weights, which count as one with their columns beside each other.
+        epilogue: of the product.
+        blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile; chosen by M if None.
+        warps, stages: that the kernel is compiled with; chosen if 0.
+        programs: as many as the device has processors if 0.
+        tma: load through descriptors; where the device and the operands can if None.
+
+    Returns:
+        [M, N], or [M, N / 2] after silu_multiply; see Epilogue.dtype.
+
+    Raises:
+        KernelError: the operands do not go together, or one cannot be taken.
+    """
+    check = functools.partial(require, "matmul")
+    weights = Weights.of(w, x, check)
+    (m, k), n, silu = x.shape, sum(weights.widths), epilogue.silu_multiply
+    tiling = choose_tiling(m, x, weights, blocks, warps, stages, check, silu)
+    epilogue.check(check, x, weights.widths, m)
+    check("programs", programs, programs >= 0, "be positive, or 0 for all processors")
+    able = takes_tma(x, weights, silu)
+    check("tma", tma, able or not tma, "be false for these operands")
+    if tma is None:  # smaller tiles are too low for the tensor cores that it feeds
+        tma = able and target()[1] >= 90 and tiling.block_m >= 64
+    if not k:  # the loops that are made one have to go round
+        zeros = torch.zeros(m, n, device=x.device)
+        return epilogue.apply(zeros, x.dtype, side_by_side=len(weights.tensors) == 2)
+    out = x.new_empty(m, epilogue.columns(n), dtype=epilogue.dtype(x.dtype))
+    if not out.numel():
+        return out
+    arguments = weights.arguments(silu)
+    if tma:
+        arguments |= _descriptors(x, weights, tiling)
+    tiles = -(-m // tiling.block_m) * weights.column_tiles(tiling.block_n, silu)
+    multiply[(min(tiles, programs or count_processors(x.device)),)](
+        **{"x": x, "M": m, "K": k, "out": out, **arguments},
+        **epilogue.scales(),
+        bias=epilogue.bias,
+        residual=epilogue.residual,
+        BLOCK_M=tiling.block_m,
+        BLOCK_N=tiling.block_n,
+        BLOCK_K=tiling.block_k,
+        **evenness(tiling, m, weights.widths, k),
+        GROUP=GROUP,
+        TMA=tma,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+    )
+    return out
+
+
+def _descriptors(x: Tensor, weights: Weights, tiling: Tiling) -> dict[str, TensorDescriptor]:
+    rows, columns, depth = tiling.block_m, tiling.block_n, tiling.block_k
+    block = [columns, depth] if weights.transposed else [depth, columns]
+    return {
+        "x": TensorDescriptor.from_tensor(x, [rows, depth]),
+        **{
+            f"w{i}": TensorDescriptor.from_tensor(w.T if weights.transposed else w, block)
+            for i, w in enumerate(weights.tensors)
+        },
+    }

@@ -1,0 +1,540 @@
+"""Matrix product and reduce-scatter in one, and product and all-reduce for few rows.
+
+    matmul_reduce_scatter(x [M, K / W], w [K / W, N]) -> [M / W, N]
+    matmul_all_reduce    (x [M, K / W], w [K / W, N]) -> [M, N]
+
+Protocol. Slot n mod 2 of each rank's buffer is [W, rows, N]: a partial result
+from every rank, of the rows that this rank will have (its M / W; all M to
+reduce on all ranks). A finished tile is stored to row r of its owner's slot (of
+every rank's, to all-reduce), whose signal [tile, r] is then set to n. Whoever
+reduces a tile waits for its W signals and adds the W partial results, in the
+order of the ranks: the sum has the same bits on all ranks and in every run.
+
+Order, to scatter. `multiply_partial` is persistent, and takes owners from the
+last step of all_gather_matmul.py's order to the first, which is this rank: what
+has far to go leaves early, and the own part, which goes nowhere, comes last. So
+all but the first tiles travel while later ones are computed. `reduce_partials`
+follows.
+
+Order, to all-reduce. There is one launch. Every program first sends its tiles,
+and then reduces the same ones. What it waits for is sent by the programs of its
+own number on the other ranks, before they wait for anything: there is no cycle. No
+more programs are launched than run at once: ranks may share one GPU.
+
+Partial results travel in the workspace's dtype (that of x, as with NCCL, or one
+with more bits), and are added in float32. The scales of fp8 operands are this
+rank's, and come before the sum; the rest of the epilogue comes after it. Every
+rank waits for every rank's tiles, so two slots are enough: gpu/workspace.py.
+"""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.gpu.matmul.all_gather_matmul import Topology, ahead_of, step_and_part
+from weft.kernels.gpu.runtime.arguments import require_counts
+from weft.kernels.gpu.matmul.epilogue import NOTHING, Epilogue, finish, scale
+from weft.kernels.gpu.matmul.matmul import (
+    GROUP,
+    Weights,
+    choose_tiling,
+    evenness,
+    multiply_tile,
+    tile_at,
+)
+from weft.kernels.gpu.runtime.signals import notify, peer_pointer, wait
+from weft.kernels.gpu.tuning.search import Choice
+from weft.kernels.gpu.runtime.workspace import Workspace, agreed, require_dtype, triton_type
+from weft.kernels.symmetric.memory import Home
+
+BLOCK_M, BLOCK_N = 16, 64
+"""Sides of the smallest tile that a workspace has signals for, unless it is told others."""
+
+
+@triton.jit
+def multiply_and_send(
+    x,  # this rank's rows of the owner's result: [m, K]
+    w,  # [K, N], or [N, K] if TRANSPOSED
+    x_scale,  # float32 [m] or [1], or None
+    w_scale,  # float32 [N] or [1], or None
+    buffers,
+    signals,
+    call,
+    rank,
+    owner,
+    tile,
+    m,
+    N,
+    K,
+    slot_numel,
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    PEERS: tl.constexpr,  # how many ranks get it, from the owner on
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """One tile of this rank's partial result, to where it is added."""
+    row, column = tile_at(tile, tl.cdiv(m, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
+    row, column = row * BLOCK_M, column * BLOCK_N
+    total = multiply_tile(
+        x, row, m, w, column, N, K,
+        BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, EVEN_M, EVEN_N, EVEN_K, TMA=False,
+    )  # fmt: skip
+    total = scale(total, x_scale, w_scale, row, m, column, N, SCALE_ROWS, SCALE_COLUMNS)
+    part = total.to(dtype)
+    place = tile_offsets(call, rank, row, column, m, N, slot_numel, BLOCK_M, BLOCK_N)
+    at_m, at_n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+    for step in range(PEERS):
+        peer = (owner + step) % WORLD
+        to = peer_pointer(buffers, peer, dtype) + place
+        if EVEN_M and EVEN_N:
+            tl.store(to, part)
+        else:
+            tl.store(to, part, mask=(at_m[:, None] < m) & (at_n[None, :] < N))
+        notify(signals, peer, tile * WORLD + rank, call)
+
+
+@triton.jit
+def tile_offsets(
+    call, source, row, column, m, N, slot_numel, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Of a tile from a rank in the slot of a call: int64 [BLOCK_M, BLOCK_N]."""
+    first = (call % 2) * slot_numel + (tl.cast(source * m, tl.int64) + row) * N + column
+    return first + (tl.arange(0, BLOCK_M)[:, None] * N + tl.arange(0, BLOCK_N)[None, :])
+
+
+@triton.jit
+def reduce_tile(
+    bias,  # [N], or None
+    residual,  # [m, N'], or None
+    out,  # [m, N']
+    buffers,
+    signals,
+    call,
+    fault,
+    rank,
+    tile,
+    m,
+    N,
+    slot_numel,
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    SILU: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    max_polls,
+):
+    """Add the partial results of one tile, and do what comes after the sum."""
+    row, column = tile_at(tile, tl.cdiv(m, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
+    row, column = row * BLOCK_M, column * BLOCK_N
+    partials = peer_pointer(buffers, rank, dtype)
+    at_m, at_n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for source in range(WORLD):
+        wait(signals, rank, tile * WORLD + source, call, fault, max_polls)
+        place = tile_offsets(call, source, row, column, m, N, slot_numel, BLOCK_M, BLOCK_N)
+        if EVEN_M and EVEN_N:
+            total += tl.load(partials + place).to(tl.float32)
+        else:
+            inside = (at_m[:, None] < m) & (at_n[None, :] < N)
+            total += tl.load(partials + place, mask=inside, other=0.0).to(tl.float32)
+    even: tl.constexpr = EVEN_M and EVEN_N
+    finish(total, bias, residual, out, row, m, column, N, N, SILU, even)
+
+
+@triton.jit(do_not_specialize=["rank", "m"])
+def multiply_partial(
+    x,  # [W * m, K]
+    w,  # [K, N], or [N, K] if TRANSPOSED
+    x_scale,  # float32 [W * m] or [1], or None
+    w_scale,  # float32 [N] or [1], or None
+    buffers,  # int64 [W]; addresses of [2, W, m, N]
+    signals,  # int64 [W]; addresses of int32 [cdiv(m, BLOCK_M) * cdiv(N, BLOCK_N), W]
+    calls,  # int32 [1]
+    rank,
+    m,  # rows that a rank will have
+    N,
+    K,
+    slot_numel,
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    NODE: tl.constexpr,
+    MESH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """Tiles of this rank's partial result, to their owners. Grid: (programs,), persistent."""
+    call = tl.load(calls)
+    tiles = tl.cdiv(m, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    for work in range(tl.program_id(0), WORLD * tiles, tl.num_programs(0)):
+        step, tile = step_and_part(WORLD * tiles - 1 - work, tiles, WORLD, MESH)
+        owner = ahead_of(rank, step, WORLD, NODE)
+        first = tl.cast(owner * m, tl.int64)
+        multiply_and_send(
+            x + first * K, w, x_scale + first if SCALE_ROWS else x_scale, w_scale,
+            buffers, signals, call, rank, owner, tile, m, N, K, slot_numel,
+            dtype, WORLD, 1, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, TRANSPOSED,
+            SCALE_ROWS, SCALE_COLUMNS, EVEN_M, EVEN_N, EVEN_K,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rank", "m"])
+def reduce_partials(
+    bias,  # [N], or None
+    residual,  # [m, N'], or None
+    out,  # [m, N']
+    buffers,  # int64 [W]; addresses of [2, W, m, N]
+    signals,  # int64 [W]; addresses of int32 [tiles, W]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    m,
+    N,
+    slot_numel,
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    SILU: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    max_polls,
+):
+    """Reduce the tiles of this rank's rows. Grid: (programs,), persistent."""
+    call = tl.load(calls)
+    tiles = tl.cdiv(m, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        reduce_tile(
+            bias, residual, out, buffers, signals, call, fault, rank, tile, m, N, slot_numel,
+            dtype, WORLD, BLOCK_M, BLOCK_N, GROUP, SILU, EVEN_M, EVEN_N, max_polls,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rank", "m"])
+def multiply_all_reduce(
+    x,  # [m, K]
+    w,  # [K, N], or [N, K] if TRANSPOSED
+    x_scale,  # float32 [m] or [1], or None
+    w_scale,  # float32 [N] or [1], or None
+    bias,  # [N], or None
+    residual,  # [m, N'], or None
+    out,  # [m, N']
+    buffers,  # int64 [W]; addresses of [2, W, m, N]
+    signals,  # int64 [W]; addresses of int32 [cdiv(m, BLOCK_M) * cdiv(N, BLOCK_N), W]
+    calls,  # int32 [1]
+    fault,  # int32 [4]
+    rank,
+    m,
+    N,
+    K,
+    slot_numel,
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    SILU: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    max_polls,
+):
+    """Send tiles to all ranks, then reduce the same ones. Grid: (programs,), persistent."""
+    call = tl.load(calls)
+    tiles = tl.cdiv(m, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        multiply_and_send(
+            x, w, x_scale, w_scale,
+            buffers, signals, call, rank, rank, tile, m, N, K, slot_numel,
+            dtype, WORLD, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, TRANSPOSED,
+            SCALE_ROWS, SCALE_COLUMNS, EVEN_M, EVEN_N, EVEN_K,
+        )  # fmt: skip
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        reduce_tile(
+            bias, residual, out, buffers, signals, call, fault, rank, tile, m, N, slot_numel,
+            dtype, WORLD, BLOCK_M, BLOCK_N, GROUP, SILU, EVEN_M, EVEN_N, max_polls,
+        )  # fmt: skip
+
+
+class ReduceWorkspace(Workspace):
+    """A workspace of either op.
+
+    Attributes:
+        choice: of what callers leave open.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        name: str,
+        rows: int,
+        n: int,
+        dtype: torch.dtype,
+        block_m: int,
+        block_n: int,
+    ) -> None:
+        asked = {"max_rows": rows, "n": n, "dtype": dtype, "block_m": block_m, "block_n": block_n}
+        with agreed(name, asked, home.exchange) as check:
+            require_dtype(check, dtype)
+            require_counts(check, 0, max_rows=rows, n=n)
+            require_counts(check, 1, block_m=block_m, block_n=block_n)
+        tiles = -(-rows // block_m) * -(-n // block_n)
+        size = home.world_size
+        super().__init__(home, name, size * rows * n, dtype, size * tiles)
+        self.choice = Choice(home, name, block_m, block_n)
+
+
+def matmul_reduce_scatter_workspace(
+    home: Home,
+    max_rows: int,
+    n: int,
+    dtype: torch.dtype,
+    block_m: int = BLOCK_M,
+    block_n: int = BLOCK_N,
+) -> ReduceWorkspace:
+    """A workspace for results of at most `max_rows` (M / W) rows of `n`. Collective.
+
+    Args:
+        home: of this rank.
+        max_rows: M / W.
+        n: N.
+        dtype: that partial results travel in.
+        block_m, block_n: the smallest that it will be called with, unless they are as large as
+            the result.
+
+    Raises:
+        KernelError: on every rank, if one refuses an argument or has another one than the rest.
+    """
+    return ReduceWorkspace(home, "matmul_reduce_scatter", max_rows, n, dtype, block_m, block_n)
+
+
+def matmul_all_reduce_workspace(
+    home: Home,
+    max_rows: int,
+    n: int,
+    dtype: torch.dtype,
+    block_m: int = BLOCK_M,
+    block_n: int = BLOCK_N,
+) -> ReduceWorkspace:
+    """The same for results of at most `max_rows` (M) rows of `n` on all ranks. Collective."""
+    return ReduceWorkspace(home, "matmul_all_reduce", max_rows, n, dtype, block_m, block_n)
+
+
+def matmul_reduce_scatter(
+    x: Tensor,
+    w: Tensor,
+    workspace: ReduceWorkspace,
+    *,
+    epilogue: Epilogue = NOTHING,
+    topology: Topology = "switch",
+    ranks_per_node: int = 0,
+    blocks: tuple[int, int, int] | None = None,
+    warps: int = 0,
+    stages: int = 0,
+    programs: int = 0,
+) -> Tensor:
+    """This rank's rows of the sum of all ranks' products. Collective.
+
+    Args:
+        x: [M, K / W], contiguous; of the same shape on all ranks; M a multiple of W.
+        w: [K / W, N] of x's dtype, contiguous or the transpose of a contiguous matrix.
+        workspace: from `matmul_reduce_scatter_workspace`.
+        epilogue: its scales are of this rank's product, the rest of this rank's rows of the sum;
+            the dtype of the result is the workspace's if out_dtype is None.
+        topology: of the links between ranks; see all_gather_matmul.py.
+        ranks_per_node: that have fast links; all if 0. Ranks of a node follow each other.
+        blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile. If None, what was tuned for this device, world
+            size, shape and dtype, else what the cost model prefers: tune.py.
+        warps, stages: that the product is compiled with; if 0, as with blocks.
+        programs: of the product; as many as the device has processors if 0.
+
+    Returns:
+        [M / W, N], or [M / W, N / 2] after silu_multiply.
+
+    Raises:
+        KernelError: the operands do not go together, or not with the workspace, on one rank; or
+            the ranks differ in the operands' shapes or in an option.
+    """
+    size, require = workspace.world_size, workspace.require
+    options = {"blocks": blocks, "warps": warps, "stages": stages, "programs": programs}
+    asked: dict[str, object] = {"topology": topology, "ranks_per_node": ranks_per_node, **options}
+    with workspace.agreed("matmul_reduce_scatter", asked):
+        weights = Weights.of(w, x, require, limit=1)
+        asked |= result_shape(x, weights)
+        require("x's rows", len(x), len(x) % size == 0, f"be a multiple of {size} ranks")
+        node = ranks_per_node or size
+        fits = node > 0 and size % node == 0
+        require("topology", repr(topology), topology in get_args(Topology), "be switch or mesh")
+        require("ranks_per_node", ranks_per_node, fits, f"divide the {size} ranks")
+        m = len(x) // size
+        call = _Call(x, weights, m, workspace, epilogue, blocks, warps, stages, programs)
+    if call.out.numel():
+        workspace.begin()
+        multiply_partial[(call.programs(size * call.tiles),)](
+            **call.product,
+            **call.common,
+            NODE=node,
+            MESH=topology == "mesh",
+            **call.options,
+        )
+        reduce_partials[(workspace.resident(call.tiles),)](
+            **call.ending, **call.common, num_warps=call.options["num_warps"]
+        )
+    return call.out
+
+
+def matmul_all_reduce(
+    x: Tensor,
+    w: Tensor,
+    workspace: ReduceWorkspace,
+    *,
+    epilogue: Epilogue = NOTHING,
+    blocks: tuple[int, int, int] | None = None,
+    warps: int = 0,
+    stages: int = 0,
+    programs: int = 0,
+) -> Tensor:
+    """The sum of all ranks' products, on all of them: for few rows. Collective.
+
+    Args:
+        x: [M, K / W], contiguous; of the same shape on all ranks.
+        w: [K / W, N] of x's dtype, contiguous or the transpose of a contiguous matrix.
+        workspace: from `matmul_all_reduce_workspace`.
+        epilogue: its scales are of this rank's product, the rest of the sum; the dtype of the
+            result is the workspace's if out_dtype is None.
+        blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile. If None, what was tuned for this device, world
+            size, shape and dtype, else what the cost model prefers: tune.py.
+        warps, stages: that the product is compiled with; if 0, as with blocks.
+        programs: of the product; as many as the device has processors if 0.
+
+    Returns:
+        [M, N], or [M, N / 2] after silu_multiply; the same bits on all ranks.
+
+    Raises:
+        KernelError: the operands do not go together, or not with the workspace, on one rank; or
+            the ranks differ in the operands' shapes or in an option.
+    """
+    asked: dict[str, object] = {"blocks": blocks, "warps": warps}
+    asked |= {"stages": stages, "programs": programs}
+    with workspace.agreed("matmul_all_reduce", asked):
+        why = "no more run at once"
+        workspace.require_programs(programs, workspace.processors, why)
+        weights = Weights.of(w, x, workspace.require, limit=1)
+        asked |= result_shape(x, weights)
+        call = _Call(x, weights, len(x), workspace, epilogue, blocks, warps, stages, programs)
+    if call.out.numel():
+        workspace.begin()
+        multiply_all_reduce[(call.programs(call.tiles),)](
+            **call.product, **call.ending, **call.common, **call.options
+        )
+    return call.out
+
+
+def result_shape(x: Tensor, weights: Weights) -> dict[str, object]:
+    """What ranks must agree on of the operands: not K / W, which may differ."""
+    return {"x's rows": len(x), "w's columns": sum(weights.widths)}
+
+
+class _Call:
+    """The arguments of one call's kernels, once they are all allowed.
+
+    Attributes:
+        out: what is returned.
+        tiles: of the result.
+        product, ending, common: arguments of kernels that multiply; that reduce; of both.
+        options: that the product is compiled with.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        weights: Weights,
+        m: int,
+        workspace: ReduceWorkspace,
+        epilogue: Epilogue,
+        blocks: tuple[int, int, int] | None,
+        warps: int,
+        stages: int,
+        programs: int,
+    ) -> None:
+        size, require = workspace.world_size, workspace.require
+        device = workspace.device
+        require("x's device", x.device, x.device == device, f"be {device}, the workspace's")
+        k, n = x.shape[1], weights.widths[0]
+        if blocks is None and (config := workspace.choice.of_product(x, weights, len(x))):
+            blocks = (config.block_m, config.block_n, config.block_k)
+            warps, stages = warps or config.warps, stages or config.stages
+        tiling = choose_tiling(m, x, weights, blocks, warps, stages, require)
+        epilogue.check(require, x, weights.widths, m)
+        require("programs", programs, programs >= 0, "be positive, or 0 for all processors")
+        workspace.require_room("the result", size * m * n)
+        self.tiles = -(-m // tiling.block_m) * -(-n // tiling.block_n)
+        workspace.require_signals(size * self.tiles)
+        dtype = epilogue.out_dtype or workspace.dtype
+        self.out = x.new_empty(m, epilogue.columns(n), dtype=dtype)
+        self._programs = programs or workspace.processors
+        even = evenness(tiling, m, weights.widths, k)
+        self.product = {
+            "x": x,
+            "w": weights.tensors[0],
+            "K": k,
+            "TRANSPOSED": weights.transposed,
+            **epilogue.scales(),
+            "BLOCK_K": tiling.block_k,
+            "EVEN_K": even.pop("EVEN_K"),
+        }
+        self.ending = {
+            **epilogue.ending(),
+            "out": self.out,
+            "fault": workspace.fault,
+            "max_polls": workspace.max_polls,
+        }
+        self.common = {
+            "buffers": workspace.buffer.addresses,
+            "signals": workspace.signals.addresses,
+            "calls": workspace.calls,
+            "rank": workspace.rank,
+            "m": m,
+            "N": n,
+            "slot_numel": workspace.numel,
+            "dtype": triton_type(workspace.dtype),
+            "WORLD": size,
+            "BLOCK_M": tiling.block_m,
+            "BLOCK_N": tiling.block_n,
+            "GROUP": GROUP,
+            **even,
+        }
+        self.options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
+
+    def programs(self, tiles: int) -> int:
+        """Of a persistent kernel that goes over so many tiles."""
+        return min(tiles, self._programs)

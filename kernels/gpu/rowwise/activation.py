@@ -1,0 +1,139 @@
+"""SiLU and multiply, and rounding to fp8 with scales; each alone, or one after the other.
+
+    silu_multiply(x [T, 2 N])  -> [T, N]
+    quantize(x [T, N])         -> fp8 [T, N], scale [T] or [T, ceil(N / 128)]
+    silu_multiply_quantize     the one and then the other, without rounding in between
+
+A program takes a tile of one row, GROUPS x WIDTH consecutive columns; each group
+has a scale of its own. For a scale of the whole row a group is all of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.gpu.runtime.arguments import require
+from weft.kernels.gpu.matmul.epilogue import FP8
+from weft.kernels.gpu.matmul.epilogue import silu_multiply as multiply
+from weft.kernels.gpu.rowwise.rows import (
+    MAX_BYTES,
+    cast,
+    fp8_scale,
+    require_fp8,
+    require_rows,
+    row_blocks,
+)
+
+TILE = 1024
+"""Columns of a program, where a row needs no more than one."""
+
+GROUP = 128
+"""Columns that have a scale of their own, as DeepSeek-V3's activations (arXiv:2412.19437)."""
+
+Scales = Literal["row", "group"]
+
+
+@triton.jit
+def activate(
+    out,  # [T, N]
+    scale,  # float32 [T, groups], or None
+    x,  # [T, N], or [T, 2 N]: the gate and then up
+    N,
+    groups,
+    SILU: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """A tile of a row. Grid: (T, tiles)."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    column = group[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    inside = column < N
+    begin = x + row * N * (2 if SILU else 1)
+    y = tl.load(begin + column, mask=inside, other=0.0).to(tl.float32)
+    if SILU:
+        y = multiply(y, tl.load(begin + N + column, mask=inside, other=0.0).to(tl.float32))
+    if scale is not None:
+        divisor = fp8_scale(y, 1)
+        tl.store(scale + row * groups + group, divisor, mask=group < groups)
+        y = y / divisor[:, None]
+    tl.store(out + row * N + column, cast(y, out.dtype.element_ty), mask=inside)
+
+
+def silu_multiply(x: Tensor) -> Tensor:
+    """silu(gate) * up (Shazeer 2020).
+
+    Args:
+        x: [T, 2 N], contiguous: the gate's columns, then up's; float32, float16 or bfloat16.
+
+    Returns:
+        [T, N], x's dtype.
+
+    Raises:
+        KernelError: x cannot be taken.
+    """
+    return _launch("silu_multiply", x, None, silu=True)[0]
+
+
+def quantize(x: Tensor, scales: Scales = "row") -> tuple[Tensor, Tensor]:
+    """Round to fp8, after each row or group is divided by its scale.
+
+    A scale is the largest magnitude over 448, or 1 where all are 0. Of what has infinities all
+    become 0 or NaN, and NaN stays NaN.
+
+    Args:
+        x: [T, N], contiguous; float32, float16 or bfloat16. For "row", a row has at most 64 KiB.
+        scales: one for each "row", or for each "group" of 128 columns of a row.
+
+    Returns:
+        float8_e4m3fn [T, N], and float32 [T], or [T, ceil(N / 128)] for groups.
+
+    Raises:
+        KernelError: x cannot be taken, or the GPU has no fp8.
+    """
+    return _quantized("quantize", x, scales, silu=False)
+
+
+def silu_multiply_quantize(x: Tensor, scales: Scales = "row") -> tuple[Tensor, Tensor]:
+    """`quantize` of `silu_multiply`, x [T, 2 N]; not rounded in between."""
+    return _quantized("silu_multiply_quantize", x, scales, silu=True)
+
+
+def _quantized(op: str, x: Tensor, scales: Scales, *, silu: bool) -> tuple[Tensor, Tensor]:
+    check = functools.partial(require, op)
+    check("scales", repr(scales), scales in ("row", "group"), "be row or group")
+    require_fp8(check)
+    out, scale = _launch(op, x, scales, silu=silu)
+    assert scale is not None
+    return out, scale.view(-1) if scales == "row" else scale
+
+
+def _launch(
+    op: str, x: Tensor, scales: Scales | None, *, silu: bool
+) -> tuple[Tensor, Tensor | None]:
+    check = functools.partial(require, op)
+    halves = 2 if silu else 1
+    most = halves * MAX_BYTES // x.itemsize if scales == "row" else 2**31 - 1
+    require_rows(check, "x", x, most)
+    rows, columns = x.shape
+    check("x's columns", columns, columns % halves == 0, "be even: the gate's, and up's")
+    n = columns // halves
+    out = x.new_empty(rows, n, dtype=x.dtype if scales is None else FP8)
+    if scales == "row":
+        blocks = row_blocks(n)
+        tile = {"GROUPS": 1, "WIDTH": blocks["BLOCK"], "num_warps": blocks["num_warps"]}
+    else:
+        tile = {"GROUPS": TILE // GROUP, "WIDTH": GROUP, "num_warps": 4}
+    groups = -(-n // tile["WIDTH"])
+    scale = None if scales is None else torch.empty(rows, groups, device=x.device)
+    if rows:
+        activate[(rows, -(-groups // tile["GROUPS"]))](
+            *(out, scale, x, n, groups), SILU=silu, **tile
+        )
+    return out, scale

@@ -1,0 +1,195 @@
+"""Rotary positions, and what else happens to queries, keys and values before attention.
+
+    rotate_into_cache(qkv [T, (H + 2 Hk) D]) -> queries [T, H, D]; keys and values in their pages
+
+The GPU's form of kernels/cpu/rope.py: norms of the heads, rotation, and the write
+to the paged cache, in one launch. A program takes some of the H + 2 Hk heads of
+one token, whatever they are: a query is stored to the result, a key and a value to
+the token's slot of the cache. Each number is written by one program.
+
+A token whose page or slot there is not is written nowhere and flagged in its
+status word; its queries are computed all the same. So tokens that only fill up a
+batch may have page -1.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.cpu.rope import HeadNorms, Rotation
+from weft.kernels.gpu.runtime.arguments import require, require_tensor
+from weft.kernels.gpu.matmul.epilogue import FP8, RESULTS
+from weft.kernels.gpu.rowwise.rows import cast, require_fp8
+
+MAX_DIM = 1024
+"""Of a head."""
+
+TILE = 1024
+"""Numbers of half the heads of a program: 16 a thread."""
+
+
+class CacheScales(NamedTuple):
+    """Of an fp8 cache, which holds keys / k and values / v; float32 [Hk], of each head one."""
+
+    k: Tensor
+    v: Tensor
+
+
+@triton.jit
+def rotate_heads(
+    queries,  # [T, H, D]
+    keys,  # [num_blocks, Hk, block_size, D]
+    values,  # the same
+    status,  # int32 [T]
+    qkv,  # [T, (H + 2 Hk) * D]
+    cos,  # [T, D]
+    sin,  # [T, D]; negative in its first half
+    pages,  # int32 or int64 [T]
+    slots,  # int32 or int64 [T]
+    q_norm,  # [D], or None
+    k_norm,  # [D], or None
+    k_scale,  # float32 [Hk], or None
+    v_scale,  # float32 [Hk], or None
+    eps,
+    heads,  # H
+    kv_heads,  # Hk
+    num_blocks,
+    block_size,
+    half,  # D / 2
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Some heads of a token. Grid: (T, ceil((H + 2 Hk) / BLOCK_H))."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    lane = tl.arange(0, BLOCK_D)
+    is_query = (head < heads)[:, None]
+    is_key = ((head >= heads) & (head < heads + kv_heads))[:, None]
+    is_value = ((head >= heads + kv_heads) & (head < heads + 2 * kv_heads))[:, None]
+    inside = lane < half
+    real = (head < heads + 2 * kv_heads)[:, None] & inside[None, :]
+    dim = 2 * half
+    at = (token * (heads + 2 * kv_heads) + head[:, None]) * dim + lane[None, :]
+    first = tl.load(qkv + at, mask=real, other=0.0).to(tl.float32)
+    second = tl.load(qkv + at + half, mask=real, other=0.0).to(tl.float32)
+    turned, other = first, second
+    if q_norm is not None:
+        squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+        inverse = tl.rsqrt(squares / dim + eps)[:, None]
+        q_first = tl.load(q_norm + lane, mask=inside, other=0.0).to(tl.float32)[None, :]
+        q_second = tl.load(q_norm + half + lane, mask=inside, other=0.0).to(tl.float32)[None, :]
+        k_first = tl.load(k_norm + lane, mask=inside, other=0.0).to(tl.float32)[None, :]
+        k_second = tl.load(k_norm + half + lane, mask=inside, other=0.0).to(tl.float32)[None, :]
+        turned = first * inverse * tl.where(is_query, q_first, k_first)
+        other = second * inverse * tl.where(is_query, q_second, k_second)
+    c = tl.load(cos + token * dim + lane, mask=inside, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + token * dim + half + lane, mask=inside, other=0.0).to(tl.float32)[None, :]
+    turned, other = turned * c - other * s, other * c + turned * s
+
+    to = (token * heads + head[:, None]) * dim + lane[None, :]
+    mask = is_query & inside[None, :]
+    tl.store(queries + to, turned.to(queries.dtype.element_ty), mask=mask)
+    tl.store(queries + to + half, other.to(queries.dtype.element_ty), mask=mask)
+
+    page, slot = tl.load(pages + token).to(tl.int64), tl.load(slots + token).to(tl.int64)
+    there = (page >= 0) & (page < num_blocks) & (slot >= 0) & (slot < block_size)
+    if tl.program_id(1) == 0:
+        tl.store(status + token, tl.where(there, 0, 1))
+    if there:
+        key_head = head - heads
+        value_head = key_head - kv_heads
+        if k_scale is not None:
+            divisor = tl.load(k_scale + key_head[:, None], mask=is_key, other=1.0)
+            turned, other = turned / divisor, other / divisor
+            divisor = tl.load(v_scale + value_head[:, None], mask=is_value, other=1.0)
+            first, second = first / divisor, second / divisor
+        dtype: tl.constexpr = keys.dtype.element_ty
+        to = ((page * kv_heads + key_head[:, None]) * block_size + slot) * dim + lane[None, :]
+        mask = is_key & inside[None, :]
+        tl.store(keys + to, cast(turned, dtype), mask=mask)
+        tl.store(keys + to + half, cast(other, dtype), mask=mask)
+        to = ((page * kv_heads + value_head[:, None]) * block_size + slot) * dim + lane[None, :]
+        mask = is_value & inside[None, :]
+        tl.store(values + to, cast(first, dtype), mask=mask)
+        tl.store(values + to + half, cast(second, dtype), mask=mask)
+
+
+def rotate_into_cache(
+    qkv: Tensor,
+    rotation: Rotation,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    slots: Tensor,
+    *,
+    heads: int,
+    norms: HeadNorms | None = None,
+    scales: CacheScales | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys (Su et al. 2021); write keys and values to their pages.
+
+    Args:
+        qkv: [T, (H + 2 Hk) * D], contiguous: the query heads, the keys, the values; float32,
+            float16 or bfloat16. It is left as it is.
+        rotation: of the step's tokens, float32 or any of those dtypes.
+        keys, values: [num_blocks, Hk, block_size, D], the layer's cache; qkv's dtype, or
+            float8_e4m3fn. Nothing but the tokens' slots is written.
+        pages, slots: int32 or int64 [T]; where each token is written. No two may be the same.
+        heads: H.
+        norms: of each head, before the rotation; weights of any of those dtypes.
+        scales: for an fp8 cache, and for no other.
+
+    Returns:
+        the queries [T, H, D], qkv's dtype; and status int32 [T]: 1 where page or slot are not in
+        the cache, and nothing was written, else 0.
+
+    Raises:
+        KernelError: the tensors do not go together, or the GPU has no fp8.
+    """
+    check = functools.partial(require, "rotate_into_cache")
+    check("keys's shape", list(keys.shape), keys.dim() == 4, "be [num_blocks, Hk, block_size, D]")
+    num_blocks, kv_heads, block_size, dim = keys.shape
+    fits = dim % 2 == 0 and 2 <= dim <= MAX_DIM
+    check("keys's last axis", dim, fits, f"be even, from 2 to {MAX_DIM}")
+    check("heads", heads, heads >= 0, "be at least 0")
+    check("qkv's shape", list(qkv.shape), qkv.dim() == 2, "be a matrix")
+    tokens = len(qkv)
+    require_tensor(check, "qkv", qkv, (tokens, (heads + 2 * kv_heads) * dim), qkv.device, *RESULTS)
+    for name, table in (("cos", rotation.cos), ("sin", rotation.sin)):
+        require_tensor(check, f"rotation.{name}", table, (tokens, dim), qkv.device, *RESULTS)
+    dtype = qkv.dtype if scales is None else FP8
+    for name, cache in (("keys", keys), ("values", values)):
+        require_tensor(check, name, cache, tuple(keys.shape), qkv.device, dtype)
+    for name, index in (("pages", pages), ("slots", slots)):
+        require_tensor(check, name, index, (tokens,), qkv.device, torch.int32, torch.int64)
+    if norms is not None:
+        require_tensor(check, "norms.q", norms.q, (dim,), qkv.device, *RESULTS)
+        require_tensor(check, "norms.k", norms.k, (dim,), qkv.device, *RESULTS)
+    if scales is not None:
+        require_fp8(check)
+        require_tensor(check, "scales.k", scales.k, (kv_heads,), qkv.device, torch.float32)
+        require_tensor(check, "scales.v", scales.v, (kv_heads,), qkv.device, torch.float32)
+    queries = qkv.new_empty(tokens, heads, dim)
+    status = torch.empty(tokens, dtype=torch.int32, device=qkv.device)
+    if not tokens:
+        return queries, status
+    block_d = triton.next_power_of_2(dim // 2)
+    count = heads + 2 * kv_heads
+    block_h = min(max(1, TILE // block_d), triton.next_power_of_2(max(1, count)))
+    rotate_heads[(tokens, max(1, -(-count // block_h)))](
+        *(queries, keys, values, status, qkv, rotation.cos, rotation.sin, pages, slots),
+        *((None, None) if norms is None else (norms.q, norms.k)),
+        *((None, None) if scales is None else (scales.k, scales.v)),
+        *(0.0 if norms is None else float(norms.eps), heads, kv_heads, num_blocks, block_size),
+        *(dim // 2,),
+        BLOCK_H=block_h,
+        BLOCK_D=block_d,
+        num_warps=min(4, max(1, block_h * block_d // 256)),
+    )
+    return queries, status

@@ -1,0 +1,358 @@
+"""What sampling does with rows of logits: the largest, the k largest, and a draw among those.
+
+    argmax(x [R, V])                  -> largest [R], index [R]
+    top_k(x [R, V], k)                -> values [R, k], ids [R, k], in the order of the vocabulary
+    draw(values, ids, seeds, index)   -> tokens [R]
+
+The first two only compare numbers, so the results are those of kernels/cpu/argmax.py and of
+a sort on any device. Nothing of a row depends on the others.
+
+The draw is that of models/torch/draw.py, whose number u it has to the bit. A token is drawn
+where a sum of probabilities passes u, and probabilities have an exponential in them, which
+no two libraries round alike. So on another device a request is answered by another token
+where u is within such a rounding of the border of two tokens: about once in 10^6 tokens.
+
+argmax: a program finds the first largest of SPAN columns; a second launch finds
+the first largest of those.
+
+top_k: one program for a row. A float's bits, with the others flipped where the sign
+is set, are in the order of floats. Four times round the row the numbers that agree
+with the threshold so far are counted by their next 8 bits, and the threshold gets 8
+more; the fifth time the columns above it are written out as they come, and of those
+equal to it as many as are missing. So nothing is sorted.
+
+draw: one program for a row. Where top-k and top-p end is found bit by bit: is there, not below
+this number, as much as is wanted? So nothing is sorted here, either. Sums are float64, as
+there. What top_k has cut off is gone: a row without a top-k of its own draws
+among the candidates, and of tokens that tie with the k-th largest the last ones may miss.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.gpu.runtime.arguments import Require, require, require_counts, require_tensor
+from weft.kernels.gpu.rowwise.rows import require_rows
+
+SPAN, BLOCK = 1 << 13, 1 << 12
+"""Columns of a program of argmax; columns that top_k looks at together."""
+
+MAX_VOCABULARY = 1 << 26
+"""Columns: so that the first launch's results are a row that one program holds."""
+
+MAX_CANDIDATES = 1024
+"""Of a draw: one program holds them."""
+
+NONE = tl.constexpr(1 << 30)
+"""No column."""
+
+
+@triton.jit
+def first_largest(x, column, inside):
+    """The largest number, or NaN if there is one, and the lowest column of it; all [n]."""
+    nan = inside & (x != x)
+    largest = tl.max(tl.where(inside & (x == x), x, float("-inf")), axis=0)
+    nan_at = tl.min(tl.where(nan, column, NONE), axis=0)
+    largest_at = tl.min(tl.where(inside & (x == largest), column, NONE), axis=0)
+    has_nan = nan_at < NONE
+    return tl.where(has_nan, float("nan"), largest), tl.where(has_nan, nan_at, largest_at)
+
+
+@triton.jit
+def find_largest_of_spans(
+    largest,  # float32 [R, spans]
+    columns,  # int32 [R, spans]
+    x,  # [R, V]
+    V,
+    SPAN: tl.constexpr,
+):
+    """Of a part of a row. Grid: (R, spans)."""
+    row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = span * SPAN + tl.arange(0, SPAN)
+    numbers = tl.load(x + row * V + column, mask=column < V, other=0.0).to(tl.float32)
+    number, at = first_largest(numbers, column, column < V)
+    place = row * tl.num_programs(1) + span
+    tl.store(largest + place, number)
+    tl.store(columns + place, at)
+
+
+@triton.jit
+def find_largest_of_rows(
+    out,  # float32 [R]
+    index,  # int64 [R]
+    largest,  # float32 [R, spans]
+    columns,  # int32 [R, spans]
+    spans,
+    BLOCK: tl.constexpr,
+):
+    """Of all parts of a row. Grid: (R,)."""
+    row = tl.program_id(0).to(tl.int64)
+    span = tl.arange(0, BLOCK)
+    inside = span < spans
+    numbers = tl.load(largest + row * spans + span, mask=inside, other=0.0)
+    column = tl.load(columns + row * spans + span, mask=inside, other=NONE)
+    number, at = first_largest(numbers, column, inside)
+    tl.store(out + row, number)
+    tl.store(index + row, at.to(tl.int64))
+
+
+def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest number of each row and where it is first; NaN, and where, if there is one.
+
+    Args:
+        x: [R, V], contiguous, V from 1 to 2**26; float32, float16 or bfloat16.
+
+    Returns:
+        float32 [R], int64 [R].
+
+    Raises:
+        KernelError: x cannot be taken.
+    """
+    _require_logits(functools.partial(require, "argmax"), x)
+    rows, columns = x.shape
+    out = torch.empty(rows, device=x.device)
+    index = torch.empty(rows, dtype=torch.int64, device=x.device)
+    if rows:
+        spans = -(-columns // SPAN)
+        largest = torch.empty(rows, spans, device=x.device)
+        at = torch.empty(rows, spans, dtype=torch.int32, device=x.device)
+        find_largest_of_spans[(rows, spans)](largest, at, x, columns, SPAN=SPAN, num_warps=8)
+        block = triton.next_power_of_2(spans)
+        find_largest_of_rows[(rows,)](out, index, largest, at, spans, BLOCK=block, num_warps=1)
+    return out, index
+
+
+@triton.jit
+def sortable(x):
+    """float32 as int32 that are in the same order, if compared as signed ones; -0 is as 0."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def select_top_k(
+    values,  # float32 [R, K]
+    ids,  # int32 [R, K]
+    x,  # [R, V]
+    V,
+    K,
+    BLOCK: tl.constexpr,
+):
+    """The K largest of one row. Grid: (R,)."""
+    SIGN: tl.constexpr = -(1 << 31)
+    row = tl.program_id(0).to(tl.int64)
+    numbers = x + row * V
+    digit = tl.arange(0, 256)
+    threshold = 0  # as `sortable`, but for the sign
+    missing = K  # of the numbers that agree with it so far
+    for level in tl.static_range(4):
+        shift = 24 - 8 * level
+        count = tl.zeros((256,), tl.int32)
+        for start in range(0, V, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            inside = column < V
+            number = tl.load(numbers + column, mask=inside, other=0.0).to(tl.float32)
+            bits = sortable(number) ^ SIGN
+            if level > 0:
+                inside = inside & ((bits >> (shift + 8)) == (threshold >> (shift + 8)))
+            count += tl.histogram((bits >> shift) & 255, 256, mask=inside)
+        larger = tl.sum(count, axis=0) - tl.cumsum(count, axis=0)
+        is_next = (larger < missing) & (larger + count >= missing)
+        threshold = threshold | (tl.sum(tl.where(is_next, digit, 0), axis=0) << shift)
+        missing -= tl.sum(tl.where(is_next, larger, 0), axis=0)
+    limit = threshold ^ SIGN
+    place = row * K
+    for start in range(0, V, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < V
+        number = tl.load(numbers + column, mask=inside, other=0.0).to(tl.float32)
+        bits = sortable(number)
+        equal = (inside & (bits == limit)).to(tl.int32)
+        kept = inside & ((bits > limit) | ((equal > 0) & (tl.cumsum(equal, axis=0) <= missing)))
+        missing -= tl.minimum(missing, tl.sum(equal, axis=0))
+        at = place + tl.cumsum(kept.to(tl.int32), axis=0) - 1
+        tl.store(values + at, number, mask=kept)
+        tl.store(ids + at, column, mask=kept)
+        place += tl.sum(kept.to(tl.int32), axis=0)
+
+
+def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest numbers of each row, in the order of their columns.
+
+    Of those that tie with the k-th largest, the lowest columns. NaN is larger than all numbers,
+    or smaller where its sign is set.
+
+    Args:
+        x: [R, V], contiguous, V from 1 to 2**26; float32, float16 or bfloat16.
+        k: from 1 to V.
+
+    Returns:
+        float32 [R, k], int32 [R, k].
+
+    Raises:
+        KernelError: x or k cannot be taken.
+    """
+    check = functools.partial(require, "top_k")
+    _require_logits(check, x)
+    rows, columns = x.shape
+    require_counts(check, 1, k=k)
+    check("k", k, k <= columns, f"be at most {columns}, the columns")
+    values = torch.empty(rows, k, device=x.device)
+    ids = torch.empty(rows, k, dtype=torch.int32, device=x.device)
+    if rows:
+        select_top_k[(rows,)](values, ids, x, columns, k, BLOCK=BLOCK, num_warps=8)
+    return values, ids
+
+
+@triton.jit
+def mix(state):
+    """SplitMix64's finaliser, of uint64 (Steele, Lea and Flood 2014)."""
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB
+    return state ^ (state >> 31)
+
+
+@triton.jit
+def uniform(seed, index):
+    """The index-th number of a seed's stream, float64 in [0, 1), as of models/torch/draw.py."""
+    state = mix(seed.to(tl.uint64)) + (index + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    return (mix(state) >> 16).to(tl.float64) * (1.0 / (1 << 48))
+
+
+@triton.jit
+def find_threshold(bits, weights, wanted):
+    """The largest number that the weights of what is not below it reach `wanted` with.
+
+    Args:
+        bits: int32 [n], as `sortable`.
+        weights: float64 [n], none below 0.
+        wanted: float64.
+
+    Returns:
+        int32; the smallest there is if all weights together do not reach it.
+    """
+    SMALLEST: tl.constexpr = -(1 << 31)
+    reached = tl.sum(tl.where(bits >= 0, weights, 0.0), axis=0) >= wanted
+    threshold = tl.where(reached, 0, SMALLEST)
+    for level in range(31):
+        higher = threshold | (1 << (30 - level))
+        reached = tl.sum(tl.where(bits >= higher, weights, 0.0), axis=0) >= wanted
+        threshold = tl.where(reached, higher, threshold)
+    return threshold
+
+
+@triton.jit
+def draw_tokens(
+    out,  # int64 [R]
+    values,  # float32 [R, N]
+    ids,  # int32 [R, N]
+    seeds,  # int64 [R]
+    index,  # int64 [R]
+    temperature,  # float32 [R]
+    top_k,  # int32 [R]
+    top_p,  # float64 [R]
+    min_p,  # float32 [R]
+    N,
+    BLOCK: tl.constexpr,
+):
+    """One token of each row. Grid: (R,)."""
+    TINY: tl.constexpr = 1.1754943508222875e-38
+    LARGE: tl.constexpr = 1e38
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    inside = place < N
+    x = tl.load(values + row * N + place, mask=inside, other=float("-inf"))
+    x = tl.where(x == x, tl.where(x > LARGE, LARGE, x), float("-inf"))
+    u = uniform(tl.load(seeds + row), tl.load(index + row))
+
+    k = tl.load(top_k + row)
+    fewest = tl.where(k > 0, k, BLOCK + 1).to(tl.float64)  # of what there is not, all are kept
+    order = sortable(x)
+    kth = find_threshold(order, tl.where(inside, 1.0, 0.0).to(tl.float64), fewest)
+    top = tl.max(x, axis=0)
+    # The largest goes to 0 first: a tiny temperature must not turn it into inf.
+    below = x - tl.where(top == float("-inf"), 0.0, top)
+    weights = tl.exp(below / tl.maximum(tl.load(temperature + row), TINY))
+    weights = tl.where(inside & (order >= kth), weights, 0.0)
+    total = tl.sum(weights, axis=0)
+    probs = weights / tl.where(total == 0, 1.0, total)
+
+    wanted = tl.load(top_p + row)
+    wanted = tl.where(wanted < 1, wanted, 2.0)  # than all of them have
+    order = sortable(probs)
+    kept = (order >= find_threshold(order, probs.to(tl.float64), wanted)) & (probs > 0)
+    kept = kept & (probs >= tl.max(probs, axis=0) * tl.load(min_p + row))
+
+    mass = tl.cumsum(tl.where(kept, probs, 0.0).to(tl.float64), axis=0)
+    beyond = kept & (mass > u * tl.max(mass, axis=0))
+    # Rounding may leave none: then it is the last one. Of a row without numbers, the first.
+    last = tl.max(tl.where(kept, place, 0), axis=0)
+    chosen = tl.min(tl.where(beyond, place, last), axis=0)
+    tl.store(out + row, tl.load(ids + row * N + chosen).to(tl.int64))
+
+
+def draw(
+    values: Tensor,
+    ids: Tensor,
+    seeds: Tensor,
+    index: Tensor,
+    *,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+) -> Tensor:
+    """One token for each row of candidates, by what `top_k` has left of its logits.
+
+    Temperature, top-k, top-p and min-p shape the distribution of the candidates, in this order;
+    then the index-th number of the seed's stream picks one by inverse CDF. All as
+    models/torch/draw.py, the number to the bit.
+
+    Args:
+        values: float32 [R, N], contiguous, N from 1 to 1024; logits.
+        ids: int32 [R, N], contiguous; their tokens, in the order of the vocabulary.
+        seeds, index: int64 [R].
+        temperature: float32 [R].
+        top_k: int32 [R]; of the candidates those that are not below the k-th largest are kept, all
+            where it is 0.
+        top_p: float64 [R], in (0, 1]; 1 keeps all.
+        min_p: float32 [R], in [0, 1].
+
+    Returns:
+        int64 [R]; one of a row's ids, whatever the values are.
+
+    Raises:
+        KernelError: a tensor has another shape, dtype or device.
+    """
+    check = functools.partial(require, "draw")
+    require_rows(check, "values", values, MAX_CANDIDATES)
+    (rows, columns), device = values.shape, values.device
+    for name, tensor, shape, dtype in (
+        ("values", values, [rows, columns], torch.float32),
+        ("ids", ids, [rows, columns], torch.int32),
+        ("seeds", seeds, [rows], torch.int64),
+        ("index", index, [rows], torch.int64),
+        ("temperature", temperature, [rows], torch.float32),
+        ("top_k", top_k, [rows], torch.int32),
+        ("top_p", top_p, [rows], torch.float64),
+        ("min_p", min_p, [rows], torch.float32),
+    ):
+        require_tensor(check, name, tensor, shape, device, dtype)
+    out = torch.empty(rows, dtype=torch.int64, device=device)
+    if rows:
+        block = max(16, triton.next_power_of_2(columns))
+        draw_tokens[(rows,)](
+            *(out, values, ids, seeds, index, temperature, top_k, top_p, min_p, columns),
+            BLOCK=block,
+            num_warps=max(1, min(8, block // 128)),
+        )
+    return out
+
+
+def _require_logits(check: Require, x: Tensor) -> None:
+    require_rows(check, "x", x, MAX_VOCABULARY)

@@ -1,0 +1,96 @@
+"""Where products of few rows, which all ranks have, become slower than those of split rows.
+
+A pair of products is done in one of two ways (models/torch/overlapped.py):
+
+    few     matmul               all rows, own columns
+            matmul_all_reduce    own rows of the weight, sums on all ranks
+    many    all_gather_matmul
+            matmul_reduce_scatter
+
+The file of tuned configurations has the time of each of the overlapped ops, and of a product
+alone as that of all_gather_matmul in a world of one rank. What stands between products,
+norms above all, is done W times in the first way; that is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from weft.kernels.gpu.tuning import table as tuned
+from weft.kernels.gpu.tuning.costs import Problem
+from weft.kernels.gpu.tuning.search import from_first_rank
+from weft.kernels.symmetric.memory import Home
+
+
+class Product(NamedTuple):
+    """Columns and rows of a weight, on one rank."""
+
+    n: int
+    k: int
+
+
+def few_rows(
+    home: Home,
+    begins: Sequence[Product],
+    ends: Sequence[Product],
+    dtype: torch.dtype,
+    path: Path | None = None,
+) -> int | None:
+    """Up to how many rows the first way is faster, by the first rank's file. Collective.
+
+    Args:
+        home: of the ranks.
+        begins: products of all rows with own columns, all that a layer has.
+        ends: those that are summed over the ranks.
+        dtype: of the operands.
+        path: of the file; tuned.default_path() if None.
+
+    Returns:
+        At least 1; None where no number of rows has been tuned for all of them.
+
+    Raises:
+        TuningError: the first rank's file is damaged; on all ranks.
+    """
+
+    def look() -> str:
+        table = tuned.load(path or tuned.default_path())
+        found = _few_rows(home, begins, ends, str(dtype).removeprefix("torch."), table)
+        return "" if found is None else str(found)
+
+    found = from_first_rank(home, look)
+    return int(found) if found else None
+
+
+def _few_rows(
+    home: Home,
+    begins: Sequence[Product],
+    ends: Sequence[Product],
+    dtype: str,
+    table: tuned.Table,
+) -> int | None:
+    size = home.world_size
+
+    def microseconds(op: str, world_size: int, rows: int, products: Sequence[Product]) -> float:
+        """Of all of them; KeyError if one was not tuned."""
+        problems = (Problem(op, world_size, rows, n, k, dtype) for n, k in products)
+        keys = (tuned.key_of(problem, home.device_name) for problem in problems)
+        return sum(table[key].microseconds for key in keys)
+
+    few = None
+    for rows in sorted({key.rows for key in table if key.op == "matmul_all_reduce"}):
+        try:
+            all_on_all = microseconds("all_gather_matmul", 1, rows, begins)
+            all_on_all += microseconds("matmul_all_reduce", size, rows, ends)
+            split = microseconds("all_gather_matmul", size, rows, begins)
+            split += microseconds("matmul_reduce_scatter", size, rows, ends)
+        except KeyError:
+            continue
+        if all_on_all > split:
+            below = 1 if rows == tuned.SMALLEST_BUCKET else rows // 2  # not in this bucket
+            return few or below
+        few = rows
+    return few

@@ -1,0 +1,203 @@
+"""The file of what tuning found: one line for each op, device, world size, dtype and shape.
+
+    {"format": 1, "entries": [
+    {"op": "all_gather_matmul", "device": "NVIDIA H100 80GB HBM3", ..., "config": {...}}
+    ]}
+
+It is read strictly: an unknown field, a value out of range or two entries for
+one key are an error that says where, for a table that is half understood would
+quietly make every op slower. A file of another format is not read at all, and
+never written over. Entries of another Triton are kept and not used: what is
+fastest, and what fits, changes with the compiler.
+
+Writing replaces the file in one step, and processes that tune different ops at
+once each keep the other's entries.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from weft.errors import WeftError
+from weft.kernels.gpu.tuning.costs import Config, Problem
+
+FORMAT = 1
+SMALLEST_BUCKET = 16
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Text = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class TuningError(WeftError):
+    """The file of tuned configurations cannot be read or written; the message names it."""
+
+
+class Key(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True, kw_only=True):
+    """What a configuration was tuned for.
+
+    Attributes:
+        device: as the driver calls it.
+        rows: the bucket's largest; of attention, n too.
+        groups, top_k: as of a `costs.Problem`.
+        triton: version.
+    """
+
+    op: Text
+    device: Text
+    world_size: Positive
+    dtype: Text
+    rows: Positive
+    n: Positive
+    k: Count
+    groups: Positive = 1
+    top_k: Positive = 1
+    triton: Text
+
+
+class Entry(Key, frozen=True, order=True, forbid_unknown_fields=True, kw_only=True):
+    """A key and what was best for it, with the time of one call on the slowest rank."""
+
+    config: Config
+    microseconds: Annotated[float, msgspec.Meta(gt=0)]
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    format: int
+    entries: list[Entry]
+
+
+class _Head(msgspec.Struct):
+    format: int
+
+
+Table = dict[Key, Entry]
+
+
+def bucket(rows: int) -> int:
+    """The least power of two, and at least 16, that `rows` does not exceed."""
+    return max(SMALLEST_BUCKET, 1 << max(0, rows - 1).bit_length())
+
+
+def buckets(max_rows: int) -> list[int]:
+    """Every bucket of up to so many rows."""
+    found = [SMALLEST_BUCKET]
+    while found[-1] < max_rows:
+        found.append(2 * found[-1])
+    return found
+
+
+def key_of(problem: Problem, device: str) -> Key:
+    """Where a problem is looked up; Triton is the one that runs."""
+    import triton
+
+    return Key(
+        op=problem.op,
+        device=device,
+        world_size=problem.world_size,
+        dtype=problem.dtype,
+        rows=bucket(problem.rows),
+        n=bucket(problem.n) if problem.attends else problem.n,
+        k=problem.k,
+        groups=problem.groups,
+        top_k=problem.top_k,
+        triton=triton.__version__,
+    )
+
+
+def default_path(environment: Mapping[str, str] = os.environ) -> Path:
+    """weft/tuning.json in the user's cache folder (XDG base directories: $XDG_CACHE_HOME)."""
+    cache = environment.get("XDG_CACHE_HOME", "")
+    folder = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
+    return folder / "weft" / "tuning.json"
+
+
+def load(path: Path) -> Table:
+    """What was tuned; nothing where there is no file, or one of another format.
+
+    Raises:
+        TuningError: the file cannot be read, or is not what it should be.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise TuningError(f"{path}: {error.strerror}") from error
+    try:
+        if msgspec.json.decode(data, type=_Head).format != FORMAT:
+            return {}
+        entries = msgspec.json.decode(data, type=_File).entries
+    except msgspec.MsgspecError as error:
+        raise TuningError(
+            f"{path} is not a file of tuned configurations: {error}. Remove it to tune anew"
+        ) from error
+    table: Table = {}
+    for entry in entries:
+        key = _key(entry)
+        if key in table:
+            raise TuningError(
+                f"{path} has two entries for {_describe(key)}. Remove it to tune anew"
+            )
+        table[key] = entry
+    return table
+
+
+def record(path: Path, table: Table) -> None:
+    """Add entries to the file, in the place of those with their keys.
+
+    Raises:
+        TuningError: the file is damaged or of another format, or cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            _require_own_format(path)
+            _replace(path, load(path) | table)
+    except OSError as error:
+        raise TuningError(f"{error.filename or path}: {error.strerror}") from error
+
+
+def _require_own_format(path: Path) -> None:
+    """Another weft's file stays as it is."""
+    if path.exists():
+        try:
+            found = msgspec.json.decode(path.read_bytes(), type=_Head).format
+        except msgspec.MsgspecError:
+            return  # load says it better
+        if found != FORMAT:
+            raise TuningError(
+                f"{path} is of format {found}, and this weft writes format {FORMAT}: "
+                "name another file"
+            )
+
+
+def _replace(path: Path, table: Table) -> None:
+    lines = ",\n".join(msgspec.json.encode(table[key]).decode() for key in sorted(table))
+    text = f'{{"format": {FORMAT}, "entries": [\n{lines}\n]}}\n'
+    file, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".new")
+    try:
+        with os.fdopen(file, "w") as new:
+            new.write(text)
+            new.flush()
+            os.fsync(new.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _key(entry: Entry) -> Key:
+    return Key(**{name: getattr(entry, name) for name in Key.__struct_fields__})
+
+
+def _describe(key: Key) -> str:
+    return ", ".join(f"{name} {getattr(key, name)}" for name in Key.__struct_fields__)

@@ -1,0 +1,438 @@
+"""Triton's interpreter, made fit for several ranks in one process.
+
+Stock Triton runs kernels on NumPy with TRITON_INTERPRET=1. For overlapped
+kernels that is not enough, and `installed` puts a builder of ours in its place
+that
+
+- computes bfloat16, which Triton 3.6 to 3.9 keep as uint16 and add as such, and
+  rounds to fp8 as GPUs do;
+- sums int32 in 32 bits, where Triton goes on with 64 and writes as many to an int32;
+- keeps the running program's index for each thread, so that ranks can be
+  threads;
+- tells an Observer of every load, store and atomic, with the addresses, before
+  it happens (atomics: and after), which is where ranks take turns (ranks.py)
+  and where races are seen (races.py).
+
+Nothing of Triton is changed on disk, and what was in place comes back at the
+end. The interpreter runs the programs of a launch one after the other, and
+ignores warps: a barrier that is missing inside a program is not seen here, but
+in the assembly (aot.py).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+from triton.language import core as core  # seen by _probe
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter
+
+from weft.kernels.interpreter import extern
+from weft.kernels.gpu.runtime import nvshmem
+
+Array = npt.NDArray[Any]
+Program = tuple[int, int, int]
+Kind = Literal["load", "store", "atomic"]
+Handle: TypeAlias = interpreter.TensorHandle
+
+
+@dataclass(frozen=True, slots=True)
+class Atomic:
+    """An atomic that has been done.
+
+    Attributes:
+        address, itemsize: of what it was done to.
+        sem: relaxed, acquire, release or acquire_release.
+        scope: cta, gpu or system.
+        was, now: what was there before and after.
+        sets: it exchanges, and does not add to what was there.
+    """
+
+    address: int
+    itemsize: int
+    sem: str
+    scope: str
+    was: float
+    now: float
+    sets: bool
+
+    @property
+    def changed(self) -> bool:
+        """Whether it left another value."""
+        return self.was != self.now
+
+
+class Observer(Protocol):
+    """Is told of each memory operation of the thread that it runs in."""
+
+    def launched(self) -> None:
+        """A kernel is about to run all of its programs."""
+
+    def finished(self) -> None:
+        """The kernel's programs have all run."""
+
+    def program(self, index: Program) -> None:
+        """The next operations are of this program."""
+
+    def access(self, kind: Kind, addresses: Array, itemsize: int) -> None:
+        """Memory is about to be loaded or stored: uint64 addresses [n]."""
+
+    def atomic(self, atomic: Atomic) -> None:
+        """An atomic has been done."""
+
+    def words(self, kind: Kind, addresses: Array, itemsize: int) -> None:
+        """Words that carry their own signal have been loaded, or are about to be stored."""
+
+    def arrive_first(self, count: int) -> Array:
+        """Of `count` stores that nothing orders, which come first: bool [count]."""
+
+    def on_all_ranks(self, addresses: Array) -> Sequence[Array]:
+        """For multicast addresses, uint64 [n]: those that they stand for, of each rank."""
+
+    def is_symmetric(self, storage: int) -> bool:
+        """Whether a storage of torch's, by its address, is symmetric memory."""
+
+    def put(self, to: int, source: int, nbytes: int, signal: int, value: int, peer: int) -> None:
+        """Memory is put to a peer; a signal of 0: a blocking put without one."""
+
+    def fetched(self, signal: int, value: int) -> None:
+        """A signal of 8 bytes was looked at, which orders nothing."""
+
+    def waited(self, signal: int, value: int) -> None:
+        """A signal of 8 bytes is what was waited for, and is acquired."""
+
+    def quiet(self) -> None:
+        """Returns once what the rank has put has come."""
+
+
+_state = threading.local()
+
+
+def observe(observer: Observer | None) -> None:
+    """Tell `observer` of what this thread runs from now on."""
+    _state.observer = observer
+
+
+_NOT_KERNELS = (
+    "<frozen",
+    os.path.dirname(__file__) + os.sep,
+    *(os.path.dirname(str(module.__file__)) + os.sep for module in (np, torch, triton)),
+)
+
+
+def where() -> str:
+    """File and line of the kernel's code that runs now, in this thread."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_KERNELS):
+        frame = frame.f_back  # type: ignore[assignment]
+    return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def to_float32(bits: Array) -> Array:
+    """bfloat16 as uint16 -> float32."""
+    return (np.ascontiguousarray(bits).astype(np.uint32) << 16).view(np.float32)
+
+
+def to_bfloat16(numbers: Array) -> Array:
+    """float32 -> bfloat16 as uint16, rounded to nearest, ties to even."""
+    numbers = np.ascontiguousarray(numbers, dtype=np.float32)
+    bits = numbers.view(np.uint32)
+    rounded = ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(numbers), np.uint16(0x7FC0), rounded)
+
+
+def to_float8(numbers: Array) -> Array:
+    """Floats -> float8e4nv as uint8, as GPUs do: to nearest, ties to even, at most 448.
+
+    Triton's interpreter rounds ties up, and loses the carry into the exponent.
+    """
+    bounded = torch.from_numpy(np.clip(np.asarray(numbers, np.float32), -448.0, 448.0))
+    return bounded.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+
+def _is_bfloat16(handle: Handle) -> bool:
+    return bool(handle.dtype.scalar == tl.bfloat16 and handle.data.dtype == np.uint16)
+
+
+def _widened(handle: Handle) -> Handle:
+    return Handle(to_float32(handle.data), tl.float32) if _is_bfloat16(handle) else handle
+
+
+class RankBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
+    """The builder that `installed` puts in place; see the module's text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Triton would work out for each operator whether it overflows, which is half of the time,
+        # and then say nothing, for that it does with `debug` only.
+        self.options: Any = interpreter.InterpreterOptions(sanitize_overflow=False)
+
+    # The grid, of each thread its own.
+    @property
+    def grid_idx(self) -> Program:
+        return _state.grid_idx  # type: ignore[no-any-return]
+
+    @grid_idx.setter
+    def grid_idx(self, index: Program) -> None:
+        _state.grid_idx = index
+        if observer := _observer():
+            observer.program(index)
+
+    @property
+    def grid_dim(self) -> Program:
+        return _state.grid_dim  # type: ignore[no-any-return]
+
+    @grid_dim.setter
+    def grid_dim(self, size: Program) -> None:
+        _state.grid_dim = size
+
+    # Memory.
+    def get_cache_policy(self, cache_modifier: Any, eviction_policy: Any) -> Any:
+        return cache_modifier
+
+    def create_masked_load(self, ptrs: Handle, mask: Handle, *rest: Any, **named: Any) -> Handle:
+        if named["is_volatile"] if "is_volatile" in named else rest[-1]:  # gpu/low_latency.py
+            _tell("atomic", ptrs, mask)
+            loaded = super().create_masked_load(ptrs, mask, *rest, **named)
+            _tell_words("load", ptrs, mask)
+            return loaded
+        _tell("load", ptrs, mask)
+        return super().create_masked_load(ptrs, mask, *rest, **named)
+
+    def create_masked_store(
+        self, ptrs: Handle, value: Handle, mask: Handle, *rest: Any, **named: Any
+    ) -> Any:
+        if "wt" in str(rest).lower():  # write through: gpu/low_latency.py
+            for part in _arrivals(mask):
+                _tell("atomic", ptrs, part)
+                _tell_words("store", ptrs, part)
+                super().create_masked_store(ptrs, value, part, *rest, **named)
+            return None
+        _tell("store", ptrs, mask)
+        return super().create_masked_store(ptrs, value, mask, *rest, **named)
+
+    def create_atomic_cas(self, ptr: Handle, cmp: Handle, val: Handle, sem: Any, scope: Any) -> Any:
+        _tell("atomic", ptr, None)
+        old = super().create_atomic_cas(ptr, cmp, val, sem, scope)
+        new = np.where(old.data == cmp.data, val.data, old.data)
+        _tell_atomic(ptr, old, new, None, sem, scope, sets=True)
+        return old
+
+    def create_atomic_rmw(
+        self, op: Any, ptr: Handle, val: Handle, mask: Handle, sem: Any, scope: Any
+    ) -> Handle:
+        _tell("atomic", ptr, mask)
+        old = super().create_atomic_rmw(op, ptr, val, mask, sem, scope)
+        new = _UPDATES[op.name](old.data, val.data)
+        if _observer() is None and np.array_equal(old.data, new):
+            os.sched_yield()  # a poll: whoever is waited for may want this processor
+        _tell_atomic(ptr, old, new, mask, sem, scope, sets=op.name == "XCHG")
+        return old
+
+    def create_inline_asm(self, assembly: str, _: str, values: list[Handle], *rest: Any) -> Any:
+        observer = _observer()
+        assert observer is not None
+        return _Results(extern.run(assembly, [value.data for value in values], observer))
+
+    def create_extern_elementwise(
+        self, library: str, path: str, name: str, values: list[Handle], result: Any, pure: bool
+    ) -> Handle:
+        observer = _observer()
+        assert observer is not None
+        out = extern.call(name, [value.data for value in values], observer)
+        return Handle(np.array([out], np.int64 if result == tl.int64 else np.int32), result)
+
+    # bfloat16.
+    def binary_op(self, lhs: Handle, rhs: Handle, op: Callable[..., Array]) -> Handle:
+        if not _is_bfloat16(lhs) or op in (np.bitwise_and, np.bitwise_or, np.bitwise_xor):
+            return super().binary_op(lhs, rhs, op)
+        out = op(_widened(lhs).data, _widened(rhs).data)
+        return Handle(out, tl.int1) if out.dtype == np.bool_ else _bfloat16(out)
+
+    def unary_op(self, arg: Handle, op: Callable[..., Array]) -> Handle:
+        if not _is_bfloat16(arg):
+            return super().unary_op(arg, op)
+        return _bfloat16(op(_widened(arg).data))
+
+    def cast_impl(self, src: Handle, dst_type: Any) -> Handle:
+        to_bf16 = dst_type.scalar == tl.bfloat16
+        if _is_bfloat16(src) and to_bf16:
+            return src
+        wide = _widened(src)
+        if to_bf16:
+            return _bfloat16(wide.data.astype(np.float32))
+        return (
+            wide
+            if dst_type.scalar == tl.float32 and wide is not src
+            else super().cast_impl(wide, dst_type)
+        )
+
+    def create_fp_to_fp(self, src: Handle, dst_type: Any, rounding_mode: Any) -> Handle:
+        if dst_type.scalar == tl.float8e4nv:
+            return Handle(to_float8(_widened(src).data), tl.float8e4nv)
+        if _is_bfloat16(src) or (dst_type.scalar == tl.bfloat16 and src.dtype == tl.float32):
+            return self.cast_impl(src, dst_type)
+        return super().create_fp_to_fp(src, dst_type, rounding_mode)
+
+    def create_dot(self, a: Handle, b: Handle, d: Handle, *rest: Any) -> Handle:
+        return super().create_dot(_widened(a), _widened(b), d, *rest)
+
+
+_UPDATES: dict[str, Callable[[Array, Array], Array]] = {
+    "XCHG": lambda _, new: new,
+    "ADD": np.add,
+    "FADD": np.add,
+    "AND": np.bitwise_and,
+    "OR": np.bitwise_or,
+    "XOR": np.bitwise_xor,
+    "MAX": np.maximum,
+    "MIN": np.minimum,
+    "UMAX": np.maximum,
+    "UMIN": np.minimum,
+}
+"""What atomics leave, by Triton's names of them."""
+
+
+def _bfloat16(numbers: Array) -> Handle:
+    return Handle(to_bfloat16(numbers), tl.bfloat16)
+
+
+def _observer() -> Observer | None:
+    return getattr(_state, "observer", None)
+
+
+def _tell(kind: Kind, ptrs: Handle, mask: Handle | None) -> None:
+    if observer := _observer():
+        addresses = np.atleast_1d(ptrs.data)
+        if mask is not None:
+            addresses = addresses[np.broadcast_to(mask.data, addresses.shape)]
+        bits = ptrs.get_element_ty().primitive_bitwidth
+        observer.access(kind, addresses.ravel(), max(1, bits // 8))
+
+
+def _tell_words(kind: Kind, ptrs: Handle, mask: Handle) -> None:
+    if observer := _observer():
+        bits = ptrs.get_element_ty().primitive_bitwidth
+        observer.words(kind, ptrs.data[mask.data].ravel(), bits // 8)
+
+
+def _arrivals(mask: Handle) -> list[Handle]:
+    """A store's elements, as two that come one after the other.
+
+    What is 16 words wide is lines of 128 bytes, which come as a whole.
+    """
+    observer = _observer()
+    if observer is None:
+        return [mask]
+    lines = mask.data if mask.data.shape[1:] == (16,) else mask.data.reshape(-1, 1)
+    first = observer.arrive_first(len(lines))[:, None]
+    return [Handle((lines & part).reshape(mask.data.shape), tl.int1) for part in (first, ~first)]
+
+
+def _tell_atomic(
+    ptr: Handle, old: Handle, new: Array, mask: Handle | None, sem: Any, scope: Any, *, sets: bool
+) -> None:
+    if observer := _observer():
+        active = np.ones(ptr.data.shape, bool) if mask is None else mask.data
+        bits = ptr.get_element_ty().primitive_bitwidth
+        for address, was, now in zip(
+            ptr.data[active].ravel(),
+            old.data[active].ravel(),
+            np.broadcast_to(new, old.data.shape)[active].ravel(),
+            strict=True,
+        ):
+            how = (sem.name.lower(), scope.name.lower())
+            observer.atomic(
+                Atomic(int(address), bits // 8, *how, was.item(), now.item(), sets=sets)
+            )
+
+
+class _Results:
+    """Outputs of inline assembly, as the builder gives them."""
+
+    def __init__(self, outputs: list[Array]) -> None:
+        self._outputs = outputs
+
+    def get_result(self, index: int) -> Handle:
+        return Handle(self._outputs[index], tl.int32)
+
+
+def _sum(operation: Any, x: Any) -> Any:
+    """A sum in the dtype of what is added, as on a GPU; NumPy widens integers."""
+    data = x.handle.data
+    total = np.sum(data, axis=operation.axis, keepdims=operation.keep_dims, dtype=data.dtype)
+    return operation.to_tensor(total, x.dtype)
+
+
+def _cumsum(operation: Any, x: Any) -> Any:
+    data = x.handle.data
+    return [operation.to_tensor(np.cumsum(data, axis=operation.axis, dtype=data.dtype), x.dtype)]
+
+
+_original_call = interpreter.GridExecutor.__call__
+
+
+def _call(executor: Any, *args: Any, **kwargs: Any) -> None:
+    observer = _observer()
+    if observer is None:
+        _original_call(executor, *args, **kwargs)
+        return
+    observer.launched()
+    with np.errstate(all="ignore"):  # garbage may overflow, as on a GPU
+        _original_call(executor, *args, **kwargs)
+    observer.finished()
+
+
+_stock_np_dtype = interpreter._get_np_dtype
+_np_dtypes: dict[str, np.dtype[Any]] = {}
+
+
+def _np_dtype(dtype: Any) -> np.dtype[Any]:
+    """As Triton's own, which makes a table of all types in each call."""
+    name = dtype.name
+    if name not in _np_dtypes:
+        _np_dtypes[name] = _stock_np_dtype(dtype)
+    return _np_dtypes[name]
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Within, kernels that were imported with TRITON_INTERPRET=1 run on a RankBuilder."""
+    module: Any = interpreter
+    before = (module.interpreter_builder, module.interpreter_semantic, module._patch_lang)
+    sums = (module.ReduceOps.sum, module.ScanOps.cumsum)
+    module.interpreter_builder = RankBuilder()
+    module.interpreter_semantic = TritonSemantic(module.interpreter_builder)
+    module._get_np_dtype = _np_dtype
+    # Once for all threads: each launch would otherwise patch the language and undo it at its end.
+    scope = before[2](_probe)
+    module._patch_builtin(nvshmem, module.interpreter_builder, scope)
+    module._patch_lang = lambda fn: module._LangPatchScope()
+    module.GridExecutor.__call__ = _call
+    module.ReduceOps.sum, module.ScanOps.cumsum = _sum, _cumsum
+    try:
+        yield
+    finally:
+        module.GridExecutor.__call__ = _original_call
+        module.ReduceOps.sum, module.ScanOps.cumsum = sums
+        module.interpreter_builder, module.interpreter_semantic, module._patch_lang = before
+        module._get_np_dtype = _stock_np_dtype
+        scope.restore()
+
+
+_core = tl.core  # of which Triton's own jitted functions are made: tl.zeros
+
+
+def _probe() -> None:
+    """A function that sees `tl` and `core`, which Triton looks for in a kernel's globals."""

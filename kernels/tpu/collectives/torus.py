@@ -1,0 +1,154 @@
+"""Reduce-scatter over two axes of a torus at once, of sums or of products.
+
+    over_two(x [M, K], axes) -> [M / W, K]                lax.psum_scatter(x, axes, tiled=True)
+    over_two(x [M, K], axes, w [K, N]) -> [M / W, N]      lax.psum_scatter(x @ w, axes, tiled=True)
+
+Protocol. Half of the rows of each chunk are added round the rings of the first axis, and what is
+left round those of the second one; the other half the other way about. So at every moment all four
+links of a chip carry traffic, and there are (Wx - 1) + (Wy - 1) hops: the latency variant.
+
+Each half has two lanes, up and down, in each of its two rings, and goes round by sums.py. In the
+first ring a chunk is the rows of all devices of the other axis, in the second one device's:
+
+    first half     ring of x: messages [Wy, h, N]     ring of y: messages [h, N]
+    second half    ring of y: messages [Wx, h, N]     ring of x: messages [h, N]
+
+Every ring has buffers and semaphores of its own, so that a half may go over to its second ring
+while neighbours are in their first. The hops of the halves take turns. With megacore each core has
+the lanes of one direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from weft.kernels.tpu.runtime.pipeline import SUBLANES, add, multiply, tiles
+from weft.kernels.tpu.collectives.ring import Lane, Lanes, grid, meet, semaphores, this_core
+from weft.kernels.tpu.collectives.sums import reduce
+from weft.kernels.tpu.runtime.topology import Index, collective_id, size
+
+LANES = 4
+"""Two for each half of the rows."""
+
+
+def over_two(
+    x: jax.Array, axes: Sequence[str], w: jax.Array | None = None, *, slots: int = 2
+) -> jax.Array:
+    """Add x, or x @ w, over the devices of two axes; each gets its rows of the sum.
+
+    Args:
+        x: [M, K], in `shard_map`; M is a multiple of 4 W for W devices.
+        axes: of more than one device each; the second one is minor in the order of rows.
+        w: [K, N], or None.
+        slots: messages that a device may be ahead of the next one, at least 2.
+
+    Returns:
+        [M / W, N] in x's dtype.
+    """
+    sizes = [size(axis) for axis in axes]
+    devices = sizes[0] * sizes[1]
+    weights = () if w is None else (w,)
+    (rows, k), n = x.shape, x.shape[1] if w is None else w.shape[1]
+    m = rows // devices
+    h = m // LANES
+    free = [min(slots, count - 1) for count in sizes]
+    shapes: list[tuple[int, ...]] = [(2, 2, h, n)]
+    for first, second in ((0, 1), (1, 0)):  # the axes of a half's rings
+        shapes.append((2, sizes[second], h, n))
+        shapes.append((free[first], 2, sizes[second], h, n))
+        shapes.append((free[second], 2, h, n))
+    hops = devices - 1  # of m rows, all lanes together
+    sent = hops * m * n * x.dtype.itemsize
+    tall, wide, _ = tiles(h, n, k) if weights else (SUBLANES, 128, 0)
+    hbm = pl.BlockSpec(memory_space=pl.ANY)
+    out, *_ = pl.pallas_call(
+        lambda *refs: _kernel(*refs, axes=tuple(axes), product=bool(weights)),
+        grid=grid(LANES),
+        in_specs=[hbm] * (1 + len(weights)),
+        out_specs=[hbm] * len(shapes),
+        out_shape=[jax.ShapeDtypeStruct(shape, x.dtype) for shape in shapes],
+        scratch_shapes=[
+            pltpu.VMEM((tall, wide), jnp.float32),
+            *(each for axis in (0, 1, 1, 0) for each in semaphores(2, free[axis])),
+        ],
+        compiler_params=pltpu.CompilerParams(
+            collective_id=collective_id(axes), dimension_semantics=("parallel",)
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=(2 * rows * n * k if weights else 0) + hops * m * n,
+            bytes_accessed=x.nbytes + 5 * sent + sum(LANES * devices * w.nbytes for w in weights),
+            transcendentals=0,
+            remote_bytes_transferred=sent,
+        ),
+        name="matmul_reduce_scatter_torus" if weights else "reduce_scatter_torus",
+    )(x.reshape(*sizes, LANES, h, k), *weights)
+    return out.reshape(m, n)
+
+
+def _kernel(*refs: jax.Ref, axes: tuple[str, ...], product: bool) -> None:
+    """One program for each core.
+
+    Args:
+        refs: x [Wx, Wy, 4, h, K]; w [K, N] if there is a product; out [2, 2, h, N], by half; of
+            each half its parts [2, W', h, N], W' devices in its second ring, and the buffers of
+            its rings, [slots, 2, W', h, N] and [slots, 2, h, N]; a float32 tile of the product;
+            and of the rings of each half the semaphores of `Lanes`.
+    """
+    x, *rest = refs
+    w = rest.pop(0) if product else None
+    out, halves, accumulator = rest[0], (rest[1:4], rest[4:7]), rest[7]
+    core = this_core()
+    lanes = [
+        Lanes(axes[axis], core, *rest[8 + 3 * i : 11 + 3 * i])
+        for i, axis in enumerate((0, 1, 1, 0))
+    ]
+    meet(axes, core)
+
+    def run(half: int) -> Iterator[None]:
+        parts, first_buffer, second_buffer = halves[half]
+
+        def rows(lane: Lane, chunk: Index) -> jax.Ref:
+            every = pl.ds(0, parts.shape[1])
+            where = (chunk, every) if half == 0 else (every, chunk)
+            return x.at[(*where, 2 * half + lane.index)]
+
+        def begin(lane: Lane, chunk: jax.Array) -> jax.Ref:
+            if w is None:
+                return rows(lane, chunk)
+            made = parts.at[lane.index]  # which is written again only at the end
+            multiply(rows(lane, chunk), w, made, accumulator)
+            return made
+
+        def accumulate(lane: Lane, chunk: jax.Array, came: jax.Ref, total: jax.Ref) -> None:
+            if w is None:
+                add(came, rows(lane, chunk), total)
+            else:
+                multiply(rows(lane, chunk), w, total, accumulator, plus=came)
+
+        yield from reduce(
+            first_buffer,
+            lanes[2 * half],
+            parts,
+            begin=begin,
+            accumulate=accumulate,
+            unrolled=True,
+        )
+        yield from reduce(
+            second_buffer,
+            lanes[2 * half + 1],
+            out.at[half],
+            begin=lambda lane, chunk: parts.at[lane.index, chunk],
+            accumulate=lambda lane, chunk, came, total: add(
+                came, parts.at[lane.index, chunk], total
+            ),
+            unrolled=True,
+        )
+
+    for _ in zip_longest(run(0), run(1)):
+        pass
