@@ -22,12 +22,12 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from weft.errors import EngineError, RequestError
-from weft.serving.engine.completion import Completion, complete, embed
-from weft.serving.engine.checks import check_dimensions
 from weft.serving.config.progress import Progress
-from weft.serving.engine.sampling_params import SamplingParams
 from weft.serving.config.sources import from_arguments
 from weft.serving.engine.admission import for_each, width
+from weft.serving.engine.checks import check_dimensions
+from weft.serving.engine.completion import Completion, complete, embed
+from weft.serving.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from weft.models.interface import Float32

@@ -25,9 +25,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     known = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in filter(None, known.split("\0")):
-        if (ROOT / name).is_file():
+        if (ROOT / name).exists():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, source / name)
+            shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
     build = [sys.executable, "-m", "build", "--wheel", "--outdir", str(out), str(source)]
     done = subprocess.run(build, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -58,7 +58,7 @@ def test_wheel_holds_the_package_and_the_models(wheel: Path) -> None:
     for model in MODELS:
         for file in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
             assert f"weft/models/bundled/{model}/{file}" in names
-    for file in (ROOT / "serving/api/static").iterdir():
+    for file in (ROOT / "serving/api/admin/static").iterdir():
         assert f"weft/serving/api/admin/static/{file.name}" in names
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from weft.version import __version__
 
 if TYPE_CHECKING:
-    from weft.serving.llm import LLM
     from weft.serving.engine.sampling_params import SamplingParams
+    from weft.serving.llm import LLM
 
 __all__ = ["LLM", "SamplingParams", "__version__"]
 

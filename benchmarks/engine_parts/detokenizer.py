@@ -17,8 +17,8 @@ from engine_parts.measure import Case, per_call
 from engine_parts.mock import VOCAB_SIZE
 from weft.serving.engine.detokenizer import Detokenizer
 from weft.serving.engine.protocol import TokenOutput
-from weft.serving.engine.sampling_params import SamplingParams
 from weft.serving.engine.request_stream import Stream
+from weft.serving.engine.sampling_params import SamplingParams
 from weft.serving.engine.timeline import Timeline
 from weft.serving.engine.tokenizer import Tokenizer
 

@@ -21,13 +21,13 @@ import numpy as np
 from engine_parts.measure import Case
 from engine_parts.mock import NUM_BLOCKS, VOCAB_SIZE, MockRunner
 from weft.models.interface import StepInput
-from weft.serving.executor.child_process import settle_garbage_collector
 from weft.serving.engine.core import DEPTH
-from weft.serving.engine.scheduler.block_manager import KVCache
+from weft.serving.engine.grammar.matcher import Guide
 from weft.serving.engine.protocol import Add
 from weft.serving.engine.sampling_params import SamplingParams
+from weft.serving.engine.scheduler.block_manager import KVCache
 from weft.serving.engine.scheduler.scheduler import Scheduler
-from weft.serving.engine.grammar.matcher import Guide
+from weft.serving.executor.child_process import settle_garbage_collector
 
 if TYPE_CHECKING:
     import xgrammar

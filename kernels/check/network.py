@@ -27,8 +27,8 @@ from typing import Protocol
 import numpy as np
 
 from weft.errors import WeftError
-from weft.kernels.interpreter.gpu import Array, Atomic
 from weft.kernels.check.races import RaceDetector
+from weft.kernels.interpreter.gpu import Array, Atomic
 
 DELIVERY_PROBABILITY = 0.05
 """That something comes before a memory operation."""

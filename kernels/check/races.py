@@ -35,7 +35,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from weft.kernels.interpreter import gpu as interpreter
 from weft.kernels.check.clocks import (
     COMES,
     LEAVES,
@@ -48,6 +47,7 @@ from weft.kernels.check.clocks import (
     Stream,
     Task,
 )
+from weft.kernels.interpreter import gpu as interpreter
 from weft.kernels.interpreter.gpu import Array, Atomic, Kind, Program
 from weft.kernels.symmetric.memory import SymmetricTensor
 

@@ -31,11 +31,11 @@ import triton
 from torch import Tensor
 
 from weft.errors import WeftError
+from weft.kernels.check.network import Network
+from weft.kernels.check.races import GUARD, RaceDetector
 from weft.kernels.interpreter import extern
 from weft.kernels.interpreter import gpu as interpreter
 from weft.kernels.interpreter.gpu import Array, Atomic, Kind, Program
-from weft.kernels.check.network import Network
-from weft.kernels.check.races import GUARD, RaceDetector
 from weft.kernels.symmetric.memory import SymmetricTensor
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 

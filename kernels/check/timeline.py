@@ -34,10 +34,10 @@ import torch
 import triton
 
 from weft.errors import ConfigError
-from weft.kernels.interpreter.gpu import Array, Atomic, Kind, Program, RankBuilder
 from weft.kernels.check.ops.op import Op, Sizes
 from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import run
+from weft.kernels.interpreter.gpu import Array, Atomic, Kind, Program, RankBuilder
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
 Activity = Literal["communication", "waiting", "compute", "copying"]
@@ -50,7 +50,12 @@ LINK_COST = 7
 NETWORK_COST = 67
 """The same over a network card of 400 Gb/s."""
 
-_NOT_KERNELS = (str(Path(triton.__file__).parent), str(Path(__file__).parent))
+_FOLDER = Path(__file__).parent
+_NOT_KERNELS = (
+    str(Path(triton.__file__).parent),
+    str(_FOLDER),
+    str(_FOLDER.with_name("interpreter")),
+)
 
 COLORS: dict[Activity, str] = {
     "communication": "#d9822b",

@@ -38,8 +38,8 @@ from triton.language import core as core  # seen by _probe
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-from weft.kernels.interpreter import extern
 from weft.kernels.gpu.runtime import nvshmem
+from weft.kernels.interpreter import extern
 
 Array = npt.NDArray[Any]
 Program = tuple[int, int, int]
@@ -127,6 +127,7 @@ def observe(observer: Observer | None) -> None:
 _NOT_KERNELS = (
     "<frozen",
     os.path.dirname(__file__) + os.sep,
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), "check") + os.sep,
     *(os.path.dirname(str(module.__file__)) + os.sep for module in (np, torch, triton)),
 )
 

@@ -28,7 +28,7 @@ def locate(model: str) -> Path:
     Raises:
         ModelError: there is no such directory.
     """
-    bundled = Path(__file__).parent / "demo" / model
+    bundled = Path(__file__).parent.parent / "bundled" / model
     path = bundled if model in BUNDLED else Path(os.path.expanduser(model))
     if not path.is_dir():
         raise ModelError(

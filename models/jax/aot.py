@@ -21,8 +21,8 @@ from weft.models.jax.mesh import make_mesh
 from weft.models.jax.overlap import Collective, collectives, mosaic_kernels
 from weft.models.jax.platform import described_devices
 from weft.models.jax.program import Program
-from weft.models.spec.layout import Layout
 from weft.models.memory.ledger import GIB
+from weft.models.spec.layout import Layout
 from weft.models.spec.spec import ModelSpec
 
 HBM = {"v5e": 15.75, "v5p": 95.0, "v6e": 31.25, "tpu7x": 94.75}

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from weft.kernels.tpu.attention.paged import ragged_paged_attention
 from weft.kernels.tpu.attention.cache import write_pages
+from weft.kernels.tpu.attention.paged import ragged_paged_attention
 from weft.kernels.tpu.attention.query_tiles import owner, plan_tiles, tile_queries
 from weft.models.jax.collectives import precision
 

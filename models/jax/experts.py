@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from weft.kernels.tpu.experts.grouped_matmul import grouped_gate_up, grouped_matmul
 from weft.kernels.tpu.experts.dispatch import moe_combine, moe_dispatch
+from weft.kernels.tpu.experts.grouped_matmul import grouped_gate_up, grouped_matmul
 from weft.models.jax.collectives import all_reduce, gather_tokens, matmul, precision, scatter_sum
 from weft.models.jax.kernels import Shape
 from weft.models.jax.mesh import EXPERT, TENSOR

@@ -3,8 +3,8 @@
 One process has all devices of a machine, and the mesh those of all processes (distributed.py). It
 is [ep, tp / ep], with the axes "expert" and "width": experts are dealt out along the first and each
 one's width is cut along the second; everything else is cut along both, taken as one ("tensor").
-Device i of the mesh is rank i of a `Layout` (models/spec/layout.py), so that a weight's part is found in
-the same way as on torch's ranks.
+Device i of the mesh is rank i of a `Layout` (models/spec/layout.py), so that a weight's part is
+found in the same way as on torch's ranks.
 
 Not here: context parallel, pipeline stages, copies of attention (ep above tp).
 """

@@ -24,6 +24,7 @@ import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch import Tensor
 
+from weft.models.checkpoint.weights import Progress, Weights
 from weft.models.jax.mesh import described, global_shape, partition
 from weft.models.spec.layout import Layout
 from weft.models.spec.spec import (
@@ -34,7 +35,6 @@ from weft.models.spec.spec import (
     MoeSpec,
     WeightSpec,
 )
-from weft.models.checkpoint.weights import Progress, Weights
 
 Part = npt.NDArray[Any]
 DTYPES: dict[str, npt.DTypeLike] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}

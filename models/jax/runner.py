@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 from msgspec.structs import replace
 
+from weft.models.checkpoint.weights import Progress
 from weft.models.interface import NO_VECTORS, Float32, Int32, Logprobs, StepInput, StepOutput
 from weft.models.jax.buckets import Bucket, Buckets, padded
 from weft.models.jax.distributed import leave
@@ -30,7 +31,6 @@ from weft.models.jax.program import SCORED_ROWS, Program
 from weft.models.jax.sampler import MAX_TOP, Sampled, Scores, Settings, State
 from weft.models.spec.layout import Layout
 from weft.models.spec.spec import ModelSpec
-from weft.models.checkpoint.weights import Progress
 
 CompileProgress = Callable[[str, int, int], None]
 """Told what is compiled next, how much is done, and how much there is in all."""

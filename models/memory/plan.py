@@ -8,7 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from weft.errors import ConfigError
-from weft.models.memory.activations import ActivationBytes, Step, cpu_activations, triton_activations
+from weft.models.memory.activations import (
+    ActivationBytes,
+    Step,
+    cpu_activations,
+    triton_activations,
+)
 from weft.models.memory.ledger import MIB, Ledger, human_bytes
 from weft.models.spec.spec import DTYPE_BYTES, ModelSpec
 

@@ -21,12 +21,12 @@ from weft.kernels.cpu.layer import NativeAttention, NativeLayers, NativeMlp
 from weft.kernels.cpu.linear import NativeLinear, RMSNorm, make_linear
 from weft.kernels.cpu.moe import MakeLinear
 from weft.kernels.cpu.rope import Rotation
+from weft.models.checkpoint.weights import Weights
 from weft.models.interface import Size
 from weft.models.spec.spec import LayerSpec, ModelSpec, MoeSpec, WeightSpec
-from weft.models.torch.group import ALONE, Groups
 from weft.models.torch.cpu_layers import Attention, KVCache, Load, Mlp, Moe
+from weft.models.torch.group import ALONE, Groups
 from weft.models.torch.logits import Logits
-from weft.models.checkpoint.weights import Weights
 
 
 class Layer:

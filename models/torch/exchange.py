@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from weft.kernels.cpu.attention import merge_parts
-from weft.kernels.gpu.attention.paged import paged_attention
-from weft.kernels.gpu.attention.inputs import PagedBatch
-from weft.kernels.gpu.attention.tile import is_decode
 from weft.kernels.gpu.attention.decode import decode_attention
+from weft.kernels.gpu.attention.inputs import PagedBatch
+from weft.kernels.gpu.attention.paged import paged_attention
+from weft.kernels.gpu.attention.tile import is_decode
 from weft.kernels.gpu.matmul.epilogue import Epilogue
 from weft.kernels.gpu.matmul.matmul import matmul
+from weft.models.torch.cpu_layers import KVCache
 from weft.models.torch.gpu_layers import Experts, Linear
 from weft.models.torch.group import Groups
-from weft.models.torch.cpu_layers import KVCache
 
 
 class Exchange(Protocol):

@@ -11,11 +11,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from weft.kernels.gpu.matmul.epilogue import Epilogue
-from weft.kernels.gpu.experts.grouped_matmul import grouped_matmul
-from weft.kernels.gpu.matmul.matmul import matmul
 from weft.kernels.gpu.experts.dispatch import LowLatencyWorkspace, moe_combine, moe_dispatch
+from weft.kernels.gpu.experts.grouped_matmul import grouped_matmul
 from weft.kernels.gpu.experts.routing import route, sort_by_expert
+from weft.kernels.gpu.matmul.epilogue import Epilogue
+from weft.kernels.gpu.matmul.matmul import matmul
 from weft.models.spec.layout import Layout
 from weft.models.spec.spec import LinearSpec, MoeSpec, WeightSpec
 

@@ -34,11 +34,11 @@ from weft.kernels.gpu.rowwise.norm import rms_norm
 from weft.kernels.gpu.rowwise.rope import rotate_into_cache
 from weft.models.interface import Size
 from weft.models.spec.spec import LayerSpec, ModelSpec, MoeSpec
+from weft.models.torch.cpu_layers import KVCache
 from weft.models.torch.exchange import Exchange
 from weft.models.torch.gpu_layers import Experts, Linear, Load, Source
 from weft.models.torch.group import Groups
 from weft.models.torch.inputs import PagedPlan
-from weft.models.torch.cpu_layers import KVCache
 from weft.models.torch.logits import Logits
 
 

@@ -52,19 +52,34 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from weft.kernels.gpu.collectives.all_gather import AllGatherWorkspace, all_gather, all_gather_workspace
-from weft.kernels.gpu.matmul.all_gather_matmul import (
-    GatherWorkspace,
-    all_gather_matmul,
-    all_gather_matmul_workspace,
-)
-from weft.kernels.gpu.collectives.all_reduce import AllReduceWorkspace, all_reduce, all_reduce_workspace
-from weft.kernels.gpu.attention.paged import paged_attention
-from weft.kernels.gpu.attention.inputs import PagedBatch
 from weft.kernels.gpu.attention.distributed_decode import (
     DistributedDecodeWorkspace,
     distributed_decode_attention,
     distributed_decode_attention_workspace,
+)
+from weft.kernels.gpu.attention.inputs import PagedBatch
+from weft.kernels.gpu.attention.paged import paged_attention
+from weft.kernels.gpu.collectives.all_gather import (
+    AllGatherWorkspace,
+    all_gather,
+    all_gather_workspace,
+)
+from weft.kernels.gpu.collectives.all_reduce import (
+    AllReduceWorkspace,
+    all_reduce,
+    all_reduce_workspace,
+)
+from weft.kernels.gpu.collectives.reduce_scatter import (
+    ReduceScatterWorkspace,
+    reduce_scatter,
+    reduce_scatter_workspace,
+)
+from weft.kernels.gpu.experts.dispatch import LowLatencyWorkspace, moe_workspace
+from weft.kernels.gpu.experts.placement import even
+from weft.kernels.gpu.matmul.all_gather_matmul import (
+    GatherWorkspace,
+    all_gather_matmul,
+    all_gather_matmul_workspace,
 )
 from weft.kernels.gpu.matmul.epilogue import Epilogue
 from weft.kernels.gpu.matmul.matmul import matmul
@@ -75,21 +90,14 @@ from weft.kernels.gpu.matmul.matmul_reduce_scatter import (
     matmul_reduce_scatter,
     matmul_reduce_scatter_workspace,
 )
-from weft.kernels.gpu.experts.dispatch import LowLatencyWorkspace, moe_workspace
-from weft.kernels.gpu.experts.placement import even
-from weft.kernels.gpu.collectives.reduce_scatter import (
-    ReduceScatterWorkspace,
-    reduce_scatter,
-    reduce_scatter_workspace,
-)
-from weft.kernels.gpu.tuning.crossover import Product, few_rows
 from weft.kernels.gpu.runtime.workspace import Workspace
+from weft.kernels.gpu.tuning.crossover import Product, few_rows
 from weft.kernels.symmetric.memory import Home
 from weft.models.spec.layout import Layout
 from weft.models.spec.spec import MlpSpec, ModelSpec, MoeSpec
+from weft.models.torch.cpu_layers import KVCache
 from weft.models.torch.exchange import attend
 from weft.models.torch.gpu_layers import Experts, Linear
-from weft.models.torch.cpu_layers import KVCache
 
 FEW_TOKENS = 64
 """At most so many are the same on all ranks, where nothing was tuned; more are split."""

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from weft.kernels.cpu.attention import AttentionPlan
 from weft.kernels.symmetric.memory import Home
+from weft.models.checkpoint.weights import Progress, Weights
 from weft.models.interface import (
     NO_VECTORS,
     NONE,
@@ -38,13 +39,12 @@ from weft.models.interface import (
 )
 from weft.models.spec.layout import WHOLE, Layout
 from weft.models.spec.spec import ModelSpec
-from weft.models.torch.group import ALONE, Groups
 from weft.models.torch.cpu_layers import KVCache
-from weft.models.torch.logits import Logits
 from weft.models.torch.cpu_model import Model
+from weft.models.torch.group import ALONE, Groups
+from weft.models.torch.logits import Logits
 from weft.models.torch.pipe import Pipe
 from weft.models.torch.sampler import Masks, Sampler
-from weft.models.checkpoint.weights import Progress, Weights
 
 if TYPE_CHECKING:
     from weft.models.torch.exchange import Exchange

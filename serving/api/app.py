@@ -5,20 +5,11 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from weft.serving.api import errors
-from weft.serving.api.openai import batches
-from weft.serving.api.openai import chat
-from weft.serving.api.openai import completions
-from weft.serving.api.admin import documentation
-from weft.serving.api.openai import embeddings
-from weft.serving.api.admin import engine_view
-from weft.serving.api.openai import files
-from weft.serving.api.admin import health
-from weft.serving.api.anthropic import route
-from weft.serving.api.openai import models
-from weft.serving.api.admin import playground
-from weft.serving.api.openai.replies import route
-from weft.serving.api.admin import tokens
+from weft.serving.api.admin import documentation, engine_view, health, playground, tokens
+from weft.serving.api.anthropic import route as messages
 from weft.serving.api.middleware.body_size import BodyLimits
+from weft.serving.api.openai import batches, chat, completions, embeddings, files, models
+from weft.serving.api.responses import route as responses
 from weft.serving.api.state import ServerState
 from weft.version import __version__
 
@@ -27,8 +18,8 @@ def build_app(state: ServerState) -> FastAPI:
     """The application; `state.engine` may be set later, until then requests get a 503."""
     app = local_app(state)
     for routes in (
-        route,
-        route,
+        responses,
+        messages,
         files,
         batches,
         tokens,

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, cast
 import uvicorn
 
 from weft.serving.api.app import build_app
+from weft.serving.api.middleware.access_log import Observed
 from weft.serving.api.middleware.auth import guarded
 from weft.serving.api.middleware.keys import Keyring
-from weft.serving.api.middleware.access_log import Observed
 from weft.serving.api.protocol import BoundedProtocol
 from weft.serving.api.state import ServerState
 from weft.serving.config.settings import ServerConfig

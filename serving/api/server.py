@@ -24,16 +24,16 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from weft.errors import ConfigError, EngineError
-from weft.serving.config.settings import logs
 from weft.serving.api.middleware.keys import Keyring
 from weft.serving.api.tls import reload_certificate, tls_context
+from weft.serving.config import logs
 from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.engine.engine import LOAD_MODEL, AsyncEngine
 
 if TYPE_CHECKING:
     from weft.serving.api.http import HttpServer
-    from weft.serving.api.state import ServerState
     from weft.serving.api.middleware.tracing import Tracer
+    from weft.serving.api.state import ServerState
 
 _HEALTH_PERIOD = 0.2
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import Depends, Request
 
 from weft.errors import EngineError, RequestError
-from weft.serving.api.parsing.parser import AnswerFormat
-from weft.serving.api.middleware.request_context import Context
 from weft.serving.api.middleware.auth import open_paths
+from weft.serving.api.middleware.request_context import Context
 from weft.serving.api.openai.replies import now
+from weft.serving.api.parsing.parser import AnswerFormat
 from weft.serving.batch.service import BatchService
 from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.engine.metrics import Metrics

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from weft.errors import RequestError
-from weft.serving.api.parsing.pieces import CallStart, ParsedAnswer, Piece, Reasoning
-from weft.serving.api.parsing.tool_grammar import Offered, calls_only, or_calls, strict_calls
-from weft.serving.api.generation import Answers, finish_reason
 from weft.serving.api.conversation import Conversation
+from weft.serving.api.generation import Answers, finish_reason
 from weft.serving.api.openai.replies import (
     CompletionTokensDetails,
     CompletionUsage,
     FinishReason,
 )
 from weft.serving.api.openai.requests import FunctionName
+from weft.serving.api.parsing.pieces import CallStart, ParsedAnswer, Piece, Reasoning
+from weft.serving.api.parsing.tool_grammar import Offered, calls_only, or_calls, strict_calls
 from weft.serving.api.state import ServerState
 from weft.serving.engine.sampling_params import SamplingParams
 

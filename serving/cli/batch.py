@@ -24,10 +24,10 @@ from weft.serving.batch.inputs import STDIN, Inputs, find, spool
 from weft.serving.batch.job import Job
 from weft.serving.batch.journal import Journal
 from weft.serving.batch.rows import parse
-from weft.serving.config.settings import EngineConfig, ServerConfig
-from weft.serving.engine.engine import LOAD_MODEL, AsyncEngine
 from weft.serving.config.progress import Progress
+from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.engine.admission import width
+from weft.serving.engine.engine import LOAD_MODEL, AsyncEngine
 
 if TYPE_CHECKING:
     from weft.serving.api.state import ServerState

@@ -17,8 +17,8 @@ from weft.serving.api.parsing.parser import AnswerFormat
 from weft.serving.api.parsing.pieces import ParsedAnswer
 
 if TYPE_CHECKING:
-    from weft.serving.llm import LLM, Conversation, Prompt
     from weft.serving.engine.sampling_params import SamplingParams
+    from weft.serving.llm import LLM, Conversation, Prompt
 
 HELP = "/reset forgets the conversation, /system TEXT sets the instructions, /exit ends"
 

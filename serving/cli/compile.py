@@ -16,7 +16,12 @@ from weft.errors import ConfigError
 from weft.models.memory.ledger import human_bytes
 from weft.models.spec.spec import ModelSpec
 from weft.serving.config.settings import EngineConfig
-from weft.serving.executor.jax_loading import cache_folder, check_settings, show_compiling, state_bytes
+from weft.serving.executor.jax_loading import (
+    cache_folder,
+    check_settings,
+    show_compiling,
+    state_bytes,
+)
 from weft.serving.executor.loading import compute_dtype, context_length
 
 if TYPE_CHECKING:
@@ -89,10 +94,10 @@ def _ledger(
     config: EngineConfig, spec: ModelSpec, dtype: str, max_model_len: int, chip: str, tp: int
 ) -> Ledger:
     """Where a chip's memory goes, by arithmetic; ConfigError if it is too little."""
-    from weft.models.memory.activations import jax_activations
     from weft.models.jax.aot import hbm_bytes
-    from weft.models.spec.layout import Layout
+    from weft.models.memory.activations import jax_activations
     from weft.models.memory.plan import MemoryPlan
+    from weft.models.spec.layout import Layout
 
     ep = config.ep if tp % config.ep == 0 else 1
     return MemoryPlan(

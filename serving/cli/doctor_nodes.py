@@ -11,10 +11,11 @@ import logging
 from contextlib import suppress
 
 from weft.errors import ConfigError
-from weft.serving.config.settings import EngineConfig
 from weft.serving.cli.doctor import devices
+from weft.serving.config.settings import EngineConfig
+from weft.serving.executor.nodes.finding import Finding
+from weft.serving.executor.nodes.inventory import own_offer
 from weft.serving.executor.nodes.join_listener import Head
-from weft.serving.executor.nodes.multi_node_executor import check_addresses, check_nodes, own_address
 from weft.serving.executor.nodes.messages import (
     End,
     Examine,
@@ -24,10 +25,13 @@ from weft.serving.executor.nodes.messages import (
     differences,
     versions,
 )
+from weft.serving.executor.nodes.multi_node_executor import (
+    check_addresses,
+    check_nodes,
+    own_address,
+)
 from weft.serving.executor.nodes.probe import measure
 from weft.serving.executor.nodes.remote import Joined
-from weft.serving.executor.nodes.finding import Finding
-from weft.serving.executor.nodes.inventory import own_offer
 
 JOIN = 60.0
 """Seconds for the machines to join."""

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from weft.errors import ConfigError
 from weft.models.bundled.tasks import TASKS, Question, check, held_out
 from weft.serving.config.settings import EngineConfig
-from weft.serving.llm import LLM
 from weft.serving.engine.sampling_params import SamplingParams
+from weft.serving.llm import LLM
 
 MAX_ANSWER = 256  # tokens; right answers are much shorter
 

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 import click
 
 from weft.errors import ConfigError, RequestError, WeftError
-from weft.serving.config.settings import logs
 from weft.serving.cli.bench.options import load_options
-from weft.serving.config.settings import EngineConfig, ServerConfig
+from weft.serving.config import logs
 from weft.serving.config.fields import Setting, settings_of
+from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.config.sources import Settings, resolve
 from weft.version import __version__
 
@@ -454,7 +454,7 @@ def check_kernels(only: tuple[str, ...], world_size: str, seeds: str, as_json: b
     weft check kernels --only all_gather_matmul --world-size 8 --seeds 100
     weft check kernels --only all_gather_matmul --world-size 8 --seeds 41-41
     """
-    from weft.serving.cli.main import check
+    from weft.serving.cli import check
 
     return check.kernels(only, world_size, seeds, as_json=as_json)
 
@@ -476,7 +476,7 @@ def check_aot(
     weft check aot
     weft check aot --target sm_90 --only matmul_reduce_scatter --json
     """
-    from weft.serving.cli.main import check
+    from weft.serving.cli import check
 
     return check.aot(target, only, everything=everything, as_json=as_json)
 
@@ -504,7 +504,7 @@ def check_timeline(op: str, output: Path, world_size: int) -> int:
     weft check timeline all_gather_matmul -o overlap.svg
     weft check timeline matmul_reduce_scatter --world-size 8 -o overlap.json
     """
-    from weft.serving.cli.main import check
+    from weft.serving.cli import check
 
     return check.timeline(op, output, world_size)
 
@@ -524,7 +524,7 @@ def check_tpu(only: tuple[str, ...], target: tuple[str, ...], as_json: bool) -> 
     weft check tpu
     weft check tpu --only all_gather_matmul --target v5e:2x4
     """
-    from weft.serving.cli.main import check
+    from weft.serving.cli import check
 
     return check.tpu(only, target, as_json=as_json)
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from weft.errors import ConfigError
+from weft.serving.config.fields import Help, check
 from weft.serving.config.logs import LogFormat
 from weft.serving.executor.placement import Slice, parse
-from weft.serving.config.fields import Help, check
 
 Backend = Literal["auto", "torch", "jax"]
 Dtype = Literal["auto", "bfloat16", "float32"]

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from weft.errors import ConfigError
-from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.config.fields import Setting, settings_of
+from weft.serving.config.settings import EngineConfig, ServerConfig
 
 Config = TypeVar("Config", EngineConfig, ServerConfig)
 

@@ -26,16 +26,10 @@ from typing import TYPE_CHECKING, NoReturn
 from msgspec.structs import replace
 
 from weft.errors import EngineError, RequestError, WeftError
-from weft.serving.executor import child_process
-from weft.serving.executor import loading
-from weft.serving.engine.core_channel import CoreChannel
 from weft.serving.config.settings import EngineConfig
-from weft.serving.engine.scheduler.dp_attention import Copies
-from weft.serving.executor.base import Executor, Pending
-from weft.serving.executor.in_process import InProcessExecutor
-from weft.serving.executor.ranks import ProcessExecutor
-from weft.serving.engine.scheduler.block_manager import KVCache
-from weft.serving.executor.loading import LoadedModel, ModelInfo, show_progress
+from weft.serving.engine.core_channel import CoreChannel
+from weft.serving.engine.grammar.matcher import Guide
+from weft.serving.engine.grammar.matchers import Guides
 from weft.serving.engine.protocol import (
     Abort,
     Add,
@@ -49,9 +43,14 @@ from weft.serving.engine.protocol import (
     TokenOutput,
     Waiting,
 )
+from weft.serving.engine.scheduler.block_manager import KVCache
+from weft.serving.engine.scheduler.dp_attention import Copies
 from weft.serving.engine.scheduler.scheduler import Scheduler
-from weft.serving.engine.grammar.matcher import Guide
-from weft.serving.engine.grammar.matchers import Guides
+from weft.serving.executor import child_process, loading
+from weft.serving.executor.base import Executor, Pending
+from weft.serving.executor.in_process import InProcessExecutor
+from weft.serving.executor.loading import LoadedModel, ModelInfo, show_progress
+from weft.serving.executor.ranks import ProcessExecutor
 
 if TYPE_CHECKING:
     import zmq

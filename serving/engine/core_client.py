@@ -25,9 +25,11 @@ import zmq
 import zmq.asyncio
 
 from weft.errors import ConfigError, EngineError, RequestError
-from weft.serving.engine.core_channel import MAX_PATH, addresses
 from weft.serving.config.settings import EngineConfig
+from weft.serving.engine.core_channel import MAX_PATH, addresses
 from weft.serving.engine.core_process import Core, CoreProcess, CoreThread
+from weft.serving.engine.grammar.compiler import ROOM
+from weft.serving.engine.grammar.lru import Recent
 from weft.serving.engine.protocol import (
     Abort,
     Add,
@@ -43,8 +45,6 @@ from weft.serving.engine.protocol import (
     Waiting,
 )
 from weft.serving.engine.request_stream import Stream
-from weft.serving.engine.grammar.compiler import ROOM
-from weft.serving.engine.grammar.lru import Recent
 
 END_GRACE = 1.0  # seconds for the sockets to be gone
 ABORT_GRACE = 2.0  # seconds for a core to abort all requests and end

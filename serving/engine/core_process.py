@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from weft.errors import ConfigError, WeftError
-from weft.serving.executor.child_process import how_it_ended
 from weft.serving.config.settings import EngineConfig, Replica
 from weft.serving.engine.protocol import Orders
+from weft.serving.executor.child_process import how_it_ended
 from weft.serving.executor.placement import Offer, decided, map_slices
 
 if TYPE_CHECKING:
@@ -127,8 +127,8 @@ class CoreThread:
         # Not by a front that starts a process, which can do without numpy until that is under way.
         import zmq
 
-        from weft.serving.executor.child_process import find
         from weft.serving.engine.core import serve
+        from weft.serving.executor.child_process import find
 
         def run() -> None:
             how: str | None = "failed; see the log"

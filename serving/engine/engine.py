@@ -31,18 +31,18 @@ import zmq
 from weft.errors import EngineError, ModelError, RequestError, WeftError
 from weft.models.spec.pooling import Pooling, read_pooling
 from weft.serving.config.settings import EngineConfig
+from weft.serving.engine.checks import check_pooled, check_request
 from weft.serving.engine.core_client import CoreClient
 from weft.serving.engine.core_process import share_out
-from weft.serving.engine.checks import check_pooled, check_request
-from weft.serving.engine.protocol import Add, Compiled, EngineInfo, EngineStats
-from weft.serving.executor.nodes.inventory import own_offer
-from weft.serving.engine.retry_after import Pace
-from weft.serving.executor.placement import Offer, kind_of
-from weft.serving.engine.sampling_params import Grammar, SamplingParams
-from weft.serving.engine.request_stream import Delta, Stream
 from weft.serving.engine.grammar.compiler import GrammarCompiler
+from weft.serving.engine.protocol import Add, Compiled, EngineInfo, EngineStats
+from weft.serving.engine.request_stream import Delta, Stream
+from weft.serving.engine.retry_after import Pace
+from weft.serving.engine.sampling_params import Grammar, SamplingParams
 from weft.serving.engine.timeline import Timelines
 from weft.serving.engine.tokenizer import Tokenizer, load_tokenizer
+from weft.serving.executor.nodes.inventory import own_offer
+from weft.serving.executor.placement import Offer, kind_of
 
 if TYPE_CHECKING:
     from weft.serving.executor.nodes.node_pool import Pool

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from weft.serving.config.settings import logs
+from weft.serving.config import logs
 from weft.serving.config.settings import EngineConfig
 
 

@@ -184,8 +184,8 @@ def _plan(config: EngineConfig, spec: ModelSpec, dtype: str, max_model_len: int)
 
     from weft.models.memory.activations import jax_activations
     from weft.models.memory.available import available_memory
-    from weft.models.spec.layout import Layout
     from weft.models.memory.plan import MemoryPlan
+    from weft.models.spec.layout import Layout
 
     devices = jax.local_devices()[: config.tp]
     if devices[0].platform == "cpu":

@@ -20,7 +20,8 @@ import msgspec
 from weft.errors import ConfigError
 from weft.models.interface import ModelRunner, StepInput, StepOutput
 from weft.models.spec.spec import ModelSpec
-from weft.serving.config.settings import logs
+from weft.serving.config import logs
+from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.backend import (
     choose_kernels,
     homes,
@@ -29,7 +30,6 @@ from weft.serving.executor.backend import (
     require_same,
     symmetric_bytes,
 )
-from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.placement import RankDevices
 
 LINE_EVERY = 10.0  # seconds between two lines of a log
@@ -111,11 +111,11 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         ConfigError: a setting does not suit the model, or it does not fit in memory.
         ModelError: the checkpoint cannot be found, understood or loaded.
     """
-    from weft.models.memory.activations import cpu_activations, triton_activations
     from weft.models.checkpoint.locate import locate, read_spec
+    from weft.models.memory.activations import cpu_activations, triton_activations
     from weft.models.memory.available import available_memory
-    from weft.models.spec.layout import Layout, check_layout
     from weft.models.memory.plan import MemoryPlan
+    from weft.models.spec.layout import Layout, check_layout
     from weft.models.torch.device import choose_device, free_memory
     from weft.models.torch.group import meet, split
     from weft.models.torch.runner import TorchRunner

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from weft.errors import EngineError
 from weft.models.interface import NOTHING, Int32, Step, StepInput, StepOutput
-from weft.serving.executor.loading import ModelInfo
 from weft.serving.engine.protocol import Failed
+from weft.serving.executor.loading import ModelInfo
 
 
 class Address(msgspec.Struct, frozen=True, tag=True):

@@ -25,13 +25,20 @@ import msgspec
 
 from weft.errors import WeftError
 from weft.models.interface import DispatchingRunner, ModelRunner, StepInput, StepOutput
-from weft.serving.executor import child_process
 from weft.serving.config.settings import EngineConfig
-from weft.serving.executor.step_ring import MET, READ, Board
-from weft.serving.executor.rank_messages import Address, Done, FromRank, Loaded, decode_step, encoder
-from weft.serving.executor.loading import LoadedModel, Place, Progress, show_progress
 from weft.serving.engine.protocol import Failed
+from weft.serving.executor import child_process
+from weft.serving.executor.loading import LoadedModel, Place, Progress, show_progress
 from weft.serving.executor.placement import RankDevices
+from weft.serving.executor.rank_messages import (
+    Address,
+    Done,
+    FromRank,
+    Loaded,
+    decode_step,
+    encoder,
+)
+from weft.serving.executor.step_ring import MET, READ, Board
 
 logger = logging.getLogger(__name__)
 

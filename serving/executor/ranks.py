@@ -32,12 +32,12 @@ import numpy as np
 from weft.errors import EngineError, WeftError
 from weft.models.interface import Result, Step, StepOutput
 from weft.serving.config.settings import EngineConfig
-from weft.serving.executor.step_ring import Int64, check_size, how_loaded
-from weft.serving.executor.node import LocalMachine, Machine
-from weft.serving.executor.rank_messages import Address, Done, FromRank, Loaded, encode_step
-from weft.serving.executor.loading import LoadedModel, ModelInfo
 from weft.serving.engine.protocol import Failed
+from weft.serving.executor.loading import LoadedModel, ModelInfo
+from weft.serving.executor.node import LocalMachine, Machine
 from weft.serving.executor.placement import devices_of_ranks
+from weft.serving.executor.rank_messages import Address, Done, FromRank, Loaded, encode_step
+from weft.serving.executor.step_ring import Int64, check_size, how_loaded
 
 CLOSE_GRACE = 5.0
 """Seconds that ranks get to end by themselves."""

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from weft.kernels.check.ranks import run as on_ranks
-from weft.kernels.gpu.attention.paged import paged_attention
 from weft.kernels.gpu.attention.decode import decode_attention
-from weft.kernels.gpu.experts.grouped_matmul import grouped_matmul
 from weft.kernels.gpu.attention.mla import mla_decode_attention
+from weft.kernels.gpu.attention.paged import paged_attention
+from weft.kernels.gpu.experts.grouped_matmul import grouped_matmul
 from weft.kernels.symmetric.memory import Home
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "layers.py"

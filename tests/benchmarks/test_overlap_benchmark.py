@@ -111,7 +111,10 @@ def test_the_product_alone_is_the_product(parts: Any) -> None:
     """It computes the same, and neither counts the call nor sends anything."""
     timing: ModuleType = parts("harness.timing")
     ranks: ModuleType = parts("harness.ranks")
-    from weft.kernels.gpu.matmul.all_gather_matmul import all_gather_matmul, all_gather_matmul_workspace
+    from weft.kernels.gpu.matmul.all_gather_matmul import (
+        all_gather_matmul,
+        all_gather_matmul_workspace,
+    )
 
     def work(home: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
         workspace = all_gather_matmul_workspace(home, 4, 4, torch.float32, 16)
@@ -133,7 +136,10 @@ def test_a_copy_without_waits_does_not_wait(parts: Any) -> None:
     timing: ModuleType = parts("harness.timing")
     ranks: ModuleType = parts("harness.ranks")
     from weft.kernels.check.ranks import HangError
-    from weft.kernels.gpu.matmul.all_gather_matmul import all_gather_matmul, all_gather_matmul_workspace
+    from weft.kernels.gpu.matmul.all_gather_matmul import (
+        all_gather_matmul,
+        all_gather_matmul_workspace,
+    )
 
     def work(home: Any, function: Any) -> None:
         workspace = all_gather_matmul_workspace(home, 4, 4, torch.float32, 16)

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.kernels import reference
 from weft.kernels.check.ops.rows import restored
-from weft.kernels.gpu.rowwise.activation import GROUP
 from weft.kernels.gpu.experts.expert_tokens import Arrived
-from weft.kernels.gpu.runtime.launches import Action, decided
 from weft.kernels.gpu.experts.placement import Placement
+from weft.kernels.gpu.rowwise.activation import GROUP
+from weft.kernels.gpu.runtime.launches import Action, decided
 
 
 @dataclass

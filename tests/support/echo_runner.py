@@ -15,8 +15,8 @@ from support.mock_runner import HIDDEN_SIZE, MockRunner
 from support.tokenizers import write_byte_level
 from weft.models.interface import FINITE
 from weft.serving.config.settings import EngineConfig
-from weft.serving.executor.loading import LoadedModel, ModelInfo, Progress
 from weft.serving.engine.tokenizer import Tokenizer
+from weft.serving.executor.loading import LoadedModel, ModelInfo, Progress
 
 LOADER = "support.echo_runner:load"
 START, END = "<|im_start|>", "<|im_end|>"

@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from weft.serving.config.settings import EngineConfig
+from weft.serving.engine.core_process import share_out
 from weft.serving.executor.nodes.join_listener import Head
 from weft.serving.executor.nodes.multi_node_executor import deal_out
-from weft.serving.executor.ranks import RankExecutor
-from weft.serving.engine.core_process import share_out
 from weft.serving.executor.placement import Offer
+from weft.serving.executor.ranks import RankExecutor
 
 TOKEN = "a token of the tests"
 LOAD = "weft.serving.executor.loading:load_model"

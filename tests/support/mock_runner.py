@@ -195,7 +195,7 @@ class MockRunner:
 
 
 def load(config: EngineConfig, progress: Progress) -> LoadedModel:
-    """Stands in for `weft.serving.executor.loading.load_model`: 4096 blocks, or kv_cache_memory bytes."""
+    """Stands in for `load_model`: 4096 blocks, or `kv_cache_memory` bytes."""
     progress(1, 1)
     runner = MockRunner(config.block_size)
     num_blocks = 4096

@@ -20,9 +20,9 @@ import msgspec
 import psutil
 
 from support import mock_runner
+from weft.serving.config.fields import settings_of
 from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.executor.loading import LoadedModel, Progress
-from weft.serving.config.fields import settings_of
 
 TESTS = Path(__file__).parent.parent
 TIMEOUT = 120.0  # seconds; a loaded machine takes long to import torch

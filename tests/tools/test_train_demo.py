@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from weft.models.bundled import tasks
-from train_demo import train
-from train_demo import vocabulary
+from train_demo import train, vocabulary
 from train_demo.export import load_exported
 from train_demo.network import Shape
+from weft.models.bundled import tasks
 
 TINY = Shape(hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, intermediate=32)
 

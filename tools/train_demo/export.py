@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from train_demo.network import Network, Shape
-from weft.models.bundled.tasks import Question, check
 from train_demo.vocabulary import CONTEXT, END, PAD, save_tokenizer, token_id
+from weft.models.bundled.tasks import Question, check
 
 STACKED = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 

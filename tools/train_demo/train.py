@@ -29,6 +29,7 @@ from torch import Tensor
 
 from train_demo.export import export, load_exported, score
 from train_demo.network import Network, Shape
+from train_demo.vocabulary import CONTEXT, PAD, encode, token_id, train_tokenizer
 from weft.models.bundled.tasks import (
     TASKS,
     Chat,
@@ -37,7 +38,6 @@ from weft.models.bundled.tasks import (
     long_chat,
     training_chat,
 )  # fmt: skip
-from train_demo.vocabulary import CONTEXT, PAD, encode, token_id, train_tokenizer
 
 SHAPES = {"dense": Shape(intermediate=704), "moe": Shape(experts=8, intermediate=256)}
 Batch = tuple[Tensor, Tensor]  # token ids and targets, [batch, length] each

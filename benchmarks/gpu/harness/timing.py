@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from weft.kernels.gpu.tuning.clock import Call, gpu_clock, host_clock
 from weft.kernels.gpu.runtime.launches import Action, decided, is_refusal, loaded
+from weft.kernels.gpu.tuning.clock import Call, gpu_clock, host_clock
 from weft.kernels.symmetric.memory import Home
 
 THREADS = 8

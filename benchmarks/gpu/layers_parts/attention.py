@@ -20,20 +20,20 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from layers_parts.scale import Batch, Scale
-from weft.kernels.gpu.attention.paged import paged_attention
-from weft.kernels.gpu.attention.inputs import PagedBatch
-from weft.kernels.gpu.attention.tile import Tile
-from weft.kernels.gpu.tuning.clock import Call
-from weft.kernels.gpu.tuning.costs import latent_rank
 from weft.kernels.gpu.attention.decode import decode_attention
-from weft.kernels.gpu.matmul.epilogue import FP8
+from weft.kernels.gpu.attention.inputs import PagedBatch
 from weft.kernels.gpu.attention.mla import mla_decode_attention
+from weft.kernels.gpu.attention.paged import paged_attention
 from weft.kernels.gpu.attention.sequence_parallel import (
     SequenceParallelWorkspace,
     sequence_parallel_attention,
     sequence_parallel_attention_workspace,
 )
+from weft.kernels.gpu.attention.tile import Tile
+from weft.kernels.gpu.matmul.epilogue import FP8
 from weft.kernels.gpu.runtime.workspace import Workspace
+from weft.kernels.gpu.tuning.clock import Call
+from weft.kernels.gpu.tuning.costs import latent_rank
 from weft.kernels.symmetric.memory import Home
 
 OURS, TORCH, COPY, PRODUCT = "as chosen", "torch", "copy", "product"

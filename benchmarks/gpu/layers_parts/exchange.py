@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from layers_parts.scale import Exchange, Scale
-from weft.kernels.gpu.tuning.clock import Call
 from weft.kernels.gpu.experts.dispatch import (
     LowLatencyWorkspace,
     moe_combine,
@@ -34,6 +33,7 @@ from weft.kernels.gpu.experts.dispatch import (
 )
 from weft.kernels.gpu.experts.placement import even
 from weft.kernels.gpu.runtime.workspace import Workspace
+from weft.kernels.gpu.tuning.clock import Call
 from weft.kernels.symmetric.memory import Home
 
 OURS, COPY, NCCL = "ours", "copy", "NCCL's"

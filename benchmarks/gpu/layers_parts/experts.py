@@ -12,8 +12,8 @@ from harness.timing import interleaved, ratio
 from torch import Tensor
 
 from layers_parts.scale import Experts, Scale
-from weft.kernels.gpu.tuning.clock import Call
 from weft.kernels.gpu.experts.grouped_matmul import grouped_matmul
+from weft.kernels.gpu.tuning.clock import Call
 
 OURS, TORCH = "as chosen", "torch"
 

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from layers_parts.scale import Rows, Scale
 from weft.kernels.cpu.rope import Rotation
+from weft.kernels.gpu.experts.routing import sort_by_expert
 from weft.kernels.gpu.rowwise.activation import quantize, silu_multiply
-from weft.kernels.gpu.tuning.clock import Call
 from weft.kernels.gpu.rowwise.norm import rms_norm
 from weft.kernels.gpu.rowwise.rope import rotate_into_cache
-from weft.kernels.gpu.experts.routing import sort_by_expert
 from weft.kernels.gpu.rowwise.sampling import argmax, top_k
+from weft.kernels.gpu.tuning.clock import Call
 
 GOAL = 1.2
 

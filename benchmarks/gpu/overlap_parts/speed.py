@@ -22,15 +22,15 @@ from harness.timing import (
 from torch import Tensor
 
 from overlap_parts.scale import Scale, Shape
-from weft.kernels.gpu.matmul.matmul import all_gather_matmul as gather_module
-from weft.kernels.gpu.matmul.matmul import decomposed
-from weft.kernels.gpu.matmul.matmul import matmul_reduce_scatter as scatter_module
 from weft.kernels.gpu.collectives.all_gather import all_gather, all_gather_workspace
 from weft.kernels.gpu.collectives.all_reduce import all_reduce, all_reduce_workspace
-from weft.kernels.gpu.tuning.clock import Call
-from weft.kernels.gpu.matmul.matmul import matmul
 from weft.kernels.gpu.collectives.reduce_scatter import reduce_scatter, reduce_scatter_workspace
+from weft.kernels.gpu.matmul import all_gather_matmul as gather_module
+from weft.kernels.gpu.matmul import decomposed
+from weft.kernels.gpu.matmul import matmul_reduce_scatter as scatter_module
+from weft.kernels.gpu.matmul.matmul import matmul
 from weft.kernels.gpu.runtime.workspace import Workspace
+from weft.kernels.gpu.tuning.clock import Call
 from weft.kernels.symmetric.memory import Home
 
 TORCH, COLLECTIVE = "torch.matmul", "collective"

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from weft.kernels.symmetric.memory import Home
-from weft.models.spec.families import build_spec
 from weft.models.interface import SlotSampling, StepInput
+from weft.models.spec.families import build_spec
 from weft.models.spec.layout import Layout
 from weft.models.spec.spec import ModelSpec, WeightSpec
 from weft.models.torch.exchange import Exchange, Plain

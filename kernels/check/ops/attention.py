@@ -11,20 +11,20 @@ from torch import Tensor
 
 from weft.kernels import reference
 from weft.kernels.check.ops.op import CONVERTS, HOPPER, Op, Shapes, Sizes
-from weft.kernels.gpu.attention.paged import paged_attention
-from weft.kernels.gpu.attention.inputs import PagedBatch
 from weft.kernels.gpu.attention.decode import decode_attention
 from weft.kernels.gpu.attention.distributed_decode import (
     distributed_decode_attention,
     distributed_decode_attention_workspace,
 )
-from weft.kernels.gpu.matmul.epilogue import FP8
+from weft.kernels.gpu.attention.inputs import PagedBatch
 from weft.kernels.gpu.attention.mla import mla_decode_attention
+from weft.kernels.gpu.attention.paged import paged_attention
 from weft.kernels.gpu.attention.sequence_parallel import (
     CHUNK,
     sequence_parallel_attention,
     sequence_parallel_attention_workspace,
 )
+from weft.kernels.gpu.matmul.epilogue import FP8
 from weft.kernels.gpu.runtime.workspace import Workspace
 from weft.kernels.symmetric.memory import Home
 

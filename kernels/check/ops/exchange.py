@@ -11,9 +11,6 @@ from torch import Tensor
 from weft.kernels import reference
 from weft.kernels.check.ops.op import CONVERTS, NVIDIA, Op, Sizes, node_size
 from weft.kernels.check.ops.rows import restored
-from weft.kernels.gpu.rowwise.activation import GROUP
-from weft.kernels.gpu.matmul.epilogue import FP8
-from weft.kernels.gpu.experts.expert_tokens import Arrived, ExpertWorkspace
 from weft.kernels.gpu.experts.dispatch import (
     LowLatencyWorkspace,
     moe_combine,
@@ -26,7 +23,10 @@ from weft.kernels.gpu.experts.dispatch_two_level import (
     moe_dispatch_two_level,
     moe_two_level_workspace,
 )
+from weft.kernels.gpu.experts.expert_tokens import Arrived, ExpertWorkspace
 from weft.kernels.gpu.experts.placement import Placement, balanced
+from weft.kernels.gpu.matmul.epilogue import FP8
+from weft.kernels.gpu.rowwise.activation import GROUP
 from weft.kernels.gpu.runtime.workspace import Workspace
 from weft.kernels.symmetric.memory import Home
 

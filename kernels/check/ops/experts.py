@@ -11,19 +11,19 @@ from torch import Tensor
 from weft.kernels import reference
 from weft.kernels.check.ops.op import FP8_TOLERANCE, HOPPER, Op, Shapes, Sizes
 from weft.kernels.check.ops.rows import restored
-from weft.kernels.gpu.rowwise.activation import GROUP
 from weft.kernels.gpu.experts.all_gather_grouped_matmul import (
     GatherGroupsWorkspace,
     all_gather_grouped_matmul,
     all_gather_grouped_matmul_workspace,
     make_plan,
 )
-from weft.kernels.gpu.matmul.epilogue import FP8, Epilogue
 from weft.kernels.gpu.experts.grouped_matmul import grouped_matmul
 from weft.kernels.gpu.experts.grouped_matmul_reduce_scatter import (
     grouped_matmul_reduce_scatter,
     grouped_matmul_reduce_scatter_workspace,
 )
+from weft.kernels.gpu.matmul.epilogue import FP8, Epilogue
+from weft.kernels.gpu.rowwise.activation import GROUP
 from weft.kernels.gpu.runtime.workspace import Workspace
 from weft.kernels.symmetric.memory import Home
 

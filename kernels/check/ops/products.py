@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.kernels import reference
 from weft.kernels.check.ops.op import HOPPER, Op, Shapes, Sizes
-from weft.kernels.gpu.matmul.matmul import decomposed
+from weft.kernels.gpu.matmul import decomposed
 from weft.kernels.gpu.matmul.all_gather_matmul import (
     GatherWorkspace,
     all_gather_matmul,

@@ -11,12 +11,20 @@ from torch import Tensor
 from weft.kernels import reference
 from weft.kernels.check.ops.op import CONVERTS, FP8_TOLERANCE, Op, Shapes, Sizes
 from weft.kernels.cpu.rope import HeadNorms, Rotation
-from weft.kernels.gpu.rowwise.activation import GROUP, quantize, silu_multiply, silu_multiply_quantize
-from weft.kernels.gpu.collectives.all_reduce_norm import all_reduce_rms_norm, all_reduce_rms_norm_workspace
+from weft.kernels.gpu.collectives.all_reduce_norm import (
+    all_reduce_rms_norm,
+    all_reduce_rms_norm_workspace,
+)
+from weft.kernels.gpu.experts.routing import route, sort_by_expert
 from weft.kernels.gpu.matmul.epilogue import FP8
+from weft.kernels.gpu.rowwise.activation import (
+    GROUP,
+    quantize,
+    silu_multiply,
+    silu_multiply_quantize,
+)
 from weft.kernels.gpu.rowwise.norm import rms_norm
 from weft.kernels.gpu.rowwise.rope import CacheScales, rotate_into_cache
-from weft.kernels.gpu.experts.routing import route, sort_by_expert
 from weft.kernels.gpu.rowwise.sampling import argmax, draw, top_k
 from weft.kernels.gpu.runtime.workspace import Workspace
 

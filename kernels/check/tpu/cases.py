@@ -16,18 +16,18 @@ from jax.sharding import PartitionSpec
 from weft.kernels.check.tpu import oracles
 from weft.kernels.check.tpu.batch import Batch
 from weft.kernels.check.tpu.case import Case, Input
-from weft.kernels.tpu.collectives.all_gather import all_gather
-from weft.kernels.tpu.matmul.all_gather_matmul import all_gather_matmul
-from weft.kernels.tpu.collectives.all_reduce import all_reduce
-from weft.kernels.tpu.collectives.all_to_all import all_to_all
-from weft.kernels.tpu.attention.paged import ragged_paged_attention
 from weft.kernels.tpu.attention.cache import write_pages
 from weft.kernels.tpu.attention.distributed_decode import distributed_decode_attention
-from weft.kernels.tpu.experts.grouped_matmul import grouped_gate_up, grouped_matmul
-from weft.kernels.tpu.matmul.matmul_reduce_scatter import matmul_reduce_scatter
-from weft.kernels.tpu.experts.dispatch import moe_combine, moe_dispatch
+from weft.kernels.tpu.attention.paged import ragged_paged_attention
+from weft.kernels.tpu.collectives.all_gather import all_gather
+from weft.kernels.tpu.collectives.all_reduce import all_reduce
+from weft.kernels.tpu.collectives.all_to_all import all_to_all
 from weft.kernels.tpu.collectives.permute import permute
 from weft.kernels.tpu.collectives.reduce_scatter import reduce_scatter
+from weft.kernels.tpu.experts.dispatch import moe_combine, moe_dispatch
+from weft.kernels.tpu.experts.grouped_matmul import grouped_gate_up, grouped_matmul
+from weft.kernels.tpu.matmul.all_gather_matmul import all_gather_matmul
+from weft.kernels.tpu.matmul.matmul_reduce_scatter import matmul_reduce_scatter
 
 P = PartitionSpec
 

@@ -16,9 +16,9 @@ import time
 from jax.experimental.pallas import tpu as pltpu
 
 from weft.kernels.check.tpu import aot
-from weft.kernels.interpreter import tpu as interpreter
 from weft.kernels.check.tpu.case import Case
 from weft.kernels.check.tpu.cases import named
+from weft.kernels.interpreter import tpu as interpreter
 
 
 def main() -> None:

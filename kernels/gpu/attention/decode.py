@@ -27,10 +27,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.gpu.runtime.arguments import require
+from weft.kernels.gpu.attention.inputs import Options, PagedBatch, check_attention
 from weft.kernels.gpu.attention.kernel import LN2, LOG2E
 from weft.kernels.gpu.attention.paged import launch_attend
-from weft.kernels.gpu.attention.inputs import Options, PagedBatch, check_attention
 from weft.kernels.gpu.attention.tile import (
     Tile,
     checked_tile,
@@ -39,6 +38,7 @@ from weft.kernels.gpu.attention.tile import (
     is_decode,
 )
 from weft.kernels.gpu.matmul.matmul import count_processors
+from weft.kernels.gpu.runtime.arguments import require
 from weft.kernels.gpu.tuning.search import Choice
 
 MAX_SPLITS = 64

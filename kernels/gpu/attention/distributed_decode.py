@@ -42,12 +42,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.gpu.runtime.arguments import require_counts
-from weft.kernels.gpu.attention.kernel import LN2, LOG2E, attend_tile, store_rows
-from weft.kernels.gpu.attention.inputs import ON_ANOTHER_RANK, Options, PagedBatch, check_attention
-from weft.kernels.gpu.attention.tile import checked_tile, heads_of_tile
 from weft.kernels.gpu.attention.decode import MAX_SPLITS, choose_splits
+from weft.kernels.gpu.attention.inputs import ON_ANOTHER_RANK, Options, PagedBatch, check_attention
+from weft.kernels.gpu.attention.kernel import LN2, LOG2E, attend_tile, store_rows
+from weft.kernels.gpu.attention.tile import checked_tile, heads_of_tile
 from weft.kernels.gpu.matmul.epilogue import RESULTS
+from weft.kernels.gpu.runtime.arguments import require_counts
 from weft.kernels.gpu.runtime.low_latency import get_ll, put_ll
 from weft.kernels.gpu.runtime.signals import count_off, peer_pointer
 from weft.kernels.gpu.runtime.workspace import SLOTS, Workspace, agreed, triton_type

@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from weft.kernels.gpu.runtime.arguments import KernelError, Require, require, require_tensor
 from weft.kernels.gpu.matmul.epilogue import FP8, RESULTS
 from weft.kernels.gpu.matmul.matmul import target
+from weft.kernels.gpu.runtime.arguments import KernelError, Require, require, require_tensor
 
 Int32 = npt.NDArray[np.int32]
 

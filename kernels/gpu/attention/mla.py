@@ -30,7 +30,7 @@ import functools
 import torch
 from torch import Tensor
 
-from weft.kernels.gpu.runtime.arguments import require, require_tensor
+from weft.kernels.gpu.attention.decode import MAX_SPLITS, choose_splits, launch_split
 from weft.kernels.gpu.attention.inputs import (
     Options,
     PagedBatch,
@@ -40,8 +40,8 @@ from weft.kernels.gpu.attention.inputs import (
     check_scale,
 )
 from weft.kernels.gpu.attention.tile import Tile, asked_tile, is_decode
-from weft.kernels.gpu.attention.decode import MAX_SPLITS, choose_splits, launch_split
 from weft.kernels.gpu.matmul.matmul import count_processors, target
+from weft.kernels.gpu.runtime.arguments import require, require_tensor
 from weft.kernels.gpu.tuning.search import Choice
 
 MAX_RANK, MAX_ROPE = 512, 128

@@ -16,9 +16,8 @@ import torch
 import triton
 from torch import Tensor
 
-from weft.kernels.gpu.runtime.arguments import require
-from weft.kernels.gpu.attention.kernel import attend
 from weft.kernels.gpu.attention.inputs import Options, PagedBatch, check_attention
+from weft.kernels.gpu.attention.kernel import attend
 from weft.kernels.gpu.attention.tile import (
     Tile,
     checked_tile,
@@ -26,6 +25,7 @@ from weft.kernels.gpu.attention.tile import (
     heads_of_tile,
     is_decode,
 )
+from weft.kernels.gpu.runtime.arguments import require
 from weft.kernels.gpu.tuning.search import Choice
 
 

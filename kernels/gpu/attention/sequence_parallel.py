@@ -46,16 +46,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.gpu.runtime.arguments import require_counts, require_tensor
-from weft.kernels.gpu.attention.kernel import LN2, LOG2E, load_block, soften
 from weft.kernels.gpu.attention.inputs import MAX_HEAD_DIM, check_heads, check_queries
+from weft.kernels.gpu.attention.kernel import LN2, LOG2E, load_block, soften
 from weft.kernels.gpu.attention.tile import Tile, asked_tile, choose_tile
 from weft.kernels.gpu.collectives.chunks import copy_chunk
 from weft.kernels.gpu.matmul.epilogue import RESULTS
 from weft.kernels.gpu.matmul.matmul import target
+from weft.kernels.gpu.runtime.arguments import require_counts, require_tensor
 from weft.kernels.gpu.runtime.signals import notify, peer_pointer, wait
-from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.gpu.runtime.workspace import Workspace, agreed, triton_type
+from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.symmetric.memory import Home
 
 CHUNK = 256

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
-from weft.kernels.gpu.runtime.arguments import Require
 from weft.kernels.gpu.attention.inputs import PagedBatch
-from weft.kernels.gpu.tuning.costs import Config
 from weft.kernels.gpu.matmul.matmul import target
+from weft.kernels.gpu.runtime.arguments import Require
+from weft.kernels.gpu.tuning.costs import Config
 
 
 class Tile(NamedTuple):

@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.gpu.runtime import nvshmem
 from weft.kernels.gpu.collectives.chunks import copy_chunk
 from weft.kernels.gpu.collectives.collective import waiting
+from weft.kernels.gpu.runtime import nvshmem
 from weft.kernels.gpu.runtime.signals import notify, peer_pointer
 
 if TYPE_CHECKING:

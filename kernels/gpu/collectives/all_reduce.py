@@ -47,9 +47,9 @@ from weft.kernels.gpu.collectives.collective import (
     count_chunks,
     waiting,
 )
+from weft.kernels.gpu.collectives.reduce_scatter import add_rows
 from weft.kernels.gpu.runtime.low_latency import LL_BLOCK, get_ll, load_words, put_ll, store_words
 from weft.kernels.gpu.runtime.multimem import multimem_store, multimem_sum
-from weft.kernels.gpu.collectives.reduce_scatter import add_rows
 from weft.kernels.gpu.runtime.signals import notify, peer_pointer, wait
 from weft.kernels.gpu.runtime.workspace import SLOTS, triton_type
 from weft.kernels.symmetric.memory import Home, SymmetricTensor

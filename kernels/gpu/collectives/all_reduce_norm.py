@@ -29,12 +29,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.gpu.runtime.arguments import require_counts, require_tensor
 from weft.kernels.gpu.collectives.chunks import sum_rows
 from weft.kernels.gpu.collectives.collective import DTYPES, MAX_NUMEL
 from weft.kernels.gpu.matmul.epilogue import RESULTS
 from weft.kernels.gpu.rowwise.norm import normalize
 from weft.kernels.gpu.rowwise.rows import require_rows, row_blocks
+from weft.kernels.gpu.runtime.arguments import require_counts, require_tensor
 from weft.kernels.gpu.runtime.signals import notify, peer_pointer, wait
 from weft.kernels.gpu.runtime.workspace import SLOTS, Workspace, agreed, triton_type
 from weft.kernels.symmetric.memory import Home

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.kernels.gpu.collectives.chunks import BLOCK
 from weft.kernels.gpu.runtime import nvshmem
 from weft.kernels.gpu.runtime.arguments import require_counts
-from weft.kernels.gpu.collectives.chunks import BLOCK
-from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.gpu.runtime.workspace import SLOTS, Workspace, agreed, triton_type
+from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.symmetric.memory import Home
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

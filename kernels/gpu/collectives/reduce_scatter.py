@@ -32,7 +32,12 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.gpu.collectives.chunks import CHUNK, add_chunk, push_chunks
-from weft.kernels.gpu.collectives.collective import RESIDENT_BLOCK, CollectiveWorkspace, count_chunks, waiting
+from weft.kernels.gpu.collectives.collective import (
+    RESIDENT_BLOCK,
+    CollectiveWorkspace,
+    count_chunks,
+    waiting,
+)
 from weft.kernels.gpu.collectives.reduce_scatter_two_level import run_two_level
 from weft.kernels.gpu.runtime.signals import peer_pointer, wait
 from weft.kernels.gpu.runtime.workspace import SLOTS, triton_type

@@ -28,9 +28,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.gpu.runtime import nvshmem
 from weft.kernels.gpu.collectives.chunks import add_chunk, copy_chunk
 from weft.kernels.gpu.collectives.collective import RESIDENT_BLOCK, waiting
+from weft.kernels.gpu.runtime import nvshmem
 from weft.kernels.gpu.runtime.signals import notify, peer_pointer, wait
 
 if TYPE_CHECKING:

@@ -50,6 +50,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.gpu.collectives.chunks import copy_chunk
+from weft.kernels.gpu.collectives.collective import waiting
+from weft.kernels.gpu.experts.grouped_matmul import constants_of, group_of, group_sizes, report
 from weft.kernels.gpu.matmul.all_gather_matmul import (
     BLOCK,
     Topology,
@@ -58,11 +61,7 @@ from weft.kernels.gpu.matmul.all_gather_matmul import (
     collect_rows,
     step_and_part,
 )
-from weft.kernels.gpu.runtime.arguments import KernelError, require_counts, require_tensor
-from weft.kernels.gpu.collectives.chunks import copy_chunk
-from weft.kernels.gpu.collectives.collective import waiting
 from weft.kernels.gpu.matmul.epilogue import NOTHING, Epilogue
-from weft.kernels.gpu.experts.grouped_matmul import constants_of, group_of, group_sizes, report
 from weft.kernels.gpu.matmul.matmul import (
     GROUP,
     Weights,
@@ -72,9 +71,10 @@ from weft.kernels.gpu.matmul.matmul import (
     multiply_and_finish,
     tile_at,
 )
+from weft.kernels.gpu.runtime.arguments import KernelError, require_counts, require_tensor
 from weft.kernels.gpu.runtime.signals import count_off, notify, peer_pointer, wait
-from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.gpu.runtime.workspace import SLOTS, Workspace, agreed, require_dtype, triton_type
+from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
 CHUNK = 1 << 16

@@ -83,8 +83,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.gpu.runtime import nvshmem
-from weft.kernels.gpu.runtime.arguments import require, require_tensor
 from weft.kernels.gpu.experts.expert_tokens import (
     COLUMNS,
     GROUPS,
@@ -100,6 +98,8 @@ from weft.kernels.gpu.experts.expert_tokens import (
     send_rows,
 )
 from weft.kernels.gpu.experts.placement import Placement
+from weft.kernels.gpu.runtime import nvshmem
+from weft.kernels.gpu.runtime.arguments import require, require_tensor
 from weft.kernels.gpu.runtime.signals import notify, peer_pointer, wait
 from weft.kernels.gpu.runtime.workspace import SLOTS
 from weft.kernels.symmetric.memory import Home, SymmetricTensor

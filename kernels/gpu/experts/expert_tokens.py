@@ -27,15 +27,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.gpu.rowwise.activation import GROUP
-from weft.kernels.gpu.runtime.arguments import Require, require_counts, require_tensor
 from weft.kernels.gpu.collectives.collective import DTYPES, MAX_NUMEL
-from weft.kernels.gpu.matmul.epilogue import FP8
 from weft.kernels.gpu.experts.placement import Placement
+from weft.kernels.gpu.matmul.epilogue import FP8
+from weft.kernels.gpu.rowwise.activation import GROUP
 from weft.kernels.gpu.rowwise.rows import cast, fp8_scale, require_fp8
+from weft.kernels.gpu.runtime.arguments import Require, require_counts, require_tensor
 from weft.kernels.gpu.runtime.signals import peer_pointer
-from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.gpu.runtime.workspace import SLOTS, Workspace, agreed, triton_type
+from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
 TILE = 4096

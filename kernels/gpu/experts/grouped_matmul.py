@@ -35,9 +35,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.gpu.rowwise.activation import GROUP as SCALE_GROUP
-from weft.kernels.gpu.runtime.arguments import KernelError, Require, require
-from weft.kernels.gpu.tuning.costs import FEW_ACCUMULATORS
 from weft.kernels.gpu.matmul.epilogue import NOTHING, Epilogue
 from weft.kernels.gpu.matmul.matmul import (
     GROUP,
@@ -49,6 +46,9 @@ from weft.kernels.gpu.matmul.matmul import (
     multiply_and_finish,
     tile_at,
 )
+from weft.kernels.gpu.rowwise.activation import GROUP as SCALE_GROUP
+from weft.kernels.gpu.runtime.arguments import KernelError, Require, require
+from weft.kernels.gpu.tuning.costs import FEW_ACCUMULATORS
 from weft.kernels.gpu.tuning.search import Choice
 
 LEAST_GROUPS = 128

@@ -51,15 +51,25 @@ from weft.kernels.gpu.experts.all_gather_grouped_matmul import (
     pick,
     plan_length,
 )
-from weft.kernels.gpu.matmul.all_gather_matmul import ahead_of
-from weft.kernels.gpu.runtime.arguments import require_counts, require_tensor
-from weft.kernels.gpu.matmul.epilogue import NOTHING, Epilogue
 from weft.kernels.gpu.experts.grouped_matmul import constants_of, group_of, group_sizes, report
-from weft.kernels.gpu.matmul.matmul import GROUP, Weights, choose_tiling, multiply_and_finish, tile_at
-from weft.kernels.gpu.matmul.matmul_reduce_scatter import reduce_partials, result_shape, tile_offsets
+from weft.kernels.gpu.matmul.all_gather_matmul import ahead_of
+from weft.kernels.gpu.matmul.epilogue import NOTHING, Epilogue
+from weft.kernels.gpu.matmul.matmul import (
+    GROUP,
+    Weights,
+    choose_tiling,
+    multiply_and_finish,
+    tile_at,
+)
+from weft.kernels.gpu.matmul.matmul_reduce_scatter import (
+    reduce_partials,
+    result_shape,
+    tile_offsets,
+)
+from weft.kernels.gpu.runtime.arguments import require_counts, require_tensor
 from weft.kernels.gpu.runtime.signals import count_off, notify, peer_pointer, wait
-from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.gpu.runtime.workspace import agreed, require_dtype, triton_type
+from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
 BLOCK_M, BLOCK_N = 32, 256

@@ -28,8 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.gpu.runtime.arguments import require, require_counts, require_tensor
 from weft.kernels.gpu.matmul.epilogue import RESULTS
+from weft.kernels.gpu.runtime.arguments import require, require_counts, require_tensor
 
 MAX_EXPERTS, MAX_TOP_K = 1024, 32
 MAX_PAIRS = 2**31 - 1

@@ -51,7 +51,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.gpu.runtime.arguments import require_counts
 from weft.kernels.gpu.collectives.collective import waiting
 from weft.kernels.gpu.matmul.epilogue import NOTHING, Epilogue
 from weft.kernels.gpu.matmul.matmul import (
@@ -63,9 +62,10 @@ from weft.kernels.gpu.matmul.matmul import (
     multiply_and_finish,
     tile_at,
 )
+from weft.kernels.gpu.runtime.arguments import require_counts
 from weft.kernels.gpu.runtime.signals import notify, peer_pointer, wait
-from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.gpu.runtime.workspace import SLOTS, Workspace, agreed, require_dtype, triton_type
+from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.symmetric.memory import Home
 
 BLOCK_M = 16

@@ -33,7 +33,6 @@ from torch import Tensor
 from triton.runtime.driver import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft.kernels.gpu.runtime.arguments import Require, require
 from weft.kernels.gpu.matmul.epilogue import (
     FP8,
     NOTHING,
@@ -45,6 +44,7 @@ from weft.kernels.gpu.matmul.epilogue import (
     silu_multiply,
     store_tile,
 )
+from weft.kernels.gpu.runtime.arguments import Require, require
 
 GROUP = 8
 """Rows of tiles that are gone over together."""

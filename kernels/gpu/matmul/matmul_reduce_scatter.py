@@ -37,7 +37,6 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.gpu.matmul.all_gather_matmul import Topology, ahead_of, step_and_part
-from weft.kernels.gpu.runtime.arguments import require_counts
 from weft.kernels.gpu.matmul.epilogue import NOTHING, Epilogue, finish, scale
 from weft.kernels.gpu.matmul.matmul import (
     GROUP,
@@ -47,9 +46,10 @@ from weft.kernels.gpu.matmul.matmul import (
     multiply_tile,
     tile_at,
 )
+from weft.kernels.gpu.runtime.arguments import require_counts
 from weft.kernels.gpu.runtime.signals import notify, peer_pointer, wait
-from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.gpu.runtime.workspace import Workspace, agreed, require_dtype, triton_type
+from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.symmetric.memory import Home
 
 BLOCK_M, BLOCK_N = 16, 64

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.gpu.runtime.arguments import require
 from weft.kernels.gpu.matmul.epilogue import FP8
 from weft.kernels.gpu.matmul.epilogue import silu_multiply as multiply
 from weft.kernels.gpu.rowwise.rows import (
@@ -29,6 +28,7 @@ from weft.kernels.gpu.rowwise.rows import (
     require_rows,
     row_blocks,
 )
+from weft.kernels.gpu.runtime.arguments import require
 
 TILE = 1024
 """Columns of a program, where a row needs no more than one."""

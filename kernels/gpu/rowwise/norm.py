@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.gpu.runtime.arguments import require, require_tensor
 from weft.kernels.gpu.matmul.epilogue import FP8, RESULTS
 from weft.kernels.gpu.rowwise.rows import cast, fp8_scale, require_fp8, require_rows, row_blocks
+from weft.kernels.gpu.runtime.arguments import require, require_tensor
 
 
 @triton.jit

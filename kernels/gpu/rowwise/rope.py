@@ -23,9 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.cpu.rope import HeadNorms, Rotation
-from weft.kernels.gpu.runtime.arguments import require, require_tensor
 from weft.kernels.gpu.matmul.epilogue import FP8, RESULTS
 from weft.kernels.gpu.rowwise.rows import cast, require_fp8
+from weft.kernels.gpu.runtime.arguments import require, require_tensor
 
 MAX_DIM = 1024
 """Of a head."""

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.gpu.runtime.arguments import Require, require_tensor
 from weft.kernels.gpu.matmul.epilogue import FP8, RESULTS
 from weft.kernels.gpu.matmul.matmul import target
+from weft.kernels.gpu.runtime.arguments import Require, require_tensor
 
 MAX_BYTES = 1 << 16
 """Of a row that one program holds: 64 numbers of 16 bits a thread, of 16 warps."""

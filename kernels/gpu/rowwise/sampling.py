@@ -36,8 +36,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.gpu.runtime.arguments import Require, require, require_counts, require_tensor
 from weft.kernels.gpu.rowwise.rows import require_rows
+from weft.kernels.gpu.runtime.arguments import Require, require, require_counts, require_tensor
 
 SPAN, BLOCK = 1 << 13, 1 << 12
 """Columns of a program of argmax; columns that top_k looks at together."""

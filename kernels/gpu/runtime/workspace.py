@@ -30,7 +30,13 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.gpu.runtime import signals
-from weft.kernels.gpu.runtime.arguments import KernelError, Require, require, require_counts, require_tensor
+from weft.kernels.gpu.runtime.arguments import (
+    KernelError,
+    Require,
+    require,
+    require_counts,
+    require_tensor,
+)
 from weft.kernels.gpu.runtime.launches import is_loading
 from weft.kernels.symmetric.memory import Home, SymmetricMemoryError, SymmetricTensor
 

@@ -21,41 +21,41 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weft.kernels.gpu.attention.decode import decode_attention
+from weft.kernels.gpu.attention.inputs import PagedBatch
+from weft.kernels.gpu.attention.mla import mla_decode_attention
+from weft.kernels.gpu.attention.paged import paged_attention
+from weft.kernels.gpu.attention.sequence_parallel import (
+    sequence_parallel_attention,
+    sequence_parallel_attention_workspace,
+)
 from weft.kernels.gpu.collectives.all_gather import all_gather, all_gather_workspace
+from weft.kernels.gpu.collectives.all_reduce import all_reduce, all_reduce_workspace
+from weft.kernels.gpu.collectives.reduce_scatter import reduce_scatter, reduce_scatter_workspace
 from weft.kernels.gpu.experts.all_gather_grouped_matmul import (
     all_gather_grouped_matmul,
     all_gather_grouped_matmul_workspace,
     make_plan,
 )
-from weft.kernels.gpu.matmul.all_gather_matmul import all_gather_matmul, all_gather_matmul_workspace
-from weft.kernels.gpu.collectives.all_reduce import all_reduce, all_reduce_workspace
-from weft.kernels.gpu.runtime.arguments import KernelError
-from weft.kernels.gpu.attention.paged import paged_attention
-from weft.kernels.gpu.attention.inputs import PagedBatch
-from weft.kernels.gpu.tuning.clock import Call
-from weft.kernels.gpu.tuning.costs import CHUNKS, DTYPES, PAYLOADS, Config, Problem, latent_rank
-from weft.kernels.gpu.attention.decode import decode_attention
+from weft.kernels.gpu.experts.dispatch import moe_combine, moe_dispatch, moe_workspace
 from weft.kernels.gpu.experts.grouped_matmul import grouped_matmul
 from weft.kernels.gpu.experts.grouped_matmul_reduce_scatter import (
     grouped_matmul_reduce_scatter,
     grouped_matmul_reduce_scatter_workspace,
 )
+from weft.kernels.gpu.experts.placement import even
+from weft.kernels.gpu.matmul.all_gather_matmul import all_gather_matmul, all_gather_matmul_workspace
 from weft.kernels.gpu.matmul.matmul_reduce_scatter import (
     matmul_all_reduce,
     matmul_all_reduce_workspace,
     matmul_reduce_scatter,
     matmul_reduce_scatter_workspace,
 )
-from weft.kernels.gpu.attention.mla import mla_decode_attention
-from weft.kernels.gpu.experts.dispatch import moe_combine, moe_dispatch, moe_workspace
-from weft.kernels.gpu.experts.placement import even
-from weft.kernels.gpu.collectives.reduce_scatter import reduce_scatter, reduce_scatter_workspace
-from weft.kernels.gpu.attention.sequence_parallel import (
-    sequence_parallel_attention,
-    sequence_parallel_attention_workspace,
-)
-from weft.kernels.gpu.tuning.search import PRODUCT_METHODS, Measured, Prepare, options_of, tune
+from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.gpu.runtime.workspace import Workspace
+from weft.kernels.gpu.tuning.clock import Call
+from weft.kernels.gpu.tuning.costs import CHUNKS, DTYPES, PAYLOADS, Config, Problem, latent_rank
+from weft.kernels.gpu.tuning.search import PRODUCT_METHODS, Measured, Prepare, options_of, tune
 from weft.kernels.symmetric.memory import Home
 
 METHODS = {

@@ -36,12 +36,12 @@ import triton
 from msgspec import structs
 from torch import Tensor
 
+from weft.kernels.gpu.matmul.epilogue import OPERANDS
+from weft.kernels.gpu.matmul.matmul import Weights
+from weft.kernels.gpu.runtime.launches import is_refusal, loaded
 from weft.kernels.gpu.tuning import table as tuned
 from weft.kernels.gpu.tuning.clock import Call, Clock, gpu_clock, host_clock
 from weft.kernels.gpu.tuning.costs import SENDING, Config, Problem, device_named, space
-from weft.kernels.gpu.matmul.epilogue import OPERANDS
-from weft.kernels.gpu.runtime.launches import is_refusal, loaded
-from weft.kernels.gpu.matmul.matmul import Weights
 from weft.kernels.gpu.tuning.table import Entry, TuningError
 from weft.kernels.symmetric.memory import Home
 

@@ -35,7 +35,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from weft.kernels.tpu.collectives.all_to_all import device
 from weft.kernels.tpu.attention.kernel import SCALARS, Attention, Scalars, Work, tile_batch, work
 from weft.kernels.tpu.attention.query_tiles import (
     LANES,
@@ -45,6 +44,7 @@ from weft.kernels.tpu.attention.query_tiles import (
     make_shape,
     scatter_results,
 )
+from weft.kernels.tpu.collectives.all_to_all import device
 from weft.kernels.tpu.runtime.topology import (
     Axes,
     Index,

@@ -26,8 +26,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from weft.kernels.tpu.runtime.pipeline import add
 from weft.kernels.tpu.collectives.ring import Lane, Lanes
+from weft.kernels.tpu.runtime.pipeline import add
 from weft.kernels.tpu.runtime.topology import Index
 
 LANES = (4, 2, 1)

@@ -28,9 +28,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from weft.kernels.tpu.runtime.pipeline import SUBLANES, add, multiply, tiles
 from weft.kernels.tpu.collectives.ring import Lane, Lanes, grid, meet, semaphores, this_core
 from weft.kernels.tpu.collectives.sums import reduce
+from weft.kernels.tpu.runtime.pipeline import SUBLANES, add, multiply, tiles
 from weft.kernels.tpu.runtime.topology import Index, collective_id, size
 
 LANES = 4

@@ -30,9 +30,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from weft.kernels.tpu.collectives.all_gather import Gather, Place, Way, lane_counts, own_place, semaphores
-from weft.kernels.tpu.runtime.pipeline import SUBLANES, dot, multiply, tiles
+from weft.kernels.tpu.collectives.all_gather import (
+    Gather,
+    Place,
+    Way,
+    lane_counts,
+    own_place,
+    semaphores,
+)
 from weft.kernels.tpu.collectives.ring import split, this_core
+from weft.kernels.tpu.runtime.pipeline import SUBLANES, dot, multiply, tiles
 from weft.kernels.tpu.runtime.topology import Axes, collective_id, cores, names, size
 
 

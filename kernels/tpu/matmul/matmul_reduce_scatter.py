@@ -24,10 +24,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from weft.kernels.tpu.collectives import torus
-from weft.kernels.tpu.runtime.pipeline import SUBLANES, dot, multiply, tiles
 from weft.kernels.tpu.collectives.reduce_scatter import reduce_scatter
 from weft.kernels.tpu.collectives.ring import Lane, Lanes, grid, semaphores, split, this_core
 from weft.kernels.tpu.collectives.sums import LANES, reduce
+from weft.kernels.tpu.runtime.pipeline import SUBLANES, dot, multiply, tiles
 from weft.kernels.tpu.runtime.topology import Axes, collective_id, names, size
 
 

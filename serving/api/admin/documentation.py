@@ -9,10 +9,10 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from weft.serving.api.anthropic import events
-from weft.serving.api.openai import replies
-from weft.serving.api.openai.replies import events
+from weft.serving.api.anthropic import events as anthropic_events
 from weft.serving.api.errors import ErrorResponse
+from weft.serving.api.openai import replies
+from weft.serving.api.responses import events as responses_events
 from weft.serving.batch import objects
 from weft.serving.engine.sampling_params import RANGES
 
@@ -37,10 +37,10 @@ _STRUCTS = (
     objects.BatchObject,
     objects.BatchList,
     ErrorResponse,
-    events.ResponseObject,
-    events.MessageOut,
-    events.TokenCount,
-    events.AnthropicError,
+    responses_events.ResponseObject,
+    anthropic_events.MessageOut,
+    anthropic_events.TokenCount,
+    anthropic_events.AnthropicError,
 )
 
 _OTHER_NAMES = {"max_output_tokens": "max_tokens", "top_logprobs": "logprobs"}

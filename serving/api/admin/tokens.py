@@ -10,9 +10,9 @@ from fastapi import APIRouter, Response
 from pydantic import ConfigDict, WithJsonSchema, model_validator
 
 from weft.errors import RequestError
+from weft.serving.api.admin.documentation import returns
 from weft.serving.api.body import Body, JsonRoute
 from weft.serving.api.conversation import Conversation
-from weft.serving.api.admin.documentation import returns
 from weft.serving.api.openai.replies import DetokenizedText, TokenizerInfo, Tokens
 from weft.serving.api.openai.requests import Messages, Tool
 from weft.serving.api.state import State

@@ -12,14 +12,13 @@ from fastapi import APIRouter, Request, Response
 from pydantic_core import from_json
 
 from weft.errors import EngineError, RequestError
-from weft.serving.api.parsing.pieces import Arguments, CallStart, Content, Piece, Reasoning
+from weft.serving.api.admin.documentation import returns
 from weft.serving.api.anthropic import events as shapes
 from weft.serving.api.anthropic import requests as asked
 from weft.serving.api.anthropic.errors import anthropic_error
 from weft.serving.api.body import JsonRoute
 from weft.serving.api.connection import unless_gone
 from weft.serving.api.conversation import Conversation
-from weft.serving.api.admin.documentation import returns
 from weft.serving.api.errors import describe, told
 from weft.serving.api.openai.replies import FinishReason, new_id
 from weft.serving.api.openai.requests import (
@@ -30,8 +29,9 @@ from weft.serving.api.openai.requests import (
     ToolCall,
     ToolMode,
 )
-from weft.serving.api.streaming import EventStream, typed_event
+from weft.serving.api.parsing.pieces import Arguments, CallStart, Content, Piece, Reasoning
 from weft.serving.api.state import State
+from weft.serving.api.streaming import EventStream, typed_event
 from weft.serving.api.turns import Turns
 
 _TOOL_MODES: dict[str, ToolMode] = {"auto": "auto", "any": "required", "none": "none"}

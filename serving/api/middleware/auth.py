@@ -9,9 +9,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from weft.errors import RequestError
 from weft.serving.api.admin import playground
 from weft.serving.api.anthropic.errors import AnthropicErrors
-from weft.serving.api.middleware.request_context import current
 from weft.serving.api.errors import error_response, refused
 from weft.serving.api.middleware.keys import Keyring
+from weft.serving.api.middleware.request_context import current
 from weft.serving.config.settings import ServerConfig
 
 _FOR_PROBES = frozenset({"/health", "/ready"})  # which have no keys

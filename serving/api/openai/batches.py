@@ -8,9 +8,9 @@ import msgspec
 from fastapi import APIRouter, Query, Response
 from pydantic import Field
 
+from weft.serving.api.admin.documentation import returns
 from weft.serving.api.body import Body, JsonRoute
 from weft.serving.api.middleware.request_context import owner
-from weft.serving.api.admin.documentation import returns
 from weft.serving.api.state import State
 from weft.serving.batch.objects import BatchList, BatchObject, new_id, now
 

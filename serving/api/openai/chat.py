@@ -9,11 +9,10 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from weft.serving.api.parsing.pieces import Arguments, CallStart, Content, Piece, Reasoning
+from weft.serving.api.admin.documentation import returns
 from weft.serving.api.body import JsonRoute
 from weft.serving.api.connection import unless_gone
 from weft.serving.api.conversation import Conversation
-from weft.serving.api.admin.documentation import returns
 from weft.serving.api.logprobs import chat_logprobs
 from weft.serving.api.openai.replies import (
     CalledFunction,
@@ -30,8 +29,9 @@ from weft.serving.api.openai.replies import (
     now,
 )
 from weft.serving.api.openai.requests import ChatRequest, NamedTool
-from weft.serving.api.streaming import EventStream, event
+from weft.serving.api.parsing.pieces import Arguments, CallStart, Content, Piece, Reasoning
 from weft.serving.api.state import State
+from weft.serving.api.streaming import EventStream, event
 from weft.serving.api.turns import Turn, TurnDelta, Turns
 from weft.serving.engine.sampling_params import SamplingParams
 from weft.serving.engine.tokenizer import Tokenizer

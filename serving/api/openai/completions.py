@@ -12,10 +12,10 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec.structs import replace
 
-from weft.serving.api.generation import Answer, Answers, finish_reason
+from weft.serving.api.admin.documentation import returns
 from weft.serving.api.body import JsonRoute
 from weft.serving.api.connection import unless_gone
-from weft.serving.api.admin.documentation import returns
+from weft.serving.api.generation import Answer, Answers, finish_reason
 from weft.serving.api.logprobs import TextLogprobs, joined
 from weft.serving.api.openai.replies import (
     Completion,
@@ -26,8 +26,8 @@ from weft.serving.api.openai.replies import (
     now,
 )
 from weft.serving.api.openai.requests import CompletionRequest
-from weft.serving.api.streaming import EventStream, event
 from weft.serving.api.state import State
+from weft.serving.api.streaming import EventStream, event
 from weft.serving.engine.sampling_params import SamplingParams
 from weft.serving.engine.tokenizer import Tokenizer
 

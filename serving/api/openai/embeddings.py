@@ -14,17 +14,17 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from weft.errors import RequestError
-from weft.serving.api.generation import finish_reason, note_prompts
+from weft.serving.api.admin.documentation import returns
 from weft.serving.api.body import Body, JsonRoute
 from weft.serving.api.connection import unless_gone
+from weft.serving.api.generation import finish_reason, note_prompts
 from weft.serving.api.middleware.request_context import admit, current
-from weft.serving.api.admin.documentation import returns
 from weft.serving.api.openai.replies import Embedding, EmbeddingList, EmbeddingUsage
 from weft.serving.api.openai.requests import Priority, prompts_up_to
 from weft.serving.api.state import ServerState, State
+from weft.serving.engine.admission import for_each
 from weft.serving.engine.checks import check_dimensions, check_pooled
 from weft.serving.engine.metrics import Phases
-from weft.serving.engine.admission import for_each
 
 if TYPE_CHECKING:
     from weft.serving.engine.engine import AsyncEngine

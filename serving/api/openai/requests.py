@@ -23,8 +23,8 @@ from pydantic import (
 from weft.errors import RequestError
 from weft.serving.api.body import Body, only_with
 from weft.serving.api.errors import explain
-from weft.serving.api.output_format import GuidedRequest
 from weft.serving.api.openai.tool_schema import Parameters
+from weft.serving.api.output_format import GuidedRequest
 from weft.serving.engine.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_STOP_LENGTH,

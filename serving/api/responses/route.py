@@ -11,18 +11,18 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from weft.errors import EngineError, RequestError
-from weft.serving.api.parsing.pieces import Arguments, CallStart, Content, Piece, Reasoning
-from weft.serving.api.openai.replies import events as shapes
-from weft.serving.api.openai.replies import requests as asked
+from weft.serving.api.admin.documentation import returns
 from weft.serving.api.body import JsonRoute
 from weft.serving.api.connection import unless_gone
 from weft.serving.api.conversation import Conversation
-from weft.serving.api.admin.documentation import returns
 from weft.serving.api.errors import describe, told
 from weft.serving.api.openai.replies import FinishReason, new_id, now
 from weft.serving.api.openai.requests import FunctionCall, Message, TextPart, ToolCall
-from weft.serving.api.streaming import EventStream, typed_event
+from weft.serving.api.parsing.pieces import Arguments, CallStart, Content, Piece, Reasoning
+from weft.serving.api.responses import events as shapes
+from weft.serving.api.responses import requests as asked
 from weft.serving.api.state import State
+from weft.serving.api.streaming import EventStream, typed_event
 from weft.serving.api.turns import Turns
 
 router = APIRouter(route_class=JsonRoute)

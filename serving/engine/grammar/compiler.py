@@ -20,12 +20,12 @@ from typing import Any
 import msgspec
 
 from weft.errors import EngineError, RequestError
-from weft.serving.executor.child_process import how_it_ended
 from weft.serving.config.settings import EngineConfig
+from weft.serving.engine.grammar.lru import Recent
 from weft.serving.engine.protocol import Compiled
 from weft.serving.engine.retry_after import Pace
 from weft.serving.engine.sampling_params import Grammar
-from weft.serving.engine.grammar.lru import Recent
+from weft.serving.executor.child_process import how_it_ended
 
 ROOM = 256 << 20
 """Bytes of compiled grammars that are kept: here, and in each engine core, which keeps the same."""

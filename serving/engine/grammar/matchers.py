@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from weft.serving.api.parsing.parser import mark_tokens
 from weft.serving.config.settings import EngineConfig
-from weft.serving.engine.protocol import Add, Compiled
 from weft.serving.engine.grammar.compiler import ROOM
-from weft.serving.engine.grammar.matcher import Guide
 from weft.serving.engine.grammar.lru import Recent
+from weft.serving.engine.grammar.matcher import Guide
+from weft.serving.engine.protocol import Add, Compiled
 from weft.serving.engine.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:

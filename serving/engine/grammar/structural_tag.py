@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from weft.errors import RequestError
-from weft.serving.engine.sampling_params import Grammar
 from weft.serving.engine.grammar.json_schema import parse, prepare
+from weft.serving.engine.sampling_params import Grammar
 
 Format = dict[str, Any]
 

@@ -27,9 +27,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import msgspec
 
 from weft.errors import RequestError
-from weft.serving.executor import child_process
 from weft.serving.api.parsing.parser import mark_tokens
-from weft.serving.engine.sampling_params import Grammar
 from weft.serving.engine.grammar.compiler import HEAD, Answer, Vocabulary, framed
 from weft.serving.engine.grammar.matchers import NO_TEXT, control_tokens, tokens_of
 from weft.serving.engine.grammar.structural_tag import (
@@ -38,7 +36,9 @@ from weft.serving.engine.grammar.structural_tag import (
     tag_of,
     tokens_replaced,
 )
+from weft.serving.engine.sampling_params import Grammar
 from weft.serving.engine.tokenizer import load_tokenizer
+from weft.serving.executor import child_process
 
 if TYPE_CHECKING:
     import xgrammar

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Sequence
 from msgspec.structs import replace
 
 from weft.models.interface import Result, Step
+from weft.serving.engine.grammar.matcher import Guide
 from weft.serving.engine.protocol import Add, EngineStats, Move, TokenOutput
 from weft.serving.engine.scheduler.scheduler import Scheduler
-from weft.serving.engine.grammar.matcher import Guide
 
 
 class Copies:

@@ -7,9 +7,9 @@ from array import array
 import numpy as np
 
 from weft.models.interface import Float32, Logprobs, SlotSampling
-from weft.serving.engine.scheduler.block_manager import ROOT_KEY, block_key
-from weft.serving.engine.protocol import Add, TokenLogprob
 from weft.serving.engine.grammar.matcher import Guide
+from weft.serving.engine.protocol import Add, TokenLogprob
+from weft.serving.engine.scheduler.block_manager import ROOT_KEY, block_key
 
 
 class Request:

@@ -60,11 +60,18 @@ import numpy.typing as npt
 
 from weft.errors import RequestError
 from weft.models.interface import FINITE, Float32, Int32, StepInput, StepOutput
+from weft.serving.engine.grammar.matcher import Guide
+from weft.serving.engine.protocol import (
+    Add,
+    EngineStats,
+    FinishReason,
+    Move,
+    TokenLogprob,
+    TokenOutput,
+)
 from weft.serving.engine.scheduler.block_manager import KVCache, Slots, prefix_keys
-from weft.serving.engine.protocol import Add, EngineStats, FinishReason, Move, TokenLogprob, TokenOutput
 from weft.serving.engine.scheduler.request import Request, token_logprob
 from weft.serving.engine.scheduler.step_builder import Chunk, Flight, Part, build_step, take_scores
-from weft.serving.engine.grammar.matcher import Guide
 
 
 class Scheduler:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.models.interface import NO_MASK, NONE, Int32, Logprobs, StepInput
+from weft.serving.engine.grammar.matcher import Guide
 from weft.serving.engine.scheduler.block_manager import KVCache, Slots
 from weft.serving.engine.scheduler.request import Request, token_logprob
-from weft.serving.engine.grammar.matcher import Guide
 
 
 @dataclass(frozen=True, slots=True)

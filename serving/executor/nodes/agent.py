@@ -33,9 +33,10 @@ import msgspec
 
 from weft.errors import ConfigError, EngineError
 from weft.serving.config.settings import EngineConfig
-from weft.serving.executor.step_ring import slots
-from weft.serving.executor.nodes.link import Link, check_address, check_token, present
+from weft.serving.engine.protocol import Failed
 from weft.serving.executor.node import LocalMachine
+from weft.serving.executor.nodes.inventory import own_offer
+from weft.serving.executor.nodes.link import Link, check_address, check_token, present
 from weft.serving.executor.nodes.messages import (
     Dump,
     End,
@@ -61,10 +62,9 @@ from weft.serving.executor.nodes.messages import (
     versions,
 )
 from weft.serving.executor.nodes.probe import answer, listen, reach
-from weft.serving.executor.rank_messages import encoder
-from weft.serving.engine.protocol import Failed
-from weft.serving.executor.nodes.inventory import own_offer
 from weft.serving.executor.placement import Offer
+from weft.serving.executor.rank_messages import encoder
+from weft.serving.executor.step_ring import slots
 
 LOAD_MODEL = "weft.serving.executor.loading:load_model"
 

@@ -24,8 +24,8 @@ def own_offer(config: EngineConfig, *, gpus: bool = True) -> Offer:
         config: its `node_ranks` limits how many ranks share the cores.
         gpus: look for them, which takes some seconds where there are any.
     """
-    from weft.models.memory.available import available_memory
     from weft.models.jax.platform import count_tpus
+    from weft.models.memory.available import available_memory
 
     return Offer(
         config.node_ranks,

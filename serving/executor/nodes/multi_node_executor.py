@@ -17,15 +17,15 @@ from dataclasses import replace
 
 from weft.errors import ConfigError, EngineError
 from weft.serving.config.settings import EngineConfig
+from weft.serving.executor.loading import LOOPBACK, LoadedModel
+from weft.serving.executor.node import LocalMachine, Machine
 from weft.serving.executor.nodes.join_listener import Head
 from weft.serving.executor.nodes.link import check_address
-from weft.serving.executor.node import LocalMachine, Machine
 from weft.serving.executor.nodes.messages import Unreachable
-from weft.serving.executor.ranks import STUCK, RankExecutor, named
 from weft.serving.executor.nodes.probe import measure
 from weft.serving.executor.nodes.remote import Joined, RemoteMachine
-from weft.serving.executor.loading import LOOPBACK, LoadedModel
 from weft.serving.executor.placement import Share, devices_of_ranks
+from weft.serving.executor.ranks import STUCK, RankExecutor, named
 
 LEND = 30.0
 """Seconds for the machines of a slice to connect."""

@@ -30,10 +30,10 @@ import msgspec
 
 from weft.errors import EngineError
 from weft.serving.executor.nodes.join_listener import Head
-from weft.serving.executor.nodes.multi_node_executor import check_nodes
 from weft.serving.executor.nodes.messages import End, Lend, Ping
-from weft.serving.executor.ranks import STUCK
+from weft.serving.executor.nodes.multi_node_executor import check_nodes
 from weft.serving.executor.placement import Offer, can_replace
+from weft.serving.executor.ranks import STUCK
 
 if TYPE_CHECKING:
     from weft.serving.config.settings import EngineConfig

@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 
 from weft.serving.config.settings import EngineConfig
-from weft.serving.executor.step_ring import COUNTERS, Int64, slots
 from weft.serving.executor.nodes.link import Link
 from weft.serving.executor.nodes.messages import (
     Dump,
@@ -27,8 +26,9 @@ from weft.serving.executor.nodes.messages import (
     Started,
     Step,
 )
-from weft.serving.executor.rank_messages import FromRank, decode_said
 from weft.serving.executor.placement import Share, devices_of_ranks
+from weft.serving.executor.rank_messages import FromRank, decode_said
+from weft.serving.executor.step_ring import COUNTERS, Int64, slots
 
 AHEAD = 4
 """Times the slots of a board: steps that another machine is given before its slowest rank has done

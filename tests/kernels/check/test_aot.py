@@ -148,7 +148,7 @@ def test_one_binary_serves_all_ranks() -> None:
     """Triton would compile anew for rank 1, and for those that 16 divides."""
     specialised = {
         kernel.name
-        for path in Path(gpu.__path__[0]).glob("*.py")
+        for path in Path(gpu.__path__[0]).rglob("*.py")
         for kernel in ast.walk(ast.parse(path.read_text()))
         if is_kernel(kernel) and isinstance(kernel, ast.FunctionDef)
         if {argument.arg for argument in kernel.args.args} & {"rank", "peer"}

@@ -130,7 +130,7 @@ def barriers() -> list[tuple[str, str, int]]:
     """Module, function and line of each tl.debug_barrier of the kernels."""
     return [
         (path.stem, kernel.name, call.lineno)
-        for path in sorted(Path(gpu.__path__[0]).glob("*.py"))
+        for path in sorted(Path(gpu.__path__[0]).rglob("*.py"))
         for kernel in ast.walk(ast.parse(path.read_text()))
         if isinstance(kernel, ast.FunctionDef)
         for call in ast.walk(kernel)
@@ -152,8 +152,12 @@ from weft.kernels.check.ops.table import named
 from weft.kernels.gpu import nvshmem
 
 folder = Path(sys.argv[1])
-names = [name for _, name, _ in pkgutil.iter_modules(gpu.__path__)]
-modules = {name: importlib.import_module("weft.kernels.gpu." + name) for name in names}
+found = pkgutil.walk_packages(gpu.__path__, "weft.kernels.gpu.")
+modules = {
+    name.rpartition(".")[2]: importlib.import_module(name)
+    for _, name, is_folder in found
+    if not is_folder
+}
 
 
 def drop(module, function, line):

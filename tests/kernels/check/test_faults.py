@@ -13,10 +13,8 @@ from torch import Tensor
 
 from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import HangError, run
-from weft.kernels.gpu.collectives import all_gather
-from weft.kernels.gpu.matmul.matmul import all_gather_matmul
-from weft.kernels.gpu.collectives import chunks
-from weft.kernels.gpu.matmul.matmul import matmul_reduce_scatter
+from weft.kernels.gpu.collectives import all_gather, chunks
+from weft.kernels.gpu.matmul import all_gather_matmul, matmul_reduce_scatter
 from weft.kernels.gpu.runtime import signals
 from weft.kernels.symmetric.memory import Home
 

@@ -21,11 +21,13 @@ from torch import Tensor
 from weft.kernels import reference
 from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import RankError, run
-from weft.kernels.gpu.collectives import all_gather
-from weft.kernels.gpu.collectives import all_gather_two_level
+from weft.kernels.gpu.collectives import (
+    all_gather,
+    all_gather_two_level,
+    reduce_scatter,
+    reduce_scatter_two_level,
+)
 from weft.kernels.gpu.runtime import nvshmem
-from weft.kernels.gpu.collectives import reduce_scatter
-from weft.kernels.gpu.collectives import reduce_scatter_two_level
 from weft.kernels.symmetric.memory import Home
 
 CHUNK = 16

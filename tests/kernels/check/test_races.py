@@ -13,9 +13,8 @@ from support.faults import planted
 from support.overlapped import findings
 from torch import Tensor
 
-from weft.kernels.gpu.collectives import all_gather
-from weft.kernels.gpu.collectives import chunks
-from weft.kernels.gpu.matmul.matmul import decomposed
+from weft.kernels.gpu.collectives import all_gather, chunks
+from weft.kernels.gpu.matmul import decomposed
 from weft.kernels.gpu.runtime.low_latency import get_ll, put_ll
 from weft.kernels.gpu.runtime.signals import notify, peer_pointer, wait
 from weft.kernels.symmetric.memory import Home, SymmetricTensor

@@ -21,10 +21,8 @@ from weft.kernels.check.ops.products import OVERLAPPED, in_fp8
 from weft.kernels.check.ops.table import OPS, named
 from weft.kernels.check.ranks import run
 from weft.kernels.check.suite import Check, checks, perform
-from weft.kernels.gpu.collectives import all_gather
-from weft.kernels.gpu.matmul.matmul import all_gather_matmul
-from weft.kernels.gpu.collectives import chunks
-from weft.kernels.gpu.matmul.matmul import matmul_reduce_scatter
+from weft.kernels.gpu.collectives import all_gather, chunks
+from weft.kernels.gpu.matmul import all_gather_matmul, matmul_reduce_scatter
 from weft.kernels.gpu.runtime.workspace import Workspace
 
 GATHER = OPS[0]

@@ -22,66 +22,66 @@ WAIT = "    pl.semaphore_wait(semaphore, len(writers))\n"
 FAULTS = {
     "dropped wait": (
         "reduce_scatter x=4",
-        [("sums", "message(lane, hop - 1).wait()", "message(lane, hop - 1).wait_send()")],
+        [("collectives.sums", "message(lane, hop - 1).wait()", "message(lane, hop - 1).wait_send()")],
         "race: |wrong: ",
     ),
     "dropped credit": (
         "reduce_scatter x=4",
-        [("ring", TAKE, "pass"), ("ring", GIVE, "pass")],
+        [("collectives.ring", TAKE, "pass"), ("collectives.ring", GIVE, "pass")],
         "race: ",
     ),
-    "credit that nobody takes": ("reduce_scatter x=4", [("ring", TAKE, "pass")], "leftover"),
+    "credit that nobody takes": ("reduce_scatter x=4", [("collectives.ring", TAKE, "pass")], "leftover"),
     "double write": (
         "all_to_all x=4",
-        [("all_to_all", "            out.at[me],\n", "            out.at[0],\n")],
+        [("collectives.all_to_all", "            out.at[me],\n", "            out.at[0],\n")],
         "race: ",
     ),
-    "out of bounds": ("permute x=2", [("permute", "x.at[i],", "x.at[i + 1],")], "Out-of-bounds"),
-    "dropped barrier": ("all_gather x=2", [("topology", WAIT, "")], "missing barrier"),
+    "out of bounds": ("permute x=2", [("collectives.permute", "x.at[i],", "x.at[i + 1],")], "Out-of-bounds"),
+    "dropped barrier": ("all_gather x=2", [("runtime.topology", WAIT, "")], "missing barrier"),
     "barrier with the wrong neighbour": (
         "permute x=4",
-        [("permute", "barrier([{axis: along(axis, -direction)}])",
+        [("collectives.permute", "barrier([{axis: along(axis, -direction)}])",
           "barrier([{axis: along(axis, direction)}])")],
         "missing barrier",
     ),
     "early exit": (
         "moe_dispatch x=4 idle",
-        [("moe_dispatch", "            signal(passed, device(axes, peer))\n", "            pass\n"),
-         ("moe_dispatch", "        pl.semaphore_wait(passed, devices - 1)\n", "        pass\n")],
+        [("experts.dispatch", "            signal(passed, device(axes, peer))\n", "            pass\n"),
+         ("experts.dispatch", "        pl.semaphore_wait(passed, devices - 1)\n", "        pass\n")],
         "early exit",
     ),
     "pages that are multiplied before they are here": (
         "ragged_paged_attention x=1 window",
-        [("attend", "self._fetch(tile, block, buffer, _WAIT)", "pass")],
+        [("attention.kernel", "self._fetch(tile, block, buffer, _WAIT)", "pass")],
         "race: |wrong: ",
     ),
     "pages over those that are multiplied": (
         "ragged_paged_attention x=1 window",
-        [("attend", "at.pages.at[buffer, :, rows]", "at.pages.at[0, :, rows]")],
+        [("attention.kernel", "at.pages.at[buffer, :, rows]", "at.pages.at[0, :, rows]")],
         "race: |wrong: ",
     ),
     "stale pages": (
         "ragged_paged_attention x=1 window",
-        [("attend", "jnp.where(stale, jnp.zeros_like(pages), pages[...])", "pages[...]")],
+        [("attention.kernel", "jnp.where(stale, jnp.zeros_like(pages), pages[...])", "pages[...]")],
         "wrong: ",
     ),
     "a part that is refilled before it has left": (
         "distributed_decode_attention x=2",
-        [("distributed_decode_attention",
+        [("attention.distributed_decode",
           "pl.when(i >= SLOTS)(lambda: wait_sent(slot))", "pass")],
         "race: |leftover",
     ),
     "parts that are not waited for": (
         "distributed_decode_attention x=2",
-        [("distributed_decode_attention", "send.wait_recv()", "pass")],
+        [("attention.distributed_decode", "send.wait_recv()", "pass")],
         "race: |wrong: |leftover",
     ),
     "rows that are not waited for": (
         "moe_dispatch x=2",
-        [("moe_dispatch", "row(step, 0).wait_recv()", "None")],
+        [("experts.dispatch", "row(step, 0).wait_recv()", "None")],
         "race: |wrong: |leftover",
     ),
-    "deadlock": ("reduce_scatter x=4", [("ring", GIVE, "pass")], "deadlock"),
+    "deadlock": ("reduce_scatter x=4", [("collectives.ring", GIVE, "pass")], "deadlock"),
 }  # fmt: skip
 
 
@@ -141,12 +141,12 @@ def test_a_fault_is_found(plant: Plant, name: str, mode: str) -> None:
 
 
 def test_a_dropped_barrier_is_seen_without_running(plant: Plant) -> None:
-    findings = plant("all_gather x=8", [("topology", WAIT, "")], topology="v5e:2x4")
+    findings = plant("all_gather x=8", [("runtime.topology", WAIT, "")], topology="v5e:2x4")
     assert findings == ["missing barrier: all_gather writes to another device first"]
 
 
 def test_what_mosaic_cannot_take_is_found(plant: Plant) -> None:
-    half = ("pipeline", ").astype(o.dtype)", ").astype(jnp.float16).astype(o.dtype)")
+    half = ("runtime.pipeline", ").astype(o.dtype)", ").astype(jnp.float16).astype(o.dtype)")
     (finding,) = plant("reduce_scatter x=8", [half], topology="v5e:2x4")
     assert "refused" in finding
     assert "cast: float16" in finding
@@ -154,7 +154,7 @@ def test_what_mosaic_cannot_take_is_found(plant: Plant) -> None:
 
 @pytest.mark.slow
 def test_what_does_not_fit_vmem_is_found(plant: Plant) -> None:
-    big = ("pipeline", "1024, LANES", "8192, LANES")
+    big = ("runtime.pipeline", "1024, LANES", "8192, LANES")
     (finding,) = plant("all_gather_matmul x=8", [big], topology="v5e:2x4")
     assert "refused" in finding
     assert "vmem" in finding.lower()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from weft.models.bundled import tasks
 from train_demo.export import generate, load_exported
+from weft.models.bundled import tasks
 
 SHIPPED = Path(tasks.__file__).parent
 NAMES = ("weft-demo", "weft-demo-moe")

@@ -19,8 +19,8 @@ from support.checkpoints import make_checkpoint
 
 from weft.errors import ModelError
 from weft.models.checkpoint.locate import read_spec
-from weft.models.spec.spec import MoeSpec
 from weft.models.checkpoint.weights import INDEX_FILE, SINGLE_FILE, Weights
+from weft.models.spec.spec import MoeSpec
 
 Tensors = dict[str, torch.Tensor]
 NOBODY = 65534

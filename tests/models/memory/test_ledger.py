@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from weft.errors import ConfigError
 from weft.models.memory.activations import Step, cpu_activations, triton_activations
-from weft.models.spec.families import build_spec
-from weft.models.spec.layout import Layout
 from weft.models.memory.ledger import GIB, MIB, Ledger, human_bytes
 from weft.models.memory.plan import MemoryPlan
+from weft.models.spec.families import build_spec
+from weft.models.spec.layout import Layout
 from weft.models.spec.spec import DTYPE_BYTES
 
 QWEN: dict[str, Any] = {

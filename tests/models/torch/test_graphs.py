@@ -17,8 +17,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 from weft.kernels.interpreter.gpu import installed
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 from weft.models.checkpoint.locate import read_spec
-from weft.models.spec.layout import Layout
 from weft.models.memory.plan import MOST_PADDING
+from weft.models.spec.layout import Layout
 from weft.models.torch.graphs import MOST_REQUESTS, buckets
 from weft.models.torch.runner import TorchRunner
 

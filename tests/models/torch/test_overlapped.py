@@ -11,8 +11,8 @@ from support.checkpoints import make_checkpoint
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-from weft.kernels.interpreter.gpu import installed
 from weft.kernels.gpu.runtime.arguments import KernelError
+from weft.kernels.interpreter.gpu import installed
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 from weft.models.checkpoint.locate import read_spec
 from weft.models.spec.layout import Layout

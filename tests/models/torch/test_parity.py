@@ -12,9 +12,9 @@ from support.checkpoints import VOCAB_SIZE, make_checkpoint
 from support.ragged import Step, run_ragged
 
 from weft.models.checkpoint.locate import read_spec
+from weft.models.checkpoint.weights import Weights
 from weft.models.spec.spec import ModelSpec
 from weft.models.torch.cpu_model import Model
-from weft.models.checkpoint.weights import Weights
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -20,9 +20,9 @@ from support.split import (
 )
 
 from weft.models.checkpoint.locate import read_spec
+from weft.models.checkpoint.weights import Weights
 from weft.models.spec.layout import Layout
 from weft.models.torch.group import ALONE
-from weft.models.checkpoint.weights import Weights
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),

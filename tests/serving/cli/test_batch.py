@@ -23,8 +23,8 @@ from weft.errors import ConfigError, EngineError, ModelError
 from weft.serving.api.app import build_app
 from weft.serving.api.state import ServerState
 from weft.serving.batch import local
-from weft.serving.cli.batch import run
 from weft.serving.batch.local import LocalApi
+from weft.serving.cli.batch import run
 from weft.serving.config.settings import EngineConfig, ServerConfig
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

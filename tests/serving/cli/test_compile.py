@@ -6,7 +6,7 @@ import pytest
 
 from weft.models.jax.aot import Compiled
 from weft.models.jax.overlap import Collective
-from weft.serving.cli.main import compile
+from weft.serving.cli import compile
 
 
 def test_the_report_tells_traffic_and_kernels(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,9 +11,9 @@ import pytest
 from support.checkpoints import make_checkpoint
 
 from weft.errors import ConfigError
-from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.cli.doctor import Finding, devices, examine, run
 from weft.serving.cli.doctor_nodes import examine_others
+from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.executor.placement import Offer
 
 

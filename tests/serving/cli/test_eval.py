@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from support.checkpoints import make_checkpoint
 
-from weft.errors import ConfigError
-from weft.models.checkpoint.locate import BUNDLED, locate
 from train_demo.export import generate, load_exported
+from weft.errors import ConfigError
 from weft.models.bundled.tasks import TASKS, Question, held_out
-from weft.serving.config.settings import EngineConfig
+from weft.models.checkpoint.locate import BUNDLED, locate
 from weft.serving.cli.eval import MAX_ANSWER, Failure, Score, ask, run, total
-from weft.serving.llm import LLM
+from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.sampling_params import SamplingParams
+from weft.serving.llm import LLM
 
 
 @pytest.fixture(scope="module")

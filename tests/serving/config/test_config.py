@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from weft.errors import ConfigError
-from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.config.fields import parse_bytes, settings_of
+from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.config.sources import SETTINGS, resolve
 
 

@@ -25,10 +25,9 @@ from support.mock_runner import (
 
 from weft.errors import EngineError
 from weft.models.interface import StepInput, StepOutput
-from weft.serving.engine.core_channel import addresses
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.core import serve
-from weft.serving.executor.loading import LoadedModel, Progress
+from weft.serving.engine.core_channel import addresses
 from weft.serving.engine.protocol import (
     Abort,
     Add,
@@ -42,6 +41,7 @@ from weft.serving.engine.protocol import (
     TokenOutput,
 )
 from weft.serving.engine.sampling_params import SamplingParams
+from weft.serving.executor.loading import LoadedModel, Progress
 
 CONFIG = EngineConfig(
     model="mock", block_size=4, max_num_seqs=8, max_num_batched_tokens=32, max_model_len=64

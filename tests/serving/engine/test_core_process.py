@@ -13,11 +13,11 @@ from support.checkpoints import make_checkpoint
 from weft.errors import ConfigError
 from weft.serving.config.settings import EngineConfig, Replica
 from weft.serving.engine.core_client import CoreClient
-from weft.serving.executor.ranks import named
 from weft.serving.engine.core_process import share_out
 from weft.serving.executor.loading import LoadedModel, Progress, load_model
 from weft.serving.executor.nodes.inventory import own_offer
 from weft.serving.executor.placement import Offer, Share
+from weft.serving.executor.ranks import named
 
 
 def test_one_core_has_everything() -> None:

@@ -30,8 +30,8 @@ from support.mock_runner import (
 )
 
 from weft.errors import ConfigError, EngineError, ModelError
-from weft.serving.engine.engine import core_client
 from weft.serving.config.settings import EngineConfig
+from weft.serving.engine import core_client
 from weft.serving.engine.engine import AsyncEngine
 
 

@@ -19,8 +19,8 @@ from weft.serving.api.streaming import EventStream, event
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.engine import AsyncEngine
 from weft.serving.engine.protocol import Add, TokenOutput
-from weft.serving.engine.scheduler.scheduler import Scheduler
 from weft.serving.engine.request_stream import Stream
+from weft.serving.engine.scheduler.scheduler import Scheduler
 
 VICTIM = [7, 7, 7]
 OTHERS = [[1, 2], [3, 4, 5], [6]]

@@ -14,9 +14,9 @@ from support.mock_ranks import RankRunner, batch
 from weft.errors import ConfigError, ModelError
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.engine import AsyncEngine
-from weft.serving.executor.loading import Place, SlowRunner, _threads, load_model, show_progress
 from weft.serving.engine.protocol import EngineStats
 from weft.serving.engine.sampling_params import SamplingParams
+from weft.serving.executor.loading import Place, SlowRunner, _threads, load_model, show_progress
 
 PROMPTS = [[3 + i % 5, 7, 11, 13] * (1 + i % 4) for i in range(8)]
 

@@ -35,14 +35,14 @@ from support.processes import wait_until_gone
 from weft.errors import ConfigError, EngineError
 from weft.models.interface import SlotSampling, Step
 from weft.serving.config.settings import EngineConfig
-from weft.serving.executor import step_ring
 from weft.serving.executor import ranks as processes
+from weft.serving.executor import step_ring
 from weft.serving.executor.base import Pending
-from weft.serving.executor.step_ring import SLOTS
-from weft.serving.executor.node import LocalMachine
-from weft.serving.executor.ranks import ProcessExecutor
-from weft.serving.executor.rank_messages import decode_step, encode_step
 from weft.serving.executor.loading import ModelInfo, load_model
+from weft.serving.executor.node import LocalMachine
+from weft.serving.executor.rank_messages import decode_step, encode_step
+from weft.serving.executor.ranks import ProcessExecutor
+from weft.serving.executor.step_ring import SLOTS
 
 
 @pytest.fixture(autouse=True)

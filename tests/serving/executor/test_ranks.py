@@ -19,10 +19,10 @@ from support.server import Server, start_server
 from weft import LLM, SamplingParams
 from weft.errors import ConfigError
 from weft.models.bundled.tasks import TASKS, held_out
-from weft.serving.config.settings import EngineConfig
 from weft.serving.cli.eval import MAX_ANSWER
-from weft.serving.executor.loading import check_ranks
+from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.sampling_params import Grammar
+from weft.serving.executor.loading import check_ranks
 
 PROMPT = "the user asks the assistant for"
 PROMPTS = [f"{PROMPT} {'one more ' * i}thing" for i in range(9)]

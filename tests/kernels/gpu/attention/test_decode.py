@@ -16,20 +16,19 @@ from support.overlapped import SEEDS
 from support.paged import Case, Shape, shapes
 from torch import Tensor
 
-from weft.kernels.interpreter import gpu as interpreter
-from weft.kernels.gpu.attention.paged import kernel
-from weft.kernels.gpu.attention.paged import paged
-from weft.kernels.gpu.attention.paged import decode as module
-from weft.kernels.gpu.runtime.arguments import KernelError
-from weft.kernels.gpu.attention.paged import paged_attention
-from weft.kernels.gpu.attention.inputs import Options
-from weft.kernels.gpu.attention.tile import Tile
+from weft.kernels.gpu.attention import decode as module
+from weft.kernels.gpu.attention import kernel, paged
 from weft.kernels.gpu.attention.decode import (
     MAX_SPLITS,
     choose_splits,
     count_splits,
     decode_attention,
 )
+from weft.kernels.gpu.attention.inputs import Options
+from weft.kernels.gpu.attention.paged import paged_attention
+from weft.kernels.gpu.attention.tile import Tile
+from weft.kernels.gpu.runtime.arguments import KernelError
+from weft.kernels.interpreter import gpu as interpreter
 
 
 @pytest.fixture(autouse=True, scope="module")

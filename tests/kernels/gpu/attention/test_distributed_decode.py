@@ -19,11 +19,11 @@ from torch import Tensor
 
 from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import HangError, RankError, run
-from weft.kernels.gpu.attention.paged import kernel
-from weft.kernels.gpu.attention.paged import distributed_decode as module
-from weft.kernels.gpu.runtime import low_latency
-from weft.kernels.gpu.attention.inputs import ON_ANOTHER_RANK, OUT_OF_POOL
+from weft.kernels.gpu.attention import distributed_decode as module
+from weft.kernels.gpu.attention import kernel
 from weft.kernels.gpu.attention.distributed_decode import distributed_decode_attention_workspace
+from weft.kernels.gpu.attention.inputs import ON_ANOTHER_RANK, OUT_OF_POOL
+from weft.kernels.gpu.runtime import low_latency
 from weft.kernels.symmetric.memory import Home
 
 MAX_REQUESTS = 4

@@ -20,16 +20,14 @@ from support.paged import FP8, TOLERANCE, Case, Shape
 from torch import Tensor
 
 from weft.kernels import reference
-from weft.kernels.interpreter import gpu as interpreter
 from weft.kernels.check.aot import TENSOR_CORES
-from weft.kernels.gpu.attention.paged import kernel
-from weft.kernels.gpu.attention.paged import paged
-from weft.kernels.gpu.attention.paged import tile
-from weft.kernels.gpu.attention.paged import decode
-from weft.kernels.gpu.attention.paged import mla as module
-from weft.kernels.gpu.runtime.arguments import KernelError
-from weft.kernels.gpu.attention.tile import Tile, heads_of_tile
+from weft.kernels.gpu.attention import decode, kernel, paged
+from weft.kernels.gpu.attention import mla as module
 from weft.kernels.gpu.attention.mla import mla_decode_attention
+from weft.kernels.gpu.attention.paged import tile
+from weft.kernels.gpu.attention.tile import Tile, heads_of_tile
+from weft.kernels.gpu.runtime.arguments import KernelError
+from weft.kernels.interpreter import gpu as interpreter
 
 
 @pytest.fixture(autouse=True, scope="module")

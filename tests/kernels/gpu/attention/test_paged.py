@@ -22,20 +22,20 @@ from support.overlapped import SEEDS
 from support.paged import FP8, GARBAGE, Case, Shape, shapes
 from torch import Tensor
 
-from weft.kernels.interpreter import gpu as interpreter
 from weft.kernels.check.aot import TENSOR_CORES
-from weft.kernels.interpreter.gpu import Array, Atomic, Kind, Program
-from weft.kernels.gpu.attention.paged import kernel
-from weft.kernels.gpu.attention.paged import paged as module
-from weft.kernels.gpu.runtime.arguments import KernelError
-from weft.kernels.gpu.attention.paged import paged_attention
+from weft.kernels.gpu.attention import kernel
+from weft.kernels.gpu.attention import paged as module
+from weft.kernels.gpu.attention.decode import decode_attention
 from weft.kernels.gpu.attention.inputs import (
     LONGER_THAN_TABLE,
     OUT_OF_POOL,
     SHORTER_THAN_QUERIES,
     PagedBatch,
 )
-from weft.kernels.gpu.attention.decode import decode_attention
+from weft.kernels.gpu.attention.paged import paged_attention
+from weft.kernels.gpu.runtime.arguments import KernelError
+from weft.kernels.interpreter import gpu as interpreter
+from weft.kernels.interpreter.gpu import Array, Atomic, Kind, Program
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -25,14 +25,14 @@ from weft.kernels import reference
 from weft.kernels.check.aot import TENSOR_CORES
 from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import HangError, RankError, run
-from weft.kernels.gpu.attention.paged import kernel
-from weft.kernels.gpu.collectives import chunks
-from weft.kernels.gpu.runtime import signals
-from weft.kernels.gpu.attention.paged import sequence_parallel as module
+from weft.kernels.gpu.attention import kernel
+from weft.kernels.gpu.attention import sequence_parallel as module
 from weft.kernels.gpu.attention.sequence_parallel import (
     sequence_parallel_attention,
     sequence_parallel_attention_workspace,
 )
+from weft.kernels.gpu.collectives import chunks
+from weft.kernels.gpu.runtime import signals
 from weft.kernels.symmetric.memory import Home
 
 SCALE = 0.4

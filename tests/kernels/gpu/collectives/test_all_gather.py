@@ -21,12 +21,9 @@ from torch import Tensor
 from weft.kernels import reference
 from weft.kernels.check.ranks import RankError, run
 from weft.kernels.gpu.collectives import all_gather as module
-from weft.kernels.gpu.collectives import all_gather_ll
-from weft.kernels.gpu.collectives import all_gather_two_level
-from weft.kernels.gpu.collectives import chunks
-from weft.kernels.gpu.runtime import low_latency
-from weft.kernels.gpu.runtime import multimem
+from weft.kernels.gpu.collectives import all_gather_ll, all_gather_two_level, chunks
 from weft.kernels.gpu.collectives.all_gather import METHODS, all_gather, all_gather_workspace
+from weft.kernels.gpu.runtime import low_latency, multimem
 from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.symmetric.memory import Home
 from weft.kernels.symmetric.shared import SharedHome

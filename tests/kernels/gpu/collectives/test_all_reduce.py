@@ -16,8 +16,7 @@ from torch import Tensor
 
 from weft.kernels import reference
 from weft.kernels.gpu.collectives import all_reduce as module
-from weft.kernels.gpu.collectives import chunks
-from weft.kernels.gpu.collectives import reduce_scatter
+from weft.kernels.gpu.collectives import chunks, reduce_scatter
 from weft.kernels.gpu.collectives.all_reduce import METHODS, all_reduce, all_reduce_workspace
 from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.symmetric.shared import SharedHome

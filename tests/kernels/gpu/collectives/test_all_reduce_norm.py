@@ -16,7 +16,10 @@ from torch import Tensor
 from weft.kernels import reference
 from weft.kernels.check.ranks import RankError, run
 from weft.kernels.gpu.collectives import all_reduce_norm as module
-from weft.kernels.gpu.collectives.all_reduce_norm import all_reduce_rms_norm, all_reduce_rms_norm_workspace
+from weft.kernels.gpu.collectives.all_reduce_norm import (
+    all_reduce_rms_norm,
+    all_reduce_rms_norm_workspace,
+)
 from weft.kernels.symmetric.memory import Home
 
 EPS = 1e-5

@@ -15,10 +15,13 @@ from support.overlapped import DTYPES, SEEDS, SLOWNESS
 from torch import Tensor
 
 from weft.kernels import reference
-from weft.kernels.gpu.collectives import chunks
-from weft.kernels.gpu.collectives import reduce_scatter_two_level
+from weft.kernels.gpu.collectives import chunks, reduce_scatter_two_level
 from weft.kernels.gpu.collectives import reduce_scatter as module
-from weft.kernels.gpu.collectives.reduce_scatter import METHODS, reduce_scatter, reduce_scatter_workspace
+from weft.kernels.gpu.collectives.reduce_scatter import (
+    METHODS,
+    reduce_scatter,
+    reduce_scatter_workspace,
+)
 
 CALLS, MAX_NUMEL, CHUNK = collectives.CALLS, 300, 64
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 5e-2}

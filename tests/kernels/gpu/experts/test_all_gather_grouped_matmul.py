@@ -29,14 +29,14 @@ from weft.kernels import reference
 from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import RankError, run
 from weft.kernels.gpu.experts import all_gather_grouped_matmul as module
-from weft.kernels.gpu.runtime import signals
 from weft.kernels.gpu.experts.all_gather_grouped_matmul import (
     all_gather_grouped_matmul,
     all_gather_grouped_matmul_workspace,
     make_plan,
 )
-from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.gpu.matmul.epilogue import Epilogue
+from weft.kernels.gpu.runtime import signals
+from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.symmetric.memory import Home
 
 

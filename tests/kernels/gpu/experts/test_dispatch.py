@@ -18,17 +18,11 @@ from support.overlapped import DTYPES, FP8, IN_PARTS, SEEDS, SLOWNESS, run_calls
 from torch import Tensor
 
 from weft.kernels import reference
-from weft.kernels.interpreter import gpu as interpreter
 from weft.kernels.check.ops.rows import restored
 from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import HangError, RankError, run
-from weft.kernels.gpu.experts import expert_tokens
-from weft.kernels.gpu.runtime import signals
 from weft.kernels.gpu.experts import dispatch as module
-from weft.kernels.gpu.rowwise.activation import GROUP
-from weft.kernels.gpu.runtime.arguments import KernelError
-from weft.kernels.gpu.matmul.epilogue import Epilogue
-from weft.kernels.gpu.experts.grouped_matmul import grouped_matmul
+from weft.kernels.gpu.experts import expert_tokens
 from weft.kernels.gpu.experts.dispatch import (
     Dispatched,
     LowLatencyWorkspace,
@@ -36,8 +30,14 @@ from weft.kernels.gpu.experts.dispatch import (
     moe_dispatch,
     moe_workspace,
 )
+from weft.kernels.gpu.experts.grouped_matmul import grouped_matmul
 from weft.kernels.gpu.experts.placement import Placement, balanced, even
+from weft.kernels.gpu.matmul.epilogue import Epilogue
+from weft.kernels.gpu.rowwise.activation import GROUP
+from weft.kernels.gpu.runtime import signals
+from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.gpu.runtime.workspace import Workspace
+from weft.kernels.interpreter import gpu as interpreter
 from weft.kernels.symmetric.memory import Home
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 

@@ -17,12 +17,10 @@ from support.faults import planted
 from support.overlapped import DTYPES, FP8, IN_PARTS, SEEDS
 from torch import Tensor
 
-from weft.kernels.interpreter import gpu as interpreter
 from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import HangError, RankError, run
-from weft.kernels.gpu.experts import expert_tokens
 from weft.kernels.gpu.experts import dispatch_two_level as module
-from weft.kernels.gpu.runtime.arguments import KernelError
+from weft.kernels.gpu.experts import expert_tokens
 from weft.kernels.gpu.experts.dispatch_two_level import (
     DispatchedTwoLevel,
     TwoLevelExpertWorkspace,
@@ -31,6 +29,8 @@ from weft.kernels.gpu.experts.dispatch_two_level import (
     moe_two_level_workspace,
 )
 from weft.kernels.gpu.experts.placement import Placement, balanced, even
+from weft.kernels.gpu.runtime.arguments import KernelError
+from weft.kernels.interpreter import gpu as interpreter
 from weft.kernels.symmetric.memory import Home
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 

@@ -15,17 +15,17 @@ from support.overlapped import BLOCKS, DTYPES, FP8, SEEDS, close
 from torch import Tensor
 
 from weft.kernels import reference
-from weft.kernels.interpreter import gpu as interpreter
 from weft.kernels.check.ranks import run
 from weft.kernels.gpu.experts import grouped_matmul as module
-from weft.kernels.gpu.matmul.matmul import matmul
-from weft.kernels.gpu.tuning import table as tuned
-from weft.kernels.gpu.runtime.arguments import KernelError
-from weft.kernels.gpu.tuning.costs import Config, Problem
-from weft.kernels.gpu.matmul.epilogue import Epilogue
 from weft.kernels.gpu.experts.grouped_matmul import LEAST_GROUPS, grouped_matmul, raise_for
+from weft.kernels.gpu.matmul.epilogue import Epilogue
+from weft.kernels.gpu.matmul.matmul import matmul
+from weft.kernels.gpu.runtime.arguments import KernelError
+from weft.kernels.gpu.tuning import table as tuned
+from weft.kernels.gpu.tuning.costs import Config, Problem
 from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.gpu.tuning.table import Entry
+from weft.kernels.interpreter import gpu as interpreter
 
 NAN = float("nan")
 

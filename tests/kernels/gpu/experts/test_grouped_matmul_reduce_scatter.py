@@ -35,12 +35,12 @@ from weft.kernels.gpu.experts.all_gather_grouped_matmul import (
     all_gather_grouped_matmul_workspace,
     make_plan,
 )
-from weft.kernels.gpu.runtime.arguments import KernelError
-from weft.kernels.gpu.matmul.epilogue import Epilogue
 from weft.kernels.gpu.experts.grouped_matmul_reduce_scatter import (
     grouped_matmul_reduce_scatter,
     grouped_matmul_reduce_scatter_workspace,
 )
+from weft.kernels.gpu.matmul.epilogue import Epilogue
+from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.symmetric.memory import Home
 
 TILE = (16, 16)

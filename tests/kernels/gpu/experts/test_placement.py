@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.gpu.experts.placement import Placement, balanced, even
+from weft.kernels.gpu.runtime.arguments import KernelError
 
 
 def test_even() -> None:

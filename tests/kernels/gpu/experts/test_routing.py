@@ -17,8 +17,8 @@ from support.rows import bounded, finds, same
 from weft.kernels import reference
 from weft.kernels.cpu.moe import route as route_on_cpu
 from weft.kernels.gpu.experts import routing
-from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.gpu.experts.routing import route, sort_by_expert
+from weft.kernels.gpu.runtime.arguments import KernelError
 
 
 @pytest.fixture(autouse=True, scope="module")

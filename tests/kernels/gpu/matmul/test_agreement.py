@@ -13,24 +13,27 @@ from typing import Any
 import pytest
 import torch
 
-from weft.kernels.gpu.matmul.matmul import decomposed
+from weft.kernels.gpu.attention.sequence_parallel import (
+    sequence_parallel_attention,
+    sequence_parallel_attention_workspace,
+)
 from weft.kernels.gpu.collectives.all_gather import all_gather, all_gather_workspace
-from weft.kernels.gpu.matmul.all_gather_matmul import all_gather_matmul, all_gather_matmul_workspace
 from weft.kernels.gpu.collectives.all_reduce import all_reduce, all_reduce_workspace
-from weft.kernels.gpu.collectives.all_reduce_norm import all_reduce_rms_norm, all_reduce_rms_norm_workspace
-from weft.kernels.gpu.runtime.arguments import KernelError
-from weft.kernels.gpu.runtime.launches import Action, decided, loaded
+from weft.kernels.gpu.collectives.all_reduce_norm import (
+    all_reduce_rms_norm,
+    all_reduce_rms_norm_workspace,
+)
+from weft.kernels.gpu.collectives.reduce_scatter import reduce_scatter, reduce_scatter_workspace
+from weft.kernels.gpu.matmul import decomposed
+from weft.kernels.gpu.matmul.all_gather_matmul import all_gather_matmul, all_gather_matmul_workspace
 from weft.kernels.gpu.matmul.matmul_reduce_scatter import (
     matmul_all_reduce,
     matmul_all_reduce_workspace,
     matmul_reduce_scatter,
     matmul_reduce_scatter_workspace,
 )
-from weft.kernels.gpu.collectives.reduce_scatter import reduce_scatter, reduce_scatter_workspace
-from weft.kernels.gpu.attention.sequence_parallel import (
-    sequence_parallel_attention,
-    sequence_parallel_attention_workspace,
-)
+from weft.kernels.gpu.runtime.arguments import KernelError
+from weft.kernels.gpu.runtime.launches import Action, decided, loaded
 from weft.kernels.gpu.runtime.workspace import Workspace
 from weft.kernels.symmetric.memory import Home, SymmetricMemoryError
 from weft.kernels.symmetric.virtual import ThreadMeeting, VirtualHome, VirtualWorld

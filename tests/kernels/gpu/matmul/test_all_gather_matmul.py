@@ -27,9 +27,8 @@ from support.overlapped import (
 from torch import Tensor
 
 from weft.kernels import reference
-from weft.kernels.interpreter import gpu as interpreter
 from weft.kernels.check.ranks import RankError, run
-from weft.kernels.gpu.matmul.matmul import all_gather_matmul as module
+from weft.kernels.gpu.matmul import all_gather_matmul as module
 from weft.kernels.gpu.matmul.all_gather_matmul import (
     ahead_of,
     all_gather_matmul,
@@ -37,8 +36,9 @@ from weft.kernels.gpu.matmul.all_gather_matmul import (
     behind,
     step_and_part,
 )
-from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.gpu.matmul.epilogue import Epilogue
+from weft.kernels.gpu.runtime.arguments import KernelError
+from weft.kernels.interpreter import gpu as interpreter
 from weft.kernels.symmetric.memory import Home
 
 

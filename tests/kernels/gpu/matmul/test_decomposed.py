@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weft.kernels import reference
 from weft.kernels.check.ranks import RankError, run
-from weft.kernels.gpu.matmul.matmul import decomposed
+from weft.kernels.gpu.matmul import decomposed
 from weft.kernels.gpu.matmul.epilogue import Epilogue
 from weft.kernels.symmetric.memory import Home
 

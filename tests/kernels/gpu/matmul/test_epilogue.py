@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from support.overlapped import DTYPES, FP8, SEEDS, close
 
 from weft.kernels import reference
-from weft.kernels.interpreter import gpu as interpreter
-from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.gpu.matmul.epilogue import Epilogue
 from weft.kernels.gpu.matmul.matmul import matmul
+from weft.kernels.gpu.runtime.arguments import KernelError
+from weft.kernels.interpreter import gpu as interpreter
 
 
 @pytest.fixture(autouse=True, scope="module")

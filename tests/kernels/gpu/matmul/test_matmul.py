@@ -12,9 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.overlapped import BLOCKS, DTYPES, FP8, SEEDS, close
 
-from weft.kernels.interpreter import gpu as interpreter
-from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.gpu.matmul.matmul import Weights, matmul, takes_tma, tile_at
+from weft.kernels.gpu.runtime.arguments import KernelError
+from weft.kernels.interpreter import gpu as interpreter
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -25,9 +25,7 @@ from torch import Tensor
 
 from weft.kernels import reference
 from weft.kernels.check.ranks import RankError, run
-from weft.kernels.gpu.matmul.matmul import matmul_reduce_scatter as module
-from weft.kernels.gpu.runtime import signals
-from weft.kernels.gpu.runtime.arguments import KernelError
+from weft.kernels.gpu.matmul import matmul_reduce_scatter as module
 from weft.kernels.gpu.matmul.epilogue import Epilogue
 from weft.kernels.gpu.matmul.matmul_reduce_scatter import (
     matmul_all_reduce,
@@ -35,6 +33,8 @@ from weft.kernels.gpu.matmul.matmul_reduce_scatter import (
     matmul_reduce_scatter,
     matmul_reduce_scatter_workspace,
 )
+from weft.kernels.gpu.runtime import signals
+from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.symmetric.memory import Home
 
 OPS = {

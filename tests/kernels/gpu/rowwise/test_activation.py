@@ -16,9 +16,13 @@ from support.rows import bounded, finds, same
 
 from weft.kernels import reference
 from weft.kernels.check.ops.rows import restored
-from weft.kernels.gpu.rowwise import activation
-from weft.kernels.gpu.rowwise import rows
-from weft.kernels.gpu.rowwise.activation import GROUP, quantize, silu_multiply, silu_multiply_quantize
+from weft.kernels.gpu.rowwise import activation, rows
+from weft.kernels.gpu.rowwise.activation import (
+    GROUP,
+    quantize,
+    silu_multiply,
+    silu_multiply_quantize,
+)
 from weft.kernels.gpu.runtime.arguments import KernelError
 
 COLUMNS = st.one_of(st.integers(1, 300), st.sampled_from([127, 128, 129, 1024, 1025, 2500]))

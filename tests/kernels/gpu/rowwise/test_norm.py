@@ -15,10 +15,9 @@ from support.overlapped import DTYPES, FP8, SEEDS, close
 from support.rows import bounded, finds, same
 
 from weft.kernels import reference
-from weft.kernels.gpu.rowwise import norm
-from weft.kernels.gpu.rowwise import rows
-from weft.kernels.gpu.runtime.arguments import KernelError
+from weft.kernels.gpu.rowwise import norm, rows
 from weft.kernels.gpu.rowwise.norm import rms_norm
+from weft.kernels.gpu.runtime.arguments import KernelError
 
 EPS = 1e-5
 

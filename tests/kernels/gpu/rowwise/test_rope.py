@@ -20,10 +20,9 @@ from weft.kernels import reference
 from weft.kernels.cpu import rope as on_cpu
 from weft.kernels.cpu.attention import AttentionPlan
 from weft.kernels.cpu.rope import HeadNorms, Rotation
-from weft.kernels.gpu.rowwise import rope
-from weft.kernels.gpu.rowwise import rows
-from weft.kernels.gpu.runtime.arguments import KernelError
+from weft.kernels.gpu.rowwise import rope, rows
 from weft.kernels.gpu.rowwise.rope import CacheScales, rotate_into_cache
+from weft.kernels.gpu.runtime.arguments import KernelError
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2, FP8: 7e-2}
 EPS = 1e-5

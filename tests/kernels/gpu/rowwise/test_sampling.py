@@ -21,8 +21,8 @@ from support.rows import bounded, finds, same
 from weft.kernels import reference
 from weft.kernels.cpu.argmax import argmax as argmax_on_cpu
 from weft.kernels.gpu.rowwise import sampling
-from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.gpu.rowwise.sampling import argmax, top_k, uniform
+from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.models.interface import SlotSampling
 from weft.models.torch import draw as cpu_draw
 from weft.models.torch.logits import Logits

@@ -16,7 +16,6 @@ from support.overlapped import BLOCKS, close
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from weft.kernels.interpreter import gpu as interpreter
 from weft.kernels.check.ops import collectives
 from weft.kernels.check.ops.op import Op, Sizes
 from weft.kernels.check.ops.rows import ROW_OPS
@@ -26,6 +25,7 @@ from weft.kernels.check.ranks import CheckedHome, RankError, run
 from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.gpu.runtime.signals import polls_left, report
 from weft.kernels.gpu.runtime.workspace import Workspace
+from weft.kernels.interpreter import gpu as interpreter
 from weft.kernels.symmetric.memory import Home
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 

@@ -19,23 +19,23 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from weft.kernels.check.ranks import RankError, run
-from weft.kernels.gpu.tuning import search as tune
-from weft.kernels.gpu.tuning import table as tuned
-from weft.kernels.gpu.collectives.all_gather import all_gather_workspace
-from weft.kernels.gpu.matmul.all_gather_matmul import all_gather_matmul_workspace
-from weft.kernels.gpu.runtime.arguments import KernelError
-from weft.kernels.gpu.attention.paged import paged_attention
-from weft.kernels.gpu.attention.inputs import PagedBatch
-from weft.kernels.gpu.tuning.clock import Call
-from weft.kernels.gpu.tuning.costs import UNKNOWN, Config, Problem, space
 from weft.kernels.gpu.attention.decode import decode_attention
+from weft.kernels.gpu.attention.inputs import PagedBatch
+from weft.kernels.gpu.attention.paged import paged_attention
+from weft.kernels.gpu.collectives.all_gather import all_gather_workspace
+from weft.kernels.gpu.experts.dispatch import moe_workspace
+from weft.kernels.gpu.experts.placement import even
+from weft.kernels.gpu.matmul.all_gather_matmul import all_gather_matmul_workspace
 from weft.kernels.gpu.matmul.matmul import Weights
 from weft.kernels.gpu.matmul.matmul_reduce_scatter import (
     matmul_all_reduce_workspace,
     matmul_reduce_scatter_workspace,
 )
-from weft.kernels.gpu.experts.dispatch import moe_workspace
-from weft.kernels.gpu.experts.placement import even
+from weft.kernels.gpu.runtime.arguments import KernelError
+from weft.kernels.gpu.tuning import search as tune
+from weft.kernels.gpu.tuning import table as tuned
+from weft.kernels.gpu.tuning.clock import Call
+from weft.kernels.gpu.tuning.costs import UNKNOWN, Config, Problem, space
 from weft.kernels.gpu.tuning.ops import COLLECTIVES, PRODUCTS
 from weft.kernels.gpu.tuning.table import Entry, TuningError
 from weft.kernels.symmetric.memory import Home

@@ -20,8 +20,8 @@ from weft.serving.api.parsing.tool_grammar import (
     or_calls,
     strict_calls,
 )
-from weft.serving.engine.sampling_params import Grammar
 from weft.serving.engine.grammar.structural_tag import as_format, preceded, tag_of
+from weft.serving.engine.sampling_params import Grammar
 
 INTEGER = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 TOOLS = [Offered("f", INTEGER), Offered("g", {"type": "object", "properties": {}})]

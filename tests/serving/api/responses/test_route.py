@@ -13,8 +13,8 @@ from support.documents import check_documented, check_type
 from support.server import Server
 
 from weft.errors import EngineError, RequestError
-from weft.serving.api.responses.route import _Writer
 from weft.serving.api.responses.requests import ResponsesRequest
+from weft.serving.api.responses.route import _Writer
 from weft.serving.api.turns import Turns
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -24,7 +24,7 @@ from weft.serving.cli.bench.run import Benchmark, measure
 from weft.serving.cli.bench.workload import Lengths, Workload
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
-SERVE = Path(__file__).parents[3] / "benchmarks" / "serve.py"
+SERVE = Path(__file__).parents[4] / "benchmarks" / "serve.py"
 _DISK_FULL = """
 import pathlib
 def write_text(*_, **__):

@@ -17,10 +17,10 @@ import xgrammar
 
 from weft.errors import EngineError, RequestError
 from weft.serving.config.settings import EngineConfig
-from weft.serving.engine.protocol import Compiled
-from weft.serving.engine.sampling_params import Grammar, GrammarKind
 from weft.serving.engine.grammar.compiler import GrammarCompiler
 from weft.serving.engine.grammar.structural_tag import FORMATS
+from weft.serving.engine.protocol import Compiled
+from weft.serving.engine.sampling_params import Grammar, GrammarKind
 from weft.serving.engine.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

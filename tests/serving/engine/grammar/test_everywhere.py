@@ -14,15 +14,15 @@ from support.checkpoints import make_checkpoint
 from support.engine import FAST, PROMPT, collect, mock_config, params
 
 from weft.errors import EngineError, RequestError
-from weft.serving.engine.engine import core_client
-from weft.serving.engine.engine import engine as engine_module
 from weft.serving.cli.batch import run
 from weft.serving.config.settings import EngineConfig, ServerConfig
+from weft.serving.engine import core_client
 from weft.serving.engine.engine import AsyncEngine
+from weft.serving.engine.engine import engine as engine_module
+from weft.serving.engine.grammar import matchers
+from weft.serving.engine.grammar.matchers import Guides
 from weft.serving.engine.protocol import Compiled
 from weft.serving.engine.sampling_params import Grammar, SamplingParams
-from weft.serving.engine.engine.grammar import matchers
-from weft.serving.engine.grammar.matchers import Guides
 
 PATTERN = "[ab]{20}"
 

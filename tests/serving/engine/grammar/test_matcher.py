@@ -9,7 +9,7 @@ import pytest
 
 from weft.errors import RequestError
 from weft.models.interface import Int32
-from weft.serving.engine.engine.grammar import matcher as guide_module
+from weft.serving.engine.grammar import matcher as guide_module
 from weft.serving.engine.grammar.matcher import MAX_SECONDS, SECONDS_A_TOKEN, Guide
 
 END, OTHER_END, SIZE = 40, 41, 42

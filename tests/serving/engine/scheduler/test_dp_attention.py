@@ -12,10 +12,10 @@ from support.mock_runner import END, MockRunner, expected
 
 from weft.errors import RequestError
 from weft.models.interface import Step
-from weft.serving.engine.scheduler.dp_attention import Copies
-from weft.serving.engine.scheduler.block_manager import KVCache
 from weft.serving.engine.protocol import Add, TokenOutput
 from weft.serving.engine.sampling_params import SamplingParams
+from weft.serving.engine.scheduler.block_manager import KVCache
+from weft.serving.engine.scheduler.dp_attention import Copies
 from weft.serving.engine.scheduler.scheduler import Scheduler
 
 MAX_MODEL_LEN, BLOCK_SIZE, BUDGET = 40, 4, 9

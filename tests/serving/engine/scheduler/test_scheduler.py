@@ -27,11 +27,11 @@ from support.mock_runner import (
 from weft.errors import RequestError
 from weft.models.interface import FINITE, Int32, StepInput, StepOutput
 from weft.models.spec.pooling import PoolingKind
-from weft.serving.engine.scheduler.block_manager import KVCache
+from weft.serving.engine.grammar.matcher import Guide
 from weft.serving.engine.protocol import Add, TokenOutput
 from weft.serving.engine.sampling_params import SamplingParams
+from weft.serving.engine.scheduler.block_manager import KVCache
 from weft.serving.engine.scheduler.scheduler import Scheduler
-from weft.serving.engine.grammar.matcher import Guide
 
 MAX_MODEL_LEN = 40
 T = TypeVar("T")

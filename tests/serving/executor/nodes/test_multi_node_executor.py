@@ -20,10 +20,14 @@ from support.processes import wait_until_gone
 
 from weft.errors import ConfigError, EngineError
 from weft.serving.config.settings import EngineConfig
+from weft.serving.engine.core_process import share_out
 from weft.serving.executor.nodes import multi_node_executor
 from weft.serving.executor.nodes.agent import run
-from weft.serving.executor.step_ring import slots
 from weft.serving.executor.nodes.join_listener import Head
+from weft.serving.executor.nodes.messages import (
+    Hello,
+    differences,
+)
 from weft.serving.executor.nodes.multi_node_executor import (
     HostsExecutor,
     check_addresses,
@@ -31,14 +35,10 @@ from weft.serving.executor.nodes.multi_node_executor import (
     deal_out,
     own_address,
 )
-from weft.serving.executor.nodes.messages import (
-    Hello,
-    differences,
-)
-from weft.serving.executor.ranks import RankExecutor
 from weft.serving.executor.nodes.remote import AHEAD, Joined
-from weft.serving.engine.core_process import share_out
 from weft.serving.executor.placement import Offer
+from weft.serving.executor.ranks import RankExecutor
+from weft.serving.executor.step_ring import slots
 
 
 @pytest.fixture(autouse=True)

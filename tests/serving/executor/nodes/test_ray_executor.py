@@ -20,8 +20,8 @@ from support.tokenizers import write_byte_level
 
 from weft.errors import ConfigError
 from weft.serving.config.settings import EngineConfig, Replica
-from weft.serving.executor.nodes.ray_executor import RayExecutor
 from weft.serving.executor.loading import load_model
+from weft.serving.executor.nodes.ray_executor import RayExecutor
 
 SIZES = {"kv_cache_memory": 2**22, "max_num_seqs": 4}
 LAYOUT = {"pp": 2, "nodes": 2, "executor": "ray"}

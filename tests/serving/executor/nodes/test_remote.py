@@ -13,6 +13,8 @@ from support.mock_ranks import batch, failure_of
 
 from weft.errors import EngineError
 from weft.serving.config.settings import EngineConfig, Replica
+from weft.serving.engine.protocol import Failed
+from weft.serving.executor.loading import ModelInfo
 from weft.serving.executor.nodes.link import (
     MOST_PATIENCE,
     Link,
@@ -24,12 +26,10 @@ from weft.serving.executor.nodes.messages import (
     Start,
     ToAgent,
 )
-from weft.serving.executor.ranks import RankExecutor
 from weft.serving.executor.nodes.remote import Joined, RemoteMachine
-from weft.serving.executor.rank_messages import Done, Loaded, encoder
-from weft.serving.executor.loading import ModelInfo
-from weft.serving.engine.protocol import Failed
 from weft.serving.executor.placement import Offer, Share
+from weft.serving.executor.rank_messages import Done, Loaded, encoder
+from weft.serving.executor.ranks import RankExecutor
 
 
 @contextmanager
