@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import Depends, Request
 
 from weft.errors import EngineError, RequestError
+from weft.serving.api.local import LocalApi
 from weft.serving.api.middleware.auth import open_paths
 from weft.serving.api.middleware.request_context import Context
 from weft.serving.api.openai.replies import now
@@ -57,6 +59,7 @@ class ServerState:
     metrics: Metrics = field(init=False)
     batches: BatchService = field(init=False)
     _answer_format: AnswerFormat | None = field(init=False, default=None)
+    _local_api: LocalApi | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(lambda: self.engine, self.model)
@@ -111,6 +114,16 @@ class ServerState:
             raise EngineError(f"the server is not ready: it is {self.status}")
         self.engine.check_serving()
         return self.engine
+
+    async def answer_row(
+        self, path: str, body: bytes, admitted: Callable[[], Awaitable[None]]
+    ) -> tuple[int, bytes]:
+        """Answer a row of a batch by the routes; see `weft.serving.batch.feeder.Server`."""
+        if self._local_api is None:
+            from weft.serving.api.app import local_app  # which imports this module
+
+            self._local_api = LocalApi(local_app(self))
+        return await self._local_api.post(path, body, admitted)
 
     def answer_format(self, engine: AsyncEngine) -> AnswerFormat:
         """How the model writes calls and reasoning."""

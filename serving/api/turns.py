@@ -173,7 +173,11 @@ def _with_grammar(
     free = [
         offered if tool.strict else replace(offered, schema=_ANY_OBJECT) for tool, offered in tools
     ]
-    choice, several, tokens = conversation.tool_choice, conversation.parallel, form.mark_tokens
+    choice, several, tokens = (
+        conversation.tool_choice,
+        conversation.parallel,
+        form.tokenizer.mark_tokens,
+    )
     grammar = params.grammar
     if isinstance(choice, FunctionName) or choice == "required":
         if grammar is not None:

@@ -9,18 +9,36 @@ those of the rows before that wait would fill the engine.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Protocol
 
 from weft.errors import EngineError
-from weft.serving.api.middleware.request_context import admit
 from weft.serving.batch.job import EngineEnded, LeftOut
-from weft.serving.batch.local import LocalApi
 from weft.serving.engine.admission import POLL, Admission
 
 if TYPE_CHECKING:
-    from weft.serving.api.state import ServerState
     from weft.serving.engine.engine import AsyncEngine
+
+
+class Server(Protocol):
+    """What batches need of the server whose routes answer their rows.
+
+    Attributes:
+        model: the model's name in the API.
+        draining: the server was told to end: no row begins any more.
+    """
+
+    model: str
+    draining: bool
+
+    async def answer_row(
+        self, path: str, body: bytes, admitted: Callable[[], Awaitable[None]]
+    ) -> tuple[int, bytes]:
+        """The status and body of the API's response; each answer first awaits `admitted`.
+
+        Raises:
+            EngineError: the engine cannot serve, or has failed with all its requests.
+        """
 
 
 class Feeder:
@@ -32,14 +50,11 @@ class Feeder:
         most: requests that the engine may have when another answer goes there.
     """
 
-    def __init__(self, server: ServerState, engine: AsyncEngine, most: int) -> None:
-        from weft.serving.api.app import local_app
-
+    def __init__(self, server: Server, engine: AsyncEngine, most: int) -> None:
         self._server = server
         self._engine = engine
         self._most = most
         self._admission = Admission(engine, most)
-        self._api = LocalApi(local_app(server))
         self._turn = asyncio.Lock()
         self._waiting = 0  # answers, of rows that have begun
 
@@ -65,9 +80,8 @@ class Feeder:
                 left -= 1
                 self._waiting -= 1
 
-        admit.set(admitted)  # in this task and those of the row
         try:
-            return await self._api.post(path, body)
+            return await self._server.answer_row(path, body, admitted)
         except EngineError:
             if self._server.draining:
                 raise LeftOut from None

@@ -7,7 +7,7 @@ from collections.abc import Container
 from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError
-from weft.serving.batch.feeder import Feeder
+from weft.serving.batch.feeder import Feeder, Server
 from weft.serving.batch.job import Job
 from weft.serving.batch.journal import Journal
 from weft.serving.batch.objects import BatchObject, RequestCounts, now
@@ -15,7 +15,6 @@ from weft.serving.batch.records import Ending, end, inputs_of, opened_to_go_on
 from weft.serving.engine.admission import width_beside_others
 
 if TYPE_CHECKING:
-    from weft.serving.api.state import ServerState
     from weft.serving.batch.store import Store
     from weft.serving.engine.engine import AsyncEngine
 
@@ -32,7 +31,7 @@ class Runner:
         cancelled: batches that are to be given up.
     """
 
-    def __init__(self, server: ServerState, engine: AsyncEngine, cancelled: Container[str]) -> None:
+    def __init__(self, server: Server, engine: AsyncEngine, cancelled: Container[str]) -> None:
         self._server = server
         self._engine = engine
         self._cancelled = cancelled

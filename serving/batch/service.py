@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from weft.errors import ConfigError, DiskError, RequestError, WeftError
+from weft.serving.batch.feeder import Server
 from weft.serving.batch.job import EngineEnded, LeftOut
 from weft.serving.batch.objects import (
     LIVE,
@@ -50,7 +51,6 @@ from weft.serving.batch.store import ANYONE, Store
 from weft.serving.batch.validation import validate
 
 if TYPE_CHECKING:
-    from weft.serving.api.state import ServerState
     from weft.serving.engine.engine import AsyncEngine
 
 RETRY = 10.0  # seconds until a batch is tried again that met a full disk
@@ -68,7 +68,7 @@ class BatchService:
         folder: for the store; None is a temporary one, which ends with the server.
     """
 
-    def __init__(self, server: ServerState, folder: Path | None) -> None:
+    def __init__(self, server: Server, folder: Path | None) -> None:
         self._server = server
         self._folder = folder
         self._store: Store | None = None

@@ -24,8 +24,8 @@ from pathlib import Path
 from weft.errors import ConfigError, ModelError, WeftError
 from weft.models.checkpoint.locate import BUNDLED, locate, read_spec
 from weft.serving.config.settings import EngineConfig, ServerConfig
-from weft.serving.executor.nodes.finding import Finding
 from weft.serving.executor.nodes.inventory import own_offer
+from weft.serving.executor.nodes.messages import Finding
 from weft.serving.executor.placement import Offer, decided, devices_of_ranks, kind_of, map_slices
 
 GIB = 1024**3

@@ -13,13 +13,13 @@ from contextlib import suppress
 from weft.errors import ConfigError
 from weft.serving.cli.doctor import devices
 from weft.serving.config.settings import EngineConfig
-from weft.serving.executor.nodes.finding import Finding
 from weft.serving.executor.nodes.inventory import own_offer
 from weft.serving.executor.nodes.join_listener import Head
 from weft.serving.executor.nodes.messages import (
     End,
     Examine,
     Examined,
+    Finding,
     Speed,
     Unreachable,
     differences,

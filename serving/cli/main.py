@@ -192,7 +192,7 @@ def join(settings: Settings, head: str, once: bool) -> int:
     WEFT_NODE_TOKEN=... weft serve MODEL --tp 4 --nodes 2     on one machine, 10.0.0.1
     WEFT_NODE_TOKEN=... weft join 10.0.0.1:7333               on the other one
     """
-    from weft.serving.executor.nodes.agent import run
+    from weft.serving.cli.join import run
 
     return run(settings.build(EngineConfig), head, once=once)
 

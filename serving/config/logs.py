@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Literal
 
 import msgspec
 
-from weft.serving.api.middleware.request_context import current
-
 LogFormat = Literal["text", "json"]
 FIELDS = "fields"
 """The attribute of a record, as in `extra={FIELDS: {...}}`, that JSON has as keys of its own."""
+
+request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
+"""The id of the HTTP request that a task works for; the API sets it."""
 
 logger = logging.getLogger("weft")
 
@@ -45,8 +47,8 @@ class _Text(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s%(request)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        context = current.get()
-        record.request = "" if context is None else f" [{context.id}]"
+        request = request_id.get()
+        record.request = "" if request is None else f" [{request}]"
         return super().format(record)
 
 
@@ -60,8 +62,8 @@ class _Json(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        if (context := current.get()) is not None:
-            entry["request_id"] = context.id
+        if (request := request_id.get()) is not None:
+            entry["request_id"] = request
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         entry |= getattr(record, FIELDS, {})

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from weft.errors import ConfigError
 from weft.serving.config.fields import Help, check
 from weft.serving.config.logs import LogFormat
-from weft.serving.executor.placement import Slice, parse
+from weft.serving.config.slices import Slice, parse
 
 Backend = Literal["auto", "torch", "jax"]
 Dtype = Literal["auto", "bfloat16", "float32"]

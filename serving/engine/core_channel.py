@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from weft.errors import EngineError
-from weft.serving.engine.protocol import Failed, FromCore, ToCore
+from weft.serving.engine.protocol import FromCore, ToCore
+from weft.serving.executor.child_process import Failed
 
 if TYPE_CHECKING:
     import zmq

@@ -36,7 +36,6 @@ from weft.serving.engine.protocol import (
     Compiled,
     EngineInfo,
     EngineStats,
-    Failed,
     FromCore,
     Outputs,
     Ready,
@@ -45,6 +44,7 @@ from weft.serving.engine.protocol import (
     Waiting,
 )
 from weft.serving.engine.request_stream import Stream
+from weft.serving.executor.child_process import Failed
 
 END_GRACE = 1.0  # seconds for the sockets to be gone
 ABORT_GRACE = 2.0  # seconds for a core to abort all requests and end

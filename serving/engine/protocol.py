@@ -12,10 +12,10 @@ from typing import Literal
 import msgspec
 from msgspec.structs import astuple, replace
 
-from weft.errors import ConfigError, EngineError, ModelError, WeftError
 from weft.models.spec.pooling import PoolingKind
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.sampling_params import SamplingParams
+from weft.serving.executor.child_process import Failed
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -211,26 +211,6 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
     outputs: list[TokenOutput]
     stats: EngineStats
     moves: list[Move] = []
-
-
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """Core -> front, rank -> core: it ends. `kind` is the name of a class in weft.errors."""
-
-    kind: str
-    message: str
-
-    @classmethod
-    def of(cls, error: BaseException) -> Failed:
-        """What to say of an error."""
-        if isinstance(error, WeftError):
-            return cls(type(error).__name__, str(error))
-        return cls(EngineError.__name__, repr(error))
-
-    @property
-    def error(self) -> WeftError:
-        """What to raise for it."""
-        kinds: dict[str, type[WeftError]] = {k.__name__: k for k in (ConfigError, ModelError)}
-        return kinds.get(self.kind, EngineError)(self.message)
 
 
 ToCore = Compiled | Add | Abort | Shutdown

@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,15 @@ _TEMPLATE_ERRORS = (
 )
 
 
+MARKS = frozenset(
+    {
+        *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+        *("<think>", "</think>", "[THINK]", "[/THINK]"),
+    }
+)
+"""Texts that begin or end a tool call or a thought in the formats that api/parsing reads."""
+
+
 @dataclass
 class Tokenizer:
     """A checkpoint's tokenizer and chat template. Safe to use from several threads.
@@ -84,6 +94,12 @@ class Tokenizer:
     chat_templates: dict[str, str]
     is_byte_level: bool
     _token_bytes: dict[int, bytes] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def mark_tokens(self) -> dict[str, int]:
+        """The special tokens that are marks of calls or thoughts, by their texts."""
+        special = {self.backend.id_to_token(token): token for token in self.special_token_ids}
+        return {text: token for text, token in special.items() if text in MARKS}
 
     @classmethod
     def load(cls, path: str | Path, *, model: str | Path | None = None) -> Tokenizer:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from weft.kernels.symmetric.memory import Home
     from weft.models.spec.layout import Layout
     from weft.models.torch.group import Groups
-    from weft.serving.executor.placement import Slice
+    from weft.serving.config.slices import Slice
 
 
 def choose_kernels(config: EngineConfig, layout: Layout, device: torch.device) -> str:

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from weft.errors import ConfigError, EngineError, ModelError, WeftError
 from weft.serving.config import logs
 from weft.serving.config.settings import EngineConfig
 
@@ -76,3 +77,23 @@ def how_it_ended(code: int) -> str | None:
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"exited with status {code}" if code else None
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """Core -> API process, rank -> core: it ends. `kind` is the name of a class in weft.errors."""
+
+    kind: str
+    message: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failed:
+        """What to say of an error."""
+        if isinstance(error, WeftError):
+            return cls(type(error).__name__, str(error))
+        return cls(EngineError.__name__, repr(error))
+
+    @property
+    def error(self) -> WeftError:
+        """What to raise for it."""
+        kinds: dict[str, type[WeftError]] = {k.__name__: k for k in (ConfigError, ModelError)}
+        return kinds.get(self.kind, EngineError)(self.message)

@@ -22,6 +22,7 @@ from weft.models.interface import ModelRunner, StepInput, StepOutput
 from weft.models.spec.spec import ModelSpec
 from weft.serving.config import logs
 from weft.serving.config.settings import EngineConfig
+from weft.serving.config.slices import RankDevices
 from weft.serving.executor.backend import (
     choose_kernels,
     homes,
@@ -30,7 +31,6 @@ from weft.serving.executor.backend import (
     require_same,
     symmetric_bytes,
 )
-from weft.serving.executor.placement import RankDevices
 
 LINE_EVERY = 10.0  # seconds between two lines of a log
 

@@ -20,10 +20,10 @@ from typing import Protocol
 import msgspec
 
 from weft.serving.config.settings import EngineConfig
+from weft.serving.config.slices import RankDevices
 from weft.serving.executor.child_process import how_it_ended
 from weft.serving.executor.loading import LOOPBACK
 from weft.serving.executor.nodes.link import read
-from weft.serving.executor.placement import RankDevices
 from weft.serving.executor.rank_messages import FromRank, decode_said
 from weft.serving.executor.rank_process import RankOrders
 from weft.serving.executor.step_ring import Board, Int64

@@ -21,19 +21,15 @@ A rank is a process. With torch it has one device; with jax all that its engine 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError
+from weft.serving.config.slices import HERE, DeviceRequest, Kind, RankDevices, Share, Slice, parse
 
 if TYPE_CHECKING:
     from weft.serving.config.settings import Backend, EngineConfig
-
-Kind = Literal["cpu", "cuda", "tpu"]
-
-HERE = "this machine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,70 +78,6 @@ class Offer:
         if kind == "tpu":
             return f"{self.where}: {self.tpus} TPUs"
         return f"{self.where}: {'any number of' if self.places is None else self.places} places"
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The part of an engine's slice that is on one machine.
-
-    Attributes:
-        machine: its number.
-        devices: by index, in the order of the mesh or of the ranks; see `devices_of_ranks`.
-        engines: how many have a part of this machine, and so share its cores and memory.
-        where: the machine's name and address.
-    """
-
-    machine: int
-    devices: tuple[int, ...]
-    engines: int = 1
-    where: str = HERE
-
-
-Slice = tuple[Share, ...]
-"""Of one engine; in the order of its ranks."""
-
-RankDevices = tuple[int, ...]
-"""By index, of one rank, on its machine."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A virtual slice of one engine; see `parse`.
-
-    Attributes:
-        count: devices.
-        islands: devices of each island, in the order of the ranks; None for any.
-        kind: of the devices; None for any.
-    """
-
-    count: int
-    islands: tuple[int, ...] | None = None
-    kind: Kind | None = None
-
-
-def parse(text: str) -> Request:
-    """What `--devices` asks for.
-
-    | text | devices of each engine |
-    | --- | --- |
-    | 8 | any eight, of as few islands as have them |
-    | 2x4 | of two islands four each |
-    | 4+1 | four of an island, one of another; also 2x4+2 |
-    | nvlink:8 | eight GPUs of one island; also nvlink:2x4 |
-
-    Raises:
-        ConfigError: it is none of these.
-    """
-    match = re.fullmatch(r"(nvlink:)?((?:\d+x)?\d+(?:\+(?:\d+x)?\d+)*)", text)
-    islands: list[int] = []
-    for part in match[2].split("+") if match else ():
-        times, _, each = part.rpartition("x")
-        islands += [int(each)] * min(int(times or 1), 4096)
-    if match is None or not islands or not all(islands):
-        raise ConfigError(f"--devices is {text!r}; it must be such as 8, 2x4, 4+1 or nvlink:8")
-    if match[2].isdecimal() and match[1] is None:
-        return Request(islands[0])
-    return Request(sum(islands), tuple(islands), "cuda" if match[1] else None)
 
 
 def map_slices(config: EngineConfig, offers: Sequence[Offer]) -> list[Slice]:
@@ -226,7 +158,9 @@ class _NoRoomError(Exception):
     """There is no such slice; what was asked for, in words."""
 
 
-def _map(config: EngineConfig, offers: Sequence[Offer], request: Request | None) -> list[Slice]:
+def _map(
+    config: EngineConfig, offers: Sequence[Offer], request: DeviceRequest | None
+) -> list[Slice]:
     ranks = config.dp * config.world_size
     kind = kind_of(config)
     free = [offer.devices(kind, number, ranks) for number, offer in enumerate(offers)]

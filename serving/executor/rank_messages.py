@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from weft.errors import EngineError
 from weft.models.interface import NOTHING, Int32, Step, StepInput, StepOutput
-from weft.serving.engine.protocol import Failed
+from weft.serving.executor.child_process import Failed
 from weft.serving.executor.loading import ModelInfo
 
 

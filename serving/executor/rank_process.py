@@ -26,10 +26,10 @@ import msgspec
 from weft.errors import WeftError
 from weft.models.interface import DispatchingRunner, ModelRunner, StepInput, StepOutput
 from weft.serving.config.settings import EngineConfig
-from weft.serving.engine.protocol import Failed
+from weft.serving.config.slices import RankDevices
 from weft.serving.executor import child_process
+from weft.serving.executor.child_process import Failed
 from weft.serving.executor.loading import LoadedModel, Place, Progress, show_progress
-from weft.serving.executor.placement import RankDevices
 from weft.serving.executor.rank_messages import (
     Address,
     Done,

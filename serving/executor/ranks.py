@@ -32,7 +32,7 @@ import numpy as np
 from weft.errors import EngineError, WeftError
 from weft.models.interface import Result, Step, StepOutput
 from weft.serving.config.settings import EngineConfig
-from weft.serving.engine.protocol import Failed
+from weft.serving.executor.child_process import Failed
 from weft.serving.executor.loading import LoadedModel, ModelInfo
 from weft.serving.executor.node import LocalMachine, Machine
 from weft.serving.executor.placement import devices_of_ranks

@@ -33,7 +33,7 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(TESTS), "OMP_NUM_THREA
 _WITH_LOADER = """
 import msgspec, sys
 from weft.errors import WeftError
-from weft.serving import logs
+from weft.serving.config import logs
 from weft.serving.api.server import serve
 from weft.serving.config.settings import EngineConfig, ServerConfig
 

@@ -12,6 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.serving.api.middleware.request_context import Context, current
+from weft.serving.config import logs
 from weft.serving.config.logs import FIELDS
 from weft.serving.engine.metrics import Metrics
 
@@ -44,6 +45,7 @@ class Observed:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = Context(request_id(Headers(scope=scope).get("x-request-id")))
         current.set(context)  # of this request's task, which ends with it
+        logs.request_id.set(context.id)
 
         async def noting(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -80,22 +80,21 @@ class AnswerFormat:
         return None if form is None else self.tokenizer.backend.token_to_id(form.close)
 
     @cached_property
-    def mark_tokens(self) -> dict[str, int]:
-        """Special tokens that are marks, by their texts."""
-        return mark_tokens(self.tokenizer)
-
-    @cached_property
     def visible(self) -> frozenset[int]:
         """Special tokens that are marks of these formats, which the parser has to see."""
         marks = _marks(self._tool_format, self._reasoning_format)
-        return frozenset(token for text, token in self.mark_tokens.items() if text in marks)
+        return frozenset(
+            token for text, token in self.tokenizer.mark_tokens.items() if text in marks
+        )
 
     def after_thought(self, grammar: Grammar, prompt: str) -> Grammar:
         """The grammar of an answer to this prompt, which may begin with a thought."""
         form = self._reasoning_format
         if form is None or prompt.rstrip().endswith(form.close):  # there was one, maybe empty
             return grammar
-        return after_thought(grammar, form, self.mark_tokens, opened=form.opened_by(prompt))
+        return after_thought(
+            grammar, form, self.tokenizer.mark_tokens, opened=form.opened_by(prompt)
+        )
 
     def count_tokens(self, text: str) -> int:
         """How many tokens a text is."""
@@ -133,17 +132,6 @@ class AnswerFormat:
     @property
     def _reasoning_format(self) -> ReasoningFormat | None:
         return None if self.reasoning is None else REASONING_FORMATS[self.reasoning]
-
-
-def mark_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Special tokens that are marks of calls or thoughts in any format, by their texts."""
-    marks: set[str | None] = set()
-    for tools in TOOL_FORMATS.values():
-        marks |= _marks(tools, None)
-    for reasoning in REASONING_FORMATS.values():
-        marks |= _marks(None, reasoning)
-    special = {token: tokenizer.backend.id_to_token(token) for token in tokenizer.special_token_ids}
-    return {text: token for token, text in special.items() if text in marks}
 
 
 def _marks(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> set[str | None]:

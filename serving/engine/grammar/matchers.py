@@ -11,7 +11,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from weft.serving.api.parsing.parser import mark_tokens
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.grammar.compiler import ROOM
 from weft.serving.engine.grammar.lru import Recent
@@ -96,7 +95,7 @@ def tokens_of(tokenizer: Tokenizer, vocab_size: int) -> xgrammar.TokenizerInfo:
 
     control = control_tokens(tokenizer)
     words = [b"" if i in control else tokenizer.token_bytes(i) for i in range(vocab_size)]
-    for text, token in mark_tokens(tokenizer).items():
+    for text, token in tokenizer.mark_tokens.items():
         if token < vocab_size:
             words[token] = NO_TEXT + text.encode()
     ends = [token for token in tokenizer.eos_token_ids if token < vocab_size]

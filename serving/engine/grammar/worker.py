@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, BinaryIO
 import msgspec
 
 from weft.errors import RequestError
-from weft.serving.api.parsing.parser import mark_tokens
 from weft.serving.engine.grammar.compiler import HEAD, Answer, Vocabulary, framed
 from weft.serving.engine.grammar.matchers import NO_TEXT, control_tokens, tokens_of
 from weft.serving.engine.grammar.structural_tag import (
@@ -58,7 +57,7 @@ class Compiler:
         import xgrammar
 
         self._tokenizer = load_tokenizer(vocabulary.config)
-        self._never = control_tokens(self._tokenizer) - set(mark_tokens(self._tokenizer).values())
+        self._never = control_tokens(self._tokenizer) - set(self._tokenizer.mark_tokens.values())
         small = xgrammar.TokenizerInfo(
             [*(bytes([i]) for i in range(256)), *(NO_TEXT + bytes([i]) for i in range(MARKS)), b""],
             xgrammar.VocabType.RAW,

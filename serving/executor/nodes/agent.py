@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import logging
 import selectors
-import signal
 import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 
@@ -33,15 +33,16 @@ import msgspec
 
 from weft.errors import ConfigError, EngineError
 from weft.serving.config.settings import EngineConfig
-from weft.serving.engine.protocol import Failed
+from weft.serving.executor.child_process import Failed
 from weft.serving.executor.node import LocalMachine
 from weft.serving.executor.nodes.inventory import own_offer
-from weft.serving.executor.nodes.link import Link, check_address, check_token, present
+from weft.serving.executor.nodes.link import Link, present
 from weft.serving.executor.nodes.messages import (
     Dump,
     End,
     Examine,
     Examined,
+    Finding,
     Gone,
     Hello,
     Lend,
@@ -79,6 +80,8 @@ ROOM = 0.001
 
 logger = logging.getLogger(__name__)
 
+Examiner = Callable[[EngineConfig], list[Finding]]
+
 
 def join(
     host: str,
@@ -91,6 +94,7 @@ def join(
     load_model: str = LOAD_MODEL,
     node_ranks: int | None = None,
     machine: int = 0,
+    examine: Examiner = lambda config: [],
 ) -> None:
     """Take part in what the head at `host`:`port` serves, until interrupted.
 
@@ -104,6 +108,7 @@ def join(
         load_model: loads a rank's part of the model.
         node_ranks: most ranks that share this machine's cores.
         machine: its number, if it is known.
+        examine: makes the findings that `weft doctor` asks for.
 
     Raises:
         ConfigError: the head has another token, or does not take this machine.
@@ -114,7 +119,8 @@ def join(
     while True:
         link = _connect(host, port, token)
         logger.info("joined %s:%d", host, port)
-        guest = _Guest(host, token, address, name or socket.gethostname(), load_model, offer)
+        name_here = name or socket.gethostname()
+        guest = _Guest(host, token, address, name_here, load_model, offer, examine)
         try:
             with closing(link):
                 ended = guest.take_part(link, machine)
@@ -170,6 +176,7 @@ class _Guest:
     name: str
     load_model: str
     offer: Offer
+    examine: Examiner
     engines: dict[int, threading.Thread] = field(default_factory=dict)
     links: list[Link[ToAgent]] = field(default_factory=list)
     leaves: bool = False
@@ -193,9 +200,7 @@ class _Guest:
                     case End():
                         return True
                     case Examine(config):
-                        from weft.serving.cli.doctor import examine_machine
-
-                        link.send(Examined(examine_machine(config)))
+                        link.send(Examined(self.examine(config)))
                     case Listen():
                         _listen(link, address, self.token)
                     case Reach(host, port, seconds):
@@ -350,45 +355,3 @@ class _Agent:
         machine = self._machine
         stopped = [rank for rank in machine.ranks if machine.is_stopped(rank)]
         self._link.send(Progress(machine.counters.tolist(), stopped))
-
-
-def run(config: EngineConfig, head: str, *, once: bool) -> int:
-    """The command `weft join`; see `join`.
-
-    Args:
-        config: node_address, node_token and node_ranks of it.
-        head: HOST:PORT.
-
-    Returns:
-        0 when it was told to end, or with `once` the head has ended.
-
-    Raises:
-        ConfigError: as `join`, or what is given cannot be.
-        EngineError: as `join`.
-    """
-    host, _, port = head.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"HOST:PORT is {head!r}; it must be such as 10.0.0.1:7333")
-    if config.node_token is None:
-        raise ConfigError("--node-token or WEFT_NODE_TOKEN is missing; the head prints it")
-    check_token(config.node_token)
-    check_address(config.node_address)
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    # The kernel drops them for the first process of a container, unless there is a handler; shells
-    # have what they run in the background ignore the second.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.default_int_handler)
-    try:
-        join(
-            host.strip("[]"),
-            int(port),
-            config.node_token,
-            address=config.node_address,
-            once=once,
-            node_ranks=config.node_ranks,
-        )
-    except KeyboardInterrupt:
-        logger.info("left %s", head)
-    return 0

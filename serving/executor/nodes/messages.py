@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import platform
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
 from weft.serving.config.settings import EngineConfig
-from weft.serving.executor.nodes.finding import Finding
-from weft.serving.executor.placement import Offer, RankDevices
+from weft.serving.config.slices import RankDevices
+from weft.serving.executor.placement import Offer
 from weft.version import __version__
 
 
@@ -159,6 +161,22 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
     counters: list[list[int]]
     stopped: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check of `weft doctor` saw; `advice` says what to do unless the status is "ok".
+
+    Attributes:
+        name: of the check.
+        machine: where, if not on this one.
+    """
+
+    name: str
+    status: Literal["ok", "warn", "fail"]
+    seen: str
+    advice: str = ""
+    machine: str = ""
 
 
 class Examined(msgspec.Struct, frozen=True, tag=True):

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from weft.errors import ConfigError, EngineError
 from weft.serving.config.settings import EngineConfig
+from weft.serving.config.slices import Share
 from weft.serving.executor.loading import LOOPBACK, LoadedModel
 from weft.serving.executor.node import LocalMachine, Machine
 from weft.serving.executor.nodes.join_listener import Head
@@ -24,7 +25,7 @@ from weft.serving.executor.nodes.link import check_address
 from weft.serving.executor.nodes.messages import Unreachable
 from weft.serving.executor.nodes.probe import measure
 from weft.serving.executor.nodes.remote import Joined, RemoteMachine
-from weft.serving.executor.placement import Share, devices_of_ranks
+from weft.serving.executor.placement import devices_of_ranks
 from weft.serving.executor.ranks import STUCK, RankExecutor, named
 
 LEND = 30.0

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from weft.errors import ConfigError, EngineError
 from weft.serving.config.settings import EngineConfig
+from weft.serving.config.slices import Kind
 from weft.serving.executor.loading import LoadedModel
 from weft.serving.executor.node import Machine
 from weft.serving.executor.nodes.join_listener import Head
 from weft.serving.executor.nodes.multi_node_executor import deal_out
 from weft.serving.executor.nodes.remote import Joined
-from weft.serving.executor.placement import Kind, kind_of
+from weft.serving.executor.placement import kind_of
 from weft.serving.executor.ranks import RankExecutor, named
 
 if TYPE_CHECKING:

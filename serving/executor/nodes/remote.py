@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from weft.serving.config.settings import EngineConfig
+from weft.serving.config.slices import Share
 from weft.serving.executor.nodes.link import Link
 from weft.serving.executor.nodes.messages import (
     Dump,
@@ -26,7 +27,7 @@ from weft.serving.executor.nodes.messages import (
     Started,
     Step,
 )
-from weft.serving.executor.placement import Share, devices_of_ranks
+from weft.serving.executor.placement import devices_of_ranks
 from weft.serving.executor.rank_messages import FromRank, decode_said
 from weft.serving.executor.step_ring import COUNTERS, Int64, slots
 

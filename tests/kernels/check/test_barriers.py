@@ -149,7 +149,7 @@ import triton.language as tl
 from weft.kernels import gpu
 from weft.kernels.check.aot import cases, compiling, describe, launches_of
 from weft.kernels.check.ops.table import named
-from weft.kernels.gpu import nvshmem
+from weft.kernels.gpu.runtime import nvshmem
 
 folder = Path(sys.argv[1])
 found = pkgutil.walk_packages(gpu.__path__, "weft.kernels.gpu.")

@@ -265,7 +265,7 @@ import json, re
 import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from weft.kernels.gpu import nvshmem
+from weft.kernels.gpu.runtime import nvshmem
 
 @triton.jit
 def send_and_wait(x, signal, fault, numel, rank, world, call):

@@ -22,7 +22,8 @@ WAIT = "    pl.semaphore_wait(semaphore, len(writers))\n"
 FAULTS = {
     "dropped wait": (
         "reduce_scatter x=4",
-        [("collectives.sums", "message(lane, hop - 1).wait()", "message(lane, hop - 1).wait_send()")],
+        [("collectives.sums",
+          "message(lane, hop - 1).wait()", "message(lane, hop - 1).wait_send()")],
         "race: |wrong: ",
     ),
     "dropped credit": (
@@ -30,13 +31,21 @@ FAULTS = {
         [("collectives.ring", TAKE, "pass"), ("collectives.ring", GIVE, "pass")],
         "race: ",
     ),
-    "credit that nobody takes": ("reduce_scatter x=4", [("collectives.ring", TAKE, "pass")], "leftover"),
+    "credit that nobody takes": (
+        "reduce_scatter x=4",
+        [("collectives.ring", TAKE, "pass")],
+        "leftover",
+    ),
     "double write": (
         "all_to_all x=4",
         [("collectives.all_to_all", "            out.at[me],\n", "            out.at[0],\n")],
         "race: ",
     ),
-    "out of bounds": ("permute x=2", [("collectives.permute", "x.at[i],", "x.at[i + 1],")], "Out-of-bounds"),
+    "out of bounds": (
+        "permute x=2",
+        [("collectives.permute", "x.at[i],", "x.at[i + 1],")],
+        "Out-of-bounds",
+    ),
     "dropped barrier": ("all_gather x=2", [("runtime.topology", WAIT, "")], "missing barrier"),
     "barrier with the wrong neighbour": (
         "permute x=4",
@@ -46,8 +55,10 @@ FAULTS = {
     ),
     "early exit": (
         "moe_dispatch x=4 idle",
-        [("experts.dispatch", "            signal(passed, device(axes, peer))\n", "            pass\n"),
-         ("experts.dispatch", "        pl.semaphore_wait(passed, devices - 1)\n", "        pass\n")],
+        [("experts.dispatch",
+          "            signal(passed, device(axes, peer))\n", "            pass\n"),
+         ("experts.dispatch",
+          "        pl.semaphore_wait(passed, devices - 1)\n", "        pass\n")],
         "early exit",
     ),
     "pages that are multiplied before they are here": (

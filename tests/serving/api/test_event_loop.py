@@ -14,10 +14,10 @@ from support.engine import started
 
 from weft.serving.api import turns
 from weft.serving.api.app import build_app
+from weft.serving.api.local import LocalApi
 from weft.serving.api.middleware.request_context import Context, current
 from weft.serving.api.openai import embeddings
 from weft.serving.api.state import ServerState
-from weft.serving.batch.local import LocalApi
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.engine import AsyncEngine
 

@@ -213,22 +213,22 @@ RAW = {
 
 # Those that one request to a running server does not bring about, or that have a file of their own.
 ELSEWHERE = {
-    28: ["serving/test_tokenizer.py::test_code_of_the_checkpoint_is_never_run"],
-    29: ["serving/api/test_protection.py::test_no_route_answers_without_a_key"],
-    30: ["serving/batch/test_command.py::test_mixed_file_and_resumption"],
+    28: ["serving/engine/test_tokenizer.py::test_code_of_the_checkpoint_is_never_run"],
+    29: ["serving/api/middleware/test_auth.py::test_no_route_answers_without_a_key"],
+    30: ["serving/cli/test_batch.py::test_mixed_file_and_resumption"],
     31: ["serving/api/test_lifecycle.py::test_a_client_that_leaves_aborts_its_request"],
-    32: ["serving/api/test_protection.py::test_a_client_that_does_not_read_is_cut_off"],
+    32: ["serving/api/middleware/test_auth.py::test_a_client_that_does_not_read_is_cut_off"],
     33: ["serving/api/test_protocol.py::test_a_request_that_does_not_arrive_is_408"],
-    34: ["serving/api/test_protection.py::test_a_full_queue_tells_when_to_come_again"],
+    34: ["serving/api/middleware/test_auth.py::test_a_full_queue_tells_when_to_come_again"],
     35: [
         "serving/api/test_lifecycle.py::test_sigterm_drains",
         "serving/api/test_lifecycle.py::test_a_second_signal_does_not_wait",
     ],
-    36: ["serving/test_ranks.py::test_two_ranks_answer_as_one_and_a_dead_one_is_named"],
+    36: ["serving/executor/test_ranks.py::test_two_ranks_answer_as_one_and_a_dead_one_is_named"],
     38: [
         "serving/batch/test_kills.py::test_killed_at_random_moments",
         "serving/batch/test_kills.py::test_a_full_disk_stops_it_and_resume_goes_on",
-        "models/test_weights.py::test_the_first_truncated_tensor_is_named",
+        "models/checkpoint/test_weights.py::test_the_first_truncated_tensor_is_named",
     ],
 }
 

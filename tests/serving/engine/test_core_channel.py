@@ -7,7 +7,7 @@ import zmq
 
 from weft.errors import EngineError
 from weft.serving.engine.core_channel import CoreChannel, addresses
-from weft.serving.engine.protocol import Failed
+from weft.serving.executor.child_process import Failed
 
 BASE = "inproc://test-channel"
 

@@ -12,11 +12,12 @@ from support.checkpoints import make_checkpoint
 
 from weft.errors import ConfigError
 from weft.serving.config.settings import EngineConfig, Replica
+from weft.serving.config.slices import Share
 from weft.serving.engine.core_client import CoreClient
 from weft.serving.engine.core_process import share_out
 from weft.serving.executor.loading import LoadedModel, Progress, load_model
 from weft.serving.executor.nodes.inventory import own_offer
-from weft.serving.executor.placement import Offer, Share
+from weft.serving.executor.placement import Offer
 from weft.serving.executor.ranks import named
 
 

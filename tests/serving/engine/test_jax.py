@@ -22,10 +22,10 @@ from weft.errors import ConfigError
 from weft.models.bundled.tasks import held_out
 from weft.models.jax import platform
 from weft.serving.config.settings import EngineConfig, Replica
+from weft.serving.config.slices import Share
 from weft.serving.engine.sampling_params import Grammar
 from weft.serving.executor.jax_loading import check_settings
 from weft.serving.executor.loading import uses_jax
-from weft.serving.executor.placement import Share
 
 SIZES: dict[str, Any] = {
     "max_num_seqs": 8,

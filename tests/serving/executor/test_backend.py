@@ -23,8 +23,8 @@ from weft.models.checkpoint.locate import read_spec
 from weft.models.spec.layout import Layout
 from weft.models.torch.overlapped import Overlapped
 from weft.serving.config.settings import EngineConfig, Replica
+from weft.serving.config.slices import Share
 from weft.serving.executor.backend import choose_kernels, require_same
-from weft.serving.executor.placement import Share
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

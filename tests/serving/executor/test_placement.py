@@ -10,17 +10,14 @@ from hypothesis import strategies as st
 
 from weft.errors import ConfigError
 from weft.serving.config.settings import EngineConfig
+from weft.serving.config.slices import DeviceRequest, Share, Slice, parse
 from weft.serving.executor.placement import (
     Device,
     Offer,
-    Request,
-    Share,
-    Slice,
     can_replace,
     decided,
     devices_of_ranks,
     map_slices,
-    parse,
     units,
 )
 
@@ -40,15 +37,15 @@ def gpus(count: int) -> Offer:
 @pytest.mark.parametrize(
     ("text", "request_"),
     [
-        ("8", Request(8)),
-        ("2x4", Request(8, (4, 4))),
-        ("4+1", Request(5, (4, 1))),
-        ("2x4+2", Request(10, (4, 4, 2))),
-        ("nvlink:8", Request(8, (8,), "cuda")),
-        ("nvlink:2x4", Request(8, (4, 4), "cuda")),
+        ("8", DeviceRequest(8)),
+        ("2x4", DeviceRequest(8, (4, 4))),
+        ("4+1", DeviceRequest(5, (4, 1))),
+        ("2x4+2", DeviceRequest(10, (4, 4, 2))),
+        ("nvlink:8", DeviceRequest(8, (8,), "cuda")),
+        ("nvlink:2x4", DeviceRequest(8, (4, 4), "cuda")),
     ],
 )
-def test_a_slice_is_written_like_this(text: str, request_: Request) -> None:
+def test_a_slice_is_written_like_this(text: str, request_: DeviceRequest) -> None:
     assert parse(text) == request_
 
 

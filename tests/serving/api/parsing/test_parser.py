@@ -306,3 +306,12 @@ def test_a_grammar_begins_where_the_thought_ends(tmp_path: Path) -> None:
     assert (thought["begin"], thought["end"]) == ("", "</think>")
     assert form.after_thought(grammar, "Is it?<think>\n\n</think>\n\n") == grammar
     assert AnswerFormat(form.tokenizer, None, None).after_thought(grammar, "Is it?") == grammar
+
+
+def test_the_tokenizer_knows_the_marks_of_every_format() -> None:
+    marks: set[str | None] = set()
+    for tools in TOOL_FORMATS.values():
+        marks |= {tools.open, tools.close, *tools.more_marks}
+    for thoughts in REASONING_FORMATS.values():
+        marks |= {thoughts.open, thoughts.close}
+    assert marks - {None} == MARKS

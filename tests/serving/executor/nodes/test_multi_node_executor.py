@@ -19,10 +19,10 @@ from support.mock_ranks import batch, failure_of, load
 from support.processes import wait_until_gone
 
 from weft.errors import ConfigError, EngineError
+from weft.serving.cli.join import run
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.core_process import share_out
 from weft.serving.executor.nodes import multi_node_executor
-from weft.serving.executor.nodes.agent import run
 from weft.serving.executor.nodes.join_listener import Head
 from weft.serving.executor.nodes.messages import (
     Hello,

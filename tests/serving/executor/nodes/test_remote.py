@@ -13,7 +13,8 @@ from support.mock_ranks import batch, failure_of
 
 from weft.errors import EngineError
 from weft.serving.config.settings import EngineConfig, Replica
-from weft.serving.engine.protocol import Failed
+from weft.serving.config.slices import Share
+from weft.serving.executor.child_process import Failed
 from weft.serving.executor.loading import ModelInfo
 from weft.serving.executor.nodes.link import (
     MOST_PATIENCE,
@@ -27,7 +28,7 @@ from weft.serving.executor.nodes.messages import (
     ToAgent,
 )
 from weft.serving.executor.nodes.remote import Joined, RemoteMachine
-from weft.serving.executor.placement import Offer, Share
+from weft.serving.executor.placement import Offer
 from weft.serving.executor.rank_messages import Done, Loaded, encoder
 from weft.serving.executor.ranks import RankExecutor
 

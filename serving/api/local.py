@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from weft.errors import EngineError
+from weft.serving.api.middleware.request_context import admit
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message
@@ -25,12 +27,17 @@ class LocalApi:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
+    async def post(
+        self, path: str, body: bytes, admitted: Callable[[], Awaitable[None]] | None = None
+    ) -> tuple[int, bytes]:
         """The status and the body of the response to a JSON body.
+
+        Each answer that the body asks for first awaits `admitted`.
 
         When there is no room now (429), that is waited for, longer each time. Raises EngineError
         when the engine cannot serve any more, or has failed with all the requests that it had.
         """
+        admit.set(admitted)  # in this task and those that it starts
         wait, most = WAITS
         while True:
             status, answer = await self._post(path, body)
