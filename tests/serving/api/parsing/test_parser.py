@@ -18,7 +18,7 @@ from weft.serving.api.parsing.pieces import Arguments, Call, CallStart, Content,
 from weft.serving.api.parsing.reasoning import REASONING_FORMATS, ReasoningParser
 from weft.serving.api.parsing.tool_calls import TOOL_FORMATS, ToolCallParser
 from weft.serving.engine.sampling_params import Grammar
-from weft.serving.engine.tokenizer import Tokenizer
+from weft.serving.engine.tokenizer import MARKS, Tokenizer
 
 NAMES = ("f", "get_weather")
 MARKS = (
