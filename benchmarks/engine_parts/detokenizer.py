@@ -1,4 +1,4 @@
-"""The incremental detokenizer alone, and behind a `Stream`: tokens per second, one at a time.
+"""The incremental detokenizer, alone and behind a `RequestStream`: tokens per second.
 
 The tokenizer is a byte-level BPE of 151,936 tokens; the text is letters,
 accents, Chinese characters and emoji, so that many characters span tokens.
@@ -17,7 +17,7 @@ from engine_parts.measure import Case, per_call
 from engine_parts.mock import VOCAB_SIZE
 from weft.serving.engine.detokenizer import Detokenizer
 from weft.serving.engine.protocol import TokenOutput
-from weft.serving.engine.request_stream import Stream
+from weft.serving.engine.request_stream import RequestStream
 from weft.serving.engine.sampling_params import SamplingParams
 from weft.serving.engine.timeline import Timeline
 from weft.serving.engine.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ def _stream(tokenizer: Tokenizer, ids: list[int]) -> Callable[[], None]:
     params = SamplingParams(max_tokens=len(ids))
 
     def turn() -> None:
-        stream = Stream(tokenizer, params, Timeline("0", 1, [("prefill", 0.0)]))
+        stream = RequestStream(tokenizer, params, Timeline("0", 1, [("prefill", 0.0)]))
         for output in outputs:
             stream.push(output)
             try:

@@ -9,15 +9,17 @@ from itertools import count
 import numpy as np
 
 from engine_parts.measure import Case, per_call
-from weft.serving.engine.scheduler.block_manager import ROOT_KEY, KVCache, block_key
+from weft.serving.engine.scheduler.block_manager import ROOT_KEY, BlockManager, block_key
 
 BLOCK_SIZE = 32
 BLOCKS = 32  # of one request: 1,024 tokens
 TOKENS = BLOCKS * BLOCK_SIZE
 
 
-def _make(num_blocks: int) -> KVCache:
-    return KVCache(num_blocks, BLOCK_SIZE, max_num_seqs=2, max_model_len=num_blocks * BLOCK_SIZE)
+def _make(num_blocks: int) -> BlockManager:
+    return BlockManager(
+        num_blocks, BLOCK_SIZE, max_num_seqs=2, max_model_len=num_blocks * BLOCK_SIZE
+    )
 
 
 def _keys() -> Callable[[], list[bytes]]:
@@ -55,7 +57,7 @@ def _append() -> Callable[[], None]:
     return turn
 
 
-def _filled(keys: list[bytes]) -> KVCache:
+def _filled(keys: list[bytes]) -> BlockManager:
     """A cache whose slot 0 holds blocks with these keys."""
     kv = _make(4 * BLOCKS)
     kv.allocate(0, TOKENS)

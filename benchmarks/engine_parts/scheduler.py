@@ -22,10 +22,10 @@ from engine_parts.measure import Case
 from engine_parts.mock import NUM_BLOCKS, VOCAB_SIZE, MockRunner
 from weft.models.interface import StepInput
 from weft.serving.engine.core import DEPTH
-from weft.serving.engine.grammar.matcher import Guide
+from weft.serving.engine.grammar.matcher import GrammarMatcher
 from weft.serving.engine.protocol import Add
 from weft.serving.engine.sampling_params import SamplingParams
-from weft.serving.engine.scheduler.block_manager import KVCache
+from weft.serving.engine.scheduler.block_manager import BlockManager
 from weft.serving.engine.scheduler.scheduler import Scheduler
 from weft.serving.executor.child_process import settle_garbage_collector
 
@@ -56,9 +56,9 @@ class Loop:
         self,
         decoding: int,
         next_prompt: Callable[[], list[int]] | None = None,
-        guides: Sequence[Guide] = (),
+        guides: Sequence[GrammarMatcher] = (),
     ) -> None:
-        kv = KVCache(NUM_BLOCKS, BLOCK_SIZE, RUNNING, MAX_MODEL_LEN)
+        kv = BlockManager(NUM_BLOCKS, BLOCK_SIZE, RUNNING, MAX_MODEL_LEN)
         self._scheduler = Scheduler(kv, max_num_batched_tokens=BUDGET, max_model_len=MAX_MODEL_LEN)
         self._runner = MockRunner()
         self._next_prompt = next_prompt
@@ -87,7 +87,7 @@ class Loop:
             if output.finish_reason is not None and self._next_prompt is not None:
                 self._add(self._next_prompt(), max_tokens=1)
 
-    def _add(self, prompt: list[int], max_tokens: int, guide: Guide | None = None) -> None:
+    def _add(self, prompt: list[int], max_tokens: int, guide: GrammarMatcher | None = None) -> None:
         self._count += 1
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0)
         self._scheduler.add(Add(str(self._count), prompt, params, end_token_ids=()), guide)
@@ -156,7 +156,7 @@ def _guided() -> Loop:
     import xgrammar
 
     matchers = [xgrammar.GrammarMatcher(_grammar()) for _ in range(GUIDED)]
-    return Loop(RUNNING, guides=[Guide(matcher, VOCAB_SIZE, ()) for matcher in matchers])
+    return Loop(RUNNING, guides=[GrammarMatcher(matcher, VOCAB_SIZE, ()) for matcher in matchers])
 
 
 @contextmanager

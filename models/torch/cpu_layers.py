@@ -62,7 +62,7 @@ class Load(Protocol):
         """Which part of a weight is this rank's, by axis."""
 
 
-KVCache = tuple[Tensor, Tensor]
+LayerCache = tuple[Tensor, Tensor]
 """One layer's keys and values, [num_blocks, kv_heads, block_size, head_dim] each."""
 
 
@@ -102,7 +102,7 @@ class Attention:
             )
 
     def __call__(
-        self, x: Tensor, rotation: Rotation, cache: KVCache, plan: AttentionPlan
+        self, x: Tensor, rotation: Rotation, cache: LayerCache, plan: AttentionPlan
     ) -> Tensor:
         """[T, hidden] -> [T, hidden]; the tokens' keys and values are written to the cache."""
         keys, values = cache

@@ -24,7 +24,7 @@ from weft.kernels.cpu.rope import Rotation
 from weft.models.checkpoint.weights import Weights
 from weft.models.interface import Size
 from weft.models.spec.spec import LayerSpec, ModelSpec, MoeSpec, WeightSpec
-from weft.models.torch.cpu_layers import Attention, KVCache, Load, Mlp, Moe
+from weft.models.torch.cpu_layers import Attention, LayerCache, Load, Mlp, Moe
 from weft.models.torch.group import ALONE, Groups
 from weft.models.torch.logits import Logits
 
@@ -46,7 +46,7 @@ class Layer:
         self,
         x: Tensor,
         rotation: Rotation,
-        cache: KVCache,
+        cache: LayerCache,
         plan: AttentionPlan,
         rows: Tensor | None = None,
         sizes: Sequence[int] = (),
@@ -98,7 +98,7 @@ class _Load:
         return (tensor.to(self._dtype) for tensor in self._weights.read_each(weight))
 
 
-class Model:
+class CpuModel:
     """The model of `spec`, with its weights read and packed; or one rank's part of it.
 
     Tokens are looked up on the first stage only, and logits made on the last.
@@ -152,7 +152,7 @@ class Model:
         self,
         x: Tensor,
         positions: Tensor,
-        cache: Sequence[KVCache],
+        cache: Sequence[LayerCache],
         plan: AttentionPlan,
         rows: Tensor | None = None,
         copies: Sequence[Size] = (),

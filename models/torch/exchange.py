@@ -21,7 +21,7 @@ from weft.kernels.gpu.attention.paged import paged_attention
 from weft.kernels.gpu.attention.tile import is_decode
 from weft.kernels.gpu.matmul.epilogue import Epilogue
 from weft.kernels.gpu.matmul.matmul import matmul
-from weft.models.torch.cpu_layers import KVCache
+from weft.models.torch.cpu_layers import LayerCache
 from weft.models.torch.gpu_layers import Experts, Linear
 from weft.models.torch.group import Groups
 
@@ -49,7 +49,7 @@ class Exchange(Protocol):
         """All tokens times this rank's rows, summed over the ranks; plus the residual."""
 
     def attend(
-        self, q: Tensor, cache: KVCache, batch: PagedBatch, scale: float, window: int | None
+        self, q: Tensor, cache: LayerCache, batch: PagedBatch, scale: float, window: int | None
     ) -> Tensor:
         """[T, H, D] to the same, of this rank's heads, whoever has the pages."""
 
@@ -70,7 +70,7 @@ class Exchange(Protocol):
 
 
 def attend(
-    q: Tensor, cache: KVCache, batch: PagedBatch, scale: float, window: int | None
+    q: Tensor, cache: LayerCache, batch: PagedBatch, scale: float, window: int | None
 ) -> Tensor:
     """Attention to pages that are all here: [T, H, D] to the same."""
     op = decode_attention if is_decode(q, batch) else paged_attention
@@ -113,7 +113,7 @@ class Plain:
         return self._group.sum(matmul(x, weight, epilogue=epilogue))
 
     def attend(
-        self, q: Tensor, cache: KVCache, batch: PagedBatch, scale: float, window: int | None
+        self, q: Tensor, cache: LayerCache, batch: PagedBatch, scale: float, window: int | None
     ) -> Tensor:
         """See Exchange."""
         ranks = self._context.size

@@ -34,7 +34,7 @@ from weft.kernels.gpu.rowwise.norm import rms_norm
 from weft.kernels.gpu.rowwise.rope import rotate_into_cache
 from weft.models.interface import Size
 from weft.models.spec.spec import LayerSpec, ModelSpec, MoeSpec
-from weft.models.torch.cpu_layers import KVCache
+from weft.models.torch.cpu_layers import LayerCache
 from weft.models.torch.exchange import Exchange
 from weft.models.torch.gpu_layers import Experts, Linear, Load, Source
 from weft.models.torch.group import Groups
@@ -80,7 +80,7 @@ class Layer:
             self._gate_up = load.linear(block.gate, block.up)
             self._down = load.linear(block.down)
 
-    def __call__(self, x: Tensor, step: _Step, cache: KVCache) -> Tensor:
+    def __call__(self, x: Tensor, step: _Step, cache: LayerCache) -> Tensor:
         """[T, hidden], or this rank's rows of them, to the same."""
         tokens, model, exchange = len(step.plan.pages), self._model, self._exchange
         normed = rms_norm(x, self._norms[0], model.norm_eps).out
@@ -155,7 +155,7 @@ class GpuModel:
         self,
         x: Tensor,
         positions: Tensor,
-        cache: Sequence[KVCache],
+        cache: Sequence[LayerCache],
         plan: PagedPlan,
         rows: Tensor | None = None,
         copies: Sequence[Size] = (),

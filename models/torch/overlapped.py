@@ -95,7 +95,7 @@ from weft.kernels.gpu.tuning.crossover import Product, few_rows
 from weft.kernels.symmetric.memory import Home
 from weft.models.spec.layout import Layout
 from weft.models.spec.spec import MlpSpec, ModelSpec, MoeSpec
-from weft.models.torch.cpu_layers import KVCache
+from weft.models.torch.cpu_layers import LayerCache
 from weft.models.torch.exchange import attend
 from weft.models.torch.gpu_layers import Experts, Linear
 
@@ -182,7 +182,7 @@ class _SharedPages:
         )
 
     def __call__(
-        self, q: Tensor, cache: KVCache, batch: PagedBatch, scale: float, window: int | None
+        self, q: Tensor, cache: LayerCache, batch: PagedBatch, scale: float, window: int | None
     ) -> Tensor:
         """[T, H, D] to the same."""
         tokens, heads, dim = q.shape
@@ -298,7 +298,7 @@ class Overlapped:
         return matmul_reduce_scatter(x, weight, self._ws.end, epilogue=epilogue)
 
     def attend(
-        self, q: Tensor, cache: KVCache, batch: PagedBatch, scale: float, window: int | None
+        self, q: Tensor, cache: LayerCache, batch: PagedBatch, scale: float, window: int | None
     ) -> Tensor:
         """See Exchange."""
         if self._shared is None:

@@ -39,8 +39,8 @@ from weft.models.interface import (
 )
 from weft.models.spec.layout import WHOLE, Layout
 from weft.models.spec.spec import ModelSpec
-from weft.models.torch.cpu_layers import KVCache
-from weft.models.torch.cpu_model import Model
+from weft.models.torch.cpu_layers import LayerCache
+from weft.models.torch.cpu_model import CpuModel
 from weft.models.torch.group import ALONE, Groups
 from weft.models.torch.logits import Logits
 from weft.models.torch.pipe import Pipe
@@ -72,7 +72,7 @@ class TorchRunner:
 
     def __init__(
         self,
-        model: Model | GpuModel,
+        model: CpuModel | GpuModel,
         spec: ModelSpec,
         *,
         pipe: Pipe,
@@ -98,7 +98,7 @@ class TorchRunner:
         self._dtype = dtype
         self._block_size = block_size
         self._max_tokens = max_tokens
-        self._cache: list[KVCache] = []
+        self._cache: list[LayerCache] = []
         self._device = device
         self._sampler = Sampler(vocab_size, max_num_seqs, device)
         self._newest_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
@@ -171,7 +171,7 @@ class TorchRunner:
             weights = Weights(path, spec, progress, layout)
             compute: torch.dtype = getattr(torch, dtype)
             max_tokens = max_num_batched_tokens
-            model: Model | GpuModel
+            model: CpuModel | GpuModel
             if home is not None:
                 from weft.models.torch.gpu_model import GpuModel  # imports triton
                 from weft.models.torch.graphs import buckets
@@ -183,7 +183,7 @@ class TorchRunner:
                     *(spec, weights, compute), device=home.device, exchange=made, groups=groups
                 )
             else:
-                model = Model(
+                model = CpuModel(
                     spec,
                     weights,
                     compute,
@@ -295,7 +295,7 @@ class TorchRunner:
         some = None
         if self._pipe.is_last and len(rows) < len(batch.token_ids):
             some = self._indices(rows)
-        if isinstance(self._model, Model):
+        if isinstance(self._model, CpuModel):
             x = self._begin(torch.tensor(batch.token_ids), batch)
             positions = torch.tensor(batch.positions)
             return self._model(x, positions, self._cache, plan, some, batch.copies)
@@ -309,7 +309,7 @@ class TorchRunner:
         """All of the model, for tokens all of which may be sampled: what is recorded."""
         from weft.models.torch.graphs import Forward
 
-        assert not isinstance(self._model, Model)
+        assert not isinstance(self._model, CpuModel)
         x = self._model.embed(self._named(step.token_ids))
         hidden = self._model(x, step.positions, self._cache, step.plan)
         return Forward(hidden, self._model.logits(hidden))
@@ -391,7 +391,7 @@ class TorchRunner:
         Raises:
             KernelError: a wait for another rank has run out: all after it is garbage.
         """
-        if isinstance(self._model, Model):
+        if isinstance(self._model, CpuModel):
             return [result.numpy() for result in results]
         from weft.models.torch.inputs import read_back
 

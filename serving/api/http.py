@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 import uvicorn
 
 from weft.serving.api.app import build_app
-from weft.serving.api.middleware.access_log import Observed
+from weft.serving.api.middleware.access_log import AccessLog
 from weft.serving.api.middleware.auth import guarded
 from weft.serving.api.middleware.keys import Keyring
 from weft.serving.api.protocol import BoundedProtocol
@@ -54,7 +54,7 @@ class HttpServer(uvicorn.Server):
         log = config.log_requests or config.log_prompts
         super().__init__(
             uvicorn.Config(
-                Observed(app, state.metrics, tracer, log=log),
+                AccessLog(app, state.metrics, tracer, log=log),
                 http=cast(type[BoundedProtocol], protocol),
                 ssl_context_factory=None if tls is None else lambda *_: tls,
                 ws="none",

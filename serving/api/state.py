@@ -12,7 +12,7 @@ from fastapi import Depends, Request
 from weft.errors import EngineError, RequestError
 from weft.serving.api.local import LocalApi
 from weft.serving.api.middleware.auth import open_paths
-from weft.serving.api.middleware.request_context import Context
+from weft.serving.api.middleware.request_context import RequestContext
 from weft.serving.api.openai.replies import now
 from weft.serving.api.parsing.parser import AnswerFormat
 from weft.serving.batch.service import BatchService
@@ -81,7 +81,7 @@ class ServerState:
             open_paths=open_paths(server_config),
         )
 
-    def deadline(self, request: Context) -> float | None:
+    def deadline(self, request: RequestContext) -> float | None:
         """time.monotonic() until which a request must have its answer, if that is limited."""
         return None if self.request_timeout is None else request.arrival + self.request_timeout
 

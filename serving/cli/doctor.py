@@ -24,9 +24,15 @@ from pathlib import Path
 from weft.errors import ConfigError, ModelError, WeftError
 from weft.models.checkpoint.locate import BUNDLED, locate, read_spec
 from weft.serving.config.settings import EngineConfig, ServerConfig
-from weft.serving.executor.nodes.inventory import own_offer
+from weft.serving.executor.nodes.inventory import own_inventory
 from weft.serving.executor.nodes.messages import Finding
-from weft.serving.executor.placement import Offer, decided, devices_of_ranks, kind_of, map_slices
+from weft.serving.executor.placement import (
+    Inventory,
+    decided,
+    devices_of_ranks,
+    kind_of,
+    map_slices,
+)
 
 GIB = 1024**3
 
@@ -64,7 +70,7 @@ def examine(engine: EngineConfig, server: ServerConfig) -> list[Finding]:
 
         found += examine_others(engine)
     elif engine.dp * engine.world_size > 1:
-        found += devices(engine, [own_offer(engine)])
+        found += devices(engine, [own_inventory(engine)])
     return found
 
 
@@ -189,7 +195,7 @@ def _shared_memory() -> Finding:
     return Finding("/dev/shm", "ok", seen)
 
 
-def devices(engine: EngineConfig, offers: Sequence[Offer]) -> list[Finding]:
+def devices(engine: EngineConfig, offers: Sequence[Inventory]) -> list[Finding]:
     """What each machine has for ranks, which is an island, and which ranks get it."""
     engine = decided(engine, offers)
     kind = kind_of(engine)

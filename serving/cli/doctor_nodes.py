@@ -13,8 +13,8 @@ from contextlib import suppress
 from weft.errors import ConfigError
 from weft.serving.cli.doctor import devices
 from weft.serving.config.settings import EngineConfig
-from weft.serving.executor.nodes.inventory import own_offer
-from weft.serving.executor.nodes.join_listener import Head
+from weft.serving.executor.nodes.inventory import own_inventory
+from weft.serving.executor.nodes.join_listener import JoinListener
 from weft.serving.executor.nodes.messages import (
     End,
     Examine,
@@ -31,7 +31,7 @@ from weft.serving.executor.nodes.multi_node_executor import (
     own_address,
 )
 from weft.serving.executor.nodes.probe import measure
-from weft.serving.executor.nodes.remote import Joined
+from weft.serving.executor.nodes.remote import JoinedNode
 
 JOIN = 60.0
 """Seconds for the machines to join."""
@@ -59,7 +59,7 @@ def examine_others(config: EngineConfig) -> list[Finding]:
         )
     check_nodes(config)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    with Head(config, strict=False) as head:
+    with JoinListener(config, strict=False) as head:
         head.invite(config.nodes - 1)
         others = head.wait_for(config.nodes - 1, JOIN)
     try:
@@ -73,7 +73,7 @@ def examine_others(config: EngineConfig) -> list[Finding]:
         check_addresses([own, *(joined.hello.address for joined in others)])
         for source, target, way in measure(own, others, head.token, SEND):
             found.append(_way(source, target, way))
-        offers = [own_offer(config), *(joined.hello.offer for joined in others)]
+        offers = [own_inventory(config), *(joined.hello.offer for joined in others)]
         found += devices(config, offers)
         for joined in others:
             found += _machine(config, joined)
@@ -97,7 +97,7 @@ def _way(source: str, target: str, way: Speed | Unreachable) -> Finding:
     return Finding("link", "ok", seen)
 
 
-def _machine(config: EngineConfig, joined: Joined) -> list[Finding]:
+def _machine(config: EngineConfig, joined: JoinedNode) -> list[Finding]:
     where = joined.where
     if wrong := differences(versions(), joined.hello.versions):
         advice = "install the same versions on all machines"

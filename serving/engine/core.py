@@ -28,8 +28,8 @@ from msgspec.structs import replace
 from weft.errors import EngineError, RequestError, WeftError
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.core_channel import CoreChannel
-from weft.serving.engine.grammar.matcher import Guide
-from weft.serving.engine.grammar.matchers import Guides
+from weft.serving.engine.grammar.matcher import GrammarMatcher
+from weft.serving.engine.grammar.matchers import GrammarMatchers
 from weft.serving.engine.protocol import (
     Abort,
     Add,
@@ -43,8 +43,8 @@ from weft.serving.engine.protocol import (
     TokenOutput,
     Waiting,
 )
-from weft.serving.engine.scheduler.block_manager import KVCache
-from weft.serving.engine.scheduler.dp_attention import Copies
+from weft.serving.engine.scheduler.block_manager import BlockManager
+from weft.serving.engine.scheduler.dp_attention import DpAttentionScheduler
 from weft.serving.engine.scheduler.scheduler import Scheduler
 from weft.serving.executor import child_process, loading
 from weft.serving.executor.base import Executor, Pending
@@ -80,8 +80,8 @@ class EngineCore:
         self,
         channel: CoreChannel,
         executor: Executor,
-        scheduler: Copies,
-        guides: Guides,
+        scheduler: DpAttentionScheduler,
+        guides: GrammarMatchers,
         *,
         heartbeat: float = HEARTBEAT,
         depth: int = DEPTH,
@@ -90,7 +90,7 @@ class EngineCore:
         self._executor = executor
         self._scheduler = scheduler
         self._guides = guides
-        self._preparing: dict[str, tuple[Add, Future[Guide]]] = {}
+        self._preparing: dict[str, tuple[Add, Future[GrammarMatcher]]] = {}
         self._heartbeat = heartbeat
         self._depth = depth
         self._steps: deque[Pending] = deque()
@@ -137,7 +137,7 @@ class EngineCore:
                 if not message.drain:
                     self._abort((*self._scheduler.live, *self._preparing))
 
-    def _add(self, message: Add, guide: Guide | None = None) -> None:
+    def _add(self, message: Add, guide: GrammarMatcher | None = None) -> None:
         try:
             self._scheduler.add(message, guide)
         except RequestError as error:
@@ -240,10 +240,12 @@ def serve(
     with CoreChannel(context, address) as channel:
         begin = time.monotonic()
         executor = start_executor(config, load_model, lambda port: channel.send(Waiting(port)))
-        guides = Guides(config, executor.model.vocab_size)
+        guides = GrammarMatchers(config, executor.model.vocab_size)
         try:
             model = executor.model
-            scheduler = Copies([_scheduler(config, model) for _ in range(config.copies)])
+            scheduler = DpAttentionScheduler(
+                [_scheduler(config, model) for _ in range(config.copies)]
+            )
             if own_process:
                 child_process.settle_garbage_collector()
             channel.send(Ready(_info(config, model, time.monotonic() - begin)))
@@ -281,9 +283,9 @@ def start_executor(
 
             return RayExecutor(config, load_model)
         if elsewhere:
-            from weft.serving.executor.nodes.multi_node_executor import HostsExecutor
+            from weft.serving.executor.nodes.multi_node_executor import MultiNodeExecutor
 
-            return HostsExecutor(config, load_model, announce)
+            return MultiNodeExecutor(config, load_model, announce)
         return ProcessExecutor(config, load_model, config.world_size)
 
     def load() -> LoadedModel:
@@ -298,7 +300,9 @@ def start_executor(
 def _scheduler(config: EngineConfig, model: ModelInfo) -> Scheduler:
     """Of one copy of attention."""
     return Scheduler(
-        KVCache(model.num_blocks, config.cache_block, config.max_num_seqs, model.max_model_len),
+        BlockManager(
+            model.num_blocks, config.cache_block, config.max_num_seqs, model.max_model_len
+        ),
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=model.max_model_len,
         prefix_caching=config.prefix_caching,

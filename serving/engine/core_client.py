@@ -29,7 +29,7 @@ from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.core_channel import MAX_PATH, addresses
 from weft.serving.engine.core_process import Core, CoreProcess, CoreThread
 from weft.serving.engine.grammar.compiler import ROOM
-from weft.serving.engine.grammar.lru import Recent
+from weft.serving.engine.grammar.lru import LruCache
 from weft.serving.engine.protocol import (
     Abort,
     Add,
@@ -43,7 +43,7 @@ from weft.serving.engine.protocol import (
     ToCore,
     Waiting,
 )
-from weft.serving.engine.request_stream import Stream
+from weft.serving.engine.request_stream import RequestStream
 from weft.serving.executor.child_process import Failed
 
 END_GRACE = 1.0  # seconds for the sockets to be gone
@@ -83,8 +83,8 @@ class CoreClient:
         self.config = config
         self._core: Core | None = None
         self._directory: str | None = None
-        self._streams: dict[str, Stream] = {}
-        self._grammars: Recent[bool] = Recent(ROOM)  # those that the core keeps
+        self._streams: dict[str, RequestStream] = {}
+        self._grammars: LruCache[bool] = LruCache(ROOM)  # those that the core keeps
         self._told_to_end = self._has_answered = False
         self._spawned = self._last_progress = time.monotonic()
         self._encoder = msgspec.msgpack.Encoder()
@@ -108,7 +108,7 @@ class CoreClient:
         return sum((sizes | {another.key: len(another.data)}).values())
 
     def add(
-        self, number: int, request: Add, stream: Stream, grammar: Compiled | None = None
+        self, number: int, request: Add, stream: RequestStream, grammar: Compiled | None = None
     ) -> None:
         """Give it a request, which is the front's so manieth, with the grammar that it names."""
         if grammar is not None and self._grammars.get(grammar.key) is None:

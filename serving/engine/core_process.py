@@ -23,7 +23,7 @@ from weft.errors import ConfigError, WeftError
 from weft.serving.config.settings import EngineConfig, Replica
 from weft.serving.engine.protocol import Orders
 from weft.serving.executor.child_process import how_it_ended
-from weft.serving.executor.placement import Offer, decided, map_slices
+from weft.serving.executor.placement import Inventory, decided, map_slices
 
 if TYPE_CHECKING:
     import zmq.asyncio
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 ABORT_GRACE = 2.0  # seconds for the stacks of a stuck core to be written
 
 
-def share_out(config: EngineConfig, offers: Sequence[Offer]) -> list[EngineConfig]:
+def share_out(config: EngineConfig, offers: Sequence[Inventory]) -> list[EngineConfig]:
     """The configuration of each of the `dp` cores, with its devices and its share of the memory.
 
     The share is of what is free now: a core that is started again later takes no more.

@@ -36,16 +36,16 @@ from weft.serving.engine.core_client import CoreClient
 from weft.serving.engine.core_process import share_out
 from weft.serving.engine.grammar.compiler import GrammarCompiler
 from weft.serving.engine.protocol import Add, Compiled, EngineInfo, EngineStats
-from weft.serving.engine.request_stream import Delta, Stream
-from weft.serving.engine.retry_after import Pace
+from weft.serving.engine.request_stream import Delta, RequestStream
+from weft.serving.engine.retry_after import FinishRate
 from weft.serving.engine.sampling_params import Grammar, SamplingParams
 from weft.serving.engine.timeline import Timelines
 from weft.serving.engine.tokenizer import Tokenizer, load_tokenizer
-from weft.serving.executor.nodes.inventory import own_offer
-from weft.serving.executor.placement import Offer, kind_of
+from weft.serving.executor.nodes.inventory import own_inventory
+from weft.serving.executor.placement import Inventory, kind_of
 
 if TYPE_CHECKING:
-    from weft.serving.executor.nodes.node_pool import Pool
+    from weft.serving.executor.nodes.node_pool import NodePool
 
 Status = Literal["ready", "restarting", "stalled", "draining", "dead"]
 
@@ -129,12 +129,12 @@ class AsyncEngine:
         self._restart = restart
         self._draining = False
         self._past = EngineStats()
-        self._pool: Pool | None = None
+        self._pool: NodePool | None = None
         self._shares: list[EngineConfig] = []
         self._cores: list[CoreClient] = []
         self._keepers: list[asyncio.Task[None]] = []
         self._load_seconds = 0.0
-        self._pace = Pace()
+        self._pace = FinishRate()
         self._ids = count()
         self._seeds = random.Random(config.seed)
 
@@ -283,7 +283,7 @@ class AsyncEngine:
         )
         timeline = self.timelines.begin(request_id, len(prompt))
         named = None if grammar is None else (grammar.key, len(grammar.data))
-        stream = Stream(self.tokenizer, params, timeline, visible, named)
+        stream = RequestStream(self.tokenizer, params, timeline, visible, named)
         try:
             core.add(number, request, stream, grammar)
         except BaseException:
@@ -403,7 +403,7 @@ class AsyncEngine:
         if config.executor == "ray":  # it knows the machines, and finds such that suit
             most = config.dp * config.world_size
             kind = kind_of(config)  # auto: nobody asks nodes
-            offer = Offer(
+            offer = Inventory(
                 gpus=(0,) * most if kind == "cuda" else (), tpus=most if kind == "tpu" else 0
             )
             group = secrets.token_hex(4)
@@ -412,14 +412,14 @@ class AsyncEngine:
                 for share in share_out(config, [offer] * config.nodes)
             ]
         gpus = config.device in ("auto", "cuda") and config.backend != "jax"
-        offers = [own_offer(config, gpus=gpus)]
+        offers = [own_inventory(config, gpus=gpus)]
         if config.nodes > 1:
             from weft.serving.executor.loading import check_ranks
-            from weft.serving.executor.nodes.node_pool import Pool
+            from weft.serving.executor.nodes.node_pool import NodePool
 
             if self._load_model == LOAD_MODEL:
                 check_ranks(config)  # before people are asked to start others
-            self._pool = Pool(config)
+            self._pool = NodePool(config)
             on_spawned()
             offers += await self._pool.offers()
             config = replace(config, node_token=self._pool.token)

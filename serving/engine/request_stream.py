@@ -44,7 +44,7 @@ class Delta:
     embedding: bytes | None = None
 
 
-class Stream:
+class RequestStream:
     """Turns tokens into text, and keeps what has not been read, merged into one delta.
 
     However slow the reader, no more is kept than the answer itself.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 _LAST = 64  # requests whose ends are looked at
 
 
-class Pace:
+class FinishRate:
     """The rate at which requests finish while there are any.
 
     Each client that is turned away is told of a time of its own, one after the other at that rate:

@@ -1,6 +1,6 @@
 """The ranks of one machine, as the controller of all ranks sees them.
 
-`LocalMachine` are processes here, which read their steps from a board (board.py) and say on a
+`LocalNode` are processes here, which read their steps from a board (board.py) and say on a
 socket each what they have to say. remote.py has those of another machine, whose agent
 (agent.py) owns a LocalMachine there.
 """
@@ -26,13 +26,13 @@ from weft.serving.executor.loading import LOOPBACK
 from weft.serving.executor.nodes.link import read
 from weft.serving.executor.rank_messages import FromRank, decode_said
 from weft.serving.executor.rank_process import RankOrders
-from weft.serving.executor.step_ring import Board, Int64
+from weft.serving.executor.step_ring import Int64, StepRing
 
 EXIT_GRACE = 1.0
 """Seconds for the process of a rank that has hung up to be gone."""
 
 
-class Machine(Protocol):
+class Node(Protocol):
     """The ranks of one machine.
 
     Attributes:
@@ -92,7 +92,7 @@ class Machine(Protocol):
         """Give back what is held; the ranks have ended."""
 
 
-class LocalMachine:
+class LocalNode:
     """Owns processes of this machine, and their board; see Machine.
 
     Args:
@@ -119,7 +119,7 @@ class LocalMachine:
         devices: Sequence[RankDevices] = (),
     ) -> None:
         self.ranks = ranks
-        self._board = Board(len(ranks), stages=config.pp)
+        self._board = StepRing(len(ranks), stages=config.pp)
         self.counters = self._board.counters
         self._ranks: list[_Rank] = []
         try:
@@ -234,7 +234,7 @@ class _Rank:
         self.channel = channel
 
     @classmethod
-    def start(cls, orders: RankOrders, board: Board) -> _Rank:
+    def start(cls, orders: RankOrders, board: StepRing) -> _Rank:
         """Start it; its stdin stays open for as long as this process lives."""
         own, other = socket.socketpair()
         with other:

@@ -46,7 +46,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class Inventory:
     """What a machine has for ranks.
 
     Attributes:
@@ -80,7 +80,7 @@ class Offer:
         return f"{self.where}: {'any number of' if self.places is None else self.places} places"
 
 
-def map_slices(config: EngineConfig, offers: Sequence[Offer]) -> list[Slice]:
+def map_slices(config: EngineConfig, offers: Sequence[Inventory]) -> list[Slice]:
     """The slice of each of the `dp` engines; they have no device in common.
 
     Without `devices`, every machine takes part, as equally as its devices and whole units allow.
@@ -115,7 +115,9 @@ def devices_of_ranks(config: EngineConfig, share: Share) -> list[RankDevices]:
     return [(index,) for index in share.devices]
 
 
-def can_replace(config: EngineConfig, slices: Sequence[Slice], machine: int, offer: Offer) -> bool:
+def can_replace(
+    config: EngineConfig, slices: Sequence[Slice], machine: int, offer: Inventory
+) -> bool:
     """Whether a machine has all the devices that engines use on the one with that number."""
     indexes = {i for each in slices for s in each if s.machine == machine for i in s.devices}
     most = 1 + max(indexes, default=-1)
@@ -130,7 +132,7 @@ def kind_of(config: EngineConfig) -> Kind:
     return "cpu" if config.device == "auto" else config.device
 
 
-def decided(config: EngineConfig, offers: Sequence[Offer]) -> EngineConfig:
+def decided(config: EngineConfig, offers: Sequence[Inventory]) -> EngineConfig:
     """With what `backend` and `device` auto are.
 
     jax where all machines have TPUs, else torch: on GPUs where machines have one for each rank,
@@ -159,7 +161,7 @@ class _NoRoomError(Exception):
 
 
 def _map(
-    config: EngineConfig, offers: Sequence[Offer], request: DeviceRequest | None
+    config: EngineConfig, offers: Sequence[Inventory], request: DeviceRequest | None
 ) -> list[Slice]:
     ranks = config.dp * config.world_size
     kind = kind_of(config)
@@ -256,7 +258,7 @@ def _roomiest(rooms: Sequence[int]) -> list[int]:
     return sorted(range(len(rooms)), key=lambda number: -rooms[number])
 
 
-def _advice(config: EngineConfig, offers: Sequence[Offer]) -> str:
+def _advice(config: EngineConfig, offers: Sequence[Inventory]) -> str:
     """What --devices could be."""
     size = config.world_size
     link = "nvlink:" if kind_of(config) == "cuda" else ""

@@ -38,7 +38,7 @@ from weft.serving.executor.rank_messages import (
     decode_step,
     encoder,
 )
-from weft.serving.executor.step_ring import MET, READ, Board
+from weft.serving.executor.step_ring import MET, READ, StepRing
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def serve(orders: RankOrders, channel: socket.socket) -> None:
     """
     send = partial(_send, channel)
 
-    board = Board(orders.on_machine, orders.board, stages=orders.config.pp)
+    board = StepRing(orders.on_machine, orders.board, stages=orders.config.pp)
     column = orders.rank - orders.first
 
     def find_port(own: int | None) -> int:
@@ -133,7 +133,7 @@ def _shown_progress(orders: RankOrders) -> AbstractContextManager[Progress]:
     return show_progress("loading")
 
 
-def _run(runner: ModelRunner, orders: RankOrders, board: Board, channel: socket.socket) -> None:
+def _run(runner: ModelRunner, orders: RankOrders, board: StepRing, channel: socket.socket) -> None:
     """Run each step; where devices work on their own, begin it, and let a thread wait for it."""
     column, step = orders.rank - orders.first, 0
     dispatch = runner.dispatch if isinstance(runner, DispatchingRunner) else None

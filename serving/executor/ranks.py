@@ -34,7 +34,7 @@ from weft.models.interface import Result, Step, StepOutput
 from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.child_process import Failed
 from weft.serving.executor.loading import LoadedModel, ModelInfo
-from weft.serving.executor.node import LocalMachine, Machine
+from weft.serving.executor.node import LocalNode, Node
 from weft.serving.executor.placement import devices_of_ranks
 from weft.serving.executor.rank_messages import Address, Done, FromRank, Loaded, encode_step
 from weft.serving.executor.step_ring import Int64, check_size, how_loaded
@@ -91,7 +91,7 @@ class RankExecutor:
         WeftError: a rank could not load its part.
     """
 
-    def __init__(self, config: EngineConfig, machines: Iterable[Machine]) -> None:
+    def __init__(self, config: EngineConfig, machines: Iterable[Node]) -> None:
         self._stages = config.pp
         self.failure: WeftError | None = None
         self._pending: deque[_Pending] = deque()
@@ -103,7 +103,7 @@ class RankExecutor:
         self._patience, self._look_every = config.load_stall_timeout, patience / LOOKS
         self._looked = time.monotonic()
         self._progress, self._quiet = -1, 0
-        self._machines: list[Machine] = []
+        self._machines: list[Node] = []
         self._selector = selectors.DefaultSelector()
         try:
             for machine in machines:
@@ -224,7 +224,7 @@ class RankExecutor:
             yield from self._said(machine, machine.check(pause))
 
     def _said(
-        self, machine: Machine, message: tuple[int, FromRank | None] | None
+        self, machine: Node, message: tuple[int, FromRank | None] | None
     ) -> Iterator[tuple[int, FromRank | None]]:
         """What a machine says of a rank, if it does; channels that have ended are forgotten."""
         if message is None:
@@ -320,7 +320,7 @@ class RankExecutor:
             return self._machines[0].counters
         return np.concatenate([machine.counters for machine in self._machines], axis=1)
 
-    def _machine(self, rank: int) -> Machine:
+    def _machine(self, rank: int) -> Node:
         return next(machine for machine in self._machines if rank in machine.ranks)
 
     def _when(self, number: int) -> str:
@@ -363,7 +363,7 @@ class ProcessExecutor(RankExecutor):
     ) -> None:
         devices = [own for s in config.replica.slice for own in devices_of_ranks(config, s)]
         ranks = range(world_size)
-        machine = LocalMachine(config, named(load_model), ranks, world_size, devices=devices)
+        machine = LocalNode(config, named(load_model), ranks, world_size, devices=devices)
         super().__init__(config, [machine])
 
 

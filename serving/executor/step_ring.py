@@ -57,7 +57,7 @@ def check_size(step: int, data: bytes) -> None:
         raise ValueError(f"step {step} takes {len(data)} bytes; at most {SLOT_BYTES - 8} fit")
 
 
-class Board:
+class StepRing:
     """The memory, of which `fd` may be given to other processes.
 
     Args:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.core_process import share_out
-from weft.serving.executor.nodes.join_listener import Head
+from weft.serving.executor.nodes.join_listener import JoinListener
 from weft.serving.executor.nodes.multi_node_executor import deal_out
-from weft.serving.executor.placement import Offer
+from weft.serving.executor.placement import Inventory
 from weft.serving.executor.ranks import RankExecutor
 
 TOKEN = "a token of the tests"
@@ -83,7 +83,7 @@ def spread(
 ) -> Iterator[tuple[RankExecutor, list[Agent]]]:
     """An executor with ranks here and on machines that have joined: machine1 and so on."""
     with ExitStack() as stack:
-        with Head(replace(config, node_port=0, node_token=TOKEN)) as head:
+        with JoinListener(replace(config, node_port=0, node_token=TOKEN)) as head:
             agents = []
             for number in range(1, config.nodes):
                 name = f"machine{number}"
@@ -92,7 +92,7 @@ def spread(
                 agents.append(stack.enter_context(started))
             others = head.wait_for(config.nodes - 1)
         others.sort(key=lambda joined: joined.hello.name)
-        (config,) = share_out(config, [Offer()] * config.nodes)
+        (config,) = share_out(config, [Inventory()] * config.nodes)
         machines = deal_out(config, dict(enumerate(others, 1)), TOKEN, load_model)
         executor = RankExecutor(config, machines)
         try:

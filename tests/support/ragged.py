@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.kernels.cpu.attention import AttentionPlan
 from weft.models.spec.spec import ModelSpec
-from weft.models.torch.cpu_model import Model
+from weft.models.torch.cpu_model import CpuModel
 
 Step = Sequence[tuple[int, int]]
 """What one step runs: (request, how many of its next tokens)."""
@@ -18,7 +18,7 @@ Step = Sequence[tuple[int, int]]
 
 @torch.inference_mode()
 def run_ragged(
-    model: Model,
+    model: CpuModel,
     spec: ModelSpec,
     requests: Sequence[Sequence[int]],
     steps: Sequence[Step],

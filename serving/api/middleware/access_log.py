@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from weft.serving.api.middleware.request_context import Context, current
+from weft.serving.api.middleware.request_context import RequestContext, current
 from weft.serving.config import logs
 from weft.serving.config.logs import FIELDS
 from weft.serving.engine.metrics import Metrics
@@ -24,7 +24,7 @@ _ID = re.compile(r"[!-~]{1,128}")  # visible ASCII: fit for a header, and for a 
 logger = logging.getLogger("weft.requests")
 
 
-class Observed:
+class AccessLog:
     """ASGI middleware around all others.
 
     Args:
@@ -43,7 +43,7 @@ class Observed:
         self._log = log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context = Context(request_id(Headers(scope=scope).get("x-request-id")))
+        context = RequestContext(request_id(Headers(scope=scope).get("x-request-id")))
         current.set(context)  # of this request's task, which ends with it
         logs.request_id.set(context.id)
 
@@ -68,7 +68,7 @@ class Observed:
 _NOT_TRACED = frozenset({"/health", "/ready", "/metrics"})  # asked all the time, by machines
 
 
-def _write_line(scope: Scope, context: Context) -> None:
+def _write_line(scope: Scope, context: RequestContext) -> None:
     seconds = time.monotonic() - context.arrival
     fields: dict[str, Any] = {
         "method": scope["method"],

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Context:
+class RequestContext:
     """One request.
 
     Attributes:
@@ -41,7 +41,7 @@ class Context:
     status: int = 499
 
 
-current: ContextVar[Context | None] = ContextVar("current", default=None)
+current: ContextVar[RequestContext | None] = ContextVar("current", default=None)
 
 admit: ContextVar[Callable[[], Awaitable[None]] | None] = ContextVar("admit", default=None)
 """For `AsyncEngine.generate`: what the answers of a batch's row wait for. Others do not wait."""

@@ -20,7 +20,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from weft.serving.api.middleware.request_context import Context
+from weft.serving.api.middleware.request_context import RequestContext
 from weft.serving.engine.metrics import Phases
 from weft.version import __version__
 
@@ -44,7 +44,7 @@ class Tracer:
         self._propagator = TraceContextTextMapPropagator()
         self._model = model
 
-    def record(self, scope: Scope, route: str, context: Context) -> None:
+    def record(self, scope: Scope, route: str, context: RequestContext) -> None:
         """Make the spans of a request that has ended."""
         now, epoch = time.monotonic(), time.time() - time.monotonic()
         span = self._tracer.start_span(

@@ -21,9 +21,9 @@ import msgspec
 
 from weft.errors import EngineError, RequestError
 from weft.serving.config.settings import EngineConfig
-from weft.serving.engine.grammar.lru import Recent
+from weft.serving.engine.grammar.lru import LruCache
 from weft.serving.engine.protocol import Compiled
-from weft.serving.engine.retry_after import Pace
+from weft.serving.engine.retry_after import FinishRate
 from weft.serving.engine.sampling_params import Grammar
 from weft.serving.executor.child_process import how_it_ended
 
@@ -95,14 +95,14 @@ class GrammarCompiler:
     def __init__(self, config: EngineConfig, vocab_size: int) -> None:
         self._config = config
         self._vocab_size = vocab_size
-        self._done: Recent[Compiled | str] = Recent(ROOM)
+        self._done: LruCache[Compiled | str] = LruCache(ROOM)
         self._jobs: dict[bytes, _Job] = {}  # the first is under way
         self._worker: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._start_seconds = 0.0
         self._limit: asyncio.Timeout | None = None  # of what is under way
         self._until = 0.0
-        self._pace = Pace()
+        self._pace = FinishRate()
         self._closed = False
 
     async def compile(self, grammar: Grammar) -> Compiled:

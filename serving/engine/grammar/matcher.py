@@ -25,7 +25,7 @@ SECONDS_A_TOKEN = 0.005
 logger = logging.getLogger(__name__)
 
 
-class Guide:
+class GrammarMatcher:
     """One request's place in its grammar.
 
     Args:

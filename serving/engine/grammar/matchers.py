@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.grammar.compiler import ROOM
-from weft.serving.engine.grammar.lru import Recent
-from weft.serving.engine.grammar.matcher import Guide
+from weft.serving.engine.grammar.lru import LruCache
+from weft.serving.engine.grammar.matcher import GrammarMatcher
 from weft.serving.engine.protocol import Add, Compiled
 from weft.serving.engine.tokenizer import Tokenizer, load_tokenizer
 
@@ -25,7 +25,7 @@ NO_TEXT = b"\xff"
 """A byte that is in no UTF-8."""
 
 
-class Guides:
+class GrammarMatchers:
     """Makes them, in one thread.
 
     Args:
@@ -39,14 +39,14 @@ class Guides:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-guides")  # starts when used
         self._tokens: xgrammar.TokenizerInfo | None = None
         self._control: frozenset[int] = frozenset()
-        self._compiled: Recent[Future[Any]] = Recent(ROOM)
+        self._compiled: LruCache[Future[Any]] = LruCache(ROOM)
 
     def keep(self, message: Compiled) -> None:
         """Take a compiled grammar in."""
         loading = self._thread.submit(self._load, message.data)
         self._compiled.put(message.key, loading, len(message.data))
 
-    def make(self, add: Add) -> Future[Guide]:
+    def make(self, add: Add) -> Future[GrammarMatcher]:
         """A guide for a request whose grammar has been taken in."""
         loading = self._compiled.get(add.grammar)
         assert loading is not None, "the front knows what is here"
@@ -65,7 +65,7 @@ class Guides:
             self._control = control_tokens(tokenizer)
         return xgrammar.CompiledGrammar.deserialize_json(data.decode(), self._tokens)
 
-    def _make(self, add: Add, loading: Future[Any]) -> Guide:
+    def _make(self, add: Add, loading: Future[Any]) -> GrammarMatcher:
         import xgrammar
 
         grammar = loading.result()  # of this thread, earlier
@@ -78,7 +78,9 @@ class Guides:
         )
         params = add.params
         unwanted = set(add.end_token_ids) - set(params.stop_token_ids) if params.ignore_eos else ()
-        return Guide(matcher, self._vocab_size, add.end_token_ids, params.min_tokens, unwanted)
+        return GrammarMatcher(
+            matcher, self._vocab_size, add.end_token_ids, params.min_tokens, unwanted
+        )
 
 
 def tokens_of(tokenizer: Tokenizer, vocab_size: int) -> xgrammar.TokenizerInfo:

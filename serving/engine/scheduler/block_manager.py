@@ -50,7 +50,7 @@ def prefix_keys(token_ids: array[int], block_size: int) -> Iterator[bytes]:
         yield key
 
 
-class KVCache:
+class BlockManager:
     """Blocks of the cache, the tables of those who hold them, and the prefix cache.
 
     Args:

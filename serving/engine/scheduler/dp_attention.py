@@ -16,12 +16,12 @@ from collections.abc import Iterable, Sequence
 from msgspec.structs import replace
 
 from weft.models.interface import Result, Step
-from weft.serving.engine.grammar.matcher import Guide
+from weft.serving.engine.grammar.matcher import GrammarMatcher
 from weft.serving.engine.protocol import Add, EngineStats, Move, TokenOutput
 from weft.serving.engine.scheduler.scheduler import Scheduler
 
 
-class Copies:
+class DpAttentionScheduler:
     """Requests in, steps out; results of steps in, tokens out. Runs in one thread.
 
     Args:
@@ -34,7 +34,7 @@ class Copies:
         self._steps = 0
         self._seconds = 0.0
 
-    def add(self, add: Add, guide: Guide | None = None) -> None:
+    def add(self, add: Add, guide: GrammarMatcher | None = None) -> None:
         """Queue a request; see `Scheduler.add`."""
         copy = self._choose(add) if len(self._schedulers) > 1 else 0
         self._schedulers[copy].add(add, guide)

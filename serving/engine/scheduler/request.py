@@ -7,7 +7,7 @@ from array import array
 import numpy as np
 
 from weft.models.interface import Float32, Logprobs, SlotSampling
-from weft.serving.engine.grammar.matcher import Guide
+from weft.serving.engine.grammar.matcher import GrammarMatcher
 from weft.serving.engine.protocol import Add, TokenLogprob
 from weft.serving.engine.scheduler.block_manager import ROOT_KEY, block_key
 
@@ -65,7 +65,7 @@ class Request:
     )
 
     def __init__(
-        self, add: Add, order: int, max_model_len: int, guide: Guide | None = None
+        self, add: Add, order: int, max_model_len: int, guide: GrammarMatcher | None = None
     ) -> None:
         assert add.params.max_tokens is not None, "the front fills max_tokens in"
         self.id = add.request_id

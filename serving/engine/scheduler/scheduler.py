@@ -60,7 +60,7 @@ import numpy.typing as npt
 
 from weft.errors import RequestError
 from weft.models.interface import FINITE, Float32, Int32, StepInput, StepOutput
-from weft.serving.engine.grammar.matcher import Guide
+from weft.serving.engine.grammar.matcher import GrammarMatcher
 from weft.serving.engine.protocol import (
     Add,
     EngineStats,
@@ -69,7 +69,7 @@ from weft.serving.engine.protocol import (
     TokenLogprob,
     TokenOutput,
 )
-from weft.serving.engine.scheduler.block_manager import KVCache, Slots, prefix_keys
+from weft.serving.engine.scheduler.block_manager import BlockManager, Slots, prefix_keys
 from weft.serving.engine.scheduler.request import Request, token_logprob
 from weft.serving.engine.scheduler.step_builder import Chunk, Flight, Part, build_step, take_scores
 
@@ -89,7 +89,7 @@ class Scheduler:
 
     def __init__(
         self,
-        kv: KVCache,
+        kv: BlockManager,
         *,
         max_num_batched_tokens: int,
         max_model_len: int,
@@ -114,7 +114,7 @@ class Scheduler:
         self._live: dict[str, Request] = {}
         self._coming: dict[bytes, Request] = {}  # keys of blocks, and who computes them
         self._flights: deque[Flight] = deque()
-        self._guides: dict[int, Guide] = {}  # by slot
+        self._guides: dict[int, GrammarMatcher] = {}  # by slot
         self._moves: list[Move] = []
 
         # By slot. `length` counts tokens that are under way, `done` only those computed.
@@ -139,7 +139,7 @@ class Scheduler:
 
     # Requests.
 
-    def add(self, add: Add, guide: Guide | None = None) -> None:
+    def add(self, add: Add, guide: GrammarMatcher | None = None) -> None:
         """Queue a request, with a guide if it has a grammar.
 
         Raises:

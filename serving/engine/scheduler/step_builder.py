@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.models.interface import NO_MASK, NONE, Int32, Logprobs, StepInput
-from weft.serving.engine.grammar.matcher import Guide
-from weft.serving.engine.scheduler.block_manager import KVCache, Slots
+from weft.serving.engine.grammar.matcher import GrammarMatcher
+from weft.serving.engine.scheduler.block_manager import BlockManager, Slots
 from weft.serving.engine.scheduler.request import Request, token_logprob
 
 
@@ -62,8 +62,8 @@ def build_step(
     chunks: list[Chunk],
     length: Int32,
     prompt_length: Int32,
-    kv: KVCache,
-    guides: Mapping[int, Guide],
+    kv: BlockManager,
+    guides: Mapping[int, GrammarMatcher],
 ) -> Flight:
     """Make a step's arrays.
 
@@ -128,7 +128,7 @@ def build_step(
     return Flight(batch, scores, sums)
 
 
-def _mask(sample_slot: Int32, guides: Mapping[int, Guide]) -> tuple[Int32, Int32]:
+def _mask(sample_slot: Int32, guides: Mapping[int, GrammarMatcher]) -> tuple[Int32, Int32]:
     """The sampled rows whose requests have a guide, and the tokens that each may have."""
     rows = [row for row, slot in enumerate(sample_slot.tolist()) if slot in guides]
     if not rows:

@@ -34,8 +34,8 @@ import msgspec
 from weft.errors import ConfigError, EngineError
 from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.child_process import Failed
-from weft.serving.executor.node import LocalMachine
-from weft.serving.executor.nodes.inventory import own_offer
+from weft.serving.executor.node import LocalNode
+from weft.serving.executor.nodes.inventory import own_inventory
 from weft.serving.executor.nodes.link import Link, present
 from weft.serving.executor.nodes.messages import (
     Dump,
@@ -49,6 +49,7 @@ from weft.serving.executor.nodes.messages import (
     Listen,
     Listening,
     Meet,
+    NodeStep,
     Ping,
     Pong,
     Progress,
@@ -57,13 +58,12 @@ from weft.serving.executor.nodes.messages import (
     Said,
     Start,
     Started,
-    Step,
     ToAgent,
     Unreachable,
     versions,
 )
 from weft.serving.executor.nodes.probe import answer, listen, reach
-from weft.serving.executor.placement import Offer
+from weft.serving.executor.placement import Inventory
 from weft.serving.executor.rank_messages import encoder
 from weft.serving.executor.step_ring import slots
 
@@ -115,7 +115,7 @@ def join(
         EngineError: with `once`: the connection was lost.
         KeyboardInterrupt: the process was told to end; its ranks have ended.
     """
-    offer = own_offer(EngineConfig(node_ranks=node_ranks))
+    offer = own_inventory(EngineConfig(node_ranks=node_ranks))
     while True:
         link = _connect(host, port, token)
         logger.info("joined %s:%d", host, port)
@@ -175,7 +175,7 @@ class _Guest:
     address: str | None
     name: str
     load_model: str
-    offer: Offer
+    offer: Inventory
     examine: Examiner
     engines: dict[int, threading.Thread] = field(default_factory=dict)
     links: list[Link[ToAgent]] = field(default_factory=list)
@@ -277,7 +277,7 @@ class _Agent:
         self._room = slots(start.config.pp)
         self._end: float | None = None
         link.set_patience(start.patience)
-        self._machine = LocalMachine(
+        self._machine = LocalNode(
             start.config,
             load_model,
             range(start.first, start.first + len(start.devices)),
@@ -330,7 +330,7 @@ class _Agent:
 
     def _obey(self, message: ToAgent | None) -> None:
         match message:
-            case Step(data):
+            case NodeStep(data):
                 self._steps.append(data)
             case Meet(port):
                 self._machine.meet(port)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from weft.serving.config.settings import EngineConfig
-from weft.serving.executor.placement import Offer
+from weft.serving.executor.placement import Inventory
 
 _GPUS = """
 import json, torch
@@ -17,7 +17,7 @@ print(json.dumps([torch.cuda.mem_get_info(i)[0] for i in range(count)]))
 """
 
 
-def own_offer(config: EngineConfig, *, gpus: bool = True) -> Offer:
+def own_inventory(config: EngineConfig, *, gpus: bool = True) -> Inventory:
     """Of this machine.
 
     Args:
@@ -27,7 +27,7 @@ def own_offer(config: EngineConfig, *, gpus: bool = True) -> Offer:
     from weft.models.jax.platform import count_tpus
     from weft.models.memory.available import available_memory
 
-    return Offer(
+    return Inventory(
         config.node_ranks,
         memory=available_memory(),
         gpus=_free_of_gpus() if gpus else (),

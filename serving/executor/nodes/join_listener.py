@@ -23,7 +23,7 @@ from weft.errors import ConfigError
 from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.nodes.link import Link, Stranger, check_token, plain
 from weft.serving.executor.nodes.messages import FromAgent, Hello, Refused, differences, versions
-from weft.serving.executor.nodes.remote import Joined
+from weft.serving.executor.nodes.remote import JoinedNode
 
 MOST_STRANGERS = 64
 """At once; for one more, the one that has been there longest is turned away."""
@@ -43,7 +43,7 @@ class _Arrival:
     link: Link[FromAgent] | None = None
 
 
-class Head:
+class JoinListener:
     """Waits for machines to join this one. As a context manager it gives the port back.
 
     Args:
@@ -96,9 +96,9 @@ class Head:
         """Can be read when `admit` has something to do."""
         return self._selector.fileno()
 
-    def wait_for(self, count: int, timeout: float | None = None) -> list[Joined]:
+    def wait_for(self, count: int, timeout: float | None = None) -> list[JoinedNode]:
         """So many machines, in the order in which they came; or those that came in time."""
-        joined: list[Joined] = []
+        joined: list[JoinedNode] = []
         with selectors.DefaultSelector() as selector:
             selector.register(self, selectors.EVENT_READ)
             deadline = None if timeout is None else time.monotonic() + timeout
@@ -117,7 +117,7 @@ class Head:
                     selector.register(machine.link.socket, selectors.EVENT_READ, machine)
         return joined
 
-    def admit(self) -> Joined | None:
+    def admit(self) -> JoinedNode | None:
         """Take in what has come, and turn those away whose time is over; who may join, if one
         has become that.
         """
@@ -153,7 +153,7 @@ class Head:
         self._arrivals.append(arrival)
         self._selector.register(sock, selectors.EVENT_READ, arrival)
 
-    def _hear(self, arrival: _Arrival) -> Joined | None:
+    def _hear(self, arrival: _Arrival) -> JoinedNode | None:
         """Take in what one says; the machine, if that was the last of it.
 
         Raises:
@@ -174,7 +174,7 @@ class Head:
             theirs = differences(hello.versions, versions())
             arrival.link.send(Refused(f"this machine cannot take part: {'; '.join(theirs)}"))
             raise ConnectionError(f"{hello.name} cannot take part: {'; '.join(wrong)}")
-        return Joined(arrival.link, hello)
+        return JoinedNode(arrival.link, hello)
 
     def _turn_away(self, arrival: _Arrival, why: str) -> None:
         logger.warning("%s was turned away: %s", arrival.address, why)

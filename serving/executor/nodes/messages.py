@@ -11,7 +11,7 @@ import msgspec
 
 from weft.serving.config.settings import EngineConfig
 from weft.serving.config.slices import RankDevices
-from weft.serving.executor.placement import Offer
+from weft.serving.executor.placement import Inventory
 from weft.version import __version__
 
 
@@ -43,7 +43,7 @@ class Meet(msgspec.Struct, frozen=True, tag=True):
     port: int
 
 
-class Step(msgspec.Struct, frozen=True, tag=True):
+class NodeStep(msgspec.Struct, frozen=True, tag=True):
     """Controller -> agent: the next step, as ranks read it."""
 
     data: bytes
@@ -101,7 +101,7 @@ class Reach(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
-ToAgent = Start | Meet | Step | Dump | End | Lend | Ping | Refused | Examine | Listen | Reach
+ToAgent = Start | Meet | NodeStep | Dump | End | Lend | Ping | Refused | Examine | Listen | Reach
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -118,7 +118,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     name: str
     address: str
     versions: dict[str, str]
-    offer: Offer
+    offer: Inventory
     machine: int = 0
 
     @property

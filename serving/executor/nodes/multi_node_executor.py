@@ -19,12 +19,12 @@ from weft.errors import ConfigError, EngineError
 from weft.serving.config.settings import EngineConfig
 from weft.serving.config.slices import Share
 from weft.serving.executor.loading import LOOPBACK, LoadedModel
-from weft.serving.executor.node import LocalMachine, Machine
-from weft.serving.executor.nodes.join_listener import Head
+from weft.serving.executor.node import LocalNode, Node
+from weft.serving.executor.nodes.join_listener import JoinListener
 from weft.serving.executor.nodes.link import check_address
 from weft.serving.executor.nodes.messages import Unreachable
 from weft.serving.executor.nodes.probe import measure
-from weft.serving.executor.nodes.remote import Joined, RemoteMachine
+from weft.serving.executor.nodes.remote import JoinedNode, RemoteNode
 from weft.serving.executor.placement import devices_of_ranks
 from weft.serving.executor.ranks import STUCK, RankExecutor, named
 
@@ -32,7 +32,7 @@ LEND = 30.0
 """Seconds for the machines of a slice to connect."""
 
 
-class HostsExecutor(RankExecutor):
+class MultiNodeExecutor(RankExecutor):
     """Ranks on this machine and on others that join it; see RankExecutor.
 
     Args:
@@ -55,10 +55,10 @@ class HostsExecutor(RankExecutor):
 
 def gather(
     config: EngineConfig, load_model: Callable[..., LoadedModel], announce: Callable[[int], None]
-) -> Iterator[Machine]:
+) -> Iterator[Node]:
     """All machines of the slice, each started when it is asked for."""
     others = {share.machine for share in config.replica.slice if share.machine}
-    with Head(replace(config, node_port=0)) as head:
+    with JoinListener(replace(config, node_port=0)) as head:
         announce(head.port)
         joined = {each.hello.machine: each for each in head.wait_for(len(others), LEND)}
     if missing := others - joined.keys():
@@ -74,8 +74,8 @@ def gather(
 
 
 def deal_out(
-    config: EngineConfig, machines: Mapping[int, Joined], token: str, load_model: str
-) -> Iterator[Machine]:
+    config: EngineConfig, machines: Mapping[int, JoinedNode], token: str, load_model: str
+) -> Iterator[Node]:
     """Start the ranks on each machine of the slice, in their order.
 
     Args:
@@ -106,7 +106,7 @@ def deal_out(
         for (share, ranks), address in zip(slice_ranks, where, strict=True):
             joined = machines.get(share.machine)
             if joined is None:
-                yield LocalMachine(
+                yield LocalNode(
                     config,
                     load_model,
                     ranks,
@@ -119,7 +119,7 @@ def deal_out(
             patience = config.stall_timeout * STUCK
             waiting.remove(joined)
             try:
-                yield RemoteMachine(
+                yield RemoteNode(
                     joined,
                     config,
                     share,
@@ -161,7 +161,7 @@ def check_nodes(config: EngineConfig) -> None:
     check_address(config.node_address)
 
 
-def own_address(config: EngineConfig, others: list[Joined]) -> str:
+def own_address(config: EngineConfig, others: list[JoinedNode]) -> str:
     """This machine's address, at which others reach it.
 
     Raises:

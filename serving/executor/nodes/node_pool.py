@@ -29,15 +29,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from weft.errors import EngineError
-from weft.serving.executor.nodes.join_listener import Head
+from weft.serving.executor.nodes.join_listener import JoinListener
 from weft.serving.executor.nodes.messages import End, Lend, Ping
 from weft.serving.executor.nodes.multi_node_executor import check_nodes
-from weft.serving.executor.placement import Offer, can_replace
+from weft.serving.executor.placement import Inventory, can_replace
 from weft.serving.executor.ranks import STUCK
 
 if TYPE_CHECKING:
     from weft.serving.config.settings import EngineConfig
-    from weft.serving.executor.nodes.remote import Joined
+    from weft.serving.executor.nodes.remote import JoinedNode
 
 SILENT = 0.5
 """Of the time after which an engine says that a machine is lost: then it is given up here."""
@@ -52,11 +52,11 @@ logger = logging.getLogger(__name__)
 class _Member:
     """A machine that has joined, and when it was last heard of, by time.monotonic()."""
 
-    joined: Joined
+    joined: JoinedNode
     heard: float
 
 
-class Pool:
+class NodePool:
     """Waits for machines from now on; to be made on an event loop.
 
     Args:
@@ -75,12 +75,12 @@ class Pool:
         check_nodes(config)
         self._config = config
         self._patience = config.stall_timeout * STUCK * SILENT
-        self._head = Head(config)
+        self._head = JoinListener(config)
         self.port, self.token = self._head.port, self._head.token
         self._numbers = range(1, config.nodes)
         self._members: list[_Member] = []
         self._numbered: dict[int, _Member] = {}
-        self._offers: dict[int, Offer] = {}
+        self._offers: dict[int, Inventory] = {}
         self._shares: Sequence[EngineConfig] = ()
         self._changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -88,7 +88,7 @@ class Pool:
         self._looking = self._loop.create_task(self._look())
         self._is_closed = False
 
-    async def offers(self) -> list[Offer]:
+    async def offers(self) -> list[Inventory]:
         """What the machines have, in the order of their numbers, once all are there."""
         self._head.invite(len(self._numbers))
         await self._until_there(self._numbers)

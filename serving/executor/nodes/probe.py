@@ -17,7 +17,7 @@ from typing import Protocol
 from weft.errors import ConfigError
 from weft.serving.executor.nodes.link import admit, present, read
 from weft.serving.executor.nodes.messages import Listen, Listening, Reach, Speed, Unreachable
-from weft.serving.executor.nodes.remote import Joined
+from weft.serving.executor.nodes.remote import JoinedNode
 
 WAIT = 5.0
 """Seconds for the other side to connect, and to answer."""
@@ -122,7 +122,7 @@ class _Here:
 
 
 class _There:
-    def __init__(self, joined: Joined) -> None:
+    def __init__(self, joined: JoinedNode) -> None:
         self.where, self.address = joined.where, joined.hello.address
         self._link = joined.link
 
@@ -149,7 +149,7 @@ class _There:
 
 
 def measure(
-    own: str | None, others: list[Joined], token: str, seconds: float
+    own: str | None, others: list[JoinedNode], token: str, seconds: float
 ) -> Iterator[tuple[str, str, Speed | Unreachable]]:
     """Every way between two machines: from which, to which, and what it is like.
 

@@ -22,10 +22,10 @@ from weft.errors import ConfigError, EngineError
 from weft.serving.config.settings import EngineConfig
 from weft.serving.config.slices import Kind
 from weft.serving.executor.loading import LoadedModel
-from weft.serving.executor.node import Machine
-from weft.serving.executor.nodes.join_listener import Head
+from weft.serving.executor.node import Node
+from weft.serving.executor.nodes.join_listener import JoinListener
 from weft.serving.executor.nodes.multi_node_executor import deal_out
-from weft.serving.executor.nodes.remote import Joined
+from weft.serving.executor.nodes.remote import JoinedNode
 from weft.serving.executor.placement import kind_of
 from weft.serving.executor.ranks import RankExecutor, named
 
@@ -73,7 +73,7 @@ class RayExecutor(RankExecutor):
         super().close()
         self._leave()
 
-    def _gather(self, config: EngineConfig, load_model: str) -> Iterator[Machine]:
+    def _gather(self, config: EngineConfig, load_model: str) -> Iterator[Node]:
         import ray
 
         # A node's actor sees its own devices, from the first.
@@ -89,7 +89,7 @@ class RayExecutor(RankExecutor):
         slice = tuple(replace(s, engines=n) for s, n in zip(slice, engines, strict=True))
         config = replace(config, replica=replace(config.replica, slice=slice))
         own = config.node_address or ray.util.get_node_ip_address()
-        with Head(replace(config, node_port=0)) as head:
+        with JoinListener(replace(config, node_port=0)) as head:
             joins = self._start(resource, counts, own, head.port, head.token, load_model)
             joined = _wait_for(head, joins, self._group)
         machines = {each.hello.machine: each for each in joined}
@@ -216,7 +216,7 @@ def _engines_on_nodes(group: PlacementGroup, name: str, config: EngineConfig) ->
     ]
 
 
-def _wait_for(head: Head, joins: list[Any], group: PlacementGroup) -> list[Joined]:
+def _wait_for(head: JoinListener, joins: list[Any], group: PlacementGroup) -> list[JoinedNode]:
     """The nodes, once all have joined.
 
     Raises:
@@ -224,7 +224,7 @@ def _wait_for(head: Head, joins: list[Any], group: PlacementGroup) -> list[Joine
     """
     import ray
 
-    others: list[Joined] = []
+    others: list[JoinedNode] = []
     try:
         while len(others) < len(joins):
             others += head.wait_for(len(joins) - len(others), LOOK)

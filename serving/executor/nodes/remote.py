@@ -21,11 +21,11 @@ from weft.serving.executor.nodes.messages import (
     Gone,
     Hello,
     Meet,
+    NodeStep,
     Progress,
     Said,
     Start,
     Started,
-    Step,
 )
 from weft.serving.executor.placement import devices_of_ranks
 from weft.serving.executor.rank_messages import FromRank, decode_said
@@ -38,7 +38,7 @@ engine could wait for ever; with more it does not wait for messages to and fro."
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class JoinedNode:
     """A machine that has joined this one, and waits to be told what to do."""
 
     link: Link[FromAgent]
@@ -50,7 +50,7 @@ class Joined:
         return self.hello.where
 
 
-class RemoteMachine:
+class RemoteNode:
     """See Machine. Its counters are as of the agent's last heartbeat.
 
     Args:
@@ -68,7 +68,7 @@ class RemoteMachine:
 
     def __init__(
         self,
-        joined: Joined,
+        joined: JoinedNode,
         config: EngineConfig,
         share: Share,
         ranks: range,
@@ -141,7 +141,7 @@ class RemoteMachine:
         return bool(self.counters[1].min() >= step - self._window)
 
     def put(self, step: int, data: bytes) -> None:
-        self._send(Step(data))
+        self._send(NodeStep(data))
 
     def name(self, rank: int) -> str:
         place = rank - self.ranks[0]

@@ -14,7 +14,7 @@ from support.ragged import Step, run_ragged
 from weft.models.checkpoint.locate import read_spec
 from weft.models.checkpoint.weights import Weights
 from weft.models.spec.spec import ModelSpec
-from weft.models.torch.cpu_model import Model
+from weft.models.torch.cpu_model import CpuModel
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -81,7 +81,7 @@ SCHEDULES = {"whole": WHOLE, "chunks": CHUNKS, "mixed": MIXED, "token by token":
 class Case(NamedTuple):
     """A loaded checkpoint, requests, and the logits that transformers gives for them."""
 
-    model: Model
+    model: CpuModel
     spec: ModelSpec
     requests: list[list[int]]
     expected: list[torch.Tensor]
@@ -103,7 +103,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     spec = read_spec(path)
     requests = _requests()
     return Case(
-        model=Model(spec, Weights(path, spec), torch.float32),
+        model=CpuModel(spec, Weights(path, spec), torch.float32),
         spec=spec,
         requests=requests,
         expected=_transformers_logits(path, requests, torch.float32),
@@ -125,7 +125,7 @@ def test_bfloat16_is_as_exact_as_transformers(family: str, tmp_path: Any) -> Non
     requests = _requests()
     exact = torch.cat(_transformers_logits(path, requests, torch.float32))
     theirs = torch.cat(_transformers_logits(path, requests, torch.bfloat16))
-    model = Model(spec, Weights(path, spec), torch.bfloat16)
+    model = CpuModel(spec, Weights(path, spec), torch.bfloat16)
     ours = torch.cat(run_ragged(model, spec, requests, MIXED, dtype=torch.bfloat16))
 
     noise = (theirs - exact).abs().mean()

@@ -20,7 +20,7 @@ from support.steps import Driver, Request
 from weft.models.checkpoint.locate import read_spec
 from weft.models.interface import FINITE, NOT_FINITE, ModelRunner
 from weft.models.spec.layout import WHOLE
-from weft.models.torch.cpu_model import Model
+from weft.models.torch.cpu_model import CpuModel
 from weft.models.torch.pipe import Pipe
 from weft.models.torch.runner import PROMPT_LOGPROB_ROWS, TorchRunner
 
@@ -84,14 +84,14 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_step_does_not_count_what_it_waits_for_other_stages(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, pipe, call = _load(path), Pipe(WHOLE), Model.__call__
+    runner, pipe, call = _load(path), Pipe(WHOLE), CpuModel.__call__
 
-    def wait(model: Model, *args: Any) -> torch.Tensor:
+    def wait(model: CpuModel, *args: Any) -> torch.Tensor:
         pipe._waited += 1000.0
         return call(model, *args)
 
     monkeypatch.setattr(runner, "_pipe", pipe)
-    monkeypatch.setattr(Model, "__call__", wait)
+    monkeypatch.setattr(CpuModel, "__call__", wait)
     driver = _driver(runner)
     output = driver.step((driver.add(_prompt(5), 8), 5))
     assert -1000.0 < output.seconds < -900.0

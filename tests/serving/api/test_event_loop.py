@@ -15,7 +15,7 @@ from support.engine import started
 from weft.serving.api import turns
 from weft.serving.api.app import build_app
 from weft.serving.api.local import LocalApi
-from weft.serving.api.middleware.request_context import Context, current
+from weft.serving.api.middleware.request_context import RequestContext, current
 from weft.serving.api.openai import embeddings
 from weft.serving.api.state import ServerState
 from weft.serving.config.settings import EngineConfig
@@ -92,7 +92,7 @@ async def test_it_is_done_in_a_thread(
     ):
         monkeypatch.setattr(owner, name, watch.over(owner, name))
     monkeypatch.setattr(tokenizer, "backend", Backend(tokenizer.backend, watch))
-    context = Context("one")
+    context = RequestContext("one")
     current.set(context)
     status, answer = await LocalApi(build_app(state)).post(
         path, json.dumps({"model": "echo"} | body).encode()

@@ -14,7 +14,7 @@ from weft.errors import ConfigError
 from weft.serving.cli.doctor import Finding, devices, examine, run
 from weft.serving.cli.doctor_nodes import examine_others
 from weft.serving.config.settings import EngineConfig, ServerConfig
-from weft.serving.executor.placement import Offer
+from weft.serving.executor.placement import Inventory
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_devices_and_who_gets_them_are_shown(checkpoint: Path) -> None:
         "engine 0: ranks 0 to 1 on this machine",
         "engine 1: ranks 0 to 1 on this machine",
     ]
-    jax = devices(replace(engine, backend="jax"), [Offer(tpus=2), Offer(tpus=2)])
+    jax = devices(replace(engine, backend="jax"), [Inventory(tpus=2), Inventory(tpus=2)])
     assert [finding.seen for finding in jax] == [
         "island of this machine: 2 TPUs",
         "island of this machine: 2 TPUs",

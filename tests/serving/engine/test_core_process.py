@@ -16,25 +16,25 @@ from weft.serving.config.slices import Share
 from weft.serving.engine.core_client import CoreClient
 from weft.serving.engine.core_process import share_out
 from weft.serving.executor.loading import LoadedModel, Progress, load_model
-from weft.serving.executor.nodes.inventory import own_offer
-from weft.serving.executor.placement import Offer
+from weft.serving.executor.nodes.inventory import own_inventory
+from weft.serving.executor.placement import Inventory
 from weft.serving.executor.ranks import named
 
 
 def test_one_core_has_everything() -> None:
-    (share,) = share_out(EngineConfig(), [Offer(memory=1001)])
+    (share,) = share_out(EngineConfig(), [Inventory(memory=1001)])
     assert share.replica == Replica(slice=(Share(0, (0,)),))
 
 
 def test_cores_share_threads_memory_and_devices() -> None:
-    shares = share_out(EngineConfig(dp=4, tp=2, threads=9), [Offer(memory=1001)])
+    shares = share_out(EngineConfig(dp=4, tp=2, threads=9), [Inventory(memory=1001)])
     assert [share.replica for share in shares] == [
         Replica(n, 250, 4, (Share(0, (2 * n, 2 * n + 1), 4),)) for n in range(4)
     ]
 
 
 def test_cores_on_other_machines_leave_this_one_to_the_rest() -> None:
-    here, there = share_out(EngineConfig(dp=2, nodes=2), [Offer(memory=1001)] * 2)
+    here, there = share_out(EngineConfig(dp=2, nodes=2), [Inventory(memory=1001)] * 2)
     assert here.replica == Replica(0, None, 1, (Share(0, (0,)),))
     assert there.replica == Replica(1, None, 1, (Share(1, (0,)),))
 
@@ -42,10 +42,10 @@ def test_cores_on_other_machines_leave_this_one_to_the_rest() -> None:
 def test_interpreted_kernels_are_on_one_machine() -> None:
     config = EngineConfig(tp=2, nodes=2, kernels="overlapped")
     with pytest.raises(ConfigError, match="with --kernels overlapped an engine must be on one"):
-        share_out(config, [Offer()] * 2)
-    for share in share_out(replace(config, dp=2), [Offer()] * 2):
+        share_out(config, [Inventory()] * 2)
+    for share in share_out(replace(config, dp=2), [Inventory()] * 2):
         assert len(share.replica.slice) == 1
-    (share,) = share_out(replace(config, backend="jax"), [Offer(tpus=1)] * 2)
+    (share,) = share_out(replace(config, backend="jax"), [Inventory(tpus=1)] * 2)
     assert len(share.replica.slice) == 2, "TPUs have links"
 
 
@@ -56,7 +56,7 @@ def test_the_first_of_several_shows_what_each_takes(
     monkeypatch.setattr("weft.models.memory.available.available_memory", lambda: 2**28)
     model = str(make_checkpoint(tmp_path, "qwen3"))
     config = EngineConfig(model, dp=2, max_num_seqs=2, max_num_batched_tokens=64)
-    for share in share_out(config, [own_offer(config)]):
+    for share in share_out(config, [own_inventory(config)]):
         loaded = load_model(share, lambda done, total: None)
         loaded.runner.close()
     assert caplog.text.count("memory of each of 2 engine cores") == 1

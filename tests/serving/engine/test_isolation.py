@@ -19,7 +19,7 @@ from weft.serving.api.streaming import EventStream, event
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.engine import AsyncEngine
 from weft.serving.engine.protocol import Add, TokenOutput
-from weft.serving.engine.request_stream import Stream
+from weft.serving.engine.request_stream import RequestStream
 from weft.serving.engine.scheduler.scheduler import Scheduler
 
 VICTIM = [7, 7, 7]
@@ -74,15 +74,15 @@ async def test_a_fault_in_reading_its_output(
     caplog: pytest.LogCaptureFixture,
     fails_at: int,
 ) -> None:
-    push = Stream.push
+    push = RequestStream.push
 
-    def broken(self: Stream, output: TokenOutput) -> bool:
+    def broken(self: RequestStream, output: TokenOutput) -> bool:
         complete = push(self, output)
         if self._count == fails_at and self._min_tokens == 2:
             raise ZeroDivisionError("in the detokenizer")
         return complete
 
-    monkeypatch.setattr(Stream, "push", broken)
+    monkeypatch.setattr(RequestStream, "push", broken)
     error = await check_the_others(engine, min_tokens=2)
     assert isinstance(error, RequestError)
     assert (error.status, error.code) == (500, "generation_failed")

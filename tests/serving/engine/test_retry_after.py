@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.serving.engine.retry_after import Pace
+from weft.serving.engine.retry_after import FinishRate
 
 
 class Clock:
@@ -17,7 +17,7 @@ class Clock:
 
 def test_it_follows_the_rate_at_which_requests_finish() -> None:
     clock = Clock()
-    pace = Pace(clock)
+    pace = FinishRate(clock)
     for _ in range(20):
         pace.began()
     for _ in range(10):
@@ -30,7 +30,7 @@ def test_it_follows_the_rate_at_which_requests_finish() -> None:
 
 def test_clients_are_told_one_time_after_the_other_but_not_for_ever() -> None:
     clock = Clock()
-    pace = Pace(clock)
+    pace = FinishRate(clock)
     for _ in range(6):
         pace.began()
     for _ in range(2):
@@ -43,7 +43,7 @@ def test_clients_are_told_one_time_after_the_other_but_not_for_ever() -> None:
 
 def test_before_any_has_finished_it_is_as_long_again() -> None:
     clock = Clock()
-    pace = Pace(clock)
+    pace = FinishRate(clock)
     assert pace.retry_after() == 1
     pace.began()
     clock.now += 7.0
@@ -52,7 +52,7 @@ def test_before_any_has_finished_it_is_as_long_again() -> None:
 
 def test_of_many_of_which_none_has_finished_all_are_done_after_as_long_again() -> None:
     clock = Clock()
-    pace = Pace(clock)
+    pace = FinishRate(clock)
     for _ in range(100):
         pace.began()
     clock.now += 50.0
@@ -61,7 +61,7 @@ def test_of_many_of_which_none_has_finished_all_are_done_after_as_long_again() -
 
 def test_idle_time_does_not_count() -> None:
     clock = Clock()
-    pace = Pace(clock)
+    pace = FinishRate(clock)
     pace.began()
     clock.now += 1.0
     pace.ended()
@@ -73,7 +73,7 @@ def test_idle_time_does_not_count() -> None:
 
 def test_only_the_last_ends_count() -> None:
     clock = Clock()
-    pace = Pace(clock)
+    pace = FinishRate(clock)
     for seconds in (100.0, 2.0):
         for _ in range(100):
             pace.began()

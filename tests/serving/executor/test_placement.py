@@ -13,7 +13,7 @@ from weft.serving.config.settings import EngineConfig
 from weft.serving.config.slices import DeviceRequest, Share, Slice, parse
 from weft.serving.executor.placement import (
     Device,
-    Offer,
+    Inventory,
     can_replace,
     decided,
     devices_of_ranks,
@@ -21,17 +21,17 @@ from weft.serving.executor.placement import (
     units,
 )
 
-ANY = Offer()
+ANY = Inventory()
 
 
-def mapped(*offers: Offer, **settings: object) -> list[list[tuple[int, tuple[int, ...]]]]:
+def mapped(*offers: Inventory, **settings: object) -> list[list[tuple[int, tuple[int, ...]]]]:
     """Of each engine: machines, and their devices."""
     slices = map_slices(EngineConfig(**settings), offers)  # type: ignore[arg-type]
     return [[(share.machine, share.devices) for share in each] for each in slices]
 
 
-def gpus(count: int) -> Offer:
-    return Offer(gpus=(2**30,) * count)
+def gpus(count: int) -> Inventory:
+    return Inventory(gpus=(2**30,) * count)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_the_machines_share_the_ranks_in_their_order() -> None:
 
 
 def test_machines_of_different_sizes_get_what_they_have_room_for() -> None:
-    assert mapped(Offer(4), Offer(1), tp=5) == [[(0, (0, 1, 2, 3)), (1, (0,))]]
-    assert mapped(Offer(1), Offer(4), tp=5) == [[(0, (0,)), (1, (0, 1, 2, 3))]]
+    assert mapped(Inventory(4), Inventory(1), tp=5) == [[(0, (0, 1, 2, 3)), (1, (0,))]]
+    assert mapped(Inventory(1), Inventory(4), tp=5) == [[(0, (0,)), (1, (0, 1, 2, 3))]]
 
 
 def test_stages_and_engines_are_whole_on_a_machine() -> None:
@@ -80,15 +80,17 @@ def test_stages_and_engines_are_whole_on_a_machine() -> None:
 
 
 def test_copies_of_attention_are_whole_where_a_stage_cannot_be() -> None:
-    assert mapped(Offer(6), Offer(2), tp=2, ep=8) == [[(0, tuple(range(6))), (1, (0, 1))]]
+    assert mapped(Inventory(6), Inventory(2), tp=2, ep=8) == [[(0, tuple(range(6))), (1, (0, 1))]]
 
 
 def test_a_number_takes_as_few_machines_as_have_room() -> None:
-    assert mapped(Offer(2), Offer(8), Offer(4), tp=4, devices="4") == [[(1, (0, 1, 2, 3))]]
-    assert mapped(Offer(2), Offer(4), Offer(4), tp=4, pp=2, devices="8") == [
+    assert mapped(Inventory(2), Inventory(8), Inventory(4), tp=4, devices="4") == [
+        [(1, (0, 1, 2, 3))]
+    ]
+    assert mapped(Inventory(2), Inventory(4), Inventory(4), tp=4, pp=2, devices="8") == [
         [(1, (0, 1, 2, 3)), (2, (0, 1, 2, 3))]
     ]
-    assert mapped(Offer(4), Offer(4), tp=4, dp=2, devices="4") == [
+    assert mapped(Inventory(4), Inventory(4), tp=4, dp=2, devices="4") == [
         [(0, (0, 1, 2, 3))],
         [(1, (0, 1, 2, 3))],
     ]
@@ -96,8 +98,10 @@ def test_a_number_takes_as_few_machines_as_have_room() -> None:
 
 def test_a_shape_says_how_many_of_each_machine() -> None:
     assert mapped(ANY, ANY, ANY, tp=4, devices="2x2") == [[(0, (0, 1)), (1, (0, 1))]]
-    assert mapped(Offer(1), Offer(4), tp=5, devices="4+1") == [[(1, (0, 1, 2, 3)), (0, (0,))]]
-    assert mapped(Offer(4), Offer(4), tp=4, dp=2, devices="2x2") == [
+    assert mapped(Inventory(1), Inventory(4), tp=5, devices="4+1") == [
+        [(1, (0, 1, 2, 3)), (0, (0,))]
+    ]
+    assert mapped(Inventory(4), Inventory(4), tp=4, dp=2, devices="2x2") == [
         [(0, (0, 1)), (1, (0, 1))],
         [(0, (2, 3)), (1, (2, 3))],
     ]
@@ -112,7 +116,7 @@ def test_nvlink_asks_for_gpus() -> None:
 
 
 def test_engines_on_a_machine_are_counted() -> None:
-    (one, two) = map_slices(EngineConfig(tp=3, dp=2), [Offer(4), Offer(2)])
+    (one, two) = map_slices(EngineConfig(tp=3, dp=2), [Inventory(4), Inventory(2)])
     assert one == (Share(0, (0, 1, 2), 2),)
     assert two == (Share(0, (3,), 2), Share(1, (0, 1), 1))
 
@@ -121,19 +125,19 @@ def test_engines_on_a_machine_are_counted() -> None:
     ("offers", "settings", "message"),
     [
         (
-            (Offer(4), Offer(1, where="node2 at 10.0.0.2")),
+            (Inventory(4), Inventory(1, where="node2 at 10.0.0.2")),
             {"tp": 6},
             "6 ranks have no room. What there is: this machine: 4 places; node2 at 10.0.0.2: 1 "
             "places. None fits: 6 are needed",
         ),
         (
-            (Offer(4), Offer(4)),
+            (Inventory(4), Inventory(4)),
             {"tp": 4, "devices": "2x4"},
             "--devices is 2x4, 8 of each engine; it has 4 ranks. What there is: this machine: 4 "
             "places; this machine: 4 places. These --devices would fit: 4, 1x4, 2x2",
         ),
         (
-            (Offer(4), Offer(4)),
+            (Inventory(4), Inventory(4)),
             {"tp": 8, "devices": "1x8"},
             "--devices is 1x8; that is not to be had. What there is: this machine: 4 places; this "
             "machine: 4 places. These --devices would fit: 8, 2x4",
@@ -154,7 +158,7 @@ def test_engines_on_a_machine_are_counted() -> None:
     ],
 )
 def test_what_is_not_there_is_refused_with_what_is(
-    offers: tuple[Offer, ...], settings: dict[str, object], message: str
+    offers: tuple[Inventory, ...], settings: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         map_slices(EngineConfig(**settings), offers)  # type: ignore[arg-type]
@@ -163,22 +167,22 @@ def test_what_is_not_there_is_refused_with_what_is(
 
 def test_a_machine_is_replaced_by_one_with_the_devices_that_are_used() -> None:
     config = EngineConfig(tp=5)
-    slices = map_slices(config, [Offer(4), Offer(1)])
-    assert not can_replace(config, slices, 0, Offer(3))
-    assert can_replace(config, slices, 0, Offer(4))
+    slices = map_slices(config, [Inventory(4), Inventory(1)])
+    assert not can_replace(config, slices, 0, Inventory(3))
+    assert can_replace(config, slices, 0, Inventory(4))
     assert can_replace(config, slices, 0, ANY)
-    assert can_replace(config, slices, 1, Offer(1))
-    assert can_replace(config, [], 1, Offer(1)), "any, before slices are dealt"
+    assert can_replace(config, slices, 1, Inventory(1))
+    assert can_replace(config, [], 1, Inventory(1)), "any, before slices are dealt"
 
 
 layouts = st.fixed_dictionaries(
     {name: st.sampled_from([1, 1, 2, 3, 4]) for name in ("tp", "cp", "pp", "dp")}
     | {"ep": st.sampled_from([1, 1, 2, 4, 8])}
 )
-machines = st.lists(st.builds(Offer, st.none() | st.integers(1, 16)), min_size=1, max_size=5)
+machines = st.lists(st.builds(Inventory, st.none() | st.integers(1, 16)), min_size=1, max_size=5)
 
 
-def check(config: EngineConfig, offers: list[Offer], slices: list[Slice]) -> None:
+def check(config: EngineConfig, offers: list[Inventory], slices: list[Slice]) -> None:
     """Every rank has a device that there is, and none has another one's."""
     assert len(slices) == config.dp
     taken = [(share.machine, i) for each in slices for share in each for i in share.devices]
@@ -194,7 +198,9 @@ def check(config: EngineConfig, offers: list[Offer], slices: list[Slice]) -> Non
 
 
 @given(layouts, machines)
-def test_every_rank_gets_a_device_of_its_own(layout: dict[str, int], offers: list[Offer]) -> None:
+def test_every_rank_gets_a_device_of_its_own(
+    layout: dict[str, int], offers: list[Inventory]
+) -> None:
     split = layout["tp"] * layout["cp"]
     assume(not (split % layout["ep"] and layout["ep"] % split))
     try:
@@ -224,7 +230,7 @@ def test_every_rank_gets_a_device_of_its_own(layout: dict[str, int], offers: lis
 
 @given(layouts, machines, st.data())
 def test_a_slice_that_is_asked_for_is_given_or_refused_rightly(
-    layout: dict[str, int], offers: list[Offer], data: st.DataObject
+    layout: dict[str, int], offers: list[Inventory], data: st.DataObject
 ) -> None:
     split = layout["tp"] * layout["cp"]
     assume(not (split % layout["ep"] and layout["ep"] % split))
@@ -252,7 +258,7 @@ def test_a_slice_that_is_asked_for_is_given_or_refused_rightly(
 
 
 def test_auto_is_gpus_where_there_is_one_for_each_rank() -> None:
-    def kind(*offers: Offer, **settings: object) -> str:
+    def kind(*offers: Inventory, **settings: object) -> str:
         return decided(EngineConfig(**settings), offers).device  # type: ignore[arg-type]
 
     assert kind(gpus(4), tp=4) == "cuda"
@@ -260,20 +266,20 @@ def test_auto_is_gpus_where_there_is_one_for_each_rank() -> None:
     assert kind(gpus(3), tp=4) == "cpu"
     assert kind(gpus(4), tp=4, device="cpu") == "cpu"
     assert kind(gpus(2), gpus(2), tp=4, nodes=2) == "cuda"
-    assert kind(gpus(2), Offer(), tp=4, nodes=2) == "cpu"
+    assert kind(gpus(2), Inventory(), tp=4, nodes=2) == "cpu"
     assert kind(gpus(2), tp=4, devices="nvlink:4") == "cuda"  # which is then refused
     with pytest.raises(ConfigError, match=r"--device is cuda: .* 0 GPUs"):
-        map_slices(EngineConfig(device="cuda"), [Offer()])
+        map_slices(EngineConfig(device="cuda"), [Inventory()])
     with pytest.raises(ConfigError, match="--device is cpu; with --devices nvlink:4 it must be"):
         EngineConfig(tp=4, devices="nvlink:4", device="cpu")
 
 
-def tpus(count: int) -> Offer:
-    return Offer(tpus=count)
+def tpus(count: int) -> Inventory:
+    return Inventory(tpus=count)
 
 
 def test_auto_is_jax_where_all_machines_have_tpus() -> None:
-    def chosen(*offers: Offer, **settings: object) -> tuple[str, str]:
+    def chosen(*offers: Inventory, **settings: object) -> tuple[str, str]:
         config = decided(EngineConfig(**settings), offers)  # type: ignore[arg-type]
         return config.backend, config.device
 

@@ -39,7 +39,7 @@ from weft.serving.executor import ranks as processes
 from weft.serving.executor import step_ring
 from weft.serving.executor.base import Pending
 from weft.serving.executor.loading import ModelInfo, load_model
-from weft.serving.executor.node import LocalMachine
+from weft.serving.executor.node import LocalNode
 from weft.serving.executor.rank_messages import decode_step, encode_step
 from weft.serving.executor.ranks import ProcessExecutor
 from weft.serving.executor.step_ring import SLOTS
@@ -273,7 +273,7 @@ def test_a_rank_that_dies_when_it_is_told_where_to_meet_is_named(
 
     def hear_late(executor: ProcessExecutor) -> ModelInfo:
         machine = executor._machines[0]
-        assert isinstance(machine, LocalMachine)
+        assert isinstance(machine, LocalNode)
         machine._process(1).wait(60)
         return hear(executor)
 

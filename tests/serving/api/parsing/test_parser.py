@@ -17,8 +17,9 @@ from weft.serving.api.parsing.parser import AnswerFormat, AnswerParser
 from weft.serving.api.parsing.pieces import Arguments, Call, CallStart, Content, ParsedAnswer
 from weft.serving.api.parsing.reasoning import REASONING_FORMATS, ReasoningParser
 from weft.serving.api.parsing.tool_calls import TOOL_FORMATS, ToolCallParser
+from weft.serving.engine import tokenizer as tokenizer_module
 from weft.serving.engine.sampling_params import Grammar
-from weft.serving.engine.tokenizer import MARKS, Tokenizer
+from weft.serving.engine.tokenizer import Tokenizer
 
 NAMES = ("f", "get_weather")
 MARKS = (
@@ -314,4 +315,4 @@ def test_the_tokenizer_knows_the_marks_of_every_format() -> None:
         marks |= {tools.open, tools.close, *tools.more_marks}
     for thoughts in REASONING_FORMATS.values():
         marks |= {thoughts.open, thoughts.close}
-    assert marks - {None} == MARKS
+    assert marks - {None} == tokenizer_module.MARKS

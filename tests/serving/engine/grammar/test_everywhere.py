@@ -20,7 +20,7 @@ from weft.serving.engine import core_client
 from weft.serving.engine.engine import AsyncEngine
 from weft.serving.engine.engine import engine as engine_module
 from weft.serving.engine.grammar import matchers
-from weft.serving.engine.grammar.matchers import Guides
+from weft.serving.engine.grammar.matchers import GrammarMatchers
 from weft.serving.engine.protocol import Compiled
 from weft.serving.engine.sampling_params import Grammar, SamplingParams
 
@@ -70,13 +70,13 @@ async def test_grammars_that_have_no_room_are_sent_again(
     for module in (core_client, matchers):
         monkeypatch.setattr(module, "ROOM", 1)
     sent: list[int] = []
-    keep = Guides.keep
+    keep = GrammarMatchers.keep
 
-    def noted(self: Guides, message: Compiled) -> None:
+    def noted(self: GrammarMatchers, message: Compiled) -> None:
         sent.append(len(message.data))
         keep(self, message)
 
-    monkeypatch.setattr(Guides, "keep", noted)
+    monkeypatch.setattr(GrammarMatchers, "keep", noted)
     engine = await AsyncEngine.start(config, in_process=True)
 
     async def text(pattern: str) -> str:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from weft.serving.engine.grammar.lru import Recent
+from weft.serving.engine.grammar.lru import LruCache
 
 
-def held(recent: Recent[str], keys: str = "abcd") -> set[str]:
+def held(recent: LruCache[str], keys: str = "abcd") -> set[str]:
     """Which of the keys it has; in the end, they have been used in their order."""
     return {key for key in keys if recent.get(key) is not None}
 
 
 def test_sizes_are_bounded_and_what_was_used_last_stays() -> None:
-    recent = Recent[str](10)
+    recent = LruCache[str](10)
     for key in "abc":
         recent.put(key, key, 3)
     assert held(recent) == {"a", "b", "c"}
@@ -23,7 +23,7 @@ def test_sizes_are_bounded_and_what_was_used_last_stays() -> None:
 
 
 def test_what_is_put_in_again_counts_once() -> None:
-    recent = Recent[str](10)
+    recent = LruCache[str](10)
     recent.put("a", "old", 6)
     recent.put("b", "b", 3)
     recent.put("a", "new", 7)
@@ -32,7 +32,7 @@ def test_what_is_put_in_again_counts_once() -> None:
 
 
 def test_the_last_stays_however_large() -> None:
-    recent = Recent[str](10)
+    recent = LruCache[str](10)
     recent.put("a", "a", 1)
     recent.put("b", "b", 99)
     assert held(recent) == {"b"}

@@ -10,7 +10,7 @@ import pytest
 from weft.errors import RequestError
 from weft.models.interface import Int32
 from weft.serving.engine.grammar import matcher as guide_module
-from weft.serving.engine.grammar.matcher import MAX_SECONDS, SECONDS_A_TOKEN, Guide
+from weft.serving.engine.grammar.matcher import MAX_SECONDS, SECONDS_A_TOKEN, GrammarMatcher
 
 END, OTHER_END, SIZE = 40, 41, 42
 
@@ -43,14 +43,14 @@ class FaultyMatcher(Matcher):
         raise RuntimeError("out of order")
 
 
-def allowed(guide: Guide) -> list[int]:
+def allowed(guide: GrammarMatcher) -> list[int]:
     assert guide.mask.dtype == np.int32
     bits = np.unpackbits(guide.mask.view(np.uint8), bitorder="little")
     return list(map(int, np.flatnonzero(bits)))
 
 
 def test_each_token_changes_what_may_follow() -> None:
-    guide = Guide(Matcher([3, 31, 32], [5, END]), SIZE, [END])
+    guide = GrammarMatcher(Matcher([3, 31, 32], [5, END]), SIZE, [END])
     first = guide.mask
     assert allowed(guide) == [3, 31, 32]
     assert guide.advance(31) is None
@@ -59,14 +59,14 @@ def test_each_token_changes_what_may_follow() -> None:
 
 
 def test_what_does_not_follow_is_an_error() -> None:
-    guide = Guide(Matcher([3], [5]), SIZE, [END])
+    guide = GrammarMatcher(Matcher([3], [5]), SIZE, [END])
     error = guide.advance(4)
     assert error is not None
     assert "token 4 does not follow" in error
 
 
 def test_no_end_before_min_tokens_unless_nothing_else_can_come() -> None:
-    guide = Guide(Matcher([3, END], [3, END], [END]), SIZE, [END, OTHER_END], min_tokens=9)
+    guide = GrammarMatcher(Matcher([3, END], [3, END], [END]), SIZE, [END, OTHER_END], min_tokens=9)
     assert allowed(guide) == [3]
     guide.advance(3)
     assert allowed(guide) == [3]
@@ -76,30 +76,30 @@ def test_no_end_before_min_tokens_unless_nothing_else_can_come() -> None:
 
 def test_with_ignore_eos_the_user_s_own_end_tokens_stay() -> None:
     steps = [3, END, OTHER_END], [END]
-    guide = Guide(Matcher(*steps), SIZE, [END, OTHER_END], unwanted=[END])
+    guide = GrammarMatcher(Matcher(*steps), SIZE, [END, OTHER_END], unwanted=[END])
     assert allowed(guide) == [3, OTHER_END]
     guide.advance(3)
     assert allowed(guide) == [END]
 
 
 def test_without_an_end_token_the_end_of_the_grammar_is_the_end() -> None:
-    guide = Guide(Matcher([3], []), SIZE, [])
+    guide = GrammarMatcher(Matcher([3], []), SIZE, [])
     assert not guide.ended
     assert guide.advance(3) is None
     assert guide.ended
 
 
 def test_a_dead_end_is_an_error() -> None:
-    guide = Guide(Matcher([3], [], completed=False), SIZE, [END])
+    guide = GrammarMatcher(Matcher([3], [], completed=False), SIZE, [END])
     error = guide.advance(3)
     assert error is not None
     assert "no token of the model's" in error
     with pytest.raises(RequestError, match="no token of the model's"):
-        Guide(Matcher([], completed=False), SIZE, [END])
+        GrammarMatcher(Matcher([], completed=False), SIZE, [END])
 
 
 def test_a_fault_of_the_matcher_s_is_told() -> None:
-    error = Guide(FaultyMatcher([3]), SIZE, [END]).advance(3)
+    error = GrammarMatcher(FaultyMatcher([3]), SIZE, [END]).advance(3)
     assert error is not None
     assert "out of order" in error
 
@@ -117,7 +117,7 @@ def test_its_time_is_counted_over_all_tokens(monkeypatch: pytest.MonkeyPatch) ->
             return super().accept_token(token)
 
     matcher = SlowMatcher([3])
-    guide = Guide(matcher, SIZE, [END])
+    guide = GrammarMatcher(matcher, SIZE, [END])
     matcher.seconds = SECONDS_A_TOKEN
     assert all(guide.advance(3) is None for _ in range(1000))
     matcher.seconds = 0.9 * MAX_SECONDS
@@ -126,6 +126,6 @@ def test_its_time_is_counted_over_all_tokens(monkeypatch: pytest.MonkeyPatch) ->
     taken = sum(guide.advance(3) is None for _ in range(1000))
     assert taken == pytest.approx(0.1 * MAX_SECONDS / SECONDS_A_TOKEN, abs=2)
     matcher = SlowMatcher([3])
-    guide = Guide(matcher, SIZE, [END])
+    guide = GrammarMatcher(matcher, SIZE, [END])
     matcher.seconds = 1.1 * MAX_SECONDS
     assert "less ambiguous" in str(guide.advance(3))

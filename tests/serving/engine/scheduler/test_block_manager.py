@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from weft.serving.engine.scheduler.block_manager import ROOT_KEY, KVCache, block_key
+from weft.serving.engine.scheduler.block_manager import ROOT_KEY, BlockManager, block_key
 
 BLOCK = 4
 SLOTS = 4
@@ -29,7 +29,7 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kv = KVCache(BLOCKS, BLOCK, SLOTS, max_model_len=10 * BLOCK)
+        self.kv = BlockManager(BLOCKS, BLOCK, SLOTS, max_model_len=10 * BLOCK)
         self.tokens: dict[int, list[int]] = {}
         self.contents: dict[int, list[int]] = {}
 
@@ -106,7 +106,7 @@ def test_the_key_depends_on_the_whole_prefix() -> None:
 
 
 def test_the_block_released_longest_ago_is_reused_first() -> None:
-    kv = KVCache(4, BLOCK, 2, 4 * BLOCK)
+    kv = BlockManager(4, BLOCK, 2, 4 * BLOCK)
     old, new = keys_of([1] * 8), keys_of([2] * 8)
     for slot, keys in enumerate((old, new)):
         assert kv.allocate(slot, 8)
@@ -120,7 +120,7 @@ def test_the_block_released_longest_ago_is_reused_first() -> None:
 
 
 def test_check_finds_a_leak() -> None:
-    kv = KVCache(4, BLOCK, 2, 4 * BLOCK)
+    kv = BlockManager(4, BLOCK, 2, 4 * BLOCK)
     assert kv.allocate(0, 8)
     kv.num_blocks[0] = 1
     kv.table[0, 1] = 0

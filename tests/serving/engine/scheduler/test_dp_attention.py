@@ -14,8 +14,8 @@ from weft.errors import RequestError
 from weft.models.interface import Step
 from weft.serving.engine.protocol import Add, TokenOutput
 from weft.serving.engine.sampling_params import SamplingParams
-from weft.serving.engine.scheduler.block_manager import KVCache
-from weft.serving.engine.scheduler.dp_attention import Copies
+from weft.serving.engine.scheduler.block_manager import BlockManager
+from weft.serving.engine.scheduler.dp_attention import DpAttentionScheduler
 from weft.serving.engine.scheduler.scheduler import Scheduler
 
 MAX_MODEL_LEN, BLOCK_SIZE, BUDGET = 40, 4, 9
@@ -26,13 +26,13 @@ class Engine:
 
     def __init__(self, copies: int, num_blocks: int = 20, max_num_seqs: int = 3) -> None:
         self.caches = [
-            KVCache(num_blocks, BLOCK_SIZE, max_num_seqs, MAX_MODEL_LEN) for _ in range(copies)
+            BlockManager(num_blocks, BLOCK_SIZE, max_num_seqs, MAX_MODEL_LEN) for _ in range(copies)
         ]
         self.schedulers = [
             Scheduler(kv, max_num_batched_tokens=BUDGET, max_model_len=MAX_MODEL_LEN)
             for kv in self.caches
         ]
-        self.copies = Copies(self.schedulers)
+        self.copies = DpAttentionScheduler(self.schedulers)
         self.runners = [MockRunner(BLOCK_SIZE, seconds=0.0) for _ in range(copies)]
         for runner in self.runners:
             runner.allocate_kv_cache(num_blocks)

@@ -27,10 +27,10 @@ from support.mock_runner import (
 from weft.errors import RequestError
 from weft.models.interface import FINITE, Int32, StepInput, StepOutput
 from weft.models.spec.pooling import PoolingKind
-from weft.serving.engine.grammar.matcher import Guide
+from weft.serving.engine.grammar.matcher import GrammarMatcher
 from weft.serving.engine.protocol import Add, TokenOutput
 from weft.serving.engine.sampling_params import SamplingParams
-from weft.serving.engine.scheduler.block_manager import KVCache
+from weft.serving.engine.scheduler.block_manager import BlockManager
 from weft.serving.engine.scheduler.scheduler import Scheduler
 
 MAX_MODEL_LEN = 40
@@ -92,7 +92,7 @@ class Engine:
         worth_waiting: int = 512,
         stages: int = 1,
     ) -> None:
-        self.kv = KVCache(num_blocks, block_size, max_num_seqs, MAX_MODEL_LEN)
+        self.kv = BlockManager(num_blocks, block_size, max_num_seqs, MAX_MODEL_LEN)
         self.scheduler = Scheduler(
             self.kv,
             max_num_batched_tokens=budget,
@@ -115,7 +115,7 @@ class Engine:
         if guided:
             seed = add.params.seed or 0
             script = Script(expected(add.prompt_token_ids, MAX_MODEL_LEN, seed=seed))
-            guide = Guide(script, VOCAB_SIZE, add.end_token_ids)
+            guide = GrammarMatcher(script, VOCAB_SIZE, add.end_token_ids)
         self.scheduler.add(add, guide)
         self.adds[add.request_id] = add
         self.outputs[add.request_id] = []
@@ -569,7 +569,7 @@ def test_what_its_grammar_does_not_allow_ends_a_request_alone() -> None:
     engine.add(make_add("good", [1, 2, 3], 8), guided=True)
     engine.add(make_add("bad", [4, 5, 6], 8))
     wrong = [token + 1 for token in expected([4, 5, 6], 8)]
-    engine.scheduler._live["bad"].guide = Guide(Script(wrong), VOCAB_SIZE, [END])
+    engine.scheduler._live["bad"].guide = GrammarMatcher(Script(wrong), VOCAB_SIZE, [END])
     batch = engine.scheduler.schedule()
     assert batch is not None
     outputs = engine.scheduler.finish(engine.runner.step(batch))
@@ -616,7 +616,7 @@ def test_what_can_never_run_is_refused(
 
 def decode_step_bytecodes(running: int) -> tuple[int, int]:
     """Bytecodes that scheduling and finishing one step of decodes take."""
-    kv = KVCache(running * 2, 32, running, 64)
+    kv = BlockManager(running * 2, 32, running, 64)
     scheduler = Scheduler(kv, max_num_batched_tokens=8192, max_model_len=64)
     for i in range(running):
         scheduler.add(make_add(str(i), range(1, 9), 20))

@@ -16,7 +16,7 @@ from support.machines import TOKEN, agent
 from weft.errors import ConfigError
 from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.nodes import join_listener as head_module
-from weft.serving.executor.nodes.join_listener import MOST_STRANGERS, Head
+from weft.serving.executor.nodes.join_listener import MOST_STRANGERS, JoinListener
 from weft.serving.executor.nodes.link import (
     HANDSHAKE,
     MAGIC,
@@ -30,12 +30,14 @@ from weft.serving.executor.nodes.messages import (
 
 
 @pytest.fixture
-def head() -> Iterator[Head]:
-    with Head(EngineConfig(node_port=0, node_token=TOKEN)) as head:
+def head() -> Iterator[JoinListener]:
+    with JoinListener(EngineConfig(node_port=0, node_token=TOKEN)) as head:
         yield head
 
 
-def wait_until_turned_away(head: Head, count: int, caplog: pytest.LogCaptureFixture) -> None:
+def wait_until_turned_away(
+    head: JoinListener, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
     deadline = time.monotonic() + 20
     while caplog.text.count("was turned away") < count:
         assert head.wait_for(1, timeout=0.05) == []
@@ -43,7 +45,7 @@ def wait_until_turned_away(head: Head, count: int, caplog: pytest.LogCaptureFixt
 
 
 def test_who_does_not_know_the_token_is_turned_away(
-    head: Head, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    head: JoinListener, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with agent(head.port, tmp_path / "bad", token="another token, guessed") as bad:
         wait_until_turned_away(head, 1, caplog)
@@ -73,7 +75,7 @@ def test_a_head_that_does_not_know_the_token_is_not_obeyed(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", bytes(64)])
 def test_strangers_are_not_let_in(
-    words: bytes, head: Head, caplog: pytest.LogCaptureFixture
+    words: bytes, head: JoinListener, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.create_connection(("127.0.0.1", head.port)) as stranger:
         stranger.sendall(words)
@@ -85,7 +87,10 @@ def test_strangers_are_not_let_in(
 
 
 def test_strangers_keep_no_machine_from_joining(
-    head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    head: JoinListener,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Some are silent, some have said a part; all have the same time, and too many have less."""
     with ExitStack() as stack:
@@ -124,7 +129,10 @@ def test_a_head_that_speaks_otherwise_is_not_joined(magic: bytes, why: str, tmp_
 
 
 def test_a_machine_with_other_versions_is_refused(
-    head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    head: JoinListener,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(head_module, "versions", lambda: versions() | {"torch": "1.0"})
     with agent(head.port, tmp_path / "log", name="old") as joining:
@@ -135,7 +143,7 @@ def test_a_machine_with_other_versions_is_refused(
 
 
 def test_a_machine_that_leaves_before_all_are_there_is_forgotten(
-    head: Head, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    head: JoinListener, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
 
@@ -160,13 +168,13 @@ def test_a_machine_that_leaves_before_all_are_there_is_forgotten(
 
 def test_a_head_makes_a_token_and_says_what_to_run(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    with Head(EngineConfig(node_port=0)) as made:
+    with JoinListener(EngineConfig(node_port=0)) as made:
         made.invite(2)
         assert len(made.token) >= 32
         assert f"2 other machines to run: WEFT_NODE_TOKEN={made.token} weft join " in caplog.text
         assert f":{made.port}" in caplog.text
     caplog.clear()
-    with Head(EngineConfig(node_port=0, node_token=TOKEN)) as given:
+    with JoinListener(EngineConfig(node_port=0, node_token=TOKEN)) as given:
         given.invite(1)
     assert "another machine to run: weft join " in caplog.text
     assert TOKEN not in caplog.text
@@ -176,14 +184,14 @@ def test_a_short_token_is_refused() -> None:
     with pytest.raises(ConfigError, match="--node-token has 6 characters; it must have at least"):
         check_token("secret")
     with pytest.raises(ConfigError, match="--node-token has 6 characters"):
-        Head(EngineConfig(node_token="secret"))
+        JoinListener(EngineConfig(node_token="secret"))
     check_token(None)
     check_address("::1")
 
 
-def test_a_port_or_an_address_that_is_not_to_be_had_is_named(head: Head) -> None:
+def test_a_port_or_an_address_that_is_not_to_be_had_is_named(head: JoinListener) -> None:
     with pytest.raises(ConfigError, match=f"--node-port {head.port}: Address already in use"):
-        Head(EngineConfig(node_port=head.port))
+        JoinListener(EngineConfig(node_port=head.port))
     elsewhere = EngineConfig(node_port=0, node_address="192.0.2.1")  # RFC 5737: nobody's
     with pytest.raises(ConfigError, match=r"--node-address 192.0.2.1 .*: Cannot assign requested"):
-        Head(elsewhere)
+        JoinListener(elsewhere)

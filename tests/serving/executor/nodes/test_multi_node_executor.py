@@ -23,20 +23,20 @@ from weft.serving.cli.join import run
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.core_process import share_out
 from weft.serving.executor.nodes import multi_node_executor
-from weft.serving.executor.nodes.join_listener import Head
+from weft.serving.executor.nodes.join_listener import JoinListener
 from weft.serving.executor.nodes.messages import (
     Hello,
     differences,
 )
 from weft.serving.executor.nodes.multi_node_executor import (
-    HostsExecutor,
+    MultiNodeExecutor,
     check_addresses,
     check_nodes,
     deal_out,
     own_address,
 )
-from weft.serving.executor.nodes.remote import AHEAD, Joined
-from weft.serving.executor.placement import Offer
+from weft.serving.executor.nodes.remote import AHEAD, JoinedNode
+from weft.serving.executor.placement import Inventory
 from weft.serving.executor.ranks import RankExecutor
 from weft.serving.executor.step_ring import slots
 
@@ -110,9 +110,9 @@ def test_three_machines_have_the_ranks_of_the_slice(
 
 
 def test_each_rank_is_told_its_device(config: EngineConfig, tmp_path: Path) -> None:
-    _, mine = share_out(replace(config, dp=2, devices="2x2"), [Offer(4), Offer(8)])
+    _, mine = share_out(replace(config, dp=2, devices="2x2"), [Inventory(4), Inventory(8)])
     with (
-        Head(replace(config, node_port=0, node_token=TOKEN)) as head,
+        JoinListener(replace(config, node_port=0, node_token=TOKEN)) as head,
         agent(head.port, tmp_path / "log"),
     ):
         machines = {1: head.wait_for(1)[0]}
@@ -224,12 +224,12 @@ def test_a_stopped_rank_of_another_machine_is_named(config: EngineConfig, tmp_pa
 
 def test_a_machine_that_cannot_start_ranks_says_why(config: EngineConfig, tmp_path: Path) -> None:
     with (
-        Head(replace(config, node_port=0, node_token=TOKEN)) as head,
+        JoinListener(replace(config, node_port=0, node_token=TOKEN)) as head,
         agent(head.port, tmp_path / "log") as joining,
     ):
         machines = {1: head.wait_for(1)[0]}
         psutil.Process(joining.pid).rlimit(psutil.RLIMIT_NOFILE, (8, 8))
-        (config,) = share_out(config, [Offer()] * 2)
+        (config,) = share_out(config, [Inventory()] * 2)
         why = r"rank 2 on machine1 at 127.0.0.1 failed while it loaded: OSError\(24, 'Too many open"
         with pytest.raises(EngineError, match=why):
             RankExecutor(config, deal_out(config, machines, TOKEN, MOCK))
@@ -239,9 +239,9 @@ def test_a_machine_that_does_not_connect_is_named(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(multi_node_executor, "LEND", 0.01)
-    (config,) = share_out(config, [Offer(), Offer(where="machine1 at 10.0.0.2")])
+    (config,) = share_out(config, [Inventory(), Inventory(where="machine1 at 10.0.0.2")])
     with pytest.raises(EngineError) as caught:
-        HostsExecutor(config, load, lambda port: None)
+        MultiNodeExecutor(config, load, lambda port: None)
     assert str(caught.value) == (
         "machine1 at 10.0.0.2, for ranks 2, 3, did not connect to its engine within 0.01 s"
     )
@@ -326,8 +326,8 @@ class SeenAt:
 
 
 def test_this_machine_is_where_all_others_have_reached_it() -> None:
-    hello = Hello("machine1", "10.0.0.2", {}, Offer())
-    one, two = (Joined(SeenAt(a), hello) for a in ("10.0.0.1", "10.1.0.1"))  # type: ignore[arg-type]
+    hello = Hello("machine1", "10.0.0.2", {}, Inventory())
+    one, two = (JoinedNode(SeenAt(a), hello) for a in ("10.0.0.1", "10.1.0.1"))  # type: ignore[arg-type]
     config = EngineConfig()
     assert own_address(config, [one, one]) == "10.0.0.1"
     with pytest.raises(ConfigError, match=r"at 10.0.0.1 and 10.1.0.1: --node-address must say"):
@@ -366,11 +366,11 @@ def test_a_machine_that_cannot_be_reached_is_named_before_ranks_are_started(
 ) -> None:
     monkeypatch.setattr(multi_node_executor, "check_addresses", lambda addresses: None)
     with (
-        Head(replace(config, node_port=0, node_token=TOKEN)) as head,
+        JoinListener(replace(config, node_port=0, node_token=TOKEN)) as head,
         agent(head.port, tmp_path / "log", address=address),
     ):
         (joined,) = head.wait_for(1)
-        (config,) = share_out(config, [Offer()] * 2)
+        (config,) = share_out(config, [Inventory()] * 2)
         token = "x" * 16 if address == "127.0.0.1" else TOKEN
         with pytest.raises(EngineError) as caught:
             list(deal_out(config, {1: joined}, token, MOCK))

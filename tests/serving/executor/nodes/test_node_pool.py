@@ -26,8 +26,8 @@ import weft.serving.executor.nodes.node_pool
 from weft.errors import EngineError
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.core_process import share_out
-from weft.serving.executor.nodes.node_pool import Pool
-from weft.serving.executor.placement import Offer
+from weft.serving.executor.nodes.node_pool import NodePool
+from weft.serving.executor.placement import Inventory
 
 SIZES = {"kv_cache_memory": 2**22, "max_num_seqs": 4}
 LONG = 400
@@ -162,7 +162,7 @@ def test_a_machine_that_comes_late_waits_and_takes_the_place_of_a_lost_one(
             await asyncio.sleep(0.01)
 
     async def lose_one(stack: ExitStack) -> None:
-        pool = Pool(config)
+        pool = NodePool(config)
 
         def join(name: str, places: int) -> Agent:
             log = tmp_path / name
@@ -171,7 +171,7 @@ def test_a_machine_that_comes_late_waits_and_takes_the_place_of_a_lost_one(
         first = join("first", 2)
         (offer,) = await pool.offers()
         assert (offer.places, offer.where) == (2, "first at 127.0.0.1")
-        pool.deal(share_out(config, [Offer(1), offer]))
+        pool.deal(share_out(config, [Inventory(1), offer]))
         small = join("small", 1)
         await wait_for("small at 127.0.0.1 waits: it is not needed, or has too few devices")
         clock.paused = 1000.0  # in which nothing ran: no machine has been silent

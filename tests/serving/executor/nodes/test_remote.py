@@ -27,22 +27,22 @@ from weft.serving.executor.nodes.messages import (
     Start,
     ToAgent,
 )
-from weft.serving.executor.nodes.remote import Joined, RemoteMachine
-from weft.serving.executor.placement import Offer
+from weft.serving.executor.nodes.remote import JoinedNode, RemoteNode
+from weft.serving.executor.placement import Inventory
 from weft.serving.executor.rank_messages import Done, Loaded, encoder
 from weft.serving.executor.ranks import RankExecutor
 
 
 @contextmanager
-def told(**settings: Any) -> Iterator[tuple[RemoteMachine, Link[ToAgent]]]:
+def told(**settings: Any) -> Iterator[tuple[RemoteNode, Link[ToAgent]]]:
     """A machine with one rank, and the other end of the connection to it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = socket.create_connection(listener.getsockname())
         theirs, _ = listener.accept()
     link: Link[FromAgent] = Link(ours, FromAgent)
     agent: Link[ToAgent] = Link(theirs, ToAgent)
-    joined = Joined(link, Hello("machine1", "10.0.0.2", {}, Offer()))
-    machine = RemoteMachine(
+    joined = JoinedNode(link, Hello("machine1", "10.0.0.2", {}, Inventory()))
+    machine = RemoteNode(
         joined,
         EngineConfig(**settings),
         Share(1, (0,)),
