@@ -1,9 +1,8 @@
 """Every setting of weft, in frozen dataclasses that check themselves.
 
-The command line, a configuration file and the environment all end here (see
-settings.py for which wins); nothing below reads argv or the environment. A
-setting is written once, as a field: its flag, file key, environment variable,
-help text, type and range are all taken from that line.
+Settings come from the command line, a configuration file and the environment; settings.py decides
+the precedence. This module reads neither argv nor the environment. Each setting is defined once, as
+a field: the flag, file key, environment variable, help text, type and range all come from it.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ Kernels = Literal["auto", "overlapped", "plain"]
 Placing = Literal["processes", "ray"]
 PoolingChoice = Literal["auto", "mean", "last"]
 MAX_RANKS = 64
-"""Of one engine, on all its machines together."""
+"""Maximum ranks per engine, on all its machines together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """Which of the `dp` engine cores a configuration is for, and its share of the machine.
+    """One of the `dp` engines, with its share of the machine.
 
     Attributes:
-        number: from 0.
-        memory: bytes that count as free for it; None for all that are.
-        engines: how many share the machine's cores.
-        slice: the devices of its ranks, on all machines.
-        group: a name that all cores of one front have, and no others; for Ray.
+        number: index, from 0.
+        memory: free bytes that this engine may count on; None for all free bytes.
+        engines: how many engines share the cores of the machine.
+        slice: devices for this engine's ranks, on all machines.
+        group: name shared by exactly the engines behind one API process; for Ray.
     """
 
     number: int = 0
@@ -48,30 +47,32 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What the engine needs. Memory sizes are in bytes, times in seconds.
+    """Settings for the engine. Memory sizes are in bytes, times in seconds.
 
-    All fields are settings but `replica`, which the front fills in for each engine core.
+    Every field except `replica` is a setting. The API process fills in `replica` for each engine.
     """
 
-    model: Annotated[str, Help("a checkpoint's directory, or a bundled model's name")] = "weft-demo"
-    tokenizer: Annotated[str | None, Help("the tokenizer's directory, if not the model's")] = None
+    model: Annotated[str, Help("checkpoint directory, or name of a bundled model")] = "weft-demo"
+    tokenizer: Annotated[str | None, Help("tokenizer directory; else the model's")] = None
     backend: Annotated[
-        Backend, Help("what runs the model; auto is jax where it finds TPUs, else torch")
+        Backend, Help("torch or jax; auto is jax where all machines have TPUs, else torch")
     ] = "auto"
     compile_cache: Annotated[
-        str | None, Help("folder that keeps what jax has compiled; else ~/.cache/weft/jax")
+        str | None, Help("folder where jax caches compiled steps; else ~/.cache/weft/jax")
     ] = None
-    dtype: Annotated[Dtype, Help("compute type; auto is the checkpoint's")] = "auto"
+    dtype: Annotated[Dtype, Help("compute type; auto uses the checkpoint's")] = "auto"
     quantization: Annotated[
-        Quantization, Help("of the weights at load: int8 has a scale per output channel")
+        Quantization,
+        Help("int8 rounds weights when loading, with one scale per output channel; CPUs only"),
     ] = "none"
     compress_weights: Annotated[
-        bool, Help("keep bfloat16 matrices in 12 bits a number, without loss, to read fewer bytes")
+        bool,
+        Help("store bfloat16 matrices losslessly in 12 bits per number, with compiled CPU kernels"),
     ] = True
     tp: Annotated[
         int,
         Help(
-            "ranks that share each layer (tensor parallel): processes, or devices of jax",
+            "tensor-parallel size: ranks (or jax devices) that share each layer",
             ge=1,
             le=MAX_RANKS,
         ),
@@ -79,115 +80,125 @@ class EngineConfig:
     ep: Annotated[
         int,
         Help(
-            "parts of the experts (expert parallel); beyond --tp, attention has --ep / --tp copies",
+            "expert-parallel size; if larger than --tp x --cp, attention runs data-parallel",
             ge=1,
             le=MAX_RANKS,
         ),
     ] = 1
     dp: Annotated[
         int,
-        Help("engines, each with ranks of its own, that share the requests", ge=1, le=MAX_RANKS),
+        Help(
+            "number of engines (replicas), each with its own ranks; they share the requests",
+            ge=1,
+            le=MAX_RANKS,
+        ),
     ] = 1
     cp: Annotated[
         int,
-        Help("ranks that share each KV head, by position (context parallel)", ge=1, le=MAX_RANKS),
+        Help(
+            "context-parallel size: ranks that share each KV head, split by position",
+            ge=1,
+            le=MAX_RANKS,
+        ),
     ] = 1
     pp: Annotated[
         int,
-        Help(
-            "stages of some layers each (pipeline parallel), of so many ranks", ge=1, le=MAX_RANKS
-        ),
+        Help("pipeline-parallel size: number of stages, each with some layers", ge=1, le=MAX_RANKS),
     ] = 1
     device: Annotated[
         Device,
-        Help("what ranks compute on; auto is TPUs, or GPUs where there is one for each rank"),
+        Help("device type; auto uses TPUs, or GPUs if there is one for each rank, else CPUs"),
     ] = "auto"
     kernels: Annotated[
         Kernels,
         Help(
-            "overlapped hides the ranks' traffic in products (auto on GPUs, in part on TPUs; on "
-            "CPUs interpreted, slow); plain does not"
+            "overlapped hides communication between ranks behind matrix products (on CPUs: "
+            "interpreted, slow); plain does not; auto is overlapped on GPUs where possible, "
+            "and in part on TPUs"
         ),
     ] = "auto"
-    cuda_graphs: Annotated[
-        bool, Help("record steps of decodes at the start, and replay them, on GPUs")
-    ] = True
-    executor: Annotated[
-        Placing, Help("who starts ranks: weft itself, or a Ray cluster on the nodes it has")
-    ] = "processes"
+    cuda_graphs: Annotated[bool, Help("record decode steps as CUDA graphs when loading")] = True
+    executor: Annotated[Placing, Help("how to start ranks: as processes, or on a Ray cluster")] = (
+        "processes"
+    )
     nodes: Annotated[
         int,
-        Help("machines that the ranks are dealt out to; others run weft join", ge=1, le=MAX_RANKS),
+        Help("number of machines; run weft join on the other ones", ge=1, le=MAX_RANKS),
     ] = 1
     devices: Annotated[
         str | None,
         Help(
-            "each engine's slice: 8 (any), 2x4 (of two islands four each), 4+1, nvlink:8; else "
-            "all --nodes take part"
+            "devices for each engine: 8 (any), 2x4 (two islands with four each), 4+1, "
+            "nvlink:8; else all --nodes are used"
         ),
     ] = None
     node_address: Annotated[
         str | None,
-        Help("this machine's IP address for ranks of others; else where these have reached it"),
+        Help("this machine's IP address for traffic between ranks; else the one used to join"),
     ] = None
     node_port: Annotated[
-        int, Help("port at which machines join, with --nodes above 1", ge=0, le=65535)
+        int, Help("port where other machines join; used if --nodes is above 1", ge=0, le=65535)
     ] = 7333
     node_token: Annotated[
         str | None,
         Help(
-            "what machines must know to join, 16 characters or more; else the head makes one",
+            "secret for joining, at least 16 characters; else weft serve makes one",
             secret=True,
         ),
     ] = None
     node_ranks: Annotated[
         int | None,
-        Help("most ranks that share this machine's cores; else as many as are dealt to it", ge=1),
+        Help("maximum ranks on this machine's CPUs; else no limit", ge=1),
     ] = None
     max_model_len: Annotated[
         int | None,
-        Help("most tokens of a request, prompt and output; else the model's limit", ge=1),
+        Help("maximum tokens per request, prompt plus output; else the model's limit", ge=1),
     ] = None
-    threads: Annotated[int | None, Help("CPU threads of the model; else all cores", ge=1)] = None
-    block_size: Annotated[int, Help("tokens of a block of the KV cache on one rank", ge=1)] = 16
+    threads: Annotated[int | None, Help("CPU threads for the model; else all cores", ge=1)] = None
+    block_size: Annotated[int, Help("tokens in a KV cache block on one rank", ge=1)] = 16
     kv_cache_memory: Annotated[
         int | None,
-        Help("memory for a rank's KV cache; else what is left", ge=1, unit="bytes"),
+        Help("KV cache memory for each rank; else all that remains", ge=1, unit="bytes"),
     ] = None
     memory_fraction: Annotated[
-        float, Help("share of the free memory that weft may take", gt=0, le=1)
+        float, Help("fraction of the free memory that weft may use", gt=0, le=1)
     ] = 0.8
-    prefix_caching: Annotated[
-        bool, Help("keep the KV cache of finished requests for prompts that start alike")
-    ] = True
+    prefix_caching: Annotated[bool, Help("reuse the KV cache for prompts with the same prefix")] = (
+        True
+    )
     pooling: Annotated[
         PoolingChoice,
         Help(
-            "tokens that an embedding is of: the mean of all, or the last; auto is the "
-            "checkpoint's, else last"
+            "embedding pooling: mean (all tokens) or last (token); auto follows the "
+            "checkpoint, else last"
         ),
     ] = "auto"
     max_num_seqs: Annotated[
-        int, Help("most requests that run at once, on each copy of attention", ge=1)
+        int,
+        Help("maximum concurrent requests, for each engine and data-parallel attention copy", ge=1),
     ] = 128
     max_num_batched_tokens: Annotated[
-        int, Help("most tokens of one step, for each copy of attention", ge=1)
+        int,
+        Help("maximum tokens in a step, for each engine and data-parallel attention copy", ge=1),
     ] = 2048
-    max_queue: Annotated[int, Help("most requests that wait; more get a 429", ge=1)] = 1024
+    max_queue: Annotated[int, Help("maximum waiting requests; further ones get a 429", ge=1)] = 1024
     grammar_timeout: Annotated[
-        float, Help("seconds that a request's grammar may take to compile", gt=0)
+        float, Help("maximum seconds to compile a request's grammar", gt=0)
     ] = 10.0
-    seed: Annotated[int, Help("random seed of requests that bring none")] = 0
+    seed: Annotated[int, Help("random seed for requests without one")] = 0
     stall_timeout: Annotated[
         float,
-        Help("seconds without a step, with work at hand, until the engine counts as stuck", gt=0),
+        Help(
+            "report the engine as stuck after this many seconds without a step while it has work",
+            gt=0,
+        ),
     ] = 60.0
     load_stall_timeout: Annotated[
         float,
-        Help("seconds in which no rank gets on with loading, until they count as stuck", gt=0),
+        Help("give up loading if no rank makes progress for this many seconds", gt=0),
     ] = 300.0
     log_format: Annotated[
-        LogFormat, Help("of what goes to stderr: text for people, json for programs")
+        LogFormat, Help("log format on stderr: text for people, json for programs")
     ] = "text"
     replica: Replica = Replica()
 
@@ -213,102 +224,104 @@ class EngineConfig:
 
     @property
     def stage_size(self) -> int:
-        """Ranks of a stage."""
+        """Ranks per stage."""
         return max(self.tp * self.cp, self.ep)
 
     @property
     def world_size(self) -> int:
-        """Ranks: processes that the model is split over. With `dp`, of each engine."""
+        """Ranks per engine. The model is split over them."""
         return self.stage_size * self.pp
 
     @property
     def cache_block(self) -> int:
-        """Tokens in a block of the KV cache: --block-size on each rank that has a part of it."""
+        """Tokens in a KV cache block. With `cp`, each rank holds `block_size` tokens."""
         return self.block_size * self.cp
 
     @property
     def copies(self) -> int:
-        """Of attention: each has requests and a KV cache of its own."""
+        """Data-parallel attention size. Each copy has its own requests and KV cache."""
         return max(1, self.ep // (self.tp * self.cp))
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """What the API process needs besides the engine."""
+    """Settings for the API process."""
 
     host: Annotated[str, Help("address to listen on")] = "127.0.0.1"
     port: Annotated[int, Help("port to listen on; 0 picks a free one", ge=0, le=65535)] = 8000
     served_model_name: Annotated[
-        str | None, Help("the model's name in the API; else the last part of its path")
+        str | None, Help("model name in the API; else the last part of its path")
     ] = None
     tool_parser: Annotated[
         Literal["auto", "none", "hermes", "llama3_json", "mistral", "pythonic"],
-        Help("how the model writes calls of tools; auto: as its chat template does"),
+        Help("how the model writes tool calls; auto detects it from the chat template"),
     ] = "auto"
     reasoning_parser: Annotated[
         Literal["auto", "none", "think", "mistral"],
-        Help("how the model marks its reasoning; auto: as its chat template does"),
+        Help("how the model marks its reasoning; auto detects it from the chat template"),
     ] = "auto"
     drain_timeout: Annotated[
         float, Help("seconds that running requests get to finish at shutdown", ge=0)
     ] = 30.0
-    page: Annotated[bool, Help("serve a playground for browsers at /")] = True
+    page: Annotated[bool, Help("serve the playground, a web page, at /")] = True
     restart: Annotated[
-        bool, Help("start an engine that fails again, and answer 503 until it serves")
+        bool, Help("restart the engine if it fails; requests get a 503 meanwhile")
     ] = False
     state_dir: Annotated[
         str | None,
-        Help("folder of uploaded files and batches, which go on at the next start; else temporary"),
+        Help(
+            "folder for uploaded files and batches, which continue after a restart; else temporary"
+        ),
     ] = None
-    log_requests: Annotated[
-        bool, Help("a line in the log for each request, without its prompt")
-    ] = False
+    log_requests: Annotated[bool, Help("log a line for each request, without its prompt")] = False
     log_prompts: Annotated[
-        bool, Help("--log-requests with the prompts, as the model sees them")
+        bool, Help("log a line for each request, with its prompt as the model gets it")
     ] = False
     otlp_endpoint: Annotated[
         str | None,
-        Help("OpenTelemetry collector that gets traces, such as http://127.0.0.1:4318"),
+        Help("OpenTelemetry collector for traces, such as http://127.0.0.1:4318"),
     ] = None
     api_key: Annotated[
         str | None,
         Help(
-            "what clients must send, several with commas between; WEFT_API_KEY hides it from `ps`",
+            "keys that clients may use, separated by commas; WEFT_API_KEY hides them from `ps`",
             secret=True,
         ),
     ] = field(default=None, repr=False)
     api_key_file: Annotated[
-        str | None, Help("file of API keys, one a line, then its name; SIGHUP reads it again")
+        str | None, Help("file with an API key and its name on each line; reread on SIGHUP")
     ] = None
-    open_metrics: Annotated[bool, Help("let /metrics be read without an API key")] = False
+    open_metrics: Annotated[bool, Help("serve /metrics without an API key")] = False
     max_requests_per_key: Annotated[
-        int | None, Help("most requests of an API key under way; more get a 429", ge=1)
+        int | None, Help("maximum concurrent requests per API key; further ones get a 429", ge=1)
     ] = None
     tokens_per_minute_per_key: Annotated[
         int | None,
-        Help("tokens, of prompts and answers, that an API key is granted in a minute", ge=1),
+        Help("prompt and output tokens granted to each API key per minute", ge=1),
     ] = None
     request_timeout: Annotated[
-        float | None, Help("seconds that a request may take, waiting included; then a 504", gt=0)
+        float | None,
+        Help("maximum seconds for a request, including its wait in the queue; then a 504", gt=0),
     ] = None
     write_timeout: Annotated[
-        float, Help("seconds in which a client must read what is sent, or it is cut off", gt=0)
+        float, Help("disconnect a client that does not read its answer for this many seconds", gt=0)
     ] = 60.0
     ssl_certfile: Annotated[
-        str | None, Help("PEM file of the certificate chain: serve HTTPS; SIGHUP reads it again")
+        str | None, Help("PEM file with the certificate chain; enables HTTPS; reread on SIGHUP")
     ] = None
     ssl_keyfile: Annotated[
-        str | None, Help("PEM file of its private key, if not in --ssl-certfile")
+        str | None, Help("PEM file with the private key, if not in --ssl-certfile")
     ] = None
     ssl_keyfile_password: Annotated[
-        str | None, Help("that the private key is encrypted with", secret=True)
+        str | None, Help("password for the private key", secret=True)
     ] = field(default=None, repr=False)
     ssl_ca_certs: Annotated[
-        str | None, Help("PEM file of authorities; clients must have a certificate of one of them")
+        str | None,
+        Help("PEM file with certificate authorities; clients then need a certificate from one"),
     ] = None
     cors_origins: Annotated[
         str | None,
-        Help("web pages whose scripts may ask, such as https://a.example,https://b.example; or *"),
+        Help("web origins allowed by CORS, such as https://a.example,https://b.example; or *"),
     ] = None
 
     def __post_init__(self) -> None:

@@ -88,7 +88,7 @@ def test_help_lists_the_commands_and_each_has_an_example(tmp_path: Path) -> None
 
 def test_flags_of_settings_show_type_and_default(run: Run) -> None:
     text = " ".join(run("serve", "--help").stdout.split())
-    assert "--max-queue N most requests that wait; more get a 429 [default: 1024]" in text
+    assert "--max-queue N maximum waiting requests; further ones get a 429 [default: 1024]" in text
     assert "--kv-cache-memory SIZE" in text
     assert "--dtype auto|bfloat16|float32" in text
     assert "--prefix-caching / --no-prefix-caching" in text
