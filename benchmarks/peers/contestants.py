@@ -97,7 +97,7 @@ def vllm(python: Path, cache: int, cores: Sequence[int]) -> Contestant | Missing
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         },
-        remark="compiled by inductor, its compile cache kept between runs",
+        remark="compiled by inductor; its compile cache is kept between runs",
         timeout=600.0,
     )  # fmt: skip
 
@@ -128,7 +128,7 @@ def llama_cpp(binary: str, cores: Sequence[int], files: Path) -> Contestant | Mi
         "llama.cpp",
         version[1] if version else "unknown",
         command,
-        remark="GGUF in bf16; not put under 64 users, which takes it minutes and no goal asks for",
+        remark="GGUF in bf16; not run with 64 users: that takes minutes and has no goal",
         starts=3,
         skips=frozenset({"crowd"}),
     )
@@ -143,8 +143,8 @@ def transformers(cores: Sequence[int]) -> Contestant:
             sys.executable, "-m", "peers.generate", str(checkpoint.path), str(len(cores)),
         ],
         environment={"PYTHONPATH": str(Path(__file__).parent.parent)},
-        remark="one static batch in process: no HTTP, no text, no scheduler, to its advantage; "
-        "nothing to compare for 64 users or a prefix",
+        remark="one static batch in process, without HTTP, text or scheduler, which favours it; "
+        "64 users and a prefix have nothing to compare",
         serves_http=False,
         skips=frozenset({"crowd"}),
     )  # fmt: skip

@@ -66,21 +66,22 @@ def markdown(run: Run, picture: str | None = None) -> str:
     """The page: goals, figures, limits, how it was measured."""
     parts = [
         "# Speed on a CPU",
-        "Written by `benchmarks/vs_peers.py`; `make bench-peers` runs it again.",
+        "`benchmarks/vs_peers.py` wrote this page. To measure again, run `make bench-peers`.",
         "## Goals",
-        f"Ratio: weft's figure over that of the other in the same round, {run.repetitions} "
-        "repetitions (one user and the long prompt: of several rounds each); the median, in "
-        "parentheses the lowest and highest.",
+        "A ratio is weft's figure divided by the other's in the same round. There were "
+        f"{run.repetitions} repetitions; in each, one user and the long prompt had several "
+        "rounds. The table gives the median, with the lowest and highest in parentheses.",
         goals_table(run),
         *([f"![Ratio over goal]({picture})"] if picture else []),
         "## Figures",
-        "Medians, and in parentheses the lowest and highest.",
+        "Medians, with the lowest and highest in parentheses.",
         figures_table(run),
         "## Limits",
-        f"Measured in the same run: memory is read at {_range(run.bandwidth, 1e-9)} GB/s, bf16 "
-        f"matrix products run at {_range(run.gemm, 1e-9)} GFLOP/s. The memory limit of decoding "
-        "is that bandwidth over the bytes of weights, as the checkpoint has them, and cache that "
-        "a token reads; weft reads three quarters of those of bfloat16 weights.",
+        f"Measured in the same run: memory is read at {_range(run.bandwidth, 1e-9)} GB/s, and "
+        f"bf16 matrix products run at {_range(run.gemm, 1e-9)} GFLOP/s. For each token, decoding "
+        "reads the weights and the cache. The memory limit is the bandwidth divided by these "
+        "bytes, with the weights as the checkpoint stores them. weft reads only three quarters of "
+        "the bytes in bfloat16 weights.",
         "## How",
         _how(run),
     ]
@@ -144,12 +145,13 @@ def _how(run: Run) -> str:
     lines = [f"- {label}: {text}" for label, text in run.machine.items()]
     lines += [
         f"- command: `{_without_folders(run.command)}`",
-        f"- goodput counts requests with {run.target}",
-        "- Contestants take turns at every load; those that wait are stopped (SIGSTOP). Prompts "
-        "are random token ids, fresh in each round and the same for all; greedy, answers of "
-        "fixed length. The load generator runs on the same cores.",
-        "- Resident memory: the proportional set size of all processes of a server.",
-        "- Ready: from the start of the process to the first answered token.",
+        f"- goodput counts requests that meet {run.target}",
+        "- Contestants take turns at every load, and the others are stopped meanwhile (SIGSTOP). "
+        "Prompts are random token ids, new in each round and the same for all contestants. "
+        "Decoding is greedy, and answers have a fixed length. The load generator runs on the same "
+        "cores.",
+        "- Resident memory: the proportional set size of a server's processes, added up.",
+        "- Ready: the time from the start of the process to the first answered token.",
     ]
     for c in run.contestants:
         remark = f" ({c['remark']})" if c["remark"] else ""
