@@ -2,8 +2,8 @@
 
     python tests/support/charts.py
 
-writes tests/deploy/golden: the rendered manifests of four telling files of tests/deploy/matrix. Read
-the difference before you commit it.
+writes tests/deploy/golden: the rendered manifests of four telling files of tests/deploy/matrix.
+Read the difference before you commit it.
 """
 
 from __future__ import annotations
