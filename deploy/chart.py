@@ -36,10 +36,10 @@ OWN = {
 HEAD = """\
 # Values of the Helm chart
 
-Made of [helm/values.yaml](../helm/values.yaml) by `python deploy/chart.py`. How to use them is in
-[deployment](deployment.md).
+`python deploy/chart.py` generates this table from [helm/values.yaml](../helm/values.yaml). For
+examples, see [deployment](deployment.md).
 
-| value | default | |
+| value | default | description |
 | --- | --- | --- |
 """
 

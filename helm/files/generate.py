@@ -1,6 +1,6 @@
-"""What `helm test` runs: ask the server for tokens, and exit with 1 if it gives none.
+"""Run by `helm test`: request tokens from the server, and exit with 1 if there are none.
 
-Arguments: the server's URL, and the file of API keys, if there is one.
+Arguments: the server's URL and, optionally, the file with API keys.
 """
 
 import json

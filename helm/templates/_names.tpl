@@ -7,7 +7,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Never changed by an upgrade: a Deployment's selector cannot be. */}}
+{{/* An upgrade must not change these: a Deployment's selector is immutable. */}}
 {{- define "weft.selector" -}}
 app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -23,7 +23,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- end -}}
 
-{{/* Of the pods that clients reach: a replica's only one, or its leader. */}}
+{{/* Selects the pods with the API: a replica's only pod, or its leader. */}}
 {{- define "weft.serverSelector" -}}
 {{ include "weft.selector" . }}
 app.kubernetes.io/component: server
@@ -37,8 +37,8 @@ app.kubernetes.io/component: server
 {{- end -}}
 {{- end -}}
 
-{{/* What is scaled. The LeaderWorkerSet has another name than the Service: its controller makes a
-     headless Service of its own name, in which pods find each other before they are ready. */}}
+{{/* The workload to scale. The LeaderWorkerSet's name differs from the Service's, because its controller
+     creates a headless Service with its own name. There pods find each other before they are ready. */}}
 {{- define "weft.workload" -}}
 {{- $plan := include "weft.plan" . | fromJson -}}
 {{- if gt (int $plan.hosts) 1 -}}
@@ -52,7 +52,7 @@ name: {{ include "weft.fullname" . }}
 {{- end -}}
 {{- end -}}
 
-{{/* A Job's pods cannot be changed: others are another Job, which takes the place of the one before. */}}
+{{/* A Job's pod is immutable, so a different pod gets a different Job, which replaces the old one. */}}
 {{- define "weft.batchName" -}}
 {{- include "weft.fullname" . }}-batch-{{ include "weft.batchPod" . | fromYaml | toJson | sha256sum | trunc 8 }}
 {{- end -}}

@@ -1,6 +1,6 @@
 {{/*
-What values come to, as JSON: the preset of the accelerator, hosts of a replica, accelerators of a
-host, and how ranks are laid out. Fails, naming the value, where they do not fit together.
+Computes the layout from the values, as JSON: the accelerator's preset, hosts per replica, accelerators
+per host and the layout of ranks. Fails and names the value if values are inconsistent.
 */}}
 {{- define "weft.plan" -}}
 {{- $type := .Values.accelerator.type -}}
@@ -24,19 +24,19 @@ host, and how ranks are laid out. Fails, naming the value, where they do not fit
   {{- range splitList "x" $topology }}{{ $chips = mul $chips (int .) }}{{ end -}}
   {{- $hosts = div $chips $perHost -}}
   {{- if and .Values.hosts (ne (int .Values.hosts) (int $hosts)) -}}
-    {{- fail (printf "hosts is %d; a slice of %s has %d hosts of %d chips: leave hosts out" (int .Values.hosts) $topology $hosts $perHost) -}}
+    {{- fail (printf "hosts is %d; a slice of %s has %d hosts of %d chips each: leave hosts out" (int .Values.hosts) $topology $hosts $perHost) -}}
   {{- end -}}
   {{- $devices = mul $chips (int $preset.devices) -}}
 {{- else -}}
   {{- if .Values.accelerator.topology -}}
-    {{- fail (printf "accelerator.topology is %q; accelerator.type %s has none: leave it out" .Values.accelerator.topology $type) -}}
+    {{- fail (printf "accelerator.topology is %q; accelerator.type %s has no topology: leave it out" .Values.accelerator.topology $type) -}}
   {{- end -}}
   {{- $hosts = int (default 1 .Values.hosts) -}}
   {{- if eq $preset.kind "cuda" -}}
     {{- $perHost = int (default 1 .Values.accelerator.perHost) -}}
     {{- $devices = mul $hosts $perHost -}}
   {{- else if .Values.accelerator.perHost -}}
-    {{- fail (printf "accelerator.perHost is %d; accelerator.type cpu has none: leave it out" (int .Values.accelerator.perHost)) -}}
+    {{- fail (printf "accelerator.perHost is %d; accelerator.type cpu has no accelerators: leave it out" (int .Values.accelerator.perHost)) -}}
   {{- end -}}
 {{- end -}}
 
@@ -49,7 +49,7 @@ host, and how ranks are laid out. Fails, naming the value, where they do not fit
 {{- if and (eq $preset.kind "tpu") (or (gt $cp 1) (gt $pp 1)) -}}
   {{- fail (printf "parallelism.cp is %d and parallelism.pp %d; on TPUs both must be 1: use parallelism.tp" $cp (max 1 $pp)) -}}
 {{- end -}}
-{{- $all := int (default $hosts $devices) -}}{{/* CPUs have as many places as one likes */}}
+{{- $all := int (default $hosts $devices) -}}{{/* CPUs take any number of ranks */}}
 {{- if not $pp -}}
   {{- $pp = 1 -}}
   {{- if and (eq $preset.kind "cuda") $tp -}}
@@ -62,17 +62,17 @@ host, and how ranks are laid out. Fails, naming the value, where they do not fit
 {{- $ranks := mul $dp $pp (max (mul $tp $cp) $ep) -}}
 {{- $layout := printf "parallelism (dp %d, pp %d, tp %d, cp %d, ep %d) makes %d ranks" $dp $pp $tp $cp $ep $ranks -}}
 {{- if and $devices (ne (int $ranks) (int $devices)) -}}
-  {{- fail (printf "%s; a replica of %d hosts has %d devices: use all of them" $layout (int $hosts) (int $devices)) -}}
+  {{- fail (printf "%s; a replica has %d hosts with %d devices in all: use all of them" $layout (int $hosts) (int $devices)) -}}
 {{- else if lt (int $ranks) (int $hosts) -}}
-  {{- fail (printf "%s; hosts is %d: each host must have one" $layout (int $hosts)) -}}
+  {{- fail (printf "%s; hosts is %d: each host needs at least one rank" $layout (int $hosts)) -}}
 {{- end -}}
 {{- if and (gt (int $hosts) 1) (not .Values.nodeToken.existingSecret) -}}
-  {{- fail (printf "nodeToken.existingSecret is empty; a replica has %d hosts, which need one: kubectl create secret generic NAME --from-literal=token=..." (int $hosts)) -}}
+  {{- fail (printf "nodeToken.existingSecret is empty; the %d hosts of a replica need a shared token: kubectl create secret generic NAME --from-literal=token=..." (int $hosts)) -}}
 {{- end -}}
 {{- dict "preset" $preset "hosts" (int $hosts) "perHost" $perHost "layout" (dict "tp" (int $tp) "ep" $ep "cp" $cp "pp" (int $pp) "dp" $dp) | toJson -}}
 {{- end -}}
 
-{{/* Where the model is, as JSON: the argument of weft, and for hf:// what to download. */}}
+{{/* The model's location, as JSON: weft's argument, the volume, and the repository to download for hf://. */}}
 {{- define "weft.model" -}}
 {{- $path := .Values.model.path -}}
 {{- $model := dict "argument" $path -}}
@@ -98,15 +98,15 @@ host, and how ranks are laid out. Fails, naming the value, where they do not fit
 {{- $model | toJson -}}
 {{- end -}}
 
-{{/* Requests and limits; of accelerators both are the same, which Kubernetes demands. */}}
+{{/* Requests and limits. Kubernetes requires both to be equal for accelerators. */}}
 {{- define "weft.resources" -}}
 {{- $plan := include "weft.plan" . | fromJson -}}
 {{- $count := max 1 (int $plan.perHost) -}}
 {{- $defaults := dict "cpu" (mul $count (int $plan.preset.cpu) | toString) "memory" (printf "%dGi" (mul $count (int $plan.preset.memory))) -}}
 {{- $limits := merge dict (default dict .Values.resources.limits) -}}
-{{/* What is not given is no more than its limit. */}}
+{{/* Default requests do not exceed their limits. */}}
 {{- $requests := merge dict (default dict .Values.resources.requests) $limits $defaults -}}
-{{/* On CPUs weft takes its share of the pod's limit; without one that is the node's memory. */}}
+{{/* On CPUs weft takes a share of the pod's memory limit; without a limit it would use the node's memory. */}}
 {{- if eq $plan.preset.kind "cpu" }}{{ $limits = merge $limits (pick $requests "memory") }}{{ end -}}
 {{- if $plan.perHost -}}
 {{- $accelerators := dict $plan.preset.resource (toString $plan.perHost) -}}

@@ -1,4 +1,4 @@
-{{/* Flags of weft's engine, as a YAML list: those of serve and of batch alike. */}}
+{{/* Engine flags for both serve and batch, as a YAML list. */}}
 {{- define "weft.engineArgs" -}}
 {{- $plan := include "weft.plan" . | fromJson -}}
 - --device={{ $plan.preset.kind }}
@@ -12,12 +12,12 @@
 {{- end }}
 {{- if and (eq $plan.preset.kind "cpu") (not .Values.settings.threads) }}
 {{- $resources := include "weft.resources" . | fromYaml }}
-{{- /* The kernel tells a pod of all the node's cores; threads beyond its own are in each other's way. */}}
+{{- /* The kernel reports all the node's cores to a pod. More threads than the pod's cores are slow. */}}
 - --threads={{ include "weft.cores" (default $resources.requests.cpu $resources.limits.cpu) }}
 {{- end }}
 {{- end -}}
 
-{{/* Whole cores of a quantity such as 4, "4" or 2500m; at least 1. */}}
+{{/* A quantity such as 4, "4" or 2500m, rounded down to whole cores; at least 1. */}}
 {{- define "weft.cores" -}}
 {{- $text := toString . -}}
 {{- if hasSuffix "m" $text -}}
@@ -27,7 +27,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Settings of weft, as flags. */}}
+{{/* Weft settings as flags. */}}
 {{- define "weft.settings" -}}
 {{- range $name, $value := . }}
 {{- $flag := $name | replace "_" "-" }}
@@ -52,13 +52,13 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Seconds that a pod has to end: the wait for load balancers, running requests, and 20 for the last
-     answers to be read (5, serving/api/http.py) and all processes to end. */}}
+{{/* Grace period in seconds: the wait for load balancers, the time for running requests, and 20 more.
+     In these, clients read their last answers (5, serving/api/http.py) and all processes end. */}}
 {{- define "weft.gracePeriod" -}}
 {{- add .Values.drain.preStopSeconds .Values.drain.timeoutSeconds 20 -}}
 {{- end -}}
 
-{{/* What every container that runs weft has. */}}
+{{/* Common fields of all weft containers. */}}
 {{- define "weft.container" -}}
 {{- $plan := include "weft.plan" . | fromJson -}}
 {{- $model := include "weft.model" . | fromJson -}}
@@ -86,7 +86,7 @@ volumeMounts:
   - name: cache
     mountPath: /cache
     {{- if and (gt (int $plan.hosts) 1) .Values.compileCache.existingClaim }}
-    subPathExpr: $(POD_NAME)  # each machine keeps what it compiles apart
+    subPathExpr: $(POD_NAME)  # a separate compile cache per node
     {{- end }}
   {{- if $model.volume }}
   - {name: models, mountPath: {{ $model.mountPath | quote }}, readOnly: true}
@@ -96,7 +96,7 @@ volumeMounts:
   {{- end }}
 {{- end -}}
 
-{{/* What every pod that runs weft has, but for its containers. */}}
+{{/* Common fields of all weft pods, except containers. */}}
 {{- define "weft.pod" -}}
 {{- $plan := include "weft.plan" . | fromJson -}}
 {{- $model := include "weft.model" . | fromJson -}}
@@ -189,7 +189,7 @@ volumes:
   {{- end }}
 {{- end -}}
 
-{{/* Metadata of pods; the argument is (list . COMPONENT). */}}
+{{/* Pod metadata. The argument is (list . COMPONENT). */}}
 {{- define "weft.podMetadata" -}}
 {{- $component := last . -}}
 {{- with first . -}}
@@ -208,7 +208,7 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
-{{/* The pod of a replica that clients reach: its only one, or its leader. */}}
+{{/* The pod with the API: a replica's only pod, or its leader. */}}
 {{- define "weft.serverPod" -}}
 {{- $plan := include "weft.plan" . | fromJson -}}
 {{- $model := include "weft.model" . | fromJson -}}
@@ -249,7 +249,7 @@ spec:
         - {{ printf "--api-key-file=/etc/weft/%s" .Values.apiKeys.key | quote }}
         {{- end }}
         {{- if or .Values.metrics.serviceMonitor.enabled .Values.inferencePool.enabled (ne .Values.autoscaling.kind "none") }}
-        - --open-metrics{{/* who asks for them has no API key */}}
+        - --open-metrics{{/* scrapers have no API key */}}
         {{- end }}
         {{- include "weft.settings" .Values.settings | trim | nindent 8 }}
       ports:

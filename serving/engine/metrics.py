@@ -70,31 +70,31 @@ class Metrics:
             "time_to_first_token_seconds", "From arrival to the first token", _SECONDS
         )
         self._queued = histogram(
-            "queue_time_seconds", "From arrival to the first step that it takes part in", _SECONDS
+            "queue_time_seconds", "From arrival to the answer's first step", _SECONDS
         )
         self._between_tokens = histogram(
-            "inter_token_latency_seconds", "Between one token and the next", _SECONDS_PER_TOKEN
+            "inter_token_latency_seconds", "From one token to the next", _SECONDS_PER_TOKEN
         )
         self._end_to_end = histogram(
             "e2e_request_latency_seconds", "From arrival to the last token", _SECONDS
         )
-        self._prompt_tokens = histogram("request_prompt_tokens", "Tokens of a prompt", _TOKENS)
-        self._output_tokens = histogram("request_output_tokens", "Tokens of an answer", _TOKENS)
+        self._prompt_tokens = histogram("request_prompt_tokens", "Tokens per prompt", _TOKENS)
+        self._output_tokens = histogram("request_output_tokens", "Tokens per answer", _TOKENS)
         self._answers = Counter(
             "weft_answers",
-            "Answers that have ended, and why: stop, length, abort or error",
+            "Finished answers, by reason: stop, length, abort or error",
             ["model", "finish_reason"],
             registry=self._registry,
         )
         self._http = Counter(
             "weft_http_requests",
-            "HTTP requests that have been answered",
+            "Finished HTTP requests",
             ["route", "method", "status"],
             registry=self._registry,
         )
         self._refused = Counter(
             "weft_requests_refused",
-            "HTTP requests that were answered with an error, and its code",
+            "HTTP requests answered with an error, by error code",
             ["reason"],
             registry=self._registry,
         )
@@ -173,22 +173,22 @@ class _EngineCollector(Collector):
         gauges = {
             "requests_running": ("Requests in the batch", stats.running),
             "requests_waiting": ("Requests in the queue", stats.waiting),
-            "kv_cache_usage_ratio": ("KV cache blocks in use", used / total if total else 0.0),
-            "kv_cache_blocks": ("KV cache blocks in all", total),
+            "kv_cache_usage_ratio": ("Share of blocks in use", used / total if total else 0.0),
+            "kv_cache_blocks": ("Total KV cache blocks", total),
             "engine_cores": ("Engine cores that serve", engine.serving),
         }
         counters = {
-            "engine_restarts": ("Times that an engine core was started again", engine.restarts),
-            "prefix_cache_queries": ("Prompt tokens looked up", stats.prefix_queries),
+            "engine_restarts": ("Engine core restarts", engine.restarts),
+            "prefix_cache_queries": ("Prompt tokens looked up in the cache", stats.prefix_queries),
             "prefix_cache_hits": ("Prompt tokens found in the cache", stats.prefix_hits),
-            "preemptions": ("Requests that gave their blocks back", stats.preemptions),
-            "engine_steps": ("Steps of the model", stats.steps),
+            "preemptions": ("Requests preempted to free their blocks", stats.preemptions),
+            "engine_steps": ("Model steps", stats.steps),
             "engine_step_seconds": ("Time spent in steps", stats.step_seconds),
-            "prompt_tokens": ("Prompt tokens computed or found", stats.prompt_tokens),
-            "generation_tokens": ("Tokens generated", stats.generation_tokens),
+            "prompt_tokens": ("Prompt tokens computed or cached", stats.prompt_tokens),
+            "generation_tokens": ("Generated tokens", stats.generation_tokens),
         }
         step_seconds = CounterMetricFamily(
-            "weft_rank_step_seconds", "Time that a rank spent in steps", labels=["model", "rank"]
+            "weft_rank_step_seconds", "Time spent in steps by each rank", labels=["model", "rank"]
         )
         for rank, seconds in enumerate(stats.rank_seconds or (stats.step_seconds,)):
             step_seconds.add_metric([self._model, str(rank)], seconds)

