@@ -1,9 +1,16 @@
 """What holds for all tests."""
 
+import os
 from collections import Counter
 
 import pytest
 from hypothesis import settings
+
+# jax splits the CPU into devices, so that a mesh has some. It reads this when it is imported.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+DEVICES = "--xla_force_host_platform_device_count"
+if DEVICES not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8".strip()
 
 # A time says how busy the machine is, and nothing about the code.
 settings.register_profile("weft", deadline=None)

@@ -17,8 +17,8 @@ from weft.errors import EngineError, RequestError
 from weft.serving.cli.batch import run
 from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.engine import core_client
+from weft.serving.engine import engine as engine_module
 from weft.serving.engine.engine import AsyncEngine
-from weft.serving.engine.engine import engine as engine_module
 from weft.serving.engine.grammar import matchers
 from weft.serving.engine.grammar.matchers import GrammarMatchers
 from weft.serving.engine.protocol import Compiled

@@ -41,14 +41,14 @@ REFUSED = """
 from support.mock_ranks import load
 from weft.errors import EngineError
 from weft.serving.config.settings import EngineConfig
-from weft.serving.executor import head
+from weft.serving.executor.nodes import join_listener
 from weft.serving.executor.nodes.ray_executor import RayExecutor
 from weft.serving.engine.core_process import share_out
-from weft.serving.executor.placement import Offer
+from weft.serving.executor.placement import Inventory
 
-head.versions = lambda: {"weft": "of tomorrow"}
+join_listener.versions = lambda: {"weft": "of tomorrow"}
 try:
-    (config,) = share_out(EngineConfig(), [Offer()])
+    (config,) = share_out(EngineConfig(), [Inventory()])
     RayExecutor(config, load)
 except EngineError as error:
     print(error)
