@@ -18,7 +18,7 @@ PYTEST  := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-slow test-clients check lint types format wheel bench-peers clean
+.PHONY: help serve test test-fast test-slow test-clients check lint types format code-map wheel bench-peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +28,19 @@ serve: $(VENV)/.serve ## serve the bundled model on http://127.0.0.1:8000 (MODEL
 
 test: $(VENV)/.dev ## run the tests
 	$(PYTEST) -m "not slow"
+
+# Files that start no server and interpret no kernel.
+FAST := tests/test_layout.py tests/test_prose.py tests/tools tests/models/spec \
+  tests/models/checkpoint tests/models/memory tests/models/torch/test_logits.py \
+  tests/models/torch/test_parity.py tests/kernels/cpu tests/kernels/test_reference.py \
+  tests/serving/config tests/serving/engine/scheduler tests/serving/engine/test_detokenizer.py \
+  tests/serving/engine/test_tokenizer.py tests/serving/engine/test_timeline.py \
+  tests/serving/engine/test_retry_after.py tests/serving/engine/test_admission.py \
+  tests/serving/api/parsing tests/serving/api/test_body.py tests/serving/batch/test_journal.py \
+  tests/serving/executor/test_placement.py
+
+test-fast: $(VENV)/.dev ## run the tests that need no server and no interpreter
+	$(PYTEST) -m "not slow" $(FAST)
 
 test-slow: $(VENV)/.dev ## run the long sweeps
 	$(PYTEST) -m slow --timeout 3600
@@ -54,6 +67,9 @@ lint: $(VENV)/.dev ## ruff: style and format
 types: $(VENV)/.dev ## mypy, strict
 	$(BIN)/mypy -p weft
 	MYPYPATH=benchmarks $(BIN)/mypy --exclude '^benchmarks/serve\.py$$' benchmarks
+
+code-map: $(VENV)/.dev ## write docs/code-map.md from the modules
+	$(BIN)/python tools/code_map.py
 
 format: $(VENV)/.dev ## ruff: rewrite
 	$(BIN)/ruff check --fix .
