@@ -4,6 +4,10 @@ from collections import Counter
 
 import pytest
 from hypothesis import settings
+from support import surroundings
+
+# Before any other module reads the environment; each of xdist's processes does so too.
+surroundings.settle()
 
 # A time says how busy the machine is, and nothing about the code.
 settings.register_profile("weft", deadline=None)
