@@ -5,6 +5,10 @@ from collections import Counter
 
 import pytest
 from hypothesis import settings
+from support import surroundings
+
+# Before any other module reads the environment; each of xdist's processes does so too.
+surroundings.settle()
 
 # jax splits the CPU into devices, so that a mesh has some. It reads this when it is imported.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
