@@ -11,13 +11,16 @@ import faulthandler
 import gc
 import os
 import signal
+import site
 import sys
 import threading
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+import weft
 from weft.errors import ConfigError, EngineError, ModelError, WeftError
 from weft.serving.config import logs
 from weft.serving.config.settings import EngineConfig
@@ -29,6 +32,26 @@ class _Orders(Protocol):
 
 
 Orders = TypeVar("Orders", bound=_Orders)
+
+
+def python_module(name: str) -> tuple[list[str], dict[str, str]]:
+    """Build the command line and the environment for a child process that runs a module of weft.
+
+    The child imports the same weft as this process. `-P` keeps the working directory off the
+    child's sys.path, so that no file there replaces a library. If this weft was imported from
+    somewhere other than site-packages, PYTHONPATH names that folder.
+
+    Args:
+        name: the module, such as "weft.serving.engine.core".
+    """
+    command = [sys.executable, "-P", "-m", name]
+    environment = dict(os.environ)
+    root = str(Path(weft.__file__).absolute().parent.parent)
+    # PYTHONPATH comes before the standard library, so site-packages must not be in it.
+    if root not in (*site.getsitepackages(), site.getusersitepackages()):
+        inherited = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = f"{root}{os.pathsep}{inherited}" if inherited else root
+    return command, environment
 
 
 def begin(orders: type[Orders]) -> Orders:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,7 +20,7 @@ import msgspec
 
 from weft.serving.config.settings import EngineConfig
 from weft.serving.config.slices import RankDevices
-from weft.serving.executor.child_process import how_it_ended
+from weft.serving.executor.child_process import how_it_ended, python_module
 from weft.serving.executor.loading import LOOPBACK
 from weft.serving.executor.nodes.link import read
 from weft.serving.executor.rank_messages import FromRank, decode_said
@@ -237,9 +236,11 @@ class _Rank:
     def start(cls, orders: RankOrders, board: StepRing) -> _Rank:
         """Start it; its stdin stays open for as long as this process lives."""
         own, other = socket.socketpair()
+        command, environment = python_module("weft.serving.executor.rank_process")
         with other:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "weft.serving.executor.rank_process"],
+                command,
+                env=environment,
                 stdin=subprocess.PIPE,
                 stdout=2,  # stdout belongs to the parent's output; stray prints go to stderr
                 pass_fds=(other.fileno(), board.fd),
