@@ -13,31 +13,31 @@ from weft.errors import ConfigError
 
 Kind = Literal["cpu", "cuda", "tpu"]
 
-HERE = "this machine"
+HERE = "this node"
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """The part of an engine's slice that is on one machine.
+class NodeSlice:
+    """The part of an engine's slice that is on one node.
 
     Attributes:
-        machine: its number.
+        node: its number.
         devices: by index, in the order of the mesh or of the ranks; see `devices_of_ranks`.
-        engines: how many have a part of this machine, and so share its cores and memory.
-        where: the machine's name and address.
+        engines: how many have a part of this node, and so share its cores and memory.
+        where: the node's name and address.
     """
 
-    machine: int
+    node: int
     devices: tuple[int, ...]
     engines: int = 1
     where: str = HERE
 
 
-Slice = tuple[Share, ...]
+Slice = tuple[NodeSlice, ...]
 """Of one engine; in the order of its ranks."""
 
 RankDevices = tuple[int, ...]
-"""By index, of one rank, on its machine."""
+"""By index, of one rank, on its node."""
 
 
 @dataclass(frozen=True, slots=True)

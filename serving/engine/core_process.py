@@ -52,7 +52,7 @@ def share_out(config: EngineConfig, offers: Sequence[Inventory]) -> list[EngineC
         )
     cores = []
     for number, each in enumerate(slices):
-        engines = max([1, *(share.engines for share in each if share.machine == 0)])
+        engines = max([1, *(part.engines for part in each if part.node == 0)])
         memory = offers[0].memory // engines if engines > 1 else None
         cores.append(replace(config, replica=Replica(number, memory, engines, each)))
     return cores

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def choose_kernels(config: EngineConfig, layout: Layout, device: torch.device) -> str:
     """ "overlapped" or "plain", for a device.
 
-    auto is overlapped on GPUs where the ranks of each stage are on one machine and reach each
+    auto is overlapped on GPUs where the ranks of each stage are on one node and reach each
     other's memory, wherever the layout can be.
 
     Raises:
@@ -50,7 +50,7 @@ def choose_kernels(config: EngineConfig, layout: Layout, device: torch.device) -
         )
     if config.kernels == "plain" or not gpu:
         return "overlapped" if config.kernels == "overlapped" else "plain"
-    apart = _apart(config.replica.slice, layout)
+    apart = _out_of_reach(config.replica.slice, layout)
     if config.kernels == "overlapped":
         if apart:
             raise ConfigError(
@@ -60,21 +60,21 @@ def choose_kernels(config: EngineConfig, layout: Layout, device: torch.device) -
     return "overlapped" if layout.can_overlap and not apart else "plain"
 
 
-def _apart(slice: Slice, layout: Layout) -> str:
+def _out_of_reach(slice: Slice, layout: Layout) -> str:
     """Which GPUs of a stage cannot read and write each other's memory; nothing if all can.
 
-    Of other machines' GPUs it is known only that those of a stage are on one machine.
+    Of other nodes' GPUs it is known only that those of a stage are on one node.
     """
     import torch
 
     size = layout.stage_size
-    places = [(share.machine, index) for share in slice for index in share.devices]
-    stages = [places[first : first + size] for first in range(0, len(places), size)]
+    locations = [(part.node, index) for part in slice for index in part.devices]
+    stages = [locations[first : first + size] for first in range(0, len(locations), size)]
     for stage in stages:
-        machines = sorted({machine for machine, _ in stage})
-        if len(machines) > 1:
-            where = ", ".join(f"GPU {index} of machine {machine}" for machine, index in stage)
-            return f"ranks that share a layer must be on one machine; they are on {where}"
+        nodes = sorted({node for node, _ in stage})
+        if len(nodes) > 1:
+            where = ", ".join(f"GPU {index} of node {node}" for node, index in stage)
+            return f"ranks that share a layer must be on one node; they are on {where}"
     gpus = [index for _, index in stages[layout.stage]] if stages else []
     for a, b in permutations(gpus, 2):
         if not torch.cuda.can_device_access_peer(a, b):
@@ -127,7 +127,7 @@ def recorded_requests(config: EngineConfig, layout: Layout) -> int:
 
 
 def require_same(store: Store, rank: int, world_size: int, mine: str) -> None:
-    """Refuse ranks of different kinds, which auto may choose on machines that differ.
+    """Refuse ranks of different kinds, which auto may choose on nodes that differ.
 
     Raises:
         ConfigError: on every rank.

@@ -1,6 +1,6 @@
 """From settings to a model on the devices of jax: see loading.py, of which this is the one branch.
 
-One process has all devices of a machine; --tp and --ep are of the mesh of all processes.
+One process has all devices of a node; --tp and --ep are of the mesh of all processes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from weft.errors import ConfigError
 from weft.models.spec.spec import ModelSpec
 from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.loading import (
-    ALONE,
     LINE_EVERY,
     RANK_TIMEOUT,
+    SINGLE_RANK,
     LoadedModel,
     ModelInfo,
-    Place,
     Progress,
+    RankContext,
     compute_dtype,
     context_length,
 )
@@ -45,7 +45,9 @@ ONLY: dict[str, object] = {
 logger = logging.getLogger(__name__)
 
 
-def load_jax_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -> LoadedModel:
+def load_jax_model(
+    config: EngineConfig, progress: Progress, context: RankContext = SINGLE_RANK
+) -> LoadedModel:
     """Load the checkpoint that the settings name onto the devices of jax, and compile its steps.
 
     Each process reads what its devices have.
@@ -63,16 +65,16 @@ def load_jax_model(config: EngineConfig, progress: Progress, place: Place = ALON
     check_layout(spec, config.tp, config.ep)
     max_model_len = context_length(config, spec)
     dtype = compute_dtype(config, spec)
-    devices = _devices(config, place)
+    devices = _devices(config, context)
     if config.kernels == "overlapped" and devices[0].platform == "cpu":
         logger.warning("--kernels overlapped: interpreted on a CPU, which takes seconds a step")
     ledger = _plan(config, spec, dtype, max_model_len)
     from weft.models.jax.distributed import least
     from weft.models.jax.runner import JaxRunner
 
-    if place.world_size > 1:
+    if context.world_size > 1:
         ledger = ledger.with_blocks(least(ledger.num_blocks, RANK_TIMEOUT))
-    speaks = place.rank == config.replica.number == 0
+    speaks = context.rank == config.replica.number == 0
     if speaks:
         whose = f" of each of {config.tp} devices" if config.tp > 1 else ""
         whose += f" of each of {config.dp} engine cores" if config.dp > 1 else ""
@@ -80,7 +82,7 @@ def load_jax_model(config: EngineConfig, progress: Progress, place: Place = ALON
     with show_compiling() if speaks else nullcontext(_silent) as show:
 
         def compiling(name: str, done: int, total: int) -> None:
-            place.count_exchange(True)  # for this rank gets on; all compile the same
+            context.count_exchange(True)  # for this rank gets on; all compile the same
             show(name, done, total)
 
         runner = JaxRunner.load(
@@ -103,7 +105,7 @@ def load_jax_model(config: EngineConfig, progress: Progress, place: Place = ALON
     return LoadedModel(runner, info)
 
 
-def _devices(config: EngineConfig, place: Place) -> list[Any]:
+def _devices(config: EngineConfig, context: RankContext) -> list[Any]:
     """Of all processes, in the order of the mesh; this one's are here from now on.
 
     Raises:
@@ -111,32 +113,32 @@ def _devices(config: EngineConfig, place: Place) -> list[Any]:
     """
     from weft.models.jax import platform
 
-    own = place.own_devices(config)
+    own = context.own_devices(config)
     platform.prepare(
         len(own),
         config.device,
-        own_process=place.world_size > 1,
+        own_process=context.world_size > 1,
         interpreting=config.kernels == "overlapped",
     )
     if config.dp > 1 and kind_of(config) == "tpu":
         platform.keep_to(own)
-    if place.world_size == 1:
+    if context.world_size == 1:
         devices = platform.devices(config.tp)
     else:
         from weft.models.jax.distributed import meet
 
         devices = meet(
-            place.rank,
-            place.world_size,
-            place.find_port,
+            context.rank,
+            context.world_size,
+            context.rendezvous_port,
             RANK_TIMEOUT,
-            host=place.host,
-            address=place.address,
+            host=context.rendezvous_host,
+            address=context.address,
         )
         if len(devices) != config.tp:
             raise ConfigError(
-                f"--tp is {config.tp}; the machines have {len(devices)} devices together, and of "
-                "several machines all must be used"
+                f"--tp is {config.tp}; the nodes have {len(devices)} devices together, and of "
+                "several nodes all must be used"
             )
     platform.keep_compiled(cache_folder(config))
     return devices
@@ -159,8 +161,8 @@ def check_settings(config: EngineConfig) -> None:
         )
     if config.dp > 1 and len(config.replica.slice) > 1 and kind_of(config) == "tpu":
         raise ConfigError(
-            f"--dp is {config.dp} and an engine has TPUs of {len(config.replica.slice)} machines; "
-            "it must be 1, or --devices such that each engine is on one machine"
+            f"--dp is {config.dp} and an engine has TPUs of {len(config.replica.slice)} nodes; "
+            "it must be 1, or --devices such that each engine is on one node"
         )
 
 

@@ -35,7 +35,7 @@ from weft.serving.executor.backend import (
 LINE_EVERY = 10.0  # seconds between two lines of a log
 
 LOOPBACK = "127.0.0.1"
-"""Where ranks meet that are all on one machine."""
+"""Where ranks meet that are all on one node."""
 
 RANK_TIMEOUT = 1800.0
 """Seconds that a rank waits for another: one may load for longer than the rest, or be paused with
@@ -71,40 +71,42 @@ class LoadedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankContext:
     """Which rank this process is.
 
     Attributes:
         rank, world_size: its number, and how many there are.
-        find_port: tells where ranks meet: called with the port by the first, which has opened it,
-            and with None by the others.
+        rendezvous_port: tells where ranks meet: called with the port by the first, which has
+            opened it, and with None by the others.
         count_exchange: called when this rank comes to an exchange with others, and told whether
             that is with all of them.
-        on_machine: ranks that share this machine's memory and cores.
-        host, address: of the first rank's machine and of this one, for the ranks to meet.
-        devices: of this rank, on its machine (see resources.py); none of one that is alone, which
+        ranks_on_node: ranks that share this node's memory and cores.
+        host, address: of the first rank's node and of this one, for the ranks to meet.
+        devices: of this rank, on its node (see resources.py); none of one that is alone, which
             has its engine's.
     """
 
     rank: int = 0
     world_size: int = 1
-    find_port: Callable[[int | None], int] = lambda own: own or 0
+    rendezvous_port: Callable[[int | None], int] = lambda own: own or 0
     count_exchange: Callable[[bool], None] = lambda of_all: None
-    on_machine: int = 1
-    host: str = LOOPBACK
+    ranks_on_node: int = 1
+    rendezvous_host: str = LOOPBACK
     address: str = LOOPBACK
     devices: RankDevices = ()
 
     def own_devices(self, config: EngineConfig) -> RankDevices:
         """Devices of this rank, by index."""
-        slice = (index for share in config.replica.slice for index in share.devices)
+        slice = (index for part in config.replica.slice for index in part.devices)
         return self.devices or tuple(slice) or tuple(range(config.world_size))
 
 
-ALONE = Place()
+SINGLE_RANK = RankContext()
 
 
-def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -> LoadedModel:
+def load_model(
+    config: EngineConfig, progress: Progress, context: RankContext = SINGLE_RANK
+) -> LoadedModel:
     """Load the checkpoint that the settings name, or this rank's part of it.
 
     Raises:
@@ -123,15 +125,15 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
     if uses_jax(config):
         from weft.serving.executor.jax_loading import load_jax_model
 
-        return load_jax_model(config, progress, place)
+        return load_jax_model(config, progress, context)
     path = locate(config.model)
     spec = read_spec(path)
     max_model_len = context_length(config, spec)
     dtype = compute_dtype(config, spec)
     overlapped = config.kernels == "overlapped"
     check_layout(spec, config.tp, config.ep, config.cp, config.pp, overlapped=overlapped)
-    layout = Layout(config.tp, config.ep, place.rank, config.cp, config.pp)
-    device = choose_device(config.device, place.own_devices(config)[0])
+    layout = Layout(config.tp, config.ep, context.rank, config.cp, config.pp)
+    device = choose_device(config.device, context.own_devices(config)[0])
     kernels = choose_kernels(config, layout, device)
     triton = kernels == "overlapped" or device.type == "cuda"
     interpreted = triton and device.type == "cpu"
@@ -143,24 +145,24 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         if device.type == "cuda":
             recorded = recorded_requests(config, layout)
     store = None
-    if place.world_size > 1:
+    if context.world_size > 1:
         store = meet(
-            place.rank,
-            place.world_size,
-            place.find_port,
+            context.rank,
+            context.world_size,
+            context.rendezvous_port,
             timeout=RANK_TIMEOUT,
-            host=place.host,
-            address=place.address,
+            host=context.rendezvous_host,
+            address=context.address,
         )
-        require_same(store, place.rank, place.world_size, f"{device.type}, --kernels {kernels}")
-    groups = split(layout, place.count_exchange, device, RANK_TIMEOUT)
+        require_same(store, context.rank, context.world_size, f"{device.type}, --kernels {kernels}")
+    groups = split(layout, context.count_exchange, device, RANK_TIMEOUT)
     # After the ranks have met: what NCCL takes for its groups is no longer free then.
     if device.type == "cuda":
         free = free_memory(device)
     elif config.replica.memory is None:
-        free = available_memory() // place.on_machine
+        free = available_memory() // context.ranks_on_node
     else:
-        free = config.replica.memory // place.on_machine
+        free = config.replica.memory // context.ranks_on_node
     ledger = MemoryPlan(
         spec=layout.local(spec),
         dtype=dtype,
@@ -178,10 +180,10 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         buffers=buffers,
         recorded=recorded,
     ).ledger()
-    if interpreted and place.rank == config.replica.number == 0:
+    if interpreted and context.rank == config.replica.number == 0:
         logger.warning("--kernels overlapped: interpreted on a CPU, which takes seconds a step")
     ledger = ledger.with_blocks(groups.least(ledger.num_blocks))
-    if place.rank % layout.stage_size == config.replica.number == 0:
+    if context.rank % layout.stage_size == config.replica.number == 0:
         whose = f" of each of {layout.stage_size} ranks" if layout.stage_size > 1 else ""
         whose += f" of stage {layout.stage}" if layout.pp > 1 else ""
         whose += f" of each of {config.dp} engine cores" if config.dp > 1 else ""
@@ -199,7 +201,7 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         max_model_len=max_model_len,
         quantization=config.quantization,
         compress_weights=config.compress_weights,
-        threads=_threads(config.threads, place.on_machine * config.replica.engines),
+        threads=_threads(config.threads, context.ranks_on_node * config.replica.engines),
         progress=progress,
         layout=layout,
         groups=groups,
@@ -208,7 +210,7 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         cuda_graphs=config.cuda_graphs,
     )
     runner.allocate_kv_cache(ledger.num_blocks)
-    if interpreted and place.rank == 0:
+    if interpreted and context.rank == 0:
         logger.info("warming up: a short prompt")
         runner = SlowRunner(runner)
     runner.warm_up()

@@ -1,8 +1,8 @@
-"""The ranks of one machine, as the controller of all ranks sees them.
+"""The ranks of one node, as the controller of all ranks sees them.
 
-`LocalNode` are processes here, which read their steps from a board (board.py) and say on a
-socket each what they have to say. remote.py has those of another machine, whose agent
-(agent.py) owns a LocalMachine there.
+`LocalNode` are processes here, which read their steps from a ring (ring.py) and say on a
+socket each what they have to say. remote.py has those of another node, whose agent
+(agent.py) owns a LocalNode there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weft.serving.config.slices import RankDevices
 from weft.serving.executor.child_process import how_it_ended, python_module
 from weft.serving.executor.loading import LOOPBACK
 from weft.serving.executor.nodes.link import read
-from weft.serving.executor.rank_messages import FromRank, decode_said
+from weft.serving.executor.rank_messages import FromRank, decode_rank_message
 from weft.serving.executor.rank_process import RankOrders
 from weft.serving.executor.step_ring import Int64, StepRing
 
@@ -32,7 +32,7 @@ EXIT_GRACE = 1.0
 
 
 class Node(Protocol):
-    """The ranks of one machine.
+    """The ranks of one node.
 
     Attributes:
         ranks: their numbers.
@@ -40,7 +40,7 @@ class Node(Protocol):
         counters: int64 [COUNTERS, ranks]; as of Board.
         channels: sockets that can be read when there is something to receive.
         where: its name and address; empty of the controller's own.
-        lost: why nothing more can be known of the machine.
+        lost: why nothing more can be known of the node.
     """
 
     ranks: range
@@ -54,7 +54,7 @@ class Node(Protocol):
         """What a rank says, with its number; None instead if it has ended.
 
         A channel that has ended is taken from `channels`. None if what has come says nothing
-        of a rank. A machine that is lost ends with its first rank.
+        of a rank. A node that is lost ends with its first rank.
         """
 
     def check(self, pause: float) -> tuple[int, FromRank | None] | None:
@@ -92,15 +92,15 @@ class Node(Protocol):
 
 
 class LocalNode:
-    """Owns processes of this machine, and their board; see Machine.
+    """Owns processes of this node, and their ring; See Node.
 
     Args:
         config: of the engine.
         load_model: "module:function" that loads a rank's part of the model.
         ranks: numbers of the ranks.
-        world_size: how many there are on all machines.
-        host, address: of the first rank's machine and of this one, for the ranks to meet.
-        devices: of each rank; else one each, the machine's first ones.
+        world_size: how many there are on all nodes.
+        rendezvous_host, address: of the first rank's node and of this one, for the ranks to meet.
+        devices: of each rank; else one each, the node's first ones.
     """
 
     where = ""
@@ -113,13 +113,13 @@ class LocalNode:
         ranks: range,
         world_size: int,
         *,
-        host: str = LOOPBACK,
+        rendezvous_host: str = LOOPBACK,
         address: str = LOOPBACK,
         devices: Sequence[RankDevices] = (),
     ) -> None:
         self.ranks = ranks
-        self._board = StepRing(len(ranks), stages=config.pp)
-        self.counters = self._board.counters
+        self._ring = StepRing(len(ranks), stages=config.pp)
+        self.counters = self._ring.counters
         self._ranks: list[_Rank] = []
         try:
             stage_size = world_size // config.pp
@@ -132,14 +132,14 @@ class LocalNode:
                     number,
                     world_size,
                     copy=copy,
-                    answers=place == 0 and number >= world_size - stage_size,
-                    first=ranks[0],
-                    on_machine=len(ranks),
-                    host=host,
+                    sends_output=place == 0 and number >= world_size - stage_size,
+                    first_on_node=ranks[0],
+                    ranks_on_node=len(ranks),
+                    rendezvous_host=rendezvous_host,
                     address=address,
                     devices=own,
                 )
-                self._ranks.append(_Rank.start(orders, self._board))
+                self._ranks.append(_Rank.start(orders, self._ring))
         except BaseException:
             self.wait(0.0)
             self.release()
@@ -150,7 +150,7 @@ class LocalNode:
 
     def receive(self, channel: socket.socket) -> tuple[int, FromRank | None] | None:
         number, data = self.receive_bytes(channel)
-        return number, None if data is None else decode_said(data)
+        return number, None if data is None else decode_rank_message(data)
 
     def receive_bytes(self, channel: socket.socket) -> tuple[int, bytes | None]:
         """As `receive`, not decoded."""
@@ -171,10 +171,10 @@ class LocalNode:
                     rank.channel.sendall(port.to_bytes(8, "little"))
 
     def has_room(self, step: int) -> bool:
-        return self._board.has_room(step)
+        return self._ring.has_room(step)
 
     def put(self, step: int, data: bytes) -> None:
-        self._board.write(step, data)
+        self._ring.write(step, data)
         for rank in self._ranks:
             rank.wake()
 
@@ -212,7 +212,7 @@ class LocalNode:
             rank.process.wait()
 
     def release(self) -> None:
-        self._board.close()
+        self._ring.close()
         for rank in self._ranks:
             rank.channel.close()
             if rank.process.stdin is not None:
@@ -233,7 +233,7 @@ class _Rank:
         self.channel = channel
 
     @classmethod
-    def start(cls, orders: RankOrders, board: StepRing) -> _Rank:
+    def start(cls, orders: RankOrders, ring: StepRing) -> _Rank:
         """Start it; its stdin stays open for as long as this process lives."""
         own, other = socket.socketpair()
         command, environment = python_module("weft.serving.executor.rank_process")
@@ -243,9 +243,9 @@ class _Rank:
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=2,  # stdout belongs to the parent's output; stray prints go to stderr
-                pass_fds=(other.fileno(), board.fd),
+                pass_fds=(other.fileno(), ring.fd),
             )
-            given = msgspec.structs.replace(orders, socket=other.fileno(), board=board.fd)
+            given = msgspec.structs.replace(orders, socket=other.fileno(), ring=ring.fd)
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(given) + b"\n")
         process.stdin.flush()

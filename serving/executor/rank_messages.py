@@ -19,7 +19,7 @@ from weft.serving.executor.child_process import Failed
 from weft.serving.executor.loading import ModelInfo
 
 
-class Address(msgspec.Struct, frozen=True, tag=True):
+class RendezvousPort(msgspec.Struct, frozen=True, tag=True):
     """First rank -> controller: where the ranks meet."""
 
     port: int
@@ -37,7 +37,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     output: StepOutput | None
 
 
-FromRank = Address | Loaded | Done | Failed
+FromRank = RendezvousPort | Loaded | Done | Failed
 
 
 def _encode(value: Any) -> Any:
@@ -101,7 +101,7 @@ step_decoder = msgspec.msgpack.Decoder(Packed)
 _rank_decoder = msgspec.msgpack.Decoder(FromRank, dec_hook=_decode)
 
 
-def decode_said(data: bytes) -> FromRank:
+def decode_rank_message(data: bytes) -> FromRank:
     """What a rank says; if that makes no sense, that it has failed."""
     try:
         said: FromRank = _rank_decoder.decode(data)

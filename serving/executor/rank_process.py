@@ -1,6 +1,6 @@
-"""One rank of a model, in a process of its own: does what its controller puts on the board.
+"""One rank of a model, in a process of its own: does what its controller puts on the ring.
 
-A process (`python -m weft.serving.executor.rank_process`, see child.py) that machine.py
+A process (`python -m weft.serving.executor.rank_process`, see child.py) that node.py
 starts. A byte on its socket wakes it for each step, in the order of the steps;
 on the socket it says that it is ready, what steps have produced if it is, in the
 last stage, the first rank of a copy of attention, and why it ends.
@@ -29,12 +29,12 @@ from weft.serving.config.settings import EngineConfig
 from weft.serving.config.slices import RankDevices
 from weft.serving.executor import child_process
 from weft.serving.executor.child_process import Failed
-from weft.serving.executor.loading import LoadedModel, Place, Progress, show_progress
+from weft.serving.executor.loading import LoadedModel, Progress, RankContext, show_progress
 from weft.serving.executor.rank_messages import (
-    Address,
     Done,
     FromRank,
     Loaded,
+    RendezvousPort,
     decode_step,
     encoder,
 )
@@ -55,10 +55,10 @@ class RankOrders(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rank, world_size: this one's number, and how many there are.
         copy: of attention, to which it belongs.
         answers: whether it says what the copy's steps have produced.
-        first, on_machine: the first rank of this machine, and how many it has.
-        host, address: of the first rank's machine of all, and of this one; see Place.
-        devices: see Place.
-        socket, board: file descriptors that it has been given.
+        first, ranks_on_node: the first rank of this node, and how many it has.
+        host, address: of the first rank's node of all, and of this one; see RankContext.
+        devices: see RankContext.
+        socket, ring: file descriptors that it has been given.
     """
 
     config: EngineConfig
@@ -66,14 +66,14 @@ class RankOrders(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: int
     world_size: int
     copy: int
-    answers: bool
-    first: int
-    on_machine: int
-    host: str
+    sends_output: bool
+    first_on_node: int
+    ranks_on_node: int
+    rendezvous_host: str
     address: str
     devices: RankDevices
     socket: int = -1
-    board: int = -1
+    ring: int = -1
 
 
 def serve(orders: RankOrders, channel: socket.socket) -> None:
@@ -84,27 +84,27 @@ def serve(orders: RankOrders, channel: socket.socket) -> None:
     """
     send = partial(_send, channel)
 
-    board = StepRing(orders.on_machine, orders.board, stages=orders.config.pp)
-    column = orders.rank - orders.first
+    ring = StepRing(orders.ranks_on_node, orders.ring, stages=orders.config.pp)
+    column = orders.rank - orders.first_on_node
 
-    def find_port(own: int | None) -> int:
-        board.loaded[column] = MET
+    def rendezvous_port(own: int | None) -> int:
+        ring.loaded[column] = MET
         if own is not None:
-            send(Address(own))
+            send(RendezvousPort(own))
             return own
         return int.from_bytes(channel.recv(8, socket.MSG_WAITALL), "little")
 
     def count_exchange(of_all: bool) -> None:
-        board.exchanges[column] += 1
-        board.rounds[column] += of_all
+        ring.exchanges[column] += 1
+        ring.rounds[column] += of_all
 
-    place = Place(
+    context = RankContext(
         orders.rank,
         orders.world_size,
-        find_port,
+        rendezvous_port,
         count_exchange,
-        orders.on_machine,
-        orders.host,
+        orders.ranks_on_node,
+        orders.rendezvous_host,
         orders.address,
         orders.devices,
     )
@@ -113,14 +113,14 @@ def serve(orders: RankOrders, channel: socket.socket) -> None:
         with _shown_progress(orders) as show:
 
             def count_read(done: int, total: int) -> None:
-                board.loaded[column] = MET + READ * done // total
+                ring.loaded[column] = MET + READ * done // total
                 show(done, total)
 
-            loaded: LoadedModel = load(orders.config, count_read, place)
-        board.loaded[column] = MET + READ
+            loaded: LoadedModel = load(orders.config, count_read, context)
+        ring.loaded[column] = MET + READ
         child_process.settle_garbage_collector()
         send(Loaded(loaded.info))
-        _run(loaded.runner, orders, board, channel)
+        _run(loaded.runner, orders, ring, channel)
     except Exception as error:
         send(Failed.of(error))
         raise
@@ -133,18 +133,18 @@ def _shown_progress(orders: RankOrders) -> AbstractContextManager[Progress]:
     return show_progress("loading")
 
 
-def _run(runner: ModelRunner, orders: RankOrders, board: StepRing, channel: socket.socket) -> None:
+def _run(runner: ModelRunner, orders: RankOrders, ring: StepRing, channel: socket.socket) -> None:
     """Run each step; where devices work on their own, begin it, and let a thread wait for it."""
-    column, step = orders.rank - orders.first, 0
+    column, step = orders.rank - orders.first_on_node, 0
     dispatch = runner.dispatch if isinstance(runner, DispatchingRunner) else None
 
     def finish(step: int, batch: StepInput, run: Callable[[], StepOutput]) -> None:
-        board.begun[column] = step
+        ring.begun[column] = step
         began = time.perf_counter_ns()
         output = run()
-        board.busy[column] += (time.perf_counter_ns() - began) // 1000
-        board.done[column] = step
-        if orders.answers:
+        ring.busy[column] += (time.perf_counter_ns() - began) // 1000
+        ring.done[column] = step
+        if orders.sends_output:
             _send(channel, Done(output if len(batch.token_ids) else None))
 
     def finish_dispatched(step: int, batch: StepInput, run: Callable[[], StepOutput]) -> None:
@@ -158,15 +158,15 @@ def _run(runner: ModelRunner, orders: RankOrders, board: StepRing, channel: sock
     with ThreadPoolExecutor(1, thread_name_prefix="weft-readback") as waiting:
         while channel.recv(1):
             step += 1
-            board.begun[column] = board.done[column] + 1
-            batch = decode_step(board.read(step), orders.copy)
+            ring.begun[column] = ring.done[column] + 1
+            batch = decode_step(ring.read(step), orders.copy)
             if dispatch is None:
                 finish(step, batch, partial(runner.step, batch))
                 continue
             run = dispatch(batch)
             # Where ranks that have dispatched the step meet, on the devices.
-            board.exchanges[column] += 1
-            board.rounds[column] += 1
+            ring.exchanges[column] += 1
+            ring.rounds[column] += 1
             waiting.submit(finish_dispatched, step, batch, run)
     runner.close()
 

@@ -1,4 +1,4 @@
-"""Shared memory in which a controller tells the ranks of one machine what to do.
+"""Shared memory in which a controller tells the ranks of one node what to do.
 
     controller                                  rank r
     writes step n to slot n mod slots           is woken by a byte on its socket
@@ -20,9 +20,9 @@ import os
 import numpy as np
 import numpy.typing as npt
 
-SLOTS = 4
+ENTRIES = 4
 """Of a model of one stage; each further stage takes one more, as more steps are under way."""
-SLOT_BYTES = 1 << 30
+ENTRY_BYTES = 1 << 30
 """Of address space; memory is what the largest step has taken."""
 
 COUNTERS = 6
@@ -35,9 +35,9 @@ READ = 1_000_000
 Int64 = npt.NDArray[np.int64]
 
 
-def slots(stages: int) -> int:
-    """Of the board of a model of so many stages."""
-    return SLOTS + stages - 1
+def ring_entries(stages: int) -> int:
+    """Of the ring of a model of so many stages."""
+    return ENTRIES + stages - 1
 
 
 def how_loaded(counter: int) -> str:
@@ -53,8 +53,8 @@ def check_size(step: int, data: bytes) -> None:
     Raises:
         ValueError: it is.
     """
-    if len(data) > SLOT_BYTES - 8:
-        raise ValueError(f"step {step} takes {len(data)} bytes; at most {SLOT_BYTES - 8} fit")
+    if len(data) > ENTRY_BYTES - 8:
+        raise ValueError(f"step {step} takes {len(data)} bytes; at most {ENTRY_BYTES - 8} fit")
 
 
 class StepRing:
@@ -62,7 +62,7 @@ class StepRing:
 
     Args:
         ranks: how many.
-        fd: of a board that another process has made.
+        fd: of a ring that another process has made.
         stages: of the model that they share.
 
     Attributes:
@@ -77,14 +77,16 @@ class StepRing:
 
     def __init__(self, ranks: int, fd: int | None = None, *, stages: int = 1) -> None:
         header = COUNTERS * 8 * ranks
-        self.slots = slots(stages)
-        size = self.slots * SLOT_BYTES + header
+        self.entries = ring_entries(stages)
+        size = self.entries * ENTRY_BYTES + header
         if fd is None:
             fd = os.memfd_create("weft-steps", os.MFD_CLOEXEC)
             os.ftruncate(fd, size)
         self.fd = fd
         self._memory = memoryview(mmap.mmap(fd, size))
-        counters = np.frombuffer(self._memory, np.int64, COUNTERS * ranks, self.slots * SLOT_BYTES)
+        counters = np.frombuffer(
+            self._memory, np.int64, COUNTERS * ranks, self.entries * ENTRY_BYTES
+        )
         self.counters: Int64 = counters.reshape(COUNTERS, ranks)
         self.begun: Int64
         self.done: Int64
@@ -101,16 +103,16 @@ class StepRing:
     def has_room(self, step: int) -> bool:
         """Whether all ranks have read what step `step` would write over."""
         # numpy's min takes five times as long.
-        return bool(min(self.done.tolist()) >= step - self.slots)
+        return bool(min(self.done.tolist()) >= step - self.entries)
 
     def write(self, step: int, data: bytes) -> None:
         """Put a step up, of which `check_size` has been asked."""
-        at = step % self.slots * SLOT_BYTES
+        at = step % self.entries * ENTRY_BYTES
         self._memory[at : at + 8] = len(data).to_bytes(8, "little")
         self._memory[at + 8 : at + 8 + len(data)] = data
 
     def read(self, step: int) -> memoryview:
         """What `write` was given, to be used before the step is done."""
-        at = step % self.slots * SLOT_BYTES
+        at = step % self.entries * ENTRY_BYTES
         length = int.from_bytes(self._memory[at : at + 8], "little")
         return self._memory[at + 8 : at + 8 + length]

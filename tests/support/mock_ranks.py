@@ -20,7 +20,7 @@ from weft.errors import ConfigError, WeftError
 from weft.models.interface import StepInput, StepOutput
 from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.base import Executor
-from weft.serving.executor.loading import LoadedModel, ModelInfo, Place, Progress, load_model
+from weft.serving.executor.loading import LoadedModel, ModelInfo, Progress, RankContext, load_model
 
 SLOW = 0.02
 """Seconds of a step of a rank that is slow."""
@@ -31,24 +31,24 @@ class RankRunner:
 
     bytes_per_block = 1
 
-    def __init__(self, config: EngineConfig, place: Place) -> None:
+    def __init__(self, config: EngineConfig, context: RankContext) -> None:
         words = config.model.split()
         rank, self._fault, step = (
             (int(words[0]), words[1], int(words[3])) if len(words) == 4 else (-1, "", 0)
         )
-        self._is_named = rank == place.rank
+        self._is_named = rank == context.rank
         self._at = step if self._is_named else -1
         self._strands = step if self._fault == "strands" else -1
-        self._place = place
+        self._context = context
         if self._fault == "stalls":
-            size = place.world_size // config.pp
-            self._at = step + (place.rank // size < rank // size)  # there tokens are awaited
+            size = context.world_size // config.pp
+            self._at = step + (context.rank // size < rank // size)  # there tokens are awaited
         self._notes = Path(config.tokenizer or os.devnull)
         if self._notes.is_dir():
-            (self._notes / f"device{place.rank}").write_text(str(*place.devices))
+            (self._notes / f"device{context.rank}").write_text(str(*context.devices))
             replica = msgspec.json.encode(config.replica)
-            (self._notes / f"replica{config.replica.number}-{place.rank}").write_bytes(replica)
-            self._notes /= f"rank{place.rank}"
+            (self._notes / f"replica{config.replica.number}-{context.rank}").write_bytes(replica)
+            self._notes /= f"rank{context.rank}"
 
     def allocate_kv_cache(self, num_blocks: int) -> None: ...
 
@@ -68,7 +68,7 @@ class RankRunner:
                 os.kill(os.getpid(), signal.SIGKILL)
             if self._fault in ("hangs", "stalls"):
                 if self._fault == "stalls" and not self._is_named:
-                    self._place.count_exchange(True)
+                    self._context.count_exchange(True)
                 time.sleep(600)
             if self._fault == "works":
                 while not self._notes.with_name("worked").exists():
@@ -83,10 +83,10 @@ class RankRunner:
 
     def _strand(self) -> None:
         """Hang: all others have come to an exchange of all ranks, this one not."""
-        for _ in range(1 + self._place.rank):
-            self._place.count_exchange(False)
+        for _ in range(1 + self._context.rank):
+            self._context.count_exchange(False)
         if self._at < 0:
-            self._place.count_exchange(True)
+            self._context.count_exchange(True)
         time.sleep(600)
 
     def close(self) -> None:
@@ -94,18 +94,18 @@ class RankRunner:
             notes.write("closed\n")
 
 
-def load(config: EngineConfig, progress: Progress, place: Place) -> LoadedModel:
+def load(config: EngineConfig, progress: Progress, context: RankContext) -> LoadedModel:
     """A rank that is ready at once, or refuses if it is to in step 0."""
-    if config.model == f"{place.rank} refuses in 0":
+    if config.model == f"{context.rank} refuses in 0":
         raise ConfigError("--model is not to my liking")
-    return LoadedModel(RankRunner(config, place), ModelInfo(8, 1000, 64, "none", 1))
+    return LoadedModel(RankRunner(config, context), ModelInfo(8, 1000, 64, "none", 1))
 
 
-def load_and_die(config: EngineConfig, progress: Progress, place: Place) -> LoadedModel:
+def load_and_die(config: EngineConfig, progress: Progress, context: RankContext) -> LoadedModel:
     """The first rank says where to meet; then the second dies."""
     told = Path(config.tokenizer or os.devnull) / "told"
-    if place.rank == 0:
-        place.find_port(1)
+    if context.rank == 0:
+        context.rendezvous_port(1)
         told.touch()
         time.sleep(600)
     while not told.exists():
@@ -117,29 +117,29 @@ def load_and_die(config: EngineConfig, progress: Progress, place: Place) -> Load
 PARTS = 4
 
 
-def load_in_parts(config: EngineConfig, progress: Progress, place: Place) -> LoadedModel:
+def load_in_parts(config: EngineConfig, progress: Progress, context: RankContext) -> LoadedModel:
     """The second rank reads a part as soon as a file of its number is there; others do at once."""
     folder = Path(config.tokenizer or os.devnull)
     for part in range(1, PARTS + 1):
-        while place.rank == 1 and not (folder / f"part{part}").exists():
+        while context.rank == 1 and not (folder / f"part{part}").exists():
             time.sleep(0.01)
         progress(part, PARTS)
-        (folder / f"rank{place.rank} has {part}").touch()
-    return load(config, progress, place)
+        (folder / f"rank{context.rank} has {part}").touch()
+    return load(config, progress, context)
 
 
-def load_and_babble(config: EngineConfig, progress: Progress, place: Place) -> LoadedModel:
+def load_and_babble(config: EngineConfig, progress: Progress, context: RankContext) -> LoadedModel:
     """The second rank says nonsense of what it has loaded."""
-    loaded = load(config, progress, place)
-    if place.rank == 1:
+    loaded = load(config, progress, context)
+    if context.rank == 1:
         return LoadedModel(loaded.runner, ModelInfo("many", 1000, 64, "none", 1))  # type: ignore[arg-type]
     return loaded
 
 
-def load_late(config: EngineConfig, progress: Progress, place: Place) -> LoadedModel:
+def load_late(config: EngineConfig, progress: Progress, context: RankContext) -> LoadedModel:
     """A real model, of which the second rank reads a tensor for three times --stall-timeout."""
-    waits = [3 * config.stall_timeout] if place.rank == 1 else []
-    return load_model(config, lambda *_: time.sleep(waits.pop() if waits else 0), place)
+    waits = [3 * config.stall_timeout] if context.rank == 1 else []
+    return load_model(config, lambda *_: time.sleep(waits.pop() if waits else 0), context)
 
 
 def batch(step: int, tokens: int = 3) -> StepInput:

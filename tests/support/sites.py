@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from support.machines import TOKEN
+from support.nodes import TOKEN
 from support.ray_nodes import RayCluster, ray_cluster
 from support.server import ENVIRONMENT, TIMEOUT, free_port
 
@@ -49,7 +49,7 @@ class Site:
         """Have what has been killed come back, unless weft itself does that."""
 
 
-class TwoMachines(Site):
+class TwoJoinedNodes(Site):
     """A second machine, which runs `weft join`."""
 
     def __init__(self, directory: Path) -> None:
@@ -70,14 +70,14 @@ class TwoMachines(Site):
 
     def victims(self) -> dict[str, Victim]:
         joined = psutil.Process(self._join.pid)
-        return {"machine": joined, **{f"its rank {i}": r for i, r in enumerate(joined.children())}}
+        return {"node": joined, **{f"its rank {i}": r for i, r in enumerate(joined.children())}}
 
     def processes(self) -> list[psutil.Process]:
         joined = psutil.Process(self._join.pid)
         return [joined, *joined.children(recursive=True)]
 
     def mend(self, name: str) -> None:
-        if name == "machine":
+        if name == "node":
             self._join.wait()
             self._start()
 
@@ -120,9 +120,9 @@ def here(directory: Path) -> Iterator[Site]:
 
 
 @contextmanager
-def two_machines(directory: Path) -> Iterator[Site]:
+def two_joined_nodes(directory: Path) -> Iterator[Site]:
     """Another machine, whose log is in the directory."""
-    site = TwoMachines(directory)
+    site = TwoJoinedNodes(directory)
     try:
         yield site
     finally:

@@ -1,14 +1,14 @@
-"""A machine that takes part in serving a model which another machine controls: `weft join`.
+"""A node that takes part in serving a model which another node controls: `weft join`.
 
     front                             agent
     Hello                  ◄──TCP──   joins, and stays
     Ping                   ──TCP──►   says Pong: it is there, and does what it is told
-    Lend(engine, port)     ──TCP──►   connects to that engine core, too, in a thread of its own
+    JoinEngine(engine, port) ──TCP──►   connects to that engine core, too, in a thread of its own
 
-    engine core                       that thread                    ranks of this machine
-    Start, Meet, Step n    ──TCP──►   board, wakes  ──────────────►  run step n
-    Said, Gone             ◄──TCP──   relays        ◄──socket──────  Loaded, Done, Failed
-    Progress, every second ◄──TCP──   the board's counters
+    engine core                       that thread                    ranks of this node
+    Start, Rendezvous, Step n    ──TCP──►   ring, wakes  ──────────────►  run step n
+    RankMessage, RankEnded     ◄──TCP──   relays        ◄──socket──────  Loaded, Done, Failed
+    RankProgress, every second ◄──TCP──   the ring's counters
 
 The agent asks the front to take it, again and again until it does. When the connection to an
 engine ends, whatever the reason, what is left of its ranks is killed; when that to the front
@@ -36,46 +36,46 @@ from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.child_process import Failed
 from weft.serving.executor.node import LocalNode
 from weft.serving.executor.nodes.inventory import own_inventory
-from weft.serving.executor.nodes.link import Link, present
+from weft.serving.executor.nodes.link import Link, prove_token
 from weft.serving.executor.nodes.messages import (
+    CheckResults,
     Dump,
     End,
-    Examine,
-    Examined,
     Finding,
-    Gone,
     Hello,
-    Lend,
+    JoinEngine,
     Listen,
     Listening,
-    Meet,
     NodeStep,
     Ping,
     Pong,
-    Progress,
-    Reach,
+    Probe,
+    RankEnded,
+    RankMessage,
+    RankProgress,
     Refused,
-    Said,
+    Rendezvous,
+    RunChecks,
     Start,
     Started,
     ToAgent,
     Unreachable,
     versions,
 )
-from weft.serving.executor.nodes.probe import answer, listen, reach
+from weft.serving.executor.nodes.probe import answer_probe, listen, probe_link
 from weft.serving.executor.placement import Inventory
 from weft.serving.executor.rank_messages import encoder
-from weft.serving.executor.step_ring import slots
+from weft.serving.executor.step_ring import ring_entries
 
 LOAD_MODEL = "weft.serving.executor.loading:load_model"
 
-CONNECT = 5.0
+CONNECT_TIMEOUT = 5.0
 """Seconds for the head to answer."""
 
-AGAIN = 1.0
+RETRY_PAUSE = 1.0
 """Seconds between two attempts."""
 
-ROOM = 0.001
+ROOM_POLL = 0.001
 """Seconds between two looks whether the slowest rank has read an old step."""
 
 logger = logging.getLogger(__name__)
@@ -93,52 +93,52 @@ def join(
     once: bool = False,
     load_model: str = LOAD_MODEL,
     node_ranks: int | None = None,
-    machine: int = 0,
+    node: int = 0,
     examine: Examiner = lambda config: [],
 ) -> None:
     """Take part in what the head at `host`:`port` serves, until interrupted.
 
     Args:
-        host, port: where the head waits for machines.
+        host, port: where the head waits for nodes.
         token: the group's.
-        address: of this machine, at which the ranks of others reach its own; else the one from
+        address: of this node, at which the ranks of others reach its own; else the one from
             which it reaches the head.
-        name: of this machine, for people; else the host's.
-        once: return when the head has ended what this machine took part in.
+        name: of this node, for people; else the host's.
+        once: return when the head has ended what this node took part in.
         load_model: loads a rank's part of the model.
-        node_ranks: most ranks that share this machine's cores.
-        machine: its number, if it is known.
+        node_ranks: most ranks that share this node's cores.
+        node: its number, if it is known.
         examine: makes the findings that `weft doctor` asks for.
 
     Raises:
-        ConfigError: the head has another token, or does not take this machine.
+        ConfigError: the head has another token, or does not take this node.
         EngineError: with `once`: the connection was lost.
-        KeyboardInterrupt: the process was told to end; its ranks have ended.
+        KeyboardInterrupt: the process was logged to end; its ranks have ended.
     """
-    offer = own_inventory(EngineConfig(node_ranks=node_ranks))
+    inventory = own_inventory(EngineConfig(node_ranks=node_ranks))
     while True:
         link = _connect(host, port, token)
         logger.info("joined %s:%d", host, port)
         name_here = name or socket.gethostname()
-        guest = _Guest(host, token, address, name_here, load_model, offer, examine)
+        session = _JoinSession(host, token, address, name_here, load_model, inventory, examine)
         try:
             with closing(link):
-                ended = guest.take_part(link, machine)
-            guest.wait()
+                ended = session.serve(link, node)
+            session.wait()
         except KeyboardInterrupt:
-            guest.leave()
+            session.close()
             raise
         if once and ended:
             return
         if once:
             raise EngineError(f"{host}:{port} has hung up")
         logger.info("%s:%d has %s", host, port, "ended" if ended else "hung up")
-        time.sleep(AGAIN)
+        time.sleep(RETRY_PAUSE)
 
 
 def _connect(host: str, port: int, token: str) -> Link[ToAgent]:
     """Once the head is there; says what it waits for."""
-    told = ""
+    logged = ""
     while True:
         try:
             return _link(host, port, token)
@@ -146,9 +146,9 @@ def _connect(host: str, port: int, token: str) -> Link[ToAgent]:
             why = str(error.strerror or error)
         except ConfigError as error:
             raise ConfigError(f"{host}:{port}: {error}") from None
-        if why != told:
-            logger.info("waiting for %s:%d: %s", host, port, told := why)
-        time.sleep(AGAIN)
+        if why != logged:
+            logger.info("waiting for %s:%d: %s", host, port, logged := why)
+        time.sleep(RETRY_PAUSE)
 
 
 def _link(host: str, port: int, token: str) -> Link[ToAgent]:
@@ -157,9 +157,9 @@ def _link(host: str, port: int, token: str) -> Link[ToAgent]:
     Raises:
         ConfigError, OSError: as `present`, or nobody listens there.
     """
-    sock = socket.create_connection((host, port), CONNECT)
+    sock = socket.create_connection((host, port), CONNECT_TIMEOUT)
     try:
-        present(sock, token)
+        prove_token(sock, token)
         return Link(sock, ToAgent)
     except BaseException:
         sock.close()
@@ -167,44 +167,44 @@ def _link(host: str, port: int, token: str) -> Link[ToAgent]:
 
 
 @dataclass
-class _Guest:
-    """What this machine is to a head that it has joined; see `join`."""
+class _JoinSession:
+    """What this node is to a head that it has joined; see `join`."""
 
     host: str
     token: str
     address: str | None
     name: str
     load_model: str
-    offer: Inventory
+    inventory: Inventory
     examine: Examiner
     engines: dict[int, threading.Thread] = field(default_factory=dict)
     links: list[Link[ToAgent]] = field(default_factory=list)
-    leaves: bool = False
+    is_closing: bool = False
 
-    def take_part(self, link: Link[ToAgent], machine: int = 0) -> bool:
+    def serve(self, link: Link[ToAgent], node: int = 0) -> bool:
         """Do what the other side says until the connection ends; whether it ended it."""
         with suppress(OSError, msgspec.DecodeError):  # it has ended, or makes no sense
             address = self.address or link.own_address
-            offer = replace(self.offer, where=f"{self.name} at {address}")
-            link.send(Hello(self.name, address, versions(), offer, machine))
+            inventory = replace(self.inventory, where=f"{self.name} at {address}")
+            link.send(Hello(self.name, address, versions(), inventory, node))
             while (message := link.wait()) is not None:
                 match message:
-                    case Refused(why):
-                        raise ConfigError(why)
-                    case Lend():
-                        self._lend(message)
+                    case Refused(reason):
+                        raise ConfigError(reason)
+                    case JoinEngine():
+                        self._start_engine_thread(message)
                     case Ping():
                         link.send(Pong())
                     case Start():
-                        return self._serve(link, message, address)
+                        return self._run_ranks(link, message, address)
                     case End():
                         return True
-                    case Examine(config):
-                        link.send(Examined(self.examine(config)))
+                    case RunChecks(config):
+                        link.send(CheckResults(self.examine(config)))
                     case Listen():
                         _listen(link, address, self.token)
-                    case Reach(host, port, seconds):
-                        link.send(reach(host, port, self.token, seconds))
+                    case Probe(host, port, seconds):
+                        link.send(probe_link(host, port, self.token, seconds))
         return False
 
     def wait(self) -> None:
@@ -213,45 +213,45 @@ class _Guest:
             if thread.ident is not None:  # else a signal came before it was started
                 thread.join()
 
-    def leave(self) -> None:
-        """Hang up on all engines, and wait for the ranks of this machine to end."""
-        self.leaves = True
+    def close(self) -> None:
+        """Hang up on all engines, and wait for the ranks of this node to end."""
+        self.is_closing = True
         for link in list(self.links):
             link.shut()
         self.wait()
 
-    def _lend(self, lend: Lend) -> None:
-        before = self.engines.get(lend.engine)
-        thread = threading.Thread(target=self._join_engine, args=(lend, before), daemon=True)
-        self.engines[lend.engine] = thread
+    def _start_engine_thread(self, request: JoinEngine) -> None:
+        before = self.engines.get(request.engine)
+        thread = threading.Thread(target=self._join_engine, args=(request, before), daemon=True)
+        self.engines[request.engine] = thread
         thread.start()
 
-    def _join_engine(self, lend: Lend, before: threading.Thread | None) -> None:
+    def _join_engine(self, request: JoinEngine, before: threading.Thread | None) -> None:
         """Have ranks of an engine, once those of the one that it replaces have ended."""
         if before is not None:
             before.join()
         try:
-            link = _link(self.host, lend.port, self.token)
+            link = _link(self.host, request.port, self.token)
         except (OSError, ConfigError) as error:  # it waits in vain, and says so
-            logger.warning("engine %d at port %d: %s", lend.engine, lend.port, error)
+            logger.warning("engine %d at port %d: %s", request.engine, request.port, error)
             return
         with closing(link):
             self.links.append(link)
-            if not self.leaves:  # else nobody has shut it
-                self.take_part(link, lend.machine)
+            if not self.is_closing:  # else nobody has shut it
+                self.serve(link, request.node)
             self.links.remove(link)
 
-    def _serve(self, link: Link[ToAgent], start: Start, address: str) -> bool:
+    def _run_ranks(self, link: Link[ToAgent], start: Start, address: str) -> bool:
         if (engines := start.config.replica.engines) > 1:
-            replica = replace(start.config.replica, memory=self.offer.memory // engines)
+            replica = replace(start.config.replica, memory=self.inventory.memory // engines)
             config = replace(start.config, replica=replica)
             start = msgspec.structs.replace(start, config=config)
         try:
-            agent = _Agent(link, start, address, self.load_model)
+            group = _RankGroup(link, start, address, self.load_model)
         except OSError as error:  # no memory, no more processes
-            link.send(Said(start.first, encoder.encode(Failed.of(error))))
+            link.send(RankMessage(start.first, encoder.encode(Failed.of(error))))
             return False
-        return agent.run()
+        return group.run()
 
 
 def _listen(link: Link[ToAgent], address: str, token: str) -> None:
@@ -261,97 +261,97 @@ def _listen(link: Link[ToAgent], address: str, token: str) -> None:
         link.send(Unreachable(f"{address} is not to be had there: {error.strerror}"))
         return
     link.send(Listening(listener.getsockname()[1]))
-    answer(listener, token)
+    answer_probe(listener, token)
 
 
-class _Agent:
-    """One group's ranks on this machine, from their start to their end."""
+class _RankGroup:
+    """One group's ranks on this node, from their start to their end."""
 
     def __init__(self, link: Link[ToAgent], start: Start, address: str, load_model: str) -> None:
         self._link = link
         self._start = start
         self._steps: deque[bytes] = deque()
         self._step = 0
-        self._beat = 0.0
-        self._told = 0
-        self._room = slots(start.config.pp)
-        self._end: float | None = None
+        self._next_heartbeat = 0.0
+        self._reported = 0
+        self._report_every = ring_entries(start.config.pp)
+        self._deadline: float | None = None
         link.set_patience(start.patience)
-        self._machine = LocalNode(
+        self._node = LocalNode(
             start.config,
             load_model,
             range(start.first, start.first + len(start.devices)),
             start.world_size,
-            host=start.host,
+            rendezvous_host=start.rendezvous_host,
             address=address,
             devices=start.devices,
         )
 
     def run(self) -> bool:
         """Until the ranks are gone; whether the controller has ended them."""
-        machine = self._machine
+        node = self._node
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._link.socket, selectors.EVENT_READ)
-                for channel in machine.channels:
+                for channel in node.channels:
                     selector.register(channel, selectors.EVENT_READ)
-                self._link.send(Started(list(machine.pids)))
-                while self._end is None or (self._steps and time.monotonic() < self._end):
-                    self._turn(selector)
-            machine.hang_up(0.0)
+                self._link.send(Started(list(node.pids)))
+                while self._deadline is None or (self._steps and time.monotonic() < self._deadline):
+                    self._run_once(selector)
+            node.hang_up(0.0)
             return True
         except (EOFError, OSError, msgspec.DecodeError):
             return False
         finally:
-            machine.wait(self._end or 0.0)
-            machine.release()
+            node.wait(self._deadline or 0.0)
+            node.release()
             self._link.shut()  # which says that they are gone
 
-    def _turn(self, selector: selectors.BaseSelector) -> None:
-        beat = self._beat - time.monotonic()
-        for key, _ in selector.select(ROOM if self._steps else max(0.0, beat)):
+    def _run_once(self, selector: selectors.BaseSelector) -> None:
+        pause = self._next_heartbeat - time.monotonic()
+        for key, _ in selector.select(ROOM_POLL if self._steps else max(0.0, pause)):
             channel = key.fileobj
             assert isinstance(channel, socket.socket)
             if channel is self._link.socket:
-                self._obey(self._link.receive())
+                self._handle(self._link.receive())
             else:
-                self._relay(channel)
-                if channel not in self._machine.channels:
+                self._forward(channel)
+                if channel not in self._node.channels:
                     selector.unregister(channel)
-        while self._steps and self._machine.has_room(self._step + 1):
+        while self._steps and self._node.has_room(self._step + 1):
             self._step += 1
-            self._machine.put(self._step, self._steps.popleft())
-        # The controller waits for room, of which this is the measure (RemoteMachine.has_room).
-        done = int(self._machine.counters[1].min())
-        if time.monotonic() >= self._beat or done >= self._told + self._room:
-            self._told = done
-            self._say_progress()
-            self._beat = time.monotonic() + self._start.heartbeat
+            self._node.put(self._step, self._steps.popleft())
+        # The controller waits for room, of which this is the measure (RemoteNode.has_room).
+        done = int(self._node.counters[1].min())
+        if time.monotonic() >= self._next_heartbeat or done >= self._reported + self._report_every:
+            self._reported = done
+            self._send_progress()
+            self._next_heartbeat = time.monotonic() + self._start.heartbeat
 
-    def _obey(self, message: ToAgent | None) -> None:
+    def _handle(self, message: ToAgent | None) -> None:
         match message:
             case NodeStep(data):
                 self._steps.append(data)
-            case Meet(port):
-                self._machine.meet(port)
+            case Rendezvous(port):
+                self._node.meet(port)
             case Dump():
-                self._machine.dump()
+                self._node.dump()
             case End(grace):
-                self._end = time.monotonic() + grace
+                self._deadline = time.monotonic() + grace
             case None:
                 raise EOFError
             case _:
                 raise EOFError(f"{message} makes no sense here")
 
-    def _relay(self, channel: socket.socket) -> None:
-        rank, data = self._machine.receive_bytes(channel)
+    def _forward(self, channel: socket.socket) -> None:
+        rank, data = self._node.receive_bytes(channel)
         if data is not None:
-            self._link.send(Said(rank, data))
+            self._link.send(RankMessage(rank, data))
             return
-        self._say_progress()
-        self._link.send(Gone(rank, self._machine.how_ended(rank)))
+        self._send_progress()
+        self._link.send(RankEnded(rank, self._node.how_ended(rank)))
 
-    def _say_progress(self) -> None:
-        machine = self._machine
-        stopped = [rank for rank in machine.ranks if machine.is_stopped(rank)]
-        self._link.send(Progress(machine.counters.tolist(), stopped))
+    def _send_progress(self) -> None:
+        node = self._node
+        stopped = [rank for rank in node.ranks if node.is_stopped(rank)]
+        self._link.send(RankProgress(node.counters.tolist(), stopped))

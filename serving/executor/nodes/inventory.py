@@ -1,4 +1,4 @@
-"""What this machine has for ranks: see resources.py, which maps them to it."""
+"""What this node has for ranks: see resources.py, which maps them to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ print(json.dumps([torch.cuda.mem_get_info(i)[0] for i in range(count)]))
 
 
 def own_inventory(config: EngineConfig, *, gpus: bool = True) -> Inventory:
-    """Of this machine.
+    """Of this node.
 
     Args:
         config: its `node_ranks` limits how many ranks share the cores.

@@ -1,9 +1,9 @@
-"""A connection between two machines that serve one model.
+"""A connection between two nodes that serve one model.
 
 Messages are MessagePack in declared types, each behind its length in 8 bytes. Before the first
 one each side proves that it knows the group's token, which itself is never sent:
 
-    head                                    machine that joins
+    head                                    node that joins
     MAGIC, nonce a                  ──►
                                     ◄──     nonce b, HMAC(token, "join" a b)
     HMAC(token, "head" a b)         ──►
@@ -28,22 +28,22 @@ import msgspec
 from weft.errors import ConfigError
 
 PROTOCOL = b"weft-join-"
-MAGIC = PROTOCOL + b"2\n"
-"""To be raised with every change of what machines tell each other before they compare versions."""
+MAGIC = PROTOCOL + b"3\n"
+"""To be raised with every change of what nodes tell each other before they compare versions."""
 
 NONCE = 32
 PROOF = 32
-NO = bytes(PROOF)
+REJECTION = bytes(PROOF)
 """Instead of a proof, to who has shown a wrong one."""
 
-HANDSHAKE = 5.0
+HANDSHAKE_TIMEOUT = 5.0
 """Seconds that the other side gets to prove itself, and to say what it is."""
 
-MOST_PATIENCE = 100_000.0
+MAX_PATIENCE = 100_000.0
 """Seconds; a quarter of them is less than the most that TCP takes for a probe, 32,767."""
 
 PATIENCE = 30.0
-"""Seconds without any sign of life of the other machine, until a connection is lost."""
+"""Seconds without any sign of life of the other node, until a connection is lost."""
 
 TOKEN_LENGTH = 16
 """Characters of a token, at least: who sees a proof can try guesses against it."""
@@ -54,7 +54,7 @@ Message = TypeVar("Message")
 class Link(Generic[Message]):
     """One end of a connection that has been authenticated.
 
-    A machine that vanishes is noticed by the kernel: it probes a connection that is silent.
+    A node that vanishes is noticed by the kernel: it probes a connection that is silent.
 
     Args:
         sock: the connection.
@@ -74,7 +74,7 @@ class Link(Generic[Message]):
     def set_patience(self, seconds: float) -> None:
         """After how long without a sign of life the connection is lost."""
         tcp = socket.IPPROTO_TCP
-        seconds = min(seconds, MOST_PATIENCE)
+        seconds = min(seconds, MAX_PATIENCE)
         probe = max(1, round(seconds / 4))
         self.socket.settimeout(seconds)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -84,13 +84,13 @@ class Link(Generic[Message]):
 
     @property
     def own_address(self) -> str:
-        """This machine's, at which the other one has it."""
-        return plain(self.socket.getsockname()[0])
+        """This node's, at which the other one has it."""
+        return unmapped(self.socket.getsockname()[0])
 
     @property
     def address(self) -> str:
-        """The other machine's, as seen from here."""
-        return plain(self.socket.getpeername()[0])
+        """The other node's, as seen from here."""
+        return unmapped(self.socket.getpeername()[0])
 
     @property
     def has_come(self) -> bool:
@@ -153,7 +153,7 @@ def check_address(address: str | None) -> None:
         if address is not None:
             ipaddress.ip_address(address)
         return
-    raise ConfigError(f"--node-address is {address!r}; it must be an IP address of this machine")
+    raise ConfigError(f"--node-address is {address!r}; it must be an IP address of this node")
 
 
 def read(sock: socket.socket, count: int) -> bytes:
@@ -171,7 +171,7 @@ def read(sock: socket.socket, count: int) -> bytes:
     return b"".join(parts)
 
 
-class Stranger:
+class Handshake:
     """Who has connected to the head, until it has proved that it knows the token.
 
     Nobody waits for it: it has until `deadline`, and what it has said by then is taken in as it
@@ -188,71 +188,73 @@ class Stranger:
 
     def __init__(self, sock: socket.socket, token: str) -> None:
         self.socket = sock
-        self.deadline = time.monotonic() + HANDSHAKE
+        self.deadline = time.monotonic() + HANDSHAKE_TIMEOUT
         self._token = token
         self._nonce = secrets.token_bytes(NONCE)
-        self._said = b""
+        self._received = b""
         sock.setblocking(False)
         with suppress(OSError):  # it has hung up, as is seen next
             sock.sendall(MAGIC + self._nonce)
 
-    def knows_token(self) -> bool | None:
+    def advance(self) -> bool | None:
         """Take in what has come; None while that is not all.
 
         Raises:
             OSError: it has hung up.
         """
         try:
-            part = self.socket.recv(NONCE + PROOF - len(self._said))
+            part = self.socket.recv(NONCE + PROOF - len(self._received))
         except BlockingIOError:
             return None
         if not part:
             raise ConnectionError("it has hung up")
-        self._said += part
-        if len(self._said) < NONCE + PROOF:
+        self._received += part
+        if len(self._received) < NONCE + PROOF:
             return None
-        theirs, proof = self._said[:NONCE], self._said[NONCE:]
+        theirs, proof = self._received[:NONCE], self._received[NONCE:]
         knows = hmac.compare_digest(proof, _proof(self._token, b"join", self._nonce, theirs))
-        self.socket.sendall(_proof(self._token, b"head", self._nonce, theirs) if knows else NO)
+        self.socket.sendall(
+            _proof(self._token, b"listen", self._nonce, theirs) if knows else REJECTION
+        )
         return knows
 
 
-def admit(sock: socket.socket, token: str) -> bool:
+def verify_peer(sock: socket.socket, token: str) -> bool:
     """Head: wait until who has connected has shown whether it knows the token."""
-    stranger = Stranger(sock, token)
+    handshake = Handshake(sock, token)
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     with suppress(OSError):
-        while (left := stranger.deadline - time.monotonic()) > 0:
-            if poll.poll(1000 * left) and (knows := stranger.knows_token()) is not None:
+        while (left := handshake.deadline - time.monotonic()) > 0:
+            if poll.poll(1000 * left) and (knows := handshake.advance()) is not None:
                 return knows
     return False
 
 
-def present(sock: socket.socket, token: str) -> None:
-    """Machine that joins: prove to the head that the token is known, and have it do so.
+def prove_token(sock: socket.socket, token: str) -> None:
+    """Node that joins: prove to the head that the token is known, and have it do so.
 
     Raises:
         OSError: it does not answer.
         ConfigError: it is no weft, or has another token.
     """
-    sock.settimeout(HANDSHAKE)
+    sock.settimeout(HANDSHAKE_TIMEOUT)
     magic = read(sock, len(MAGIC))
     if not magic:
         raise ConnectionError("it has hung up")
     if not magic.startswith(PROTOCOL):
-        raise ConfigError("what listens there is not `weft` that waits for machines")
+        raise ConfigError("what listens there is not `weft` that waits for nodes")
     if magic != MAGIC:
         raise ConfigError(
             f"weft there speaks {_name(magic)}, and here {_name(MAGIC)}: install the same version "
-            "on both machines"
+            "on both nodes"
         )
     theirs, ours = read(sock, NONCE), secrets.token_bytes(NONCE)
     sock.sendall(ours + _proof(token, b"join", theirs, ours))
     proof = read(sock, PROOF)
     if not proof:
         raise ConnectionError("it has hung up")
-    if not hmac.compare_digest(proof, _proof(token, b"head", theirs, ours)):
+    if not hmac.compare_digest(proof, _proof(token, b"listen", theirs, ours)):
         raise ConfigError("--node-token is not the one that is in force there")
 
 
@@ -264,6 +266,6 @@ def _name(magic: bytes) -> str:
     return magic.decode(errors="replace").strip()
 
 
-def plain(address: str) -> str:
+def unmapped(address: str) -> str:
     """An IPv4 address that a socket for both families shows as IPv6, as such."""
     return address.removeprefix("::ffff:")

@@ -1,4 +1,4 @@
-"""What the controller of all ranks and the agent of a machine tell each other (see link.py)."""
+"""What the controller of all ranks and the agent of a node tell each other (see link.py)."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     """Controller -> agent: start ranks.
 
     Attributes:
-        config: of the engine; `replica` is its share of this machine, but for the memory.
+        config: of the engine; `replica` is its share of this node, but for the memory.
         first: of the ranks.
         devices: of each of them.
-        world_size: ranks of all machines.
-        host: address of the first rank's machine.
-        heartbeat: seconds between two `Progress`.
-        patience: seconds without a sign of life after which a machine is lost.
+        world_size: ranks of all nodes.
+        host: address of the first rank's node.
+        heartbeat: seconds between two `RankProgress`.
+        patience: seconds without a sign of life after which a node is lost.
     """
 
     config: EngineConfig
     first: int
     devices: tuple[RankDevices, ...]
     world_size: int
-    host: str
+    rendezvous_host: str
     heartbeat: float
     patience: float
 
 
-class Meet(msgspec.Struct, frozen=True, tag=True):
+class Rendezvous(msgspec.Struct, frozen=True, tag=True):
     """Controller -> agent: the port at which the first rank waits for the others."""
 
     port: int
@@ -59,18 +59,18 @@ class End(msgspec.Struct, frozen=True, tag=True):
     grace: float
 
 
-class Lend(msgspec.Struct, frozen=True, tag=True):
+class JoinEngine(msgspec.Struct, frozen=True, tag=True):
     """Controller -> agent: connect to an engine, too, and run ranks for that.
 
     Attributes:
         engine: its number. When it asks again, what it had before has ended.
-        port: at which it waits, on the controller's machine.
-        machine: the number of the agent's, to be said there.
+        port: at which it waits, on the controller's node.
+        node: the number of the agent's, to be said there.
     """
 
     engine: int
     port: int
-    machine: int
+    node: int
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
@@ -78,13 +78,13 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Controller -> agent: this machine cannot take part."""
+    """Controller -> agent: this node cannot take part."""
 
-    why: str
+    reason: str
 
 
-class Examine(msgspec.Struct, frozen=True, tag=True):
-    """Controller -> agent: what `weft doctor` finds on this machine."""
+class RunChecks(msgspec.Struct, frozen=True, tag=True):
+    """Controller -> agent: what `weft doctor` finds on this node."""
 
     config: EngineConfig
 
@@ -93,7 +93,7 @@ class Listen(msgspec.Struct, frozen=True, tag=True):
     """Controller -> agent: wait for one connection at a free port (see reach.py)."""
 
 
-class Reach(msgspec.Struct, frozen=True, tag=True):
+class Probe(msgspec.Struct, frozen=True, tag=True):
     """Controller -> agent: connect to who listens there, and measure the way."""
 
     address: str
@@ -101,29 +101,41 @@ class Reach(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
-ToAgent = Start | Meet | NodeStep | Dump | End | Lend | Ping | Refused | Examine | Listen | Reach
+ToAgent = (
+    Start
+    | Rendezvous
+    | NodeStep
+    | Dump
+    | End
+    | JoinEngine
+    | Ping
+    | Refused
+    | RunChecks
+    | Listen
+    | Probe
+)
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """Agent -> controller, first of all.
 
     Attributes:
-        name: of the machine.
-        address: at which ranks of other machines reach those of this one.
-        versions: of what must be the same on all machines.
-        offer: what it has for ranks.
-        machine: the number that the controller has given it; 0 if none.
+        name: of the node.
+        address: at which ranks of other nodes reach those of this one.
+        versions: of what must be the same on all nodes.
+        inventory: what it has for ranks.
+        node: the number that the controller has given it; 0 if none.
     """
 
     name: str
     address: str
     versions: dict[str, str]
-    offer: Inventory
-    machine: int = 0
+    inventory: Inventory
+    node: int = 0
 
     @property
     def where(self) -> str:
-        """The machine, in words."""
+        """The node, in words."""
         return f"{self.name} at {self.address}"
 
 
@@ -137,25 +149,25 @@ class Started(msgspec.Struct, frozen=True, tag=True):
     pids: list[int]
 
 
-class Said(msgspec.Struct, frozen=True, tag=True):
+class RankMessage(msgspec.Struct, frozen=True, tag=True):
     """Agent -> controller: what a rank has said, as in wire.py."""
 
     rank: int
     data: bytes
 
 
-class Gone(msgspec.Struct, frozen=True, tag=True):
+class RankEnded(msgspec.Struct, frozen=True, tag=True):
     """Agent -> controller: a rank has ended; how, in words that follow its name."""
 
     rank: int
     how: str
 
 
-class Progress(msgspec.Struct, frozen=True, tag=True):
+class RankProgress(msgspec.Struct, frozen=True, tag=True):
     """Agent -> controller, every heartbeat and every so many steps: how far the ranks are.
 
     Attributes:
-        counters: the board's.
+        counters: the ring's.
         stopped: ranks that somebody has stopped.
     """
 
@@ -179,7 +191,7 @@ class Finding:
     machine: str = ""
 
 
-class Examined(msgspec.Struct, frozen=True, tag=True):
+class CheckResults(msgspec.Struct, frozen=True, tag=True):
     """Agent -> controller: what has been found."""
 
     findings: list[Finding]
@@ -191,8 +203,8 @@ class Listening(msgspec.Struct, frozen=True, tag=True):
     port: int
 
 
-class Speed(msgspec.Struct, frozen=True, tag=True):
-    """Agent -> controller: of a way from one machine to another.
+class LinkSpeed(msgspec.Struct, frozen=True, tag=True):
+    """Agent -> controller: of a way from one node to another.
 
     Attributes:
         round_trip: seconds for a byte to and fro, the median.
@@ -206,16 +218,25 @@ class Speed(msgspec.Struct, frozen=True, tag=True):
 class Unreachable(msgspec.Struct, frozen=True, tag=True):
     """Agent -> controller: there is no such way."""
 
-    why: str
+    reason: str
 
 
 FromAgent = (
-    Hello | Pong | Started | Said | Gone | Progress | Examined | Listening | Speed | Unreachable
+    Hello
+    | Pong
+    | Started
+    | RankMessage
+    | RankEnded
+    | RankProgress
+    | CheckResults
+    | Listening
+    | LinkSpeed
+    | Unreachable
 )
 
 
 def versions() -> dict[str, str]:
-    """Of what must be the same on all machines."""
+    """Of what must be the same on all nodes."""
     from importlib.metadata import PackageNotFoundError, version
 
     python = ".".join(platform.python_version_tuple()[:2])
@@ -226,7 +247,7 @@ def versions() -> dict[str, str]:
 
 
 def differences(ours: dict[str, str], theirs: dict[str, str]) -> list[str]:
-    """Versions that differ, in words; not all machines need jax."""
+    """Versions that differ, in words; not all nodes need jax."""
     return [
         f"{name} is {theirs.get(name, 'missing')} there and {ours[name]} here"
         for name in ours

@@ -1,10 +1,10 @@
-"""A model whose ranks are on several machines.
+"""A model whose ranks are on several nodes.
 
-    this machine                                   others
-    RankExecutor ──► LocalMachine: ranks 0, 1
-                 ──► RemoteMachine ──── TCP ────►  agent: ranks 2, 3
+    this node                                   others
+    RankExecutor ──► LocalNode: ranks 0, 1
+                 ──► RemoteNode ──── TCP ────►  agent: ranks 2, 3
 
-The other machines have joined the front (pool.py), which says to the agents of those that are in
+The other nodes have joined the front (pool.py), which says to the agents of those that are in
 this engine's slice (resources.py) that they connect here, too. When all have, each is given its
 ranks, and the port is closed.
 """
@@ -17,31 +17,31 @@ from dataclasses import replace
 
 from weft.errors import ConfigError, EngineError
 from weft.serving.config.settings import EngineConfig
-from weft.serving.config.slices import Share
+from weft.serving.config.slices import NodeSlice
 from weft.serving.executor.loading import LOOPBACK, LoadedModel
 from weft.serving.executor.node import LocalNode, Node
 from weft.serving.executor.nodes.join_listener import JoinListener
 from weft.serving.executor.nodes.link import check_address
 from weft.serving.executor.nodes.messages import Unreachable
-from weft.serving.executor.nodes.probe import measure
+from weft.serving.executor.nodes.probe import measure_links
 from weft.serving.executor.nodes.remote import JoinedNode, RemoteNode
 from weft.serving.executor.placement import devices_of_ranks
-from weft.serving.executor.ranks import STUCK, RankExecutor, named
+from weft.serving.executor.ranks import STUCK_FRACTION, RankExecutor, import_path
 
-LEND = 30.0
-"""Seconds for the machines of a slice to connect."""
+JOIN_TIMEOUT = 30.0
+"""Seconds for the nodes of a slice to connect."""
 
 
 class MultiNodeExecutor(RankExecutor):
-    """Ranks on this machine and on others that join it; see RankExecutor.
+    """Ranks on this node and on others that join it; see RankExecutor.
 
     Args:
         config: of this engine, with a slice.
-        load_model: `loading.load_model`, or what stands in for it, on this machine.
-        announce: told the port at which the machines of the slice are awaited.
+        load_model: `loading.load_model`, or what stands in for it, on this node.
+        announce: told the port at which the nodes of the slice are awaited.
 
     Raises:
-        EngineError: a machine did not come.
+        EngineError: a node did not come.
     """
 
     def __init__(
@@ -50,82 +50,81 @@ class MultiNodeExecutor(RankExecutor):
         load_model: Callable[..., LoadedModel],
         announce: Callable[[int], None],
     ) -> None:
-        super().__init__(config, gather(config, load_model, announce))
+        super().__init__(config, connected_nodes(config, load_model, announce))
 
 
-def gather(
+def connected_nodes(
     config: EngineConfig, load_model: Callable[..., LoadedModel], announce: Callable[[int], None]
 ) -> Iterator[Node]:
-    """All machines of the slice, each started when it is asked for."""
-    others = {share.machine for share in config.replica.slice if share.machine}
-    with JoinListener(replace(config, node_port=0)) as head:
-        announce(head.port)
-        joined = {each.hello.machine: each for each in head.wait_for(len(others), LEND)}
+    """All nodes of the slice, each started when it is asked for."""
+    others = {part.node for part in config.replica.slice if part.node}
+    with JoinListener(replace(config, node_port=0)) as listener:
+        announce(listener.port)
+        joined = {each.hello.node: each for each in listener.wait_for(len(others), JOIN_TIMEOUT)}
     if missing := others - joined.keys():
         for each in joined.values():
             each.link.close()
         names = " and ".join(
-            f"{share.where}, for {_name(ranks)}"
-            for share, ranks in ranks_of(config)
-            if share.machine in missing
+            f"{part.where}, for {_describe(ranks)}"
+            for part, ranks in ranks_by_node(config)
+            if part.node in missing
         )
-        raise EngineError(f"{names}, did not connect to its engine within {LEND:g} s")
-    yield from deal_out(config, joined, head.token, named(load_model))
+        raise EngineError(f"{names}, did not connect to its engine within {JOIN_TIMEOUT:g} s")
+    yield from start_nodes(config, joined, listener.token, import_path(load_model))
 
 
-def deal_out(
-    config: EngineConfig, machines: Mapping[int, JoinedNode], token: str, load_model: str
+def start_nodes(
+    config: EngineConfig, nodes: Mapping[int, JoinedNode], token: str, load_model: str
 ) -> Iterator[Node]:
-    """Start the ranks on each machine of the slice, in their order.
+    """Start the ranks on each node of the slice, in their order.
 
     Args:
         config: of this engine, with a slice.
-        machines: those that have joined, by number; what is of the slice and not of these is here.
+        nodes: those that have joined, by number; what is of the slice and not of these is here.
         token: the group's.
         load_model: "module:function", for the ranks that are here.
 
     Raises:
         ConfigError: some of the addresses cannot be reached by all.
-        EngineError: a machine cannot reach another one, or has left.
+        EngineError: a node cannot reach another one, or has left.
     """
-    slice, others = config.replica.slice, list(machines.values())
+    slice, others = config.replica.slice, list(nodes.values())
     waiting = list(others)
     try:
-        here = any(share.machine not in machines for share in slice)
+        here = any(part.node not in nodes for part in slice)
         own = own_address(config, others) if here else None
-        where = [
-            machines[s.machine].hello.address if s.machine in machines else own or LOOPBACK
-            for s in slice
+        addresses = [
+            nodes[s.node].hello.address if s.node in nodes else own or LOOPBACK for s in slice
         ]
-        check_addresses(where)
-        for source, target, way in measure(own, others, token, seconds=0.0):
+        check_addresses(addresses)
+        for source, target, way in measure_links(own, others, token, seconds=0.0):
             if isinstance(way, Unreachable):
-                raise EngineError(f"{source} does not reach {target} at a free port: {way.why}")
-        slice_ranks = list(ranks_of(config))
+                raise EngineError(f"{source} does not reach {target} at a free port: {way.reason}")
+        slice_ranks = list(ranks_by_node(config))
         world_size = slice_ranks[-1][1].stop
-        for (share, ranks), address in zip(slice_ranks, where, strict=True):
-            joined = machines.get(share.machine)
+        for (part, ranks), address in zip(slice_ranks, addresses, strict=True):
+            joined = nodes.get(part.node)
             if joined is None:
                 yield LocalNode(
                     config,
                     load_model,
                     ranks,
                     world_size,
-                    host=where[0],
+                    rendezvous_host=addresses[0],
                     address=address,
-                    devices=devices_of_ranks(config, share),
+                    devices=devices_of_ranks(config, part),
                 )
                 continue
-            patience = config.stall_timeout * STUCK
+            patience = config.stall_timeout * STUCK_FRACTION
             waiting.remove(joined)
             try:
                 yield RemoteNode(
                     joined,
                     config,
-                    share,
+                    part,
                     ranks,
                     world_size,
-                    host=where[0],
+                    rendezvous_host=addresses[0],
                     patience=patience,
                 )
             except OSError as error:
@@ -136,14 +135,14 @@ def deal_out(
             joined.link.close()
 
 
-def ranks_of(config: EngineConfig) -> Iterator[tuple[Share, range]]:
+def ranks_by_node(config: EngineConfig) -> Iterator[tuple[NodeSlice, range]]:
     """The parts of an engine's slice, each with its ranks."""
     first = 0
-    for share in config.replica.slice:
-        yield share, range(first, first := first + len(devices_of_ranks(config, share)))
+    for part in config.replica.slice:
+        yield part, range(first, first := first + len(devices_of_ranks(config, part)))
 
 
-def _name(ranks: range) -> str:
+def _describe(ranks: range) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
@@ -156,13 +155,13 @@ def check_nodes(config: EngineConfig) -> None:
     ranks = config.dp * config.world_size
     if config.nodes > ranks and config.devices is None:
         raise ConfigError(
-            f"--nodes is {config.nodes}; it must be at most {ranks}: each machine has a rank"
+            f"--nodes is {config.nodes}; it must be at most {ranks}: each node has a rank"
         )
     check_address(config.node_address)
 
 
 def own_address(config: EngineConfig, others: list[JoinedNode]) -> str:
-    """This machine's address, at which others reach it.
+    """This node's address, at which others reach it.
 
     Raises:
         ConfigError: they use several.
@@ -172,7 +171,7 @@ def own_address(config: EngineConfig, others: list[JoinedNode]) -> str:
     used = sorted({joined.link.own_address for joined in others})
     if len(used) > 1:
         raise ConfigError(
-            f"machines have joined this one at {' and '.join(used)}: --node-address must say at "
+            f"nodes have joined this one at {' and '.join(used)}: --node-address must say at "
             "which of these all of them reach it"
         )
     return used[0]
@@ -188,6 +187,6 @@ def check_addresses(addresses: list[str]) -> None:
     if local and len(local) < len(addresses):
         far = next(address for address in addresses if address not in local)
         raise ConfigError(
-            f"a machine has joined at {local[0]}, where {far} cannot reach it: "
-            "--node-address must give each machine's address"
+            f"a node has joined at {local[0]}, where {far} cannot reach it: "
+            "--node-address must give each node's address"
         )

@@ -24,21 +24,21 @@ from weft.serving.config.slices import Kind
 from weft.serving.executor.loading import LoadedModel
 from weft.serving.executor.node import Node
 from weft.serving.executor.nodes.join_listener import JoinListener
-from weft.serving.executor.nodes.multi_node_executor import deal_out
+from weft.serving.executor.nodes.multi_node_executor import start_nodes
 from weft.serving.executor.nodes.remote import JoinedNode
 from weft.serving.executor.placement import kind_of
-from weft.serving.executor.ranks import RankExecutor, named
+from weft.serving.executor.ranks import RankExecutor, import_path
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
-PLACE = 5.0
+PLACE_TIMEOUT = 5.0
 """Seconds for Ray to find room, until it is said what is waited for."""
 
-LOOK_PLACED = 0.05
+PLACED_POLL = 0.05
 """Seconds between two looks whether all engines have been placed."""
 
-LOOK = 0.5
+ENDED_POLL = 0.5
 """Seconds between two looks whether an actor has ended that should join."""
 
 RESOURCES: dict[Kind, str] = {"cpu": "CPU", "cuda": "GPU", "tpu": "TPU"}
@@ -64,24 +64,23 @@ class RayExecutor(RankExecutor):
         _connect()
         self._group: PlacementGroup | None = None
         try:
-            super().__init__(config, self._gather(config, named(load_model)))
+            super().__init__(config, self._gather(config, import_path(load_model)))
         except BaseException:
-            self._leave()
+            self._release_cluster()
             raise
 
     def close(self) -> None:
         super().close()
-        self._leave()
+        self._release_cluster()
 
     def _gather(self, config: EngineConfig, load_model: str) -> Iterator[Node]:
         import ray
 
         # A node's actor sees its own devices, from the first.
         slice = tuple(
-            replace(share, devices=tuple(range(len(share.devices))))
-            for share in config.replica.slice
+            replace(part, devices=tuple(range(len(part.devices)))) for part in config.replica.slice
         )
-        counts = {share.machine: len(share.devices) for share in slice}
+        counts = {part.node: len(part.devices) for part in slice}
         resource = RESOURCES[kind_of(config)]
         name = f"weft {config.replica.group} engine {config.replica.number}"
         self._group = _place(resource, list(counts.values()), name)
@@ -89,28 +88,28 @@ class RayExecutor(RankExecutor):
         slice = tuple(replace(s, engines=n) for s, n in zip(slice, engines, strict=True))
         config = replace(config, replica=replace(config.replica, slice=slice))
         own = config.node_address or ray.util.get_node_ip_address()
-        with JoinListener(replace(config, node_port=0)) as head:
-            joins = self._start(resource, counts, own, head.port, head.token, load_model)
-            joined = _wait_for(head, joins, self._group)
-        machines = {each.hello.machine: each for each in joined}
-        yield from deal_out(config, machines, head.token, load_model)
+        with JoinListener(replace(config, node_port=0)) as listener:
+            joins = self._start(resource, counts, own, listener.port, listener.token, load_model)
+            joined = _wait_for(listener, joins, self._group)
+        nodes = {each.hello.node: each for each in joined}
+        yield from start_nodes(config, nodes, listener.token, load_model)
 
-    def _start(self, resource: str, counts: dict[int, int], *told: object) -> list[Any]:
+    def _start(self, resource: str, counts: dict[int, int], *arguments: object) -> list[Any]:
         """Start an actor on each node, which joins; returns what says that they have ended."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         joins = []
         self._actors = []  # which end when nobody knows them
-        for bundle, (machine, count) in enumerate(counts.items()):
+        for bundle, (node, count) in enumerate(counts.items()):
             strategy = PlacementGroupSchedulingStrategy(self._group, bundle)
             takes = _takes(resource, count)
             actor = ray.remote(_Node).options(scheduling_strategy=strategy, **takes).remote()
             self._actors.append(actor)
-            joins.append(actor.join.remote(*told, machine))
+            joins.append(actor.join.remote(*arguments, node))
         return joins
 
-    def _leave(self) -> None:
+    def _release_cluster(self) -> None:
         import ray
 
         if self._group is not None:
@@ -121,7 +120,7 @@ class RayExecutor(RankExecutor):
 class _Node:
     """The actor on a node."""
 
-    def join(self, host: str, port: int, token: str, load_model: str, machine: int) -> None:
+    def join(self, host: str, port: int, token: str, load_model: str, node: int) -> None:
         """Run this node's share of ranks until the controller ends."""
         import logging
 
@@ -131,7 +130,7 @@ class _Node:
 
         logging.basicConfig(level=logging.INFO)
         name = _name(ray.get_runtime_context().get_node_id())
-        join(host, port, token, name=name, once=True, load_model=load_model, machine=machine)
+        join(host, port, token, name=name, once=True, load_model=load_model, node=node)
 
 
 def _name(node_id: str) -> str:
@@ -146,7 +145,7 @@ def _connect() -> None:
     try:
         ray.init(address="auto", logging_level="ERROR")
     except ConnectionError:
-        where = "here; `ray start --head` starts one"
+        where = "here; `ray start --listener` starts one"
         if (address := os.environ.get("RAY_ADDRESS")) is not None:
             where = f"at RAY_ADDRESS {address}"
         raise ConfigError(f"--executor ray finds no Ray cluster {where}") from None
@@ -166,14 +165,14 @@ def _place(resource: str, counts: list[int], name: str) -> PlacementGroup:
 
     bundles = [{resource: float(count)} for count in counts]
     group: Any = ray.util.placement_group(bundles, strategy="STRICT_SPREAD", name=name)
-    told = ""
-    while not group.wait(PLACE):
+    logged = ""
+    while not group.wait(PLACE_TIMEOUT):
         there = ", ".join(
             f"{node['NodeManagerAddress']}: {node['Resources'].get(resource, 0):g}"
             for node in ray.nodes()
             if node["Alive"]
         )
-        if there != told:
+        if there != logged:
             logger.warning(
                 "waiting for Ray to have room for %s ranks, a %s each, on a node for each number; "
                 "those of its nodes, free or not: %s",
@@ -181,7 +180,7 @@ def _place(resource: str, counts: list[int], name: str) -> PlacementGroup:
                 resource,
                 there,
             )
-        told = there
+        logged = there
     return group
 
 
@@ -198,7 +197,7 @@ def _engines_on_nodes(group: PlacementGroup, name: str, config: EngineConfig) ->
     import ray
 
     own: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
-    deadline = time.monotonic() + PLACE
+    deadline = time.monotonic() + PLACE_TIMEOUT
     while True:
         placed = {
             each["name"]: each["bundles_to_node_id"].values()
@@ -210,13 +209,13 @@ def _engines_on_nodes(group: PlacementGroup, name: str, config: EngineConfig) ->
         missing = config.dp - len(placed)
         if not missing or time.monotonic() >= deadline:
             break
-        time.sleep(LOOK_PLACED)
+        time.sleep(PLACED_POLL)
     return [
         missing + sum(own[bundle] in nodes for nodes in placed.values()) for bundle in sorted(own)
     ]
 
 
-def _wait_for(head: JoinListener, joins: list[Any], group: PlacementGroup) -> list[JoinedNode]:
+def _wait_for(listener: JoinListener, joins: list[Any], group: PlacementGroup) -> list[JoinedNode]:
     """The nodes, once all have joined.
 
     Raises:
@@ -227,10 +226,10 @@ def _wait_for(head: JoinListener, joins: list[Any], group: PlacementGroup) -> li
     others: list[JoinedNode] = []
     try:
         while len(others) < len(joins):
-            others += head.wait_for(len(joins) - len(others), LOOK)
+            others += listener.wait_for(len(joins) - len(others), ENDED_POLL)
             for join in ray.wait(joins, timeout=0)[0]:
-                where = _where(group, joins.index(join))
-                raise EngineError(f"{where} has not joined: {_why(join)}")
+                where = _describe_node(group, joins.index(join))
+                raise EngineError(f"{where} has not joined: {_reason_ended(join)}")
     except BaseException:
         for joined in others:
             joined.link.close()
@@ -238,7 +237,7 @@ def _wait_for(head: JoinListener, joins: list[Any], group: PlacementGroup) -> li
     return others
 
 
-def _why(join: Any) -> str:
+def _reason_ended(join: Any) -> str:
     """Why an actor has ended."""
     import ray
 
@@ -251,7 +250,7 @@ def _why(join: Any) -> str:
     return "it has ended"
 
 
-def _where(group: PlacementGroup, bundle: int) -> str:
+def _describe_node(group: PlacementGroup, bundle: int) -> str:
     """Name and address of the node that a bundle is on."""
     import ray
 

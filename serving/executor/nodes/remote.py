@@ -1,4 +1,4 @@
-"""The ranks of another machine, as the controller sees them: through that machine's agent."""
+"""The ranks of another node, as the controller sees them: through that node's agent."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ import msgspec
 import numpy as np
 
 from weft.serving.config.settings import EngineConfig
-from weft.serving.config.slices import Share
+from weft.serving.config.slices import NodeSlice
 from weft.serving.executor.nodes.link import Link
 from weft.serving.executor.nodes.messages import (
     Dump,
     End,
     FromAgent,
-    Gone,
     Hello,
-    Meet,
     NodeStep,
-    Progress,
-    Said,
+    RankEnded,
+    RankMessage,
+    RankProgress,
+    Rendezvous,
     Start,
     Started,
 )
 from weft.serving.executor.placement import devices_of_ranks
-from weft.serving.executor.rank_messages import FromRank, decode_said
-from weft.serving.executor.step_ring import COUNTERS, Int64, slots
+from weft.serving.executor.rank_messages import FromRank, decode_rank_message
+from weft.serving.executor.step_ring import COUNTERS, Int64, ring_entries
 
-AHEAD = 4
-"""Times the slots of a board: steps that another machine is given before its slowest rank has done
-the first of them. Its agent tells after each board's slots of them, so that with two of these the
+RINGS_AHEAD = 4
+"""Times the slots of a ring: steps that another node is given before its slowest rank has done
+the first of them. Its agent tells after each ring's slots of them, so that with two of these the
 engine could wait for ever; with more it does not wait for messages to and fro."""
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedNode:
-    """A machine that has joined this one, and waits to be told what to do."""
+    """A node that has joined this one, and waits to be own_config what to do."""
 
     link: Link[FromAgent]
     hello: Hello
@@ -51,30 +51,30 @@ class JoinedNode:
 
 
 class RemoteNode:
-    """See Machine. Its counters are as of the agent's last heartbeat.
+    """See Node. Its counters are as of the agent's last heartbeat.
 
     Args:
-        joined: the machine.
+        joined: the node.
         config: of the engine.
-        share: of the machine, for these ranks.
+        part: of the node, for these ranks.
         ranks: their numbers.
-        world_size: how many there are on all machines.
-        host: address of the first rank's machine.
-        patience: seconds without a sign of life until the machine is lost.
+        world_size: how many there are on all nodes.
+        rendezvous_host: address of the first rank's node.
+        patience: seconds without a sign of life until the node is lost.
 
     Raises:
-        OSError: the agent cannot be told to start them.
+        OSError: the agent cannot be own_config to start them.
     """
 
     def __init__(
         self,
         joined: JoinedNode,
         config: EngineConfig,
-        share: Share,
+        part: NodeSlice,
         ranks: range,
         world_size: int,
         *,
-        host: str,
+        rendezvous_host: str,
         patience: float,
     ) -> None:
         self.ranks = ranks
@@ -86,19 +86,21 @@ class RemoteNode:
         self._patience = patience
         self.pids: Sequence[int] = []
         self._stopped: list[int] = []
-        self._how: dict[int, str] = {}
-        self._window = AHEAD * slots(config.pp)
+        self._endings: dict[int, str] = {}
+        self._window = RINGS_AHEAD * ring_entries(config.pp)
         link.set_patience(patience)
         # What is free there, it knows itself.
-        replica = dataclasses.replace(config.replica, engines=share.engines, memory=None)
-        told = dataclasses.replace(config, node_token=None, replica=replica)
+        replica = dataclasses.replace(config.replica, engines=part.engines, memory=None)
+        own_config = dataclasses.replace(config, node_token=None, replica=replica)
         heartbeat = min(1.0, patience / 8)
-        devices = tuple(devices_of_ranks(config, share))
-        link.send(Start(told, ranks[0], devices, world_size, host, heartbeat, patience))
-        self._heard = time.monotonic()
+        devices = tuple(devices_of_ranks(config, part))
+        link.send(
+            Start(own_config, ranks[0], devices, world_size, rendezvous_host, heartbeat, patience)
+        )
+        self._last_heard = time.monotonic()
 
     def receive(self, channel: socket.socket) -> tuple[int, FromRank | None] | None:
-        self._heard = time.monotonic()
+        self._last_heard = time.monotonic()
         try:
             message = self._link.receive()
         except msgspec.DecodeError as error:
@@ -106,12 +108,12 @@ class RemoteNode:
         match message:
             case None:
                 return self._lose("its connection has ended")
-            case Said(rank, data):
-                return rank, decode_said(data)
-            case Gone(rank, how):
-                self._how[rank] = how
+            case RankMessage(rank, data):
+                return rank, decode_rank_message(data)
+            case RankEnded(rank, how):
+                self._endings[rank] = how
                 return rank, None
-            case Progress(counters, stopped):
+            case RankProgress(counters, stopped):
                 self.counters[:] = counters
                 self._stopped = stopped
             case Started(pids):
@@ -120,8 +122,8 @@ class RemoteNode:
 
     def check(self, pause: float) -> tuple[int, FromRank | None] | None:
         now = time.monotonic()
-        self._heard = min(now, self._heard + pause)
-        if self.lost is None and now - self._heard > self._patience:
+        self._last_heard = min(now, self._last_heard + pause)
+        if self.lost is None and now - self._last_heard > self._patience:
             return self._lose(f"it has said nothing for {self._patience:g} s")
         return None
 
@@ -132,7 +134,7 @@ class RemoteNode:
         return self.ranks[0], None
 
     def meet(self, port: int) -> None:
-        self._send(Meet(port))
+        self._send(Rendezvous(port))
 
     def has_room(self, step: int) -> bool:
         """Whether the slowest rank there is near enough, as far as its agent has told: that keeps
@@ -152,7 +154,7 @@ class RemoteNode:
         return rank in self._stopped
 
     def how_ended(self, rank: int) -> str:
-        return self._how.get(rank, "ended")
+        return self._endings.get(rank, "ended")
 
     def dump(self) -> None:
         self._send(Dump())

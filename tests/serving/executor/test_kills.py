@@ -21,7 +21,7 @@ from support.checkpoints import make_checkpoint
 from support.clients import asking, complete
 from support.processes import shared_memory_left_alone, wait_until_gone
 from support.server import TIMEOUT, Server, start_server
-from support.sites import Site, Victim, here, two_machines, two_nodes
+from support.sites import Site, Victim, here, two_joined_nodes, two_nodes
 
 SIZES = {"kv_cache_memory": 2**22, "max_num_seqs": 4}
 
@@ -45,7 +45,7 @@ LAYOUTS = {
     "pp 2": Layout({"pp": 2}, 3, ("engine", *RANKS)),
     "ep 2": Layout({"ep": 2}, 3, ("engine", *RANKS), family="qwen3_moe"),
     "dp 2": Layout({"dp": 2}, 2, ("engine", "engine 1"), 2),
-    "two machines": Layout({"tp": 2}, 4, ("machine", "its rank 0"), site=two_machines),
+    "two joined nodes": Layout({"tp": 2}, 4, ("node", "its rank 0"), site=two_joined_nodes),
     "two nodes": Layout({"pp": 2}, 5, ("node", "raylet"), site=two_nodes),
 }
 DEADLINE = 20.0
@@ -75,7 +75,7 @@ class Scene:
     kills: Kills
 
     def processes(self) -> list[psutil.Process]:
-        """Of the server, but for itself, and of its machines."""
+        """Of the server, but for itself, and of its nodes."""
         return [*family(self.server), *self.site.processes()]
 
     def strike(self, how: Callable[[Any], None], name: str) -> list[int]:
@@ -191,9 +191,9 @@ def test_one_engine_of_two_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_machine_comes_back(tmp_path: Path) -> None:
-    with started("two machines", tmp_path) as scene:
-        kill(scene, "machine")
+def test_a_joined_node_comes_back(tmp_path: Path) -> None:
+    with started("two joined nodes", tmp_path) as scene:
+        kill(scene, "node")
 
 
 @pytest.mark.slow

@@ -16,7 +16,13 @@ from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.engine import AsyncEngine
 from weft.serving.engine.protocol import EngineStats
 from weft.serving.engine.sampling_params import SamplingParams
-from weft.serving.executor.loading import Place, SlowRunner, _threads, load_model, show_progress
+from weft.serving.executor.loading import (
+    RankContext,
+    SlowRunner,
+    _threads,
+    load_model,
+    show_progress,
+)
 
 PROMPTS = [[3 + i % 5, 7, 11, 13] * (1 + i % 4) for i in range(8)]
 
@@ -110,7 +116,7 @@ def test_a_slow_runner_says_how_far_it_is(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO")
-    runner = SlowRunner(RankRunner(EngineConfig(), Place()))
+    runner = SlowRunner(RankRunner(EngineConfig(), RankContext()))
     runner.warm_up()
     assert "warm after" in caplog.text
     runner.step(batch(1, tokens=5))

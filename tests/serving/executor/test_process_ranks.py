@@ -42,7 +42,7 @@ from weft.serving.executor.loading import ModelInfo, load_model
 from weft.serving.executor.node import LocalNode
 from weft.serving.executor.rank_messages import decode_step, encode_step
 from weft.serving.executor.ranks import ProcessExecutor
-from weft.serving.executor.step_ring import SLOTS
+from weft.serving.executor.step_ring import ENTRIES
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ def started(
 
 
 def pids(executor: ProcessExecutor) -> list[int]:
-    return [pid for machine in executor._machines for pid in machine.pids]
+    return [pid for node in executor._nodes for pid in node.pids]
 
 
 def steps_of(pending: Pending) -> list[int | None]:
@@ -93,12 +93,12 @@ def test_all_ranks_run_the_same_steps_in_order(ranks: int, tmp_path: Path) -> No
 
 
 def test_a_rank_that_lags_is_waited_for_before_its_steps_are_written_over(tmp_path: Path) -> None:
-    count = 5 * SLOTS
+    count = 5 * ENTRIES
     with started(tmp_path, 2, "1 lags in 0") as executor:
         for step in range(count):  # the first rank alone answers, and is far ahead
             executor.submit((batch(step),)).result(10)
             done = executor._counters()[1]
-            assert done.max() - done.min() <= SLOTS + 1
+            assert done.max() - done.min() <= ENTRIES + 1
     assert notes(tmp_path, 1) == notes(tmp_path, 0)
     assert len(notes(tmp_path, 1)) == count + 1
 
@@ -158,8 +158,8 @@ def test_copies_of_attention_have_inputs_of_their_own(tmp_path: Path) -> None:
 
 def test_the_outputs_of_a_slow_copy_are_those_of_its_steps(tmp_path: Path) -> None:
     with started(tmp_path, 4, "2 lags in 0", **COPIES) as executor:
-        pending = [executor.submit((batch(i), batch(i))) for i in range(3 * SLOTS)]
-        assert [steps_of(each) for each in pending] == [[i, i] for i in range(3 * SLOTS)]
+        pending = [executor.submit((batch(i), batch(i))) for i in range(3 * ENTRIES)]
+        assert [steps_of(each) for each in pending] == [[i, i] for i in range(3 * ENTRIES)]
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -272,9 +272,9 @@ def test_a_rank_that_dies_when_it_is_told_where_to_meet_is_named(
     hear = ProcessExecutor._load
 
     def hear_late(executor: ProcessExecutor) -> ModelInfo:
-        machine = executor._machines[0]
-        assert isinstance(machine, LocalNode)
-        machine._process(1).wait(60)
+        node = executor._nodes[0]
+        assert isinstance(node, LocalNode)
+        node._process(1).wait(60)
         return hear(executor)
 
     monkeypatch.setattr(ProcessExecutor, "_load", hear_late)
@@ -381,13 +381,13 @@ def test_a_step_that_is_too_large_fails_alone(
 ) -> None:
     with started(tmp_path, 2) as executor:
         with monkeypatch.context() as patched:
-            patched.setattr(step_ring, "SLOT_BYTES", 1000)
+            patched.setattr(step_ring, "ENTRY_BYTES", 1000)
             with pytest.raises(EngineError, match=r"step 1 takes \d+ bytes; at most 992 fit"):
                 executor.submit((batch(0, tokens=300),)).result(0)
         assert steps_of(executor.submit((batch(0),))) == [0]
 
 
-def test_a_machine_that_was_paused_has_no_stuck_rank(
+def test_a_paused_machine_has_no_stuck_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
@@ -411,7 +411,7 @@ def test_a_rank_that_does_nothing_by_the_same_clock_is_stuck(
         pending = executor.submit((batch(0),))
         stuck: BaseException | None = None
         while stuck is None and clock.paused < 3000.0:
-            clock.paused += 300.0 * processes.STUCK / processes.LOOKS
+            clock.paused += 300.0 * processes.STUCK_FRACTION / processes.PROGRESS_CHECKS
             with suppress(TimeoutError):
                 stuck = pending.exception(0.01)
         assert re.match(r"rank 0 \(process \d+\) is stuck in step 1, ", str(stuck))
@@ -423,7 +423,7 @@ from support.mock_ranks import load
 from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.ranks import ProcessExecutor
 executor = ProcessExecutor(EngineConfig(model="none"), load, 2)
-print(*executor._machines[0].pids, flush=True)
+print(*executor._nodes[0].pids, flush=True)
 sys.stdin.read()
 """
 

@@ -1,4 +1,4 @@
-"""Ranks on the nodes of a Ray cluster: two nodes on this machine, served over HTTP."""
+"""Ranks on the nodes of a Ray cluster: two nodes on this node, served over HTTP."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ REFUSED = """
 from support.mock_ranks import load
 from weft.errors import EngineError
 from weft.serving.config.settings import EngineConfig
-from weft.serving.executor import head
+from weft.serving.executor.nodes import join_listener
 from weft.serving.executor.nodes.ray_executor import RayExecutor
 from weft.serving.engine.core_process import share_out
-from weft.serving.executor.placement import Offer
+from weft.serving.executor.placement import Inventory
 
-head.versions = lambda: {"weft": "of tomorrow"}
+listener.versions = lambda: {"weft": "of tomorrow"}
 try:
-    (config,) = share_out(EngineConfig(), [Offer()])
+    (config,) = share_out(EngineConfig(), [Inventory()])
     RayExecutor(config, load)
 except EngineError as error:
     print(error)
@@ -74,9 +74,9 @@ def test_a_node_that_does_not_take_part_is_named_and_says_why(cluster: RayCluste
         text=True,
         timeout=TIMEOUT,
     )
-    # Ray prints there too what TPU compilers on this machine log.
+    # Ray prints there too what TPU compilers on this node log.
     assert re.search(
-        r"^Ray node \w{8} at [\d.]+ has not joined: this machine cannot take part: "
+        r"^Ray node \w{8} at [\d.]+ has not joined: this node cannot take part: "
         r"weft is of tomorrow there and .* here$",
         done.stdout,
         re.MULTILINE,
