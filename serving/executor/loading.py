@@ -1,7 +1,7 @@
-"""From settings to a model that is loaded, warm, and has its KV cache.
+"""Loading a model from the settings: weights, KV cache and warm-up.
 
-The memory ledger is printed before anything is loaded, so that a model that
-does not fit is refused at once, with the flag to change.
+The memory ledger is printed before anything is loaded. A model that does not fit is refused at
+once, with an error naming the flag to change.
 """
 
 from __future__ import annotations
@@ -32,27 +32,30 @@ from weft.serving.executor.backend import (
     symmetric_bytes,
 )
 
-LINE_EVERY = 10.0  # seconds between two lines of a log
+LINE_EVERY = 10.0  # seconds between two log lines
 
 LOOPBACK = "127.0.0.1"
-"""Where ranks meet that are all on one node."""
+"""Rendezvous address if all ranks are on one node."""
 
 RANK_TIMEOUT = 1800.0
-"""Seconds that a rank waits for another: one may load for longer than the rest, or be paused with
-them all. In a step the executor sees much earlier that a rank is stuck."""
+"""Seconds that a rank waits for another one.
+
+A rank may load longer than the rest, or the whole machine may be paused. During a step the executor
+notices a stuck rank much earlier.
+"""
 
 Progress = Callable[[int, int], None]
-"""Told how much is done, and how much there is in all."""
+"""Callback with the amount done and the total amount."""
 
 logger = logging.getLogger(__name__)
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What the engine must know of a model that is loaded.
+    """Loaded model's properties, for the engine.
 
     Attributes:
-        num_blocks: of the KV cache of each copy of attention.
-        dtype: that it computes in.
+        num_blocks: number of KV cache blocks for each attention copy.
+        dtype: compute type.
     """
 
     num_blocks: int
@@ -64,7 +67,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A runner that is ready for its first step, of a model or of one rank's part."""
+    """A runner, ready for its first step, with a whole model or one rank's part."""
 
     runner: ModelRunner
     info: ModelInfo
@@ -72,18 +75,18 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """Which rank this process is.
+    """This process's rank, and how it reaches the other ranks.
 
     Attributes:
-        rank, world_size: its number, and how many there are.
-        rendezvous_port: tells where ranks meet: called with the port by the first, which has
-            opened it, and with None by the others.
-        count_exchange: called when this rank comes to an exchange with others, and told whether
-            that is with all of them.
-        ranks_on_node: ranks that share this node's memory and cores.
-        host, address: of the first rank's node and of this one, for the ranks to meet.
-        devices: of this rank, on its node (see resources.py); none of one that is alone, which
-            has its engine's.
+        rank, world_size: number of this rank, and number of ranks.
+        rendezvous_port: exchanges the port where the ranks meet. Rank 0 passes the port that it
+            has opened; the others pass None and get that port.
+        count_exchange: callback for each exchange with other ranks; its argument tells whether
+            all ranks take part.
+        ranks_on_node: number of ranks that share the memory and the cores of this node.
+        rendezvous_host, address: addresses of rank 0's node and of this node.
+        devices: devices of this rank on its node (see placement.py). A single rank has none here
+            and uses those of its engine.
     """
 
     rank: int = 0
@@ -96,7 +99,7 @@ class RankContext:
     devices: RankDevices = ()
 
     def own_devices(self, config: EngineConfig) -> RankDevices:
-        """Devices of this rank, by index."""
+        """Return the indexes of this rank's devices."""
         slice = (index for part in config.replica.slice for index in part.devices)
         return self.devices or tuple(slice) or tuple(range(config.world_size))
 
@@ -107,10 +110,10 @@ SINGLE_RANK = RankContext()
 def load_model(
     config: EngineConfig, progress: Progress, context: RankContext = SINGLE_RANK
 ) -> LoadedModel:
-    """Load the checkpoint that the settings name, or this rank's part of it.
+    """Load the checkpoint, or only this rank's part.
 
     Raises:
-        ConfigError: a setting does not suit the model, or it does not fit in memory.
+        ConfigError: a setting does not suit the model, or the model does not fit in memory.
         ModelError: the checkpoint cannot be found, understood or loaded.
     """
     from weft.models.checkpoint.locate import locate, read_spec
@@ -156,7 +159,7 @@ def load_model(
         )
         require_same(store, context.rank, context.world_size, f"{device.type}, --kernels {kernels}")
     groups = split(layout, context.count_exchange, device, RANK_TIMEOUT)
-    # After the ranks have met: what NCCL takes for its groups is no longer free then.
+    # Measured after the ranks have met, since NCCL's groups take memory, too.
     if device.type == "cuda":
         free = free_memory(device)
     elif config.replica.memory is None:
@@ -181,13 +184,15 @@ def load_model(
         recorded=recorded,
     ).ledger()
     if interpreted and context.rank == config.replica.number == 0:
-        logger.warning("--kernels overlapped: interpreted on a CPU, which takes seconds a step")
+        logger.warning(
+            "--kernels overlapped: on CPUs kernels are interpreted; a step takes seconds"
+        )
     ledger = ledger.with_blocks(groups.least(ledger.num_blocks))
     if context.rank % layout.stage_size == config.replica.number == 0:
-        whose = f" of each of {layout.stage_size} ranks" if layout.stage_size > 1 else ""
-        whose += f" of stage {layout.stage}" if layout.pp > 1 else ""
-        whose += f" of each of {config.dp} engine cores" if config.dp > 1 else ""
-        logger.info("memory%s\n%s", whose, ledger.render())
+        scope = f" of each of {layout.stage_size} ranks" if layout.stage_size > 1 else ""
+        scope += f" of stage {layout.stage}" if layout.pp > 1 else ""
+        scope += f" of each of {config.dp} engine cores" if config.dp > 1 else ""
+        logger.info("memory%s\n%s", scope, ledger.render())
     home = context_home = None
     if triton:
         home, context_home = homes(layout, device, kernels, groups, store)
@@ -219,7 +224,7 @@ def load_model(
 
 
 class SlowRunner:
-    """A runner that says every ten seconds how far it is. A ModelRunner."""
+    """ModelRunner with a progress log line every ten seconds."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -230,7 +235,7 @@ class SlowRunner:
         self.close = runner.close
 
     def warm_up(self) -> None:
-        """See ModelRunner; tells how long it took."""
+        """See ModelRunner. Logs the duration."""
         begin = time.monotonic()
         self._runner.warm_up()
         logger.info("warm after %.1f s", time.monotonic() - begin)
@@ -246,17 +251,19 @@ class SlowRunner:
 
 
 def _threads(threads: int | None, ranks: int) -> int | None:
-    """Each rank's share of the model's threads, or of the cores; as torch likes for one alone."""
+    """Return the threads per rank; None lets torch decide for a single rank."""
     if ranks == 1:
         return threads
     return max(1, (threads or len(os.sched_getaffinity(0))) // ranks)
 
 
 def check_ranks(config: EngineConfig) -> None:
-    """Refuse what the model cannot be split over, by its config.json, or its backend cannot run.
+    """Check that the backend supports the settings and that the ranks can share the model.
+
+    This reads only the model's config.json.
 
     Raises:
-        ConfigError: naming the sizes that work.
+        ConfigError: the settings cannot work. The message names the sizes that do.
         ModelError: the checkpoint cannot be found or understood.
     """
     from weft.models.checkpoint.locate import locate, read_spec
@@ -268,8 +275,7 @@ def check_ranks(config: EngineConfig) -> None:
         check_settings(config)
     elif config.kernels == "overlapped" and importlib.util.find_spec("triton") is None:
         raise ConfigError(
-            "--kernels is overlapped; that needs triton, which runs the kernels: "
-            "pip install 'triton>=3.6'"
+            "--kernels is overlapped; the kernels need triton: pip install 'triton>=3.6'"
         )
     spec = read_spec(locate(config.model))
     overlapped = config.kernels == "overlapped"
@@ -277,7 +283,7 @@ def check_ranks(config: EngineConfig) -> None:
 
 
 def uses_jax(config: EngineConfig) -> bool:
-    """Whether jax runs the model: if asked to, or where it finds TPUs."""
+    """Return whether jax runs the model: on request, or because it finds TPUs."""
     from weft.models.jax.platform import count_tpus
 
     if config.backend == "auto" and config.device in ("auto", "tpu"):
@@ -286,7 +292,7 @@ def uses_jax(config: EngineConfig) -> bool:
 
 
 def compute_dtype(config: EngineConfig, spec: ModelSpec) -> str:
-    """The dtype to compute in; said where it is not the checkpoint's."""
+    """Return the compute type; log it if it differs from the checkpoint's."""
     dtype = spec.compute_dtype(config.dtype)
     if config.dtype == "auto" and dtype != spec.dtype:
         logger.info("%s is stored in %s and computed in %s", config.model, spec.dtype, dtype)
@@ -294,7 +300,11 @@ def compute_dtype(config: EngineConfig, spec: ModelSpec) -> str:
 
 
 def context_length(config: EngineConfig, spec: ModelSpec) -> int:
-    """Most tokens of a request; ConfigError when more are asked for than the model has."""
+    """Return the maximum number of tokens in a request.
+
+    Raises:
+        ConfigError: `max_model_len` exceeds the model's context.
+    """
     if config.max_model_len is None:
         return spec.max_model_len
     if config.max_model_len > spec.max_model_len:
@@ -307,7 +317,7 @@ def context_length(config: EngineConfig, spec: ModelSpec) -> int:
 
 @contextmanager
 def show_progress(title: str) -> Iterator[Progress]:
-    """Shows on stderr how far something of so many bytes is: a bar, or lines in a log file."""
+    """Show progress in bytes on stderr: a bar on a terminal, else log lines."""
     if not sys.stderr.isatty():
         yield _lines(title)
         return
@@ -328,7 +338,7 @@ def _lines(title: str) -> Progress:
 
     def progress(done: int, total: int) -> None:
         nonlocal last
-        if last is None:  # what came before, such as imports, is not told
+        if last is None:  # imports and the like came before
             last = time.monotonic()
         if time.monotonic() - last >= LINE_EVERY:
             last = time.monotonic()

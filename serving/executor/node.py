@@ -1,8 +1,8 @@
-"""The ranks of one node, as the controller of all ranks sees them.
+"""The ranks of one node, as seen by the controller of all ranks.
 
-`LocalNode` are processes here, which read their steps from a ring (ring.py) and say on a
-socket each what they have to say. remote.py has those of another node, whose agent
-(agent.py) owns a LocalNode there.
+A `LocalNode` starts rank processes on this machine. They read steps from a ring (step_ring.py) and
+report over one socket each. A `RemoteNode` (nodes/remote.py) stands for the ranks of another
+machine, where an agent (nodes/agent.py) owns a LocalNode.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from weft.serving.executor.rank_process import RankOrders
 from weft.serving.executor.step_ring import Int64, StepRing
 
 EXIT_GRACE = 1.0
-"""Seconds for the process of a rank that has hung up to be gone."""
+"""Maximum seconds between the end of a rank's socket and the end of its process."""
 
 
 class Node(Protocol):
     """The ranks of one node.
 
     Attributes:
-        ranks: their numbers.
-        pids: of their processes.
-        counters: int64 [COUNTERS, ranks]; as of Board.
-        channels: sockets that can be read when there is something to receive.
-        where: its name and address; empty of the controller's own.
-        lost: why nothing more can be known of the node.
+        ranks: numbers of the ranks.
+        pids: process ids of the ranks.
+        counters: int64 [COUNTERS, ranks]; see StepRing.
+        channels: sockets that become readable when there is something to receive.
+        where: name and address of the node; empty for the controller's own node.
+        lost: reason why the node counts as lost, or None.
     """
 
     ranks: range
@@ -51,56 +51,60 @@ class Node(Protocol):
     lost: str | None
 
     def receive(self, channel: socket.socket) -> tuple[int, FromRank | None] | None:
-        """What a rank says, with its number; None instead if it has ended.
+        """Receive from a channel: a rank's number, and its message or None if it has ended.
 
-        A channel that has ended is taken from `channels`. None if what has come says nothing
-        of a rank. A node that is lost ends with its first rank.
+        Returns None if the received message does not concern a single rank. A closed channel is
+        removed from `channels`. A lost node reports the end of its first rank.
         """
 
     def check(self, pause: float) -> tuple[int, FromRank | None] | None:
-        """As `receive`, when nothing has come; this process did not run for `pause` seconds."""
+        """Check for timeouts when nothing was received; returns as `receive` does.
 
-    def meet(self, port: int) -> None:
-        """Tell the ranks where the first of all has opened a meeting place."""
+        Args:
+            pause: seconds in which this process did not run, to be forgiven.
+        """
+
+    def set_rendezvous(self, port: int) -> None:
+        """Tell the ranks the port that rank 0 has opened for the rendezvous."""
 
     def has_room(self, step: int) -> bool:
-        """Whether step `step` may be put."""
+        """Return whether step `step` can be put now."""
 
     def put(self, step: int, data: bytes) -> None:
-        """Give a step to all ranks."""
+        """Give an encoded step to all ranks."""
 
     def name(self, rank: int) -> str:
-        """Which process a rank is, in words."""
+        """Describe a rank's process in words."""
 
     def is_stopped(self, rank: int) -> bool:
-        """Whether somebody has stopped it (SIGSTOP, a debugger)."""
+        """Return whether a rank's process is stopped (by SIGSTOP or a debugger)."""
 
     def how_ended(self, rank: int) -> str:
-        """How a rank has ended, in words that follow its name."""
+        """Describe how a rank ended, as a verb phrase."""
 
     def dump(self) -> None:
-        """Have all ranks write their stacks to stderr, and end."""
+        """Make all ranks write their stacks to stderr and end."""
 
     def hang_up(self, grace: float) -> None:
-        """Let the ranks end once they have run what they were given, within so many seconds."""
+        """Let the ranks finish their steps and end, within `grace` seconds."""
 
     def wait(self, deadline: float) -> None:
-        """Wait for them until then, by time.monotonic(), and kill those that are left."""
+        """Wait for the ranks until `deadline` (time.monotonic()), then kill the rest."""
 
     def release(self) -> None:
-        """Give back what is held; the ranks have ended."""
+        """Release all resources. The ranks have ended."""
 
 
 class LocalNode:
-    """Owns processes of this node, and their ring; See Node.
+    """Rank processes on this machine, with their step ring; see Node.
 
     Args:
-        config: of the engine.
+        config: settings of the engine.
         load_model: "module:function" that loads a rank's part of the model.
         ranks: numbers of the ranks.
-        world_size: how many there are on all nodes.
-        rendezvous_host, address: of the first rank's node and of this one, for the ranks to meet.
-        devices: of each rank; else one each, the node's first ones.
+        world_size: number of ranks on all nodes.
+        rendezvous_host, address: addresses of rank 0's node and of this node; see RankContext.
+        devices: devices for each rank; by default one each, starting with the first.
     """
 
     where = ""
@@ -125,14 +129,15 @@ class LocalNode:
             stage_size = world_size // config.pp
             devices = devices or [(index,) for index in range(len(ranks))]
             for number, own in zip(ranks, devices, strict=True):
-                copy, place = divmod(number % stage_size, stage_size // config.copies)
+                copy, rank_in_copy = divmod(number % stage_size, stage_size // config.copies)
+                in_last_stage = number >= world_size - stage_size
                 orders = RankOrders(
                     config,
                     load_model,
                     number,
                     world_size,
                     copy=copy,
-                    sends_output=place == 0 and number >= world_size - stage_size,
+                    sends_output=rank_in_copy == 0 and in_last_stage,
                     first_on_node=ranks[0],
                     ranks_on_node=len(ranks),
                     rendezvous_host=rendezvous_host,
@@ -153,7 +158,7 @@ class LocalNode:
         return number, None if data is None else decode_rank_message(data)
 
     def receive_bytes(self, channel: socket.socket) -> tuple[int, bytes | None]:
-        """As `receive`, not decoded."""
+        """Receive as `receive` does, without decoding."""
         rank = self._by_channel[channel]
         header = read(channel, 8)
         data = read(channel, int.from_bytes(header, "little")) if header else b""
@@ -164,10 +169,10 @@ class LocalNode:
     def check(self, pause: float) -> tuple[int, FromRank | None] | None:
         return None
 
-    def meet(self, port: int) -> None:
+    def set_rendezvous(self, port: int) -> None:
         for rank in self._ranks:
             if rank.number:
-                with suppress(OSError):  # it is gone, and what it has said comes next
+                with suppress(OSError):  # the rank has ended; its last message comes next
                     rank.channel.sendall(port.to_bytes(8, "little"))
 
     def has_room(self, step: int) -> bool:
@@ -182,7 +187,7 @@ class LocalNode:
         return f"rank {rank} (process {self._process(rank).pid})"
 
     def is_stopped(self, rank: int) -> bool:
-        with suppress(OSError):  # it is gone
+        with suppress(OSError):  # the process has ended
             status = Path(f"/proc/{self._process(rank).pid}/status").read_text()
             return "\nState:\tT" in status or "\nState:\tt" in status
         return False
@@ -223,7 +228,7 @@ class LocalNode:
 
 
 class _Rank:
-    """A rank's process, and this end of its socket."""
+    """A rank's process, with this end of its socket."""
 
     def __init__(
         self, number: int, process: subprocess.Popen[bytes], channel: socket.socket
@@ -234,7 +239,7 @@ class _Rank:
 
     @classmethod
     def start(cls, orders: RankOrders, ring: StepRing) -> _Rank:
-        """Start it; its stdin stays open for as long as this process lives."""
+        """Start the process. Its stdin stays open until this process ends."""
         own, other = socket.socketpair()
         command, environment = python_module("weft.serving.executor.rank_process")
         with other:
@@ -252,11 +257,11 @@ class _Rank:
         return cls(orders.rank, process, own)
 
     def wake(self) -> None:
-        """Tell it that there is one more step."""
-        with suppress(OSError):  # it is gone, as the receiver sees
+        """Announce one more step."""
+        with suppress(OSError):  # the rank has ended, as the receiver will notice
             self.channel.send(b"\0")
 
     def hang_up(self) -> None:
-        """Let it end once it has run what it was woken for."""
-        with suppress(OSError):  # it is gone
+        """Let the rank end once it has run all announced steps."""
+        with suppress(OSError):  # the rank has ended
             self.channel.shutdown(socket.SHUT_WR)

@@ -1,23 +1,24 @@
-"""A model whose ranks are processes, all given the same steps.
+"""A model with its ranks in separate processes, which all run the same steps.
 
-    engine core     submit(step n) ──► ring ──► rank 0 ─┐
+    engine core     submit(step n) ──► ring ───► rank 0 ─┐
                                           ├────► rank 1  │ the model's own collectives
                                           └────► rank 2 ─┘
-                    pending n ◄──────────── socket ◄── one rank: what step n has produced
+                    pending n ◄──────────── socket ◄── one rank: the output of step n
 
-With several copies of attention the first rank of each answers, and a step is done when all have;
-of several stages, those of the last. Whoever waits for a step reads what the ranks say: a thread
-that read it for them would take longer to hand it on than to read it.
+With data-parallel attention, the first rank in each attention copy sends an output, and the last
+output completes the step. With pipeline stages, only the last stage sends outputs. The engine's
+thread reads these messages itself while it waits for a step: a handover from a reader thread would
+take longer than the reading.
 
-Steps are dispatched ahead and in one order (Pathways: Barham et al. 2022, section 4.5): a rank
-begins the next one without hearing from anybody. When a rank ends or raises, the
-others cannot go on: they are killed, and every step gets an error that names the
-rank, how it ended and in which step. So they are when none of them gets on any more:
-the one that is behind is named, and the stacks of all are written to stderr.
+Steps are dispatched ahead, in one order for all ranks (Pathways: Barham et al. 2022, section 4.5).
+A rank begins its next step without asking anyone. If a rank ends or raises an exception, the others
+cannot continue. They are killed, and every step gets an error with the rank, its end and its step.
+The same happens if no rank makes progress: the error names the rank furthest behind, and all ranks
+write their stacks to stderr.
 
-The ranks are on one node or on several, each of which has a ring (node.py, hosts.py).
-A stage waits for the one before it in the same step, and for later ones in earlier steps: of
-stages that are in the same step, the first one is behind.
+The ranks may be on several nodes, each with its own ring (node.py, nodes/multi_node_executor.py).
+A stage waits for the previous stage in the same step and for later stages in earlier steps. Among
+stages in the same step, the first one is therefore behind.
 """
 
 from __future__ import annotations
@@ -40,26 +41,29 @@ from weft.serving.executor.rank_messages import Done, FromRank, Loaded, Rendezvo
 from weft.serving.executor.step_ring import Int64, check_size, how_loaded
 
 CLOSE_GRACE = 5.0
-"""Seconds that ranks get to end by themselves."""
+"""Seconds for ranks to end by themselves."""
 
 FAILURE_GRACE = 0.5
-"""Seconds after the first failure for others to be seen: a rank's end makes the rest fail, too."""
+"""Seconds to collect further failures after the first: the end of one rank makes others fail."""
 
 STUCK_FRACTION = 0.5
-"""Of `stall_timeout`, after which ranks that do nothing are stuck: before the front says so."""
+"""Fraction of `stall_timeout` after which idle ranks count as stuck.
+
+It is below 1 so that this error comes before that of the API process.
+"""
 
 STACKS_GRACE = 1.0
-"""Seconds for the stacks of stuck ranks to be written."""
+"""Seconds for stuck ranks to write their stacks."""
 
 ROOM_POLL = 50e-6
-"""Seconds between two looks whether the slowest rank has read an old step."""
+"""Seconds between two checks for room in the ring."""
 
 PROGRESS_CHECKS = 4
-"""At how far ranks are, in the time after which they are stuck, and each as long after the last."""
+"""Number of progress checks, at equal intervals, until ranks count as stuck."""
 
 
 class _Pending:
-    """A step that the ranks have been given; see base.Pending."""
+    """A submitted step; see base.Pending."""
 
     def __init__(self, executor: RankExecutor) -> None:
         self._executor = executor
@@ -77,15 +81,15 @@ class _Pending:
 
 
 class RankExecutor:
-    """Owns the ranks of some nodes.
+    """Executor for ranks on one or several nodes.
 
     Args:
-        config: of the engine.
-        nodes: in the order of their ranks; each is started when it is taken from here.
+        config: settings of the engine.
+        nodes: nodes in the order of their ranks. Taking a node from the iterable starts it.
 
     Attributes:
-        model: what has been loaded.
-        failure: which rank has failed, and how.
+        model: properties of the loaded model.
+        failure: error with the rank that failed, or None.
 
     Raises:
         WeftError: a rank could not load its part.
@@ -95,7 +99,7 @@ class RankExecutor:
         self._stages = config.pp
         self.failure: WeftError | None = None
         self._pending: deque[_Pending] = deque()
-        # By copy of attention, of steps that not all of them have done.
+        # Outputs by attention copy, for steps not finished by all copies.
         self._outputs: list[deque[StepOutput | None]] = [deque() for _ in range(config.copies)]
         self._step = 0
         self._loaded = self._is_stuck = False
@@ -122,7 +126,7 @@ class RankExecutor:
         """See `Executor.submit`."""
         data, pending = encode_step(step), _Pending(self)
         number = self._step + 1
-        while self.failure is None and not all(m.has_room(number) for m in self._nodes):
+        while self.failure is None and not all(node.has_room(number) for node in self._nodes):
             if not self._process_messages(0.0):
                 time.sleep(ROOM_POLL)
         pending.outcome = self.failure
@@ -138,7 +142,7 @@ class RankExecutor:
         return pending
 
     def wait_for(self, pending: _Pending, timeout: float | None) -> Result | WeftError:
-        """What comes of a step; see base.Pending."""
+        """Wait for a step and return its output or its error; see base.Pending."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while pending.outcome is None:
             now = time.monotonic()
@@ -162,6 +166,7 @@ class RankExecutor:
         self._release()
 
     def _load(self) -> ModelInfo:
+        """Wait until all ranks have loaded; return rank 0's report."""
         loaded: dict[int, ModelInfo] = {}
         while len(loaded) < self._num_ranks:
             last_check = self._last_check
@@ -169,7 +174,7 @@ class RankExecutor:
                 match message:
                     case RendezvousPort():
                         for node in self._nodes:
-                            node.meet(message.port)
+                            node.set_rendezvous(message.port)
                     case Loaded():
                         loaded[rank] = message.info
                     case _:
@@ -179,11 +184,11 @@ class RankExecutor:
         return loaded[0]
 
     def _process_messages(self, timeout: float) -> bool:
-        """Take in what comes from the ranks within so many seconds; whether anything has."""
-        has_come, last_check = False, self._last_check
+        """Wait for messages, at most `timeout` seconds, and process them; return if any came."""
+        any_came, last_check = False, self._last_check
         try:
             for rank, message in self._messages(timeout):
-                has_come = True
+                any_came = True
                 if not isinstance(message, Done):
                     raise self._failure_error(rank, message)
                 self._collect_output(rank, message.output)
@@ -191,10 +196,10 @@ class RankExecutor:
                 self._check_progress()
         except WeftError as error:
             self._fail(error)
-        return has_come
+        return any_came
 
     def _collect_output(self, rank: int, output: StepOutput | None) -> None:
-        """Keep what a copy of attention has produced until all have, in the order of the steps."""
+        """Store an attention copy's output; finish the oldest step once all copies have sent it."""
         stage_size = self._num_ranks // self._stages
         self._outputs[rank % stage_size * len(self._outputs) // stage_size].append(output)
         if all(self._outputs):
@@ -203,14 +208,15 @@ class RankExecutor:
             self._pending.popleft().outcome = tuple(outputs.popleft() for outputs in self._outputs)
 
     def _fail(self, error: WeftError) -> None:
-        """Give every step that error, also those to come."""
+        """Fail all pending and future steps with this error."""
         self.failure = error
         while self._pending:
             self._pending.popleft().outcome = error
 
     def _messages(self, timeout: float) -> Iterator[tuple[int, FromRank | None]]:
-        """What has come, with the rank's number; None of one that has ended, and of the first one
-        of a node that is lost.
+        """Yield received messages with their rank's number; None marks the end of a rank.
+
+        A lost node yields the end of its first rank.
         """
         for key, _ in self._selector.select(timeout):
             yield from self._unregister_ended(key.data, key.data.receive(key.fileobj))
@@ -218,7 +224,7 @@ class RankExecutor:
         if (waited := now - self._last_check) < self._check_every:
             return
         self._last_check = now
-        # When this process does not get to run, nor may the ranks have (a paused node).
+        # If this process did not run for a while (a paused machine), the ranks may not have either.
         pause = waited - self._check_every
         for node in self._nodes:
             yield from self._unregister_ended(node, node.check(pause))
@@ -226,7 +232,7 @@ class RankExecutor:
     def _unregister_ended(
         self, node: Node, message: tuple[int, FromRank | None] | None
     ) -> Iterator[tuple[int, FromRank | None]]:
-        """What a node says of a rank, if it does; channels that have ended are forgotten."""
+        """Yield a message from a node, if there is one; forget closed channels."""
         if message is None:
             return
         if message[1] is None:
@@ -236,8 +242,9 @@ class RankExecutor:
         yield message
 
     def _check_progress(self) -> None:
-        """Raise a WeftError if the ranks have not got on for too long: for so many looks, of which
-        a paused node takes none.
+        """Raise a WeftError if too many checks in a row saw no progress.
+
+        Checks are counted instead of seconds, because a paused machine makes no checks.
         """
         counters = self._counters()
         last, self._progress = self._progress, int(counters.sum())
@@ -251,14 +258,18 @@ class RankExecutor:
             raise self._stuck_error()
 
     def _failure_error(self, rank: int, message: FromRank | None) -> WeftError:
-        """End all ranks, and say what the one did that failed first."""
+        """End all ranks; return an error with the rank that caused the failure.
+
+        Args:
+            rank, message: first failed rank, and its unexpected message or None.
+        """
         failed = {rank: message}
         deadline = time.monotonic() + FAILURE_GRACE
         while len(failed) < self._num_ranks and (left := deadline - time.monotonic()) > 0:
             for number, other in self._messages(left):
                 if other is None or isinstance(other, Failed):
                     failed.setdefault(number, other)
-        # One that ended without a word is the cause; those that raise may only have missed it.
+        # An end without a message is the cause: exceptions elsewhere may be its consequence.
         number = min(
             failed,
             key=lambda n: (failed[n] is not None, self._node_of(n).lost is None, n != rank),
@@ -274,7 +285,7 @@ class RankExecutor:
             return EngineError(f"{node.name(number)} {node.how_ended(number)}{when}")
         if not isinstance(message, Failed):
             what = type(message).__name__
-            return EngineError(f"{node.name(number)} says {what}{when}, which makes no sense")
+            return EngineError(f"{node.name(number)} sent an unexpected {what}{when}")
         error = message.error
         if isinstance(error, EngineError):
             on = f" on {where}" if where else ""
@@ -287,26 +298,26 @@ class RankExecutor:
             node.release()
 
     def _stuck_error(self) -> WeftError:
-        """Say which rank is behind."""
+        """Build an error with the rank furthest behind."""
         _, done, exchanges, rounds, loaded, _ = (each.tolist() for each in self._counters())
         stage_size = self._num_ranks // self._stages
-        stopped = [m.is_stopped(rank) for m in self._nodes for rank in m.ranks]
+        stopped = [node.is_stopped(rank) for node in self._nodes for rank in node.ranks]
 
         def progress(rank: int) -> tuple[bool, int, int, int, int, int]:
-            """Which of two is behind: a stage's exchanges are not those of another."""
+            """Return a sort key: exchanges are comparable within a stage only."""
             at = rank // stage_size, rounds[rank], exchanges[rank]
             return not stopped[rank], loaded[rank], done[rank], *at
 
         number = min(range(self._num_ranks), key=progress)
         first = number // stage_size * stage_size
         stage = slice(first, first + stage_size)
-        # Ranks of several copies of attention have only the exchanges of all in common.
+        # Different attention copies share only the exchanges among all ranks.
         at = rounds if rounds[number] < max(rounds[stage]) else exchanges
         return EngineError(
             f"{self._node_of(number).name(number)} is "
             f"{'stopped' if stopped[number] else 'stuck'}{self._describe_step(number)}"
-            f"{'' if self._loaded else f', {how_loaded(loaded[number])}'}, at its exchange "
-            f"{at[number]} with other ranks, for {self._patience:g} s; others are at "
+            f"{'' if self._loaded else f', {how_loaded(loaded[number])}'}: no progress for "
+            f"{self._patience:g} s; it is at exchange {at[number]} with other ranks, others are at "
             f"{max(at[stage])}"
         )
 
@@ -315,7 +326,7 @@ class RankExecutor:
         return tuple((self._counters()[5] / 1e6).tolist())
 
     def _counters(self) -> Int64:
-        """Of all ranks: int64 [COUNTERS, ranks], as Node.counters."""
+        """Return the counters of all ranks: int64 [COUNTERS, ranks]."""
         if len(self._nodes) == 1:
             return self._nodes[0].counters
         return np.concatenate([node.counters for node in self._nodes], axis=1)
@@ -323,17 +334,17 @@ class RankExecutor:
     def _node_of(self, rank: int) -> Node:
         return next(node for node in self._nodes if rank in node.ranks)
 
-    def _describe_step(self, number: int) -> str:
-        begun, done = self._counters()[:2, number].tolist()
-        if self._node_of(number).lost is not None:  # and what it did last has not been heard
+    def _describe_step(self, rank: int) -> str:
+        begun, done = self._counters()[:2, rank].tolist()
+        if self._node_of(rank).lost is not None:  # its counters may be out of date
             done = self._step - len(self._pending)
             begun = min(done + 1, self._step)
         if not begun:
-            return " before its first step" if self._loaded else " while it loaded"
+            return " before its first step" if self._loaded else " while loading"
         return f" in step {begun}" if begun > done else f" after step {done}"
 
     def _end(self, grace: float) -> None:
-        """Let the ranks end, and kill those that do not; if they are stuck, with their stacks."""
+        """Let the ranks end, and kill the rest; stuck ranks first dump their stacks."""
         if self._is_stuck:
             grace = STACKS_GRACE
             for node in self._nodes:
@@ -342,31 +353,31 @@ class RankExecutor:
             node.hang_up(grace)
         deadline = time.monotonic() + grace
         while self._selector.get_map() and (left := deadline - time.monotonic()) > 0:
-            for _ in self._messages(left):  # which a rank may wait to say before it ends
+            for _ in self._messages(left):  # a rank may block on sending one before it ends
                 pass
         for node in self._nodes:
             node.wait(deadline)
 
 
 class ProcessExecutor(RankExecutor):
-    """All ranks on this node; see RankExecutor.
+    """Executor with all ranks on this node; see RankExecutor.
 
     Args:
-        config: of the engine.
-        load_model: `loading.load_model`, or what stands in for it; named in the processes by its
+        config: settings of the engine.
+        load_model: `loading.load_model` or a replacement. The rank processes import it by its
             module and name.
-        world_size: how many ranks; config.copies divides it.
+        world_size: number of ranks; a multiple of config.copies.
     """
 
     def __init__(
         self, config: EngineConfig, load_model: Callable[..., LoadedModel], world_size: int
     ) -> None:
-        devices = [own for s in config.replica.slice for own in devices_of_ranks(config, s)]
+        devices = [own for part in config.replica.slice for own in devices_of_ranks(config, part)]
         ranks = range(world_size)
         node = LocalNode(config, import_path(load_model), ranks, world_size, devices=devices)
         super().__init__(config, [node])
 
 
 def import_path(load_model: Callable[..., LoadedModel]) -> str:
-    """As child.find finds it."""
+    """Return a function's path for `child_process.find`."""
     return f"{load_model.__module__}:{load_model.__qualname__}"

@@ -1,4 +1,4 @@
-"""Several nodes on one: agents (`weft join`) as processes, each with ranks of its own."""
+"""Several nodes on one machine: agents (`weft join`) as processes, each with its own ranks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def agent(
     once: bool = True,
     node_ranks: int | None = None,
 ) -> Iterator[Agent]:
-    """A node that joins at that port; its stderr goes to the file `log`."""
+    """Start an agent that joins at a port; its stderr goes to the file `log`."""
     with log.open("wb") as stderr:
         ranks = "" if node_ranks is None else str(node_ranks)
         ends = "once" if once else "again"
@@ -81,7 +81,7 @@ def _environment() -> dict[str, str]:
 def spread(
     config: EngineConfig, logs: Path, load_model: str = MOCK
 ) -> Iterator[tuple[RankExecutor, list[Agent]]]:
-    """An executor with ranks here and on nodes that have joined: node1 and so on."""
+    """Create an executor with ranks here and on joined nodes: node1, node2, ..."""
     with ExitStack() as stack:
         with JoinListener(replace(config, node_port=0, node_token=TOKEN)) as listener:
             agents = []
@@ -100,4 +100,4 @@ def spread(
         finally:
             executor.close()
             for each in agents:
-                each.wait(10)  # they end with what they took part in
+                each.wait(10)  # agents end with their executor

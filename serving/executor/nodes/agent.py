@@ -1,20 +1,21 @@
-"""A node that takes part in serving a model which another node controls: `weft join`.
+"""Agent of a node that serves part of a model for a controller elsewhere: `weft join`.
 
-    front                             agent
-    Hello                  ◄──TCP──   joins, and stays
-    Ping                   ──TCP──►   says Pong: it is there, and does what it is told
-    JoinEngine(engine, port) ──TCP──►   connects to that engine core, too, in a thread of its own
+    API process                       agent
+    Hello                  ◄──TCP──   joins, and stays connected
+    Ping                   ──TCP──►   answers Pong as a sign of life
+    JoinEngine(port)       ──TCP──►   connects to that engine core, too, on a separate thread
 
     engine core                       that thread                    ranks of this node
-    Start, Rendezvous, Step n    ──TCP──►   ring, wakes  ──────────────►  run step n
-    RankMessage, RankEnded     ◄──TCP──   relays        ◄──socket──────  Loaded, Done, Failed
-    RankProgress, every second ◄──TCP──   the ring's counters
+    Start, Rendezvous      ──TCP──►   starts the ranks
+    NodeStep               ──TCP──►   step ring, wakes ranks ─────►  run the step
+    RankMessage, RankEnded ◄──TCP──   forwards      ◄──socket──────  Loaded, Done, Failed
+    RankProgress           ◄──TCP──   counters of the ring, every second
 
-The agent asks the front to take it, again and again until it does. When the connection to an
-engine ends, whatever the reason, what is left of its ranks is killed; when that to the front
-does, it waits for the engines to end and begins anew. Told to end (SIGTERM, SIGINT), it ends those
-connections itself. What it imports and runs is its own: no message names code. (Ray's actors and
-tests connect to an engine core at once.)
+The agent tries to join until the API process accepts it. When the connection to an engine ends, for
+whatever reason, the agent kills the remaining ranks of that engine. When the connection to the API
+process ends, it waits for its engines to end, then starts over. On SIGTERM or SIGINT it ends all
+connections itself. The agent runs only code of its own installation: no message names code. (Ray
+actors and tests connect to an engine core directly.)
 """
 
 from __future__ import annotations
@@ -70,13 +71,13 @@ from weft.serving.executor.step_ring import ring_entries
 LOAD_MODEL = "weft.serving.executor.loading:load_model"
 
 CONNECT_TIMEOUT = 5.0
-"""Seconds for the head to answer."""
+"""Seconds to wait for a connection to the controller."""
 
 RETRY_PAUSE = 1.0
-"""Seconds between two attempts."""
+"""Seconds between two attempts to join."""
 
 ROOM_POLL = 0.001
-"""Seconds between two looks whether the slowest rank has read an old step."""
+"""Seconds between two checks for room in the step ring."""
 
 logger = logging.getLogger(__name__)
 
@@ -96,66 +97,67 @@ def join(
     node: int = 0,
     examine: Examiner = lambda config: [],
 ) -> None:
-    """Take part in what the head at `host`:`port` serves, until interrupted.
+    """Join the controller at `host`:`port` and run ranks for it, until interrupted.
 
     Args:
-        host, port: where the head waits for nodes.
-        token: the group's.
-        address: of this node, at which the ranks of others reach its own; else the one from
-            which it reaches the head.
-        name: of this node, for people; else the host's.
-        once: return when the head has ended what this node took part in.
-        load_model: loads a rank's part of the model.
-        node_ranks: most ranks that share this node's cores.
-        node: its number, if it is known.
-        examine: makes the findings that `weft doctor` asks for.
+        host, port: address of the controller's join listener.
+        token: the group's token.
+        address: address of this node for ranks on other nodes; by default the one that the
+            connection to the controller uses.
+        name: name of this node for people; by default the host name.
+        once: return when the controller dismisses this node.
+        load_model: "module:function" that loads a rank's part of the model.
+        node_ranks: maximum number of ranks on the CPU cores.
+        node: number of this node, if the controller has assigned one.
+        examine: runs the checks of `weft doctor`.
 
     Raises:
-        ConfigError: the head has another token, or does not take this node.
-        EngineError: with `once`: the connection was lost.
-        KeyboardInterrupt: the process was logged to end; its ranks have ended.
+        ConfigError: the controller has another token, or it refuses this node.
+        EngineError: with `once`, the connection was lost.
+        KeyboardInterrupt: the process was told to end. Its ranks have ended.
     """
     inventory = own_inventory(EngineConfig(node_ranks=node_ranks))
     while True:
-        link = _connect(host, port, token)
+        link = _connect_with_retries(host, port, token)
         logger.info("joined %s:%d", host, port)
-        name_here = name or socket.gethostname()
-        session = _JoinSession(host, token, address, name_here, load_model, inventory, examine)
+        own_name = name or socket.gethostname()
+        session = _JoinSession(host, token, address, own_name, load_model, inventory, examine)
         try:
             with closing(link):
-                ended = session.serve(link, node)
+                dismissed = session.serve(link, node)
             session.wait()
         except KeyboardInterrupt:
             session.close()
             raise
-        if once and ended:
+        if once and dismissed:
             return
         if once:
             raise EngineError(f"{host}:{port} has hung up")
-        logger.info("%s:%d has %s", host, port, "ended" if ended else "hung up")
+        logger.info("%s:%d has %s", host, port, "ended" if dismissed else "hung up")
+        time.sleep(RETRY_PAUSE)
+
+
+def _connect_with_retries(host: str, port: int, token: str) -> Link[ToAgent]:
+    """Connect as soon as the controller listens; log why it fails until then."""
+    logged = ""
+    while True:
+        try:
+            return _connect(host, port, token)
+        except OSError as error:
+            reason = str(error.strerror or error)
+        except ConfigError as error:
+            raise ConfigError(f"{host}:{port}: {error}") from None
+        if reason != logged:
+            logger.info("waiting for %s:%d: %s", host, port, logged := reason)
         time.sleep(RETRY_PAUSE)
 
 
 def _connect(host: str, port: int, token: str) -> Link[ToAgent]:
-    """Once the head is there; says what it waits for."""
-    logged = ""
-    while True:
-        try:
-            return _link(host, port, token)
-        except OSError as error:
-            why = str(error.strerror or error)
-        except ConfigError as error:
-            raise ConfigError(f"{host}:{port}: {error}") from None
-        if why != logged:
-            logger.info("waiting for %s:%d: %s", host, port, logged := why)
-        time.sleep(RETRY_PAUSE)
-
-
-def _link(host: str, port: int, token: str) -> Link[ToAgent]:
-    """A connection on which both sides have proved that they know the token.
+    """Open a connection and complete the handshake.
 
     Raises:
-        ConfigError, OSError: as `present`, or nobody listens there.
+        OSError: nobody listens there, or the handshake failed.
+        ConfigError: see `prove_token`.
     """
     sock = socket.create_connection((host, port), CONNECT_TIMEOUT)
     try:
@@ -168,7 +170,7 @@ def _link(host: str, port: int, token: str) -> Link[ToAgent]:
 
 @dataclass
 class _JoinSession:
-    """What this node is to a head that it has joined; see `join`."""
+    """The time from joining a controller until it is gone; see `join`."""
 
     host: str
     token: str
@@ -182,8 +184,8 @@ class _JoinSession:
     is_closing: bool = False
 
     def serve(self, link: Link[ToAgent], node: int = 0) -> bool:
-        """Do what the other side says until the connection ends; whether it ended it."""
-        with suppress(OSError, msgspec.DecodeError):  # it has ended, or makes no sense
+        """Follow the controller's messages; return True on `End`, False on a lost connection."""
+        with suppress(OSError, msgspec.DecodeError):  # connection lost, or invalid message
             address = self.address or link.own_address
             inventory = replace(self.inventory, where=f"{self.name} at {address}")
             link.send(Hello(self.name, address, versions(), inventory, node))
@@ -208,13 +210,13 @@ class _JoinSession:
         return False
 
     def wait(self) -> None:
-        """For all engines to end."""
+        """Wait until all engines have ended."""
         for thread in self.engines.values():
-            if thread.ident is not None:  # else a signal came before it was started
+            if thread.ident is not None:  # else a signal came before the thread was started
                 thread.join()
 
     def close(self) -> None:
-        """Hang up on all engines, and wait for the ranks of this node to end."""
+        """Hang up on all engines, and wait until the ranks of this node have ended."""
         self.is_closing = True
         for link in list(self.links):
             link.shut()
@@ -227,17 +229,17 @@ class _JoinSession:
         thread.start()
 
     def _join_engine(self, request: JoinEngine, before: threading.Thread | None) -> None:
-        """Have ranks of an engine, once those of the one that it replaces have ended."""
+        """Run ranks for an engine core, once the ranks of its previous core have ended."""
         if before is not None:
             before.join()
         try:
-            link = _link(self.host, request.port, self.token)
-        except (OSError, ConfigError) as error:  # it waits in vain, and says so
+            link = _connect(self.host, request.port, self.token)
+        except (OSError, ConfigError) as error:  # the core waits in vain, and reports that
             logger.warning("engine %d at port %d: %s", request.engine, request.port, error)
             return
         with closing(link):
             self.links.append(link)
-            if not self.is_closing:  # else nobody has shut it
+            if not self.is_closing:  # else `close` may have missed this link
                 self.serve(link, request.node)
             self.links.remove(link)
 
@@ -248,7 +250,7 @@ class _JoinSession:
             start = msgspec.structs.replace(start, config=config)
         try:
             group = _RankGroup(link, start, address, self.load_model)
-        except OSError as error:  # no memory, no more processes
+        except OSError as error:  # no memory, or too many processes
             link.send(RankMessage(start.first, encoder.encode(Failed.of(error))))
             return False
         return group.run()
@@ -258,14 +260,14 @@ def _listen(link: Link[ToAgent], address: str, token: str) -> None:
     try:
         listener = listen(address)
     except OSError as error:
-        link.send(Unreachable(f"{address} is not to be had there: {error.strerror}"))
+        link.send(Unreachable(f"{address} is not available there: {error.strerror}"))
         return
     link.send(Listening(listener.getsockname()[1]))
     answer_probe(listener, token)
 
 
 class _RankGroup:
-    """One group's ranks on this node, from their start to their end."""
+    """The ranks of one engine on this node, from their start to their end."""
 
     def __init__(self, link: Link[ToAgent], start: Start, address: str, load_model: str) -> None:
         self._link = link
@@ -288,7 +290,7 @@ class _RankGroup:
         )
 
     def run(self) -> bool:
-        """Until the ranks are gone; whether the controller has ended them."""
+        """Run until the ranks have ended; return whether the controller has ended them."""
         node = self._node
         try:
             with selectors.DefaultSelector() as selector:
@@ -305,7 +307,7 @@ class _RankGroup:
         finally:
             node.wait(self._deadline or 0.0)
             node.release()
-            self._link.shut()  # which says that they are gone
+            self._link.shut()  # tells the controller that the ranks have ended
 
     def _run_once(self, selector: selectors.BaseSelector) -> None:
         pause = self._next_heartbeat - time.monotonic()
@@ -321,7 +323,7 @@ class _RankGroup:
         while self._steps and self._node.has_room(self._step + 1):
             self._step += 1
             self._node.put(self._step, self._steps.popleft())
-        # The controller waits for room, of which this is the measure (RemoteNode.has_room).
+        # The controller needs this report to see room for more steps (RemoteNode.has_room).
         done = int(self._node.counters[1].min())
         if time.monotonic() >= self._next_heartbeat or done >= self._reported + self._report_every:
             self._reported = done
@@ -333,7 +335,7 @@ class _RankGroup:
             case NodeStep(data):
                 self._steps.append(data)
             case Rendezvous(port):
-                self._node.meet(port)
+                self._node.set_rendezvous(port)
             case Dump():
                 self._node.dump()
             case End(grace):
@@ -341,7 +343,7 @@ class _RankGroup:
             case None:
                 raise EOFError
             case _:
-                raise EOFError(f"{message} makes no sense here")
+                raise EOFError(f"unexpected message: {message}")
 
     def _forward(self, channel: socket.socket) -> None:
         rank, data = self._node.receive_bytes(channel)

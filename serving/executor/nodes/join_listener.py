@@ -1,10 +1,10 @@
-"""Where nodes join: a port of this one, at which strangers may connect, too.
+"""The port where other nodes join; anybody on the network may connect to it.
 
-    connects ──► proves that it knows the token ──► says Hello ──► Joined
-                 within HANDSHAKE_TIMEOUT seconds, for both; else it is turned away
+    connects ──► proves that it knows the token ──► sends Hello ──► JoinedNode
+                 both within HANDSHAKE_TIMEOUT seconds; else it is rejected
 
-Nobody is waited for: what each has said is taken in as it comes, so that one that is silent, or
-slow, or says nonsense, keeps no other one from joining.
+Nothing blocks: bytes are processed as they arrive. A silent, slow or invalid peer therefore never
+keeps another node from joining.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from weft.serving.executor.nodes.messages import FromAgent, Hello, Refused, diff
 from weft.serving.executor.nodes.remote import JoinedNode
 
 MAX_PENDING = 64
-"""At once; for one more, the one that has been there longest is turned away."""
+"""Maximum number of pending connections. One more replaces the oldest."""
 
 CHECK_INTERVAL = 1.0
-"""Seconds between two looks for strangers whose time is over, at most."""
+"""Maximum seconds between two checks for expired handshakes."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
 class _PendingConnection:
-    """Who has connected; `link` is there once it has proved that it knows the token."""
+    """A connection before joining. It gets a `link` after the handshake."""
 
     handshake: Handshake
     address: str
@@ -44,18 +44,18 @@ class _PendingConnection:
 
 
 class JoinListener:
-    """Waits for nodes to join this one. As a context manager it gives the port back.
+    """Listener for joining nodes. As a context manager it closes itself.
 
     Args:
-        config: of the engine: node_address, node_port, node_token.
-        strict: turn nodes away that have other versions.
+        config: uses node_address, node_port and node_token.
+        strict: reject nodes with other library versions.
 
     Attributes:
-        port: at which it listens.
-        token: that nodes must know.
+        port: port of the listener.
+        token: token that nodes must know.
 
     Raises:
-        ConfigError: the address is not to be had, or the token is too short.
+        ConfigError: the address or the port is not available, or the token is too short.
     """
 
     def __init__(self, config: EngineConfig, *, strict: bool = True) -> None:
@@ -78,7 +78,7 @@ class JoinListener:
         self.close()
 
     def close(self) -> None:
-        """Give the port back, and hang up on who has not joined yet."""
+        """Close the port and all pending connections."""
         for pending in self._pending:
             pending.handshake.socket.close()
         self._pending.clear()
@@ -86,18 +86,19 @@ class JoinListener:
         self._socket.close()
 
     def log_join_command(self, count: int) -> None:
-        """Say what to run on so many other nodes."""
+        """Log the command to run on `count` other nodes."""
         token = "" if self._token_is_given else f"WEFT_NODE_TOKEN={self.token} "
         nodes = "another node" if count == 1 else f"{count} other nodes"
         command = f"{token}weft join {self._name}:{self.port}"
-        logger.warning("waiting for %s to run: %s", nodes, command)  # else nothing goes on
+        # A warning, because nothing continues before somebody runs it.
+        logger.warning("waiting for %s to run: %s", nodes, command)
 
     def fileno(self) -> int:
-        """Can be read when `accept` has something to do."""
+        """Return a descriptor; it is readable when `accept` has something to do."""
         return self._selector.fileno()
 
     def wait_for(self, count: int, timeout: float | None = None) -> list[JoinedNode]:
-        """So many nodes, in the order in which they came; or those that came in time."""
+        """Wait for `count` nodes; return them in the order of joining, fewer after `timeout`."""
         joined: list[JoinedNode] = []
         with selectors.DefaultSelector() as selector:
             selector.register(self, selectors.EVENT_READ)
@@ -107,7 +108,7 @@ class JoinListener:
                 if left <= 0:
                     break
                 for key, _ in selector.select(min(left, CHECK_INTERVAL)):
-                    if key.data is not None:  # it has nothing to say before it is told something
+                    if key.data is not None:  # a node sends nothing before it gets a message
                         logger.info("%s has left", key.data.where)
                         selector.unregister(key.fileobj)
                         key.data.link.close()
@@ -118,14 +119,12 @@ class JoinListener:
         return joined
 
     def accept(self) -> JoinedNode | None:
-        """Take in what has come, and turn those away whose time is over; who may join, if one
-        has become that.
-        """
+        """Process available input and expired handshakes; return a newly joined node."""
         for key, _ in self._selector.select(0):
             if key.data is None:
                 self._accept()
                 continue
-            if key.data not in self._pending:  # another one has taken its place
+            if key.data not in self._pending:  # replaced by a newer connection
                 continue
             try:
                 joined = self._receive(key.data)
@@ -138,13 +137,13 @@ class JoinListener:
                 return joined
         now = time.monotonic()
         for pending in [each for each in self._pending if each.handshake.deadline < now]:
-            self._reject(pending, "it has not proved in time that it knows --node-token")
+            self._reject(pending, "it did not prove in time that it knows --node-token")
         return None
 
     def _accept(self) -> None:
         try:
             sock, (address, *_) = self._socket.accept()
-        except OSError as error:  # it has hung up
+        except OSError as error:  # the peer has hung up
             logger.warning("a node could not join: %s", error.strerror)
             return
         if len(self._pending) == MAX_PENDING:
@@ -154,30 +153,30 @@ class JoinListener:
         self._selector.register(sock, selectors.EVENT_READ, pending)
 
     def _receive(self, pending: _PendingConnection) -> JoinedNode | None:
-        """Take in what one says; the node, if that was the last of it.
+        """Process input from a pending connection; return the node once it has sent its Hello.
 
         Raises:
-            OSError: it has hung up, or may not join.
-            msgspec.DecodeError: it makes no sense.
+            OSError: the peer has hung up, or it may not join.
+            msgspec.DecodeError: its message is invalid.
         """
         if pending.link is None:
             if (knows := pending.handshake.advance()) is False:
                 raise ConnectionError("it does not know --node-token")
-            if knows:  # so it means well: what it says next comes as a whole
+            if knows:  # it is trusted now, so reading whole messages may block
                 pending.link = Link(pending.handshake.socket, FromAgent)
             return None
         hello = pending.link.receive()
         if not isinstance(hello, Hello):
-            raise ConnectionError("it has not said what it is")
+            raise ConnectionError("it did not introduce itself")
         wrong = differences(versions(), hello.versions)
         if wrong and self._strict:
             theirs = differences(hello.versions, versions())
-            pending.link.send(Refused(f"this node cannot take part: {'; '.join(theirs)}"))
-            raise ConnectionError(f"{hello.name} cannot take part: {'; '.join(wrong)}")
+            pending.link.send(Refused(f"this node cannot join: {'; '.join(theirs)}"))
+            raise ConnectionError(f"{hello.name} cannot join: {'; '.join(wrong)}")
         return JoinedNode(pending.link, hello)
 
-    def _reject(self, pending: _PendingConnection, why: str) -> None:
-        logger.warning("%s was turned away: %s", pending.address, why)
+    def _reject(self, pending: _PendingConnection, reason: str) -> None:
+        logger.warning("rejected %s: %s", pending.address, reason)
         self._forget(pending)
         pending.handshake.socket.close()
 
@@ -187,7 +186,7 @@ class JoinListener:
 
 
 def _listen(address: str | None, port: int) -> socket.socket:
-    """At one address, or at all of this node."""
+    """Listen at one address, or at all addresses of this node."""
     where = "" if address is None else f"--node-address {address} "
     try:
         if address is not None:
@@ -197,5 +196,5 @@ def _listen(address: str | None, port: int) -> socket.socket:
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
         return socket.create_server(("", port))
     except OSError as error:
-        why = str(error.strerror).split(" (")[0]
-        raise ConfigError(f"{where}--node-port {port}: {why}") from None
+        reason = str(error.strerror).split(" (")[0]
+        raise ConfigError(f"{where}--node-port {port}: {reason}") from None

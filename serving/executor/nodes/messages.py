@@ -1,4 +1,4 @@
-"""What the controller of all ranks and the agent of a node tell each other (see link.py)."""
+"""Messages between the controller and a node's agent (see link.py)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     """Controller -> agent: start ranks.
 
     Attributes:
-        config: of the engine; `replica` is its share of this node, but for the memory.
-        first: of the ranks.
-        devices: of each of them.
-        world_size: ranks of all nodes.
-        host: address of the first rank's node.
-        heartbeat: seconds between two `RankProgress`.
-        patience: seconds without a sign of life after which a node is lost.
+        config: settings of the engine. `replica` holds the engine's share of this node, except
+            for the memory.
+        first: number of the first rank on this node.
+        devices: devices for each rank on this node.
+        world_size: number of ranks on all nodes.
+        rendezvous_host: address of rank 0's node.
+        heartbeat: seconds between two `RankProgress` messages.
+        patience: seconds without a sign of life after which the connection counts as lost.
     """
 
     config: EngineConfig
@@ -38,34 +39,34 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Rendezvous(msgspec.Struct, frozen=True, tag=True):
-    """Controller -> agent: the port at which the first rank waits for the others."""
+    """Controller -> agent: the port where rank 0 waits for the other ranks."""
 
     port: int
 
 
 class NodeStep(msgspec.Struct, frozen=True, tag=True):
-    """Controller -> agent: the next step, as ranks read it."""
+    """Controller -> agent: the next step, encoded for the ranks."""
 
     data: bytes
 
 
 class Dump(msgspec.Struct, frozen=True, tag=True):
-    """Controller -> agent: have the ranks write their stacks to stderr, and end."""
+    """Controller -> agent: make the ranks write their stacks to stderr and end."""
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
-    """Controller -> agent: let the ranks end; kill what is left after so many seconds."""
+    """Controller -> agent: let the ranks end; kill the rest after `grace` seconds."""
 
     grace: float
 
 
 class JoinEngine(msgspec.Struct, frozen=True, tag=True):
-    """Controller -> agent: connect to an engine, too, and run ranks for that.
+    """Controller -> agent: connect to an engine core and run ranks for it.
 
     Attributes:
-        engine: its number. When it asks again, what it had before has ended.
-        port: at which it waits, on the controller's node.
-        node: the number of the agent's, to be said there.
+        engine: number of the engine. If it repeats, the engine's previous core has ended.
+        port: port of the engine core on the controller's machine.
+        node: number of the agent's node, for its `Hello` to the core.
     """
 
     engine: int
@@ -74,27 +75,27 @@ class JoinEngine(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Controller -> agent: say that you are there."""
+    """Controller -> agent: answer with `Pong`."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Controller -> agent: this node cannot take part."""
+    """Controller -> agent: this node cannot join."""
 
     reason: str
 
 
 class RunChecks(msgspec.Struct, frozen=True, tag=True):
-    """Controller -> agent: what `weft doctor` finds on this node."""
+    """Controller -> agent: run the checks of `weft doctor` on this node."""
 
     config: EngineConfig
 
 
 class Listen(msgspec.Struct, frozen=True, tag=True):
-    """Controller -> agent: wait for one connection at a free port (see reach.py)."""
+    """Controller -> agent: accept one connection on a free port (see probe.py)."""
 
 
 class Probe(msgspec.Struct, frozen=True, tag=True):
-    """Controller -> agent: connect to who listens there, and measure the way."""
+    """Controller -> agent: connect to a listening node and measure the link."""
 
     address: str
     port: int
@@ -117,14 +118,14 @@ ToAgent = (
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Agent -> controller, first of all.
+    """Agent -> controller: the first message.
 
     Attributes:
-        name: of the node.
-        address: at which ranks of other nodes reach those of this one.
-        versions: of what must be the same on all nodes.
-        inventory: what it has for ranks.
-        node: the number that the controller has given it; 0 if none.
+        name: name of the node.
+        address: address where ranks on other nodes reach the ranks of this node.
+        versions: versions of libraries that must be the same on all nodes.
+        inventory: devices and memory of the node.
+        node: number that the controller has assigned to the node; 0 if none.
     """
 
     name: str
@@ -135,7 +136,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def where(self) -> str:
-        """The node, in words."""
+        """The node's name and address, for messages."""
         return f"{self.name} at {self.address}"
 
 
@@ -144,31 +145,31 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """Agent -> controller: the processes of the ranks, in their order."""
+    """Agent -> controller: the ranks' process ids, in rank order."""
 
     pids: list[int]
 
 
 class RankMessage(msgspec.Struct, frozen=True, tag=True):
-    """Agent -> controller: what a rank has said, as in wire.py."""
+    """Agent -> controller: a message from a rank, encoded as in rank_messages.py."""
 
     rank: int
     data: bytes
 
 
 class RankEnded(msgspec.Struct, frozen=True, tag=True):
-    """Agent -> controller: a rank has ended; how, in words that follow its name."""
+    """Agent -> controller: a rank has ended; `how` is a verb phrase."""
 
     rank: int
     how: str
 
 
 class RankProgress(msgspec.Struct, frozen=True, tag=True):
-    """Agent -> controller, every heartbeat and every so many steps: how far the ranks are.
+    """Agent -> controller, every heartbeat and every few steps: the ranks' progress.
 
     Attributes:
-        counters: the ring's.
-        stopped: ranks that somebody has stopped.
+        counters: counters of the step ring.
+        stopped: ranks whose process is stopped.
     """
 
     counters: list[list[int]]
@@ -177,11 +178,13 @@ class RankProgress(msgspec.Struct, frozen=True, tag=True):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check of `weft doctor` saw; `advice` says what to do unless the status is "ok".
+    """Result from one check by `weft doctor`.
 
     Attributes:
-        name: of the check.
-        machine: where, if not on this one.
+        name: name of the check.
+        seen: what the check saw.
+        advice: what to do, unless the status is "ok".
+        machine: node of the check; empty for this node.
     """
 
     name: str
@@ -192,22 +195,22 @@ class Finding:
 
 
 class CheckResults(msgspec.Struct, frozen=True, tag=True):
-    """Agent -> controller: what has been found."""
+    """Agent -> controller: the answer to `RunChecks`."""
 
     findings: list[Finding]
 
 
 class Listening(msgspec.Struct, frozen=True, tag=True):
-    """Agent -> controller: at which port."""
+    """Agent -> controller: the answer to `Listen`."""
 
     port: int
 
 
 class LinkSpeed(msgspec.Struct, frozen=True, tag=True):
-    """Agent -> controller: of a way from one node to another.
+    """Agent -> controller: a link's measured speed.
 
     Attributes:
-        round_trip: seconds for a byte to and fro, the median.
+        round_trip: median round-trip time of one byte, in seconds.
         bandwidth: bytes per second; 0 if it was not measured.
     """
 
@@ -216,7 +219,7 @@ class LinkSpeed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Unreachable(msgspec.Struct, frozen=True, tag=True):
-    """Agent -> controller: there is no such way."""
+    """Agent -> controller: the other node cannot be reached."""
 
     reason: str
 
@@ -236,7 +239,7 @@ FromAgent = (
 
 
 def versions() -> dict[str, str]:
-    """Of what must be the same on all nodes."""
+    """Return the library versions that must be the same on all nodes."""
     from importlib.metadata import PackageNotFoundError, version
 
     python = ".".join(platform.python_version_tuple()[:2])
@@ -247,7 +250,7 @@ def versions() -> dict[str, str]:
 
 
 def differences(ours: dict[str, str], theirs: dict[str, str]) -> list[str]:
-    """Versions that differ, in words; not all nodes need jax."""
+    """Describe different versions. A node without jax is accepted."""
     return [
         f"{name} is {theirs.get(name, 'missing')} there and {ours[name]} here"
         for name in ours

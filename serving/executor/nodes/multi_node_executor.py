@@ -1,11 +1,11 @@
-"""A model whose ranks are on several nodes.
+"""A model with ranks on several nodes.
 
-    this node                                   others
+    this node                                      other nodes
     RankExecutor ──► LocalNode: ranks 0, 1
-                 ──► RemoteNode ──── TCP ────►  agent: ranks 2, 3
+                 ──► RemoteNode ──────── TCP ────►  agent: ranks 2, 3
 
-The other nodes have joined the front (pool.py), which says to the agents of those that are in
-this engine's slice (resources.py) that they connect here, too. When all have, each is given its
+The other nodes have joined the API process (node_pool.py). It tells the agents in this engine's
+slice (placement.py) to connect to this engine core, too. Once all have connected, each gets its
 ranks, and the port is closed.
 """
 
@@ -33,15 +33,15 @@ JOIN_TIMEOUT = 30.0
 
 
 class MultiNodeExecutor(RankExecutor):
-    """Ranks on this node and on others that join it; see RankExecutor.
+    """Executor for ranks on this node and on joined nodes; see RankExecutor.
 
     Args:
-        config: of this engine, with a slice.
-        load_model: `loading.load_model`, or what stands in for it, on this node.
-        announce: told the port at which the nodes of the slice are awaited.
+        config: settings of this engine, with its slice.
+        load_model: `loading.load_model` or a replacement, for the ranks on this node.
+        announce: callback with the port where the nodes of the slice must connect.
 
     Raises:
-        EngineError: a node did not come.
+        EngineError: a node did not connect.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class MultiNodeExecutor(RankExecutor):
 def connected_nodes(
     config: EngineConfig, load_model: Callable[..., LoadedModel], announce: Callable[[int], None]
 ) -> Iterator[Node]:
-    """All nodes of the slice, each started when it is asked for."""
+    """Wait for all nodes in the slice; yield each one with its ranks started."""
     others = {part.node for part in config.replica.slice if part.node}
     with JoinListener(replace(config, node_port=0)) as listener:
         announce(listener.port)
@@ -74,37 +74,38 @@ def connected_nodes(
 
 
 def start_nodes(
-    config: EngineConfig, nodes: Mapping[int, JoinedNode], token: str, load_model: str
+    config: EngineConfig, joined: Mapping[int, JoinedNode], token: str, load_model: str
 ) -> Iterator[Node]:
-    """Start the ranks on each node of the slice, in their order.
+    """Start the ranks on each node, in rank order.
 
     Args:
-        config: of this engine, with a slice.
-        nodes: those that have joined, by number; what is of the slice and not of these is here.
-        token: the group's.
-        load_model: "module:function", for the ranks that are here.
+        config: settings of this engine, with its slice.
+        joined: the other nodes by number. A node of the slice that is missing here is this one.
+        token: the group's token.
+        load_model: "module:function", for the ranks on this node.
 
     Raises:
-        ConfigError: some of the addresses cannot be reached by all.
+        ConfigError: some nodes cannot reach all addresses.
         EngineError: a node cannot reach another one, or has left.
     """
-    slice, others = config.replica.slice, list(nodes.values())
+    slice, others = config.replica.slice, list(joined.values())
     waiting = list(others)
     try:
-        here = any(part.node not in nodes for part in slice)
-        own = own_address(config, others) if here else None
+        uses_this_node = any(part.node not in joined for part in slice)
+        own = own_address(config, others) if uses_this_node else None
         addresses = [
-            nodes[s.node].hello.address if s.node in nodes else own or LOOPBACK for s in slice
+            joined[part.node].hello.address if part.node in joined else own or LOOPBACK
+            for part in slice
         ]
         check_addresses(addresses)
-        for source, target, way in measure_links(own, others, token, seconds=0.0):
-            if isinstance(way, Unreachable):
-                raise EngineError(f"{source} does not reach {target} at a free port: {way.reason}")
+        for source, target, link in measure_links(own, others, token, seconds=0.0):
+            if isinstance(link, Unreachable):
+                raise EngineError(f"{source} cannot reach {target} at a free port: {link.reason}")
         slice_ranks = list(ranks_by_node(config))
         world_size = slice_ranks[-1][1].stop
         for (part, ranks), address in zip(slice_ranks, addresses, strict=True):
-            joined = nodes.get(part.node)
-            if joined is None:
+            node = joined.get(part.node)
+            if node is None:
                 yield LocalNode(
                     config,
                     load_model,
@@ -115,28 +116,27 @@ def start_nodes(
                     devices=devices_of_ranks(config, part),
                 )
                 continue
-            patience = config.stall_timeout * STUCK_FRACTION
-            waiting.remove(joined)
+            waiting.remove(node)
             try:
                 yield RemoteNode(
-                    joined,
+                    node,
                     config,
                     part,
                     ranks,
                     world_size,
                     rendezvous_host=addresses[0],
-                    patience=patience,
+                    patience=config.stall_timeout * STUCK_FRACTION,
                 )
             except OSError as error:
-                joined.link.close()
-                raise EngineError(f"{joined.where} has left: {error.strerror}") from None
+                node.link.close()
+                raise EngineError(f"{node.where} has left: {error.strerror}") from None
     finally:
-        for joined in waiting:
-            joined.link.close()
+        for node in waiting:
+            node.link.close()
 
 
 def ranks_by_node(config: EngineConfig) -> Iterator[tuple[NodeSlice, range]]:
-    """The parts of an engine's slice, each with its ranks."""
+    """Yield each part of an engine's slice with its rank numbers."""
     first = 0
     for part in config.replica.slice:
         yield part, range(first, first := first + len(devices_of_ranks(config, part)))
@@ -147,46 +147,46 @@ def _describe(ranks: range) -> str:
 
 
 def check_nodes(config: EngineConfig) -> None:
-    """Refuse what cannot be, before others are waited for.
+    """Check `nodes` and `node_address` before waiting for other nodes.
 
     Raises:
-        ConfigError: naming what is wrong.
+        ConfigError: one of them cannot work.
     """
     ranks = config.dp * config.world_size
     if config.nodes > ranks and config.devices is None:
         raise ConfigError(
-            f"--nodes is {config.nodes}; it must be at most {ranks}: each node has a rank"
+            f"--nodes is {config.nodes}; it must be at most {ranks}, the number of ranks"
         )
     check_address(config.node_address)
 
 
 def own_address(config: EngineConfig, others: list[JoinedNode]) -> str:
-    """This node's address, at which others reach it.
+    """Return this node's address, as used by the other nodes.
 
     Raises:
-        ConfigError: they use several.
+        ConfigError: they use different ones.
     """
     if config.node_address is not None:
         return config.node_address
     used = sorted({joined.link.own_address for joined in others})
     if len(used) > 1:
         raise ConfigError(
-            f"nodes have joined this one at {' and '.join(used)}: --node-address must say at "
-            "which of these all of them reach it"
+            f"nodes have joined this one at {' and '.join(used)}: set --node-address to the one "
+            "that all nodes can reach"
         )
     return used[0]
 
 
 def check_addresses(addresses: list[str]) -> None:
-    """Refuse addresses of which some are loopback, and cannot be reached from the others.
+    """Check that loopback addresses are used either by all nodes or by none.
 
     Raises:
-        ConfigError: naming them.
+        ConfigError: other nodes cannot reach the named address.
     """
     local = [address for address in addresses if ipaddress.ip_address(address).is_loopback]
     if local and len(local) < len(addresses):
-        far = next(address for address in addresses if address not in local)
+        remote = next(address for address in addresses if address not in local)
         raise ConfigError(
-            f"a node has joined at {local[0]}, where {far} cannot reach it: "
-            "--node-address must give each node's address"
+            f"a node has joined at {local[0]}, where {remote} cannot reach it: set --node-address "
+            "on each node"
         )

@@ -1,19 +1,19 @@
-"""The nodes that serve with this one, as the front has them, for all its engines.
+"""The nodes joined to the API process, shared by all its engines.
 
-    weft join ──► front: Hello, what it has          once, and again when the connection is lost
-    weft join ◄── front: JoinEngine(engine, port)    for each engine whose slice has a part of it
-    weft join ──► engine core: a connection          by which it gets its ranks (hosts.py)
+    weft join ──► API process: Hello with its inventory     once, and after each lost connection
+    weft join ◄── API process: JoinEngine(engine, port)     for each engine with a part of the node
+    weft join ──► engine core: a connection                 through which it gets its ranks
 
-Each node has a number, in the order in which they came, and slices (resources.py) name
-nodes by it. When one is lost, the next that joins and has as many devices takes its number;
-nodes that come when all numbers are taken wait for that. The port stays open meanwhile.
+Each node has a number, in the order of joining, and slices (placement.py) refer to nodes by it. If
+a node is lost, the next joining node with enough devices takes over its number. Nodes that join
+while all numbers are taken wait in reserve. The port stays open all the time.
 
-    weft join ◄── front: Ping                        every second, while it is here
-    weft join ──► front: Pong                        else it hangs, and is given up
+    weft join ◄── API process: Ping                         every second
+    weft join ──► API process: Pong                         else it hangs, and is dropped
 
-A node is given up here before an engine that has ranks on it says that it is lost (after half
-of `stall_timeout`): so the engine that is started instead has another node, or waits for one.
-All is on the event loop, and nothing waits for who has connected.
+The pool drops a silent node before an engine with ranks on it reports the loss (after half of
+`stall_timeout`). The restarted engine therefore gets another node, or waits for one. Everything
+runs on the event loop, and a slow peer never blocks it.
 """
 
 from __future__ import annotations
@@ -40,34 +40,34 @@ if TYPE_CHECKING:
     from weft.serving.executor.nodes.remote import JoinedNode
 
 SILENCE_FRACTION = 0.5
-"""Of the time after which an engine says that a node is lost: then it is given up here."""
+"""Fraction of an engine's patience with a silent node after which the pool drops the node."""
 
 HEARTBEAT = 1.0
-"""Seconds between two looks whether nodes are there, at most."""
+"""Maximum seconds between two heartbeats."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
 class _PoolNode:
-    """A node that has joined, and when it was last heard of, by time.monotonic()."""
+    """A joined node, and when it last sent a message (time.monotonic())."""
 
     joined: JoinedNode
     last_heard: float
 
 
 class NodePool:
-    """Waits for nodes from now on; to be made on an event loop.
+    """Listener for nodes, and owner of all joined nodes. Create it on an event loop.
 
     Args:
-        config: of all engines, with `nodes` above 1.
+        config: settings of all engines, with `nodes` above 1.
 
     Attributes:
-        port: at which it waits.
-        token: that nodes must know.
+        port: port where nodes join.
+        token: token that nodes must know.
 
     Raises:
-        ConfigError: there are more nodes than ranks, the port is not to be had, or the token is
+        ConfigError: there are more nodes than ranks, the port is not available, or the token is
             too short.
     """
 
@@ -78,10 +78,10 @@ class NodePool:
         self._listener = JoinListener(config)
         self.port, self.token = self._listener.port, self._listener.token
         self._numbers = range(1, config.nodes)
-        self._entries: list[_PoolNode] = []
-        self._numbered: dict[int, _PoolNode] = {}
+        self._nodes: list[_PoolNode] = []
+        self._by_number: dict[int, _PoolNode] = {}
         self._inventories: dict[int, Inventory] = {}
-        self._configs: Sequence[EngineConfig] = ()
+        self._engine_configs: Sequence[EngineConfig] = ()
         self._changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._listener.fileno(), self._accept)
@@ -89,19 +89,19 @@ class NodePool:
         self._is_closed = False
 
     async def inventories(self) -> list[Inventory]:
-        """What the nodes have, in the order of their numbers, once all are there."""
+        """Wait for all nodes; return their inventories in node order."""
         self._listener.log_join_command(len(self._numbers))
         await self._wait_until_present(self._numbers)
         return [self._inventories[number] for number in self._numbers]
 
     def assign(self, configs: Sequence[EngineConfig]) -> None:
-        """From now on, engines have these slices, of that kind of devices."""
+        """Set the configuration of each engine, with its slice."""
         self._config = configs[0]
-        self._configs = configs
+        self._engine_configs = configs
 
     async def wait_for_slice(self, engine: int) -> EngineConfig:
-        """Wait until all nodes of an engine's slice are there; its configuration, with them."""
-        config = self._configs[engine]
+        """Wait for all nodes in an engine's slice; return its configuration with their names."""
+        config = self._engine_configs[engine]
         slice = config.replica.slice
         await self._wait_until_present([part.node for part in slice if part.node])
         named = tuple(
@@ -111,122 +111,125 @@ class NodePool:
         return replace(config, replica=replace(config.replica, slice=named))
 
     def connect_nodes(self, engine: int, port: int) -> None:
-        """Have the nodes of an engine's slice connect to it.
+        """Make the nodes in an engine's slice connect to its core.
+
+        Args:
+            engine: number of the engine.
+            port: port where the core waits for them.
 
         Raises:
             EngineError: one of them has left.
         """
-        for part in self._configs[engine].replica.slice:
+        for part in self._engine_configs[engine].replica.slice:
             if not part.node:
                 continue
-            entry = self._numbered.get(part.node)
+            node = self._by_number.get(part.node)
             try:
-                if entry is None:
+                if node is None:
                     raise ConnectionError(0, "its connection has ended")
-                entry.joined.link.send(JoinEngine(engine, port, part.node))
+                node.joined.link.send(JoinEngine(engine, port, part.node))
             except OSError as error:
                 where = self._inventories[part.node].where
                 raise EngineError(f"{where} has left: {error.strerror}") from None
 
     def close(self) -> None:
-        """Tell the nodes that all has ended, and give the port back. May be called again."""
+        """Dismiss all nodes and close the port. May be called again."""
         if self._is_closed:
             return
         self._is_closed = True
         self._heartbeats.cancel()
         self._loop.remove_reader(self._listener.fileno())
         self._listener.close()
-        for entry in self._entries:
-            with suppress(OSError):  # it has left
-                entry.joined.link.send(End(0.0))
-            self._hang_up(entry)
+        for node in self._nodes:
+            with suppress(OSError):  # the node has left
+                node.joined.link.send(End(0.0))
+            self._hang_up(node)
 
     async def _wait_until_present(self, numbers: Sequence[int]) -> None:
         while missing := [number for number in numbers if not self._is_present(number)]:
-            names = [
-                self._inventories[number].where for number in missing if number in self._inventories
-            ]
-            if names:
-                logger.warning("waiting for %s, or another node", " and ".join(names))
+            lost = [number for number in missing if number in self._inventories]
+            if lost:
+                names = " and ".join(self._inventories[number].where for number in lost)
+                logger.warning("waiting for %s, or another node", names)
             self._changed.clear()
             await self._changed.wait()
 
     def _is_present(self, number: int) -> bool:
-        """Whether it is, also by what has come and was not looked at."""
-        while (entry := self._numbered.get(number)) and entry.joined.link.has_come:
-            self._receive(entry)
-        return entry is not None
+        """Return whether a node is present, after processing its unread messages."""
+        while (node := self._by_number.get(number)) and node.joined.link.has_input:
+            self._receive(node)
+        return node is not None
 
     def _accept(self) -> None:
-        """Let a node in, if one has become that."""
+        """Process input from pending connections; add a newly joined node."""
         joined = self._listener.accept()
         if joined is None:
             return
         joined.link.set_patience(self._patience)
-        entry = _PoolNode(joined, time.monotonic())
-        self._entries.append(entry)
-        self._loop.add_reader(joined.link.socket.fileno(), self._receive, entry)
+        node = _PoolNode(joined, time.monotonic())
+        self._nodes.append(node)
+        self._loop.add_reader(joined.link.socket.fileno(), self._receive, node)
         self._assign_numbers()
 
-    def _receive(self, entry: _PoolNode) -> None:
-        """Take in what one says, of which all that matters is that it comes."""
+    def _receive(self, node: _PoolNode) -> None:
+        """Receive a message from a node. Any message is a sign of life."""
         try:
-            message = entry.joined.link.receive()
+            message = node.joined.link.receive()
         except msgspec.DecodeError:
             message = None
         if message is None:
-            self._remove(entry, "has left")
+            self._remove(node, "has left")
         else:
-            entry.last_heard = time.monotonic()
+            node.last_heard = time.monotonic()
 
     async def _send_heartbeats(self) -> None:
-        """Now and then, ask all whether they are there, and give up those that do not answer."""
+        """Ping all nodes regularly, and drop silent ones."""
         pause = min(HEARTBEAT, self._patience / 4)
-        looked = time.monotonic()
+        last = time.monotonic()
         while True:
             await asyncio.sleep(pause)
             now = time.monotonic()
-            late = max(0.0, now - looked - pause)
-            looked = now
-            self._accept()  # strangers that are reason cause no event
-            for entry in [*self._entries]:
-                # When this process does not get to run, nor may they have (a paused node).
-                entry.last_heard += late
-                if now - entry.last_heard > self._patience:
-                    reason = f"has message nothing for {self._patience:g} s, and is given up"
-                    self._remove(entry, reason)
+            late = max(0.0, now - last - pause)
+            last = now
+            self._accept()  # expired handshakes cause no event
+            for node in [*self._nodes]:
+                # While this process was paused, the other machine may have been paused as well.
+                node.last_heard += late
+                if now - node.last_heard > self._patience:
+                    self._remove(node, f"has said nothing for {self._patience:g} s; dropped")
                     continue
-                with suppress(OSError):  # it has left, as is heard
-                    entry.joined.link.send(Ping())
+                with suppress(OSError):  # the node has left, as `_receive` will notice
+                    node.joined.link.send(Ping())
 
-    def _remove(self, entry: _PoolNode, why: str) -> None:
-        if entry not in self._entries:  # it was, meanwhile
+    def _remove(self, node: _PoolNode, reason: str) -> None:
+        if node not in self._nodes:  # already removed
             return
-        logger.warning("%s %s", entry.joined.where, why)
-        self._entries.remove(entry)
-        self._hang_up(entry)
-        for number, other in list(self._numbered.items()):
-            if other is entry:
-                del self._numbered[number]
+        logger.warning("%s %s", node.joined.where, reason)
+        self._nodes.remove(node)
+        self._hang_up(node)
+        for number, other in list(self._by_number.items()):
+            if other is node:
+                del self._by_number[number]
         self._assign_numbers()
 
-    def _hang_up(self, entry: _PoolNode) -> None:
-        self._loop.remove_reader(entry.joined.link.socket.fileno())
-        entry.joined.link.close()
+    def _hang_up(self, node: _PoolNode) -> None:
+        self._loop.remove_reader(node.joined.link.socket.fileno())
+        node.joined.link.close()
 
     def _assign_numbers(self) -> None:
-        """Give free numbers to nodes that have none."""
-        slices = [part.replica.slice for part in self._configs]
-        spare = [each for each in self._entries if each not in self._numbered.values()]
+        """Give free numbers to suitable nodes in reserve."""
+        slices = [config.replica.slice for config in self._engine_configs]
+        reserve = [node for node in self._nodes if node not in self._by_number.values()]
         for number in self._numbers:
-            if number in self._numbered:
+            if number in self._by_number:
                 continue
-            for entry in spare:
-                inventory = entry.joined.hello.inventory
+            for node in reserve:
+                inventory = node.joined.hello.inventory
                 if can_replace(self._config, slices, number, inventory):
-                    spare.remove(entry)
-                    self._numbered[number], self._inventories[number] = entry, inventory
+                    reserve.remove(node)
+                    self._by_number[number], self._inventories[number] = node, inventory
                     break
-        for entry in spare:
-            logger.info("%s waits: it is not needed, or has too few devices", entry.joined.where)
+        for node in reserve:
+            where = node.joined.where
+            logger.info("%s is kept in reserve: not needed, or too few devices", where)
         self._changed.set()

@@ -1,7 +1,8 @@
-"""Whether nodes reach each other at ports of the kind that ranks use, and how fast.
+"""Probes of the links between nodes: reachability, latency and bandwidth, at ports as ranks use.
 
-One listens at a free port of its address, for one connection; the other one connects, sends one
-byte to and fro some times, then as much as it can for a while. Both must know the group's token.
+One node listens at a free port of its address for a single connection. The other one connects,
+sends some bytes back and forth, then sends as much as it can for a while. Both must know the
+group's token.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from itertools import permutations
 from typing import Protocol
 
 from weft.errors import ConfigError
+from weft.serving.config.slices import HERE
 from weft.serving.executor.nodes.link import prove_token, read, verify_peer
 from weft.serving.executor.nodes.messages import LinkSpeed, Listen, Listening, Probe, Unreachable
 from weft.serving.executor.nodes.remote import JoinedNode
@@ -27,7 +29,7 @@ PINGS = 20
 
 
 def listen(address: str) -> socket.socket:
-    """A socket that waits for one connection."""
+    """Open a socket that waits for one connection."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family)
     listener.settimeout(WAIT)
@@ -35,12 +37,12 @@ def listen(address: str) -> socket.socket:
 
 
 def answer_probe(listener: socket.socket, token: str) -> None:
-    """Let one node measure its way to here."""
+    """Let one other node measure the link to this one."""
     with closing(listener):
         try:
             sock, _ = listener.accept()
         except OSError:
-            return  # who tried to says why
+            return  # the other node reports the reason
     with sock:
         if not verify_peer(sock, token):
             return
@@ -55,7 +57,13 @@ def answer_probe(listener: socket.socket, token: str) -> None:
 
 
 def probe_link(address: str, port: int, token: str, seconds: float) -> LinkSpeed | Unreachable:
-    """Measure the way to who listens there, sending for so many seconds."""
+    """Measure the link to a listening node.
+
+    Args:
+        address, port: where it listens.
+        token: the group's token.
+        seconds: how long to send data.
+    """
     try:
         with socket.create_connection((address, port), WAIT) as sock:
             prove_token(sock, token)
@@ -85,25 +93,25 @@ def probe_link(address: str, port: int, token: str, seconds: float) -> LinkSpeed
 
 
 class _Endpoint(Protocol):
-    """One end of a way.
+    """One end of a link.
 
     Attributes:
-        where: the node's name and address.
-        address: at which it listens.
+        where: name and address of the node.
+        address: address to listen at.
     """
 
     where: str
     address: str
 
     def listen(self) -> int | Unreachable:
-        """Wait for one connection; at which port."""
+        """Wait for one connection in the background; return the port."""
 
     def probe(self, address: str, port: int, seconds: float) -> LinkSpeed | Unreachable:
-        """See the function."""
+        """See `probe_link`."""
 
 
 class _LocalEndpoint:
-    where = "this node"
+    where = HERE
 
     def __init__(self, address: str, token: str) -> None:
         self.address = address
@@ -130,14 +138,14 @@ class _RemoteEndpoint:
         match self._ask(Listen(), WAIT):
             case Listening(port):
                 return port
-            case Unreachable() as none:
-                return none
+            case Unreachable() as failure:
+                return failure
         return Unreachable("it does not answer")
 
     def probe(self, address: str, port: int, seconds: float) -> LinkSpeed | Unreachable:
         match self._ask(Probe(address, port, seconds), 4 * WAIT + seconds):
-            case LinkSpeed() | Unreachable() as found:
-                return found
+            case LinkSpeed() | Unreachable() as result:
+                return result
         return Unreachable("it does not answer")
 
     def _ask(self, question: object, timeout: float) -> object:
@@ -151,13 +159,13 @@ class _RemoteEndpoint:
 def measure_links(
     own: str | None, others: list[JoinedNode], token: str, seconds: float
 ) -> Iterator[tuple[str, str, LinkSpeed | Unreachable]]:
-    """Every way between two nodes: from which, to which, and what it is like.
+    """Measure the links between all nodes, in both directions: source, target and result.
 
     Args:
-        own: this node's address; None if it takes no part.
-        others: the others.
-        token: the group's.
-        seconds: to send for on each way.
+        own: this node's address; None if it has no ranks.
+        others: the other nodes.
+        token: the group's token.
+        seconds: how long to send data over each link.
     """
     ends: list[_Endpoint] = [_RemoteEndpoint(joined) for joined in others]
     if own is not None:

@@ -1,4 +1,4 @@
-"""The ranks of another node, as the controller sees them: through that node's agent."""
+"""The ranks on another node, as the controller sees them through that node's agent."""
 
 from __future__ import annotations
 
@@ -32,38 +32,40 @@ from weft.serving.executor.rank_messages import FromRank, decode_rank_message
 from weft.serving.executor.step_ring import COUNTERS, Int64, ring_entries
 
 RINGS_AHEAD = 4
-"""Times the slots of a ring: steps that another node is given before its slowest rank has done
-the first of them. Its agent tells after each ring's slots of them, so that with two of these the
-engine could wait for ever; with more it does not wait for messages to and fro."""
+"""Maximum steps ahead of the slowest remote rank, in multiples of the ring's entries.
+
+The agent reports its progress once per ring of steps. With a factor of 2 the engine could wait
+forever. Larger multiples hide the network round trip.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedNode:
-    """A node that has joined this one, and waits to be own_config what to do."""
+    """A joined node, waiting for messages."""
 
     link: Link[FromAgent]
     hello: Hello
 
     @property
     def where(self) -> str:
-        """Its name and address."""
+        """The node's name and address."""
         return self.hello.where
 
 
 class RemoteNode:
-    """See Node. Its counters are as of the agent's last heartbeat.
+    """The ranks on another node; see Node. Their counters come from the agent's last report.
 
     Args:
-        joined: the node.
-        config: of the engine.
-        part: of the node, for these ranks.
-        ranks: their numbers.
-        world_size: how many there are on all nodes.
-        rendezvous_host: address of the first rank's node.
-        patience: seconds without a sign of life until the node is lost.
+        joined: connection to the node.
+        config: settings of the engine.
+        part: the node's part of the slice.
+        ranks: numbers of the ranks.
+        world_size: number of ranks on all nodes.
+        rendezvous_host: address of rank 0's node.
+        patience: seconds without a sign of life until the node counts as lost.
 
     Raises:
-        OSError: the agent cannot be own_config to start them.
+        OSError: the connection is lost.
     """
 
     def __init__(
@@ -89,13 +91,13 @@ class RemoteNode:
         self._endings: dict[int, str] = {}
         self._window = RINGS_AHEAD * ring_entries(config.pp)
         link.set_patience(patience)
-        # What is free there, it knows itself.
+        # The agent measures its own node's free memory.
         replica = dataclasses.replace(config.replica, engines=part.engines, memory=None)
-        own_config = dataclasses.replace(config, node_token=None, replica=replica)
+        config = dataclasses.replace(config, node_token=None, replica=replica)
         heartbeat = min(1.0, patience / 8)
         devices = tuple(devices_of_ranks(config, part))
         link.send(
-            Start(own_config, ranks[0], devices, world_size, rendezvous_host, heartbeat, patience)
+            Start(config, ranks[0], devices, world_size, rendezvous_host, heartbeat, patience)
         )
         self._last_heard = time.monotonic()
 
@@ -104,7 +106,7 @@ class RemoteNode:
         try:
             message = self._link.receive()
         except msgspec.DecodeError as error:
-            return self._lose(f"what it says makes no sense: {error}")
+            return self._lose(f"it sent an invalid message: {error}")
         match message:
             case None:
                 return self._lose("its connection has ended")
@@ -127,18 +129,19 @@ class RemoteNode:
             return self._lose(f"it has said nothing for {self._patience:g} s")
         return None
 
-    def _lose(self, why: str) -> tuple[int, None]:
-        self.lost = why
+    def _lose(self, reason: str) -> tuple[int, None]:
+        self.lost = reason
         self.channels = []
         self._link.shut()
         return self.ranks[0], None
 
-    def meet(self, port: int) -> None:
+    def set_rendezvous(self, port: int) -> None:
         self._send(Rendezvous(port))
 
     def has_room(self, step: int) -> bool:
-        """Whether the slowest rank there is near enough, as far as its agent has told: that keeps
-        what the ranks have no room for yet, so that no step waits for a message to and fro.
+        """Return whether the slowest remote rank is near enough, by the last report.
+
+        The agent queues steps beyond its ring's size, so no step waits for a round trip.
         """
         return bool(self.counters[1].min() >= step - self._window)
 
@@ -146,8 +149,8 @@ class RemoteNode:
         self._send(NodeStep(data))
 
     def name(self, rank: int) -> str:
-        place = rank - self.ranks[0]
-        process = f"process {self.pids[place]} on " if self.pids else ""
+        index = rank - self.ranks[0]
+        process = f"process {self.pids[index]} on " if self.pids else ""
         return f"rank {rank} ({process}{self.where})"
 
     def is_stopped(self, rank: int) -> bool:
@@ -163,9 +166,7 @@ class RemoteNode:
         self._send(End(grace))
 
     def wait(self, deadline: float) -> None:
-        """Its agent ends the connection when its ranks have ended, and kills them when it is
-        ended here.
-        """
+        """End the connection. The agent then kills all remaining ranks."""
         self._link.shut()
 
     def release(self) -> None:
@@ -174,5 +175,5 @@ class RemoteNode:
     def _send(self, message: object) -> None:
         try:
             self._link.send(message)
-        except OSError:  # it is gone, as whoever receives sees; half a message may have been sent
+        except OSError:  # the receiver will notice; half a message may have been sent
             self._link.shut()

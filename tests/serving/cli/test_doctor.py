@@ -88,7 +88,7 @@ def test_devices_and_who_gets_them_are_shown(checkpoint: Path) -> None:
         if finding.name == "slice"
     )
     assert slice_.status == "fail"
-    assert "What there is: this node: 3 CPU ranks" in slice_.seen
+    assert "Available: this node: 3 CPU ranks" in slice_.seen
 
 
 def test_every_problem_comes_with_advice(checkpoint: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a rank's model runs on, by the settings and the device; and what its buffers take."""
+"""A rank's device and kernels by the settings, and the size of its buffers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_auto_overlaps_on_gpus_of_one_node_where_the_layout_can() -> None:
     apart = Replica(slice=(NodeSlice(0, (0,)), NodeSlice(1, (0,))))
     assert choose_kernels(replace(config, replica=apart), Layout(tp=2), GPU) == "plain"
     assert choose_kernels(replace(config, ep=4), Layout(tp=2, ep=4), GPU) == "plain"
-    # Stages may be on nodes of their own.
+    # Stages may be on separate nodes.
     stages, layout = replace(config, tp=1, pp=2, replica=apart), Layout(rank=1, pp=2)
     assert choose_kernels(stages, layout, GPU) == "overlapped"
     assert choose_kernels(stages, layout, CPU) == "plain"
@@ -82,7 +82,7 @@ def test_auto_overlaps_only_gpus_that_all_reach_each_other(monkeypatch: pytest.M
 def test_what_gpus_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigError, match="--quantization is 'int8'; on GPUs it must be none"):
         choose_kernels(EngineConfig(quantization="int8"), Layout(), GPU)
-    with pytest.raises(ConfigError, match=r"in --dtype\. --device cpu --kernels plain has int8"):
+    with pytest.raises(ConfigError, match=r"in --dtype\. int8 needs --device cpu --kernels plain"):
         choose_kernels(EngineConfig(quantization="int8", kernels="overlapped"), Layout(), CPU)
 
 

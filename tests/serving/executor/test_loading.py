@@ -1,4 +1,4 @@
-"""A real (tiny, random) model from disk to answers, under settings that must not change them."""
+"""A real (tiny, random) model from disk to answers, with settings that must not change them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 
 async def answers(config: EngineConfig) -> tuple[list[list[int]], EngineStats]:
-    """Each prompt's answer, when all are asked at once, twice; every other one is greedy."""
+    """Answer all prompts at once, twice; every other request is greedy."""
     engine = await AsyncEngine.start(config, in_process=True)
 
     async def answer(i: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Virtual slices, mapped to devices of nodes."""
+"""Virtual slices, mapped to the nodes' devices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ANY = Inventory()
 
 
 def mapped(*inventories: Inventory, **settings: object) -> list[list[tuple[int, tuple[int, ...]]]]:
-    """Of each engine: nodes, and their devices."""
+    """Map slices; return for each engine its nodes and their devices."""
     slices = map_slices(EngineConfig(**settings), inventories)  # type: ignore[arg-type]
     return [[(part.node, part.devices) for part in each] for each in slices]
 
@@ -127,31 +127,31 @@ def test_engines_on_a_node_are_counted() -> None:
         (
             (Inventory(4), Inventory(1, where="node2 at 10.0.0.2")),
             {"tp": 6},
-            "6 ranks have no room. What there is: this node: 4 CPU ranks; node2 at 10.0.0.2: 1 "
-            "CPU ranks. None fits: 6 are needed",
+            "no room for 6 ranks. Available: this node: 4 CPU ranks; node2 at 10.0.0.2: 1 CPU "
+            "rank. No --devices would fit: 6 are needed",
         ),
         (
             (Inventory(4), Inventory(4)),
             {"tp": 4, "devices": "2x4"},
-            "--devices is 2x4, 8 of each engine; it has 4 ranks. What there is: this node: 4 "
+            "--devices is 2x4, 8 for each engine; an engine has 4 ranks. Available: this node: 4 "
             "CPU ranks; this node: 4 CPU ranks. These --devices would fit: 4, 1x4, 2x2",
         ),
         (
             (Inventory(4), Inventory(4)),
             {"tp": 8, "devices": "1x8"},
-            "--devices is 1x8; that is not available. What there is: this node: 4 CPU ranks; this "
+            "--devices is 1x8; that is not available. Available: this node: 4 CPU ranks; this "
             "node: 4 CPU ranks. These --devices would fit: 8, 2x4",
         ),
         (
             (ANY, gpus(4)),
             {"tp": 4, "dp": 2, "devices": "nvlink:4"},
-            "--devices is nvlink:4; that is not available for each of 2 engines. What there is: "
-            "this node: 0 GPUs; this node: 4 GPUs. None fits: 8 are needed",
+            "--devices is nvlink:4; that is not available for each of 2 engines. Available: "
+            "this node: 0 GPUs; this node: 4 GPUs. No --devices would fit: 8 are needed",
         ),
         (
             (ANY, ANY, ANY),
             {"tp": 2},
-            "--nodes is 3; ranks for them are 2 in all. What there is: this node: any number of "
+            "--nodes is 3; there are only 2 ranks in all. Available: this node: any number of "
             "CPU ranks; this node: any number of CPU ranks; this node: any number of CPU ranks. "
             "These --devices would fit: 2, 1x2, 2x1",
         ),
@@ -183,7 +183,7 @@ nodes = st.lists(st.builds(Inventory, st.none() | st.integers(1, 16)), min_size=
 
 
 def check(config: EngineConfig, inventories: list[Inventory], slices: list[Slice]) -> None:
-    """Every rank has a device that there is, and none has another one's."""
+    """Check that every rank has an existing device, and that no two share one."""
     assert len(slices) == config.dp
     taken = [(part.node, i) for each in slices for part in each for i in part.devices]
     assert len(set(taken)) == len(taken) == config.dp * config.world_size
@@ -222,7 +222,7 @@ def test_every_rank_gets_a_device_of_its_own(
         for number in range(len(inventories))
     ]
     assert all(counts), "each node takes part"
-    # The largest units of which all can be whole on a node are.
+    # The largest kind of unit that can be whole on nodes everywhere is whole.
     for unit in units(config):
         fit = [room // unit for room in rooms]
         if all(fit) and sum(fit) >= ranks // unit >= len(inventories):
@@ -296,7 +296,7 @@ def test_auto_is_jax_where_all_nodes_have_tpus() -> None:
     assert chosen(tpus(4), backend="jax") == ("jax", "tpu")
     assert chosen(tpus(4), backend="jax", device="cpu") == ("jax", "cpu")
     assert chosen(gpus(4), backend="jax") == ("jax", "cpu")
-    with pytest.raises(ConfigError, match=r"--device is tpu: 8 ranks have no room.*: 4 TPUs"):
+    with pytest.raises(ConfigError, match=r"--device is tpu: no room for 8 ranks.*: 4 TPUs"):
         map_slices(EngineConfig(tp=8, device="tpu"), [tpus(4)])
     with pytest.raises(ConfigError, match="--device is tpu; with --backend torch it must be auto"):
         EngineConfig(device="tpu", backend="torch")

@@ -34,7 +34,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The answer of one process."""
+    """Return the answer from one process."""
     with start_server(model, tmp_path_factory.mktemp("one"), **SIZES) as server:
         return complete(server)
 

@@ -1,4 +1,4 @@
-"""The port at which nodes join: who is let in, and who is not."""
+"""The join port: accepted and rejected connections."""
 
 from __future__ import annotations
 
@@ -35,31 +35,31 @@ def listener() -> Iterator[JoinListener]:
         yield listener
 
 
-def wait_until_turned_away(
+def wait_until_rejected(
     listener: JoinListener, count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     deadline = time.monotonic() + 20
-    while caplog.text.count("was turned away") < count:
+    while caplog.text.count("rejected ") < count:
         assert listener.wait_for(1, timeout=0.05) == []
         assert time.monotonic() < deadline
 
 
-def test_who_does_not_know_the_token_is_turned_away(
+def test_a_node_without_the_token_is_rejected(
     listener: JoinListener, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with agent(listener.port, tmp_path / "bad", token="another token, guessed") as bad:
-        wait_until_turned_away(listener, 1, caplog)
+        wait_until_rejected(listener, 1, caplog)
         assert bad.wait(20) == 1
     with agent(listener.port, tmp_path / "good", name="good"):
         (joined,) = listener.wait_for(1)
         assert joined.hello.name == "good"
         joined.link.close()
-    assert "--node-token is not the one that is in force there" in (tmp_path / "bad").read_text()
-    assert "127.0.0.1 was turned away: it does not know --node-token" in caplog.text
+    assert "--node-token is not the token of that server" in (tmp_path / "bad").read_text()
+    assert "rejected 127.0.0.1: it does not know --node-token" in caplog.text
 
 
 def test_a_listener_that_does_not_know_the_token_is_not_obeyed(tmp_path: Path) -> None:
-    """Whoever listens there: a node runs nothing for it."""
+    """A joining node runs nothing for an unknown listener."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         agent(listener.getsockname()[1], tmp_path / "log") as joining,
@@ -70,7 +70,7 @@ def test_a_listener_that_does_not_know_the_token_is_not_obeyed(tmp_path: Path) -
             assert len(peer.recv(64, socket.MSG_WAITALL)) == 64
             peer.sendall(bytes(32))
             assert joining.wait(20) == 1
-    assert "--node-token is not the one" in (tmp_path / "log").read_text()
+    assert "--node-token is not the token" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", bytes(64)])
@@ -80,7 +80,7 @@ def test_strangers_are_not_let_in(
     with socket.create_connection(("127.0.0.1", listener.port)) as stranger:
         stranger.sendall(words)
         stranger.shutdown(socket.SHUT_WR)
-        wait_until_turned_away(listener, 1, caplog)
+        wait_until_rejected(listener, 1, caplog)
         answer = stranger.makefile("rb").read()
     assert len(answer) == len(MAGIC) + 32 + 32 * (len(words) == 64)
     assert answer[44:] in (b"", bytes(32))
@@ -92,7 +92,7 @@ def test_strangers_keep_no_node_from_joining(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Some are silent, some have said a part; all have the same time, and too many have less."""
+    """Some are silent, some incomplete. Each has the same time, or less if there are too many."""
     with ExitStack() as stack:
         silent = [
             stack.enter_context(socket.create_connection(("127.0.0.1", listener.port)))
@@ -102,13 +102,13 @@ def test_strangers_keep_no_node_from_joining(
         stack.enter_context(agent(listener.port, tmp_path / "log"))
         (joined,) = listener.wait_for(1)
         joined.link.close()
-        assert "127.0.0.1 was turned away: too many others have connected" in caplog.text
-        assert caplog.text.count("turned away") == 1, "the others are not waited for"
+        assert "rejected 127.0.0.1: too many others have connected" in caplog.text
+        assert caplog.text.count("rejected") == 1, "the others are not waited for"
         clock = Clock()
         clock.paused = HANDSHAKE_TIMEOUT
         monkeypatch.setattr(listener_module, "time", clock)
         assert listener.accept() is None
-    late = "127.0.0.1 was turned away: it has not proved in time that it knows --node-token"
+    late = "rejected 127.0.0.1: it did not prove in time that it knows --node-token"
     assert caplog.text.count(late) == MAX_PENDING - 1
 
 
@@ -116,11 +116,13 @@ def test_strangers_keep_no_node_from_joining(
     ("magic", "why"),
     [
         (b"weft-join-1\n", "weft there speaks weft-join-1, and here weft-join-3: install the same"),
-        (b"SSH-2.0-Open", "what listens there is not `weft` that waits for nodes"),
+        (b"SSH-2.0-Open", "the server there is not `weft` waiting for nodes"),
     ],
 )
-def test_a_listener_of_another_protocol_is_not_joined(magic: bytes, why: str, tmp_path: Path) -> None:
-    """Such as that of a weft before this one."""
+def test_a_listener_of_another_protocol_is_not_joined(
+    magic: bytes, why: str, tmp_path: Path
+) -> None:
+    """For example an older weft."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(magic + bytes(32))
@@ -136,10 +138,10 @@ def test_a_node_with_other_versions_is_refused(
 ) -> None:
     monkeypatch.setattr(listener_module, "versions", lambda: versions() | {"torch": "1.0"})
     with agent(listener.port, tmp_path / "log", name="old") as joining:
-        wait_until_turned_away(listener, 1, caplog)
+        wait_until_rejected(listener, 1, caplog)
         assert joining.wait(20) == 1
     log = (tmp_path / "log").read_text()
-    assert "this node cannot take part: torch is 1.0 there and " in log
+    assert "this node cannot join: torch is 1.0 there and " in log
 
 
 def test_a_node_that_leaves_before_all_are_there_is_forgotten(

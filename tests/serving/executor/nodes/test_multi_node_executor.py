@@ -1,6 +1,6 @@
-"""Ranks on several nodes: steps through agents, and a failure that names the node.
+"""Ranks on several nodes: steps through agents, and failures that name the node.
 
-The nodes are processes of this one that join over the loopback interface.
+The nodes are local processes that join over the loopback interface.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from weft.serving.executor.step_ring import ring_entries
 
 @pytest.fixture(autouse=True)
 def mocks_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the processes of ranks."""
+    """Let rank processes import the mocks."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> EngineConfig:
-    """Four ranks on two nodes, which note their steps in tmp_path."""
+    """Settings with four ranks on two nodes; the ranks note their steps in tmp_path."""
     return EngineConfig(model="none", tokenizer=str(tmp_path), tp=4, nodes=2)
 
 
@@ -62,7 +62,7 @@ def ranks_of(process: Agent) -> list[int]:
 
 
 def fail(executor: RankExecutor, steps: int) -> EngineError:
-    """Submit until a step fails, of so many at most; with what."""
+    """Submit at most `steps` steps until one fails; return the error."""
     for step in range(steps):
         if (error := executor.submit((batch(step),)).exception(20)) is not None:
             assert isinstance(error, EngineError)
@@ -105,8 +105,8 @@ def test_three_nodes_have_the_ranks_of_the_slice(
         assert [len(ranks_of(each)) for each in agents] == [len(each) for each in ranks[1:]]
         assert executor.submit((batch(0),)).result(10)[0].step == 0
         names = ["", "node1 at 127.0.0.1", "node2 at 127.0.0.1"]
-        places = [(m.where, list(m.ranks)) for m in executor._nodes]
-        assert places == list(zip(names, ranks, strict=True))
+        found = [(node.where, list(node.ranks)) for node in executor._nodes]
+        assert found == list(zip(names, ranks, strict=True))
 
 
 def test_each_rank_is_told_its_device(config: EngineConfig, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_ranks_of_another_node_may_lag_but_not_more_than_its_agent_keeps(
     ahead = RINGS_AHEAD * ring_entries(1)
     count = 3 * ahead
     with spread(replace(config, model="3 lags in 0"), tmp_path) as (executor, _):
-        for step in range(count):  # the first rank alone answers, and would be far ahead
+        for step in range(count):  # only rank 0 answers, and it would be far ahead
             executor.submit((batch(step),)).result(10)
             if step >= ahead:
                 assert step + 1 - len(notes(tmp_path, 3)) <= ahead
@@ -201,7 +201,7 @@ def test_a_stuck_rank_is_named_wherever_it_is(
     with spread(config, tmp_path) as (executor, [joined]):
         assert executor.submit((batch(0),)).result(10)[0].step == 0
         on = " on node1 at 127.0.0.1" if rank == 3 else ""
-        stuck = rf"rank {rank} \(process \d+{on}\) is stuck in step 2, "
+        stuck = rf"rank {rank} \(process \d+{on}\) is stuck in step 2: "
         for step in range(1, 4):
             executor.submit((batch(step),))
         failure_of(executor)
@@ -230,7 +230,7 @@ def test_a_node_that_cannot_start_ranks_says_why(config: EngineConfig, tmp_path:
         nodes = {1: listener.wait_for(1)[0]}
         psutil.Process(joining.pid).rlimit(psutil.RLIMIT_NOFILE, (8, 8))
         (config,) = share_out(config, [Inventory()] * 2)
-        why = r"rank 2 on node1 at 127.0.0.1 failed while it loaded: OSError\(24, 'Too many open"
+        why = r"rank 2 on node1 at 127.0.0.1 failed while loading: OSError\(24, 'Too many open"
         with pytest.raises(EngineError, match=why):
             RankExecutor(config, start_nodes(config, nodes, TOKEN, MOCK))
 
@@ -281,7 +281,7 @@ def test_a_node_ends_its_ranks_when_the_controller_is_gone(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tp": 2, "nodes": 3}, "--nodes is 3; it must be at most 2: each node has a rank"),
+        ({"tp": 2, "nodes": 3}, "--nodes is 3; it must be at most 2, the number of ranks"),
         (
             {"tp": 2, "nodes": 2, "node_address": "localhost"},
             "--node-address is 'localhost'; it must be an IP address of this node",
@@ -319,7 +319,7 @@ def test_what_a_node_cannot_join_with_is_refused(
 
 
 class SeenAt:
-    """The part of a link that `own_address` looks at."""
+    """Stub for a link with an `own_address`."""
 
     def __init__(self, address: str) -> None:
         self.own_address = address
@@ -330,7 +330,7 @@ def test_this_node_is_where_all_others_have_reached_it() -> None:
     one, two = (JoinedNode(SeenAt(a), hello) for a in ("10.0.0.1", "10.1.0.1"))  # type: ignore[arg-type]
     config = EngineConfig()
     assert own_address(config, [one, one]) == "10.0.0.1"
-    with pytest.raises(ConfigError, match=r"at 10.0.0.1 and 10.1.0.1: --node-address must say"):
+    with pytest.raises(ConfigError, match=r"at 10.0.0.1 and 10.1.0.1: set --node-address"):
         own_address(config, [one, two])
     assert own_address(replace(config, node_address="10.2.0.1"), [one, two]) == "10.2.0.1"
 
@@ -357,8 +357,8 @@ def test_versions_that_differ_are_listed() -> None:
 @pytest.mark.parametrize(
     ("address", "why"),
     [
-        ("192.0.2.1", "192.0.2.1 is not to be had there: Cannot assign requested address"),
-        ("127.0.0.1", "--node-token is not the one"),
+        ("192.0.2.1", "192.0.2.1 is not available there: Cannot assign requested address"),
+        ("127.0.0.1", "--node-token is not the token"),
     ],
 )
 def test_a_node_that_cannot_be_reached_is_named_before_ranks_are_started(
@@ -374,5 +374,5 @@ def test_a_node_that_cannot_be_reached_is_named_before_ranks_are_started(
         token = "x" * 16 if address == "127.0.0.1" else TOKEN
         with pytest.raises(EngineError) as caught:
             list(start_nodes(config, {1: joined}, token, MOCK))
-    assert "this node does not reach node1 at " in str(caught.value)
+    assert "this node cannot reach node1 at " in str(caught.value)
     assert why in str(caught.value)

@@ -1,4 +1,4 @@
-"""Several engines on several nodes, which join once; one that is lost is replaced."""
+"""Several engines on several nodes, which join once; a lost node is replaced."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from weft.serving.executor.placement import Inventory
 
 SIZES = {"kv_cache_memory": 2**22, "max_num_seqs": 4}
 LONG = 400
-"""Tokens of an answer during which a node is lost."""
+"""Tokens in an answer during which a node is lost."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> str:
-    """The long answer."""
+    """Return the long answer."""
     return answer_of_one_rank(model, LONG, **SIZES)
 
 
@@ -51,7 +51,7 @@ def short(model: Path) -> str:
 
 
 def begin(server: Server, stack: ExitStack) -> Iterator[dict[str, Any]]:
-    """Events of a long answer, of which the first has come."""
+    """Request a long answer; return its events once the first has arrived."""
     body = GREEDY | {"model": server.model, "max_tokens": LONG, "stream": True}
     http = stack.enter_context(closing(httpx.Client(base_url=server.url, timeout=TIMEOUT)))
     response = stack.enter_context(http.stream("POST", "/v1/completions", json=body))
@@ -117,7 +117,7 @@ def test_a_lost_node_ends_its_engine_alone_and_another_takes_its_place(
         assert len(ranks) == 1
         server.process.terminate()
         assert server.process.wait(TIMEOUT) == 0
-        assert other.wait(TIMEOUT) == 0, "it has ended with what it took part in"
+        assert other.wait(TIMEOUT) == 0, "the agent has ended with the server"
         wait_until_gone(ranks)
 
 
@@ -134,7 +134,7 @@ def test_a_node_that_hangs_is_named_given_up_and_replaced(
         message = fail_in_a_request(server, lambda: hung.send_signal(signal.SIGSTOP))
         assert "node1 at 127.0.0.1 is lost, with rank 1, in step " in message
         assert message.endswith(": it has said nothing for 2 s")
-        server.wait_until_said("node1 at 127.0.0.1 has said nothing for 1 s, and is given up")
+        server.wait_until_said("node1 at 127.0.0.1 has said nothing for 1 s; dropped")
         server.wait_until_said("waiting for node1 at 127.0.0.1, or another node")
         stack.enter_context(agent(port, tmp_path / "agent2", name="node2", load_model=LOAD))
         server.wait_until("engine_cores", 1)
@@ -160,19 +160,19 @@ def test_a_node_that_comes_late_waits_and_takes_the_place_of_a_lost_one(
     async def lose_one(stack: ExitStack) -> None:
         pool = NodePool(config)
 
-        def join(name: str, places: int) -> Agent:
+        def join(name: str, max_ranks: int) -> Agent:
             log = tmp_path / name
-            return stack.enter_context(agent(pool.port, log, name=name, node_ranks=places))
+            return stack.enter_context(agent(pool.port, log, name=name, node_ranks=max_ranks))
 
         first = join("first", 2)
         (inventory,) = await pool.inventories()
         assert (inventory.max_ranks, inventory.where) == (2, "first at 127.0.0.1")
         pool.assign(share_out(config, [Inventory(1), inventory]))
         small = join("small", 1)
-        await wait_for("small at 127.0.0.1 waits: it is not needed, or has too few devices")
-        clock.paused = 1000.0  # in which nothing ran: no node has been silent
-        before = pool._entries[0].last_heard
-        while pool._entries[0].last_heard < before + clock.paused:
+        await wait_for("small at 127.0.0.1 is kept in reserve: not needed, or too few devices")
+        clock.paused = 1000.0  # nothing ran in this time, so no node counts as silent
+        before = pool._nodes[0].last_heard
+        while pool._nodes[0].last_heard < before + clock.paused:
             await asyncio.sleep(0.01)
         first.kill()
         await wait_for("first at 127.0.0.1 has left")
@@ -195,7 +195,7 @@ def test_a_node_that_comes_late_waits_and_takes_the_place_of_a_lost_one(
 def test_engines_share_nodes_that_have_joined_once(
     model: Path, expected: str, short: str, tmp_path: Path
 ) -> None:
-    """Of four ranks two are here and two there, of both engines; one of them is killed."""
+    """Both engines have one rank on each node; one remote rank is killed."""
     port = free_port()
     many = {"dp": 2, "tp": 2, "nodes": 2, "devices": "2x1", "node_port": port, "restart": True}
     with (
@@ -233,7 +233,7 @@ def test_while_nodes_are_awaited_it_is_healthy_and_a_signal_ends_it(
         assert server.process.wait(TIMEOUT) == 0
 
 
-def test_a_node_with_too_few_places_is_named_with_what_fits(model: Path, tmp_path: Path) -> None:
+def test_a_node_with_too_few_ranks_is_named_with_what_fits(model: Path, tmp_path: Path) -> None:
     port = free_port()
     many = {"tp": 4, "nodes": 2, "node_ranks": 2, "node_port": port, "node_token": TOKEN}
     with (
@@ -243,6 +243,6 @@ def test_a_node_with_too_few_places_is_named_with_what_fits(model: Path, tmp_pat
         assert server.process.wait(TIMEOUT) == 2
         assert joined.wait(TIMEOUT) == 0
         assert server.log.read_text().splitlines()[-1] == (
-            "weft: error: 4 ranks have no room. What there is: this node: 2 CPU ranks; node1 at "
-            "127.0.0.1: 1 CPU ranks. None fits: 4 are needed"
+            "weft: error: no room for 4 ranks. Available: this node: 2 CPU ranks; node1 at "
+            "127.0.0.1: 1 CPU rank. No --devices would fit: 4 are needed"
         )

@@ -1,4 +1,4 @@
-"""What another node says, by a connection of which the test has the other end."""
+"""Messages from another node, over a connection whose other end belongs to the test."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from weft.serving.executor.ranks import RankExecutor
 
 @contextmanager
 def remote_node(**settings: Any) -> Iterator[tuple[RemoteNode, Link[ToAgent]]]:
-    """A node with one rank, and the other end of the connection to it."""
+    """Create a remote node with one rank; yield it with the agent's end of the connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = socket.create_connection(listener.getsockname())
         theirs, _ = listener.accept()
@@ -55,8 +55,8 @@ def remote_node(**settings: Any) -> Iterator[tuple[RemoteNode, Link[ToAgent]]]:
         yield node, agent
 
 
-def test_the_memory_of_a_node_is_its_own_to_look_at() -> None:
-    """This node's share of memory is not that of another one, which has no token either."""
+def test_a_remote_node_measures_its_own_memory() -> None:
+    """Start carries neither this node's memory nor the token."""
     with remote_node(replica=Replica(memory=1000, engines=3), node_token=TOKEN) as (_, agent):
         start = agent.receive()
         assert isinstance(start, Start)
@@ -67,22 +67,22 @@ def test_the_memory_of_a_node_is_its_own_to_look_at() -> None:
 @pytest.mark.parametrize(
     ("word", "why"),
     [
-        (b"nonsense", "is lost, with rank 0, while it loaded: what it says makes no sense: "),
+        (b"nonsense", "is lost, with rank 0, while loading: it sent an invalid message: "),
         (
             RankMessage(0, b"nonsense"),
-            "failed while it loaded: what it says makes no sense: ",
+            "failed while loading: it sent an invalid message: ",
         ),
         (
             RankMessage(0, encoder.encode(Done(None))),
-            "(node1 at 10.0.0.2) says Done while it loaded, which makes no sense",
+            "(node1 at 10.0.0.2) sent an unexpected Done while loading",
         ),
         (
             RankMessage(0, encoder.encode(Failed("EngineError", "no memory"))),
-            "rank 0 on node1 at 10.0.0.2 failed while it loaded: no memory",
+            "rank 0 on node1 at 10.0.0.2 failed while loading: no memory",
         ),
     ],
 )
-def test_what_a_node_says_last_is_told_and_not_that_it_is_lost(word: object, why: str) -> None:
+def test_a_nodes_last_message_is_reported_instead_of_its_loss(word: object, why: str) -> None:
     with remote_node() as (node, agent):
         agent.send(word)
         agent.shut()

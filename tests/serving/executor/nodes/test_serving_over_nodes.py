@@ -64,7 +64,7 @@ def test_two_nodes_answer_as_one_and_a_lost_one_is_named(
 
 @pytest.fixture
 def first_process() -> list[str]:
-    """What runs a command as the first process of a container."""
+    """Return a command prefix that runs a command as a container's first process."""
     unshare = ["unshare", "--pid", "--fork", "--kill-child"]
     done = subprocess.run([*unshare, "true"], capture_output=True, text=True)
     if done.returncode:
