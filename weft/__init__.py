@@ -1,7 +1,6 @@
-"""weft: serve language models that are split over many accelerators.
+"""weft: serve large language models that are split over many accelerators.
 
-`import weft` is cheap (well under 0.3 s): the names below load what they need
-when they are first used.
+`import weft` is cheap (well under 0.3 s), because each name below is loaded on first use.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""`python -m weft` is the `weft` command."""
+"""Entry point for `python -m weft`, which is the `weft` command."""
 
 from weft.serving.cli.main import main
 

@@ -1,41 +1,41 @@
-"""Every error that weft raises on purpose.
+"""Errors that weft raises on purpose.
 
     WeftError
     ├── ConfigError     a flag, file key or environment variable cannot work
     ├── ModelError      a checkpoint cannot be found, understood or loaded
     ├── RequestError    one request is at fault; the others are unaffected
-    ├── EngineError     the engine cannot go on (it died, or it is draining)
-    └── DiskError       a disk is full, or fails; later there may be room
+    ├── EngineError     the engine cannot continue (it died, or it is draining)
+    └── DiskError       a disk is full or fails; a retry may succeed
 
-A message names the field, the value and what to do. The command line prints
-it as one line and exits with a non-zero status; the API turns a RequestError
-into a 4xx, an EngineError into a 503 and a DiskError into a 507, all in OpenAI's shape.
+A message names the field, the value and the remedy. The command line prints it as one line and
+exits with a non-zero status. The API turns a RequestError into a 4xx, an EngineError into a 503 and
+a DiskError into a 507, all in OpenAI's format.
 """
 
 from __future__ import annotations
 
 
 class WeftError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base class of all errors raised on purpose."""
 
 
 class ConfigError(WeftError):
-    """A setting cannot work; the message names its flag."""
+    """A setting cannot work. The message names its flag."""
 
 
 class ModelError(WeftError):
-    """A checkpoint cannot be found, understood or loaded; the message names the file."""
+    """A checkpoint cannot be found, understood or loaded. The message names the file."""
 
 
 class RequestError(WeftError):
     """One request is at fault.
 
     Args:
-        message: what is wrong and what is allowed.
-        param: the request field at fault, as the client wrote it.
-        code: a short machine-readable reason, as OpenAI's `error.code`.
-        status: the HTTP status that says it best.
-        retry_after: seconds until it may be tried again, where that makes sense.
+        message: the problem and the allowed values.
+        param: the request field at fault, as written by the client.
+        code: a short machine-readable reason, like OpenAI's `error.code`.
+        status: the HTTP status of the response.
+        retry_after: seconds until a retry makes sense, or None.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class EngineError(WeftError):
     """The engine cannot serve: it died, is not ready, or is shutting down.
 
     Args:
-        message: how that came.
-        retry_after: seconds until it may serve again, if that is known.
+        message: the cause.
+        retry_after: seconds until the engine may serve again, or None if unknown.
     """
 
     def __init__(self, message: str, *, retry_after: int | None = None) -> None:
@@ -69,4 +69,4 @@ class EngineError(WeftError):
 
 
 class DiskError(WeftError):
-    """A disk is full, or fails, in a way that may pass: the same may work later."""
+    """A disk is full or fails, possibly for a while. A retry may succeed."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from weft.models.interface import FINITE, StepInput, StepOutput
 from weft.serving.config.settings import EngineConfig
-from weft.serving.executor.loading import ALONE, LoadedModel, ModelInfo, Place, Progress
+from weft.serving.executor.loading import SINGLE_RANK, LoadedModel, ModelInfo, Progress, RankContext
 
 VOCAB_SIZE = 151936
 PIECE = "zq"  # in no key or id of an answer: where it stands in a stream is a token
@@ -53,7 +53,9 @@ class MockRunner:
         )
 
 
-def load_instant(config: EngineConfig, progress: Progress, place: Place = ALONE) -> LoadedModel:
+def load_instant(
+    config: EngineConfig, progress: Progress, place: RankContext = SINGLE_RANK
+) -> LoadedModel:
     """A model, or a rank's part of one, that takes no time."""
     return _loaded(config, MockRunner())
 

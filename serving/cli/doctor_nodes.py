@@ -16,11 +16,11 @@ from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.nodes.inventory import own_inventory
 from weft.serving.executor.nodes.join_listener import JoinListener
 from weft.serving.executor.nodes.messages import (
+    CheckResults,
     End,
-    Examine,
-    Examined,
     Finding,
-    Speed,
+    LinkSpeed,
+    RunChecks,
     Unreachable,
     differences,
     versions,
@@ -30,7 +30,7 @@ from weft.serving.executor.nodes.multi_node_executor import (
     check_nodes,
     own_address,
 )
-from weft.serving.executor.nodes.probe import measure
+from weft.serving.executor.nodes.probe import measure_links
 from weft.serving.executor.nodes.remote import JoinedNode
 
 JOIN = 60.0
@@ -60,7 +60,7 @@ def examine_others(config: EngineConfig) -> list[Finding]:
     check_nodes(config)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with JoinListener(config, strict=False) as head:
-        head.invite(config.nodes - 1)
+        head.log_join_command(config.nodes - 1)
         others = head.wait_for(config.nodes - 1, JOIN)
     try:
         missing = config.nodes - 1 - len(others)
@@ -71,9 +71,9 @@ def examine_others(config: EngineConfig) -> list[Finding]:
         found = [Finding("machines", "ok", there)]
         own = own_address(config, others)
         check_addresses([own, *(joined.hello.address for joined in others)])
-        for source, target, way in measure(own, others, head.token, SEND):
+        for source, target, way in measure_links(own, others, head.token, SEND):
             found.append(_way(source, target, way))
-        offers = [own_inventory(config), *(joined.hello.offer for joined in others)]
+        offers = [own_inventory(config), *(joined.hello.inventory for joined in others)]
         found += devices(config, offers)
         for joined in others:
             found += _machine(config, joined)
@@ -85,11 +85,11 @@ def examine_others(config: EngineConfig) -> list[Finding]:
             joined.link.close()
 
 
-def _way(source: str, target: str, way: Speed | Unreachable) -> Finding:
+def _way(source: str, target: str, way: LinkSpeed | Unreachable) -> Finding:
     between = f"{source} to {target}"
     if isinstance(way, Unreachable):
         advice = "open all ports between the machines, or give each its --node-address"
-        return Finding("link", "fail", f"{between}: {way.why}", advice)
+        return Finding("link", "fail", f"{between}: {way.reason}", advice)
     seen = f"{between}: {way.bandwidth / 1e9:.2f} GB/s, {1e6 * way.round_trip:.0f} us to and fro"
     if way.bandwidth < SLOW:
         advice = "slow for --tp and --ep: let each stage of --pp be on one machine"
@@ -107,9 +107,9 @@ def _machine(config: EngineConfig, joined: JoinedNode) -> list[Finding]:
         found = [Finding("versions", "ok", f"{same} as here")]
     asked = dataclasses.replace(config, node_token=None)
     with suppress(OSError):
-        joined.link.send(Examine(asked))
+        joined.link.send(RunChecks(asked))
         match joined.link.wait(EXAMINE):
-            case Examined(findings):
+            case CheckResults(findings):
                 found += findings
                 return [dataclasses.replace(finding, machine=where) for finding in found]
     advice = "see the log of weft join there"

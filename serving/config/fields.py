@@ -1,7 +1,7 @@
-"""What one setting is: the name, type, default, help and range that a field of config.py says.
+"""Settings, declared as dataclass fields in settings.py: name, type, default, help and range.
 
-Its flag, its file key and its environment variable are made of the field's name; its value is
-read from text and checked here, whoever has set it.
+A setting's flag, file key and environment variable derive from the field's name. Its value is
+parsed and checked here, whatever its source.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from weft.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Help:
-    """One line about a field, and the values that it may have.
+    """Help text and valid range for a field.
 
     Attributes:
-        ge, gt, le: the value is at least, above, at most this.
-        unit: "bytes" lets a value be written as 512M or 4GiB (powers of 1024).
-        secret: the value is never shown.
+        text: one line of help.
+        ge, gt, le: lower bound, exclusive lower bound, upper bound.
+        unit: "bytes" allows values such as 512M or 4GiB (powers of 1024).
+        secret: never show the value.
     """
 
     text: str
@@ -38,7 +39,7 @@ class Help:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One field of a configuration dataclass; `type` is without the annotation."""
+    """One field in a configuration dataclass. `type` excludes the `Help` annotation."""
 
     name: str
     type: Any
@@ -47,12 +48,12 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """Its name on the command line."""
+        """Name on the command line."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def kind(self) -> str:
-        """What a value looks like, in words."""
+        """Description of valid values, in words."""
         if self.help.unit == "bytes":
             return "a number of bytes, such as 512M or 4GiB"
         if get_origin(self.type) is Literal:
@@ -61,10 +62,18 @@ class Setting:
         return {int: "an integer", float: "a number", bool: "true or false", str: "text"}[plain]
 
     def parse(self, text: str, source: str) -> Any:
-        """The value that a text stands for; ConfigError as in `check`."""
+        """Parse a value from text.
+
+        Args:
+            text: the value as written by the user.
+            source: flag, file key or environment variable, for error messages.
+
+        Raises:
+            ConfigError: see `check`.
+        """
         try:
             if self.kind == "an integer" and re.fullmatch(r"-?\d+|null", text) is None:
-                raise ValueError(f"{text!r} is none")  # msgspec would take 2.0
+                raise ValueError(f"{text!r} is not an integer")  # msgspec would take 2.0
             value = (
                 parse_bytes(text)
                 if self.help.unit == "bytes"
@@ -76,7 +85,11 @@ class Setting:
         return value
 
     def check(self, value: Any, source: str) -> None:
-        """Raise ConfigError, naming who set it, when a value has the wrong type or range."""
+        """Check a value's type and range.
+
+        Raises:
+            ConfigError: they are wrong. The message names the source.
+        """
         try:
             msgspec.convert(value, self.type)
         except msgspec.ValidationError:
@@ -95,7 +108,7 @@ class Setting:
 
 
 def settings_of(config: type[Any]) -> list[Setting]:
-    """The settings of a dataclass, in its fields' order: those that are annotated with a Help."""
+    """List the settings in a dataclass: its fields with a `Help` annotation, in their order."""
     hints = get_type_hints(config, include_extras=True)
     settings = []
     for each in fields(config):
@@ -106,18 +119,25 @@ def settings_of(config: type[Any]) -> list[Setting]:
 
 
 def check(config: Any) -> None:
-    """Raise ConfigError, naming the flag, for the first value that cannot be."""
+    """Check all settings in a dataclass instance.
+
+    Raises:
+        ConfigError: a value is invalid. The message names the flag.
+    """
     for setting in settings_of(type(config)):
         setting.check(getattr(config, setting.name), setting.flag)
 
 
 def parse_bytes(text: str) -> int:
-    """`4G`, `512MiB` or `1073741824` as bytes; K, M, G, T are powers of 1024.
+    """Parse a byte count such as `4G`, `512MiB` or `1073741824`.
 
-    Raises ValueError when the text is none of these.
+    K, M, G and T are powers of 1024.
+
+    Raises:
+        ValueError: the text is not such a number.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:iB)?)?", text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is no number of bytes")
+        raise ValueError(f"{text!r} is not a number of bytes")
     number, unit = match.groups()
     return int(float(number) * 1024 ** (" KMGT".index(unit) if unit else 0))

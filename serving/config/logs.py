@@ -1,7 +1,7 @@
-"""What is logged, on stderr: lines for people, or JSON objects for programs (`--log-format`).
+"""Logging to stderr: lines for people, or JSON objects for programs (`--log-format`).
 
-A record that is made while a request is served has the request's id. No record has a prompt, unless
---log-prompts asks for it.
+Records that are made while serving a request contain the request's id. Prompts are logged only with
+--log-prompts.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import msgspec
 
 LogFormat = Literal["text", "json"]
 FIELDS = "fields"
-"""The attribute of a record, as in `extra={FIELDS: {...}}`, that JSON has as keys of its own."""
+"""Record attribute for additional JSON keys, set by `extra={FIELDS: {...}}`."""
 
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""The id of the HTTP request that a task works for; the API sets it."""
+"""Id of the HTTP request that the current task works for. The API sets it."""
 
 logger = logging.getLogger("weft")
 
 
 def configure(form: LogFormat = "text") -> None:
-    """Write to stderr what is logged, of weft's own also what is no warning."""
+    """Log to stderr: weft's records from level INFO, other libraries' warnings."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Json() if form == "json" else _Text())
     logging.basicConfig(handlers=[handler], force=True)
@@ -33,7 +33,7 @@ def configure(form: LogFormat = "text") -> None:
 
 
 def say(message: str, level: int = logging.INFO) -> None:
-    """Tell whoever has started the command: a bare line, or in JSON a record like all others."""
+    """Print a message for the user: a bare line, or a regular record in JSON format."""
     if any(isinstance(handler.formatter, _Json) for handler in logging.getLogger().handlers):
         logger.log(level, message)
     else:
@@ -41,7 +41,7 @@ def say(message: str, level: int = logging.INFO) -> None:
 
 
 class _Text(logging.Formatter):
-    """A line, with the request's id at its end."""
+    """Formatter for lines, with the request's id at the end."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s%(request)s")
@@ -53,7 +53,10 @@ class _Text(logging.Formatter):
 
 
 class _Json(logging.Formatter):
-    """An object: time (UTC), level, logger, message; request_id, exception, fields if any."""
+    """Formatter for JSON objects.
+
+    Keys: time (UTC), level, logger and message; request_id, exception and fields if present.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         entry = {

@@ -1,6 +1,6 @@
-"""Slices: the devices that an engine asks for, and those that it is given.
+"""Slices: the devices that an engine requests, and the devices assigned to it.
 
-executor/placement.py maps one to the other.
+executor/placement.py maps requests to devices.
 """
 
 from __future__ import annotations
@@ -13,41 +13,41 @@ from weft.errors import ConfigError
 
 Kind = Literal["cpu", "cuda", "tpu"]
 
-HERE = "this machine"
+HERE = "this node"
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """The part of an engine's slice that is on one machine.
+class NodeSlice:
+    """The part of an engine's slice on one node.
 
     Attributes:
-        machine: its number.
-        devices: by index, in the order of the mesh or of the ranks; see `devices_of_ranks`.
-        engines: how many have a part of this machine, and so share its cores and memory.
-        where: the machine's name and address.
+        node: number of the node; 0 is the controller's node.
+        devices: device indexes in the order of the mesh or of the ranks; see `devices_of_ranks`.
+        engines: number of engines that share the cores and the memory of the node.
+        where: name and address of the node.
     """
 
-    machine: int
+    node: int
     devices: tuple[int, ...]
     engines: int = 1
     where: str = HERE
 
 
-Slice = tuple[Share, ...]
-"""Of one engine; in the order of its ranks."""
+Slice = tuple[NodeSlice, ...]
+"""Devices assigned to one engine, in the order of its ranks."""
 
 RankDevices = tuple[int, ...]
-"""By index, of one rank, on its machine."""
+"""Devices of one rank, by index on its node."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRequest:
-    """A virtual slice of one engine; see `parse`.
+    """A virtual slice requested for one engine; see `parse`.
 
     Attributes:
-        count: devices.
-        islands: devices of each island, in the order of the ranks; None for any.
-        kind: of the devices; None for any.
+        count: number of devices.
+        islands: number of devices on each island, in rank order; None for any islands.
+        kind: kind of devices; None for any kind.
     """
 
     count: int
@@ -56,17 +56,17 @@ class DeviceRequest:
 
 
 def parse(text: str) -> DeviceRequest:
-    """What `--devices` asks for.
+    """Parse the value of `--devices`.
 
-    | text | devices of each engine |
+    | text | devices for each engine |
     | --- | --- |
-    | 8 | any eight, of as few islands as have them |
-    | 2x4 | of two islands four each |
-    | 4+1 | four of an island, one of another; also 2x4+2 |
-    | nvlink:8 | eight GPUs of one island; also nvlink:2x4 |
+    | 8 | any eight, on as few islands as possible |
+    | 2x4 | four on each of two islands |
+    | 4+1 | four on one island, one on another; also 2x4+2 |
+    | nvlink:8 | eight GPUs on one island; also nvlink:2x4 |
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the text has none of these forms.
     """
     match = re.fullmatch(r"(nvlink:)?((?:\d+x)?\d+(?:\+(?:\d+x)?\d+)*)", text)
     islands: list[int] = []

@@ -1,9 +1,8 @@
-"""Where each setting comes from: default < configuration file < environment < flag.
+"""Sources for settings, in rising precedence: default, configuration file, environment, flag.
 
-A setting is a field of a dataclass in config.py; its name on every way in is
-the field's: key `max_queue`, variable `WEFT_MAX_QUEUE`, flag `--max-queue`. A
-name that no setting has is an error that suggests the nearest one. argv and
-the environment are handed in by cli.py, which alone reads them.
+A setting is a dataclass field in settings.py. All its names derive from the field's name: key
+`max_queue`, variable `WEFT_MAX_QUEUE`, flag `--max-queue`. An unknown name is an error that names
+the nearest known name. Only cli/ reads argv and the environment; it passes them in.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ SETTINGS: dict[str, Setting] = {
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A setting's value in force, and who set it, as the user would write it there."""
+    """One setting's effective value, with its source (a flag, variable, file key or default)."""
 
     value: Any
     source: str
 
 
 class Settings(dict[str, Value]):
-    """Every setting's value in force, by the setting's name."""
+    """Effective values by setting name."""
 
     def build(self, config: type[Config]) -> Config:
-        """The dataclass that the engine or the server is given."""
+        """Build the configuration dataclass for the engine or the server."""
         return config(**{setting.name: self[setting.name].value for setting in settings_of(config)})
 
     def without_secrets(self) -> Settings:
-        """As they may be shown."""
+        """Return a copy to show, with secrets replaced by "(set)"."""
         return Settings(
             {
                 name: Value("(set)", each.source)
@@ -60,15 +59,15 @@ class Settings(dict[str, Value]):
 def resolve(
     flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None = None
 ) -> Settings:
-    """Put the sources together.
+    """Combine the sources.
 
     Args:
-        flags: field name -> text or value, for the flags that were given.
-        environment: all of it; only names that begin with WEFT_ are looked at.
-        file: a TOML file; the one that WEFT_CONFIG names if not given.
+        flags: field name -> text or value, for the given flags.
+        environment: all environment variables. Only names with the prefix WEFT_ are used.
+        file: a TOML file; by default the one named by WEFT_CONFIG.
 
     Raises:
-        ConfigError: a name is unknown, a value cannot be, or the file cannot be read.
+        ConfigError: a name is unknown, a value is invalid, or the file cannot be read.
     """
     if file is None and FILE_VARIABLE in environment:
         file = Path(environment[FILE_VARIABLE])
@@ -80,7 +79,11 @@ def resolve(
 
 
 def from_arguments(arguments: Mapping[str, Any]) -> EngineConfig:
-    """The engine's settings from Python's keyword arguments; ConfigError as `resolve`."""
+    """Build the engine's settings from Python keyword arguments.
+
+    Raises:
+        ConfigError: a name is unknown, or a value is invalid.
+    """
     known = {setting.name: setting for setting in settings_of(EngineConfig)}
     for name in arguments:
         if name not in known:
@@ -119,7 +122,7 @@ def _from_environment(environment: Mapping[str, str]) -> Layer:
     if PREFIX + "SERVICE_HOST" in environment:
         raise ConfigError(
             "Kubernetes has set variables for a Service named weft (WEFT_SERVICE_HOST, WEFT_PORT), "
-            "which are taken for settings: give the pod enableServiceLinks: false"
+            "which weft would take for settings: set enableServiceLinks: false in the pod"
         )
     for variable, text in environment.items():
         if not variable.startswith(PREFIX) or variable == FILE_VARIABLE:
@@ -136,6 +139,6 @@ def _from_flags(flags: Mapping[str, Any]) -> Layer:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean ...?` when a known name is close."""
+    """Suggest the nearest known name, if there is one."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
     return f"; did you mean {near[0]}?" if near else "; see `weft config` for all"

@@ -273,7 +273,7 @@ def start_executor(
     Raises:
         WeftError: it cannot be loaded.
     """
-    elsewhere = any(share.machine for share in config.replica.slice)
+    elsewhere = any(part.node for part in config.replica.slice)
     several = config.world_size > 1 and not loading.uses_jax(config)
     if several or elsewhere or config.executor == "ray":
         if load_model is loading.load_model:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,7 +21,7 @@ import msgspec
 from weft.errors import ConfigError, WeftError
 from weft.serving.config.settings import EngineConfig, Replica
 from weft.serving.engine.protocol import Orders
-from weft.serving.executor.child_process import how_it_ended
+from weft.serving.executor.child_process import how_it_ended, python_module
 from weft.serving.executor.placement import Inventory, decided, map_slices
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ def share_out(config: EngineConfig, offers: Sequence[Inventory]) -> list[EngineC
         )
     cores = []
     for number, each in enumerate(slices):
-        engines = max([1, *(share.engines for share in each if share.machine == 0)])
+        engines = max([1, *(part.engines for part in each if part.node == 0)])
         memory = offers[0].memory // engines if engines > 1 else None
         cores.append(replace(config, replica=Replica(number, memory, engines, each)))
     return cores
@@ -86,9 +85,10 @@ class CoreProcess:
     @classmethod
     async def start(cls, config: EngineConfig, load_model: str, address: str) -> CoreProcess:
         """Start it; it connects to `address` as soon as it can."""
+        command, environment = python_module("weft.serving.engine.core")
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-P", "-m", "weft.serving.engine.core"),
+            *command,
+            env=environment,
             stdin=asyncio.subprocess.PIPE,
             stdout=2,  # stdout belongs to the parent's output; stray prints go to stderr
         )

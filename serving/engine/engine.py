@@ -421,17 +421,17 @@ class AsyncEngine:
                 check_ranks(config)  # before people are asked to start others
             self._pool = NodePool(config)
             on_spawned()
-            offers += await self._pool.offers()
+            offers += await self._pool.inventories()
             config = replace(config, node_token=self._pool.token)
         shares = share_out(config, offers)
         if self._pool is not None:
-            self._pool.deal(shares)
+            self._pool.assign(shares)
         return shares
 
     def _lend(self, number: int, port: int) -> None:
         """A core waits for machines at a port."""
         if self._pool is not None:
-            self._pool.lend(number, port)
+            self._pool.connect_nodes(number, port)
 
     async def _keep(self, number: int) -> None:
         """See a core through, and those that take its place."""
@@ -471,7 +471,7 @@ class AsyncEngine:
         """
         if core.status == "loading":
             if self._pool is not None:
-                core.config = await self._pool.until_whole(number)
+                core.config = await self._pool.wait_for_slice(number)
             patience = math.ceil(self.config.stall_timeout + SLOW_RELOAD * self._load_seconds)
             try:
                 async with asyncio.timeout(patience):

@@ -1,13 +1,13 @@
-"""What a rank's model runs on: its device, its kernels, and the memory that kernels share.
+"""Device, kernels and symmetric memory for a rank.
 
-| device | kernels | |
+| device | kernels | implementation |
 | --- | --- | --- |
-| CPU | plain | kernels for CPUs; collectives of gloo |
-| CPU | overlapped | Triton's interpreter; memory that processes share |
-| GPU | plain | Triton; collectives of NCCL |
+| CPU | plain | CPU kernels; gloo collectives |
+| CPU | overlapped | Triton's interpreter; shared memory between processes |
+| GPU | plain | Triton; NCCL collectives |
 | GPU | overlapped | Triton; peers' memory over NVLink or PCIe |
 
-A rank alone exchanges nothing, whatever its kernels are called.
+With a single rank neither kind exchanges anything.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
 
 
 def choose_kernels(config: EngineConfig, layout: Layout, device: torch.device) -> str:
-    """ "overlapped" or "plain", for a device.
+    """Choose the kernels for a device: "overlapped" or "plain".
 
-    auto is overlapped on GPUs where the ranks of each stage are on one machine and reach each
-    other's memory, wherever the layout can be.
+    auto chooses overlapped kernels on GPUs if the layout supports them, and if each stage has its
+    ranks on one node with access to each other's memory.
 
     Raises:
-        ConfigError: the device or the kernels cannot run what the settings say.
+        ConfigError: the device or the kernels do not support the settings.
     """
     gpu = device.type == "cuda"
     if (gpu or config.kernels == "overlapped") and config.quantization != "none":
         which = "on GPUs" if gpu else "with --kernels overlapped"
         raise ConfigError(
             f"--quantization is '{config.quantization}'; {which} it must be none, which computes "
-            "in --dtype. --device cpu --kernels plain has int8"
+            "in --dtype. int8 needs --device cpu --kernels plain"
         )
     if config.kernels == "plain" or not gpu:
         return "overlapped" if config.kernels == "overlapped" else "plain"
-    apart = _apart(config.replica.slice, layout)
+    apart = _out_of_reach(config.replica.slice, layout)
     if config.kernels == "overlapped":
         if apart:
             raise ConfigError(
@@ -60,21 +60,21 @@ def choose_kernels(config: EngineConfig, layout: Layout, device: torch.device) -
     return "overlapped" if layout.can_overlap and not apart else "plain"
 
 
-def _apart(slice: Slice, layout: Layout) -> str:
-    """Which GPUs of a stage cannot read and write each other's memory; nothing if all can.
+def _out_of_reach(slice: Slice, layout: Layout) -> str:
+    """Describe ranks in a stage without access to each other's memory; empty if there are none.
 
-    Of other machines' GPUs it is known only that those of a stage are on one machine.
+    GPUs on other nodes cannot be asked: there a stage's ranks only need a common node.
     """
     import torch
 
     size = layout.stage_size
-    places = [(share.machine, index) for share in slice for index in share.devices]
-    stages = [places[first : first + size] for first in range(0, len(places), size)]
+    locations = [(part.node, index) for part in slice for index in part.devices]
+    stages = [locations[first : first + size] for first in range(0, len(locations), size)]
     for stage in stages:
-        machines = sorted({machine for machine, _ in stage})
-        if len(machines) > 1:
-            where = ", ".join(f"GPU {index} of machine {machine}" for machine, index in stage)
-            return f"ranks that share a layer must be on one machine; they are on {where}"
+        nodes = sorted({node for node, _ in stage})
+        if len(nodes) > 1:
+            where = ", ".join(f"GPU {index} of node {node}" for node, index in stage)
+            return f"ranks that share a layer must be on one node; they are on {where}"
     gpus = [index for _, index in stages[layout.stage]] if stages else []
     for a, b in permutations(gpus, 2):
         if not torch.cuda.can_device_access_peer(a, b):
@@ -83,7 +83,10 @@ def _apart(slice: Slice, layout: Layout) -> str:
 
 
 def prepare_triton(device: torch.device) -> None:
-    """Before a kernel's module is imported: on a CPU they are interpreted."""
+    """Prepare Triton for a device; call this before any kernel module is imported.
+
+    On a CPU it installs the interpreter.
+    """
     if device.type == "cuda":
         import torch
 
@@ -100,24 +103,24 @@ def prepare_triton(device: torch.device) -> None:
 def symmetric_bytes(
     config: EngineConfig, spec: ModelSpec, layout: Layout, dtype: str, device: torch.device
 ) -> int:
-    """Bytes of a rank's symmetric memory, with overlapped kernels."""
+    """Count the bytes in a rank's symmetric memory for overlapped kernels."""
     import torch
 
     from weft.kernels.symmetric.counting import CountingHome
     from weft.models.torch.overlapped import Overlapped
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    of = [CountingHome(layout.stage_size, name)]
+    counters = [CountingHome(layout.stage_size, name)]
     if layout.cp > 1:
-        of.append(CountingHome(layout.cp, name))
-    most = config.max_num_batched_tokens
-    context_home = of[1] if layout.cp > 1 else None
-    Overlapped(of[0], context_home, spec, layout, getattr(torch, dtype), most)
-    return sum(home.nbytes for home in of)
+        counters.append(CountingHome(layout.cp, name))
+    context_home = counters[1] if layout.cp > 1 else None
+    max_tokens = config.max_num_batched_tokens
+    Overlapped(counters[0], context_home, spec, layout, getattr(torch, dtype), max_tokens)
+    return sum(home.nbytes for home in counters)
 
 
 def recorded_requests(config: EngineConfig, layout: Layout) -> int:
-    """Requests of the largest step that is recorded as a CUDA graph; 0 if none is."""
+    """Return the requests in the largest step recorded as a CUDA graph; 0 without graphs."""
     if not config.cuda_graphs:
         return 0
     from weft.models.torch.graphs import buckets
@@ -127,25 +130,36 @@ def recorded_requests(config: EngineConfig, layout: Layout) -> int:
 
 
 def require_same(store: Store, rank: int, world_size: int, mine: str) -> None:
-    """Refuse ranks of different kinds, which auto may choose on machines that differ.
+    """Check that all ranks have the same device type and kernels.
+
+    auto may choose differently on different nodes.
+
+    Args:
+        store: store through which the ranks compare.
+        rank, world_size: this rank, and the number of ranks.
+        mine: this rank's device type and kernels, in words.
 
     Raises:
-        ConfigError: on every rank.
+        ConfigError: they differ. Every rank raises it.
     """
     from weft.kernels.symmetric.memory import exchange_through
 
     found = exchange_through(store, rank, world_size, "device", mine)
     if len(set(found)) > 1:
         by_rank = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(found))
-        raise ConfigError(f"ranks must be alike; set --device and --kernels. {by_rank}")
+        raise ConfigError(f"ranks differ; set --device and --kernels. {by_rank}")
 
 
 def homes(
     layout: Layout, device: torch.device, kernels: str, groups: Groups, store: Store | None
 ) -> tuple[Home, Home | None]:
-    """Where Triton kernels find others of the stage, and those that share KV heads, if any do.
+    """Create a rank's symmetric memory, through which Triton kernels reach other ranks.
 
-    With plain kernels, or one rank, that is this rank alone.
+    With plain kernels, or with one rank, it contains this rank only.
+
+    Returns:
+        the memory shared by the ranks of the stage, and the memory shared by the ranks with the
+        same KV heads (None without context parallelism).
     """
     from weft.kernels.symmetric.p2p import P2pHome
     from weft.kernels.symmetric.shared import SharedHome

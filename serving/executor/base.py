@@ -1,4 +1,4 @@
-"""What carries steps to the model runner, or to all its ranks."""
+"""Interface between the engine and the ranks."""
 
 from __future__ import annotations
 
@@ -10,39 +10,42 @@ from weft.serving.executor.loading import ModelInfo
 
 
 class Pending(Protocol):
-    """What a step is going to produce; a concurrent.futures.Future is one."""
+    """A step's future output. A concurrent.futures.Future is one."""
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What a runner has raised, or why no runner can run the step.
+        """Wait for the step; return its error, or None on success.
 
         Args:
-            timeout: seconds to wait for the step.
+            timeout: maximum seconds to wait.
 
         Raises:
-            TimeoutError: it is not done yet.
+            TimeoutError: the step is still running.
         """
 
     def result(self, timeout: float | None = None) -> Result:
-        """What the step has produced; raises what `exception` gives."""
+        """Wait for the step and return its output; raise its error, if any."""
 
 
 class Executor(Protocol):
-    """Runs steps in the order in which they are submitted. One thread alone uses it.
+    """Runner for steps, in submission order. Only one thread may use it.
 
     Attributes:
-        model: what has been loaded.
+        model: properties of the loaded model.
     """
 
     model: ModelInfo
 
     def submit(self, step: Step) -> Pending:
-        """Queue a step."""
+        """Queue a step and return a future for its output."""
 
     def check(self) -> WeftError | None:
-        """Why no step can run any more. To be asked now and then while no step is awaited."""
+        """Return the error behind the failure of all further steps, or None.
+
+        Call this regularly while no step is running.
+        """
 
     def rank_seconds(self) -> tuple[float, ...]:
-        """Seconds that each rank has spent in steps so far; empty where there is one rank."""
+        """Return each rank's seconds in steps so far; empty with a single rank."""
 
     def close(self) -> None:
-        """Drop steps that have not begun, wait for the one that has, release the model."""
+        """Drop queued steps, wait for the running one, and release the model."""

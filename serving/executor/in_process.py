@@ -1,8 +1,8 @@
-"""One runner in this process, in a thread of its own.
+"""A single model runner in this process, on its own thread.
 
-The thread loads the model, warms it up and runs every step: what a library
-keeps per thread (its own worker threads above all) is made once. Where devices
-work on their own, it begins steps, and a second thread waits for them.
+One thread loads the model, warms it up and runs every step, so per-thread library state (such as
+worker pools) is created only once. On devices that run asynchronously this thread dispatches
+steps, and a second thread waits for their output.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from weft.serving.executor.loading import LoadedModel
 
 
 class InProcessExecutor:
-    """Owns a runner.
+    """Executor with one runner; see `Executor`.
 
     Args:
-        load: makes the runner, ready for its first step; what it raises is raised here.
+        load: creates the runner, ready for its first step. Its exceptions are raised here.
 
     Attributes:
-        model: what has been loaded.
+        model: properties of the loaded model.
     """
 
     def __init__(self, load: Callable[[], LoadedModel]) -> None:
@@ -35,29 +35,29 @@ class InProcessExecutor:
         self._runner, self.model = loaded.runner, loaded.info
         runner = self._runner
         self._dispatch = runner.dispatch if isinstance(runner, DispatchingRunner) else None
-        self._waiting = ThreadPoolExecutor(1, thread_name_prefix="weft-readback")
+        self._readback = ThreadPoolExecutor(1, thread_name_prefix="weft-readback")
 
     def submit(self, step: Step) -> Future[Result]:
-        """See `Executor.submit`; of one copy of attention."""
+        """See `Executor.submit`. The step has the input of one attention copy."""
         (batch,) = step
         assert batch is not None
         runner = self._runner
         if self._dispatch is None:
             return self._thread.submit(lambda: (runner.step(batch),))
-        begun = self._thread.submit(self._dispatch, batch)
-        return self._waiting.submit(lambda: (begun.result()(),))
+        dispatched = self._thread.submit(self._dispatch, batch)
+        return self._readback.submit(lambda: (dispatched.result()(),))
 
     def check(self) -> WeftError | None:
-        """None; what a step raises is in its future."""
+        """Return None: a step's future holds its exception."""
         return None
 
     def rank_seconds(self) -> tuple[float, ...]:
-        """None: of one rank the steps say it."""
+        """Return (): the engine times the steps of a single rank itself."""
         return ()
 
     def close(self) -> None:
         """See `Executor.close`."""
-        self._waiting.shutdown(wait=False, cancel_futures=True)
+        self._readback.shutdown(wait=False, cancel_futures=True)
         self._thread.shutdown(cancel_futures=True)
-        self._waiting.shutdown()
+        self._readback.shutdown()
         self._runner.close()

@@ -1,6 +1,6 @@
-"""From settings to a model on the devices of jax: see loading.py, of which this is the one branch.
+"""Loading a model onto jax devices; loading.py calls this for `--backend jax`.
 
-One process has all devices of a machine; --tp and --ep are of the mesh of all processes.
+One process owns all devices on a node. --tp and --ep describe the mesh over all processes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from weft.errors import ConfigError
 from weft.models.spec.spec import ModelSpec
 from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.loading import (
-    ALONE,
     LINE_EVERY,
     RANK_TIMEOUT,
+    SINGLE_RANK,
     LoadedModel,
     ModelInfo,
-    Place,
     Progress,
+    RankContext,
     compute_dtype,
     context_length,
 )
@@ -40,18 +40,20 @@ ONLY: dict[str, object] = {
     "pp": 1,
     "quantization": "none",
 }
-"""What these settings must be: there is no other way yet."""
+"""The only values that the jax backend supports for these settings."""
 
 logger = logging.getLogger(__name__)
 
 
-def load_jax_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -> LoadedModel:
-    """Load the checkpoint that the settings name onto the devices of jax, and compile its steps.
+def load_jax_model(
+    config: EngineConfig, progress: Progress, context: RankContext = SINGLE_RANK
+) -> LoadedModel:
+    """Load the checkpoint onto jax devices and compile its steps.
 
-    Each process reads what its devices have.
+    Each process reads only the parts for its own devices.
 
     Raises:
-        ConfigError: a setting does not suit the model or jax, or it does not fit in memory.
+        ConfigError: a setting does not suit the model or jax, or the model does not fit in memory.
         ModelError: the checkpoint cannot be found, understood or loaded.
     """
     from weft.models.checkpoint.locate import locate, read_spec
@@ -63,24 +65,26 @@ def load_jax_model(config: EngineConfig, progress: Progress, place: Place = ALON
     check_layout(spec, config.tp, config.ep)
     max_model_len = context_length(config, spec)
     dtype = compute_dtype(config, spec)
-    devices = _devices(config, place)
+    devices = _devices(config, context)
     if config.kernels == "overlapped" and devices[0].platform == "cpu":
-        logger.warning("--kernels overlapped: interpreted on a CPU, which takes seconds a step")
+        logger.warning(
+            "--kernels overlapped: on CPUs kernels are interpreted; a step takes seconds"
+        )
     ledger = _plan(config, spec, dtype, max_model_len)
     from weft.models.jax.distributed import least
     from weft.models.jax.runner import JaxRunner
 
-    if place.world_size > 1:
+    if context.world_size > 1:
         ledger = ledger.with_blocks(least(ledger.num_blocks, RANK_TIMEOUT))
-    speaks = place.rank == config.replica.number == 0
-    if speaks:
-        whose = f" of each of {config.tp} devices" if config.tp > 1 else ""
-        whose += f" of each of {config.dp} engine cores" if config.dp > 1 else ""
-        logger.info("memory%s (%s)\n%s", whose, devices[0].device_kind, ledger.render())
-    with show_compiling() if speaks else nullcontext(_silent) as show:
+    is_first = context.rank == config.replica.number == 0
+    if is_first:
+        scope = f" of each of {config.tp} devices" if config.tp > 1 else ""
+        scope += f" of each of {config.dp} engine cores" if config.dp > 1 else ""
+        logger.info("memory%s (%s)\n%s", scope, devices[0].device_kind, ledger.render())
+    with show_compiling() if is_first else nullcontext(_silent) as show:
 
         def compiling(name: str, done: int, total: int) -> None:
-            place.count_exchange(True)  # for this rank gets on; all compile the same
+            context.count_exchange(True)  # counts as progress; all ranks compile the same programs
             show(name, done, total)
 
         runner = JaxRunner.load(
@@ -103,50 +107,50 @@ def load_jax_model(config: EngineConfig, progress: Progress, place: Place = ALON
     return LoadedModel(runner, info)
 
 
-def _devices(config: EngineConfig, place: Place) -> list[Any]:
-    """Of all processes, in the order of the mesh; this one's are here from now on.
+def _devices(config: EngineConfig, context: RankContext) -> list[Any]:
+    """Connect to the other processes; return all devices in mesh order.
 
     Raises:
-        ConfigError: there are not those that the resource manager counted.
+        ConfigError: the number of devices differs from --tp.
     """
     from weft.models.jax import platform
 
-    own = place.own_devices(config)
+    own = context.own_devices(config)
     platform.prepare(
         len(own),
         config.device,
-        own_process=place.world_size > 1,
+        own_process=context.world_size > 1,
         interpreting=config.kernels == "overlapped",
     )
     if config.dp > 1 and kind_of(config) == "tpu":
         platform.keep_to(own)
-    if place.world_size == 1:
+    if context.world_size == 1:
         devices = platform.devices(config.tp)
     else:
         from weft.models.jax.distributed import meet
 
         devices = meet(
-            place.rank,
-            place.world_size,
-            place.find_port,
+            context.rank,
+            context.world_size,
+            context.rendezvous_port,
             RANK_TIMEOUT,
-            host=place.host,
-            address=place.address,
+            host=context.rendezvous_host,
+            address=context.address,
         )
         if len(devices) != config.tp:
             raise ConfigError(
-                f"--tp is {config.tp}; the machines have {len(devices)} devices together, and of "
-                "several machines all must be used"
+                f"--tp is {config.tp}; with several nodes it must be the number of their devices, "
+                f"{len(devices)}"
             )
     platform.keep_compiled(cache_folder(config))
     return devices
 
 
 def check_settings(config: EngineConfig) -> None:
-    """Refuse settings that jax's executor does not know.
+    """Check that the jax backend supports the settings.
 
     Raises:
-        ConfigError: naming the first of them.
+        ConfigError: it does not support the named one.
     """
     for name, only in ONLY.items():
         if (value := getattr(config, name)) != only:
@@ -159,27 +163,27 @@ def check_settings(config: EngineConfig) -> None:
         )
     if config.dp > 1 and len(config.replica.slice) > 1 and kind_of(config) == "tpu":
         raise ConfigError(
-            f"--dp is {config.dp} and an engine has TPUs of {len(config.replica.slice)} machines; "
-            "it must be 1, or --devices such that each engine is on one machine"
+            f"--dp is {config.dp} and an engine has TPUs on {len(config.replica.slice)} nodes; "
+            "set --dp 1, or choose --devices so that each engine is on one node"
         )
 
 
 def cache_folder(config: EngineConfig) -> Path:
-    """Where compiled programs are kept."""
+    """Return the cache folder for compiled programs."""
     if config.compile_cache is not None:
         return Path(config.compile_cache).expanduser()
     return Path.home() / ".cache" / "weft" / "jax"
 
 
 def state_bytes(spec: ModelSpec, max_num_seqs: int, tp: int) -> int:
-    """Bytes of a device's part of the sampler's state (models/jax/sampler.py)."""
+    """Return the bytes that the sampler's state takes on one device (models/jax/sampler.py)."""
     from weft.models.memory.activations import padded_numbers
 
     return 2 * 4 * padded_numbers(max_num_seqs, -(-spec.vocab_size // tp))
 
 
 def _plan(config: EngineConfig, spec: ModelSpec, dtype: str, max_model_len: int) -> Ledger:
-    """Where the memory goes of each device of this process."""
+    """Compute the memory ledger for each device of this process."""
     import jax
 
     from weft.models.memory.activations import jax_activations
@@ -209,12 +213,12 @@ def _plan(config: EngineConfig, spec: ModelSpec, dtype: str, max_model_len: int)
 
 
 def _silent(name: str, done: int, total: int) -> None:
-    """Shows nothing."""
+    """Show nothing."""
 
 
 @contextmanager
 def show_compiling() -> Iterator[CompileProgress]:
-    """Shows on stderr how many programs are compiled: a bar, or lines in a log file."""
+    """Show on stderr how many programs are compiled: a bar on a terminal, else log lines."""
     if not sys.stderr.isatty():
         yield _lines()
         return

@@ -1,7 +1,7 @@
-"""From settings to a model that is loaded, warm, and has its KV cache.
+"""Loading a model from the settings: weights, KV cache and warm-up.
 
-The memory ledger is printed before anything is loaded, so that a model that
-does not fit is refused at once, with the flag to change.
+The memory ledger is printed before anything is loaded. A model that does not fit is refused at
+once, with an error naming the flag to change.
 """
 
 from __future__ import annotations
@@ -32,27 +32,30 @@ from weft.serving.executor.backend import (
     symmetric_bytes,
 )
 
-LINE_EVERY = 10.0  # seconds between two lines of a log
+LINE_EVERY = 10.0  # seconds between two log lines
 
 LOOPBACK = "127.0.0.1"
-"""Where ranks meet that are all on one machine."""
+"""Rendezvous address if all ranks are on one node."""
 
 RANK_TIMEOUT = 1800.0
-"""Seconds that a rank waits for another: one may load for longer than the rest, or be paused with
-them all. In a step the executor sees much earlier that a rank is stuck."""
+"""Seconds that a rank waits for another one.
+
+A rank may load longer than the rest, or the whole machine may be paused. During a step the executor
+notices a stuck rank much earlier.
+"""
 
 Progress = Callable[[int, int], None]
-"""Told how much is done, and how much there is in all."""
+"""Callback with the amount done and the total amount."""
 
 logger = logging.getLogger(__name__)
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What the engine must know of a model that is loaded.
+    """Loaded model's properties, for the engine.
 
     Attributes:
-        num_blocks: of the KV cache of each copy of attention.
-        dtype: that it computes in.
+        num_blocks: number of KV cache blocks for each attention copy.
+        dtype: compute type.
     """
 
     num_blocks: int
@@ -64,51 +67,53 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A runner that is ready for its first step, of a model or of one rank's part."""
+    """A runner, ready for its first step, with a whole model or one rank's part."""
 
     runner: ModelRunner
     info: ModelInfo
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Which rank this process is.
+class RankContext:
+    """This process's rank, and how it reaches the other ranks.
 
     Attributes:
-        rank, world_size: its number, and how many there are.
-        find_port: tells where ranks meet: called with the port by the first, which has opened it,
-            and with None by the others.
-        count_exchange: called when this rank comes to an exchange with others, and told whether
-            that is with all of them.
-        on_machine: ranks that share this machine's memory and cores.
-        host, address: of the first rank's machine and of this one, for the ranks to meet.
-        devices: of this rank, on its machine (see resources.py); none of one that is alone, which
-            has its engine's.
+        rank, world_size: number of this rank, and number of ranks.
+        rendezvous_port: exchanges the port where the ranks meet. Rank 0 passes the port that it
+            has opened; the others pass None and get that port.
+        count_exchange: callback for each exchange with other ranks; its argument tells whether
+            all ranks take part.
+        ranks_on_node: number of ranks that share the memory and the cores of this node.
+        rendezvous_host, address: addresses of rank 0's node and of this node.
+        devices: devices of this rank on its node (see placement.py). A single rank has none here
+            and uses those of its engine.
     """
 
     rank: int = 0
     world_size: int = 1
-    find_port: Callable[[int | None], int] = lambda own: own or 0
+    rendezvous_port: Callable[[int | None], int] = lambda own: own or 0
     count_exchange: Callable[[bool], None] = lambda of_all: None
-    on_machine: int = 1
-    host: str = LOOPBACK
+    ranks_on_node: int = 1
+    rendezvous_host: str = LOOPBACK
     address: str = LOOPBACK
     devices: RankDevices = ()
 
     def own_devices(self, config: EngineConfig) -> RankDevices:
-        """Devices of this rank, by index."""
-        slice = (index for share in config.replica.slice for index in share.devices)
+        """Return the indexes of this rank's devices."""
+        slice = (index for part in config.replica.slice for index in part.devices)
         return self.devices or tuple(slice) or tuple(range(config.world_size))
 
 
-ALONE = Place()
+SINGLE_RANK = RankContext()
 
 
-def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -> LoadedModel:
-    """Load the checkpoint that the settings name, or this rank's part of it.
+def load_model(
+    config: EngineConfig, progress: Progress, context: RankContext = SINGLE_RANK
+) -> LoadedModel:
+    """Load the checkpoint, or only this rank's part.
 
     Raises:
-        ConfigError: a setting does not suit the model, or it does not fit in memory.
+        ConfigError: a setting does not suit the model, or the model does not fit in memory.
         ModelError: the checkpoint cannot be found, understood or loaded.
     """
     from weft.models.checkpoint.locate import locate, read_spec
@@ -123,15 +128,15 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
     if uses_jax(config):
         from weft.serving.executor.jax_loading import load_jax_model
 
-        return load_jax_model(config, progress, place)
+        return load_jax_model(config, progress, context)
     path = locate(config.model)
     spec = read_spec(path)
     max_model_len = context_length(config, spec)
     dtype = compute_dtype(config, spec)
     overlapped = config.kernels == "overlapped"
     check_layout(spec, config.tp, config.ep, config.cp, config.pp, overlapped=overlapped)
-    layout = Layout(config.tp, config.ep, place.rank, config.cp, config.pp)
-    device = choose_device(config.device, place.own_devices(config)[0])
+    layout = Layout(config.tp, config.ep, context.rank, config.cp, config.pp)
+    device = choose_device(config.device, context.own_devices(config)[0])
     kernels = choose_kernels(config, layout, device)
     triton = kernels == "overlapped" or device.type == "cuda"
     interpreted = triton and device.type == "cpu"
@@ -143,24 +148,24 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         if device.type == "cuda":
             recorded = recorded_requests(config, layout)
     store = None
-    if place.world_size > 1:
+    if context.world_size > 1:
         store = meet(
-            place.rank,
-            place.world_size,
-            place.find_port,
+            context.rank,
+            context.world_size,
+            context.rendezvous_port,
             timeout=RANK_TIMEOUT,
-            host=place.host,
-            address=place.address,
+            host=context.rendezvous_host,
+            address=context.address,
         )
-        require_same(store, place.rank, place.world_size, f"{device.type}, --kernels {kernels}")
-    groups = split(layout, place.count_exchange, device, RANK_TIMEOUT)
-    # After the ranks have met: what NCCL takes for its groups is no longer free then.
+        require_same(store, context.rank, context.world_size, f"{device.type}, --kernels {kernels}")
+    groups = split(layout, context.count_exchange, device, RANK_TIMEOUT)
+    # Measured after the ranks have met, since NCCL's groups take memory, too.
     if device.type == "cuda":
         free = free_memory(device)
     elif config.replica.memory is None:
-        free = available_memory() // place.on_machine
+        free = available_memory() // context.ranks_on_node
     else:
-        free = config.replica.memory // place.on_machine
+        free = config.replica.memory // context.ranks_on_node
     ledger = MemoryPlan(
         spec=layout.local(spec),
         dtype=dtype,
@@ -178,14 +183,16 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         buffers=buffers,
         recorded=recorded,
     ).ledger()
-    if interpreted and place.rank == config.replica.number == 0:
-        logger.warning("--kernels overlapped: interpreted on a CPU, which takes seconds a step")
+    if interpreted and context.rank == config.replica.number == 0:
+        logger.warning(
+            "--kernels overlapped: on CPUs kernels are interpreted; a step takes seconds"
+        )
     ledger = ledger.with_blocks(groups.least(ledger.num_blocks))
-    if place.rank % layout.stage_size == config.replica.number == 0:
-        whose = f" of each of {layout.stage_size} ranks" if layout.stage_size > 1 else ""
-        whose += f" of stage {layout.stage}" if layout.pp > 1 else ""
-        whose += f" of each of {config.dp} engine cores" if config.dp > 1 else ""
-        logger.info("memory%s\n%s", whose, ledger.render())
+    if context.rank % layout.stage_size == config.replica.number == 0:
+        scope = f" of each of {layout.stage_size} ranks" if layout.stage_size > 1 else ""
+        scope += f" of stage {layout.stage}" if layout.pp > 1 else ""
+        scope += f" of each of {config.dp} engine cores" if config.dp > 1 else ""
+        logger.info("memory%s\n%s", scope, ledger.render())
     home = context_home = None
     if triton:
         home, context_home = homes(layout, device, kernels, groups, store)
@@ -199,7 +206,7 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         max_model_len=max_model_len,
         quantization=config.quantization,
         compress_weights=config.compress_weights,
-        threads=_threads(config.threads, place.on_machine * config.replica.engines),
+        threads=_threads(config.threads, context.ranks_on_node * config.replica.engines),
         progress=progress,
         layout=layout,
         groups=groups,
@@ -208,7 +215,7 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         cuda_graphs=config.cuda_graphs,
     )
     runner.allocate_kv_cache(ledger.num_blocks)
-    if interpreted and place.rank == 0:
+    if interpreted and context.rank == 0:
         logger.info("warming up: a short prompt")
         runner = SlowRunner(runner)
     runner.warm_up()
@@ -217,7 +224,7 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
 
 
 class SlowRunner:
-    """A runner that says every ten seconds how far it is. A ModelRunner."""
+    """ModelRunner with a progress log line every ten seconds."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -228,7 +235,7 @@ class SlowRunner:
         self.close = runner.close
 
     def warm_up(self) -> None:
-        """See ModelRunner; tells how long it took."""
+        """See ModelRunner. Logs the duration."""
         begin = time.monotonic()
         self._runner.warm_up()
         logger.info("warm after %.1f s", time.monotonic() - begin)
@@ -244,17 +251,19 @@ class SlowRunner:
 
 
 def _threads(threads: int | None, ranks: int) -> int | None:
-    """Each rank's share of the model's threads, or of the cores; as torch likes for one alone."""
+    """Return the threads per rank; None lets torch decide for a single rank."""
     if ranks == 1:
         return threads
     return max(1, (threads or len(os.sched_getaffinity(0))) // ranks)
 
 
 def check_ranks(config: EngineConfig) -> None:
-    """Refuse what the model cannot be split over, by its config.json, or its backend cannot run.
+    """Check that the backend supports the settings and that the ranks can share the model.
+
+    This reads only the model's config.json.
 
     Raises:
-        ConfigError: naming the sizes that work.
+        ConfigError: the settings cannot work. The message names the sizes that do.
         ModelError: the checkpoint cannot be found or understood.
     """
     from weft.models.checkpoint.locate import locate, read_spec
@@ -266,8 +275,7 @@ def check_ranks(config: EngineConfig) -> None:
         check_settings(config)
     elif config.kernels == "overlapped" and importlib.util.find_spec("triton") is None:
         raise ConfigError(
-            "--kernels is overlapped; that needs triton, which runs the kernels: "
-            "pip install 'triton>=3.6'"
+            "--kernels is overlapped; the kernels need triton: pip install 'triton>=3.6'"
         )
     spec = read_spec(locate(config.model))
     overlapped = config.kernels == "overlapped"
@@ -275,7 +283,7 @@ def check_ranks(config: EngineConfig) -> None:
 
 
 def uses_jax(config: EngineConfig) -> bool:
-    """Whether jax runs the model: if asked to, or where it finds TPUs."""
+    """Return whether jax runs the model: on request, or because it finds TPUs."""
     from weft.models.jax.platform import count_tpus
 
     if config.backend == "auto" and config.device in ("auto", "tpu"):
@@ -284,7 +292,7 @@ def uses_jax(config: EngineConfig) -> bool:
 
 
 def compute_dtype(config: EngineConfig, spec: ModelSpec) -> str:
-    """The dtype to compute in; said where it is not the checkpoint's."""
+    """Return the compute type; log it if it differs from the checkpoint's."""
     dtype = spec.compute_dtype(config.dtype)
     if config.dtype == "auto" and dtype != spec.dtype:
         logger.info("%s is stored in %s and computed in %s", config.model, spec.dtype, dtype)
@@ -292,7 +300,11 @@ def compute_dtype(config: EngineConfig, spec: ModelSpec) -> str:
 
 
 def context_length(config: EngineConfig, spec: ModelSpec) -> int:
-    """Most tokens of a request; ConfigError when more are asked for than the model has."""
+    """Return the maximum number of tokens in a request.
+
+    Raises:
+        ConfigError: `max_model_len` exceeds the model's context.
+    """
     if config.max_model_len is None:
         return spec.max_model_len
     if config.max_model_len > spec.max_model_len:
@@ -305,7 +317,7 @@ def context_length(config: EngineConfig, spec: ModelSpec) -> int:
 
 @contextmanager
 def show_progress(title: str) -> Iterator[Progress]:
-    """Shows on stderr how far something of so many bytes is: a bar, or lines in a log file."""
+    """Show progress in bytes on stderr: a bar on a terminal, else log lines."""
     if not sys.stderr.isatty():
         yield _lines(title)
         return
@@ -326,7 +338,7 @@ def _lines(title: str) -> Progress:
 
     def progress(done: int, total: int) -> None:
         nonlocal last
-        if last is None:  # what came before, such as imports, is not told
+        if last is None:  # imports and the like came before
             last = time.monotonic()
         if time.monotonic() - last >= LINE_EVERY:
             last = time.monotonic()

@@ -1,8 +1,8 @@
-"""The ranks of one machine, as the controller of all ranks sees them.
+"""The ranks of one node, as seen by the controller of all ranks.
 
-`LocalNode` are processes here, which read their steps from a board (board.py) and say on a
-socket each what they have to say. remote.py has those of another machine, whose agent
-(agent.py) owns a LocalMachine there.
+A `LocalNode` starts rank processes on this machine. They read steps from a ring (step_ring.py) and
+report over one socket each. A `RemoteNode` (nodes/remote.py) stands for the ranks of another
+machine, where an agent (nodes/agent.py) owns a LocalNode.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,27 +20,27 @@ import msgspec
 
 from weft.serving.config.settings import EngineConfig
 from weft.serving.config.slices import RankDevices
-from weft.serving.executor.child_process import how_it_ended
+from weft.serving.executor.child_process import how_it_ended, python_module
 from weft.serving.executor.loading import LOOPBACK
 from weft.serving.executor.nodes.link import read
-from weft.serving.executor.rank_messages import FromRank, decode_said
+from weft.serving.executor.rank_messages import FromRank, decode_rank_message
 from weft.serving.executor.rank_process import RankOrders
 from weft.serving.executor.step_ring import Int64, StepRing
 
 EXIT_GRACE = 1.0
-"""Seconds for the process of a rank that has hung up to be gone."""
+"""Maximum seconds between the end of a rank's socket and the end of its process."""
 
 
 class Node(Protocol):
-    """The ranks of one machine.
+    """The ranks of one node.
 
     Attributes:
-        ranks: their numbers.
-        pids: of their processes.
-        counters: int64 [COUNTERS, ranks]; as of Board.
-        channels: sockets that can be read when there is something to receive.
-        where: its name and address; empty of the controller's own.
-        lost: why nothing more can be known of the machine.
+        ranks: numbers of the ranks.
+        pids: process ids of the ranks.
+        counters: int64 [COUNTERS, ranks]; see StepRing.
+        channels: sockets that become readable when there is something to receive.
+        where: name and address of the node; empty for the controller's own node.
+        lost: reason why the node counts as lost, or None.
     """
 
     ranks: range
@@ -52,56 +51,60 @@ class Node(Protocol):
     lost: str | None
 
     def receive(self, channel: socket.socket) -> tuple[int, FromRank | None] | None:
-        """What a rank says, with its number; None instead if it has ended.
+        """Receive from a channel: a rank's number, and its message or None if it has ended.
 
-        A channel that has ended is taken from `channels`. None if what has come says nothing
-        of a rank. A machine that is lost ends with its first rank.
+        Returns None if the received message does not concern a single rank. A closed channel is
+        removed from `channels`. A lost node reports the end of its first rank.
         """
 
     def check(self, pause: float) -> tuple[int, FromRank | None] | None:
-        """As `receive`, when nothing has come; this process did not run for `pause` seconds."""
+        """Check for timeouts when nothing was received; returns as `receive` does.
 
-    def meet(self, port: int) -> None:
-        """Tell the ranks where the first of all has opened a meeting place."""
+        Args:
+            pause: seconds in which this process did not run, to be forgiven.
+        """
+
+    def set_rendezvous(self, port: int) -> None:
+        """Tell the ranks the port that rank 0 has opened for the rendezvous."""
 
     def has_room(self, step: int) -> bool:
-        """Whether step `step` may be put."""
+        """Return whether step `step` can be put now."""
 
     def put(self, step: int, data: bytes) -> None:
-        """Give a step to all ranks."""
+        """Give an encoded step to all ranks."""
 
     def name(self, rank: int) -> str:
-        """Which process a rank is, in words."""
+        """Describe a rank's process in words."""
 
     def is_stopped(self, rank: int) -> bool:
-        """Whether somebody has stopped it (SIGSTOP, a debugger)."""
+        """Return whether a rank's process is stopped (by SIGSTOP or a debugger)."""
 
     def how_ended(self, rank: int) -> str:
-        """How a rank has ended, in words that follow its name."""
+        """Describe how a rank ended, as a verb phrase."""
 
     def dump(self) -> None:
-        """Have all ranks write their stacks to stderr, and end."""
+        """Make all ranks write their stacks to stderr and end."""
 
     def hang_up(self, grace: float) -> None:
-        """Let the ranks end once they have run what they were given, within so many seconds."""
+        """Let the ranks finish their steps and end, within `grace` seconds."""
 
     def wait(self, deadline: float) -> None:
-        """Wait for them until then, by time.monotonic(), and kill those that are left."""
+        """Wait for the ranks until `deadline` (time.monotonic()), then kill the rest."""
 
     def release(self) -> None:
-        """Give back what is held; the ranks have ended."""
+        """Release all resources. The ranks have ended."""
 
 
 class LocalNode:
-    """Owns processes of this machine, and their board; see Machine.
+    """Rank processes on this machine, with their step ring; see Node.
 
     Args:
-        config: of the engine.
+        config: settings of the engine.
         load_model: "module:function" that loads a rank's part of the model.
         ranks: numbers of the ranks.
-        world_size: how many there are on all machines.
-        host, address: of the first rank's machine and of this one, for the ranks to meet.
-        devices: of each rank; else one each, the machine's first ones.
+        world_size: number of ranks on all nodes.
+        rendezvous_host, address: addresses of rank 0's node and of this node; see RankContext.
+        devices: devices for each rank; by default one each, starting with the first.
     """
 
     where = ""
@@ -114,33 +117,34 @@ class LocalNode:
         ranks: range,
         world_size: int,
         *,
-        host: str = LOOPBACK,
+        rendezvous_host: str = LOOPBACK,
         address: str = LOOPBACK,
         devices: Sequence[RankDevices] = (),
     ) -> None:
         self.ranks = ranks
-        self._board = StepRing(len(ranks), stages=config.pp)
-        self.counters = self._board.counters
+        self._ring = StepRing(len(ranks), stages=config.pp)
+        self.counters = self._ring.counters
         self._ranks: list[_Rank] = []
         try:
             stage_size = world_size // config.pp
             devices = devices or [(index,) for index in range(len(ranks))]
             for number, own in zip(ranks, devices, strict=True):
-                copy, place = divmod(number % stage_size, stage_size // config.copies)
+                copy, rank_in_copy = divmod(number % stage_size, stage_size // config.copies)
+                in_last_stage = number >= world_size - stage_size
                 orders = RankOrders(
                     config,
                     load_model,
                     number,
                     world_size,
                     copy=copy,
-                    answers=place == 0 and number >= world_size - stage_size,
-                    first=ranks[0],
-                    on_machine=len(ranks),
-                    host=host,
+                    sends_output=rank_in_copy == 0 and in_last_stage,
+                    first_on_node=ranks[0],
+                    ranks_on_node=len(ranks),
+                    rendezvous_host=rendezvous_host,
                     address=address,
                     devices=own,
                 )
-                self._ranks.append(_Rank.start(orders, self._board))
+                self._ranks.append(_Rank.start(orders, self._ring))
         except BaseException:
             self.wait(0.0)
             self.release()
@@ -151,10 +155,10 @@ class LocalNode:
 
     def receive(self, channel: socket.socket) -> tuple[int, FromRank | None] | None:
         number, data = self.receive_bytes(channel)
-        return number, None if data is None else decode_said(data)
+        return number, None if data is None else decode_rank_message(data)
 
     def receive_bytes(self, channel: socket.socket) -> tuple[int, bytes | None]:
-        """As `receive`, not decoded."""
+        """Receive as `receive` does, without decoding."""
         rank = self._by_channel[channel]
         header = read(channel, 8)
         data = read(channel, int.from_bytes(header, "little")) if header else b""
@@ -165,17 +169,17 @@ class LocalNode:
     def check(self, pause: float) -> tuple[int, FromRank | None] | None:
         return None
 
-    def meet(self, port: int) -> None:
+    def set_rendezvous(self, port: int) -> None:
         for rank in self._ranks:
             if rank.number:
-                with suppress(OSError):  # it is gone, and what it has said comes next
+                with suppress(OSError):  # the rank has ended; its last message comes next
                     rank.channel.sendall(port.to_bytes(8, "little"))
 
     def has_room(self, step: int) -> bool:
-        return self._board.has_room(step)
+        return self._ring.has_room(step)
 
     def put(self, step: int, data: bytes) -> None:
-        self._board.write(step, data)
+        self._ring.write(step, data)
         for rank in self._ranks:
             rank.wake()
 
@@ -183,7 +187,7 @@ class LocalNode:
         return f"rank {rank} (process {self._process(rank).pid})"
 
     def is_stopped(self, rank: int) -> bool:
-        with suppress(OSError):  # it is gone
+        with suppress(OSError):  # the process has ended
             status = Path(f"/proc/{self._process(rank).pid}/status").read_text()
             return "\nState:\tT" in status or "\nState:\tt" in status
         return False
@@ -213,7 +217,7 @@ class LocalNode:
             rank.process.wait()
 
     def release(self) -> None:
-        self._board.close()
+        self._ring.close()
         for rank in self._ranks:
             rank.channel.close()
             if rank.process.stdin is not None:
@@ -224,7 +228,7 @@ class LocalNode:
 
 
 class _Rank:
-    """A rank's process, and this end of its socket."""
+    """A rank's process, with this end of its socket."""
 
     def __init__(
         self, number: int, process: subprocess.Popen[bytes], channel: socket.socket
@@ -234,28 +238,30 @@ class _Rank:
         self.channel = channel
 
     @classmethod
-    def start(cls, orders: RankOrders, board: StepRing) -> _Rank:
-        """Start it; its stdin stays open for as long as this process lives."""
+    def start(cls, orders: RankOrders, ring: StepRing) -> _Rank:
+        """Start the process. Its stdin stays open until this process ends."""
         own, other = socket.socketpair()
+        command, environment = python_module("weft.serving.executor.rank_process")
         with other:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "weft.serving.executor.rank_process"],
+                command,
+                env=environment,
                 stdin=subprocess.PIPE,
                 stdout=2,  # stdout belongs to the parent's output; stray prints go to stderr
-                pass_fds=(other.fileno(), board.fd),
+                pass_fds=(other.fileno(), ring.fd),
             )
-            given = msgspec.structs.replace(orders, socket=other.fileno(), board=board.fd)
+            given = msgspec.structs.replace(orders, socket=other.fileno(), ring=ring.fd)
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(given) + b"\n")
         process.stdin.flush()
         return cls(orders.rank, process, own)
 
     def wake(self) -> None:
-        """Tell it that there is one more step."""
-        with suppress(OSError):  # it is gone, as the receiver sees
+        """Announce one more step."""
+        with suppress(OSError):  # the rank has ended, as the receiver will notice
             self.channel.send(b"\0")
 
     def hang_up(self) -> None:
-        """Let it end once it has run what it was woken for."""
-        with suppress(OSError):  # it is gone
+        """Let the rank end once it has run all announced steps."""
+        with suppress(OSError):  # the rank has ended
             self.channel.shutdown(socket.SHUT_WR)

@@ -1,22 +1,24 @@
-"""Which device each rank gets: virtual slices, mapped to what the machines have.
+"""Placement of ranks on devices: maps virtual slices to the nodes' devices.
 
-A small resource manager as in Pathways (Barham et al. 2022, section 4.1): engines ask for a
-virtual slice, and get devices of their own that suit how its ranks talk.
+This is a small resource manager as in Pathways (Barham et al. 2022, section 4.1). Each engine asks
+for a virtual slice and gets its own devices, chosen to suit the communication between its ranks.
 
-    machine 0, an island of 4       machine 1, an island of 4
+    node 0, an island of 4          node 1, an island of 4
     0    1    2    3                0    1    2    3             devices
     r0   r1   r2   r3               r4   r5   r6   r7            --tp 4 --pp 2, --devices 2x4
     a0   a1   a2   a3               b0   b1   b2   b3            --tp 4 --dp 2: engines a and b
 
-An island is what reaches its own devices fast: GPUs of a machine, by NVLink, or its cores. Ranks
-that exchange most have neighbouring numbers (models/spec/layout.py), and islands get ranks in their
-order: of the units that a model is made of (an engine, a stage, a copy of attention, the ranks
-that share a KV head), the largest of which all can be whole on an island are.
+An island is a set of devices with fast links between them: a node's GPUs (NVLink), or its CPU
+cores. Ranks that communicate most have neighbouring numbers (models/spec/layout.py), and islands
+are filled in rank order. A model has nested units: an engine, a stage, an attention copy, and
+the ranks that share a KV head. The mapping chooses the largest kind of unit that fits on single
+islands everywhere, and never splits such a unit.
 
-All GPUs of a machine count as one island: torch does not tell where NVLink is and where not. So do
-its TPUs, though those of other machines of their slice are as near.
+All GPUs on a node count as one island, since torch does not report where NVLink is missing. So do
+all TPUs on a node, although TPUs on other nodes in their slice are just as near.
 
-A rank is a process. With torch it has one device; with jax all that its engine has of a machine.
+A rank is a process. With torch it has one device; with jax it has all its engine's devices on a
+node.
 """
 
 from __future__ import annotations
@@ -26,7 +28,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError
-from weft.serving.config.slices import HERE, DeviceRequest, Kind, RankDevices, Share, Slice, parse
+from weft.serving.config.slices import (
+    HERE,
+    DeviceRequest,
+    Kind,
+    NodeSlice,
+    RankDevices,
+    Slice,
+    parse,
+)
 
 if TYPE_CHECKING:
     from weft.serving.config.settings import Backend, EngineConfig
@@ -34,155 +44,176 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What one part of a model runs on.
+    """A device for ranks.
 
     Attributes:
-        machine: its number, which is that of an island, too; the controller's is 0.
-        index: among the devices of its machine; ranks on a CPU share it, and have places.
+        node: number of its node, which is also its island; 0 is the controller's node.
+        index: index among the devices of the node. CPU ranks share the cores; there it is the
+            index of a rank.
     """
 
-    machine: int
+    node: int
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What a machine has for ranks.
+    """A node's devices and memory.
 
     Attributes:
-        places: ranks that may share its cores; None for as many as come.
-        memory: free bytes of the machine.
-        gpus: free bytes of each.
-        where: its name and address.
-        tpus: how many, as jax counts them.
+        max_ranks: maximum number of ranks on the CPU cores; None for no limit.
+        memory: free bytes of main memory.
+        gpus: free bytes of each GPU.
+        where: name and address of the node.
+        tpus: number of TPUs, as jax counts them.
     """
 
-    places: int | None = None
+    max_ranks: int | None = None
     memory: int = 0
     gpus: tuple[int, ...] = ()
     where: str = HERE
     tpus: int = 0
 
-    def devices(self, kind: Kind, machine: int, most: int) -> list[Device]:
-        """Of a kind, as those of the machine with that number; so many if there is no limit."""
+    def devices(self, kind: Kind, node: int, maximum: int) -> list[Device]:
+        """List the node's devices.
+
+        Args:
+            kind: kind of device.
+            node: number of this node.
+            maximum: number of CPU ranks to return if `max_ranks` sets no limit.
+        """
         if kind == "cpu":
-            count = most if self.places is None else self.places
+            count = maximum if self.max_ranks is None else self.max_ranks
         else:
             count = len(self.gpus) if kind == "cuda" else self.tpus
-        return [Device(machine, i) for i in range(count)]
+        return [Device(node, i) for i in range(count)]
 
     def describe(self, kind: Kind) -> str:
-        """In words."""
+        """Describe the node's devices in words."""
         if kind == "cuda":
             return f"{self.where}: {len(self.gpus)} GPUs"
         if kind == "tpu":
             return f"{self.where}: {self.tpus} TPUs"
-        return f"{self.where}: {'any number of' if self.places is None else self.places} places"
+        if self.max_ranks is None:
+            return f"{self.where}: any number of CPU ranks"
+        return f"{self.where}: {self.max_ranks} CPU rank{'s' * (self.max_ranks != 1)}"
 
 
-def map_slices(config: EngineConfig, offers: Sequence[Inventory]) -> list[Slice]:
-    """The slice of each of the `dp` engines; they have no device in common.
+def map_slices(config: EngineConfig, inventories: Sequence[Inventory]) -> list[Slice]:
+    """Assign a slice to each engine. No two slices share a device.
 
-    Without `devices`, every machine takes part, as equally as its devices and whole units allow.
+    Without `devices`, all nodes are used, as equally as their devices and whole units allow.
 
     Args:
-        config: of the engine.
-        offers: of the machines, the first of which is the controller's.
+        config: settings of all engines.
+        inventories: one per node, the controller's first.
 
     Raises:
-        ConfigError: there are not the devices; lists those that there are, and what fits.
+        ConfigError: there are not enough devices. The message lists those that exist, and what
+            would fit.
     """
+    request = None if config.devices is None else parse(config.devices)
     try:
-        slices = _map(config, offers, None if config.devices is None else parse(config.devices))
+        slices = _map_request(config, inventories, request)
     except _NoRoomError as error:
         kind = kind_of(config)
-        there = "; ".join(offer.describe(kind) for offer in offers)
+        available = "; ".join(inventory.describe(kind) for inventory in inventories)
         asked = f"--device is {kind}: " if config.device == kind != "cpu" else ""
-        advice = _advice(config, offers)
-        raise ConfigError(f"{asked}{error}. What there is: {there}. {advice}") from None
-    on = [{share.machine for share in each} for each in slices]
-    engines = [sum(number in machines for machines in on) for number in range(len(offers))]
+        advice = _advice(config, inventories)
+        raise ConfigError(f"{asked}{error}. Available: {available}. {advice}") from None
+    nodes_of_engines = [{part.node for part in each} for each in slices]
+    engines = [
+        sum(number in nodes for nodes in nodes_of_engines) for number in range(len(inventories))
+    ]
     return [
-        tuple(replace(s, engines=engines[s.machine], where=offers[s.machine].where) for s in each)
+        tuple(
+            replace(part, engines=engines[part.node], where=inventories[part.node].where)
+            for part in each
+        )
         for each in slices
     ]
 
 
-def devices_of_ranks(config: EngineConfig, share: Share) -> list[RankDevices]:
-    """What each rank that is on a machine has: one device, or with jax all of the share."""
+def devices_of_ranks(config: EngineConfig, part: NodeSlice) -> list[RankDevices]:
+    """Return each rank's devices on a node: one device each, with jax all for one rank."""
     if config.backend == "jax":
-        return [share.devices]
-    return [(index,) for index in share.devices]
+        return [part.devices]
+    return [(index,) for index in part.devices]
 
 
 def can_replace(
-    config: EngineConfig, slices: Sequence[Slice], machine: int, offer: Inventory
+    config: EngineConfig, slices: Sequence[Slice], node: int, inventory: Inventory
 ) -> bool:
-    """Whether a machine has all the devices that engines use on the one with that number."""
-    indexes = {i for each in slices for s in each if s.machine == machine for i in s.devices}
-    most = 1 + max(indexes, default=-1)
-    return len(offer.devices(kind_of(config), machine, most)) >= most
+    """Return whether a node has all devices in use on the node with this number."""
+    indexes = {i for each in slices for part in each if part.node == node for i in part.devices}
+    needed = 1 + max(indexes, default=-1)
+    return len(inventory.devices(kind_of(config), node, needed)) >= needed
 
 
 def kind_of(config: EngineConfig) -> Kind:
-    """Of the devices that ranks run on; where `device` is auto and not `decided`, CPUs."""
+    """Return the device kind for ranks; "cpu" if `device` is still auto."""
     request = None if config.devices is None else parse(config.devices)
     if request is not None and request.kind is not None:
         return request.kind
     return "cpu" if config.device == "auto" else config.device
 
 
-def decided(config: EngineConfig, offers: Sequence[Inventory]) -> EngineConfig:
-    """With what `backend` and `device` auto are.
+def decided(config: EngineConfig, inventories: Sequence[Inventory]) -> EngineConfig:
+    """Replace auto in `backend` and `device` by the choice for these nodes.
 
-    jax where all machines have TPUs, else torch: on GPUs where machines have one for each rank,
-    else on CPUs. So it is chosen once, for all ranks of all engines.
+    The backend is jax if all nodes have TPUs, else torch. With torch the device is cuda if there
+    is a GPU for each rank, else cpu. One choice holds for all ranks of all engines.
     """
     if config.backend == "auto":
         gpus = kind_of(config) == "cuda"
-        tpus = config.device == "auto" and not gpus and all(offer.tpus for offer in offers)
+        tpus = config.device == "auto" and not gpus and all(each.tpus for each in inventories)
         backend: Backend = "jax" if tpus or config.device == "tpu" else "torch"
         config = replace(config, backend=backend)
     if config.device != "auto":
         return config
     if config.backend == "jax":
-        kind: Kind = "tpu" if all(offer.tpus for offer in offers) else "cpu"
+        kind: Kind = "tpu" if all(each.tpus for each in inventories) else "cpu"
         return replace(config, device=kind)
     on_gpus = replace(config, device="cuda")
+    request = None if config.devices is None else parse(config.devices)
     try:
-        _map(on_gpus, offers, None if config.devices is None else parse(config.devices))
+        _map_request(on_gpus, inventories, request)
     except _NoRoomError:
         return replace(config, device=kind_of(config))
     return on_gpus
 
 
 class _NoRoomError(Exception):
-    """There is no such slice; what was asked for, in words."""
+    """No slice meets the request. The message describes the request."""
 
 
-def _map(
-    config: EngineConfig, offers: Sequence[Inventory], request: DeviceRequest | None
+def _map_request(
+    config: EngineConfig, inventories: Sequence[Inventory], request: DeviceRequest | None
 ) -> list[Slice]:
     ranks = config.dp * config.world_size
     kind = kind_of(config)
-    free = [offer.devices(kind, number, ranks) for number, offer in enumerate(offers)]
+    free = [inventory.devices(kind, number, ranks) for number, inventory in enumerate(inventories)]
     if request is None:
-        counts = _deal(config, [len(devices) for devices in free])
+        counts = _spread_evenly(config, [len(devices) for devices in free])
         order = [device for devices, n in zip(free, counts, strict=True) for device in devices[:n]]
         size = config.world_size
         return [_slice(order[e * size : (e + 1) * size]) for e in range(config.dp)]
     if request.count != config.world_size:
         raise _NoRoomError(
-            f"--devices is {config.devices}, {request.count} of each engine; it has "
+            f"--devices is {config.devices}, {request.count} for each engine; an engine has "
             f"{config.world_size} ranks"
         )
     slices = []
     for _ in range(config.dp):
-        rooms = [len(devices) for devices in free]
-        taken = _pack(config, rooms) if request.islands is None else _pick(request.islands, rooms)
+        capacities = [len(devices) for devices in free]
+        taken = (
+            _pack_engine(config, capacities)
+            if request.islands is None
+            else _pick_islands(request.islands, capacities)
+        )
         if taken is None:
             engines = f" for each of {config.dp} engines" if config.dp > 1 else ""
-            raise _NoRoomError(f"--devices is {config.devices}; that is not to be had{engines}")
+            raise _NoRoomError(f"--devices is {config.devices}; that is not available{engines}")
         order = []
         for number, count in taken:
             order += free[number][:count]
@@ -192,48 +223,48 @@ def _map(
 
 
 def _slice(devices: Sequence[Device]) -> Slice:
-    shares: list[Share] = []
+    parts: list[NodeSlice] = []
     for device in devices:
-        if shares and shares[-1].machine == device.machine:
-            shares[-1] = replace(shares[-1], devices=(*shares[-1].devices, device.index))
+        if parts and parts[-1].node == device.node:
+            parts[-1] = replace(parts[-1], devices=(*parts[-1].devices, device.index))
         else:
-            shares.append(Share(device.machine, (device.index,)))
-    return tuple(shares)
+            parts.append(NodeSlice(device.node, (device.index,)))
+    return tuple(parts)
 
 
 def units(config: EngineConfig) -> list[int]:
-    """Ranks of what is better on one island, the largest first."""
+    """Return the unit sizes (in ranks) to keep on one island, the largest first."""
     sizes = {config.world_size, config.stage_size, config.tp * config.cp, config.cp, 1}
     return sorted((s for s in sizes if not config.world_size % s), reverse=True)
 
 
-def _deal(config: EngineConfig, rooms: Sequence[int]) -> list[int]:
-    """Ranks of each island, when all take part."""
+def _spread_evenly(config: EngineConfig, capacities: Sequence[int]) -> list[int]:
+    """Return the rank count on each island if all islands are used."""
     ranks = config.dp * config.world_size
-    if ranks < len(rooms):
-        raise _NoRoomError(f"--nodes is {len(rooms)}; ranks for them are {ranks} in all")
+    if ranks < len(capacities):
+        raise _NoRoomError(f"--nodes is {len(capacities)}; there are only {ranks} ranks in all")
     for unit in units(config):
-        fit, count = [room // unit for room in rooms], ranks // unit
-        if count >= len(rooms) and all(fit) and sum(fit) >= count:
-            return [unit * n for n in _level(fit, count)]
-    raise _NoRoomError(f"{ranks} ranks have no room" if ranks > 1 else "1 rank has no room")
+        fit, count = [capacity // unit for capacity in capacities], ranks // unit
+        if count >= len(capacities) and all(fit) and sum(fit) >= count:
+            return [unit * n for n in _level_counts(fit, count)]
+    raise _NoRoomError(f"no room for {ranks} rank{'s' if ranks > 1 else ''}")
 
 
-def _level(rooms: Sequence[int], count: int) -> list[int]:
-    """So many, as equally as there is room; the first ones have one more."""
-    given = [0] * len(rooms)
+def _level_counts(capacities: Sequence[int], count: int) -> list[int]:
+    """Split `count` as equally as capacities allow; the first islands get the remainder."""
+    given = [0] * len(capacities)
     for _ in range(count):
-        open_ = (number for number in range(len(rooms)) if given[number] < rooms[number])
+        open_ = (number for number in range(len(given)) if given[number] < capacities[number])
         given[min(open_, key=given.__getitem__)] += 1
     return given
 
 
-def _pack(config: EngineConfig, rooms: Sequence[int]) -> list[tuple[int, int]] | None:
-    """An engine's ranks, on as few islands as have room: their numbers, and ranks of each."""
+def _pack_engine(config: EngineConfig, capacities: Sequence[int]) -> list[tuple[int, int]] | None:
+    """Place an engine on as few islands as possible; return (island, ranks) pairs."""
     for unit in units(config):
         left, taken = config.world_size // unit, []
-        for number in _roomiest(rooms):
-            if count := min(left, rooms[number] // unit):
+        for number in _by_capacity(capacities):
+            if count := min(left, capacities[number] // unit):
                 taken.append((number, unit * count))
                 left -= count
         if not left:
@@ -241,36 +272,39 @@ def _pack(config: EngineConfig, rooms: Sequence[int]) -> list[tuple[int, int]] |
     return None
 
 
-def _pick(islands: Sequence[int], rooms: Sequence[int]) -> list[tuple[int, int]] | None:
-    """Islands with so much room each, no two the same: their numbers, and ranks of each."""
+def _pick_islands(
+    islands: Sequence[int], capacities: Sequence[int]
+) -> list[tuple[int, int]] | None:
+    """Choose a different island for each requested size; return (island, ranks) pairs."""
     largest = sorted(range(len(islands)), key=lambda part: -islands[part])
-    chosen = dict(zip(largest, _roomiest(rooms), strict=False))
-    if len(chosen) < len(islands) or any(rooms[n] < islands[part] for part, n in chosen.items()):
+    chosen = dict(zip(largest, _by_capacity(capacities), strict=False))
+    too_small = any(capacities[number] < islands[part] for part, number in chosen.items())
+    if len(chosen) < len(islands) or too_small:
         return None
     in_order = dict(enumerate(sorted(chosen.values())))
-    if all(rooms[in_order[part]] >= size for part, size in enumerate(islands)):
+    if all(capacities[in_order[part]] >= size for part, size in enumerate(islands)):
         chosen = in_order
     return [(chosen[part], size) for part, size in enumerate(islands)]
 
 
-def _roomiest(rooms: Sequence[int]) -> list[int]:
-    """Numbers of islands, those with most room first."""
-    return sorted(range(len(rooms)), key=lambda number: -rooms[number])
+def _by_capacity(capacities: Sequence[int]) -> list[int]:
+    """Return the island numbers, the largest capacity first."""
+    return sorted(range(len(capacities)), key=lambda number: -capacities[number])
 
 
-def _advice(config: EngineConfig, offers: Sequence[Inventory]) -> str:
-    """What --devices could be."""
+def _advice(config: EngineConfig, inventories: Sequence[Inventory]) -> str:
+    """List values for --devices that would work."""
     size = config.world_size
     link = "nvlink:" if kind_of(config) == "cuda" else ""
     shapes = [f"{link}{n}x{size // n}" for n in range(1, size + 1) if not size % n]
     fits = []
     for text in shapes if link else (str(size), *shapes):
         try:
-            _map(config, offers, parse(text))
+            _map_request(config, inventories, parse(text))
         except _NoRoomError:
             continue
         fits.append(text)
     if fits:
         return f"These --devices would fit: {', '.join(fits)}"
     needed = config.dp * size
-    return f"None fits: {needed} {'are' if needed > 1 else 'is'} needed"
+    return f"No --devices would fit: {needed} {'are' if needed > 1 else 'is'} needed"

@@ -1,7 +1,8 @@
-"""Steps and what they produce as bytes, for ranks in other processes.
+"""Messages between a controller and its rank processes: steps, outputs and errors.
 
-MessagePack by msgspec; an array is its dtype, shape and bytes. Nothing is unpickled. The
-arrays of a step go as one, for each of them costs as much as all of their bytes.
+The encoding is MessagePack by msgspec, without pickle. An array is encoded as its dtype, shape and
+bytes. A step's arrays are joined into one, because the overhead per array is as large as the
+cost to copy all their bytes.
 """
 
 from __future__ import annotations
@@ -19,31 +20,31 @@ from weft.serving.executor.child_process import Failed
 from weft.serving.executor.loading import ModelInfo
 
 
-class Address(msgspec.Struct, frozen=True, tag=True):
-    """First rank -> controller: where the ranks meet."""
+class RendezvousPort(msgspec.Struct, frozen=True, tag=True):
+    """Rank 0 -> controller: the port where the ranks meet."""
 
     port: int
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """Rank -> controller: ready for its first step."""
+    """Rank -> controller: the rank is ready for its first step."""
 
     info: ModelInfo
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """First rank of a copy of attention -> controller: what a step has produced there."""
+    """First rank of an attention copy -> controller: the copy's output for one step."""
 
     output: StepOutput | None
 
 
-FromRank = Address | Loaded | Done | Failed
+FromRank = RendezvousPort | Loaded | Done | Failed
 
 
 def _encode(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, np.ascontiguousarray(value).data
-    raise TypeError(f"{type(value)} does not go between processes")
+    raise TypeError(f"{type(value)} cannot be sent between processes")
 
 
 def _decode(kind: type, value: Any) -> Any:
@@ -65,21 +66,21 @@ Packed = msgspec.defstruct(
     ],
     array_like=True,
 )
-"""A StepInput: its arrays one after the other, then what is no array."""
+"""A StepInput with its arrays joined into `numbers`, followed by all other fields."""
 
 
 def pack(step: StepInput) -> msgspec.Struct:
-    """What to encode for a step."""
+    """Join a step's arrays for encoding."""
     arrays = _arrays_of(step)
     numbers = b"".join([np.ascontiguousarray(array).data for array in arrays])
     return Packed([array.size for array in arrays], numbers, *_others_of(step))
 
 
 def unpack(packed: Any) -> StepInput:
-    """The step that was packed; its arrays may be written to, as torch wants it.
+    """Restore a packed step. Its arrays are writable, as torch requires.
 
     Raises:
-        ValueError: its arrays were not of int32.
+        ValueError: the packed arrays were not int32.
     """
     numbers = np.frombuffer(packed.numbers, np.int32)
     parts = dict(zip(_OTHERS, _others_of(packed), strict=True))
@@ -101,17 +102,17 @@ step_decoder = msgspec.msgpack.Decoder(Packed)
 _rank_decoder = msgspec.msgpack.Decoder(FromRank, dec_hook=_decode)
 
 
-def decode_said(data: bytes) -> FromRank:
-    """What a rank says; if that makes no sense, that it has failed."""
+def decode_rank_message(data: bytes) -> FromRank:
+    """Decode a message from a rank. A malformed message counts as that rank's failure."""
     try:
-        said: FromRank = _rank_decoder.decode(data)
-        return said
+        message: FromRank = _rank_decoder.decode(data)
+        return message
     except msgspec.DecodeError as error:
-        return Failed.of(EngineError(f"what it says makes no sense: {error}"))
+        return Failed.of(EngineError(f"it sent an invalid message: {error}"))
 
 
 def encode_step(step: Step) -> bytes:
-    """A step for all ranks, with what each must know of the copies of attention it is not in."""
+    """Encode a step for all ranks, with the batch sizes of all attention copies."""
     inputs = [batch or NOTHING for batch in step]
     if len(step) > 1:
         sizes = tuple(batch.size for batch in inputs)
@@ -120,5 +121,5 @@ def encode_step(step: Step) -> bytes:
 
 
 def decode_step(data: bytes | memoryview, copy: int) -> StepInput:
-    """The input of a copy of attention; those of the others are not looked at."""
+    """Decode the input for one attention copy and skip the others."""
     return unpack(step_decoder.decode(parts_decoder.decode(data)[copy]))

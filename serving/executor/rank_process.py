@@ -1,9 +1,9 @@
-"""One rank of a model, in a process of its own: does what its controller puts on the board.
+"""One rank of a model, in its own process: runs the steps in the step ring.
 
-A process (`python -m weft.serving.executor.rank_process`, see child.py) that machine.py
-starts. A byte on its socket wakes it for each step, in the order of the steps;
-on the socket it says that it is ready, what steps have produced if it is, in the
-last stage, the first rank of a copy of attention, and why it ends.
+node.py starts the process (`python -m weft.serving.executor.rank_process`, see child_process.py).
+One byte on the rank's socket announces each step, in order. On the same socket the rank reports
+that it is loaded and why it ends. In the last pipeline stage, the first rank in each attention
+copy also reports each output.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from weft.serving.config.settings import EngineConfig
 from weft.serving.config.slices import RankDevices
 from weft.serving.executor import child_process
 from weft.serving.executor.child_process import Failed
-from weft.serving.executor.loading import LoadedModel, Place, Progress, show_progress
+from weft.serving.executor.loading import LoadedModel, Progress, RankContext, show_progress
 from weft.serving.executor.rank_messages import (
-    Address,
     Done,
     FromRank,
     Loaded,
+    RendezvousPort,
     decode_step,
     encoder,
 )
@@ -43,22 +43,22 @@ from weft.serving.executor.step_ring import MET, READ, StepRing
 logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
-"""Of Linux's prctl: the signal that this process gets when its parent ends."""
+"""Option of Linux's prctl: the signal to receive when the parent ends."""
 
 
 class RankOrders(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rank is told at its start.
+    """Orders for a rank process, read from stdin.
 
     Attributes:
-        config: of the engine.
+        config: settings of the engine.
         load_model: "module:function" that loads this rank's part of the model.
-        rank, world_size: this one's number, and how many there are.
-        copy: of attention, to which it belongs.
-        answers: whether it says what the copy's steps have produced.
-        first, on_machine: the first rank of this machine, and how many it has.
-        host, address: of the first rank's machine of all, and of this one; see Place.
-        devices: see Place.
-        socket, board: file descriptors that it has been given.
+        rank, world_size: number of this rank, and number of ranks.
+        copy: index of this rank's attention copy.
+        sends_output: whether this rank sends the output of its copy's steps.
+        first_on_node, ranks_on_node: first rank of this node, and number of ranks on it.
+        rendezvous_host, address: addresses of rank 0's node and of this node; see RankContext.
+        devices: see RankContext.
+        socket, ring: inherited file descriptors.
     """
 
     config: EngineConfig
@@ -66,45 +66,45 @@ class RankOrders(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: int
     world_size: int
     copy: int
-    answers: bool
-    first: int
-    on_machine: int
-    host: str
+    sends_output: bool
+    first_on_node: int
+    ranks_on_node: int
+    rendezvous_host: str
     address: str
     devices: RankDevices
     socket: int = -1
-    board: int = -1
+    ring: int = -1
 
 
 def serve(orders: RankOrders, channel: socket.socket) -> None:
-    """Load this rank's part, then run each step, until the controller hangs up.
+    """Load this rank's part of the model, then run steps until the controller hangs up.
 
     Raises:
-        Exception: what loading or a step raised; the controller has been told.
+        Exception: loading or a step failed. The controller has received the error.
     """
     send = partial(_send, channel)
 
-    board = StepRing(orders.on_machine, orders.board, stages=orders.config.pp)
-    column = orders.rank - orders.first
+    ring = StepRing(orders.ranks_on_node, orders.ring, stages=orders.config.pp)
+    column = orders.rank - orders.first_on_node
 
-    def find_port(own: int | None) -> int:
-        board.loaded[column] = MET
+    def rendezvous_port(own: int | None) -> int:
+        ring.loaded[column] = MET
         if own is not None:
-            send(Address(own))
+            send(RendezvousPort(own))
             return own
         return int.from_bytes(channel.recv(8, socket.MSG_WAITALL), "little")
 
     def count_exchange(of_all: bool) -> None:
-        board.exchanges[column] += 1
-        board.rounds[column] += of_all
+        ring.exchanges[column] += 1
+        ring.rounds[column] += of_all
 
-    place = Place(
+    context = RankContext(
         orders.rank,
         orders.world_size,
-        find_port,
+        rendezvous_port,
         count_exchange,
-        orders.on_machine,
-        orders.host,
+        orders.ranks_on_node,
+        orders.rendezvous_host,
         orders.address,
         orders.devices,
     )
@@ -113,38 +113,38 @@ def serve(orders: RankOrders, channel: socket.socket) -> None:
         with _shown_progress(orders) as show:
 
             def count_read(done: int, total: int) -> None:
-                board.loaded[column] = MET + READ * done // total
+                ring.loaded[column] = MET + READ * done // total
                 show(done, total)
 
-            loaded: LoadedModel = load(orders.config, count_read, place)
-        board.loaded[column] = MET + READ
+            loaded: LoadedModel = load(orders.config, count_read, context)
+        ring.loaded[column] = MET + READ
         child_process.settle_garbage_collector()
         send(Loaded(loaded.info))
-        _run(loaded.runner, orders, board, channel)
+        _run(loaded.runner, orders, ring, channel)
     except Exception as error:
         send(Failed.of(error))
         raise
 
 
 def _shown_progress(orders: RankOrders) -> AbstractContextManager[Progress]:
-    """The first rank of all shows how far it is."""
+    """Show loading progress on rank 0 of the first engine only."""
     if orders.rank or orders.config.replica.number:
         return nullcontext(lambda done, total: None)
     return show_progress("loading")
 
 
-def _run(runner: ModelRunner, orders: RankOrders, board: StepRing, channel: socket.socket) -> None:
-    """Run each step; where devices work on their own, begin it, and let a thread wait for it."""
-    column, step = orders.rank - orders.first, 0
+def _run(runner: ModelRunner, orders: RankOrders, ring: StepRing, channel: socket.socket) -> None:
+    """Run each step. On asynchronous devices dispatch it, and let a thread wait for the output."""
+    column, step = orders.rank - orders.first_on_node, 0
     dispatch = runner.dispatch if isinstance(runner, DispatchingRunner) else None
 
     def finish(step: int, batch: StepInput, run: Callable[[], StepOutput]) -> None:
-        board.begun[column] = step
+        ring.begun[column] = step
         began = time.perf_counter_ns()
         output = run()
-        board.busy[column] += (time.perf_counter_ns() - began) // 1000
-        board.done[column] = step
-        if orders.answers:
+        ring.busy[column] += (time.perf_counter_ns() - began) // 1000
+        ring.done[column] = step
+        if orders.sends_output:
             _send(channel, Done(output if len(batch.token_ids) else None))
 
     def finish_dispatched(step: int, batch: StepInput, run: Callable[[], StepOutput]) -> None:
@@ -153,21 +153,21 @@ def _run(runner: ModelRunner, orders: RankOrders, board: StepRing, channel: sock
         except Exception as error:
             _send(channel, Failed.of(error))
             logger.critical("step %d failed", step, exc_info=error)
-            _end(1)  # the main thread may be stuck in the next step
+            _exit(1)  # the main thread may be stuck in the next step
 
-    with ThreadPoolExecutor(1, thread_name_prefix="weft-readback") as waiting:
+    with ThreadPoolExecutor(1, thread_name_prefix="weft-readback") as readback:
         while channel.recv(1):
             step += 1
-            board.begun[column] = board.done[column] + 1
-            batch = decode_step(board.read(step), orders.copy)
+            ring.begun[column] = ring.done[column] + 1
+            batch = decode_step(ring.read(step), orders.copy)
             if dispatch is None:
                 finish(step, batch, partial(runner.step, batch))
                 continue
             run = dispatch(batch)
-            # Where ranks that have dispatched the step meet, on the devices.
-            board.exchanges[column] += 1
-            board.rounds[column] += 1
-            waiting.submit(finish_dispatched, step, batch, run)
+            # A dispatched step counts as one exchange: the ranks meet on the devices.
+            ring.exchanges[column] += 1
+            ring.rounds[column] += 1
+            readback.submit(finish_dispatched, step, batch, run)
     runner.close()
 
 
@@ -177,9 +177,9 @@ def _send(channel: socket.socket, message: FromRank) -> None:
 
 
 def main() -> None:
-    """Be the process of a rank."""
-    gc.disable()  # imports make little garbage; see child.settle_garbage_collector
-    # With the engine's process, also if this one is stopped, or stuck in a call.
+    """Run this process as a rank."""
+    gc.disable()  # imports make little garbage; see settle_garbage_collector
+    # Die with the parent even when this process is stopped or stuck in a call.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     orders = child_process.begin(RankOrders)
     status = 0
@@ -187,15 +187,15 @@ def main() -> None:
         try:
             serve(orders, channel)
         except WeftError:
-            status = 1  # the controller has been told, and says so
-    _end(status)
+            status = 1  # the controller has received the error and reports it
+    _exit(status)
 
 
-def _end(status: int) -> NoReturn:
-    """End this process, in which nothing is left to be done.
+def _exit(status: int) -> NoReturn:
+    """End this process at once.
 
-    Taking Python down while a thread runs frees little, of which the kernels' interpreter would
-    complain.
+    A regular shutdown of Python beside a running thread frees little, and the kernel interpreter
+    would report the leftovers.
     """
     logging.shutdown()
     os._exit(status)

@@ -1,23 +1,24 @@
-"""A model whose ranks are processes, all given the same steps.
+"""A model with its ranks in separate processes, which all run the same steps.
 
-    engine core     submit(step n) ──► board ──► rank 0 ─┐
+    engine core     submit(step n) ──► ring ───► rank 0 ─┐
                                           ├────► rank 1  │ the model's own collectives
                                           └────► rank 2 ─┘
-                    pending n ◄──────────── socket ◄── one rank: what step n has produced
+                    pending n ◄──────────── socket ◄── one rank: the output of step n
 
-With several copies of attention the first rank of each answers, and a step is done when all have;
-of several stages, those of the last. Whoever waits for a step reads what the ranks say: a thread
-that read it for them would take longer to hand it on than to read it.
+With data-parallel attention, the first rank in each attention copy sends an output, and the last
+output completes the step. With pipeline stages, only the last stage sends outputs. The engine's
+thread reads these messages itself while it waits for a step: a handover from a reader thread would
+take longer than the reading.
 
-Steps are dispatched ahead and in one order (Pathways: Barham et al. 2022, section 4.5): a rank
-begins the next one without hearing from anybody. When a rank ends or raises, the
-others cannot go on: they are killed, and every step gets an error that names the
-rank, how it ended and in which step. So they are when none of them gets on any more:
-the one that is behind is named, and the stacks of all are written to stderr.
+Steps are dispatched ahead, in one order for all ranks (Pathways: Barham et al. 2022, section 4.5).
+A rank begins its next step without asking anyone. If a rank ends or raises an exception, the others
+cannot continue. They are killed, and every step gets an error with the rank, its end and its step.
+The same happens if no rank makes progress: the error names the rank furthest behind, and all ranks
+write their stacks to stderr.
 
-The ranks are on one machine or on several, each of which has a board (machine.py, hosts.py).
-A stage waits for the one before it in the same step, and for later ones in earlier steps: of
-stages that are in the same step, the first one is behind.
+The ranks may be on several nodes, each with its own ring (node.py, nodes/multi_node_executor.py).
+A stage waits for the previous stage in the same step and for later stages in earlier steps. Among
+stages in the same step, the first one is therefore behind.
 """
 
 from __future__ import annotations
@@ -36,30 +37,33 @@ from weft.serving.executor.child_process import Failed
 from weft.serving.executor.loading import LoadedModel, ModelInfo
 from weft.serving.executor.node import LocalNode, Node
 from weft.serving.executor.placement import devices_of_ranks
-from weft.serving.executor.rank_messages import Address, Done, FromRank, Loaded, encode_step
+from weft.serving.executor.rank_messages import Done, FromRank, Loaded, RendezvousPort, encode_step
 from weft.serving.executor.step_ring import Int64, check_size, how_loaded
 
 CLOSE_GRACE = 5.0
-"""Seconds that ranks get to end by themselves."""
+"""Seconds for ranks to end by themselves."""
 
-BLAME_GRACE = 0.5
-"""Seconds after the first failure for others to be seen: a rank's end makes the rest fail, too."""
+FAILURE_GRACE = 0.5
+"""Seconds to collect further failures after the first: the end of one rank makes others fail."""
 
-STUCK = 0.5
-"""Of `stall_timeout`, after which ranks that do nothing are stuck: before the front says so."""
+STUCK_FRACTION = 0.5
+"""Fraction of `stall_timeout` after which idle ranks count as stuck.
+
+It is below 1 so that this error comes before that of the API process.
+"""
 
 STACKS_GRACE = 1.0
-"""Seconds for the stacks of stuck ranks to be written."""
+"""Seconds for stuck ranks to write their stacks."""
 
 ROOM_POLL = 50e-6
-"""Seconds between two looks whether the slowest rank has read an old step."""
+"""Seconds between two checks for room in the ring."""
 
-LOOKS = 4
-"""At how far ranks are, in the time after which they are stuck, and each as long after the last."""
+PROGRESS_CHECKS = 4
+"""Number of progress checks, at equal intervals, until ranks count as stuck."""
 
 
 class _Pending:
-    """A step that the ranks have been given; see base.Pending."""
+    """A submitted step; see base.Pending."""
 
     def __init__(self, executor: RankExecutor) -> None:
         self._executor = executor
@@ -77,40 +81,40 @@ class _Pending:
 
 
 class RankExecutor:
-    """Owns the ranks of some machines.
+    """Executor for ranks on one or several nodes.
 
     Args:
-        config: of the engine.
-        machines: in the order of their ranks; each is started when it is taken from here.
+        config: settings of the engine.
+        nodes: nodes in the order of their ranks. Taking a node from the iterable starts it.
 
     Attributes:
-        model: what has been loaded.
-        failure: which rank has failed, and how.
+        model: properties of the loaded model.
+        failure: error with the rank that failed, or None.
 
     Raises:
         WeftError: a rank could not load its part.
     """
 
-    def __init__(self, config: EngineConfig, machines: Iterable[Node]) -> None:
+    def __init__(self, config: EngineConfig, nodes: Iterable[Node]) -> None:
         self._stages = config.pp
         self.failure: WeftError | None = None
         self._pending: deque[_Pending] = deque()
-        # By copy of attention, of steps that not all of them have done.
+        # Outputs by attention copy, for steps not finished by all copies.
         self._outputs: list[deque[StepOutput | None]] = [deque() for _ in range(config.copies)]
         self._step = 0
         self._loaded = self._is_stuck = False
-        patience = config.stall_timeout * STUCK
-        self._patience, self._look_every = config.load_stall_timeout, patience / LOOKS
-        self._looked = time.monotonic()
-        self._progress, self._quiet = -1, 0
-        self._machines: list[Node] = []
+        patience = config.stall_timeout * STUCK_FRACTION
+        self._patience, self._check_every = config.load_stall_timeout, patience / PROGRESS_CHECKS
+        self._last_check = time.monotonic()
+        self._progress, self._idle_checks = -1, 0
+        self._nodes: list[Node] = []
         self._selector = selectors.DefaultSelector()
         try:
-            for machine in machines:
-                self._machines.append(machine)
-                for channel in machine.channels:
-                    self._selector.register(channel, selectors.EVENT_READ, machine)
-            self._count = sum(len(machine.ranks) for machine in self._machines)
+            for node in nodes:
+                self._nodes.append(node)
+                for channel in node.channels:
+                    self._selector.register(channel, selectors.EVENT_READ, node)
+            self._num_ranks = sum(len(node.ranks) for node in self._nodes)
             self.model = self._load()
             self._loaded, self._patience = True, patience
         except BaseException:
@@ -122,8 +126,8 @@ class RankExecutor:
         """See `Executor.submit`."""
         data, pending = encode_step(step), _Pending(self)
         number = self._step + 1
-        while self.failure is None and not all(m.has_room(number) for m in self._machines):
-            if not self._turn(0.0):
+        while self.failure is None and not all(node.has_room(number) for node in self._nodes):
+            if not self._process_messages(0.0):
                 time.sleep(ROOM_POLL)
         pending.outcome = self.failure
         try:
@@ -133,26 +137,26 @@ class RankExecutor:
         if pending.outcome is None:
             self._step = number
             self._pending.append(pending)
-            for machine in self._machines:
-                machine.put(number, data)
+            for node in self._nodes:
+                node.put(number, data)
         return pending
 
     def wait_for(self, pending: _Pending, timeout: float | None) -> Result | WeftError:
-        """What comes of a step; see base.Pending."""
+        """Wait for a step and return its output or its error; see base.Pending."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while pending.outcome is None:
             now = time.monotonic()
-            left = self._looked + self._look_every - now
+            left = self._last_check + self._check_every - now
             if deadline is not None:
                 if deadline < now:
                     raise TimeoutError
                 left = min(left, deadline - now)
-            self._turn(max(0.0, left))
+            self._process_messages(max(0.0, left))
         return pending.outcome
 
     def check(self) -> WeftError | None:
         """See `Executor.check`."""
-        while self.failure is None and self._turn(0.0):
+        while self.failure is None and self._process_messages(0.0):
             pass
         return self.failure
 
@@ -162,40 +166,41 @@ class RankExecutor:
         self._release()
 
     def _load(self) -> ModelInfo:
+        """Wait until all ranks have loaded; return rank 0's report."""
         loaded: dict[int, ModelInfo] = {}
-        while len(loaded) < self._count:
-            looked = self._looked
-            for rank, message in self._messages(self._look_every):
+        while len(loaded) < self._num_ranks:
+            last_check = self._last_check
+            for rank, message in self._messages(self._check_every):
                 match message:
-                    case Address():
-                        for machine in self._machines:
-                            machine.meet(message.port)
+                    case RendezvousPort():
+                        for node in self._nodes:
+                            node.set_rendezvous(message.port)
                     case Loaded():
                         loaded[rank] = message.info
                     case _:
-                        raise self._blame(rank, message)
-            if self._looked != looked:
+                        raise self._failure_error(rank, message)
+            if self._last_check != last_check:
                 self._check_progress()
         return loaded[0]
 
-    def _turn(self, timeout: float) -> bool:
-        """Take in what comes from the ranks within so many seconds; whether anything has."""
-        has_come, looked = False, self._looked
+    def _process_messages(self, timeout: float) -> bool:
+        """Wait for messages, at most `timeout` seconds, and process them; return if any came."""
+        any_came, last_check = False, self._last_check
         try:
             for rank, message in self._messages(timeout):
-                has_come = True
+                any_came = True
                 if not isinstance(message, Done):
-                    raise self._blame(rank, message)
-                self._take(rank, message.output)
-            if self._looked != looked:
+                    raise self._failure_error(rank, message)
+                self._collect_output(rank, message.output)
+            if self._last_check != last_check:
                 self._check_progress()
         except WeftError as error:
             self._fail(error)
-        return has_come
+        return any_came
 
-    def _take(self, rank: int, output: StepOutput | None) -> None:
-        """Keep what a copy of attention has produced until all have, in the order of the steps."""
-        stage_size = self._count // self._stages
+    def _collect_output(self, rank: int, output: StepOutput | None) -> None:
+        """Store an attention copy's output; finish the oldest step once all copies have sent it."""
+        stage_size = self._num_ranks // self._stages
         self._outputs[rank % stage_size * len(self._outputs) // stage_size].append(output)
         if all(self._outputs):
             if not self._pending:
@@ -203,79 +208,85 @@ class RankExecutor:
             self._pending.popleft().outcome = tuple(outputs.popleft() for outputs in self._outputs)
 
     def _fail(self, error: WeftError) -> None:
-        """Give every step that error, also those to come."""
+        """Fail all pending and future steps with this error."""
         self.failure = error
         while self._pending:
             self._pending.popleft().outcome = error
 
     def _messages(self, timeout: float) -> Iterator[tuple[int, FromRank | None]]:
-        """What has come, with the rank's number; None of one that has ended, and of the first one
-        of a machine that is lost.
+        """Yield received messages with their rank's number; None marks the end of a rank.
+
+        A lost node yields the end of its first rank.
         """
         for key, _ in self._selector.select(timeout):
-            yield from self._said(key.data, key.data.receive(key.fileobj))
+            yield from self._unregister_ended(key.data, key.data.receive(key.fileobj))
         now = time.monotonic()
-        if (waited := now - self._looked) < self._look_every:
+        if (waited := now - self._last_check) < self._check_every:
             return
-        self._looked = now
-        # When this process does not get to run, nor may the ranks have (a paused machine).
-        pause = waited - self._look_every
-        for machine in self._machines:
-            yield from self._said(machine, machine.check(pause))
+        self._last_check = now
+        # If this process did not run for a while (a paused machine), the ranks may not have either.
+        pause = waited - self._check_every
+        for node in self._nodes:
+            yield from self._unregister_ended(node, node.check(pause))
 
-    def _said(
-        self, machine: Node, message: tuple[int, FromRank | None] | None
+    def _unregister_ended(
+        self, node: Node, message: tuple[int, FromRank | None] | None
     ) -> Iterator[tuple[int, FromRank | None]]:
-        """What a machine says of a rank, if it does; channels that have ended are forgotten."""
+        """Yield a message from a node, if there is one; forget closed channels."""
         if message is None:
             return
         if message[1] is None:
             for key in list(self._selector.get_map().values()):
-                if key.data is machine and key.fileobj not in machine.channels:
+                if key.data is node and key.fileobj not in node.channels:
                     self._selector.unregister(key.fileobj)
         yield message
 
     def _check_progress(self) -> None:
-        """Raise a WeftError if the ranks have not got on for too long: for so many looks, of which
-        a paused machine takes none.
+        """Raise a WeftError if too many checks in a row saw no progress.
+
+        Checks are counted instead of seconds, because a paused machine makes no checks.
         """
         counters = self._counters()
         last, self._progress = self._progress, int(counters.sum())
         idle = self._loaded and counters[1].min() == self._step
         if self._progress != last or idle:
-            self._quiet = 0
+            self._idle_checks = 0
             return
-        self._quiet += 1
-        if self._quiet * self._look_every > self._patience:
+        self._idle_checks += 1
+        if self._idle_checks * self._check_every > self._patience:
             self._is_stuck = True
-            raise self._name_stuck()
+            raise self._stuck_error()
 
-    def _blame(self, rank: int, message: FromRank | None) -> WeftError:
-        """End all ranks, and say what the one did that failed first."""
+    def _failure_error(self, rank: int, message: FromRank | None) -> WeftError:
+        """End all ranks; return an error with the rank that caused the failure.
+
+        Args:
+            rank, message: first failed rank, and its unexpected message or None.
+        """
         failed = {rank: message}
-        deadline = time.monotonic() + BLAME_GRACE
-        while len(failed) < self._count and (left := deadline - time.monotonic()) > 0:
-            for number, told in self._messages(left):
-                if told is None or isinstance(told, Failed):
-                    failed.setdefault(number, told)
-        # One that ended without a word is the cause; those that raise may only have missed it.
+        deadline = time.monotonic() + FAILURE_GRACE
+        while len(failed) < self._num_ranks and (left := deadline - time.monotonic()) > 0:
+            for number, other in self._messages(left):
+                if other is None or isinstance(other, Failed):
+                    failed.setdefault(number, other)
+        # An end without a message is the cause: exceptions elsewhere may be its consequence.
         number = min(
             failed,
-            key=lambda n: (failed[n] is not None, self._machine(n).lost is None, n != rank),
+            key=lambda n: (failed[n] is not None, self._node_of(n).lost is None, n != rank),
         )
-        machine, said = self._machine(number), failed[number]
-        when = self._when(number)
+        node, message = self._node_of(number), failed[number]
+        when = self._describe_step(number)
         self._end(grace=0.0)
-        where = machine.where
-        if machine.lost is not None and not isinstance(said, Failed):
-            ranks = ", ".join(map(str, machine.ranks))
-            return EngineError(f"{where} is lost, with rank {ranks},{when}: {machine.lost}")
-        if said is None:
-            return EngineError(f"{machine.name(number)} {machine.how_ended(number)}{when}")
-        if not isinstance(said, Failed):
-            what = type(said).__name__
-            return EngineError(f"{machine.name(number)} says {what}{when}, which makes no sense")
-        error = said.error
+        where = node.where
+        if node.lost is not None and not isinstance(message, Failed):
+            ranks = ", ".join(map(str, node.ranks))
+            return EngineError(f"{where} is lost, with rank {ranks},{when}: {node.lost}")
+        if message is None:
+            return EngineError(f"{node.name(number)} {node.how_ended(number)}{when}")
+        if not isinstance(message, Failed):
+            what = type(message).__name__
+            return EngineError(f"{node.name(number)} sent an unexpected {what}{when}")
+        error = message.error
         if isinstance(error, EngineError):
             on = f" on {where}" if where else ""
             return EngineError(f"rank {number}{on} failed{when}: {error}")
@@ -283,30 +294,30 @@ class RankExecutor:
 
     def _release(self) -> None:
         self._selector.close()
-        for machine in self._machines:
-            machine.release()
+        for node in self._nodes:
+            node.release()
 
-    def _name_stuck(self) -> WeftError:
-        """Say which rank is behind."""
+    def _stuck_error(self) -> WeftError:
+        """Build an error with the rank furthest behind."""
         _, done, exchanges, rounds, loaded, _ = (each.tolist() for each in self._counters())
-        stage_size = self._count // self._stages
-        stopped = [m.is_stopped(rank) for m in self._machines for rank in m.ranks]
+        stage_size = self._num_ranks // self._stages
+        stopped = [node.is_stopped(rank) for node in self._nodes for rank in node.ranks]
 
-        def place(rank: int) -> tuple[bool, int, int, int, int, int]:
-            """Which of two is behind: a stage's exchanges are not those of another."""
+        def progress(rank: int) -> tuple[bool, int, int, int, int, int]:
+            """Return a sort key: exchanges are comparable within a stage only."""
             at = rank // stage_size, rounds[rank], exchanges[rank]
             return not stopped[rank], loaded[rank], done[rank], *at
 
-        number = min(range(self._count), key=place)
+        number = min(range(self._num_ranks), key=progress)
         first = number // stage_size * stage_size
         stage = slice(first, first + stage_size)
-        # Ranks of several copies of attention have only the exchanges of all in common.
+        # Different attention copies share only the exchanges among all ranks.
         at = rounds if rounds[number] < max(rounds[stage]) else exchanges
         return EngineError(
-            f"{self._machine(number).name(number)} is "
-            f"{'stopped' if stopped[number] else 'stuck'}{self._when(number)}"
-            f"{'' if self._loaded else f', {how_loaded(loaded[number])}'}, at its exchange "
-            f"{at[number]} with other ranks, for {self._patience:g} s; others are at "
+            f"{self._node_of(number).name(number)} is "
+            f"{'stopped' if stopped[number] else 'stuck'}{self._describe_step(number)}"
+            f"{'' if self._loaded else f', {how_loaded(loaded[number])}'}: no progress for "
+            f"{self._patience:g} s; it is at exchange {at[number]} with other ranks, others are at "
             f"{max(at[stage])}"
         )
 
@@ -315,58 +326,58 @@ class RankExecutor:
         return tuple((self._counters()[5] / 1e6).tolist())
 
     def _counters(self) -> Int64:
-        """Of all ranks: int64 [COUNTERS, ranks], as Machine.counters."""
-        if len(self._machines) == 1:
-            return self._machines[0].counters
-        return np.concatenate([machine.counters for machine in self._machines], axis=1)
+        """Return the counters of all ranks: int64 [COUNTERS, ranks]."""
+        if len(self._nodes) == 1:
+            return self._nodes[0].counters
+        return np.concatenate([node.counters for node in self._nodes], axis=1)
 
-    def _machine(self, rank: int) -> Node:
-        return next(machine for machine in self._machines if rank in machine.ranks)
+    def _node_of(self, rank: int) -> Node:
+        return next(node for node in self._nodes if rank in node.ranks)
 
-    def _when(self, number: int) -> str:
-        begun, done = self._counters()[:2, number].tolist()
-        if self._machine(number).lost is not None:  # and what it did last has not been heard
+    def _describe_step(self, rank: int) -> str:
+        begun, done = self._counters()[:2, rank].tolist()
+        if self._node_of(rank).lost is not None:  # its counters may be out of date
             done = self._step - len(self._pending)
             begun = min(done + 1, self._step)
         if not begun:
-            return " before its first step" if self._loaded else " while it loaded"
+            return " before its first step" if self._loaded else " while loading"
         return f" in step {begun}" if begun > done else f" after step {done}"
 
     def _end(self, grace: float) -> None:
-        """Let the ranks end, and kill those that do not; if they are stuck, with their stacks."""
+        """Let the ranks end, and kill the rest; stuck ranks first dump their stacks."""
         if self._is_stuck:
             grace = STACKS_GRACE
-            for machine in self._machines:
-                machine.dump()
-        for machine in self._machines:
-            machine.hang_up(grace)
+            for node in self._nodes:
+                node.dump()
+        for node in self._nodes:
+            node.hang_up(grace)
         deadline = time.monotonic() + grace
         while self._selector.get_map() and (left := deadline - time.monotonic()) > 0:
-            for _ in self._messages(left):  # which a rank may wait to say before it ends
+            for _ in self._messages(left):  # a rank may block on sending one before it ends
                 pass
-        for machine in self._machines:
-            machine.wait(deadline)
+        for node in self._nodes:
+            node.wait(deadline)
 
 
 class ProcessExecutor(RankExecutor):
-    """All ranks on this machine; see RankExecutor.
+    """Executor with all ranks on this node; see RankExecutor.
 
     Args:
-        config: of the engine.
-        load_model: `loading.load_model`, or what stands in for it; named in the processes by its
+        config: settings of the engine.
+        load_model: `loading.load_model` or a replacement. The rank processes import it by its
             module and name.
-        world_size: how many ranks; config.copies divides it.
+        world_size: number of ranks; a multiple of config.copies.
     """
 
     def __init__(
         self, config: EngineConfig, load_model: Callable[..., LoadedModel], world_size: int
     ) -> None:
-        devices = [own for s in config.replica.slice for own in devices_of_ranks(config, s)]
+        devices = [own for part in config.replica.slice for own in devices_of_ranks(config, part)]
         ranks = range(world_size)
-        machine = LocalNode(config, named(load_model), ranks, world_size, devices=devices)
-        super().__init__(config, [machine])
+        node = LocalNode(config, import_path(load_model), ranks, world_size, devices=devices)
+        super().__init__(config, [node])
 
 
-def named(load_model: Callable[..., LoadedModel]) -> str:
-    """As child.find finds it."""
+def import_path(load_model: Callable[..., LoadedModel]) -> str:
+    """Return a function's path for `child_process.find`."""
     return f"{load_model.__module__}:{load_model.__qualname__}"

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from support.checkpoints import make_checkpoint
 from support.clients import complete
-from support.machines import TOKEN
+from support.nodes import TOKEN
 from support.processes import wait_until_gone
 from support.server import ENVIRONMENT, TIMEOUT, Server, free_port
 

@@ -1,9 +1,9 @@
-"""Ranks without a model, for tests of the executor: `load` stands in for `loading.load_model`.
+"""Ranks without a model, for executor tests: `load` replaces `loading.load_model`.
 
-`config.model` says what goes wrong: "1 raises in 3" (rank, what, step), and
-`config.tokenizer` is a directory, in which each rank notes its replica and the steps that it runs.
-A rank "works" until there is a file "worked" in it. When a
-rank "stalls", the others wait for it where those of a model with `config.pp` stages do.
+`config.model` describes the fault: "1 raises in 3" (rank, fault, step). `config.tokenizer` is a
+directory where each rank notes its replica and its steps. A rank that "works" waits for a file
+"worked" in this directory. If a rank "stalls", the others wait for it as in a model with
+`config.pp` stages.
 """
 
 from __future__ import annotations
@@ -20,35 +20,37 @@ from weft.errors import ConfigError, WeftError
 from weft.models.interface import StepInput, StepOutput
 from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.base import Executor
-from weft.serving.executor.loading import LoadedModel, ModelInfo, Place, Progress, load_model
+from weft.serving.executor.loading import LoadedModel, ModelInfo, Progress, RankContext, load_model
 
 SLOW = 0.02
-"""Seconds of a step of a rank that is slow."""
+"""Duration of a slow rank's step in seconds."""
 
 
 class RankRunner:
-    """Samples token 100 * step + slot."""
+    """Runner that samples token 100 * step + slot."""
 
     bytes_per_block = 1
 
-    def __init__(self, config: EngineConfig, place: Place) -> None:
+    def __init__(self, config: EngineConfig, context: RankContext) -> None:
         words = config.model.split()
         rank, self._fault, step = (
             (int(words[0]), words[1], int(words[3])) if len(words) == 4 else (-1, "", 0)
         )
-        self._is_named = rank == place.rank
+        self._is_named = rank == context.rank
         self._at = step if self._is_named else -1
         self._strands = step if self._fault == "strands" else -1
-        self._place = place
+        self._context = context
         if self._fault == "stalls":
-            size = place.world_size // config.pp
-            self._at = step + (place.rank // size < rank // size)  # there tokens are awaited
+            size = context.world_size // config.pp
+            self._at = step + (
+                context.rank // size < rank // size
+            )  # earlier stages wait for tokens
         self._notes = Path(config.tokenizer or os.devnull)
         if self._notes.is_dir():
-            (self._notes / f"device{place.rank}").write_text(str(*place.devices))
+            (self._notes / f"device{context.rank}").write_text(str(*context.devices))
             replica = msgspec.json.encode(config.replica)
-            (self._notes / f"replica{config.replica.number}-{place.rank}").write_bytes(replica)
-            self._notes /= f"rank{place.rank}"
+            (self._notes / f"replica{config.replica.number}-{context.rank}").write_bytes(replica)
+            self._notes /= f"rank{context.rank}"
 
     def allocate_kv_cache(self, num_blocks: int) -> None: ...
 
@@ -68,7 +70,7 @@ class RankRunner:
                 os.kill(os.getpid(), signal.SIGKILL)
             if self._fault in ("hangs", "stalls"):
                 if self._fault == "stalls" and not self._is_named:
-                    self._place.count_exchange(True)
+                    self._context.count_exchange(True)
                 time.sleep(600)
             if self._fault == "works":
                 while not self._notes.with_name("worked").exists():
@@ -82,11 +84,11 @@ class RankRunner:
         )
 
     def _strand(self) -> None:
-        """Hang: all others have come to an exchange of all ranks, this one not."""
-        for _ in range(1 + self._place.rank):
-            self._place.count_exchange(False)
+        """Hang, while all other ranks have entered an exchange among all ranks."""
+        for _ in range(1 + self._context.rank):
+            self._context.count_exchange(False)
         if self._at < 0:
-            self._place.count_exchange(True)
+            self._context.count_exchange(True)
         time.sleep(600)
 
     def close(self) -> None:
@@ -94,21 +96,21 @@ class RankRunner:
             notes.write("closed\n")
 
 
-def load(config: EngineConfig, progress: Progress, place: Place) -> LoadedModel:
-    """A rank that is ready at once, or refuses if it is to in step 0."""
-    if config.model == f"{place.rank} refuses in 0":
+def load(config: EngineConfig, progress: Progress, context: RankContext) -> LoadedModel:
+    """Load at once, or refuse with the fault "refuses in 0"."""
+    if config.model == f"{context.rank} refuses in 0":
         raise ConfigError("--model is not to my liking")
-    return LoadedModel(RankRunner(config, place), ModelInfo(8, 1000, 64, "none", 1))
+    return LoadedModel(RankRunner(config, context), ModelInfo(8, 1000, 64, "none", 1))
 
 
-def load_and_die(config: EngineConfig, progress: Progress, place: Place) -> LoadedModel:
-    """The first rank says where to meet; then the second dies."""
-    told = Path(config.tokenizer or os.devnull) / "told"
-    if place.rank == 0:
-        place.find_port(1)
-        told.touch()
+def load_and_die(config: EngineConfig, progress: Progress, context: RankContext) -> LoadedModel:
+    """Let rank 0 open the rendezvous; then kill rank 1."""
+    opened = Path(config.tokenizer or os.devnull) / "opened"
+    if context.rank == 0:
+        context.rendezvous_port(1)
+        opened.touch()
         time.sleep(600)
-    while not told.exists():
+    while not opened.exists():
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
@@ -117,33 +119,33 @@ def load_and_die(config: EngineConfig, progress: Progress, place: Place) -> Load
 PARTS = 4
 
 
-def load_in_parts(config: EngineConfig, progress: Progress, place: Place) -> LoadedModel:
-    """The second rank reads a part as soon as a file of its number is there; others do at once."""
+def load_in_parts(config: EngineConfig, progress: Progress, context: RankContext) -> LoadedModel:
+    """Load in parts. Rank 1 waits for a file before each part; the others load at once."""
     folder = Path(config.tokenizer or os.devnull)
     for part in range(1, PARTS + 1):
-        while place.rank == 1 and not (folder / f"part{part}").exists():
+        while context.rank == 1 and not (folder / f"part{part}").exists():
             time.sleep(0.01)
         progress(part, PARTS)
-        (folder / f"rank{place.rank} has {part}").touch()
-    return load(config, progress, place)
+        (folder / f"rank{context.rank} has {part}").touch()
+    return load(config, progress, context)
 
 
-def load_and_babble(config: EngineConfig, progress: Progress, place: Place) -> LoadedModel:
-    """The second rank says nonsense of what it has loaded."""
-    loaded = load(config, progress, place)
-    if place.rank == 1:
+def load_and_babble(config: EngineConfig, progress: Progress, context: RankContext) -> LoadedModel:
+    """Let rank 1 report invalid model properties."""
+    loaded = load(config, progress, context)
+    if context.rank == 1:
         return LoadedModel(loaded.runner, ModelInfo("many", 1000, 64, "none", 1))  # type: ignore[arg-type]
     return loaded
 
 
-def load_late(config: EngineConfig, progress: Progress, place: Place) -> LoadedModel:
-    """A real model, of which the second rank reads a tensor for three times --stall-timeout."""
-    waits = [3 * config.stall_timeout] if place.rank == 1 else []
-    return load_model(config, lambda *_: time.sleep(waits.pop() if waits else 0), place)
+def load_late(config: EngineConfig, progress: Progress, context: RankContext) -> LoadedModel:
+    """Load a real model, with rank 1 three times as slow as --stall-timeout."""
+    waits = [3 * config.stall_timeout] if context.rank == 1 else []
+    return load_model(config, lambda *_: time.sleep(waits.pop() if waits else 0), context)
 
 
 def batch(step: int, tokens: int = 3) -> StepInput:
-    """One request, of which two tokens are sampled."""
+    """Build a step with one request and two sampled tokens."""
     ids = np.arange(tokens, dtype=np.int32) * (step + 1)
     slots = np.arange(2, dtype=np.int32)
     return StepInput(
@@ -161,7 +163,7 @@ def batch(step: int, tokens: int = 3) -> StepInput:
 
 
 def failure_of(executor: Executor, timeout: float = 60.0) -> WeftError:
-    """Wait until it fails while no step is awaited; with what."""
+    """Wait until the executor fails while idle; return the error."""
     deadline = time.monotonic() + timeout
     while (failure := executor.check()) is None:
         assert time.monotonic() < deadline, "it has not failed"

@@ -47,7 +47,7 @@ class RayNode:
 
     def of_weft(self) -> list[psutil.Process]:
         """Weft's actor on it, and the ranks of that."""
-        actors = [p for p in self.raylet.children() if "_Node" in " ".join(p.cmdline())]
+        actors = [p for p in self.raylet.children() if "_AgentActor" in " ".join(p.cmdline())]
         return [each for actor in actors for each in (actor, *actor.children(recursive=True))]
 
     def kill(self) -> None:

@@ -1,7 +1,6 @@
-"""Where a server's ranks are: with it, on a machine that has joined it, or on nodes of Ray.
+"""Sites for a server's ranks: this machine, a joined node, or Ray nodes.
 
-A site knows what can be killed there beside the server's own processes, by name, and has it come
-back, as a supervisor does.
+A site lists further processes to kill by name, and restarts them like a supervisor.
 """
 
 from __future__ import annotations
@@ -15,42 +14,42 @@ from typing import Any, Protocol
 
 import psutil
 
-from support.machines import TOKEN
+from support.nodes import TOKEN
 from support.ray_nodes import RayCluster, ray_cluster
 from support.server import ENVIRONMENT, TIMEOUT, free_port
 
 
 class Victim(Protocol):
-    """What can be killed."""
+    """Something to kill."""
 
     def kill(self) -> None: ...
 
 
 class Site:
-    """This machine alone.
+    """Site with this machine only.
 
     Attributes:
-        settings: of the server.
-        environment: of the server.
+        settings: settings for the server.
+        environment: environment for the server.
     """
 
     settings: Mapping[str, Any] = {}
     environment: Mapping[str, str] = ENVIRONMENT
 
     def victims(self) -> dict[str, Victim]:
-        """By name."""
+        """Return the victims by name."""
         return {}
 
     def processes(self) -> list[psutil.Process]:
-        """Those of weft that are there."""
+        """Return weft's processes there."""
         return []
 
     def mend(self, name: str) -> None:
-        """Have what has been killed come back, unless weft itself does that."""
+        """Restart a killed victim, unless weft itself does so."""
 
 
-class TwoMachines(Site):
-    """A second machine, which runs `weft join`."""
+class TwoJoinedNodes(Site):
+    """Site with a second node, which runs `weft join`."""
 
     def __init__(self, directory: Path) -> None:
         port = free_port()
@@ -70,25 +69,25 @@ class TwoMachines(Site):
 
     def victims(self) -> dict[str, Victim]:
         joined = psutil.Process(self._join.pid)
-        return {"machine": joined, **{f"its rank {i}": r for i, r in enumerate(joined.children())}}
+        return {"node": joined, **{f"its rank {i}": r for i, r in enumerate(joined.children())}}
 
     def processes(self) -> list[psutil.Process]:
         joined = psutil.Process(self._join.pid)
         return [joined, *joined.children(recursive=True)]
 
     def mend(self, name: str) -> None:
-        if name == "machine":
+        if name == "node":
             self._join.wait()
             self._start()
 
     def close(self) -> None:
-        """Interrupt it."""
+        """Interrupt `weft join`."""
         self._join.terminate()
         self._join.wait()
 
 
 class TwoNodes(Site):
-    """Two nodes of Ray, of which the second one may be lost: all of it, or only its raylet."""
+    """Site with two Ray nodes. The second one may be lost as a whole, or only its raylet."""
 
     settings: Mapping[str, Any] = {"nodes": 2, "executor": "ray"}
 
@@ -115,14 +114,14 @@ class TwoNodes(Site):
 
 @contextmanager
 def here(directory: Path) -> Iterator[Site]:
-    """No other machine."""
+    """Use this machine only."""
     yield Site()
 
 
 @contextmanager
-def two_machines(directory: Path) -> Iterator[Site]:
-    """Another machine, whose log is in the directory."""
-    site = TwoMachines(directory)
+def two_joined_nodes(directory: Path) -> Iterator[Site]:
+    """Add a joined node; its log is in the directory."""
+    site = TwoJoinedNodes(directory)
     try:
         yield site
     finally:
@@ -131,6 +130,6 @@ def two_machines(directory: Path) -> Iterator[Site]:
 
 @contextmanager
 def two_nodes(directory: Path) -> Iterator[Site]:
-    """A cluster of Ray."""
+    """Add a Ray cluster."""
     with ray_cluster() as cluster:
         yield TwoNodes(cluster)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import sys
 import time
 from typing import Any
 
@@ -25,7 +24,7 @@ from weft.serving.engine.grammar.lru import LruCache
 from weft.serving.engine.protocol import Compiled
 from weft.serving.engine.retry_after import FinishRate
 from weft.serving.engine.sampling_params import Grammar
-from weft.serving.executor.child_process import how_it_ended
+from weft.serving.executor.child_process import how_it_ended, python_module
 
 ROOM = 256 << 20
 """Bytes of compiled grammars that are kept: here, and in each engine core, which keeps the same."""
@@ -226,9 +225,10 @@ class GrammarCompiler:
     async def _start(self) -> None:
         """Start the process, and wait until it takes grammars; EngineError if that fails."""
         began = time.monotonic()
+        command, environment = python_module("weft.serving.engine.grammar.worker")
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-P", "-m", "weft.serving.engine.grammar.worker"),
+            *command,
+            env=environment,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )

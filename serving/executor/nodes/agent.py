@@ -1,20 +1,21 @@
-"""A machine that takes part in serving a model which another machine controls: `weft join`.
+"""Agent of a node that serves part of a model for a controller elsewhere: `weft join`.
 
-    front                             agent
-    Hello                  ◄──TCP──   joins, and stays
-    Ping                   ──TCP──►   says Pong: it is there, and does what it is told
-    Lend(engine, port)     ──TCP──►   connects to that engine core, too, in a thread of its own
+    API process                       agent
+    Hello                  ◄──TCP──   joins, and stays connected
+    Ping                   ──TCP──►   answers Pong as a sign of life
+    JoinEngine(port)       ──TCP──►   connects to that engine core, too, on a separate thread
 
-    engine core                       that thread                    ranks of this machine
-    Start, Meet, Step n    ──TCP──►   board, wakes  ──────────────►  run step n
-    Said, Gone             ◄──TCP──   relays        ◄──socket──────  Loaded, Done, Failed
-    Progress, every second ◄──TCP──   the board's counters
+    engine core                       that thread                    ranks of this node
+    Start, Rendezvous      ──TCP──►   starts the ranks
+    NodeStep               ──TCP──►   step ring, wakes ranks ─────►  run the step
+    RankMessage, RankEnded ◄──TCP──   forwards      ◄──socket──────  Loaded, Done, Failed
+    RankProgress           ◄──TCP──   counters of the ring, every second
 
-The agent asks the front to take it, again and again until it does. When the connection to an
-engine ends, whatever the reason, what is left of its ranks is killed; when that to the front
-does, it waits for the engines to end and begins anew. Told to end (SIGTERM, SIGINT), it ends those
-connections itself. What it imports and runs is its own: no message names code. (Ray's actors and
-tests connect to an engine core at once.)
+The agent tries to join until the API process accepts it. When the connection to an engine ends, for
+whatever reason, the agent kills the remaining ranks of that engine. When the connection to the API
+process ends, it waits for its engines to end, then starts over. On SIGTERM or SIGINT it ends all
+connections itself. The agent runs only code of its own installation: no message names code. (Ray
+actors and tests connect to an engine core directly.)
 """
 
 from __future__ import annotations
@@ -36,47 +37,47 @@ from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.child_process import Failed
 from weft.serving.executor.node import LocalNode
 from weft.serving.executor.nodes.inventory import own_inventory
-from weft.serving.executor.nodes.link import Link, present
+from weft.serving.executor.nodes.link import Link, prove_token
 from weft.serving.executor.nodes.messages import (
+    CheckResults,
     Dump,
     End,
-    Examine,
-    Examined,
     Finding,
-    Gone,
     Hello,
-    Lend,
+    JoinEngine,
     Listen,
     Listening,
-    Meet,
     NodeStep,
     Ping,
     Pong,
-    Progress,
-    Reach,
+    Probe,
+    RankEnded,
+    RankMessage,
+    RankProgress,
     Refused,
-    Said,
+    Rendezvous,
+    RunChecks,
     Start,
     Started,
     ToAgent,
     Unreachable,
     versions,
 )
-from weft.serving.executor.nodes.probe import answer, listen, reach
+from weft.serving.executor.nodes.probe import answer_probe, listen, probe_link
 from weft.serving.executor.placement import Inventory
 from weft.serving.executor.rank_messages import encoder
-from weft.serving.executor.step_ring import slots
+from weft.serving.executor.step_ring import ring_entries
 
 LOAD_MODEL = "weft.serving.executor.loading:load_model"
 
-CONNECT = 5.0
-"""Seconds for the head to answer."""
+CONNECT_TIMEOUT = 5.0
+"""Seconds to wait for a connection to the controller."""
 
-AGAIN = 1.0
-"""Seconds between two attempts."""
+RETRY_PAUSE = 1.0
+"""Seconds between two attempts to join."""
 
-ROOM = 0.001
-"""Seconds between two looks whether the slowest rank has read an old step."""
+ROOM_POLL = 0.001
+"""Seconds between two checks for room in the step ring."""
 
 logger = logging.getLogger(__name__)
 
@@ -93,73 +94,74 @@ def join(
     once: bool = False,
     load_model: str = LOAD_MODEL,
     node_ranks: int | None = None,
-    machine: int = 0,
+    node: int = 0,
     examine: Examiner = lambda config: [],
 ) -> None:
-    """Take part in what the head at `host`:`port` serves, until interrupted.
+    """Join the controller at `host`:`port` and run ranks for it, until interrupted.
 
     Args:
-        host, port: where the head waits for machines.
-        token: the group's.
-        address: of this machine, at which the ranks of others reach its own; else the one from
-            which it reaches the head.
-        name: of this machine, for people; else the host's.
-        once: return when the head has ended what this machine took part in.
-        load_model: loads a rank's part of the model.
-        node_ranks: most ranks that share this machine's cores.
-        machine: its number, if it is known.
-        examine: makes the findings that `weft doctor` asks for.
+        host, port: address of the controller's join listener.
+        token: the group's token.
+        address: address of this node for ranks on other nodes; by default the one that the
+            connection to the controller uses.
+        name: name of this node for people; by default the host name.
+        once: return when the controller dismisses this node.
+        load_model: "module:function" that loads a rank's part of the model.
+        node_ranks: maximum number of ranks on the CPU cores.
+        node: number of this node, if the controller has assigned one.
+        examine: runs the checks of `weft doctor`.
 
     Raises:
-        ConfigError: the head has another token, or does not take this machine.
-        EngineError: with `once`: the connection was lost.
-        KeyboardInterrupt: the process was told to end; its ranks have ended.
+        ConfigError: the controller has another token, or it refuses this node.
+        EngineError: with `once`, the connection was lost.
+        KeyboardInterrupt: the process was told to end. Its ranks have ended.
     """
-    offer = own_inventory(EngineConfig(node_ranks=node_ranks))
+    inventory = own_inventory(EngineConfig(node_ranks=node_ranks))
     while True:
-        link = _connect(host, port, token)
+        link = _connect_with_retries(host, port, token)
         logger.info("joined %s:%d", host, port)
-        name_here = name or socket.gethostname()
-        guest = _Guest(host, token, address, name_here, load_model, offer, examine)
+        own_name = name or socket.gethostname()
+        session = _JoinSession(host, token, address, own_name, load_model, inventory, examine)
         try:
             with closing(link):
-                ended = guest.take_part(link, machine)
-            guest.wait()
+                dismissed = session.serve(link, node)
+            session.wait()
         except KeyboardInterrupt:
-            guest.leave()
+            session.close()
             raise
-        if once and ended:
+        if once and dismissed:
             return
         if once:
             raise EngineError(f"{host}:{port} has hung up")
-        logger.info("%s:%d has %s", host, port, "ended" if ended else "hung up")
-        time.sleep(AGAIN)
+        logger.info("%s:%d has %s", host, port, "ended" if dismissed else "hung up")
+        time.sleep(RETRY_PAUSE)
+
+
+def _connect_with_retries(host: str, port: int, token: str) -> Link[ToAgent]:
+    """Connect as soon as the controller listens; log why it fails until then."""
+    logged = ""
+    while True:
+        try:
+            return _connect(host, port, token)
+        except OSError as error:
+            reason = str(error.strerror or error)
+        except ConfigError as error:
+            raise ConfigError(f"{host}:{port}: {error}") from None
+        if reason != logged:
+            logger.info("waiting for %s:%d: %s", host, port, logged := reason)
+        time.sleep(RETRY_PAUSE)
 
 
 def _connect(host: str, port: int, token: str) -> Link[ToAgent]:
-    """Once the head is there; says what it waits for."""
-    told = ""
-    while True:
-        try:
-            return _link(host, port, token)
-        except OSError as error:
-            why = str(error.strerror or error)
-        except ConfigError as error:
-            raise ConfigError(f"{host}:{port}: {error}") from None
-        if why != told:
-            logger.info("waiting for %s:%d: %s", host, port, told := why)
-        time.sleep(AGAIN)
-
-
-def _link(host: str, port: int, token: str) -> Link[ToAgent]:
-    """A connection on which both sides have proved that they know the token.
+    """Open a connection and complete the handshake.
 
     Raises:
-        ConfigError, OSError: as `present`, or nobody listens there.
+        OSError: nobody listens there, or the handshake failed.
+        ConfigError: see `prove_token`.
     """
-    sock = socket.create_connection((host, port), CONNECT)
+    sock = socket.create_connection((host, port), CONNECT_TIMEOUT)
     try:
-        present(sock, token)
+        prove_token(sock, token)
         return Link(sock, ToAgent)
     except BaseException:
         sock.close()
@@ -167,191 +169,191 @@ def _link(host: str, port: int, token: str) -> Link[ToAgent]:
 
 
 @dataclass
-class _Guest:
-    """What this machine is to a head that it has joined; see `join`."""
+class _JoinSession:
+    """The time from joining a controller until it is gone; see `join`."""
 
     host: str
     token: str
     address: str | None
     name: str
     load_model: str
-    offer: Inventory
+    inventory: Inventory
     examine: Examiner
     engines: dict[int, threading.Thread] = field(default_factory=dict)
     links: list[Link[ToAgent]] = field(default_factory=list)
-    leaves: bool = False
+    is_closing: bool = False
 
-    def take_part(self, link: Link[ToAgent], machine: int = 0) -> bool:
-        """Do what the other side says until the connection ends; whether it ended it."""
-        with suppress(OSError, msgspec.DecodeError):  # it has ended, or makes no sense
+    def serve(self, link: Link[ToAgent], node: int = 0) -> bool:
+        """Follow the controller's messages; return True on `End`, False on a lost connection."""
+        with suppress(OSError, msgspec.DecodeError):  # connection lost, or invalid message
             address = self.address or link.own_address
-            offer = replace(self.offer, where=f"{self.name} at {address}")
-            link.send(Hello(self.name, address, versions(), offer, machine))
+            inventory = replace(self.inventory, where=f"{self.name} at {address}")
+            link.send(Hello(self.name, address, versions(), inventory, node))
             while (message := link.wait()) is not None:
                 match message:
-                    case Refused(why):
-                        raise ConfigError(why)
-                    case Lend():
-                        self._lend(message)
+                    case Refused(reason):
+                        raise ConfigError(reason)
+                    case JoinEngine():
+                        self._start_engine_thread(message)
                     case Ping():
                         link.send(Pong())
                     case Start():
-                        return self._serve(link, message, address)
+                        return self._run_ranks(link, message, address)
                     case End():
                         return True
-                    case Examine(config):
-                        link.send(Examined(self.examine(config)))
+                    case RunChecks(config):
+                        link.send(CheckResults(self.examine(config)))
                     case Listen():
                         _listen(link, address, self.token)
-                    case Reach(host, port, seconds):
-                        link.send(reach(host, port, self.token, seconds))
+                    case Probe(host, port, seconds):
+                        link.send(probe_link(host, port, self.token, seconds))
         return False
 
     def wait(self) -> None:
-        """For all engines to end."""
+        """Wait until all engines have ended."""
         for thread in self.engines.values():
-            if thread.ident is not None:  # else a signal came before it was started
+            if thread.ident is not None:  # else a signal came before the thread was started
                 thread.join()
 
-    def leave(self) -> None:
-        """Hang up on all engines, and wait for the ranks of this machine to end."""
-        self.leaves = True
+    def close(self) -> None:
+        """Hang up on all engines, and wait until the ranks of this node have ended."""
+        self.is_closing = True
         for link in list(self.links):
             link.shut()
         self.wait()
 
-    def _lend(self, lend: Lend) -> None:
-        before = self.engines.get(lend.engine)
-        thread = threading.Thread(target=self._join_engine, args=(lend, before), daemon=True)
-        self.engines[lend.engine] = thread
+    def _start_engine_thread(self, request: JoinEngine) -> None:
+        before = self.engines.get(request.engine)
+        thread = threading.Thread(target=self._join_engine, args=(request, before), daemon=True)
+        self.engines[request.engine] = thread
         thread.start()
 
-    def _join_engine(self, lend: Lend, before: threading.Thread | None) -> None:
-        """Have ranks of an engine, once those of the one that it replaces have ended."""
+    def _join_engine(self, request: JoinEngine, before: threading.Thread | None) -> None:
+        """Run ranks for an engine core, once the ranks of its previous core have ended."""
         if before is not None:
             before.join()
         try:
-            link = _link(self.host, lend.port, self.token)
-        except (OSError, ConfigError) as error:  # it waits in vain, and says so
-            logger.warning("engine %d at port %d: %s", lend.engine, lend.port, error)
+            link = _connect(self.host, request.port, self.token)
+        except (OSError, ConfigError) as error:  # the core waits in vain, and reports that
+            logger.warning("engine %d at port %d: %s", request.engine, request.port, error)
             return
         with closing(link):
             self.links.append(link)
-            if not self.leaves:  # else nobody has shut it
-                self.take_part(link, lend.machine)
+            if not self.is_closing:  # else `close` may have missed this link
+                self.serve(link, request.node)
             self.links.remove(link)
 
-    def _serve(self, link: Link[ToAgent], start: Start, address: str) -> bool:
+    def _run_ranks(self, link: Link[ToAgent], start: Start, address: str) -> bool:
         if (engines := start.config.replica.engines) > 1:
-            replica = replace(start.config.replica, memory=self.offer.memory // engines)
+            replica = replace(start.config.replica, memory=self.inventory.memory // engines)
             config = replace(start.config, replica=replica)
             start = msgspec.structs.replace(start, config=config)
         try:
-            agent = _Agent(link, start, address, self.load_model)
-        except OSError as error:  # no memory, no more processes
-            link.send(Said(start.first, encoder.encode(Failed.of(error))))
+            group = _RankGroup(link, start, address, self.load_model)
+        except OSError as error:  # no memory, or too many processes
+            link.send(RankMessage(start.first, encoder.encode(Failed.of(error))))
             return False
-        return agent.run()
+        return group.run()
 
 
 def _listen(link: Link[ToAgent], address: str, token: str) -> None:
     try:
         listener = listen(address)
     except OSError as error:
-        link.send(Unreachable(f"{address} is not to be had there: {error.strerror}"))
+        link.send(Unreachable(f"{address} is not available there: {error.strerror}"))
         return
     link.send(Listening(listener.getsockname()[1]))
-    answer(listener, token)
+    answer_probe(listener, token)
 
 
-class _Agent:
-    """One group's ranks on this machine, from their start to their end."""
+class _RankGroup:
+    """The ranks of one engine on this node, from their start to their end."""
 
     def __init__(self, link: Link[ToAgent], start: Start, address: str, load_model: str) -> None:
         self._link = link
         self._start = start
         self._steps: deque[bytes] = deque()
         self._step = 0
-        self._beat = 0.0
-        self._told = 0
-        self._room = slots(start.config.pp)
-        self._end: float | None = None
+        self._next_heartbeat = 0.0
+        self._reported = 0
+        self._report_every = ring_entries(start.config.pp)
+        self._deadline: float | None = None
         link.set_patience(start.patience)
-        self._machine = LocalNode(
+        self._node = LocalNode(
             start.config,
             load_model,
             range(start.first, start.first + len(start.devices)),
             start.world_size,
-            host=start.host,
+            rendezvous_host=start.rendezvous_host,
             address=address,
             devices=start.devices,
         )
 
     def run(self) -> bool:
-        """Until the ranks are gone; whether the controller has ended them."""
-        machine = self._machine
+        """Run until the ranks have ended; return whether the controller has ended them."""
+        node = self._node
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._link.socket, selectors.EVENT_READ)
-                for channel in machine.channels:
+                for channel in node.channels:
                     selector.register(channel, selectors.EVENT_READ)
-                self._link.send(Started(list(machine.pids)))
-                while self._end is None or (self._steps and time.monotonic() < self._end):
-                    self._turn(selector)
-            machine.hang_up(0.0)
+                self._link.send(Started(list(node.pids)))
+                while self._deadline is None or (self._steps and time.monotonic() < self._deadline):
+                    self._run_once(selector)
+            node.hang_up(0.0)
             return True
         except (EOFError, OSError, msgspec.DecodeError):
             return False
         finally:
-            machine.wait(self._end or 0.0)
-            machine.release()
-            self._link.shut()  # which says that they are gone
+            node.wait(self._deadline or 0.0)
+            node.release()
+            self._link.shut()  # tells the controller that the ranks have ended
 
-    def _turn(self, selector: selectors.BaseSelector) -> None:
-        beat = self._beat - time.monotonic()
-        for key, _ in selector.select(ROOM if self._steps else max(0.0, beat)):
+    def _run_once(self, selector: selectors.BaseSelector) -> None:
+        pause = self._next_heartbeat - time.monotonic()
+        for key, _ in selector.select(ROOM_POLL if self._steps else max(0.0, pause)):
             channel = key.fileobj
             assert isinstance(channel, socket.socket)
             if channel is self._link.socket:
-                self._obey(self._link.receive())
+                self._handle(self._link.receive())
             else:
-                self._relay(channel)
-                if channel not in self._machine.channels:
+                self._forward(channel)
+                if channel not in self._node.channels:
                     selector.unregister(channel)
-        while self._steps and self._machine.has_room(self._step + 1):
+        while self._steps and self._node.has_room(self._step + 1):
             self._step += 1
-            self._machine.put(self._step, self._steps.popleft())
-        # The controller waits for room, of which this is the measure (RemoteMachine.has_room).
-        done = int(self._machine.counters[1].min())
-        if time.monotonic() >= self._beat or done >= self._told + self._room:
-            self._told = done
-            self._say_progress()
-            self._beat = time.monotonic() + self._start.heartbeat
+            self._node.put(self._step, self._steps.popleft())
+        # The controller needs this report to see room for more steps (RemoteNode.has_room).
+        done = int(self._node.counters[1].min())
+        if time.monotonic() >= self._next_heartbeat or done >= self._reported + self._report_every:
+            self._reported = done
+            self._send_progress()
+            self._next_heartbeat = time.monotonic() + self._start.heartbeat
 
-    def _obey(self, message: ToAgent | None) -> None:
+    def _handle(self, message: ToAgent | None) -> None:
         match message:
             case NodeStep(data):
                 self._steps.append(data)
-            case Meet(port):
-                self._machine.meet(port)
+            case Rendezvous(port):
+                self._node.set_rendezvous(port)
             case Dump():
-                self._machine.dump()
+                self._node.dump()
             case End(grace):
-                self._end = time.monotonic() + grace
+                self._deadline = time.monotonic() + grace
             case None:
                 raise EOFError
             case _:
-                raise EOFError(f"{message} makes no sense here")
+                raise EOFError(f"unexpected message: {message}")
 
-    def _relay(self, channel: socket.socket) -> None:
-        rank, data = self._machine.receive_bytes(channel)
+    def _forward(self, channel: socket.socket) -> None:
+        rank, data = self._node.receive_bytes(channel)
         if data is not None:
-            self._link.send(Said(rank, data))
+            self._link.send(RankMessage(rank, data))
             return
-        self._say_progress()
-        self._link.send(Gone(rank, self._machine.how_ended(rank)))
+        self._send_progress()
+        self._link.send(RankEnded(rank, self._node.how_ended(rank)))
 
-    def _say_progress(self) -> None:
-        machine = self._machine
-        stopped = [rank for rank in machine.ranks if machine.is_stopped(rank)]
-        self._link.send(Progress(machine.counters.tolist(), stopped))
+    def _send_progress(self) -> None:
+        node = self._node
+        stopped = [rank for rank in node.ranks if node.is_stopped(rank)]
+        self._link.send(RankProgress(node.counters.tolist(), stopped))

@@ -1,4 +1,4 @@
-"""What this machine has for ranks: see resources.py, which maps them to it."""
+"""This node's inventory: its free memory and its devices (see placement.py)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ print(json.dumps([torch.cuda.mem_get_info(i)[0] for i in range(count)]))
 
 
 def own_inventory(config: EngineConfig, *, gpus: bool = True) -> Inventory:
-    """Of this machine.
+    """Take this node's inventory.
 
     Args:
-        config: its `node_ranks` limits how many ranks share the cores.
-        gpus: look for them, which takes some seconds where there are any.
+        config: its `node_ranks` limits the number of ranks on the CPU cores.
+        gpus: look for GPUs, which takes some seconds on a machine that has them.
     """
     from weft.models.jax.platform import count_tpus
     from weft.models.memory.available import available_memory
@@ -30,20 +30,21 @@ def own_inventory(config: EngineConfig, *, gpus: bool = True) -> Inventory:
     return Inventory(
         config.node_ranks,
         memory=available_memory(),
-        gpus=_free_of_gpus() if gpus else (),
+        gpus=_free_gpu_memory() if gpus else (),
         tpus=count_tpus(),
     )
 
 
-def _free_of_gpus() -> tuple[int, ...]:
-    """Free bytes of each GPU that torch sees.
+def _free_gpu_memory() -> tuple[int, ...]:
+    """Return the free bytes on each GPU.
 
-    Asked in a process of its own: who asks has a context on each, of half a GiB, until it ends.
+    A child process asks torch, because the asking process keeps half a GiB on each GPU (its
+    context) until it ends.
     """
     if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/kfd").exists():  # AMD's
         return ()
     command = [sys.executable, "-P", "-c", _GPUS]
     asked = subprocess.run(command, capture_output=True, text=True, check=False)
     if asked.returncode:
-        return ()  # no driver that suits; `weft doctor` says so
+        return ()  # no suitable driver; `weft doctor` reports this
     return tuple(json.loads(asked.stdout))

@@ -1,10 +1,10 @@
-"""Where machines join: a port of this one, at which strangers may connect, too.
+"""The port where other nodes join; anybody on the network may connect to it.
 
-    connects ──► proves that it knows the token ──► says Hello ──► Joined
-                 within HANDSHAKE seconds, for both; else it is turned away
+    connects ──► proves that it knows the token ──► sends Hello ──► JoinedNode
+                 both within HANDSHAKE_TIMEOUT seconds; else it is rejected
 
-Nobody is waited for: what each has said is taken in as it comes, so that one that is silent, or
-slow, or says nonsense, keeps no other one from joining.
+Nothing blocks: bytes are processed as they arrive. A silent, slow or invalid peer therefore never
+keeps another node from joining.
 """
 
 from __future__ import annotations
@@ -21,55 +21,55 @@ import msgspec
 
 from weft.errors import ConfigError
 from weft.serving.config.settings import EngineConfig
-from weft.serving.executor.nodes.link import Link, Stranger, check_token, plain
+from weft.serving.executor.nodes.link import Handshake, Link, check_token, unmapped
 from weft.serving.executor.nodes.messages import FromAgent, Hello, Refused, differences, versions
 from weft.serving.executor.nodes.remote import JoinedNode
 
-MOST_STRANGERS = 64
-"""At once; for one more, the one that has been there longest is turned away."""
+MAX_PENDING = 64
+"""Maximum number of pending connections. One more replaces the oldest."""
 
-LOOK = 1.0
-"""Seconds between two looks for strangers whose time is over, at most."""
+CHECK_INTERVAL = 1.0
+"""Maximum seconds between two checks for expired handshakes."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
-class _Arrival:
-    """Who has connected; `link` is there once it has proved that it knows the token."""
+class _PendingConnection:
+    """A connection before joining. It gets a `link` after the handshake."""
 
-    stranger: Stranger
+    handshake: Handshake
     address: str
     link: Link[FromAgent] | None = None
 
 
 class JoinListener:
-    """Waits for machines to join this one. As a context manager it gives the port back.
+    """Listener for joining nodes. As a context manager it closes itself.
 
     Args:
-        config: of the engine: node_address, node_port, node_token.
-        strict: turn machines away that have other versions.
+        config: uses node_address, node_port and node_token.
+        strict: reject nodes with other library versions.
 
     Attributes:
-        port: at which it listens.
-        token: that machines must know.
+        port: port of the listener.
+        token: token that nodes must know.
 
     Raises:
-        ConfigError: the address is not to be had, or the token is too short.
+        ConfigError: the address or the port is not available, or the token is too short.
     """
 
     def __init__(self, config: EngineConfig, *, strict: bool = True) -> None:
         check_token(config.node_token)
         self._strict = strict
-        self._given = config.node_token is not None
+        self._token_is_given = config.node_token is not None
         self.token = config.node_token or secrets.token_urlsafe(24)
         self._name = config.node_address or socket.gethostname()
-        self._listener = _listen(config.node_address, config.node_port)
-        self._listener.setblocking(False)
-        self.port = int(self._listener.getsockname()[1])
-        self._arrivals: list[_Arrival] = []
+        self._socket = _listen(config.node_address, config.node_port)
+        self._socket.setblocking(False)
+        self.port = int(self._socket.getsockname()[1])
+        self._pending: list[_PendingConnection] = []
         self._selector = selectors.EpollSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._socket, selectors.EVENT_READ)
 
     def __enter__(self) -> Self:
         return self
@@ -78,116 +78,115 @@ class JoinListener:
         self.close()
 
     def close(self) -> None:
-        """Give the port back, and hang up on who has not joined yet."""
-        for arrival in self._arrivals:
-            arrival.stranger.socket.close()
-        self._arrivals.clear()
+        """Close the port and all pending connections."""
+        for pending in self._pending:
+            pending.handshake.socket.close()
+        self._pending.clear()
         self._selector.close()
-        self._listener.close()
+        self._socket.close()
 
-    def invite(self, count: int) -> None:
-        """Say what to run on so many other machines."""
-        token = "" if self._given else f"WEFT_NODE_TOKEN={self.token} "
-        machines = "another machine" if count == 1 else f"{count} other machines"
+    def log_join_command(self, count: int) -> None:
+        """Log the command to run on `count` other nodes."""
+        token = "" if self._token_is_given else f"WEFT_NODE_TOKEN={self.token} "
+        nodes = "another node" if count == 1 else f"{count} other nodes"
         command = f"{token}weft join {self._name}:{self.port}"
-        logger.warning("waiting for %s to run: %s", machines, command)  # else nothing goes on
+        # A warning, because nothing continues before somebody runs it.
+        logger.warning("waiting for %s to run: %s", nodes, command)
 
     def fileno(self) -> int:
-        """Can be read when `admit` has something to do."""
+        """Return a descriptor; it is readable when `accept` has something to do."""
         return self._selector.fileno()
 
     def wait_for(self, count: int, timeout: float | None = None) -> list[JoinedNode]:
-        """So many machines, in the order in which they came; or those that came in time."""
+        """Wait for `count` nodes; return them in the order of joining, fewer after `timeout`."""
         joined: list[JoinedNode] = []
         with selectors.DefaultSelector() as selector:
             selector.register(self, selectors.EVENT_READ)
             deadline = None if timeout is None else time.monotonic() + timeout
             while len(joined) < count:
-                left = LOOK if deadline is None else deadline - time.monotonic()
+                left = CHECK_INTERVAL if deadline is None else deadline - time.monotonic()
                 if left <= 0:
                     break
-                for key, _ in selector.select(min(left, LOOK)):
-                    if key.data is not None:  # it has nothing to say before it is told something
+                for key, _ in selector.select(min(left, CHECK_INTERVAL)):
+                    if key.data is not None:  # a node sends nothing before it gets a message
                         logger.info("%s has left", key.data.where)
                         selector.unregister(key.fileobj)
                         key.data.link.close()
                         joined.remove(key.data)
-                if len(joined) < count and (machine := self.admit()) is not None:
-                    joined.append(machine)
-                    selector.register(machine.link.socket, selectors.EVENT_READ, machine)
+                if len(joined) < count and (node := self.accept()) is not None:
+                    joined.append(node)
+                    selector.register(node.link.socket, selectors.EVENT_READ, node)
         return joined
 
-    def admit(self) -> JoinedNode | None:
-        """Take in what has come, and turn those away whose time is over; who may join, if one
-        has become that.
-        """
+    def accept(self) -> JoinedNode | None:
+        """Process available input and expired handshakes; return a newly joined node."""
         for key, _ in self._selector.select(0):
             if key.data is None:
                 self._accept()
                 continue
-            if key.data not in self._arrivals:  # another one has taken its place
+            if key.data not in self._pending:  # replaced by a newer connection
                 continue
             try:
-                joined = self._hear(key.data)
+                joined = self._receive(key.data)
             except (OSError, msgspec.DecodeError) as error:
-                self._turn_away(key.data, str(error))
+                self._reject(key.data, str(error))
                 continue
             if joined is not None:
                 self._forget(key.data)
                 logger.info("%s has joined", joined.where)
                 return joined
         now = time.monotonic()
-        for arrival in [each for each in self._arrivals if each.stranger.deadline < now]:
-            self._turn_away(arrival, "it has not proved in time that it knows --node-token")
+        for pending in [each for each in self._pending if each.handshake.deadline < now]:
+            self._reject(pending, "it did not prove in time that it knows --node-token")
         return None
 
     def _accept(self) -> None:
         try:
-            sock, (address, *_) = self._listener.accept()
-        except OSError as error:  # it has hung up
-            logger.warning("a machine could not join: %s", error.strerror)
+            sock, (address, *_) = self._socket.accept()
+        except OSError as error:  # the peer has hung up
+            logger.warning("a node could not join: %s", error.strerror)
             return
-        if len(self._arrivals) == MOST_STRANGERS:
-            self._turn_away(self._arrivals[0], "too many others have connected")
-        arrival = _Arrival(Stranger(sock, self.token), plain(address))
-        self._arrivals.append(arrival)
-        self._selector.register(sock, selectors.EVENT_READ, arrival)
+        if len(self._pending) == MAX_PENDING:
+            self._reject(self._pending[0], "too many others have connected")
+        pending = _PendingConnection(Handshake(sock, self.token), unmapped(address))
+        self._pending.append(pending)
+        self._selector.register(sock, selectors.EVENT_READ, pending)
 
-    def _hear(self, arrival: _Arrival) -> JoinedNode | None:
-        """Take in what one says; the machine, if that was the last of it.
+    def _receive(self, pending: _PendingConnection) -> JoinedNode | None:
+        """Process input from a pending connection; return the node once it has sent its Hello.
 
         Raises:
-            OSError: it has hung up, or may not join.
-            msgspec.DecodeError: it makes no sense.
+            OSError: the peer has hung up, or it may not join.
+            msgspec.DecodeError: its message is invalid.
         """
-        if arrival.link is None:
-            if (knows := arrival.stranger.knows_token()) is False:
+        if pending.link is None:
+            if (knows := pending.handshake.advance()) is False:
                 raise ConnectionError("it does not know --node-token")
-            if knows:  # so it means well: what it says next comes as a whole
-                arrival.link = Link(arrival.stranger.socket, FromAgent)
+            if knows:  # it is trusted now, so reading whole messages may block
+                pending.link = Link(pending.handshake.socket, FromAgent)
             return None
-        hello = arrival.link.receive()
+        hello = pending.link.receive()
         if not isinstance(hello, Hello):
-            raise ConnectionError("it has not said what it is")
+            raise ConnectionError("it did not introduce itself")
         wrong = differences(versions(), hello.versions)
         if wrong and self._strict:
             theirs = differences(hello.versions, versions())
-            arrival.link.send(Refused(f"this machine cannot take part: {'; '.join(theirs)}"))
-            raise ConnectionError(f"{hello.name} cannot take part: {'; '.join(wrong)}")
-        return JoinedNode(arrival.link, hello)
+            pending.link.send(Refused(f"this node cannot join: {'; '.join(theirs)}"))
+            raise ConnectionError(f"{hello.name} cannot join: {'; '.join(wrong)}")
+        return JoinedNode(pending.link, hello)
 
-    def _turn_away(self, arrival: _Arrival, why: str) -> None:
-        logger.warning("%s was turned away: %s", arrival.address, why)
-        self._forget(arrival)
-        arrival.stranger.socket.close()
+    def _reject(self, pending: _PendingConnection, reason: str) -> None:
+        logger.warning("rejected %s: %s", pending.address, reason)
+        self._forget(pending)
+        pending.handshake.socket.close()
 
-    def _forget(self, arrival: _Arrival) -> None:
-        self._arrivals.remove(arrival)
-        self._selector.unregister(arrival.stranger.socket)
+    def _forget(self, pending: _PendingConnection) -> None:
+        self._pending.remove(pending)
+        self._selector.unregister(pending.handshake.socket)
 
 
 def _listen(address: str | None, port: int) -> socket.socket:
-    """At one address, or at all of this machine."""
+    """Listen at one address, or at all addresses of this node."""
     where = "" if address is None else f"--node-address {address} "
     try:
         if address is not None:
@@ -197,5 +196,5 @@ def _listen(address: str | None, port: int) -> socket.socket:
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
         return socket.create_server(("", port))
     except OSError as error:
-        why = str(error.strerror).split(" (")[0]
-        raise ConfigError(f"{where}--node-port {port}: {why}") from None
+        reason = str(error.strerror).split(" (")[0]
+        raise ConfigError(f"{where}--node-port {port}: {reason}") from None

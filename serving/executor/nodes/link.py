@@ -1,15 +1,15 @@
-"""A connection between two machines that serve one model.
+"""Authenticated TCP connections between the nodes of one model.
 
-Messages are MessagePack in declared types, each behind its length in 8 bytes. Before the first
-one each side proves that it knows the group's token, which itself is never sent:
+Messages are MessagePack in declared types, each preceded by its length in 8 bytes. Before the first
+message both sides prove that they know the group's token. The token itself is never sent:
 
-    head                                    machine that joins
+    listener                                joining node
     MAGIC, nonce a                  ──►
                                     ◄──     nonce b, HMAC(token, "join" a b)
-    HMAC(token, "head" a b)         ──►
+    HMAC(token, "listen" a b)       ──►
 
-(HMAC with SHA-256, FIPS 198-1.) What follows is neither encrypted nor signed, as little as what
-ranks tell each other: it is for a network that others cannot reach.
+(HMAC with SHA-256, FIPS 198-1.) The messages are neither encrypted nor signed, and neither is the
+traffic between ranks. Use a network that outsiders cannot reach.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ import msgspec
 from weft.errors import ConfigError
 
 PROTOCOL = b"weft-join-"
-MAGIC = PROTOCOL + b"2\n"
-"""To be raised with every change of what machines tell each other before they compare versions."""
+MAGIC = PROTOCOL + b"3\n"
+"""Protocol version. Increase it if messages change that nodes exchange before `Hello.versions`."""
 
 NONCE = 32
 PROOF = 32
-NO = bytes(PROOF)
-"""Instead of a proof, to who has shown a wrong one."""
+REJECTION = bytes(PROOF)
+"""Answer to a wrong proof, in place of the listener's own proof."""
 
-HANDSHAKE = 5.0
-"""Seconds that the other side gets to prove itself, and to say what it is."""
+HANDSHAKE_TIMEOUT = 5.0
+"""Seconds for the other side to prove that it knows the token and to introduce itself."""
 
-MOST_PATIENCE = 100_000.0
-"""Seconds; a quarter of them is less than the most that TCP takes for a probe, 32,767."""
+MAX_PATIENCE = 100_000.0
+"""Maximum patience in seconds. A quarter of it fits TCP's limit for keepalive times, 32,767."""
 
 PATIENCE = 30.0
-"""Seconds without any sign of life of the other machine, until a connection is lost."""
+"""Seconds without a sign of life from the other node until a connection counts as lost."""
 
 TOKEN_LENGTH = 16
-"""Characters of a token, at least: who sees a proof can try guesses against it."""
+"""Minimum characters in a token. Whoever sees a proof can test guesses against it."""
 
 Message = TypeVar("Message")
 
 
 class Link(Generic[Message]):
-    """One end of a connection that has been authenticated.
+    """One end of an authenticated connection.
 
-    A machine that vanishes is noticed by the kernel: it probes a connection that is silent.
+    TCP keepalive detects a node that vanishes without closing the connection.
 
     Args:
         sock: the connection.
-        receives: type of the messages that come.
+        receives: type of the received messages.
 
     Attributes:
-        socket: can be read when there is something to receive.
+        socket: becomes readable when there is something to receive.
     """
 
     def __init__(self, sock: socket.socket, receives: Any) -> None:
@@ -72,9 +72,9 @@ class Link(Generic[Message]):
         self.set_patience(PATIENCE)
 
     def set_patience(self, seconds: float) -> None:
-        """After how long without a sign of life the connection is lost."""
+        """Set the seconds without a sign of life until the connection counts as lost."""
         tcp = socket.IPPROTO_TCP
-        seconds = min(seconds, MOST_PATIENCE)
+        seconds = min(seconds, MAX_PATIENCE)
         probe = max(1, round(seconds / 4))
         self.socket.settimeout(seconds)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -84,17 +84,17 @@ class Link(Generic[Message]):
 
     @property
     def own_address(self) -> str:
-        """This machine's, at which the other one has it."""
-        return plain(self.socket.getsockname()[0])
+        """This node's address, as used by the other node."""
+        return unmapped(self.socket.getsockname()[0])
 
     @property
     def address(self) -> str:
-        """The other machine's, as seen from here."""
-        return plain(self.socket.getpeername()[0])
+        """The other node's address, as seen from here."""
+        return unmapped(self.socket.getpeername()[0])
 
     @property
-    def has_come(self) -> bool:
-        """Whether there is something to receive, if only that the connection has ended."""
+    def has_input(self) -> bool:
+        """Whether a message, or the end of the connection, can be received now."""
         poll = select.poll()
         poll.register(self.socket, select.POLLIN)
         return bool(poll.poll(0))
@@ -109,17 +109,17 @@ class Link(Generic[Message]):
         self.socket.sendall(len(data).to_bytes(8, "little") + data)
 
     def receive(self) -> Message | None:
-        """The next message, when it has begun to come; None if the connection has ended.
+        """Receive a message whose first byte has arrived; None if the connection has ended.
 
         Raises:
-            msgspec.DecodeError: it is none of the declared ones.
+            msgspec.DecodeError: the message has none of the declared types.
         """
         header = read(self.socket, 8)
         data = read(self.socket, int.from_bytes(header, "little")) if header else b""
         return self._decoder.decode(data) if data else None
 
     def wait(self, timeout: float | None = None) -> Message | None:
-        """As `receive`, and waits for a message to begin; None also if none comes in time."""
+        """Wait for a message and receive it; None after `timeout` seconds without one."""
         patience = self.socket.gettimeout()
         self.socket.settimeout(timeout)
         try:
@@ -131,16 +131,17 @@ class Link(Generic[Message]):
         return self.receive()
 
     def shut(self) -> None:
-        """End the connection; whoever reads or writes here or there is told."""
-        with suppress(OSError):  # it has ended
+        """End the connection. Blocked reads and writes return on both sides."""
+        with suppress(OSError):  # it has already ended
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        """Close the socket."""
         self.socket.close()
 
 
 def check_token(token: str | None) -> None:
-    """Refuse a token that could be guessed; ConfigError."""
+    """Raise ConfigError for a token that could be guessed."""
     if token is not None and len(token) < TOKEN_LENGTH:
         raise ConfigError(
             f"--node-token has {len(token)} characters; it must have at least {TOKEN_LENGTH}"
@@ -148,16 +149,16 @@ def check_token(token: str | None) -> None:
 
 
 def check_address(address: str | None) -> None:
-    """Refuse what is no address, a name above all; ConfigError."""
+    """Raise ConfigError for anything but an IP address; host names are not accepted."""
     with suppress(ValueError):
         if address is not None:
             ipaddress.ip_address(address)
         return
-    raise ConfigError(f"--node-address is {address!r}; it must be an IP address of this machine")
+    raise ConfigError(f"--node-address is {address!r}; it must be an IP address of this node")
 
 
 def read(sock: socket.socket, count: int) -> bytes:
-    """So many bytes, or none if they will not come."""
+    """Read exactly `count` bytes; return b"" if the connection ends or times out first."""
     parts: list[bytes] = []
     while count:
         try:
@@ -171,89 +172,87 @@ def read(sock: socket.socket, count: int) -> bytes:
     return b"".join(parts)
 
 
-class Stranger:
-    """Who has connected to the head, until it has proved that it knows the token.
-
-    Nobody waits for it: it has until `deadline`, and what it has said by then is taken in as it
-    comes.
+class Handshake:
+    """The listener's side of the handshake on a new connection, without blocking.
 
     Args:
-        sock: the connection, which from now on does not block.
-        token: the group's.
+        sock: the connection; it becomes non-blocking.
+        token: the group's token.
 
     Attributes:
-        socket: can be read when there is something to take in.
-        deadline: by time.monotonic().
+        socket: becomes readable when `advance` has something to do.
+        deadline: end of the handshake, by time.monotonic().
     """
 
     def __init__(self, sock: socket.socket, token: str) -> None:
         self.socket = sock
-        self.deadline = time.monotonic() + HANDSHAKE
+        self.deadline = time.monotonic() + HANDSHAKE_TIMEOUT
         self._token = token
         self._nonce = secrets.token_bytes(NONCE)
-        self._said = b""
+        self._received = b""
         sock.setblocking(False)
-        with suppress(OSError):  # it has hung up, as is seen next
+        with suppress(OSError):  # the peer has hung up; `advance` will notice
             sock.sendall(MAGIC + self._nonce)
 
-    def knows_token(self) -> bool | None:
-        """Take in what has come; None while that is not all.
+    def advance(self) -> bool | None:
+        """Read available bytes; return whether the peer knows the token, None while incomplete.
 
         Raises:
-            OSError: it has hung up.
+            OSError: the peer has hung up.
         """
         try:
-            part = self.socket.recv(NONCE + PROOF - len(self._said))
+            part = self.socket.recv(NONCE + PROOF - len(self._received))
         except BlockingIOError:
             return None
         if not part:
             raise ConnectionError("it has hung up")
-        self._said += part
-        if len(self._said) < NONCE + PROOF:
+        self._received += part
+        if len(self._received) < NONCE + PROOF:
             return None
-        theirs, proof = self._said[:NONCE], self._said[NONCE:]
+        theirs, proof = self._received[:NONCE], self._received[NONCE:]
         knows = hmac.compare_digest(proof, _proof(self._token, b"join", self._nonce, theirs))
-        self.socket.sendall(_proof(self._token, b"head", self._nonce, theirs) if knows else NO)
+        answer = _proof(self._token, b"listen", self._nonce, theirs) if knows else REJECTION
+        self.socket.sendall(answer)
         return knows
 
 
-def admit(sock: socket.socket, token: str) -> bool:
-    """Head: wait until who has connected has shown whether it knows the token."""
-    stranger = Stranger(sock, token)
+def verify_peer(sock: socket.socket, token: str) -> bool:
+    """Complete the handshake as the listener; return whether the peer knows the token."""
+    handshake = Handshake(sock, token)
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     with suppress(OSError):
-        while (left := stranger.deadline - time.monotonic()) > 0:
-            if poll.poll(1000 * left) and (knows := stranger.knows_token()) is not None:
+        while (left := handshake.deadline - time.monotonic()) > 0:
+            if poll.poll(1000 * left) and (knows := handshake.advance()) is not None:
                 return knows
     return False
 
 
-def present(sock: socket.socket, token: str) -> None:
-    """Machine that joins: prove to the head that the token is known, and have it do so.
+def prove_token(sock: socket.socket, token: str) -> None:
+    """Complete the handshake as the joining node, and check the listener's proof.
 
     Raises:
-        OSError: it does not answer.
-        ConfigError: it is no weft, or has another token.
+        OSError: the listener does not answer.
+        ConfigError: the listener is not weft, or it has another token.
     """
-    sock.settimeout(HANDSHAKE)
+    sock.settimeout(HANDSHAKE_TIMEOUT)
     magic = read(sock, len(MAGIC))
     if not magic:
         raise ConnectionError("it has hung up")
     if not magic.startswith(PROTOCOL):
-        raise ConfigError("what listens there is not `weft` that waits for machines")
+        raise ConfigError("the server there is not `weft` waiting for nodes")
     if magic != MAGIC:
         raise ConfigError(
             f"weft there speaks {_name(magic)}, and here {_name(MAGIC)}: install the same version "
-            "on both machines"
+            "on both nodes"
         )
     theirs, ours = read(sock, NONCE), secrets.token_bytes(NONCE)
     sock.sendall(ours + _proof(token, b"join", theirs, ours))
     proof = read(sock, PROOF)
     if not proof:
         raise ConnectionError("it has hung up")
-    if not hmac.compare_digest(proof, _proof(token, b"head", theirs, ours)):
-        raise ConfigError("--node-token is not the one that is in force there")
+    if not hmac.compare_digest(proof, _proof(token, b"listen", theirs, ours)):
+        raise ConfigError("--node-token is not the token of that server")
 
 
 def _proof(token: str, side: bytes, *nonces: bytes) -> bytes:
@@ -264,6 +263,6 @@ def _name(magic: bytes) -> str:
     return magic.decode(errors="replace").strip()
 
 
-def plain(address: str) -> str:
-    """An IPv4 address that a socket for both families shows as IPv6, as such."""
+def unmapped(address: str) -> str:
+    """Convert an IPv4-mapped IPv6 address to plain IPv4; return others unchanged."""
     return address.removeprefix("::ffff:")

@@ -1,4 +1,4 @@
-"""What the controller of all ranks and the agent of a machine tell each other (see link.py)."""
+"""Messages between the controller and a node's agent (see link.py)."""
 
 from __future__ import annotations
 
@@ -19,111 +19,124 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     """Controller -> agent: start ranks.
 
     Attributes:
-        config: of the engine; `replica` is its share of this machine, but for the memory.
-        first: of the ranks.
-        devices: of each of them.
-        world_size: ranks of all machines.
-        host: address of the first rank's machine.
-        heartbeat: seconds between two `Progress`.
-        patience: seconds without a sign of life after which a machine is lost.
+        config: settings of the engine. `replica` holds the engine's share of this node, except
+            for the memory.
+        first: number of the first rank on this node.
+        devices: devices for each rank on this node.
+        world_size: number of ranks on all nodes.
+        rendezvous_host: address of rank 0's node.
+        heartbeat: seconds between two `RankProgress` messages.
+        patience: seconds without a sign of life after which the connection counts as lost.
     """
 
     config: EngineConfig
     first: int
     devices: tuple[RankDevices, ...]
     world_size: int
-    host: str
+    rendezvous_host: str
     heartbeat: float
     patience: float
 
 
-class Meet(msgspec.Struct, frozen=True, tag=True):
-    """Controller -> agent: the port at which the first rank waits for the others."""
+class Rendezvous(msgspec.Struct, frozen=True, tag=True):
+    """Controller -> agent: the port where rank 0 waits for the other ranks."""
 
     port: int
 
 
 class NodeStep(msgspec.Struct, frozen=True, tag=True):
-    """Controller -> agent: the next step, as ranks read it."""
+    """Controller -> agent: the next step, encoded for the ranks."""
 
     data: bytes
 
 
 class Dump(msgspec.Struct, frozen=True, tag=True):
-    """Controller -> agent: have the ranks write their stacks to stderr, and end."""
+    """Controller -> agent: make the ranks write their stacks to stderr and end."""
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
-    """Controller -> agent: let the ranks end; kill what is left after so many seconds."""
+    """Controller -> agent: let the ranks end; kill the rest after `grace` seconds."""
 
     grace: float
 
 
-class Lend(msgspec.Struct, frozen=True, tag=True):
-    """Controller -> agent: connect to an engine, too, and run ranks for that.
+class JoinEngine(msgspec.Struct, frozen=True, tag=True):
+    """Controller -> agent: connect to an engine core and run ranks for it.
 
     Attributes:
-        engine: its number. When it asks again, what it had before has ended.
-        port: at which it waits, on the controller's machine.
-        machine: the number of the agent's, to be said there.
+        engine: number of the engine. If it repeats, the engine's previous core has ended.
+        port: port of the engine core on the controller's machine.
+        node: number of the agent's node, for its `Hello` to the core.
     """
 
     engine: int
     port: int
-    machine: int
+    node: int
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Controller -> agent: say that you are there."""
+    """Controller -> agent: answer with `Pong`."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Controller -> agent: this machine cannot take part."""
+    """Controller -> agent: this node cannot join."""
 
-    why: str
+    reason: str
 
 
-class Examine(msgspec.Struct, frozen=True, tag=True):
-    """Controller -> agent: what `weft doctor` finds on this machine."""
+class RunChecks(msgspec.Struct, frozen=True, tag=True):
+    """Controller -> agent: run the checks of `weft doctor` on this node."""
 
     config: EngineConfig
 
 
 class Listen(msgspec.Struct, frozen=True, tag=True):
-    """Controller -> agent: wait for one connection at a free port (see reach.py)."""
+    """Controller -> agent: accept one connection on a free port (see probe.py)."""
 
 
-class Reach(msgspec.Struct, frozen=True, tag=True):
-    """Controller -> agent: connect to who listens there, and measure the way."""
+class Probe(msgspec.Struct, frozen=True, tag=True):
+    """Controller -> agent: connect to a listening node and measure the link."""
 
     address: str
     port: int
     seconds: float
 
 
-ToAgent = Start | Meet | NodeStep | Dump | End | Lend | Ping | Refused | Examine | Listen | Reach
+ToAgent = (
+    Start
+    | Rendezvous
+    | NodeStep
+    | Dump
+    | End
+    | JoinEngine
+    | Ping
+    | Refused
+    | RunChecks
+    | Listen
+    | Probe
+)
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Agent -> controller, first of all.
+    """Agent -> controller: the first message.
 
     Attributes:
-        name: of the machine.
-        address: at which ranks of other machines reach those of this one.
-        versions: of what must be the same on all machines.
-        offer: what it has for ranks.
-        machine: the number that the controller has given it; 0 if none.
+        name: name of the node.
+        address: address where ranks on other nodes reach the ranks of this node.
+        versions: versions of libraries that must be the same on all nodes.
+        inventory: devices and memory of the node.
+        node: number that the controller has assigned to the node; 0 if none.
     """
 
     name: str
     address: str
     versions: dict[str, str]
-    offer: Inventory
-    machine: int = 0
+    inventory: Inventory
+    node: int = 0
 
     @property
     def where(self) -> str:
-        """The machine, in words."""
+        """The node's name and address, for messages."""
         return f"{self.name} at {self.address}"
 
 
@@ -132,31 +145,31 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """Agent -> controller: the processes of the ranks, in their order."""
+    """Agent -> controller: the ranks' process ids, in rank order."""
 
     pids: list[int]
 
 
-class Said(msgspec.Struct, frozen=True, tag=True):
-    """Agent -> controller: what a rank has said, as in wire.py."""
+class RankMessage(msgspec.Struct, frozen=True, tag=True):
+    """Agent -> controller: a message from a rank, encoded as in rank_messages.py."""
 
     rank: int
     data: bytes
 
 
-class Gone(msgspec.Struct, frozen=True, tag=True):
-    """Agent -> controller: a rank has ended; how, in words that follow its name."""
+class RankEnded(msgspec.Struct, frozen=True, tag=True):
+    """Agent -> controller: a rank has ended; `how` is a verb phrase."""
 
     rank: int
     how: str
 
 
-class Progress(msgspec.Struct, frozen=True, tag=True):
-    """Agent -> controller, every heartbeat and every so many steps: how far the ranks are.
+class RankProgress(msgspec.Struct, frozen=True, tag=True):
+    """Agent -> controller, every heartbeat and every few steps: the ranks' progress.
 
     Attributes:
-        counters: the board's.
-        stopped: ranks that somebody has stopped.
+        counters: counters of the step ring.
+        stopped: ranks whose process is stopped.
     """
 
     counters: list[list[int]]
@@ -165,11 +178,13 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check of `weft doctor` saw; `advice` says what to do unless the status is "ok".
+    """Result from one check by `weft doctor`.
 
     Attributes:
-        name: of the check.
-        machine: where, if not on this one.
+        name: name of the check.
+        seen: what the check saw.
+        advice: what to do, unless the status is "ok".
+        machine: node of the check; empty for this node.
     """
 
     name: str
@@ -179,23 +194,23 @@ class Finding:
     machine: str = ""
 
 
-class Examined(msgspec.Struct, frozen=True, tag=True):
-    """Agent -> controller: what has been found."""
+class CheckResults(msgspec.Struct, frozen=True, tag=True):
+    """Agent -> controller: the answer to `RunChecks`."""
 
     findings: list[Finding]
 
 
 class Listening(msgspec.Struct, frozen=True, tag=True):
-    """Agent -> controller: at which port."""
+    """Agent -> controller: the answer to `Listen`."""
 
     port: int
 
 
-class Speed(msgspec.Struct, frozen=True, tag=True):
-    """Agent -> controller: of a way from one machine to another.
+class LinkSpeed(msgspec.Struct, frozen=True, tag=True):
+    """Agent -> controller: a link's measured speed.
 
     Attributes:
-        round_trip: seconds for a byte to and fro, the median.
+        round_trip: median round-trip time of one byte, in seconds.
         bandwidth: bytes per second; 0 if it was not measured.
     """
 
@@ -204,18 +219,27 @@ class Speed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Unreachable(msgspec.Struct, frozen=True, tag=True):
-    """Agent -> controller: there is no such way."""
+    """Agent -> controller: the other node cannot be reached."""
 
-    why: str
+    reason: str
 
 
 FromAgent = (
-    Hello | Pong | Started | Said | Gone | Progress | Examined | Listening | Speed | Unreachable
+    Hello
+    | Pong
+    | Started
+    | RankMessage
+    | RankEnded
+    | RankProgress
+    | CheckResults
+    | Listening
+    | LinkSpeed
+    | Unreachable
 )
 
 
 def versions() -> dict[str, str]:
-    """Of what must be the same on all machines."""
+    """Return the library versions that must be the same on all nodes."""
     from importlib.metadata import PackageNotFoundError, version
 
     python = ".".join(platform.python_version_tuple()[:2])
@@ -226,7 +250,7 @@ def versions() -> dict[str, str]:
 
 
 def differences(ours: dict[str, str], theirs: dict[str, str]) -> list[str]:
-    """Versions that differ, in words; not all machines need jax."""
+    """Describe different versions. A node without jax is accepted."""
     return [
         f"{name} is {theirs.get(name, 'missing')} there and {ours[name]} here"
         for name in ours

@@ -1,11 +1,11 @@
-"""A model whose ranks are on several machines.
+"""A model with ranks on several nodes.
 
-    this machine                                   others
-    RankExecutor ──► LocalMachine: ranks 0, 1
-                 ──► RemoteMachine ──── TCP ────►  agent: ranks 2, 3
+    this node                                      other nodes
+    RankExecutor ──► LocalNode: ranks 0, 1
+                 ──► RemoteNode ──────── TCP ────►  agent: ranks 2, 3
 
-The other machines have joined the front (pool.py), which says to the agents of those that are in
-this engine's slice (resources.py) that they connect here, too. When all have, each is given its
+The other nodes have joined the API process (node_pool.py). It tells the agents in this engine's
+slice (placement.py) to connect to this engine core, too. Once all have connected, each gets its
 ranks, and the port is closed.
 """
 
@@ -17,31 +17,31 @@ from dataclasses import replace
 
 from weft.errors import ConfigError, EngineError
 from weft.serving.config.settings import EngineConfig
-from weft.serving.config.slices import Share
+from weft.serving.config.slices import NodeSlice
 from weft.serving.executor.loading import LOOPBACK, LoadedModel
 from weft.serving.executor.node import LocalNode, Node
 from weft.serving.executor.nodes.join_listener import JoinListener
 from weft.serving.executor.nodes.link import check_address
 from weft.serving.executor.nodes.messages import Unreachable
-from weft.serving.executor.nodes.probe import measure
+from weft.serving.executor.nodes.probe import measure_links
 from weft.serving.executor.nodes.remote import JoinedNode, RemoteNode
 from weft.serving.executor.placement import devices_of_ranks
-from weft.serving.executor.ranks import STUCK, RankExecutor, named
+from weft.serving.executor.ranks import STUCK_FRACTION, RankExecutor, import_path
 
-LEND = 30.0
-"""Seconds for the machines of a slice to connect."""
+JOIN_TIMEOUT = 30.0
+"""Seconds for the nodes of a slice to connect."""
 
 
 class MultiNodeExecutor(RankExecutor):
-    """Ranks on this machine and on others that join it; see RankExecutor.
+    """Executor for ranks on this node and on joined nodes; see RankExecutor.
 
     Args:
-        config: of this engine, with a slice.
-        load_model: `loading.load_model`, or what stands in for it, on this machine.
-        announce: told the port at which the machines of the slice are awaited.
+        config: settings of this engine, with its slice.
+        load_model: `loading.load_model` or a replacement, for the ranks on this node.
+        announce: callback with the port where the nodes of the slice must connect.
 
     Raises:
-        EngineError: a machine did not come.
+        EngineError: a node did not connect.
     """
 
     def __init__(
@@ -50,144 +50,143 @@ class MultiNodeExecutor(RankExecutor):
         load_model: Callable[..., LoadedModel],
         announce: Callable[[int], None],
     ) -> None:
-        super().__init__(config, gather(config, load_model, announce))
+        super().__init__(config, connected_nodes(config, load_model, announce))
 
 
-def gather(
+def connected_nodes(
     config: EngineConfig, load_model: Callable[..., LoadedModel], announce: Callable[[int], None]
 ) -> Iterator[Node]:
-    """All machines of the slice, each started when it is asked for."""
-    others = {share.machine for share in config.replica.slice if share.machine}
-    with JoinListener(replace(config, node_port=0)) as head:
-        announce(head.port)
-        joined = {each.hello.machine: each for each in head.wait_for(len(others), LEND)}
+    """Wait for all nodes in the slice; yield each one with its ranks started."""
+    others = {part.node for part in config.replica.slice if part.node}
+    with JoinListener(replace(config, node_port=0)) as listener:
+        announce(listener.port)
+        joined = {each.hello.node: each for each in listener.wait_for(len(others), JOIN_TIMEOUT)}
     if missing := others - joined.keys():
         for each in joined.values():
             each.link.close()
         names = " and ".join(
-            f"{share.where}, for {_name(ranks)}"
-            for share, ranks in ranks_of(config)
-            if share.machine in missing
+            f"{part.where}, for {_describe(ranks)}"
+            for part, ranks in ranks_by_node(config)
+            if part.node in missing
         )
-        raise EngineError(f"{names}, did not connect to its engine within {LEND:g} s")
-    yield from deal_out(config, joined, head.token, named(load_model))
+        raise EngineError(f"{names}, did not connect to its engine within {JOIN_TIMEOUT:g} s")
+    yield from start_nodes(config, joined, listener.token, import_path(load_model))
 
 
-def deal_out(
-    config: EngineConfig, machines: Mapping[int, JoinedNode], token: str, load_model: str
+def start_nodes(
+    config: EngineConfig, joined: Mapping[int, JoinedNode], token: str, load_model: str
 ) -> Iterator[Node]:
-    """Start the ranks on each machine of the slice, in their order.
+    """Start the ranks on each node, in rank order.
 
     Args:
-        config: of this engine, with a slice.
-        machines: those that have joined, by number; what is of the slice and not of these is here.
-        token: the group's.
-        load_model: "module:function", for the ranks that are here.
+        config: settings of this engine, with its slice.
+        joined: the other nodes by number. A node of the slice that is missing here is this one.
+        token: the group's token.
+        load_model: "module:function", for the ranks on this node.
 
     Raises:
-        ConfigError: some of the addresses cannot be reached by all.
-        EngineError: a machine cannot reach another one, or has left.
+        ConfigError: some nodes cannot reach all addresses.
+        EngineError: a node cannot reach another one, or has left.
     """
-    slice, others = config.replica.slice, list(machines.values())
+    slice, others = config.replica.slice, list(joined.values())
     waiting = list(others)
     try:
-        here = any(share.machine not in machines for share in slice)
-        own = own_address(config, others) if here else None
-        where = [
-            machines[s.machine].hello.address if s.machine in machines else own or LOOPBACK
-            for s in slice
+        uses_this_node = any(part.node not in joined for part in slice)
+        own = own_address(config, others) if uses_this_node else None
+        addresses = [
+            joined[part.node].hello.address if part.node in joined else own or LOOPBACK
+            for part in slice
         ]
-        check_addresses(where)
-        for source, target, way in measure(own, others, token, seconds=0.0):
-            if isinstance(way, Unreachable):
-                raise EngineError(f"{source} does not reach {target} at a free port: {way.why}")
-        slice_ranks = list(ranks_of(config))
+        check_addresses(addresses)
+        for source, target, link in measure_links(own, others, token, seconds=0.0):
+            if isinstance(link, Unreachable):
+                raise EngineError(f"{source} cannot reach {target} at a free port: {link.reason}")
+        slice_ranks = list(ranks_by_node(config))
         world_size = slice_ranks[-1][1].stop
-        for (share, ranks), address in zip(slice_ranks, where, strict=True):
-            joined = machines.get(share.machine)
-            if joined is None:
+        for (part, ranks), address in zip(slice_ranks, addresses, strict=True):
+            node = joined.get(part.node)
+            if node is None:
                 yield LocalNode(
                     config,
                     load_model,
                     ranks,
                     world_size,
-                    host=where[0],
+                    rendezvous_host=addresses[0],
                     address=address,
-                    devices=devices_of_ranks(config, share),
+                    devices=devices_of_ranks(config, part),
                 )
                 continue
-            patience = config.stall_timeout * STUCK
-            waiting.remove(joined)
+            waiting.remove(node)
             try:
                 yield RemoteNode(
-                    joined,
+                    node,
                     config,
-                    share,
+                    part,
                     ranks,
                     world_size,
-                    host=where[0],
-                    patience=patience,
+                    rendezvous_host=addresses[0],
+                    patience=config.stall_timeout * STUCK_FRACTION,
                 )
             except OSError as error:
-                joined.link.close()
-                raise EngineError(f"{joined.where} has left: {error.strerror}") from None
+                node.link.close()
+                raise EngineError(f"{node.where} has left: {error.strerror}") from None
     finally:
-        for joined in waiting:
-            joined.link.close()
+        for node in waiting:
+            node.link.close()
 
 
-def ranks_of(config: EngineConfig) -> Iterator[tuple[Share, range]]:
-    """The parts of an engine's slice, each with its ranks."""
+def ranks_by_node(config: EngineConfig) -> Iterator[tuple[NodeSlice, range]]:
+    """Yield each part of an engine's slice with its rank numbers."""
     first = 0
-    for share in config.replica.slice:
-        yield share, range(first, first := first + len(devices_of_ranks(config, share)))
+    for part in config.replica.slice:
+        yield part, range(first, first := first + len(devices_of_ranks(config, part)))
 
 
-def _name(ranks: range) -> str:
+def _describe(ranks: range) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def check_nodes(config: EngineConfig) -> None:
-    """Refuse what cannot be, before others are waited for.
+    """Check `nodes` and `node_address` before waiting for other nodes.
 
     Raises:
-        ConfigError: naming what is wrong.
+        ConfigError: one of them cannot work.
     """
     ranks = config.dp * config.world_size
     if config.nodes > ranks and config.devices is None:
         raise ConfigError(
-            f"--nodes is {config.nodes}; it must be at most {ranks}: each machine has a rank"
+            f"--nodes is {config.nodes}; it must be at most {ranks}, the number of ranks"
         )
     check_address(config.node_address)
 
 
 def own_address(config: EngineConfig, others: list[JoinedNode]) -> str:
-    """This machine's address, at which others reach it.
+    """Return this node's address, as used by the other nodes.
 
     Raises:
-        ConfigError: they use several.
+        ConfigError: they use different ones.
     """
     if config.node_address is not None:
         return config.node_address
     used = sorted({joined.link.own_address for joined in others})
     if len(used) > 1:
         raise ConfigError(
-            f"machines have joined this one at {' and '.join(used)}: --node-address must say at "
-            "which of these all of them reach it"
+            f"nodes have joined this one at {' and '.join(used)}: set --node-address to the one "
+            "that all nodes can reach"
         )
     return used[0]
 
 
 def check_addresses(addresses: list[str]) -> None:
-    """Refuse addresses of which some are loopback, and cannot be reached from the others.
+    """Check that loopback addresses are used either by all nodes or by none.
 
     Raises:
-        ConfigError: naming them.
+        ConfigError: other nodes cannot reach the named address.
     """
     local = [address for address in addresses if ipaddress.ip_address(address).is_loopback]
     if local and len(local) < len(addresses):
-        far = next(address for address in addresses if address not in local)
+        remote = next(address for address in addresses if address not in local)
         raise ConfigError(
-            f"a machine has joined at {local[0]}, where {far} cannot reach it: "
-            "--node-address must give each machine's address"
+            f"a node has joined at {local[0]}, where {remote} cannot reach it: set --node-address "
+            "on each node"
         )

@@ -1,19 +1,19 @@
-"""The machines that serve with this one, as the front has them, for all its engines.
+"""The nodes joined to the API process, shared by all its engines.
 
-    weft join ──► front: Hello, what it has          once, and again when the connection is lost
-    weft join ◄── front: Lend(engine, port)          for each engine whose slice has a part of it
-    weft join ──► engine core: a connection          by which it gets its ranks (hosts.py)
+    weft join ──► API process: Hello with its inventory     once, and after each lost connection
+    weft join ◄── API process: JoinEngine(engine, port)     for each engine with a part of the node
+    weft join ──► engine core: a connection                 through which it gets its ranks
 
-Each machine has a number, in the order in which they came, and slices (resources.py) name
-machines by it. When one is lost, the next that joins and has as many devices takes its number;
-machines that come when all numbers are taken wait for that. The port stays open meanwhile.
+Each node has a number, in the order of joining, and slices (placement.py) refer to nodes by it. If
+a node is lost, the next joining node with enough devices takes over its number. Nodes that join
+while all numbers are taken wait in reserve. The port stays open all the time.
 
-    weft join ◄── front: Ping                        every second, while it is here
-    weft join ──► front: Pong                        else it hangs, and is given up
+    weft join ◄── API process: Ping                         every second
+    weft join ──► API process: Pong                         else it hangs, and is dropped
 
-A machine is given up here before an engine that has ranks on it says that it is lost (after half
-of `stall_timeout`): so the engine that is started instead has another machine, or waits for one.
-All is on the event loop, and nothing waits for who has connected.
+The pool drops a silent node before an engine with ranks on it reports the loss (after half of
+`stall_timeout`). The restarted engine therefore gets another node, or waits for one. Everything
+runs on the event loop, and a slow peer never blocks it.
 """
 
 from __future__ import annotations
@@ -30,201 +30,206 @@ import msgspec
 
 from weft.errors import EngineError
 from weft.serving.executor.nodes.join_listener import JoinListener
-from weft.serving.executor.nodes.messages import End, Lend, Ping
+from weft.serving.executor.nodes.messages import End, JoinEngine, Ping
 from weft.serving.executor.nodes.multi_node_executor import check_nodes
 from weft.serving.executor.placement import Inventory, can_replace
-from weft.serving.executor.ranks import STUCK
+from weft.serving.executor.ranks import STUCK_FRACTION
 
 if TYPE_CHECKING:
     from weft.serving.config.settings import EngineConfig
     from weft.serving.executor.nodes.remote import JoinedNode
 
-SILENT = 0.5
-"""Of the time after which an engine says that a machine is lost: then it is given up here."""
+SILENCE_FRACTION = 0.5
+"""Fraction of an engine's patience with a silent node after which the pool drops the node."""
 
-LOOK = 1.0
-"""Seconds between two looks whether machines are there, at most."""
+HEARTBEAT = 1.0
+"""Maximum seconds between two heartbeats."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
-class _Member:
-    """A machine that has joined, and when it was last heard of, by time.monotonic()."""
+class _PoolNode:
+    """A joined node, and when it last sent a message (time.monotonic())."""
 
     joined: JoinedNode
-    heard: float
+    last_heard: float
 
 
 class NodePool:
-    """Waits for machines from now on; to be made on an event loop.
+    """Listener for nodes, and owner of all joined nodes. Create it on an event loop.
 
     Args:
-        config: of all engines, with `nodes` above 1.
+        config: settings of all engines, with `nodes` above 1.
 
     Attributes:
-        port: at which it waits.
-        token: that machines must know.
+        port: port where nodes join.
+        token: token that nodes must know.
 
     Raises:
-        ConfigError: there are more machines than ranks, the port is not to be had, or the token is
+        ConfigError: there are more nodes than ranks, the port is not available, or the token is
             too short.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         check_nodes(config)
         self._config = config
-        self._patience = config.stall_timeout * STUCK * SILENT
-        self._head = JoinListener(config)
-        self.port, self.token = self._head.port, self._head.token
+        self._patience = config.stall_timeout * STUCK_FRACTION * SILENCE_FRACTION
+        self._listener = JoinListener(config)
+        self.port, self.token = self._listener.port, self._listener.token
         self._numbers = range(1, config.nodes)
-        self._members: list[_Member] = []
-        self._numbered: dict[int, _Member] = {}
-        self._offers: dict[int, Inventory] = {}
-        self._shares: Sequence[EngineConfig] = ()
+        self._nodes: list[_PoolNode] = []
+        self._by_number: dict[int, _PoolNode] = {}
+        self._inventories: dict[int, Inventory] = {}
+        self._engine_configs: Sequence[EngineConfig] = ()
         self._changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._head.fileno(), self._admit)
-        self._looking = self._loop.create_task(self._look())
+        self._loop.add_reader(self._listener.fileno(), self._accept)
+        self._heartbeats = self._loop.create_task(self._send_heartbeats())
         self._is_closed = False
 
-    async def offers(self) -> list[Inventory]:
-        """What the machines have, in the order of their numbers, once all are there."""
-        self._head.invite(len(self._numbers))
-        await self._until_there(self._numbers)
-        return [self._offers[number] for number in self._numbers]
+    async def inventories(self) -> list[Inventory]:
+        """Wait for all nodes; return their inventories in node order."""
+        self._listener.log_join_command(len(self._numbers))
+        await self._wait_until_present(self._numbers)
+        return [self._inventories[number] for number in self._numbers]
 
-    def deal(self, shares: Sequence[EngineConfig]) -> None:
-        """From now on, engines have these slices, of that kind of devices."""
-        self._config = shares[0]
-        self._shares = shares
+    def assign(self, configs: Sequence[EngineConfig]) -> None:
+        """Set the configuration of each engine, with its slice."""
+        self._config = configs[0]
+        self._engine_configs = configs
 
-    async def until_whole(self, engine: int) -> EngineConfig:
-        """Wait until all machines of an engine's slice are there; its configuration, with them."""
-        config = self._shares[engine]
+    async def wait_for_slice(self, engine: int) -> EngineConfig:
+        """Wait for all nodes in an engine's slice; return its configuration with their names."""
+        config = self._engine_configs[engine]
         slice = config.replica.slice
-        await self._until_there([share.machine for share in slice if share.machine])
+        await self._wait_until_present([part.node for part in slice if part.node])
         named = tuple(
-            replace(share, where=self._offers[share.machine].where) if share.machine else share
-            for share in slice
+            replace(part, where=self._inventories[part.node].where) if part.node else part
+            for part in slice
         )
         return replace(config, replica=replace(config.replica, slice=named))
 
-    def lend(self, engine: int, port: int) -> None:
-        """Have the machines of an engine's slice connect to it.
+    def connect_nodes(self, engine: int, port: int) -> None:
+        """Make the nodes in an engine's slice connect to its core.
+
+        Args:
+            engine: number of the engine.
+            port: port where the core waits for them.
 
         Raises:
             EngineError: one of them has left.
         """
-        for share in self._shares[engine].replica.slice:
-            if not share.machine:
+        for part in self._engine_configs[engine].replica.slice:
+            if not part.node:
                 continue
-            member = self._numbered.get(share.machine)
+            node = self._by_number.get(part.node)
             try:
-                if member is None:
+                if node is None:
                     raise ConnectionError(0, "its connection has ended")
-                member.joined.link.send(Lend(engine, port, share.machine))
+                node.joined.link.send(JoinEngine(engine, port, part.node))
             except OSError as error:
-                where = self._offers[share.machine].where
+                where = self._inventories[part.node].where
                 raise EngineError(f"{where} has left: {error.strerror}") from None
 
     def close(self) -> None:
-        """Tell the machines that all has ended, and give the port back. May be called again."""
+        """Dismiss all nodes and close the port. May be called again."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._looking.cancel()
-        self._loop.remove_reader(self._head.fileno())
-        self._head.close()
-        for member in self._members:
-            with suppress(OSError):  # it has left
-                member.joined.link.send(End(0.0))
-            self._hang_up(member)
+        self._heartbeats.cancel()
+        self._loop.remove_reader(self._listener.fileno())
+        self._listener.close()
+        for node in self._nodes:
+            with suppress(OSError):  # the node has left
+                node.joined.link.send(End(0.0))
+            self._hang_up(node)
 
-    async def _until_there(self, numbers: Sequence[int]) -> None:
-        while missing := [number for number in numbers if not self._is_there(number)]:
-            names = [self._offers[number].where for number in missing if number in self._offers]
-            if names:
-                logger.warning("waiting for %s, or another machine", " and ".join(names))
+    async def _wait_until_present(self, numbers: Sequence[int]) -> None:
+        while missing := [number for number in numbers if not self._is_present(number)]:
+            lost = [number for number in missing if number in self._inventories]
+            if lost:
+                names = " and ".join(self._inventories[number].where for number in lost)
+                logger.warning("waiting for %s, or another node", names)
             self._changed.clear()
             await self._changed.wait()
 
-    def _is_there(self, number: int) -> bool:
-        """Whether it is, also by what has come and was not looked at."""
-        while (member := self._numbered.get(number)) and member.joined.link.has_come:
-            self._hear(member)
-        return member is not None
+    def _is_present(self, number: int) -> bool:
+        """Return whether a node is present, after processing its unread messages."""
+        while (node := self._by_number.get(number)) and node.joined.link.has_input:
+            self._receive(node)
+        return node is not None
 
-    def _admit(self) -> None:
-        """Let a machine in, if one has become that."""
-        joined = self._head.admit()
+    def _accept(self) -> None:
+        """Process input from pending connections; add a newly joined node."""
+        joined = self._listener.accept()
         if joined is None:
             return
         joined.link.set_patience(self._patience)
-        member = _Member(joined, time.monotonic())
-        self._members.append(member)
-        self._loop.add_reader(joined.link.socket.fileno(), self._hear, member)
-        self._fill()
+        node = _PoolNode(joined, time.monotonic())
+        self._nodes.append(node)
+        self._loop.add_reader(joined.link.socket.fileno(), self._receive, node)
+        self._assign_numbers()
 
-    def _hear(self, member: _Member) -> None:
-        """Take in what one says, of which all that matters is that it comes."""
+    def _receive(self, node: _PoolNode) -> None:
+        """Receive a message from a node. Any message is a sign of life."""
         try:
-            said = member.joined.link.receive()
+            message = node.joined.link.receive()
         except msgspec.DecodeError:
-            said = None
-        if said is None:
-            self._drop(member, "has left")
+            message = None
+        if message is None:
+            self._remove(node, "has left")
         else:
-            member.heard = time.monotonic()
+            node.last_heard = time.monotonic()
 
-    async def _look(self) -> None:
-        """Now and then, ask all whether they are there, and give up those that do not answer."""
-        pause = min(LOOK, self._patience / 4)
-        looked = time.monotonic()
+    async def _send_heartbeats(self) -> None:
+        """Ping all nodes regularly, and drop silent ones."""
+        pause = min(HEARTBEAT, self._patience / 4)
+        last = time.monotonic()
         while True:
             await asyncio.sleep(pause)
             now = time.monotonic()
-            late = max(0.0, now - looked - pause)
-            looked = now
-            self._admit()  # strangers that are silent cause no event
-            for member in [*self._members]:
-                # When this process does not get to run, nor may they have (a paused machine).
-                member.heard += late
-                if now - member.heard > self._patience:
-                    silent = f"has said nothing for {self._patience:g} s, and is given up"
-                    self._drop(member, silent)
+            late = max(0.0, now - last - pause)
+            last = now
+            self._accept()  # expired handshakes cause no event
+            for node in [*self._nodes]:
+                # While this process was paused, the other machine may have been paused as well.
+                node.last_heard += late
+                if now - node.last_heard > self._patience:
+                    self._remove(node, f"has said nothing for {self._patience:g} s; dropped")
                     continue
-                with suppress(OSError):  # it has left, as is heard
-                    member.joined.link.send(Ping())
+                with suppress(OSError):  # the node has left, as `_receive` will notice
+                    node.joined.link.send(Ping())
 
-    def _drop(self, member: _Member, why: str) -> None:
-        if member not in self._members:  # it was, meanwhile
+    def _remove(self, node: _PoolNode, reason: str) -> None:
+        if node not in self._nodes:  # already removed
             return
-        logger.warning("%s %s", member.joined.where, why)
-        self._members.remove(member)
-        self._hang_up(member)
-        for number, other in list(self._numbered.items()):
-            if other is member:
-                del self._numbered[number]
-        self._fill()
+        logger.warning("%s %s", node.joined.where, reason)
+        self._nodes.remove(node)
+        self._hang_up(node)
+        for number, other in list(self._by_number.items()):
+            if other is node:
+                del self._by_number[number]
+        self._assign_numbers()
 
-    def _hang_up(self, member: _Member) -> None:
-        self._loop.remove_reader(member.joined.link.socket.fileno())
-        member.joined.link.close()
+    def _hang_up(self, node: _PoolNode) -> None:
+        self._loop.remove_reader(node.joined.link.socket.fileno())
+        node.joined.link.close()
 
-    def _fill(self) -> None:
-        """Give free numbers to machines that have none."""
-        slices = [share.replica.slice for share in self._shares]
-        spare = [each for each in self._members if each not in self._numbered.values()]
+    def _assign_numbers(self) -> None:
+        """Give free numbers to suitable nodes in reserve."""
+        slices = [config.replica.slice for config in self._engine_configs]
+        reserve = [node for node in self._nodes if node not in self._by_number.values()]
         for number in self._numbers:
-            if number in self._numbered:
+            if number in self._by_number:
                 continue
-            for member in spare:
-                offer = member.joined.hello.offer
-                if can_replace(self._config, slices, number, offer):
-                    spare.remove(member)
-                    self._numbered[number], self._offers[number] = member, offer
+            for node in reserve:
+                inventory = node.joined.hello.inventory
+                if can_replace(self._config, slices, number, inventory):
+                    reserve.remove(node)
+                    self._by_number[number], self._inventories[number] = node, inventory
                     break
-        for member in spare:
-            logger.info("%s waits: it is not needed, or has too few devices", member.joined.where)
+        for node in reserve:
+            where = node.joined.where
+            logger.info("%s is kept in reserve: not needed, or too few devices", where)
         self._changed.set()

@@ -1,7 +1,8 @@
-"""Whether machines reach each other at ports of the kind that ranks use, and how fast.
+"""Probes of the links between nodes: reachability, latency and bandwidth, at ports as ranks use.
 
-One listens at a free port of its address, for one connection; the other one connects, sends one
-byte to and fro some times, then as much as it can for a while. Both must know the group's token.
+One node listens at a free port of its address for a single connection. The other one connects,
+sends some bytes back and forth, then sends as much as it can for a while. Both must know the
+group's token.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from itertools import permutations
 from typing import Protocol
 
 from weft.errors import ConfigError
-from weft.serving.executor.nodes.link import admit, present, read
-from weft.serving.executor.nodes.messages import Listen, Listening, Reach, Speed, Unreachable
+from weft.serving.config.slices import HERE
+from weft.serving.executor.nodes.link import prove_token, read, verify_peer
+from weft.serving.executor.nodes.messages import LinkSpeed, Listen, Listening, Probe, Unreachable
 from weft.serving.executor.nodes.remote import JoinedNode
 
 WAIT = 5.0
@@ -27,22 +29,22 @@ PINGS = 20
 
 
 def listen(address: str) -> socket.socket:
-    """A socket that waits for one connection."""
+    """Open a socket that waits for one connection."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family)
     listener.settimeout(WAIT)
     return listener
 
 
-def answer(listener: socket.socket, token: str) -> None:
-    """Let one machine measure its way to here."""
+def answer_probe(listener: socket.socket, token: str) -> None:
+    """Let one other node measure the link to this one."""
     with closing(listener):
         try:
             sock, _ = listener.accept()
         except OSError:
-            return  # who tried to says why
+            return  # the other node reports the reason
     with sock:
-        if not admit(sock, token):
+        if not verify_peer(sock, token):
             return
         sock.settimeout(WAIT)
         for _ in range(PINGS):
@@ -54,11 +56,17 @@ def answer(listener: socket.socket, token: str) -> None:
         sock.sendall(b"\0")
 
 
-def reach(address: str, port: int, token: str, seconds: float) -> Speed | Unreachable:
-    """Measure the way to who listens there, sending for so many seconds."""
+def probe_link(address: str, port: int, token: str, seconds: float) -> LinkSpeed | Unreachable:
+    """Measure the link to a listening node.
+
+    Args:
+        address, port: where it listens.
+        token: the group's token.
+        seconds: how long to send data.
+    """
     try:
         with socket.create_connection((address, port), WAIT) as sock:
-            present(sock, token)
+            prove_token(sock, token)
             sock.settimeout(WAIT)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             times = []
@@ -81,29 +89,29 @@ def reach(address: str, port: int, token: str, seconds: float) -> Speed | Unreac
         return Unreachable(str(error))
     except OSError as error:
         return Unreachable(str(error.strerror or error))
-    return Speed(sorted(times)[PINGS // 2], bandwidth)
+    return LinkSpeed(sorted(times)[PINGS // 2], bandwidth)
 
 
-class _End(Protocol):
-    """One end of a way.
+class _Endpoint(Protocol):
+    """One end of a link.
 
     Attributes:
-        where: the machine's name and address.
-        address: at which it listens.
+        where: name and address of the node.
+        address: address to listen at.
     """
 
     where: str
     address: str
 
     def listen(self) -> int | Unreachable:
-        """Wait for one connection; at which port."""
+        """Wait for one connection in the background; return the port."""
 
-    def reach(self, address: str, port: int, seconds: float) -> Speed | Unreachable:
-        """See the function."""
+    def probe(self, address: str, port: int, seconds: float) -> LinkSpeed | Unreachable:
+        """See `probe_link`."""
 
 
-class _Here:
-    where = "this machine"
+class _LocalEndpoint:
+    where = HERE
 
     def __init__(self, address: str, token: str) -> None:
         self.address = address
@@ -114,14 +122,14 @@ class _Here:
             listener = listen(self.address)
         except OSError as error:
             return Unreachable(str(error.strerror))
-        threading.Thread(target=answer, args=(listener, self._token), daemon=True).start()
+        threading.Thread(target=answer_probe, args=(listener, self._token), daemon=True).start()
         return int(listener.getsockname()[1])
 
-    def reach(self, address: str, port: int, seconds: float) -> Speed | Unreachable:
-        return reach(address, port, self._token, seconds)
+    def probe(self, address: str, port: int, seconds: float) -> LinkSpeed | Unreachable:
+        return probe_link(address, port, self._token, seconds)
 
 
-class _There:
+class _RemoteEndpoint:
     def __init__(self, joined: JoinedNode) -> None:
         self.where, self.address = joined.where, joined.hello.address
         self._link = joined.link
@@ -130,14 +138,14 @@ class _There:
         match self._ask(Listen(), WAIT):
             case Listening(port):
                 return port
-            case Unreachable() as none:
-                return none
+            case Unreachable() as failure:
+                return failure
         return Unreachable("it does not answer")
 
-    def reach(self, address: str, port: int, seconds: float) -> Speed | Unreachable:
-        match self._ask(Reach(address, port, seconds), 4 * WAIT + seconds):
-            case Speed() | Unreachable() as found:
-                return found
+    def probe(self, address: str, port: int, seconds: float) -> LinkSpeed | Unreachable:
+        match self._ask(Probe(address, port, seconds), 4 * WAIT + seconds):
+            case LinkSpeed() | Unreachable() as result:
+                return result
         return Unreachable("it does not answer")
 
     def _ask(self, question: object, timeout: float) -> object:
@@ -148,23 +156,23 @@ class _There:
         return self._link.wait(timeout)
 
 
-def measure(
+def measure_links(
     own: str | None, others: list[JoinedNode], token: str, seconds: float
-) -> Iterator[tuple[str, str, Speed | Unreachable]]:
-    """Every way between two machines: from which, to which, and what it is like.
+) -> Iterator[tuple[str, str, LinkSpeed | Unreachable]]:
+    """Measure the links between all nodes, in both directions: source, target and result.
 
     Args:
-        own: this machine's address; None if it takes no part.
-        others: the others.
-        token: the group's.
-        seconds: to send for on each way.
+        own: this node's address; None if it has no ranks.
+        others: the other nodes.
+        token: the group's token.
+        seconds: how long to send data over each link.
     """
-    ends: list[_End] = [_There(joined) for joined in others]
+    ends: list[_Endpoint] = [_RemoteEndpoint(joined) for joined in others]
     if own is not None:
-        ends.insert(0, _Here(own, token))
+        ends.insert(0, _LocalEndpoint(own, token))
     for source, target in permutations(ends, 2):
         port = target.listen()
         if isinstance(port, Unreachable):
             yield source.where, target.where, port
         else:
-            yield source.where, target.where, source.reach(target.address, port, seconds)
+            yield source.where, target.where, source.probe(target.address, port, seconds)

@@ -1,12 +1,12 @@
-"""A model whose ranks are on the nodes of a Ray cluster.
+"""A model with ranks on the nodes of a Ray cluster.
 
-Ray places and supervises, and does no more: a placement group reserves a bundle of CPUs on each
-node, with an actor in it that runs an agent (agent.py). Steps go by the agent's own connection,
-for a call of an actor takes a millisecond, as long as a step of a small model.
+Ray only places and supervises actors. A placement group reserves a bundle of devices on each node,
+and an actor in the bundle runs an agent (agent.py). Steps use the agent's own connection, because
+an actor call takes a millisecond, as long as a whole step of a small model.
 
-Each engine has a placement group of its own, so that one that fails lets go of its nodes alone.
-Ray may place several engines on one node, which then share its memory and cores: each counts, by
-the names of the groups, how many are where it is.
+Each engine has its own placement group, so a failed engine releases only its own nodes. Ray may
+place several engines on one node, and they then share its memory and cores. Each engine finds out
+how many from the names of the placement groups.
 """
 
 from __future__ import annotations
@@ -24,93 +24,102 @@ from weft.serving.config.slices import Kind
 from weft.serving.executor.loading import LoadedModel
 from weft.serving.executor.node import Node
 from weft.serving.executor.nodes.join_listener import JoinListener
-from weft.serving.executor.nodes.multi_node_executor import deal_out
+from weft.serving.executor.nodes.multi_node_executor import start_nodes
 from weft.serving.executor.nodes.remote import JoinedNode
 from weft.serving.executor.placement import kind_of
-from weft.serving.executor.ranks import RankExecutor, named
+from weft.serving.executor.ranks import RankExecutor, import_path
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
-PLACE = 5.0
-"""Seconds for Ray to find room, until it is said what is waited for."""
+PLACE_TIMEOUT = 5.0
+"""Seconds for Ray to find room until weft logs what it waits for."""
 
-LOOK_PLACED = 0.05
-"""Seconds between two looks whether all engines have been placed."""
+PLACED_POLL = 0.05
+"""Seconds between two checks whether all engines have been placed."""
 
-LOOK = 0.5
-"""Seconds between two looks whether an actor has ended that should join."""
+ENDED_POLL = 0.5
+"""Seconds between two checks whether an actor has ended instead of joining."""
 
 RESOURCES: dict[Kind, str] = {"cpu": "CPU", "cuda": "GPU", "tpu": "TPU"}
-"""What Ray calls devices."""
+"""Ray's names for the kinds of devices."""
 
 logger = logging.getLogger(__name__)
 
 
 class RayExecutor(RankExecutor):
-    """Ranks on nodes of the Ray cluster that RAY_ADDRESS names, or of the one that runs here.
+    """Executor for ranks on the Ray cluster at RAY_ADDRESS, or on the local cluster.
 
     Args:
-        config: of this engine, with a slice: each part of it is a node, this one only if it is
-            one with room.
-        load_model: `loading.load_model`, or what stands in for it, on the nodes.
+        config: settings of this engine, with its slice. Each part of the slice is a Ray node; this
+            node is one of them only if Ray chooses it.
+        load_model: `loading.load_model` or a replacement, importable on the nodes.
 
     Raises:
-        ConfigError: there is no Ray, or no cluster.
-        EngineError: a node has not joined.
+        ConfigError: Ray is not installed, or there is no cluster.
+        EngineError: a node did not join.
     """
 
     def __init__(self, config: EngineConfig, load_model: Callable[..., LoadedModel]) -> None:
         _connect()
         self._group: PlacementGroup | None = None
         try:
-            super().__init__(config, self._gather(config, named(load_model)))
+            super().__init__(config, self._start_nodes(config, import_path(load_model)))
         except BaseException:
-            self._leave()
+            self._release_cluster()
             raise
 
     def close(self) -> None:
+        """See `Executor.close`."""
         super().close()
-        self._leave()
+        self._release_cluster()
 
-    def _gather(self, config: EngineConfig, load_model: str) -> Iterator[Node]:
+    def _start_nodes(self, config: EngineConfig, load_model: str) -> Iterator[Node]:
         import ray
 
-        # A node's actor sees its own devices, from the first.
+        # An actor sees only its own devices, numbered from 0.
         slice = tuple(
-            replace(share, devices=tuple(range(len(share.devices))))
-            for share in config.replica.slice
+            replace(part, devices=tuple(range(len(part.devices)))) for part in config.replica.slice
         )
-        counts = {share.machine: len(share.devices) for share in slice}
+        counts = {part.node: len(part.devices) for part in slice}
         resource = RESOURCES[kind_of(config)]
         name = f"weft {config.replica.group} engine {config.replica.number}"
         self._group = _place(resource, list(counts.values()), name)
         engines = _engines_on_nodes(self._group, name, config)
-        slice = tuple(replace(s, engines=n) for s, n in zip(slice, engines, strict=True))
+        slice = tuple(replace(part, engines=n) for part, n in zip(slice, engines, strict=True))
         config = replace(config, replica=replace(config.replica, slice=slice))
         own = config.node_address or ray.util.get_node_ip_address()
-        with JoinListener(replace(config, node_port=0)) as head:
-            joins = self._start(resource, counts, own, head.port, head.token, load_model)
-            joined = _wait_for(head, joins, self._group)
-        machines = {each.hello.machine: each for each in joined}
-        yield from deal_out(config, machines, head.token, load_model)
+        with JoinListener(replace(config, node_port=0)) as listener:
+            joins = self._start_actors(
+                resource, counts, own, listener.port, listener.token, load_model
+            )
+            joined = _wait_for(listener, joins, self._group)
+        nodes = {each.hello.node: each for each in joined}
+        yield from start_nodes(config, nodes, listener.token, load_model)
 
-    def _start(self, resource: str, counts: dict[int, int], *told: object) -> list[Any]:
-        """Start an actor on each node, which joins; returns what says that they have ended."""
+    def _start_actors(self, resource: str, counts: dict[int, int], *arguments: object) -> list[Any]:
+        """Start an actor on each node; return references that are ready when an actor has ended.
+
+        Args:
+            resource: Ray's name for the devices.
+            counts: number of devices by node number.
+            arguments: first arguments of `_AgentActor.join`.
+        """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         joins = []
-        self._actors = []  # which end when nobody knows them
-        for bundle, (machine, count) in enumerate(counts.items()):
+        self._actors = []  # Ray ends an actor without references
+        for bundle, (node, count) in enumerate(counts.items()):
             strategy = PlacementGroupSchedulingStrategy(self._group, bundle)
-            takes = _takes(resource, count)
-            actor = ray.remote(_Node).options(scheduling_strategy=strategy, **takes).remote()
+            options = _resource_options(resource, count)
+            remote = ray.remote(_AgentActor)
+            actor = remote.options(scheduling_strategy=strategy, **options).remote()
             self._actors.append(actor)
-            joins.append(actor.join.remote(*told, machine))
+            joins.append(actor.join.remote(*arguments, node))
         return joins
 
-    def _leave(self) -> None:
+    def _release_cluster(self) -> None:
         import ray
 
         if self._group is not None:
@@ -118,11 +127,11 @@ class RayExecutor(RankExecutor):
         ray.shutdown()
 
 
-class _Node:
-    """The actor on a node."""
+class _AgentActor:
+    """Ray actor that runs an agent on its node."""
 
-    def join(self, host: str, port: int, token: str, load_model: str, machine: int) -> None:
-        """Run this node's share of ranks until the controller ends."""
+    def join(self, host: str, port: int, token: str, load_model: str, node: int) -> None:
+        """Run this node's ranks until the controller ends."""
         import logging
 
         import ray
@@ -131,7 +140,7 @@ class _Node:
 
         logging.basicConfig(level=logging.INFO)
         name = _name(ray.get_runtime_context().get_node_id())
-        join(host, port, token, name=name, once=True, load_model=load_model, machine=machine)
+        join(host, port, token, name=name, once=True, load_model=load_model, node=node)
 
 
 def _name(node_id: str) -> str:
@@ -152,53 +161,54 @@ def _connect() -> None:
         raise ConfigError(f"--executor ray finds no Ray cluster {where}") from None
 
 
-def _takes(resource: str, count: int) -> dict[str, Any]:
-    """What an actor is said to take: all of its bundle."""
-    of_rays = {"CPU": "num_cpus", "GPU": "num_gpus"}
-    if resource in of_rays:
-        return {of_rays[resource]: count}
+def _resource_options(resource: str, count: int) -> dict[str, Any]:
+    """Build the options for an actor to take its whole bundle."""
+    named_options = {"CPU": "num_cpus", "GPU": "num_gpus"}
+    if resource in named_options:
+        return {named_options[resource]: count}
     return {"num_cpus": 0, "resources": {resource: count}}
 
 
 def _place(resource: str, counts: list[int], name: str) -> PlacementGroup:
-    """So many CPUs, GPUs or TPUs, each number on a node of its own, once Ray has room for them."""
+    """Reserve devices on a separate node for each count; wait until Ray has room."""
     import ray
 
     bundles = [{resource: float(count)} for count in counts]
     group: Any = ray.util.placement_group(bundles, strategy="STRICT_SPREAD", name=name)
-    told = ""
-    while not group.wait(PLACE):
-        there = ", ".join(
+    logged = ""
+    while not group.wait(PLACE_TIMEOUT):
+        existing = ", ".join(
             f"{node['NodeManagerAddress']}: {node['Resources'].get(resource, 0):g}"
             for node in ray.nodes()
             if node["Alive"]
         )
-        if there != told:
+        if existing != logged:
             logger.warning(
-                "waiting for Ray to have room for %s ranks, a %s each, on a node for each number; "
-                "those of its nodes, free or not: %s",
+                "waiting for Ray to have room for %s ranks (each number on a separate node, one %s "
+                "per rank); %ss of its nodes, free or not: %s",
                 " + ".join(map(str, counts)),
                 resource,
-                there,
+                resource,
+                existing,
             )
-        told = there
+        logged = existing
     return group
 
 
 def _engines_on_nodes(group: PlacementGroup, name: str, config: EngineConfig) -> list[int]:
-    """How many of the server's engines have a part of the node of each bundle.
+    """Count the server's engines on the node of each bundle.
 
-    Engines start at one time, and each measures the memory that is free before others have taken
-    theirs. So those that Ray has not placed in time count, too: they may come to any node.
+    Engines start at the same time, and each measures the free memory before the others have taken
+    theirs. Engines that Ray has not placed in time therefore count, too: they may come to any node.
 
     Args:
-        group, name: of this engine.
-        config: of this engine.
+        group, name: placement group of this engine, and its name.
+        config: settings of this engine.
     """
     import ray
 
     own: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
-    deadline = time.monotonic() + PLACE
+    deadline = time.monotonic() + PLACE_TIMEOUT
     while True:
         placed = {
             each["name"]: each["bundles_to_node_id"].values()
@@ -206,18 +216,18 @@ def _engines_on_nodes(group: PlacementGroup, name: str, config: EngineConfig) ->
             if each["name"].startswith(f"weft {config.replica.group} ")
             and each["state"] == "CREATED"
         }
-        placed[name] = own.values()  # and not those of a core that has ended
+        placed[name] = own.values()  # replaces the entry from a previous core
         missing = config.dp - len(placed)
         if not missing or time.monotonic() >= deadline:
             break
-        time.sleep(LOOK_PLACED)
+        time.sleep(PLACED_POLL)
     return [
         missing + sum(own[bundle] in nodes for nodes in placed.values()) for bundle in sorted(own)
     ]
 
 
-def _wait_for(head: JoinListener, joins: list[Any], group: PlacementGroup) -> list[JoinedNode]:
-    """The nodes, once all have joined.
+def _wait_for(listener: JoinListener, joins: list[Any], group: PlacementGroup) -> list[JoinedNode]:
+    """Wait until all nodes have joined.
 
     Raises:
         EngineError: an actor has ended instead.
@@ -227,10 +237,10 @@ def _wait_for(head: JoinListener, joins: list[Any], group: PlacementGroup) -> li
     others: list[JoinedNode] = []
     try:
         while len(others) < len(joins):
-            others += head.wait_for(len(joins) - len(others), LOOK)
+            others += listener.wait_for(len(joins) - len(others), ENDED_POLL)
             for join in ray.wait(joins, timeout=0)[0]:
-                where = _where(group, joins.index(join))
-                raise EngineError(f"{where} has not joined: {_why(join)}")
+                where = _describe_node(group, joins.index(join))
+                raise EngineError(f"{where} has not joined: {_reason_ended(join)}")
     except BaseException:
         for joined in others:
             joined.link.close()
@@ -238,8 +248,8 @@ def _wait_for(head: JoinListener, joins: list[Any], group: PlacementGroup) -> li
     return others
 
 
-def _why(join: Any) -> str:
-    """Why an actor has ended."""
+def _reason_ended(join: Any) -> str:
+    """Describe why an actor has ended."""
     import ray
 
     try:
@@ -251,10 +261,10 @@ def _why(join: Any) -> str:
     return "it has ended"
 
 
-def _where(group: PlacementGroup, bundle: int) -> str:
-    """Name and address of the node that a bundle is on."""
+def _describe_node(group: PlacementGroup, bundle: int) -> str:
+    """Return name and address of a bundle's node."""
     import ray
 
-    on = ray.util.placement_group_table(group)["bundles_to_node_id"][bundle]
-    address = next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == on)
-    return f"{_name(on)} at {address}"
+    node_id = ray.util.placement_group_table(group)["bundles_to_node_id"][bundle]
+    address = next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id)
+    return f"{_name(node_id)} at {address}"

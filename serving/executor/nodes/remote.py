@@ -1,4 +1,4 @@
-"""The ranks of another machine, as the controller sees them: through that machine's agent."""
+"""The ranks on another node, as the controller sees them through that node's agent."""
 
 from __future__ import annotations
 
@@ -12,69 +12,71 @@ import msgspec
 import numpy as np
 
 from weft.serving.config.settings import EngineConfig
-from weft.serving.config.slices import Share
+from weft.serving.config.slices import NodeSlice
 from weft.serving.executor.nodes.link import Link
 from weft.serving.executor.nodes.messages import (
     Dump,
     End,
     FromAgent,
-    Gone,
     Hello,
-    Meet,
     NodeStep,
-    Progress,
-    Said,
+    RankEnded,
+    RankMessage,
+    RankProgress,
+    Rendezvous,
     Start,
     Started,
 )
 from weft.serving.executor.placement import devices_of_ranks
-from weft.serving.executor.rank_messages import FromRank, decode_said
-from weft.serving.executor.step_ring import COUNTERS, Int64, slots
+from weft.serving.executor.rank_messages import FromRank, decode_rank_message
+from weft.serving.executor.step_ring import COUNTERS, Int64, ring_entries
 
-AHEAD = 4
-"""Times the slots of a board: steps that another machine is given before its slowest rank has done
-the first of them. Its agent tells after each board's slots of them, so that with two of these the
-engine could wait for ever; with more it does not wait for messages to and fro."""
+RINGS_AHEAD = 4
+"""Maximum steps ahead of the slowest remote rank, in multiples of the ring's entries.
+
+The agent reports its progress once per ring of steps. With a factor of 2 the engine could wait
+forever. Larger multiples hide the network round trip.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedNode:
-    """A machine that has joined this one, and waits to be told what to do."""
+    """A joined node, waiting for messages."""
 
     link: Link[FromAgent]
     hello: Hello
 
     @property
     def where(self) -> str:
-        """Its name and address."""
+        """The node's name and address."""
         return self.hello.where
 
 
 class RemoteNode:
-    """See Machine. Its counters are as of the agent's last heartbeat.
+    """The ranks on another node; see Node. Their counters come from the agent's last report.
 
     Args:
-        joined: the machine.
-        config: of the engine.
-        share: of the machine, for these ranks.
-        ranks: their numbers.
-        world_size: how many there are on all machines.
-        host: address of the first rank's machine.
-        patience: seconds without a sign of life until the machine is lost.
+        joined: connection to the node.
+        config: settings of the engine.
+        part: the node's part of the slice.
+        ranks: numbers of the ranks.
+        world_size: number of ranks on all nodes.
+        rendezvous_host: address of rank 0's node.
+        patience: seconds without a sign of life until the node counts as lost.
 
     Raises:
-        OSError: the agent cannot be told to start them.
+        OSError: the connection is lost.
     """
 
     def __init__(
         self,
         joined: JoinedNode,
         config: EngineConfig,
-        share: Share,
+        part: NodeSlice,
         ranks: range,
         world_size: int,
         *,
-        host: str,
+        rendezvous_host: str,
         patience: float,
     ) -> None:
         self.ranks = ranks
@@ -86,32 +88,34 @@ class RemoteNode:
         self._patience = patience
         self.pids: Sequence[int] = []
         self._stopped: list[int] = []
-        self._how: dict[int, str] = {}
-        self._window = AHEAD * slots(config.pp)
+        self._endings: dict[int, str] = {}
+        self._window = RINGS_AHEAD * ring_entries(config.pp)
         link.set_patience(patience)
-        # What is free there, it knows itself.
-        replica = dataclasses.replace(config.replica, engines=share.engines, memory=None)
-        told = dataclasses.replace(config, node_token=None, replica=replica)
+        # The agent measures its own node's free memory.
+        replica = dataclasses.replace(config.replica, engines=part.engines, memory=None)
+        config = dataclasses.replace(config, node_token=None, replica=replica)
         heartbeat = min(1.0, patience / 8)
-        devices = tuple(devices_of_ranks(config, share))
-        link.send(Start(told, ranks[0], devices, world_size, host, heartbeat, patience))
-        self._heard = time.monotonic()
+        devices = tuple(devices_of_ranks(config, part))
+        link.send(
+            Start(config, ranks[0], devices, world_size, rendezvous_host, heartbeat, patience)
+        )
+        self._last_heard = time.monotonic()
 
     def receive(self, channel: socket.socket) -> tuple[int, FromRank | None] | None:
-        self._heard = time.monotonic()
+        self._last_heard = time.monotonic()
         try:
             message = self._link.receive()
         except msgspec.DecodeError as error:
-            return self._lose(f"what it says makes no sense: {error}")
+            return self._lose(f"it sent an invalid message: {error}")
         match message:
             case None:
                 return self._lose("its connection has ended")
-            case Said(rank, data):
-                return rank, decode_said(data)
-            case Gone(rank, how):
-                self._how[rank] = how
+            case RankMessage(rank, data):
+                return rank, decode_rank_message(data)
+            case RankEnded(rank, how):
+                self._endings[rank] = how
                 return rank, None
-            case Progress(counters, stopped):
+            case RankProgress(counters, stopped):
                 self.counters[:] = counters
                 self._stopped = stopped
             case Started(pids):
@@ -120,23 +124,24 @@ class RemoteNode:
 
     def check(self, pause: float) -> tuple[int, FromRank | None] | None:
         now = time.monotonic()
-        self._heard = min(now, self._heard + pause)
-        if self.lost is None and now - self._heard > self._patience:
+        self._last_heard = min(now, self._last_heard + pause)
+        if self.lost is None and now - self._last_heard > self._patience:
             return self._lose(f"it has said nothing for {self._patience:g} s")
         return None
 
-    def _lose(self, why: str) -> tuple[int, None]:
-        self.lost = why
+    def _lose(self, reason: str) -> tuple[int, None]:
+        self.lost = reason
         self.channels = []
         self._link.shut()
         return self.ranks[0], None
 
-    def meet(self, port: int) -> None:
-        self._send(Meet(port))
+    def set_rendezvous(self, port: int) -> None:
+        self._send(Rendezvous(port))
 
     def has_room(self, step: int) -> bool:
-        """Whether the slowest rank there is near enough, as far as its agent has told: that keeps
-        what the ranks have no room for yet, so that no step waits for a message to and fro.
+        """Return whether the slowest remote rank is near enough, by the last report.
+
+        The agent queues steps beyond its ring's size, so no step waits for a round trip.
         """
         return bool(self.counters[1].min() >= step - self._window)
 
@@ -144,15 +149,15 @@ class RemoteNode:
         self._send(NodeStep(data))
 
     def name(self, rank: int) -> str:
-        place = rank - self.ranks[0]
-        process = f"process {self.pids[place]} on " if self.pids else ""
+        index = rank - self.ranks[0]
+        process = f"process {self.pids[index]} on " if self.pids else ""
         return f"rank {rank} ({process}{self.where})"
 
     def is_stopped(self, rank: int) -> bool:
         return rank in self._stopped
 
     def how_ended(self, rank: int) -> str:
-        return self._how.get(rank, "ended")
+        return self._endings.get(rank, "ended")
 
     def dump(self) -> None:
         self._send(Dump())
@@ -161,9 +166,7 @@ class RemoteNode:
         self._send(End(grace))
 
     def wait(self, deadline: float) -> None:
-        """Its agent ends the connection when its ranks have ended, and kills them when it is
-        ended here.
-        """
+        """End the connection. The agent then kills all remaining ranks."""
         self._link.shut()
 
     def release(self) -> None:
@@ -172,5 +175,5 @@ class RemoteNode:
     def _send(self, message: object) -> None:
         try:
             self._link.send(message)
-        except OSError:  # it is gone, as whoever receives sees; half a message may have been sent
+        except OSError:  # the receiver will notice; half a message may have been sent
             self._link.shut()

@@ -70,17 +70,17 @@ def test_devices_and_who_gets_them_are_shown(checkpoint: Path) -> None:
     engine = EngineConfig(model=str(checkpoint), dp=2, tp=2, node_ranks=4)
     findings = examine(engine, ServerConfig(port=0))
     (island,) = (finding.seen for finding in findings if finding.name == "devices")
-    assert island.startswith("island of this machine: 4 places, ")
+    assert island.startswith("island of this node: 4 CPU ranks, ")
     assert [finding.seen for finding in findings if finding.name == "slice"] == [
-        "engine 0: ranks 0 to 1 on this machine",
-        "engine 1: ranks 0 to 1 on this machine",
+        "engine 0: ranks 0 to 1 on this node",
+        "engine 1: ranks 0 to 1 on this node",
     ]
     jax = devices(replace(engine, backend="jax"), [Inventory(tpus=2), Inventory(tpus=2)])
     assert [finding.seen for finding in jax] == [
-        "island of this machine: 2 TPUs",
-        "island of this machine: 2 TPUs",
-        "engine 0: rank 0 with 2 devices on this machine",
-        "engine 1: rank 0 with 2 devices on this machine",
+        "island of this node: 2 TPUs",
+        "island of this node: 2 TPUs",
+        "engine 0: rank 0 with 2 devices on this node",
+        "engine 1: rank 0 with 2 devices on this node",
     ]
     (slice_,) = (
         finding
@@ -88,7 +88,7 @@ def test_devices_and_who_gets_them_are_shown(checkpoint: Path) -> None:
         if finding.name == "slice"
     )
     assert slice_.status == "fail"
-    assert "What there is: this machine: 3 places" in slice_.seen
+    assert "Available: this node: 3 CPU ranks" in slice_.seen
 
 
 def test_every_problem_comes_with_advice(checkpoint: Path) -> None:

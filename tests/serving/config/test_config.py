@@ -1,4 +1,4 @@
-"""Settings: what the dataclasses refuse, which source wins, and what an error says."""
+"""Settings: refused values, precedence of sources, and error messages."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_parse_bytes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "G", "4GB", "-4G", "4 4G", "0x10", "inf"])
 def test_parse_bytes_refuses(text: str) -> None:
-    with pytest.raises(ValueError, match="is no number of bytes"):
+    with pytest.raises(ValueError, match="is not a number of bytes"):
         parse_bytes(text)
 
 

@@ -12,31 +12,31 @@ from support.checkpoints import make_checkpoint
 
 from weft.errors import ConfigError
 from weft.serving.config.settings import EngineConfig, Replica
-from weft.serving.config.slices import Share
+from weft.serving.config.slices import NodeSlice
 from weft.serving.engine.core_client import CoreClient
 from weft.serving.engine.core_process import share_out
 from weft.serving.executor.loading import LoadedModel, Progress, load_model
 from weft.serving.executor.nodes.inventory import own_inventory
 from weft.serving.executor.placement import Inventory
-from weft.serving.executor.ranks import named
+from weft.serving.executor.ranks import import_path
 
 
 def test_one_core_has_everything() -> None:
     (share,) = share_out(EngineConfig(), [Inventory(memory=1001)])
-    assert share.replica == Replica(slice=(Share(0, (0,)),))
+    assert share.replica == Replica(slice=(NodeSlice(0, (0,)),))
 
 
 def test_cores_share_threads_memory_and_devices() -> None:
     shares = share_out(EngineConfig(dp=4, tp=2, threads=9), [Inventory(memory=1001)])
     assert [share.replica for share in shares] == [
-        Replica(n, 250, 4, (Share(0, (2 * n, 2 * n + 1), 4),)) for n in range(4)
+        Replica(n, 250, 4, (NodeSlice(0, (2 * n, 2 * n + 1), 4),)) for n in range(4)
     ]
 
 
 def test_cores_on_other_machines_leave_this_one_to_the_rest() -> None:
     here, there = share_out(EngineConfig(dp=2, nodes=2), [Inventory(memory=1001)] * 2)
-    assert here.replica == Replica(0, None, 1, (Share(0, (0,)),))
-    assert there.replica == Replica(1, None, 1, (Share(1, (0,)),))
+    assert here.replica == Replica(0, None, 1, (NodeSlice(0, (0,)),))
+    assert there.replica == Replica(1, None, 1, (NodeSlice(1, (0,)),))
 
 
 def test_interpreted_kernels_are_on_one_machine() -> None:
@@ -75,7 +75,7 @@ def refuse_when_told(config: EngineConfig, progress: Progress) -> LoadedModel:
 async def test_the_context_of_a_thread_ends_with_it(left_behind: bool) -> None:
     told.clear()
     client = CoreClient(EngineConfig(model="none"))
-    await client.spawn(named(refuse_when_told), in_process=True)
+    await client.spawn(import_path(refuse_when_told), in_process=True)
     if not left_behind:
         told.set()
         with pytest.raises(ConfigError, match="--model is not to my liking"):

@@ -22,7 +22,7 @@ from weft.errors import ConfigError
 from weft.models.bundled.tasks import held_out
 from weft.models.jax import platform
 from weft.serving.config.settings import EngineConfig, Replica
-from weft.serving.config.slices import Share
+from weft.serving.config.slices import NodeSlice
 from weft.serving.engine.sampling_params import Grammar
 from weft.serving.executor.jax_loading import check_settings
 from weft.serving.executor.loading import uses_jax
@@ -179,9 +179,11 @@ def test_engines_that_share_tpus_are_told_which(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_engine_of_several_must_have_its_tpus_on_one_machine() -> None:
-    apart = Replica(slice=(Share(0, (0, 1)), Share(1, (0, 1))))
+    apart = Replica(slice=(NodeSlice(0, (0, 1)), NodeSlice(1, (0, 1))))
     config = EngineConfig(tp=4, dp=2, nodes=2, backend="jax", device="tpu", replica=apart)
-    with pytest.raises(ConfigError, match="--dp is 2 and an engine has TPUs of 2 machines; it mu"):
+    with pytest.raises(
+        ConfigError, match="--dp is 2 and an engine has TPUs on 2 nodes; set --dp 1"
+    ):
         check_settings(config)
     check_settings(replace(config, dp=1))
 

@@ -1,4 +1,4 @@
-"""What a rank's model runs on, by the settings and the device; and what its buffers take."""
+"""A rank's device and kernels by the settings, and the size of its buffers."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from weft.models.checkpoint.locate import read_spec
 from weft.models.spec.layout import Layout
 from weft.models.torch.overlapped import Overlapped
 from weft.serving.config.settings import EngineConfig, Replica
-from weft.serving.config.slices import Share
+from weft.serving.config.slices import NodeSlice
 from weft.serving.executor.backend import choose_kernels, require_same
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def test_auto_overlaps_on_gpus_of_one_machine_where_the_layout_can() -> None:
+def test_auto_overlaps_on_gpus_of_one_node_where_the_layout_can() -> None:
     config = EngineConfig(tp=2)
     assert choose_kernels(config, Layout(tp=2), CPU) == "plain"
     assert choose_kernels(config, Layout(tp=2), GPU) == "overlapped"
     assert choose_kernels(replace(config, kernels="plain"), Layout(tp=2), GPU) == "plain"
     assert choose_kernels(replace(config, kernels="overlapped"), Layout(tp=2), CPU) == "overlapped"
-    apart = Replica(slice=(Share(0, (0,)), Share(1, (0,))))
+    apart = Replica(slice=(NodeSlice(0, (0,)), NodeSlice(1, (0,))))
     assert choose_kernels(replace(config, replica=apart), Layout(tp=2), GPU) == "plain"
     assert choose_kernels(replace(config, ep=4), Layout(tp=2, ep=4), GPU) == "plain"
-    # Stages may be on machines of their own.
+    # Stages may be on separate nodes.
     stages, layout = replace(config, tp=1, pp=2, replica=apart), Layout(rank=1, pp=2)
     assert choose_kernels(stages, layout, GPU) == "overlapped"
     assert choose_kernels(stages, layout, CPU) == "plain"
@@ -49,7 +49,7 @@ def test_overlapped_kernels_are_refused_where_gpus_do_not_reach_each_other(
 ) -> None:
     missing = {(2, 0)}
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) not in missing)
-    here = EngineConfig(tp=2, pp=2, replica=Replica(slice=(Share(0, (1, 3, 0, 2)),)))
+    here = EngineConfig(tp=2, pp=2, replica=Replica(slice=(NodeSlice(0, (1, 3, 0, 2)),)))
     first, last = Layout(tp=2, pp=2), Layout(tp=2, pp=2, rank=3)
     assert choose_kernels(here, first, GPU) == "overlapped"
     assert choose_kernels(here, last, GPU) == "plain"
@@ -59,8 +59,10 @@ def test_overlapped_kernels_are_refused_where_gpus_do_not_reach_each_other(
         ConfigError, match=r"overlapped; GPU 2 cannot read .* memory of GPU 0.*plain"
     ):
         choose_kernels(asked, last, GPU)
-    apart = replace(asked, tp=2, pp=1, replica=Replica(slice=(Share(0, (1,)), Share(3, (0,)))))
-    with pytest.raises(ConfigError, match="they are on GPU 1 of machine 0, GPU 0 of machine 3"):
+    apart = replace(
+        asked, tp=2, pp=1, replica=Replica(slice=(NodeSlice(0, (1,)), NodeSlice(3, (0,))))
+    )
+    with pytest.raises(ConfigError, match="they are on GPU 1 of node 0, GPU 0 of node 3"):
         choose_kernels(apart, Layout(tp=2), GPU)
 
 
@@ -70,7 +72,7 @@ def test_auto_overlaps_only_gpus_that_all_reach_each_other(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) in reached)
 
     def chosen(*gpus: int) -> str:
-        config = EngineConfig(tp=len(gpus), replica=Replica(slice=(Share(0, gpus),)))
+        config = EngineConfig(tp=len(gpus), replica=Replica(slice=(NodeSlice(0, gpus),)))
         return choose_kernels(config, Layout(tp=len(gpus)), GPU)
 
     assert [chosen(0, 1), chosen(3, 2)] == ["overlapped"] * 2
@@ -80,7 +82,7 @@ def test_auto_overlaps_only_gpus_that_all_reach_each_other(monkeypatch: pytest.M
 def test_what_gpus_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigError, match="--quantization is 'int8'; on GPUs it must be none"):
         choose_kernels(EngineConfig(quantization="int8"), Layout(), GPU)
-    with pytest.raises(ConfigError, match=r"in --dtype\. --device cpu --kernels plain has int8"):
+    with pytest.raises(ConfigError, match=r"in --dtype\. int8 needs --device cpu --kernels plain"):
         choose_kernels(EngineConfig(quantization="int8", kernels="overlapped"), Layout(), CPU)
 
 

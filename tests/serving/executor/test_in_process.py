@@ -1,4 +1,4 @@
-"""The in-process executor: one thread, in order, and what goes wrong in it."""
+"""The in-process executor: one thread, steps in order, and failures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EMPTY = np.empty(0, np.int32)
 
 
 class Runner:
-    """Notes what it is asked; each step waits for `go`."""
+    """Runner that notes its calls; each step waits for `go`."""
 
     bytes_per_block = 1
 
@@ -45,7 +45,7 @@ class Runner:
 
 
 class DispatchingRunner(Runner):
-    """Begins steps at once; each is done when `go` says."""
+    """Dispatching runner; each step waits for `go`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Engines and ranks that are killed under load: `weft serve --restart` goes on, however often.
+"""Engines and ranks killed under load: `weft serve --restart` recovers each time.
 
-Clients ask all the time. Each gets an answer or an error of OpenAI's shape, soon after the kill,
-and the server serves again as it did, with nothing left of what was killed.
+Clients send requests all the time. Soon after a kill, each one gets an answer or an error in
+OpenAI's format. The server then serves as before, and the killed processes leave nothing behind.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from support.checkpoints import make_checkpoint
 from support.clients import asking, complete
 from support.processes import shared_memory_left_alone, wait_until_gone
 from support.server import TIMEOUT, Server, start_server
-from support.sites import Site, Victim, here, two_machines, two_nodes
+from support.sites import Site, Victim, here, two_joined_nodes, two_nodes
 
 SIZES = {"kv_cache_memory": 2**22, "max_num_seqs": 4}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Flags; how many processes and engine cores they make; where these are, and what is killed."""
+    """Flags, the number of processes and engine cores, their site, and the targets to kill."""
 
     flags: dict[str, int]
     processes: int
@@ -45,15 +45,15 @@ LAYOUTS = {
     "pp 2": Layout({"pp": 2}, 3, ("engine", *RANKS)),
     "ep 2": Layout({"ep": 2}, 3, ("engine", *RANKS), family="qwen3_moe"),
     "dp 2": Layout({"dp": 2}, 2, ("engine", "engine 1"), 2),
-    "two machines": Layout({"tp": 2}, 4, ("machine", "its rank 0"), site=two_machines),
+    "two joined nodes": Layout({"tp": 2}, 4, ("node", "its rank 0"), site=two_joined_nodes),
     "two nodes": Layout({"pp": 2}, 5, ("node", "raylet"), site=two_nodes),
 }
 DEADLINE = 20.0
-"""Seconds from a kill to the end of every request, on a machine that has other things to do."""
+"""Seconds from a kill to the end of every request, on a busy machine."""
 
 
 class Kills:
-    """What has been killed, and how long the worst of it took."""
+    """Count of kills, and the longest recovery times."""
 
     def __init__(self) -> None:
         self.of: Counter[str] = Counter()
@@ -66,7 +66,7 @@ class Kills:
 
 @dataclass
 class Scene:
-    """A server, and what can happen to it."""
+    """A server with its site."""
 
     server: Server
     layout: Layout
@@ -75,14 +75,14 @@ class Scene:
     kills: Kills
 
     def processes(self) -> list[psutil.Process]:
-        """Of the server, but for itself, and of its machines."""
+        """Return the server's child processes and those on its site."""
         return [*family(self.server), *self.site.processes()]
 
     def strike(self, how: Callable[[Any], None], name: str) -> list[int]:
-        """Do that to a target; returns the pids of all that was there."""
+        """Apply `how` to a target; return the pids of all processes before that."""
         deadline = time.monotonic() + TIMEOUT
         while (victim := (named(self.server) | self.site.victims()).get(name)) is None:
-            assert time.monotonic() < deadline  # the next one is about to be started
+            assert time.monotonic() < deadline  # its replacement is about to start
             time.sleep(0.01)
         everyone = [process.pid for process in self.processes()]
         how(victim)
@@ -91,7 +91,7 @@ class Scene:
 
 
 def family(server: Server) -> list[psutil.Process]:
-    """Engines and ranks on this machine; those that are about to go are not counted."""
+    """Return engines and ranks on this machine, without zombies."""
     return [
         process
         for process in psutil.Process(server.process.pid).children(recursive=True)
@@ -100,7 +100,7 @@ def family(server: Server) -> list[psutil.Process]:
 
 
 def named(server: Server) -> dict[str, Victim]:
-    """Engines and ranks by their names."""
+    """Return engines and ranks by name."""
     engines = psutil.Process(server.process.pid).children()
     ranks = [rank for engine in engines for rank in engine.children()]
     names = ["engine", *(f"engine {i}" for i in range(1, len(engines)))]
@@ -112,7 +112,7 @@ def restarts(server: Server) -> int:
 
 
 def wait_until_served(scene: Scene, restarted: int) -> None:
-    """Until cores have been started again so often and all serve, alive all the while."""
+    """Wait for a number of restarts and for all cores; the server stays healthy meanwhile."""
     server, deadline = scene.server, time.monotonic() + TIMEOUT
     while restarts(server) < restarted or server.metric("engine_cores") < scene.layout.cores:
         assert server.process.poll() is None, server.log.read_text()
@@ -191,9 +191,9 @@ def test_one_engine_of_two_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_machine_comes_back(tmp_path: Path) -> None:
-    with started("two machines", tmp_path) as scene:
-        kill(scene, "machine")
+def test_a_joined_node_comes_back(tmp_path: Path) -> None:
+    with started("two joined nodes", tmp_path) as scene:
+        kill(scene, "node")
 
 
 @pytest.mark.slow

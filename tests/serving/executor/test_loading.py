@@ -1,4 +1,4 @@
-"""A real (tiny, random) model from disk to answers, under settings that must not change them."""
+"""A real (tiny, random) model from disk to answers, with settings that must not change them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.engine import AsyncEngine
 from weft.serving.engine.protocol import EngineStats
 from weft.serving.engine.sampling_params import SamplingParams
-from weft.serving.executor.loading import Place, SlowRunner, _threads, load_model, show_progress
+from weft.serving.executor.loading import (
+    RankContext,
+    SlowRunner,
+    _threads,
+    load_model,
+    show_progress,
+)
 
 PROMPTS = [[3 + i % 5, 7, 11, 13] * (1 + i % 4) for i in range(8)]
 
@@ -29,7 +35,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 
 async def answers(config: EngineConfig) -> tuple[list[list[int]], EngineStats]:
-    """Each prompt's answer, when all are asked at once, twice; every other one is greedy."""
+    """Answer all prompts at once, twice; every other request is greedy."""
     engine = await AsyncEngine.start(config, in_process=True)
 
     async def answer(i: int) -> list[int]:
@@ -110,7 +116,7 @@ def test_a_slow_runner_says_how_far_it_is(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO")
-    runner = SlowRunner(RankRunner(EngineConfig(), Place()))
+    runner = SlowRunner(RankRunner(EngineConfig(), RankContext()))
     runner.warm_up()
     assert "warm after" in caplog.text
     runner.step(batch(1, tokens=5))

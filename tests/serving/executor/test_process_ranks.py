@@ -1,4 +1,4 @@
-"""Ranks in processes: the same steps for all, in order, and a failure that names its rank."""
+"""Ranks as processes: all run the same steps in order, and a failure names its rank."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from weft.serving.executor.loading import ModelInfo, load_model
 from weft.serving.executor.node import LocalNode
 from weft.serving.executor.rank_messages import decode_step, encode_step
 from weft.serving.executor.ranks import ProcessExecutor
-from weft.serving.executor.step_ring import SLOTS
+from weft.serving.executor.step_ring import ENTRIES
 
 
 @pytest.fixture(autouse=True)
 def mocks_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the processes of ranks."""
+    """Let rank processes import the mocks."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
 
 
@@ -65,11 +65,11 @@ def started(
 
 
 def pids(executor: ProcessExecutor) -> list[int]:
-    return [pid for machine in executor._machines for pid in machine.pids]
+    return [pid for node in executor._nodes for pid in node.pids]
 
 
 def steps_of(pending: Pending) -> list[int | None]:
-    """The number of what each copy of attention has produced."""
+    """Return the step number in each attention copy's output."""
     return [output and output.step for output in pending.result(10)]
 
 
@@ -93,12 +93,12 @@ def test_all_ranks_run_the_same_steps_in_order(ranks: int, tmp_path: Path) -> No
 
 
 def test_a_rank_that_lags_is_waited_for_before_its_steps_are_written_over(tmp_path: Path) -> None:
-    count = 5 * SLOTS
+    count = 5 * ENTRIES
     with started(tmp_path, 2, "1 lags in 0") as executor:
-        for step in range(count):  # the first rank alone answers, and is far ahead
+        for step in range(count):  # only rank 0 answers, and it is far ahead
             executor.submit((batch(step),)).result(10)
             done = executor._counters()[1]
-            assert done.max() - done.min() <= SLOTS + 1
+            assert done.max() - done.min() <= ENTRIES + 1
     assert notes(tmp_path, 1) == notes(tmp_path, 0)
     assert len(notes(tmp_path, 1)) == count + 1
 
@@ -137,7 +137,7 @@ def test_a_rank_that_dies_before_its_first_step_is_named(tmp_path: Path) -> None
 
 
 COPIES = {"tp": 2, "ep": 4}
-"""Four ranks: two copies of attention, each of two ranks."""
+"""Four ranks: two attention copies with two ranks each."""
 
 
 def test_copies_of_attention_have_inputs_of_their_own(tmp_path: Path) -> None:
@@ -158,8 +158,8 @@ def test_copies_of_attention_have_inputs_of_their_own(tmp_path: Path) -> None:
 
 def test_the_outputs_of_a_slow_copy_are_those_of_its_steps(tmp_path: Path) -> None:
     with started(tmp_path, 4, "2 lags in 0", **COPIES) as executor:
-        pending = [executor.submit((batch(i), batch(i))) for i in range(3 * SLOTS)]
-        assert [steps_of(each) for each in pending] == [[i, i] for i in range(3 * SLOTS)]
+        pending = [executor.submit((batch(i), batch(i))) for i in range(3 * ENTRIES)]
+        assert [steps_of(each) for each in pending] == [[i, i] for i in range(3 * ENTRIES)]
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -175,14 +175,14 @@ def test_a_rank_that_fails_in_one_copy_ends_all(rank: int, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("rank", [1, 2])
-def test_the_rank_that_others_wait_for_is_named_in_whatever_copy(rank: int, tmp_path: Path) -> None:
-    """Exchanges within a copy are no measure of who is behind."""
+def test_the_rank_that_others_wait_for_is_named_in_any_copy(rank: int, tmp_path: Path) -> None:
+    """Exchanges within a copy do not show which rank is behind."""
     config = EngineConfig(
         model=f"{rank} strands in 1", tokenizer=str(tmp_path), stall_timeout=0.8, **COPIES
     )
     executor = ProcessExecutor(config, load, 4)
     assert steps_of(executor.submit((batch(0), batch(0)))) == [0, 0]
-    named = rf"rank {rank} \(process \d+\) is stuck in step 2, at its exchange 0 .* are at 1"
+    named = rf"rank {rank} \(process \d+\) is stuck in step 2: .* is at exchange 0 .* are at 1"
     with pytest.raises(EngineError, match=named):
         executor.submit((batch(1), batch(1))).result(20)
     executor.close()
@@ -190,14 +190,14 @@ def test_the_rank_that_others_wait_for_is_named_in_whatever_copy(rank: int, tmp_
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_ranks_that_do_not_get_on_end_with_the_one_behind_named(
+def test_without_progress_the_rank_behind_is_named(
     rank: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = EngineConfig(model=f"{rank} hangs in 1", tokenizer=str(tmp_path), stall_timeout=0.8)
     executor = ProcessExecutor(config, load, 3)
     assert steps_of(executor.submit((batch(0),))) == [0]
     pending = [executor.submit((batch(step),)) for step in range(1, 9)]  # the last waits for room
-    with pytest.raises(EngineError, match=rf"rank {rank} \(process \d+\) is stuck in step 2, "):
+    with pytest.raises(EngineError, match=rf"rank {rank} \(process \d+\) is stuck in step 2: "):
         pending[-1].result(20)
     executor.close()
     wait_until_gone(pids(executor))
@@ -205,22 +205,20 @@ def test_ranks_that_do_not_get_on_end_with_the_one_behind_named(
 
 
 @pytest.mark.parametrize("rank", [1, 2])
-def test_of_stages_that_wait_for_each_other_the_rank_behind_is_named(
-    rank: int, tmp_path: Path
-) -> None:
+def test_the_rank_behind_is_named_among_waiting_stages(rank: int, tmp_path: Path) -> None:
     config = EngineConfig(
         model=f"{rank} stalls in 1", tokenizer=str(tmp_path), tp=2, pp=2, stall_timeout=0.8
     )
     executor = ProcessExecutor(config, load, 4)
     pending = [executor.submit((batch(step),)) for step in range(3)]
-    with pytest.raises(EngineError, match=rf"rank {rank} \(process \d+\) is stuck in step 2, "):
+    with pytest.raises(EngineError, match=rf"rank {rank} \(process \d+\) is stuck in step 2: "):
         pending[-1].result(20)
     executor.close()
     wait_until_gone(pids(executor))
 
 
 @pytest.mark.parametrize("rank", [1, 2])
-def test_what_the_last_stage_says_is_the_answer(rank: int, tmp_path: Path) -> None:
+def test_the_last_stage_answers(rank: int, tmp_path: Path) -> None:
     with started(tmp_path, 4, f"{rank} lags in 0", tp=2, pp=2) as executor:
         pending = [executor.submit((batch(step),)) for step in range(12)]
         assert [steps_of(each) for each in pending] == [[step] for step in range(12)]
@@ -229,8 +227,8 @@ def test_what_the_last_stage_says_is_the_answer(rank: int, tmp_path: Path) -> No
         assert len(notes(tmp_path, each)) == 13
 
 
-def test_stages_that_do_not_answer_may_say_nothing_of_sense(tmp_path: Path) -> None:
-    """Their results are not looked at."""
+def test_invalid_outputs_from_earlier_stages_are_ignored(tmp_path: Path) -> None:
+    """Outputs from earlier stages are ignored."""
     with started(tmp_path, 2, "0 babbles in 1", pp=2) as executor:
         pending = [executor.submit((batch(step),)) for step in range(3)]
         assert [steps_of(each) for each in pending] == [[0], [1], [2]]
@@ -266,19 +264,19 @@ def test_what_a_rank_refuses_is_raised(rank: int, tmp_path: Path) -> None:
         )
 
 
-def test_a_rank_that_dies_when_it_is_told_where_to_meet_is_named(
+def test_a_rank_that_dies_before_the_rendezvous_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hear = ProcessExecutor._load
 
     def hear_late(executor: ProcessExecutor) -> ModelInfo:
-        machine = executor._machines[0]
-        assert isinstance(machine, LocalNode)
-        machine._process(1).wait(60)
+        node = executor._nodes[0]
+        assert isinstance(node, LocalNode)
+        node._process(1).wait(60)
         return hear(executor)
 
     monkeypatch.setattr(ProcessExecutor, "_load", hear_late)
-    died = r"rank 1 \(process \d+\) was killed by SIGKILL while it loaded"
+    died = r"rank 1 \(process \d+\) was killed by SIGKILL while loading"
     with pytest.raises(EngineError, match=died):
         ProcessExecutor(EngineConfig(tokenizer=str(tmp_path)), load_and_die, 2)
 
@@ -299,7 +297,7 @@ def wait_for(path: Path) -> None:
 
 
 LOADING = {"model": "none", "stall_timeout": 0.4, "load_stall_timeout": 0.2}
-"""A look every 0.05 s, and ranks that are stuck if five have seen nothing new."""
+"""Checks every 0.05 s; ranks are stuck after five without progress."""
 
 
 def test_a_rank_that_is_stuck_while_it_loads_is_named(
@@ -315,9 +313,7 @@ def test_a_rank_that_is_stuck_while_it_loads_is_named(
     monkeypatch.setattr(ProcessExecutor, "_load", hear_late)
     for part in (1, 2):
         (tmp_path / f"part{part}").touch()
-    stuck = (
-        r"rank 1 \(process \d+\) is stuck while it loaded, with 50% of its weights read, .* 0.2 s"
-    )
+    stuck = r"rank 1 \(process \d+\) is stuck while loading, with 50% of its weights read: .* 0.2 s"
     with pytest.raises(EngineError, match=stuck):
         ProcessExecutor(EngineConfig(tokenizer=str(tmp_path), **LOADING), load_in_parts, 3)
     assert "mock_ranks.py" in capfd.readouterr().err  # where it hangs
@@ -326,7 +322,7 @@ def test_a_rank_that_is_stuck_while_it_loads_is_named(
 def test_a_rank_that_loads_slowly_is_not_stuck(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It reads the next part before too many looks have seen no progress, but long after."""
+    """It reads each part late, but before the last progress check."""
     check, looks, reads = ProcessExecutor._check_progress, 0, 0
 
     def check_and_go_on(executor: ProcessExecutor) -> None:
@@ -349,7 +345,7 @@ def test_a_rank_that_loads_slowly_is_not_stuck(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stage_that_dies_is_named(rank: int, tmp_path: Path) -> None:
-    """Of a real model, whose other stage then fails, too."""
+    """In a real model, the other stage then fails, too."""
     model = str(make_checkpoint(tmp_path / "model", "llama"))
     config = EngineConfig(model=model, pp=2, threads=2, kv_cache_memory=2**20)
     executor = ProcessExecutor(config, load_model, 2)
@@ -366,13 +362,13 @@ def test_a_stage_that_dies_is_named(rank: int, tmp_path: Path) -> None:
     wait_until_gone(pids(executor))
 
 
-def test_what_no_rank_should_say_fails_all_that_waits(tmp_path: Path) -> None:
-    nonsense = "rank {} failed {}: what it says makes no sense: Expected `int`, got `str`"
+def test_an_invalid_message_fails_all_pending_steps(tmp_path: Path) -> None:
+    nonsense = "rank {} failed {}: it sent an invalid message: Expected `int`, got `str`"
     with started(tmp_path, 2, "0 babbles in 1") as executor:
         assert steps_of(executor.submit((batch(0),))) == [0]
         with pytest.raises(EngineError, match=nonsense.format(0, "after step 2")):
             executor.submit((batch(1),)).result(10)
-    with pytest.raises(EngineError, match=nonsense.format(1, "while it loaded")):
+    with pytest.raises(EngineError, match=nonsense.format(1, "while loading")):
         ProcessExecutor(EngineConfig(model="none", tokenizer=str(tmp_path)), load_and_babble, 2)
 
 
@@ -381,13 +377,13 @@ def test_a_step_that_is_too_large_fails_alone(
 ) -> None:
     with started(tmp_path, 2) as executor:
         with monkeypatch.context() as patched:
-            patched.setattr(step_ring, "SLOT_BYTES", 1000)
+            patched.setattr(step_ring, "ENTRY_BYTES", 1000)
             with pytest.raises(EngineError, match=r"step 1 takes \d+ bytes; at most 992 fit"):
                 executor.submit((batch(0, tokens=300),)).result(0)
         assert steps_of(executor.submit((batch(0),))) == [0]
 
 
-def test_a_machine_that_was_paused_has_no_stuck_rank(
+def test_a_paused_machine_has_no_stuck_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
@@ -411,10 +407,10 @@ def test_a_rank_that_does_nothing_by_the_same_clock_is_stuck(
         pending = executor.submit((batch(0),))
         stuck: BaseException | None = None
         while stuck is None and clock.paused < 3000.0:
-            clock.paused += 300.0 * processes.STUCK / processes.LOOKS
+            clock.paused += 300.0 * processes.STUCK_FRACTION / processes.PROGRESS_CHECKS
             with suppress(TimeoutError):
                 stuck = pending.exception(0.01)
-        assert re.match(r"rank 0 \(process \d+\) is stuck in step 1, ", str(stuck))
+        assert re.match(r"rank 0 \(process \d+\) is stuck in step 1: ", str(stuck))
 
 
 CONTROLLER = """
@@ -423,7 +419,7 @@ from support.mock_ranks import load
 from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.ranks import ProcessExecutor
 executor = ProcessExecutor(EngineConfig(model="none"), load, 2)
-print(*executor._machines[0].pids, flush=True)
+print(*executor._nodes[0].pids, flush=True)
 sys.stdin.read()
 """
 

@@ -96,7 +96,7 @@ def test_ranks_that_share_the_vocabulary_keep_to_a_grammar(model: Path) -> None:
 
 
 def test_ranks_that_share_positions_answer_as_one(model: Path) -> None:
-    """Also after preemptions, and from the prefix cache."""
+    """Outputs stay the same after preemptions and with the prefix cache."""
     prompts = [f"{PROMPT} {word} weather" for word in ("one", "two", "three", "four", "five")]
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     sizes = {"block_size": 2, "max_num_seqs": 5, "max_model_len": 96, "threads": 2}
@@ -177,7 +177,7 @@ def test_stages_on_overlapped_kernels_answer_as_one_rank(
         (
             {"kernels": "overlapped", "quantization": "int8"},
             "--quantization is 'int8'; with --kernels overlapped it must be none, which computes "
-            "in --dtype. --device cpu --kernels plain has int8",
+            "in --dtype. int8 needs --device cpu --kernels plain",
         ),
     ],
 )
@@ -215,7 +215,7 @@ def family(process: psutil.Process) -> list[psutil.Process]:
 def test_whatever_is_killed_and_when_nothing_is_left(
     seed: int, model: Path, tmp_path: Path
 ) -> None:
-    """The engine or a rank, while it loads or serves: the server ends, and says of what."""
+    """Kill the engine or a rank, during loading or serving: the server ends and names it."""
     rng = random.Random(seed)
     sizes = {"kv_cache_memory": 2**22, "max_num_seqs": 4}
     until: Literal["started", "ready"] = "started" if seed % 3 == 0 else "ready"

@@ -1,6 +1,6 @@
-"""Ranks on several machines: steps through agents, and a failure that names the machine.
+"""Ranks on several nodes: steps through agents, and failures that name the node.
 
-The machines are processes of this one that join over the loopback interface.
+The nodes are local processes that join over the loopback interface.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.machines import MOCK, TOKEN, Agent, agent, spread
 from support.mock_ranks import batch, failure_of, load
+from support.nodes import MOCK, TOKEN, Agent, agent, spread
 from support.processes import wait_until_gone
 
 from weft.errors import ConfigError, EngineError
@@ -32,24 +32,24 @@ from weft.serving.executor.nodes.multi_node_executor import (
     MultiNodeExecutor,
     check_addresses,
     check_nodes,
-    deal_out,
     own_address,
+    start_nodes,
 )
-from weft.serving.executor.nodes.remote import AHEAD, JoinedNode
+from weft.serving.executor.nodes.remote import RINGS_AHEAD, JoinedNode
 from weft.serving.executor.placement import Inventory
 from weft.serving.executor.ranks import RankExecutor
-from weft.serving.executor.step_ring import slots
+from weft.serving.executor.step_ring import ring_entries
 
 
 @pytest.fixture(autouse=True)
 def mocks_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the processes of ranks."""
+    """Let rank processes import the mocks."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> EngineConfig:
-    """Four ranks on two machines, which note their steps in tmp_path."""
+    """Settings with four ranks on two nodes; the ranks note their steps in tmp_path."""
     return EngineConfig(model="none", tokenizer=str(tmp_path), tp=4, nodes=2)
 
 
@@ -62,7 +62,7 @@ def ranks_of(process: Agent) -> list[int]:
 
 
 def fail(executor: RankExecutor, steps: int) -> EngineError:
-    """Submit until a step fails, of so many at most; with what."""
+    """Submit at most `steps` steps until one fails; return the error."""
     for step in range(steps):
         if (error := executor.submit((batch(step),)).exception(20)) is not None:
             assert isinstance(error, EngineError)
@@ -70,7 +70,7 @@ def fail(executor: RankExecutor, steps: int) -> EngineError:
     raise AssertionError(f"{steps} steps have not failed")
 
 
-def test_ranks_of_all_machines_run_the_same_steps_in_order(
+def test_ranks_of_all_nodes_run_the_same_steps_in_order(
     config: EngineConfig, tmp_path: Path
 ) -> None:
     with spread(config, tmp_path) as (executor, [joined]):
@@ -97,37 +97,37 @@ def test_ranks_of_all_machines_run_the_same_steps_in_order(
         ({"tp": 5, "devices": "1+1+3"}, [[0], [1], [2, 3, 4]]),
     ],
 )
-def test_three_machines_have_the_ranks_of_the_slice(
+def test_three_nodes_have_the_ranks_of_the_slice(
     settings: dict[str, object], ranks: list[list[int]], config: EngineConfig, tmp_path: Path
 ) -> None:
     config = replace(config, nodes=3, **settings)  # type: ignore[arg-type]
     with spread(config, tmp_path) as (executor, agents):
         assert [len(ranks_of(each)) for each in agents] == [len(each) for each in ranks[1:]]
         assert executor.submit((batch(0),)).result(10)[0].step == 0
-        names = ["", "machine1 at 127.0.0.1", "machine2 at 127.0.0.1"]
-        places = [(m.where, list(m.ranks)) for m in executor._machines]
-        assert places == list(zip(names, ranks, strict=True))
+        names = ["", "node1 at 127.0.0.1", "node2 at 127.0.0.1"]
+        found = [(node.where, list(node.ranks)) for node in executor._nodes]
+        assert found == list(zip(names, ranks, strict=True))
 
 
 def test_each_rank_is_told_its_device(config: EngineConfig, tmp_path: Path) -> None:
     _, mine = share_out(replace(config, dp=2, devices="2x2"), [Inventory(4), Inventory(8)])
     with (
-        JoinListener(replace(config, node_port=0, node_token=TOKEN)) as head,
-        agent(head.port, tmp_path / "log"),
+        JoinListener(replace(config, node_port=0, node_token=TOKEN)) as listener,
+        agent(listener.port, tmp_path / "log"),
     ):
-        machines = {1: head.wait_for(1)[0]}
-        RankExecutor(mine, deal_out(mine, machines, TOKEN, MOCK)).close()
+        nodes = {1: listener.wait_for(1)[0]}
+        RankExecutor(mine, start_nodes(mine, nodes, TOKEN, MOCK)).close()
     devices = [(tmp_path / f"device{rank}").read_text() for rank in range(4)]
     assert devices == ["2", "3", "2", "3"]
 
 
-def test_ranks_of_another_machine_may_lag_but_not_more_than_its_agent_keeps(
+def test_ranks_of_another_node_may_lag_but_not_more_than_its_agent_keeps(
     config: EngineConfig, tmp_path: Path
 ) -> None:
-    ahead = AHEAD * slots(1)
+    ahead = RINGS_AHEAD * ring_entries(1)
     count = 3 * ahead
     with spread(replace(config, model="3 lags in 0"), tmp_path) as (executor, _):
-        for step in range(count):  # the first rank alone answers, and would be far ahead
+        for step in range(count):  # only rank 0 answers, and it would be far ahead
             executor.submit((batch(step),)).result(10)
             if step >= ahead:
                 assert step + 1 - len(notes(tmp_path, 3)) <= ahead
@@ -138,15 +138,15 @@ def test_ranks_of_another_machine_may_lag_but_not_more_than_its_agent_keeps(
 @pytest.mark.parametrize(
     ("fault", "how"),
     [
-        ("3 raises", r"rank 3 on machine1 at 127.0.0.1 failed in step 4: ValueError\('a bad step'"),
+        ("3 raises", r"rank 3 on node1 at 127.0.0.1 failed in step 4: ValueError\('a bad step'"),
         (
             "2 dies",
-            r"rank 2 \(process \d+ on machine1 at 127.0.0.1\) was killed by SIGKILL in step 4",
+            r"rank 2 \(process \d+ on node1 at 127.0.0.1\) was killed by SIGKILL in step 4",
         ),
         ("1 dies", r"rank 1 \(process \d+\) was killed by SIGKILL in step 4"),
     ],
 )
-def test_a_rank_that_fails_is_named_with_its_machine(
+def test_a_rank_that_fails_is_named_with_its_node(
     fault: str, how: str, config: EngineConfig, tmp_path: Path
 ) -> None:
     with spread(replace(config, model=f"{fault} in 3"), tmp_path) as (executor, [joined]):
@@ -158,10 +158,10 @@ def test_a_rank_that_fails_is_named_with_its_machine(
         wait_until_gone([*ranks, joined.pid])
 
 
-def test_what_a_rank_of_another_machine_refuses_is_raised(
+def test_what_a_rank_of_another_node_refuses_is_raised(
     config: EngineConfig, tmp_path: Path
 ) -> None:
-    refused = "machine1 at 127.0.0.1: --model is not to my liking"
+    refused = "node1 at 127.0.0.1: --model is not to my liking"
     with (
         pytest.raises(ConfigError, match=refused),
         spread(replace(config, model="2 refuses in 0"), tmp_path),
@@ -169,25 +169,25 @@ def test_what_a_rank_of_another_machine_refuses_is_raised(
         pass
 
 
-def test_a_machine_that_is_lost_is_named_and_ends_all(config: EngineConfig, tmp_path: Path) -> None:
+def test_a_node_that_is_lost_is_named_and_ends_all(config: EngineConfig, tmp_path: Path) -> None:
     with spread(config, tmp_path) as (executor, [joined]):
         assert executor.submit((batch(0),)).result(10)[0].step == 0
         ranks = ranks_of(joined)
         joined.kill()
-        lost = "machine1 at 127.0.0.1 is lost, with rank 2, 3, after step 1: its connection has"
+        lost = "node1 at 127.0.0.1 is lost, with rank 2, 3, after step 1: its connection has"
         failure_of(executor)
         with pytest.raises(EngineError, match=lost):
             executor.submit((batch(1),)).result(0)
         wait_until_gone(ranks)
-        wait_until_gone(executor._machines[0].pids)
+        wait_until_gone(executor._nodes[0].pids)
 
 
-def test_a_machine_that_says_nothing_is_named(config: EngineConfig, tmp_path: Path) -> None:
+def test_a_node_that_says_nothing_is_named(config: EngineConfig, tmp_path: Path) -> None:
     with spread(replace(config, stall_timeout=1.6), tmp_path) as (executor, [joined]):
         assert executor.submit((batch(0),)).result(10)[0].step == 0
         joined.send_signal(signal.SIGSTOP)
         failure_of(executor)
-        silent = "machine1 at 127.0.0.1 is lost, with rank 2, 3, .*: it has said nothing for 0.8 s"
+        silent = "node1 at 127.0.0.1 is lost, with rank 2, 3, .*: it has said nothing for 0.8 s"
         with pytest.raises(EngineError, match=silent):
             executor.submit((batch(1),)).result(0)
         joined.send_signal(signal.SIGCONT)
@@ -200,50 +200,50 @@ def test_a_stuck_rank_is_named_wherever_it_is(
     config = replace(config, model=f"{rank} hangs in 1", stall_timeout=1.6)
     with spread(config, tmp_path) as (executor, [joined]):
         assert executor.submit((batch(0),)).result(10)[0].step == 0
-        on = " on machine1 at 127.0.0.1" if rank == 3 else ""
-        stuck = rf"rank {rank} \(process \d+{on}\) is stuck in step 2, "
+        on = " on node1 at 127.0.0.1" if rank == 3 else ""
+        stuck = rf"rank {rank} \(process \d+{on}\) is stuck in step 2: "
         for step in range(1, 4):
             executor.submit((batch(step),))
         failure_of(executor)
         with pytest.raises(EngineError, match=stuck):
             executor.submit((batch(4),)).result(0)
     wait_until_gone([joined.pid])
-    log = (tmp_path / "machine1.log").read_text() if rank == 3 else capfd.readouterr().err
+    log = (tmp_path / "node1.log").read_text() if rank == 3 else capfd.readouterr().err
     assert "mock_ranks.py" in log  # where it hangs
 
 
-def test_a_stopped_rank_of_another_machine_is_named(config: EngineConfig, tmp_path: Path) -> None:
+def test_a_stopped_rank_of_another_node_is_named(config: EngineConfig, tmp_path: Path) -> None:
     with spread(replace(config, stall_timeout=1.6), tmp_path) as (executor, [joined]):
         assert executor.submit((batch(0),)).result(10)[0].step == 0
         os.kill(ranks_of(joined)[1], signal.SIGSTOP)
         executor.submit((batch(1),))
         failure_of(executor)
-        with pytest.raises(EngineError, match=r"rank \d \(process .* on machine1 .*\) is stopped"):
+        with pytest.raises(EngineError, match=r"rank \d \(process .* on node1 .*\) is stopped"):
             executor.submit((batch(2),)).result(0)
 
 
-def test_a_machine_that_cannot_start_ranks_says_why(config: EngineConfig, tmp_path: Path) -> None:
+def test_a_node_that_cannot_start_ranks_says_why(config: EngineConfig, tmp_path: Path) -> None:
     with (
-        JoinListener(replace(config, node_port=0, node_token=TOKEN)) as head,
-        agent(head.port, tmp_path / "log") as joining,
+        JoinListener(replace(config, node_port=0, node_token=TOKEN)) as listener,
+        agent(listener.port, tmp_path / "log") as joining,
     ):
-        machines = {1: head.wait_for(1)[0]}
+        nodes = {1: listener.wait_for(1)[0]}
         psutil.Process(joining.pid).rlimit(psutil.RLIMIT_NOFILE, (8, 8))
         (config,) = share_out(config, [Inventory()] * 2)
-        why = r"rank 2 on machine1 at 127.0.0.1 failed while it loaded: OSError\(24, 'Too many open"
+        why = r"rank 2 on node1 at 127.0.0.1 failed while loading: OSError\(24, 'Too many open"
         with pytest.raises(EngineError, match=why):
-            RankExecutor(config, deal_out(config, machines, TOKEN, MOCK))
+            RankExecutor(config, start_nodes(config, nodes, TOKEN, MOCK))
 
 
-def test_a_machine_that_does_not_connect_is_named(
+def test_a_node_that_does_not_connect_is_named(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(multi_node_executor, "LEND", 0.01)
-    (config,) = share_out(config, [Inventory(), Inventory(where="machine1 at 10.0.0.2")])
+    monkeypatch.setattr(multi_node_executor, "JOIN_TIMEOUT", 0.01)
+    (config,) = share_out(config, [Inventory(), Inventory(where="node1 at 10.0.0.2")])
     with pytest.raises(EngineError) as caught:
         MultiNodeExecutor(config, load, lambda port: None)
     assert str(caught.value) == (
-        "machine1 at 10.0.0.2, for ranks 2, 3, did not connect to its engine within 0.01 s"
+        "node1 at 10.0.0.2, for ranks 2, 3, did not connect to its engine within 0.01 s"
     )
 
 
@@ -252,7 +252,7 @@ import sys
 from pathlib import Path
 from typing import Any
 from support.clock import Clock
-from support.machines import spread
+from support.nodes import spread
 from weft.serving.config.settings import EngineConfig, Replica
 config = EngineConfig(model="none", tp=2, nodes=2)
 with spread(config, Path(sys.argv[1])) as (executor, [joined]):
@@ -261,7 +261,7 @@ with spread(config, Path(sys.argv[1])) as (executor, [joined]):
 """
 
 
-def test_a_machine_ends_its_ranks_when_the_controller_is_gone(tmp_path: Path) -> None:
+def test_a_node_ends_its_ranks_when_the_controller_is_gone(tmp_path: Path) -> None:
     controller = subprocess.Popen(
         [sys.executable, "-P", "-c", CONTROLLER, str(tmp_path)],
         stdin=subprocess.PIPE,
@@ -275,20 +275,20 @@ def test_a_machine_ends_its_ranks_when_the_controller_is_gone(tmp_path: Path) ->
     controller.kill()
     controller.communicate()
     wait_until_gone([*ranks, joined.pid])
-    assert "has hung up" in (tmp_path / "machine1.log").read_text()
+    assert "has hung up" in (tmp_path / "node1.log").read_text()
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tp": 2, "nodes": 3}, "--nodes is 3; it must be at most 2: each machine has a rank"),
+        ({"tp": 2, "nodes": 3}, "--nodes is 3; it must be at most 2, the number of ranks"),
         (
             {"tp": 2, "nodes": 2, "node_address": "localhost"},
-            "--node-address is 'localhost'; it must be an IP address of this machine",
+            "--node-address is 'localhost'; it must be an IP address of this node",
         ),
     ],
 )
-def test_what_cannot_be_on_several_machines_is_refused(
+def test_what_cannot_be_on_several_nodes_is_refused(
     settings: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -297,7 +297,7 @@ def test_what_cannot_be_on_several_machines_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("head", "settings", "message"),
+    ("address", "settings", "message"),
     [
         ("10.0.0.1", {}, "HOST:PORT is '10.0.0.1'; it must be such as 10.0.0.1:7333"),
         ("10.0.0.1:http", {}, "HOST:PORT is '10.0.0.1:http'; it must be such as"),
@@ -310,32 +310,32 @@ def test_what_cannot_be_on_several_machines_is_refused(
         ),
     ],
 )
-def test_what_a_machine_cannot_join_with_is_refused(
-    head: str, settings: dict[str, str], message: str
+def test_what_a_node_cannot_join_with_is_refused(
+    address: str, settings: dict[str, str], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        run(EngineConfig(**settings), head, once=True)  # type: ignore[arg-type]
+        run(EngineConfig(**settings), address, once=True)  # type: ignore[arg-type]
     assert str(caught.value).startswith(message)
 
 
 class SeenAt:
-    """The part of a link that `own_address` looks at."""
+    """Stub for a link with an `own_address`."""
 
     def __init__(self, address: str) -> None:
         self.own_address = address
 
 
-def test_this_machine_is_where_all_others_have_reached_it() -> None:
-    hello = Hello("machine1", "10.0.0.2", {}, Inventory())
+def test_this_node_is_where_all_others_have_reached_it() -> None:
+    hello = Hello("node1", "10.0.0.2", {}, Inventory())
     one, two = (JoinedNode(SeenAt(a), hello) for a in ("10.0.0.1", "10.1.0.1"))  # type: ignore[arg-type]
     config = EngineConfig()
     assert own_address(config, [one, one]) == "10.0.0.1"
-    with pytest.raises(ConfigError, match=r"at 10.0.0.1 and 10.1.0.1: --node-address must say"):
+    with pytest.raises(ConfigError, match=r"at 10.0.0.1 and 10.1.0.1: set --node-address"):
         own_address(config, [one, two])
     assert own_address(replace(config, node_address="10.2.0.1"), [one, two]) == "10.2.0.1"
 
 
-def test_loopback_is_for_machines_that_are_all_one() -> None:
+def test_loopback_is_for_nodes_that_are_all_one() -> None:
     check_addresses(["127.0.0.1", "127.0.0.1"])
     check_addresses(["10.0.0.1", "10.0.0.2"])
     with pytest.raises(ConfigError, match=r"joined at 127.0.0.1, where 10.0.0.2 cannot reach it"):
@@ -357,22 +357,22 @@ def test_versions_that_differ_are_listed() -> None:
 @pytest.mark.parametrize(
     ("address", "why"),
     [
-        ("192.0.2.1", "192.0.2.1 is not to be had there: Cannot assign requested address"),
-        ("127.0.0.1", "--node-token is not the one"),
+        ("192.0.2.1", "192.0.2.1 is not available there: Cannot assign requested address"),
+        ("127.0.0.1", "--node-token is not the token"),
     ],
 )
-def test_a_machine_that_cannot_be_reached_is_named_before_ranks_are_started(
+def test_a_node_that_cannot_be_reached_is_named_before_ranks_are_started(
     address: str, why: str, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(multi_node_executor, "check_addresses", lambda addresses: None)
     with (
-        JoinListener(replace(config, node_port=0, node_token=TOKEN)) as head,
-        agent(head.port, tmp_path / "log", address=address),
+        JoinListener(replace(config, node_port=0, node_token=TOKEN)) as listener,
+        agent(listener.port, tmp_path / "log", address=address),
     ):
-        (joined,) = head.wait_for(1)
+        (joined,) = listener.wait_for(1)
         (config,) = share_out(config, [Inventory()] * 2)
         token = "x" * 16 if address == "127.0.0.1" else TOKEN
         with pytest.raises(EngineError) as caught:
-            list(deal_out(config, {1: joined}, token, MOCK))
-    assert "this machine does not reach machine1 at " in str(caught.value)
+            list(start_nodes(config, {1: joined}, token, MOCK))
+    assert "this node cannot reach node1 at " in str(caught.value)
     assert why in str(caught.value)

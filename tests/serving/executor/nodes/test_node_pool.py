@@ -1,4 +1,4 @@
-"""Several engines on several machines, which join once; one that is lost is replaced."""
+"""Several engines on several nodes, which join once; a lost node is replaced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from support.checkpoints import make_checkpoint
 from support.clients import GREEDY, answer_of_one_rank, complete, fail_in_a_request
 from support.clock import Clock
-from support.machines import LOAD, TOKEN, Agent, agent
+from support.nodes import LOAD, TOKEN, Agent, agent
 from support.processes import wait_until_gone
 from support.server import TIMEOUT, Server, free_port, start_server
 
@@ -31,7 +31,7 @@ from weft.serving.executor.placement import Inventory
 
 SIZES = {"kv_cache_memory": 2**22, "max_num_seqs": 4}
 LONG = 400
-"""Tokens of an answer during which a machine is lost."""
+"""Tokens in an answer during which a node is lost."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> str:
-    """The long answer."""
+    """Return the long answer."""
     return answer_of_one_rank(model, LONG, **SIZES)
 
 
@@ -51,7 +51,7 @@ def short(model: Path) -> str:
 
 
 def begin(server: Server, stack: ExitStack) -> Iterator[dict[str, Any]]:
-    """Events of a long answer, of which the first has come."""
+    """Request a long answer; return its events once the first has arrived."""
     body = GREEDY | {"model": server.model, "max_tokens": LONG, "stream": True}
     http = stack.enter_context(closing(httpx.Client(base_url=server.url, timeout=TIMEOUT)))
     response = stack.enter_context(http.stream("POST", "/v1/completions", json=body))
@@ -86,7 +86,7 @@ def wait_for_log(path: Path, text: str) -> None:
         time.sleep(0.01)
 
 
-def test_a_lost_machine_ends_its_engine_alone_and_another_takes_its_place(
+def test_a_lost_node_ends_its_engine_alone_and_another_takes_its_place(
     model: Path, expected: str, short: str, tmp_path: Path
 ) -> None:
     port = free_port()
@@ -100,19 +100,15 @@ def test_a_lost_machine_ends_its_engine_alone_and_another_takes_its_place(
         here, there = begin(server, stack), begin(server, stack)
         lost.kill()
         *_, last = there
-        assert (
-            "the model runner failed: machine1 at 127.0.0.1 is lost, " in (last["error"]["message"])
-        )
+        assert "the model runner failed: node1 at 127.0.0.1 is lost, " in (last["error"]["message"])
         assert text_of(here) == expected
         wait_until_gone(ranks)
         server.wait_until("engine_cores", 1)
-        wait_for_log(server.log, "waiting for machine1 at 127.0.0.1, or another machine")
+        wait_for_log(server.log, "waiting for node1 at 127.0.0.1, or another node")
         assert server.http.get("/ready").status_code == 200
         assert complete(server) == short
 
-        other = stack.enter_context(
-            agent(port, tmp_path / "agent2", name="machine2", load_model=LOAD)
-        )
+        other = stack.enter_context(agent(port, tmp_path / "agent2", name="node2", load_model=LOAD))
         server.wait_until("engine_cores", 2)
         assert server.metric("engine_restarts_total") == 1
         with ThreadPoolExecutor(2) as pool:
@@ -121,12 +117,12 @@ def test_a_lost_machine_ends_its_engine_alone_and_another_takes_its_place(
         assert len(ranks) == 1
         server.process.terminate()
         assert server.process.wait(TIMEOUT) == 0
-        assert other.wait(TIMEOUT) == 0, "it has ended with what it took part in"
+        assert other.wait(TIMEOUT) == 0, "the agent has ended with the server"
         wait_until_gone(ranks)
 
 
 @pytest.mark.slow
-def test_a_machine_that_hangs_is_named_given_up_and_replaced(
+def test_a_node_that_hangs_is_named_given_up_and_replaced(
     model: Path, expected: str, short: str, tmp_path: Path
 ) -> None:
     port = free_port()
@@ -136,11 +132,11 @@ def test_a_machine_that_hangs_is_named_given_up_and_replaced(
         started = start_server(model, tmp_path, restart=True, stall_timeout=4.0, **two, **SIZES)
         server = stack.enter_context(started)
         message = fail_in_a_request(server, lambda: hung.send_signal(signal.SIGSTOP))
-        assert "machine1 at 127.0.0.1 is lost, with rank 1, in step " in message
+        assert "node1 at 127.0.0.1 is lost, with rank 1, in step " in message
         assert message.endswith(": it has said nothing for 2 s")
-        server.wait_until_said("machine1 at 127.0.0.1 has said nothing for 1 s, and is given up")
-        server.wait_until_said("waiting for machine1 at 127.0.0.1, or another machine")
-        stack.enter_context(agent(port, tmp_path / "agent2", name="machine2", load_model=LOAD))
+        server.wait_until_said("node1 at 127.0.0.1 has said nothing for 1 s; dropped")
+        server.wait_until_said("waiting for node1 at 127.0.0.1, or another node")
+        stack.enter_context(agent(port, tmp_path / "agent2", name="node2", load_model=LOAD))
         server.wait_until("engine_cores", 1)
         assert server.metric("engine_restarts_total") == 1
         assert complete(server) == short
@@ -149,7 +145,7 @@ def test_a_machine_that_hangs_is_named_given_up_and_replaced(
         assert f"127.0.0.1:{port} has hung up" in (tmp_path / "agent1").read_text()
 
 
-def test_a_machine_that_comes_late_waits_and_takes_the_place_of_a_lost_one(
+def test_a_node_that_comes_late_waits_and_takes_the_place_of_a_lost_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO")
@@ -164,30 +160,30 @@ def test_a_machine_that_comes_late_waits_and_takes_the_place_of_a_lost_one(
     async def lose_one(stack: ExitStack) -> None:
         pool = NodePool(config)
 
-        def join(name: str, places: int) -> Agent:
+        def join(name: str, max_ranks: int) -> Agent:
             log = tmp_path / name
-            return stack.enter_context(agent(pool.port, log, name=name, node_ranks=places))
+            return stack.enter_context(agent(pool.port, log, name=name, node_ranks=max_ranks))
 
         first = join("first", 2)
-        (offer,) = await pool.offers()
-        assert (offer.places, offer.where) == (2, "first at 127.0.0.1")
-        pool.deal(share_out(config, [Inventory(1), offer]))
+        (inventory,) = await pool.inventories()
+        assert (inventory.max_ranks, inventory.where) == (2, "first at 127.0.0.1")
+        pool.assign(share_out(config, [Inventory(1), inventory]))
         small = join("small", 1)
-        await wait_for("small at 127.0.0.1 waits: it is not needed, or has too few devices")
-        clock.paused = 1000.0  # in which nothing ran: no machine has been silent
-        before = pool._members[0].heard
-        while pool._members[0].heard < before + clock.paused:
+        await wait_for("small at 127.0.0.1 is kept in reserve: not needed, or too few devices")
+        clock.paused = 1000.0  # nothing ran in this time, so no node counts as silent
+        before = pool._nodes[0].last_heard
+        while pool._nodes[0].last_heard < before + clock.paused:
             await asyncio.sleep(0.01)
         first.kill()
         await wait_for("first at 127.0.0.1 has left")
-        waiting = asyncio.ensure_future(pool.until_whole(0))
-        await wait_for("waiting for first at 127.0.0.1, or another machine")
+        waiting = asyncio.ensure_future(pool.wait_for_slice(0))
+        await wait_for("waiting for first at 127.0.0.1, or another node")
         assert not waiting.done()
         with pytest.raises(EngineError, match=r"first at 127\.0\.0\.1 has left: its"):
-            pool.lend(0, 1)
+            pool.connect_nodes(0, 1)
         large = join("large", 2)
-        share = (await waiting).replica.slice[1]
-        assert (share.machine, share.where) == (1, "large at 127.0.0.1")
+        part = (await waiting).replica.slice[1]
+        assert (part.node, part.where) == (1, "large at 127.0.0.1")
         pool.close()
         pool.close()
         assert [small.wait(TIMEOUT), large.wait(TIMEOUT)] == [0, 0]
@@ -196,10 +192,10 @@ def test_a_machine_that_comes_late_waits_and_takes_the_place_of_a_lost_one(
         asyncio.run(asyncio.wait_for(lose_one(stack), TIMEOUT))
 
 
-def test_engines_share_machines_that_have_joined_once(
+def test_engines_share_nodes_that_have_joined_once(
     model: Path, expected: str, short: str, tmp_path: Path
 ) -> None:
-    """Of four ranks two are here and two there, of both engines; one of them is killed."""
+    """Both engines have one rank on each node; one remote rank is killed."""
     port = free_port()
     many = {"dp": 2, "tp": 2, "nodes": 2, "devices": "2x1", "node_port": port, "restart": True}
     with (
@@ -214,7 +210,7 @@ def test_engines_share_machines_that_have_joined_once(
         endings = [list(events) for events in streams]
         failed = [events[-1]["error"]["message"] for events in endings if "error" in events[-1]]
         (message,) = failed
-        assert f"rank 1 (process {ranks[0].pid} on machine1 at 127.0.0.1) was killed" in message
+        assert f"rank 1 (process {ranks[0].pid} on node1 at 127.0.0.1) was killed" in message
         assert text_of(iter(next(e for e in endings if "error" not in e[-1]))) == expected
         server.wait_until("engine_restarts_total", 1)
         server.wait_until("engine_cores", 2)
@@ -226,18 +222,18 @@ def test_engines_share_machines_that_have_joined_once(
     assert (tmp_path / "agent1").read_text().count(f"joined 127.0.0.1:{port}") == 1
 
 
-def test_while_machines_are_awaited_it_is_healthy_and_a_signal_ends_it(
+def test_while_nodes_are_awaited_it_is_healthy_and_a_signal_ends_it(
     model: Path, tmp_path: Path
 ) -> None:
     many = {"tp": 2, "nodes": 2, "node_port": free_port(), "port": free_port()}
     with start_server(model, tmp_path, until="healthy", **many, **SIZES) as server:
         assert server.http.get("/ready").status_code == 503
-        wait_for_log(server.log, "waiting for another machine to run: WEFT_NODE_TOKEN=")
+        wait_for_log(server.log, "waiting for another node to run: WEFT_NODE_TOKEN=")
         server.process.terminate()
         assert server.process.wait(TIMEOUT) == 0
 
 
-def test_a_machine_with_too_few_places_is_named_with_what_fits(model: Path, tmp_path: Path) -> None:
+def test_a_node_with_too_few_ranks_is_named_with_what_fits(model: Path, tmp_path: Path) -> None:
     port = free_port()
     many = {"tp": 4, "nodes": 2, "node_ranks": 2, "node_port": port, "node_token": TOKEN}
     with (
@@ -247,6 +243,6 @@ def test_a_machine_with_too_few_places_is_named_with_what_fits(model: Path, tmp_
         assert server.process.wait(TIMEOUT) == 2
         assert joined.wait(TIMEOUT) == 0
         assert server.log.read_text().splitlines()[-1] == (
-            "weft: error: 4 ranks have no room. What there is: this machine: 2 places; machine1 at "
-            "127.0.0.1: 1 places. None fits: 4 are needed"
+            "weft: error: no room for 4 ranks. Available: this node: 2 CPU ranks; node1 at "
+            "127.0.0.1: 1 CPU rank. No --devices would fit: 4 are needed"
         )

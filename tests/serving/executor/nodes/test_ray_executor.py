@@ -1,4 +1,4 @@
-"""Ranks on the nodes of a Ray cluster: two nodes on this machine, served over HTTP."""
+"""Ranks on a Ray cluster with two nodes on this machine, served over HTTP."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from weft.serving.executor.nodes.ray_executor import RayExecutor
 
 SIZES = {"kv_cache_memory": 2**22, "max_num_seqs": 4}
 LAYOUT = {"pp": 2, "nodes": 2, "executor": "ray"}
-NO_ROOM = "waiting for Ray to have room for 1 + 1 ranks, a CPU each, on a node for each number"
+NO_ROOM = "waiting for Ray to have room for 1 + 1 ranks (each number on a separate node, one CPU"
 LOST = re.compile(
     r"the model runner failed: Ray node \w{8} at [\d.]+ is lost, with rank \d, "
     r"(in|after) step \d+: its connection has ended"
@@ -33,7 +33,7 @@ LOST = re.compile(
 
 
 def of_weft(cluster: RayCluster) -> list[int]:
-    """Actors and ranks on all nodes."""
+    """Return the pids of actors and ranks on all nodes."""
     return [process.pid for node in cluster.nodes for process in node.of_weft()]
 
 
@@ -46,7 +46,7 @@ from weft.serving.executor.nodes.ray_executor import RayExecutor
 from weft.serving.engine.core_process import share_out
 from weft.serving.executor.placement import Inventory
 
-join_listener.versions = lambda: {"weft": "of tomorrow"}
+listener.versions = lambda: {"weft": "of tomorrow"}
 try:
     (config,) = share_out(EngineConfig(), [Inventory()])
     RayExecutor(config, load)
@@ -74,9 +74,9 @@ def test_a_node_that_does_not_take_part_is_named_and_says_why(cluster: RayCluste
         text=True,
         timeout=TIMEOUT,
     )
-    # Ray prints there too what TPU compilers on this machine log.
+    # Ray prints there too what TPU compilers on this node log.
     assert re.search(
-        r"^Ray node \w{8} at [\d.]+ has not joined: this machine cannot take part: "
+        r"^Ray node \w{8} at [\d.]+ has not joined: this node cannot join: "
         r"weft is of tomorrow there and .* here$",
         done.stdout,
         re.MULTILINE,
@@ -140,7 +140,7 @@ def test_engines_that_ray_places_on_one_node_share_it(tmp_path: Path) -> None:
 def test_layouts_on_two_nodes_answer_as_one_rank(
     layout: dict[str, int], model: Path, tmp_path: Path
 ) -> None:
-    """Engines on nodes of their own; stages on nodes of their own, which are split within."""
+    """Engines on separate nodes; stages on separate nodes, with several ranks each."""
     expected = answer_of_one_rank(model, **SIZES)
     with ray_cluster(cpus=layout.get("tp", 1)) as cluster:
         cluster.add()

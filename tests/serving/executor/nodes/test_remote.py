@@ -1,4 +1,4 @@
-"""What another machine says, by a connection of which the test has the other end."""
+"""Messages from another node, over a connection whose other end belongs to the test."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
-from support.machines import TOKEN
 from support.mock_ranks import batch, failure_of
+from support.nodes import TOKEN
 
 from weft.errors import EngineError
 from weft.serving.config.settings import EngineConfig, Replica
-from weft.serving.config.slices import Share
+from weft.serving.config.slices import NodeSlice
 from weft.serving.executor.child_process import Failed
 from weft.serving.executor.loading import ModelInfo
 from weft.serving.executor.nodes.link import (
-    MOST_PATIENCE,
+    MAX_PATIENCE,
     Link,
 )
 from weft.serving.executor.nodes.messages import (
     FromAgent,
     Hello,
-    Said,
+    RankMessage,
     Start,
     ToAgent,
 )
@@ -34,30 +34,30 @@ from weft.serving.executor.ranks import RankExecutor
 
 
 @contextmanager
-def told(**settings: Any) -> Iterator[tuple[RemoteNode, Link[ToAgent]]]:
-    """A machine with one rank, and the other end of the connection to it."""
+def remote_node(**settings: Any) -> Iterator[tuple[RemoteNode, Link[ToAgent]]]:
+    """Create a remote node with one rank; yield it with the agent's end of the connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = socket.create_connection(listener.getsockname())
         theirs, _ = listener.accept()
     link: Link[FromAgent] = Link(ours, FromAgent)
     agent: Link[ToAgent] = Link(theirs, ToAgent)
-    joined = JoinedNode(link, Hello("machine1", "10.0.0.2", {}, Inventory()))
-    machine = RemoteNode(
+    joined = JoinedNode(link, Hello("node1", "10.0.0.2", {}, Inventory()))
+    node = RemoteNode(
         joined,
         EngineConfig(**settings),
-        Share(1, (0,)),
+        NodeSlice(1, (0,)),
         range(1),
         1,
-        host="127.0.0.1",
+        rendezvous_host="127.0.0.1",
         patience=30.0,
     )
     with closing(link), closing(agent):
-        yield machine, agent
+        yield node, agent
 
 
-def test_the_memory_of_a_machine_is_its_own_to_look_at() -> None:
-    """This machine's share of memory is not that of another one, which has no token either."""
-    with told(replica=Replica(memory=1000, engines=3), node_token=TOKEN) as (_, agent):
+def test_a_remote_node_measures_its_own_memory() -> None:
+    """Start carries neither this node's memory nor the token."""
+    with remote_node(replica=Replica(memory=1000, engines=3), node_token=TOKEN) as (_, agent):
         start = agent.receive()
         assert isinstance(start, Start)
         assert start.config.replica == Replica(memory=None, engines=1)
@@ -67,39 +67,39 @@ def test_the_memory_of_a_machine_is_its_own_to_look_at() -> None:
 @pytest.mark.parametrize(
     ("word", "why"),
     [
-        (b"nonsense", "is lost, with rank 0, while it loaded: what it says makes no sense: "),
+        (b"nonsense", "is lost, with rank 0, while loading: it sent an invalid message: "),
         (
-            Said(0, b"nonsense"),
-            "failed while it loaded: what it says makes no sense: ",
+            RankMessage(0, b"nonsense"),
+            "failed while loading: it sent an invalid message: ",
         ),
         (
-            Said(0, encoder.encode(Done(None))),
-            "(machine1 at 10.0.0.2) says Done while it loaded, which makes no sense",
+            RankMessage(0, encoder.encode(Done(None))),
+            "(node1 at 10.0.0.2) sent an unexpected Done while loading",
         ),
         (
-            Said(0, encoder.encode(Failed("EngineError", "no memory"))),
-            "rank 0 on machine1 at 10.0.0.2 failed while it loaded: no memory",
+            RankMessage(0, encoder.encode(Failed("EngineError", "no memory"))),
+            "rank 0 on node1 at 10.0.0.2 failed while loading: no memory",
         ),
     ],
 )
-def test_what_a_machine_says_last_is_told_and_not_that_it_is_lost(word: object, why: str) -> None:
-    with told() as (machine, agent):
+def test_a_nodes_last_message_is_reported_instead_of_its_loss(word: object, why: str) -> None:
+    with remote_node() as (node, agent):
         agent.send(word)
         agent.shut()
         with pytest.raises(EngineError) as caught:
-            RankExecutor(EngineConfig(), [machine])
-    assert "machine1 at 10.0.0.2" in str(caught.value)
+            RankExecutor(EngineConfig(), [node])
+    assert "node1 at 10.0.0.2" in str(caught.value)
     assert why in str(caught.value)
 
 
 def test_an_answer_that_was_not_asked_for_is_an_error() -> None:
-    with told() as (machine, agent):
+    with remote_node() as (node, agent):
         info = ModelInfo(8, 1000, 64, "none", 1)
-        agent.send(Said(0, encoder.encode(Loaded(info))))
-        executor = RankExecutor(EngineConfig(), [machine])
+        agent.send(RankMessage(0, encoder.encode(Loaded(info))))
+        executor = RankExecutor(EngineConfig(), [node])
         assert executor.model == info
         assert executor.check() is None
-        agent.send(Said(0, encoder.encode(Done(None))))
+        agent.send(RankMessage(0, encoder.encode(Done(None))))
         unasked = "rank 0 answers a step that it was not given"
         assert str(failure_of(executor)) == unasked
         with pytest.raises(EngineError, match=unasked):
@@ -108,9 +108,9 @@ def test_an_answer_that_was_not_asked_for_is_an_error() -> None:
 
 
 def test_patience_is_no_longer_than_tcp_takes() -> None:
-    with told() as (_, agent):
+    with remote_node() as (_, agent):
         agent.set_patience(1e9)
         tcp = socket.IPPROTO_TCP
         assert agent.socket.getsockopt(tcp, socket.TCP_KEEPIDLE) == 25_000
-        assert agent.socket.getsockopt(tcp, socket.TCP_USER_TIMEOUT) == 1000 * MOST_PATIENCE
-        assert agent.socket.gettimeout() == MOST_PATIENCE
+        assert agent.socket.getsockopt(tcp, socket.TCP_USER_TIMEOUT) == 1000 * MAX_PATIENCE
+        assert agent.socket.gettimeout() == MAX_PATIENCE

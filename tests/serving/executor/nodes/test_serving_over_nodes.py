@@ -1,4 +1,4 @@
-"""A model on several machines, served over HTTP: `weft serve --nodes 2` and `weft join`."""
+"""A model on several nodes, served over HTTP: `weft serve --nodes 2` and `weft join`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import psutil
 import pytest
 from support.checkpoints import make_checkpoint
 from support.clients import answer_of_one_rank, complete, fail_in_a_request
-from support.machines import LOAD, TOKEN, agent
 from support.netns import Host, two_hosts
+from support.nodes import LOAD, TOKEN, agent
 from support.processes import wait_until_gone
 from support.server import ENVIRONMENT, TIMEOUT, Server, free_port, start_server
 
@@ -44,7 +44,7 @@ def settings(**more: Any) -> dict[str, Any]:
     return SIZES | {"tp": 2, "nodes": 2, "node_token": TOKEN} | more
 
 
-def test_two_machines_answer_as_one_and_a_lost_one_is_named(
+def test_two_nodes_answer_as_one_and_a_lost_one_is_named(
     model: Path, expected: str, tmp_path: Path
 ) -> None:
     port = free_port()
@@ -56,7 +56,7 @@ def test_two_machines_answer_as_one_and_a_lost_one_is_named(
         assert len(ranks) == 2
         assert complete(server) == expected
         message = fail_in_a_request(server, joined.kill)
-        assert "machine1 at 127.0.0.1 is lost, with rank 1, in step " in message
+        assert "node1 at 127.0.0.1 is lost, with rank 1, in step " in message
         assert server.process.wait(30) != 0
         wait_until_gone([rank.pid for rank in ranks])
         assert TOKEN not in server.log.read_text()
@@ -64,7 +64,7 @@ def test_two_machines_answer_as_one_and_a_lost_one_is_named(
 
 @pytest.fixture
 def first_process() -> list[str]:
-    """What runs a command as the first process of a container."""
+    """Return a command prefix that runs a command as a container's first process."""
     unshare = ["unshare", "--pid", "--fork", "--kill-child"]
     done = subprocess.run([*unshare, "true"], capture_output=True, text=True)
     if done.returncode:
@@ -89,7 +89,7 @@ def joining(command: list[str], port: int, log: Path) -> Iterator[subprocess.Pop
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_machine_that_waits_leaves_when_told(
+def test_a_node_that_waits_leaves_when_told(
     number: signal.Signals, first_process: list[str], tmp_path: Path
 ) -> None:
     port = free_port()
@@ -100,7 +100,7 @@ def test_a_machine_that_waits_leaves_when_told(
         assert process.wait(TIMEOUT) == 0, "unshare passes on how it ended"
 
 
-def test_a_machine_that_serves_ends_its_ranks_when_told(
+def test_a_node_that_serves_ends_its_ranks_when_told(
     first_process: list[str], model: Path, tmp_path: Path
 ) -> None:
     port = free_port()
@@ -135,13 +135,13 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 def test_two_hosts_are_examined_before_a_model_is_loaded(
     hosts: tuple[Host, Host], model: Path, tmp_path: Path
 ) -> None:
-    head, other = hosts
+    listener, other = hosts
     flags = ["--model", str(model), "--tp", "2", "--nodes", "2", "--port", "0", "--json"]
     with ExitStack() as stack:
         with other.inside():
-            joining = agent(7333, tmp_path / "agent", host=head.address, name="other")
+            joining = agent(7333, tmp_path / "agent", host=listener.address, name="other")
             stack.enter_context(joining)
-        stack.enter_context(head.inside())
+        stack.enter_context(listener.inside())
         done = subprocess.run(
             [sys.executable, "-m", "weft", "doctor", *flags],
             cwd=tmp_path,
@@ -153,41 +153,41 @@ def test_two_hosts_are_examined_before_a_model_is_loaded(
     findings = json.loads(done.stdout)
     links = [finding for finding in findings if finding["name"] == "link"]
     assert [link["seen"].split(":")[0] for link in links] == [
-        "this machine to other at 10.77.0.2",
-        "other at 10.77.0.2 to this machine",
+        "this node to other at 10.77.0.2",
+        "other at 10.77.0.2 to this node",
     ]
     for link in links:
         assert link["status"] in ("ok", "warn")
         assert " GB/s, " in link["seen"]
-    there = {f["name"]: f for f in findings if f["machine"] == "other at 10.77.0.2"}
+    there = {f["name"]: f for f in findings if f["node"] == "other at 10.77.0.2"}
     for name in ("versions", "libraries", "model", "memfd"):
         assert there[name]["status"] == "ok", there[name]
-    own = [finding for finding in findings if not finding["machine"]]
+    own = [finding for finding in findings if not finding["node"]]
     islands = [finding["seen"] for finding in own if finding["name"] == "devices"]
     assert [seen.split(", ")[0] for seen in islands] == [
-        "island of this machine: any number of places",
-        "island of other at 10.77.0.2: any number of places",
+        "island of this node: any number of CPU ranks",
+        "island of other at 10.77.0.2: any number of CPU ranks",
     ]
     (ranks,) = (finding["seen"] for finding in own if finding["name"] == "slice")
-    assert ranks == "rank 0 on this machine, rank 1 on other at 10.77.0.2"
+    assert ranks == "rank 0 on this node, rank 1 on other at 10.77.0.2"
 
 
 def test_two_hosts_answer_as_one_and_one_whose_cable_is_cut_is_named(
     hosts: tuple[Host, Host], model: Path, expected: str, tmp_path: Path
 ) -> None:
-    head, other = hosts
+    listener, other = hosts
     with ExitStack() as stack:
         with other.inside():
             joining = agent(
-                7333, tmp_path / "agent", host=head.address, load_model=LOAD, name="other"
+                7333, tmp_path / "agent", host=listener.address, load_model=LOAD, name="other"
             )
             joined = stack.enter_context(joining)
-        stack.enter_context(head.inside())
+        stack.enter_context(listener.inside())
         started = start_server(model, tmp_path, **settings(stall_timeout=4.0))
         server = stack.enter_context(started)
         assert complete(server) == expected
         own, others = ranks_of(server), psutil.Process(joined.pid).children()
-        for host, ranks in ((head, own), (other, others)):
+        for host, ranks in ((listener, own), (other, others)):
             sockets = [each for rank in ranks for each in rank.net_connections()]
             listening = {s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN}
             assert listening <= {host.address}

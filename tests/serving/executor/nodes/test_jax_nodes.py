@@ -1,4 +1,4 @@
-"""`--backend jax` on several machines: a process on each, and one mesh over all of them."""
+"""`--backend jax` on several nodes: a process on each, and one mesh over all of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import psutil
 import pytest
 from support.checkpoints import make_checkpoint
 from support.clients import complete, fail_in_a_request
-from support.machines import LOAD, TOKEN, agent
+from support.nodes import LOAD, TOKEN, agent
 from support.processes import shared_memory_left_alone
 from support.ray_nodes import ray_cluster
 from support.server import free_port, start_server
@@ -34,27 +34,27 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The answer of one process."""
+    """Return the answer from one process."""
     with start_server(model, tmp_path_factory.mktemp("one"), **SIZES) as server:
         return complete(server)
 
 
-def test_two_machines_answer_as_one_and_are_there_again_after_one_of_their_processes_is_killed(
+def test_two_nodes_answer_as_one_and_are_there_again_after_one_of_their_processes_is_killed(
     model: Path, cache: Path, expected: str, tmp_path: Path
 ) -> None:
     port = free_port()
     jax = {"backend": "jax", "tp": 2, "nodes": 2, "devices": "2x1", "compile_cache": cache}
-    machines = {"node_port": port, "node_token": TOKEN, "restart": True}
+    nodes = {"node_port": port, "node_token": TOKEN, "restart": True}
     with (
         agent(port, tmp_path / "agent", load_model=LOAD) as joined,
-        start_server(model, tmp_path, **jax, **machines, **SIZES) as server,
+        start_server(model, tmp_path, **jax, **nodes, **SIZES) as server,
     ):
         (engine,) = psutil.Process(server.process.pid).children()
         assert len(engine.children()) == 1
         (there,) = psutil.Process(joined.pid).children()
         assert complete(server) == expected
         message = fail_in_a_request(server, there.kill)
-        named = f"rank 1 (process {there.pid} on machine1 at 127.0.0.1) was killed by SIGKILL"
+        named = f"rank 1 (process {there.pid} on node1 at 127.0.0.1) was killed by SIGKILL"
         assert named in message
         server.wait_until("engine_restarts_total", 1)
         server.wait_until("engine_cores", 1)

@@ -1,4 +1,4 @@
-"""Several machines on one: agents (`weft join`) as processes, each with ranks of its own."""
+"""Several nodes on one machine: agents (`weft join`) as processes, each with its own ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.core_process import share_out
 from weft.serving.executor.nodes.join_listener import JoinListener
-from weft.serving.executor.nodes.multi_node_executor import deal_out
+from weft.serving.executor.nodes.multi_node_executor import start_nodes
 from weft.serving.executor.placement import Inventory
 from weft.serving.executor.ranks import RankExecutor
 
@@ -53,7 +53,7 @@ def agent(
     port: int,
     log: Path,
     *,
-    name: str = "machine1",
+    name: str = "node1",
     token: str = TOKEN,
     load_model: str = MOCK,
     host: str = "127.0.0.1",
@@ -61,7 +61,7 @@ def agent(
     once: bool = True,
     node_ranks: int | None = None,
 ) -> Iterator[Agent]:
-    """A machine that joins the head at that port; its stderr goes to the file `log`."""
+    """Start an agent that joins at a port; its stderr goes to the file `log`."""
     with log.open("wb") as stderr:
         ranks = "" if node_ranks is None else str(node_ranks)
         ends = "once" if once else "again"
@@ -83,23 +83,23 @@ def _environment() -> dict[str, str]:
 def spread(
     config: EngineConfig, logs: Path, load_model: str = MOCK
 ) -> Iterator[tuple[RankExecutor, list[Agent]]]:
-    """An executor with ranks here and on machines that have joined: machine1 and so on."""
+    """Create an executor with ranks here and on joined nodes: node1, node2, ..."""
     with ExitStack() as stack:
-        with JoinListener(replace(config, node_port=0, node_token=TOKEN)) as head:
+        with JoinListener(replace(config, node_port=0, node_token=TOKEN)) as listener:
             agents = []
             for number in range(1, config.nodes):
-                name = f"machine{number}"
+                name = f"node{number}"
                 log = logs / f"{name}.log"
-                started = agent(head.port, log, name=name, load_model=load_model)
+                started = agent(listener.port, log, name=name, load_model=load_model)
                 agents.append(stack.enter_context(started))
-            others = head.wait_for(config.nodes - 1)
+            others = listener.wait_for(config.nodes - 1)
         others.sort(key=lambda joined: joined.hello.name)
         (config,) = share_out(config, [Inventory()] * config.nodes)
-        machines = deal_out(config, dict(enumerate(others, 1)), TOKEN, load_model)
-        executor = RankExecutor(config, machines)
+        nodes = start_nodes(config, dict(enumerate(others, 1)), TOKEN, load_model)
+        executor = RankExecutor(config, nodes)
         try:
             yield executor, agents
         finally:
             executor.close()
             for each in agents:
-                each.wait(10)  # they end with what they took part in
+                each.wait(10)  # agents end with their executor
