@@ -9,7 +9,7 @@ import numpy as np
 from weft.models.interface import Float32, Logprobs, SlotSampling
 from weft.serving.engine.grammar.matcher import GrammarMatcher
 from weft.serving.engine.protocol import Add, TokenLogprob
-from weft.serving.engine.scheduler.block_manager import ROOT_KEY, block_key
+from weft.serving.engine.scheduler.block_manager import block_keys, new_prefix_hash
 
 
 class Request:
@@ -40,6 +40,7 @@ class Request:
 
     __slots__ = (
         "_pooled_tokens",
+        "_prefix_hash",
         "arrival",
         "cached_tokens",
         "computed",
@@ -97,6 +98,7 @@ class Request:
         self.ended = False
         self.guide = guide
         self.known_keys: list[bytes] = []
+        self._prefix_hash = new_prefix_hash()
 
     def __len__(self) -> int:
         """Tokens that the host knows."""
@@ -105,9 +107,9 @@ class Request:
     def keys(self, count: int, block_size: int) -> list[bytes]:
         """Prefix-cache keys of its first `count` blocks, whose tokens must be known."""
         keys = self.known_keys
-        for start in range(len(keys) * block_size, count * block_size, block_size):
-            tokens = self.token_ids[start : start + block_size].tobytes()
-            keys.append(block_key(keys[-1] if keys else ROOT_KEY, tokens))
+        if len(keys) < count:
+            tokens = self.token_ids[len(keys) * block_size : count * block_size]
+            keys += block_keys(self._prefix_hash, tokens, block_size)
         return keys if len(keys) == count else keys[:count]
 
     @property

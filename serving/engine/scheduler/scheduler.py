@@ -69,7 +69,7 @@ from weft.serving.engine.protocol import (
     TokenLogprob,
     TokenOutput,
 )
-from weft.serving.engine.scheduler.block_manager import BlockManager, Slots, prefix_keys
+from weft.serving.engine.scheduler.block_manager import BlockManager, Slots, block_keys, new_prefix_hash
 from weft.serving.engine.scheduler.request import Request, token_logprob
 from weft.serving.engine.scheduler.step_builder import Chunk, Flight, Part, build_step, take_scores
 
@@ -181,7 +181,7 @@ class Scheduler:
         """How many of a prompt's first tokens the prefix cache has now."""
         if not self._prefix_caching:
             return 0
-        keys = prefix_keys(array("i", token_ids), self.kv.block_size)
+        keys = block_keys(new_prefix_hash(), array("i", token_ids), self.kv.block_size)
         return len(self.kv.find_prefix(keys)) * self.kv.block_size
 
     @property
@@ -258,7 +258,8 @@ class Scheduler:
         num_blocks = self.kv.num_blocks[: len(ready)]
         short = self._length > num_blocks * self.kv.block_size
         slots = self._longest_waiting(ready, share)
-        if self.kv.append(slots[short[slots]]):
+        if self.kv.can_append(slots[short[slots]]):
+            self.kv.append_block(slots[short[slots]])
             return slots
         # All that are ready, for those whose turn it is may have to wait for one whose is not.
         for request in sorted(self._at(np.flatnonzero(ready & short).tolist()), key=_rank):
@@ -278,7 +279,8 @@ class Scheduler:
 
     def _grow(self, request: Request) -> bool:
         """One more block for a request, if need be from one that is ranked after it."""
-        while not self.kv.allocate(request.slot, int(self._length[request.slot])):
+        length = int(self._length[request.slot])
+        while not self.kv.can_allocate(request.slot, length):
             # What is leaving brings blocks back soon: wait for it before taking more away.
             if self._leaving:
                 return False
@@ -290,6 +292,7 @@ class Scheduler:
             self._moves.append(Move(last.id, False, time.monotonic()))
             self._leave(last)
             self._release()
+        self.kv.allocate(request.slot, length)
         return True
 
     def _take_chunks(self, budget: int) -> list[Chunk]:
@@ -328,8 +331,9 @@ class Scheduler:
         slot = self._free_slots[-1]
         # With a block to spare for each request, all get on before the next preemption.
         spare = len(self._running) - len(self._free_slots)
-        if not self.kv.allocate(slot, len(request), prefix, spare=spare):
+        if not self.kv.can_allocate(slot, len(request), prefix, spare=spare):
             return False
+        self.kv.allocate(slot, len(request), prefix)
         self._free_slots.pop()
         self._running[slot] = request
         self._coming |= dict.fromkeys(keys[len(prefix) :], request)
@@ -458,7 +462,7 @@ class Scheduler:
 
     def _distrust(self, slot: int) -> None:
         """Offer the blocks of a slot to the prefix cache no more."""
-        self.kv.forget(slot)
+        self.kv.evict(slot)
         self._registered[slot] = self.kv.total
 
     def _register(self, slots: Int32) -> None:
@@ -475,9 +479,9 @@ class Scheduler:
             # Of an aborted request, tokens may be computed that the host never saw.
             known = min(computed, len(request)) // size
             keys = request.keys(known, size)
-            for index in range(first, known):
-                self.kv.register(slot, index, keys[index])
-                self._coming.pop(keys[index], None)
+            self.kv.cache_blocks(slot, first, keys[first:])
+            for key in keys[first:]:
+                self._coming.pop(key, None)
             self._registered[slot] = max(known, first)
 
     # Coming to an end.
