@@ -569,7 +569,7 @@ def test_what_its_grammar_does_not_allow_ends_a_request_alone() -> None:
     engine.add(make_add("good", [1, 2, 3], 8), guided=True)
     engine.add(make_add("bad", [4, 5, 6], 8))
     wrong = [token + 1 for token in expected([4, 5, 6], 8)]
-    engine.scheduler._live["bad"].guide = GrammarMatcher(Script(wrong), VOCAB_SIZE, [END])
+    engine.scheduler._live["bad"].matcher = GrammarMatcher(Script(wrong), VOCAB_SIZE, [END])
     batch = engine.scheduler.schedule()
     assert batch is not None
     outputs = engine.scheduler.finish(engine.runner.step(batch))
