@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 
 from engine_parts.measure import Case, per_call
+from weft.serving.engine.protocol import pack_tokens
 from weft.serving.engine.scheduler.block_manager import BlockManager, block_keys, new_prefix_hash
 
 BLOCK_SIZE = 32
@@ -22,7 +22,7 @@ def _make(num_blocks: int) -> BlockManager:
 
 
 def _keys() -> Callable[[], list[bytes]]:
-    tokens = array("i", range(TOKENS))
+    tokens = pack_tokens(range(TOKENS))
     return lambda: list(block_keys(new_prefix_hash(), tokens, BLOCK_SIZE))
 
 

@@ -21,13 +21,14 @@ Not handled: sliding-window attention that frees blocks early, and copies to oth
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
+
+from weft.serving.engine.protocol import TOKEN_BYTES
 
 Slots = npt.NDArray[np.intp]
 
@@ -37,16 +38,15 @@ def new_prefix_hash() -> blake2b:
     return blake2b(digest_size=16)
 
 
-def block_keys(prefix: blake2b, token_ids: array[int], block_size: int) -> Iterator[bytes]:
-    """Yield the key of each full block of `token_ids`, in order, when the caller asks for it.
+def block_keys(prefix: blake2b, tokens: bytes, block_size: int) -> Iterator[bytes]:
+    """Yield the key of each full block of `tokens`, in order, when the caller asks for it.
 
     Args:
-        prefix: the hash of all tokens before `token_ids`; it takes in each block that is keyed.
-        token_ids: int32 tokens that start at a block's beginning.
+        prefix: the hash of all tokens before `tokens`; it takes in each block that is keyed.
+        tokens: int32 tokens that start at a block's beginning.
         block_size: number of tokens in a block.
     """
-    tokens = token_ids.tobytes()
-    size = block_size * token_ids.itemsize
+    size = block_size * TOKEN_BYTES
     for end in range(size, len(tokens) + 1, size):
         prefix.update(tokens[end - size : end])
         yield prefix.digest()

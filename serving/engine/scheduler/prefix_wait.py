@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import takewhile
+from collections.abc import Sequence
 
 from weft.serving.engine.scheduler.request import Request
 
@@ -20,30 +19,32 @@ class PrefixWait:
     """
 
     def __init__(self, worth_waiting: int, block_size: int) -> None:
-        self._worth_waiting = worth_waiting
-        self._block_size = block_size
-        self._coming: dict[bytes, Request] = {}  # keys of blocks, and the request that computes it
+        self._num_blocks = max(1, -(-worth_waiting // block_size))
+        self._computing: dict[Request, int] = {}  # and the number of its blocks
 
-    def is_worth_it(self, keys: Sequence[bytes]) -> bool:
+    def is_worth_it(self, keys: Sequence[bytes], cached: int) -> bool:
         """Return whether a request should wait.
 
         Args:
-            keys: keys of the blocks that the request lacks, in order.
+            keys: keys of the blocks that it can take from the prefix cache, in order.
+            cached: number of these blocks that are in the prefix cache already.
         """
-        coming = takewhile(self._coming.__contains__, keys)
-        return sum(self._block_size for _ in coming) >= self._worth_waiting
+        # A key stands for the whole prefix, so the last block that must come is enough to compare.
+        last = cached + self._num_blocks - 1
+        return last < len(keys) and any(
+            last < num_blocks and request.known_keys[last] == keys[last]
+            for request, num_blocks in self._computing.items()
+        )
 
-    def expect(self, request: Request, keys: Iterable[bytes]) -> None:
-        """Note that a request is going to compute the blocks with these keys."""
-        self._coming.update(dict.fromkeys(keys, request))
+    def expect(self, request: Request, num_blocks: int) -> None:
+        """Note that a request is going to compute its first blocks, whose keys are known."""
+        self._computing[request] = num_blocks
 
-    def arrived(self, keys: Iterable[bytes]) -> None:
-        """Note that the blocks with these keys are computed."""
-        for key in keys:
-            self._coming.pop(key, None)
+    def computed(self, request: Request, num_blocks: int) -> None:
+        """Note that a request's first blocks are in the prefix cache."""
+        if num_blocks >= self._computing.get(request, num_blocks + 1):
+            del self._computing[request]
 
-    def cancel(self, request: Request, keys: Iterable[bytes]) -> None:
-        """Note that a request is not going to compute the blocks with these keys after all."""
-        for key in keys:
-            if self._coming.get(key) is request:
-                del self._coming[key]
+    def cancel(self, request: Request) -> None:
+        """Note that a request is not going to compute any more blocks of its prompt."""
+        self._computing.pop(request, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from struct import pack
 
 import numpy as np
 
@@ -79,7 +78,7 @@ class Request:
         self.id = add.request_id
         self.order = (add.priority, number)
         self.params = add.params
-        self.token_ids = int32_array(add.prompt_token_ids)
+        self.token_ids = array("i", add.prompt)
         self.prompt_length = len(self.token_ids)
         self.end_token_ids = frozenset(add.end_token_ids)
         self.limit = min(self.prompt_length + add.params.max_tokens, max_model_len)
@@ -116,7 +115,7 @@ class Request:
         keys = self.known_keys
         if len(keys) < count:
             tokens = self.token_ids[len(keys) * block_size : count * block_size]
-            keys += block_keys(self._prefix_hash, tokens, block_size)
+            keys += block_keys(self._prefix_hash, tokens.tobytes(), block_size)
         return keys if len(keys) == count else keys[:count]
 
     @property
@@ -163,11 +162,6 @@ class Request:
             prompt_token_ids=tuple(self.token_ids[: self.prompt_length]) if history else (),
             output_token_ids=tuple(self.token_ids[self.prompt_length :]) if history else (),
         )
-
-
-def int32_array(token_ids: list[int]) -> array[int]:
-    """Return tokens as an array; several times as fast as `array("i", token_ids)`."""
-    return array("i", pack(f"{len(token_ids)}i", *token_ids))
 
 
 def token_logprob(logprobs: Logprobs, row: int, token_id: int, top: int) -> TokenLogprob:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from operator import attrgetter
 
 import numpy as np
@@ -34,7 +34,7 @@ from weft.serving.engine.scheduler.block_manager import (
 )
 from weft.serving.engine.scheduler.counters import Counters
 from weft.serving.engine.scheduler.prefix_wait import PrefixWait
-from weft.serving.engine.scheduler.request import Request, int32_array, token_logprob
+from weft.serving.engine.scheduler.request import Request, token_logprob
 from weft.serving.engine.scheduler.slot_table import SlotTable
 from weft.serving.engine.scheduler.step_builder import (
     Chunk,
@@ -156,11 +156,11 @@ class Scheduler:
         """Return whether a request is live: it has not ended."""
         return request_id in self._live
 
-    def cached_tokens(self, token_ids: Sequence[int]) -> int:
-        """Return how many of a prompt's first tokens are in the prefix cache now."""
+    def cached_tokens(self, add: Add) -> int:
+        """Return how many first tokens of a request's prompt are in the prefix cache now."""
         if not self._prefix_caching:
             return 0
-        keys = block_keys(new_prefix_hash(), int32_array(token_ids), self.kv.block_size)
+        keys = block_keys(new_prefix_hash(), add.prompt, self.kv.block_size)
         return len(self.kv.find_prefix(keys)) * self.kv.block_size
 
     @property
@@ -308,21 +308,22 @@ class Scheduler:
             keys = request.keys(len(request) // size, size)
             reusable = keys[: request.reusable // size]
             prefix = self.kv.find_prefix(reusable)
-            if self._prefix_wait.is_worth_it(reusable[len(prefix) :]):
+            if self._prefix_wait.is_worth_it(reusable, len(prefix)):
                 return False
         if not self.kv.can_allocate(slot, len(request), prefix, spare=self._slots.in_use):
             return False
         self.kv.allocate(slot, len(request), prefix)
         request.computed = len(prefix) * size
         self._slots.assign(request, cached_blocks=len(prefix))
-        self._prefix_wait.expect(request, keys[len(prefix) :])
+        if len(keys) > len(prefix):
+            self._prefix_wait.expect(request, len(keys))
+        if self._prefix_caching:
+            self._counters.prefix_lookup(request)
         now = time.monotonic()
         if request.cached_tokens < 0:
             request.cached_tokens = min(request.computed, request.prompt_length)
             request.queued = now - request.arrival
             self._counters.prompt_tokens += request.prompt_length
-        if self._prefix_caching:
-            self._counters.prefix_lookup(request)
         self._moves.append(Move(request.id, True, now))
         return True
 
@@ -348,18 +349,14 @@ class Scheduler:
         if end > first:
             keys = request.keys(end, size)[first:]
             self.kv.cache_blocks(request.slot, first, keys)
-            self._prefix_wait.arrived(keys)
             self._slots.cached_blocks[request.slot] = end
+            self._prefix_wait.computed(request, end)
 
     def _drop_from_prefix_cache(self, request: Request) -> None:
         """Remove a request's blocks from the prefix cache, and never offer them again."""
-        self._cancel_expected(request)
+        self._prefix_wait.cancel(request)
         self.kv.evict(request.slot)
         self._slots.cached_blocks[request.slot] = self.kv.total
-
-    def _cancel_expected(self, request: Request) -> None:
-        cached = int(self._slots.cached_blocks[request.slot])
-        self._prefix_wait.cancel(request, request.known_keys[cached:])
 
     # Results.
 
@@ -370,8 +367,9 @@ class Scheduler:
         not_finite = result.status != FINITE
         special = not_finite | step.reaches_limit | ~self._slots.routine[step.sampled]
         requests = map(self._slots.requests.__getitem__, step.sampled.tolist())
-        rows = zip(requests, result.token_ids.tolist(), special.tolist(), strict=True)
-        for row, (request, token, is_special) in enumerate(rows):
+        tokens = result.token_ids.tolist()
+        rows = zip(range(len(tokens)), requests, tokens, special.tolist(), strict=True)
+        for row, request, token, is_special in rows:
             assert request is not None, "a slot is not released while a step names it"
             if not is_special and token not in request.end_token_ids:
                 request.token_ids.append(token)
@@ -487,7 +485,7 @@ class Scheduler:
 
     def _retire(self, request: Request) -> None:
         """Let a running request take part in no further step."""
-        self._cancel_expected(request)
+        self._prefix_wait.cancel(request)
         self._slots.retire(request.slot)
         if request in self._prefilling:
             self._prefilling.remove(request)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
-
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from weft.serving.engine.protocol import pack_tokens
 from weft.serving.engine.scheduler.block_manager import BlockManager, block_keys, new_prefix_hash
 
 BLOCK = 4
@@ -19,7 +18,7 @@ BLOCKS = 12
 
 def keys_of(tokens: list[int]) -> list[bytes]:
     """Keys of the full blocks of `tokens`."""
-    return list(block_keys(new_prefix_hash(), array("i", tokens), BLOCK))
+    return list(block_keys(new_prefix_hash(), pack_tokens(tokens), BLOCK))
 
 
 class KVCacheMachine(RuleBasedStateMachine):
