@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 
-import numpy as np
-
 from engine_parts.measure import Case, per_call
-from weft.serving.engine.scheduler.block_manager import ROOT_KEY, BlockManager, block_key
+from weft.serving.engine.protocol import pack_tokens
+from weft.serving.engine.scheduler.block_manager import BlockManager, block_keys, new_prefix_hash
 
 BLOCK_SIZE = 32
 BLOCKS = 32  # of one request: 1,024 tokens
@@ -23,16 +22,8 @@ def _make(num_blocks: int) -> BlockManager:
 
 
 def _keys() -> Callable[[], list[bytes]]:
-    tokens = np.arange(TOKENS, dtype=np.int32).reshape(BLOCKS, BLOCK_SIZE)
-
-    def keys() -> list[bytes]:
-        key, found = ROOT_KEY, []
-        for block in tokens:
-            key = block_key(key, block.tobytes())
-            found.append(key)
-        return found
-
-    return keys
+    tokens = pack_tokens(range(TOKENS))
+    return lambda: list(block_keys(new_prefix_hash(), tokens, BLOCK_SIZE))
 
 
 def _allocate_and_free() -> Callable[[], None]:
@@ -61,8 +52,7 @@ def _filled(keys: list[bytes]) -> BlockManager:
     """A cache whose slot 0 holds blocks with these keys."""
     kv = _make(4 * BLOCKS)
     kv.allocate(0, TOKENS)
-    for index, key in enumerate(keys):
-        kv.register(0, index, key)
+    kv.cache_blocks(0, 0, keys)
     return kv
 
 
@@ -72,7 +62,9 @@ def _share() -> Callable[[], None]:
     kv = _filled(keys)
 
     def turn() -> None:
-        assert kv.allocate(1, TOKENS, kv.find_prefix(keys))
+        prefix = kv.find_prefix(keys)
+        assert kv.can_allocate(1, TOKENS, prefix)
+        kv.allocate(1, TOKENS, prefix)
         kv.free(1)
 
     return turn
@@ -85,8 +77,7 @@ def _evict() -> Callable[[], None]:
 
     def turn() -> None:
         kv.allocate(0, TOKENS)
-        for index in range(BLOCKS):
-            kv.register(0, index, next(numbers).to_bytes(16))
+        kv.cache_blocks(0, 0, [next(numbers).to_bytes(16) for _ in range(BLOCKS)])
         kv.free(0)
 
     return turn

@@ -2,8 +2,9 @@
 
 A step is `schedule` and `finish`, two under way as in the engine core, and the
 mock runner's microsecond between them. Where requests come and go, adding and
-ending them is part of it; where some have a grammar, so is its mask. Those decode
-in every other step, and the step between them has the others alone.
+ending them is part of it, but making their random prompts is not. Where some have
+a grammar, filling their masks is part of it. They decode in every other step; the
+steps between decode the others alone.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from engine_parts.mock import NUM_BLOCKS, VOCAB_SIZE, MockRunner
 from weft.models.interface import StepInput
 from weft.serving.engine.core import DEPTH
 from weft.serving.engine.grammar.matcher import GrammarMatcher
-from weft.serving.engine.protocol import Add
+from weft.serving.engine.protocol import Add, pack_tokens
 from weft.serving.engine.sampling_params import SamplingParams
 from weft.serving.engine.scheduler.block_manager import BlockManager
 from weft.serving.engine.scheduler.scheduler import Scheduler
@@ -45,6 +46,9 @@ GOAL = 200.0
 class Loop:
     """The engine core's loop, without its sockets.
 
+    Attributes:
+        untimed: seconds spent so far to make prompts, which the API process does in a server.
+
     Args:
         decoding: requests that decode all the time.
         next_prompt: makes the prompts of requests that come and go beside them, as many as there
@@ -55,7 +59,7 @@ class Loop:
     def __init__(
         self,
         decoding: int,
-        next_prompt: Callable[[], list[int]] | None = None,
+        next_prompt: Callable[[], bytes] | None = None,
         guides: Sequence[GrammarMatcher] = (),
     ) -> None:
         kv = BlockManager(NUM_BLOCKS, BLOCK_SIZE, RUNNING, MAX_MODEL_LEN)
@@ -64,6 +68,7 @@ class Loop:
         self._next_prompt = next_prompt
         self._under_way: deque[StepInput] = deque()
         self._count = 0
+        self.untimed = 0.0
         for guide in (*guides, *(None,) * (decoding - len(guides))):
             self._add(random_prompt(PROMPT), MAX_MODEL_LEN - PROMPT, guide)
         while self._scheduler.stats().waiting:
@@ -85,9 +90,12 @@ class Loop:
         outputs = self._scheduler.finish(self._runner.step(self._under_way.popleft()))
         for output in outputs:
             if output.finish_reason is not None and self._next_prompt is not None:
-                self._add(self._next_prompt(), max_tokens=1)
+                begin = time.perf_counter()
+                prompt = self._next_prompt()
+                self.untimed += time.perf_counter() - begin
+                self._add(prompt, max_tokens=1)
 
-    def _add(self, prompt: list[int], max_tokens: int, guide: GrammarMatcher | None = None) -> None:
+    def _add(self, prompt: bytes, max_tokens: int, guide: GrammarMatcher | None = None) -> None:
         self._count += 1
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0)
         self._scheduler.add(Add(str(self._count), prompt, params, end_token_ids=()), guide)
@@ -96,9 +104,9 @@ class Loop:
 _random = np.random.default_rng(0)
 
 
-def random_prompt(length: int) -> list[int]:
-    """Tokens that no other prompt begins with."""
-    return list(map(int, _random.integers(0, VOCAB_SIZE, length)))
+def random_prompt(length: int) -> bytes:
+    """Return tokens that no other prompt begins with."""
+    return pack_tokens(_random.integers(0, VOCAB_SIZE, length).tolist())
 
 
 @contextmanager
@@ -119,10 +127,11 @@ def _us_per_step(make_loop: Callable[[], Loop]) -> Callable[[float], float]:
         while taken < seconds:
             loop = make_loop()
             with _collector_of_the_engine():
+                untimed = loop.untimed
                 begin = time.perf_counter()
                 for _ in range(STEPS):
                     loop.step()
-                taken += time.perf_counter() - begin
+                taken += time.perf_counter() - begin - (loop.untimed - untimed)
             steps += STEPS
         return taken / steps * 1e6
 

@@ -1,30 +1,26 @@
-"""The KV cache's blocks: who holds which, and which can be reused by prompts that start alike.
+"""Blocks of the KV cache: which request holds which block, and which blocks can be shared.
 
-The memory itself belongs to the model runner; here are only numbers of
-blocks. A block holds `block_size` tokens of one request. A request is known
-by its slot, and `table[slot, :num_blocks[slot]]` are its blocks in order.
+The model runner owns the memory; this module handles block numbers only. A block holds
+`block_size` tokens of one request. A request is known by its slot, and
+`table[slot, :num_blocks[slot]]` lists its blocks in order.
 
-Prefix cache: a full block whose tokens are known and computed may be given a
-key, the hash of its parent's key and its own tokens, so a key stands for the
-whole prefix up to the block's end. Keys are 128-bit BLAKE2b, so equal keys
-mean equal tokens. A keyed block that nobody holds keeps its contents until
-its memory is needed; the one that was released longest ago goes first.
+Prefix cache: a full block gets a key once its tokens are known and computed. The key is a hash of
+all tokens up to the end of the block, so it stands for the whole prefix. Keys are 128-bit BLAKE2b:
+equal keys mean equal tokens. A keyed block stays cached when nobody holds it any more, until its
+memory is needed. The block that was freed longest ago is evicted first.
 
 Invariants, verified by `check`:
-- A block is in exactly one state: held (its reference count is the number of
-  table entries that name it, at least one), cached (no reference, has a key)
-  or empty (no reference, no key).
-- A key names at most one block. Two requests that compute the same tokens at
-  the same time keep two blocks; the first one is keyed.
+- A block is in exactly one state: held (its reference count is the number of table entries with
+  its number, at least one), cached (no reference, has a key) or empty (no reference, no key).
+- A key belongs to at most one block. Two requests that compute the same tokens at the same time
+  keep two blocks; the first one gets the key.
 - Table entries past num_blocks are 0.
 
-Not handled: sliding-window attention that drops blocks early, and copies to
-other memories.
+Not handled: sliding-window attention that frees blocks early, and copies to other memories.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
@@ -32,36 +28,42 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
+from weft.serving.engine.protocol import TOKEN_BYTES
+
 Slots = npt.NDArray[np.intp]
 
-ROOT_KEY = bytes(16)
+
+def new_prefix_hash() -> blake2b:
+    """Return the hash of an empty prefix, for `block_keys`."""
+    return blake2b(digest_size=16)
 
 
-def block_key(parent: bytes, tokens: bytes) -> bytes:
-    """The key of the block that holds `tokens` (int32s) and follows the one with key `parent`."""
-    return blake2b(parent + tokens, digest_size=16).digest()
+def block_keys(prefix: blake2b, tokens: bytes, block_size: int) -> Iterator[bytes]:
+    """Yield the key of each full block of `tokens`, in order, when the caller asks for it.
 
-
-def prefix_keys(token_ids: array[int], block_size: int) -> Iterator[bytes]:
-    """The keys of the full blocks of int32 tokens, in order; each is made when it is asked for."""
-    key = ROOT_KEY
-    for end in range(block_size, len(token_ids) + 1, block_size):
-        key = block_key(key, token_ids[end - block_size : end].tobytes())
-        yield key
+    Args:
+        prefix: the hash of all tokens before `tokens`; it takes in each block that is keyed.
+        tokens: int32 tokens that start at a block's beginning.
+        block_size: number of tokens in a block.
+    """
+    size = block_size * TOKEN_BYTES
+    for end in range(size, len(tokens) + 1, size):
+        prefix.update(tokens[end - size : end])
+        yield prefix.digest()
 
 
 class BlockManager:
-    """Blocks of the cache, the tables of those who hold them, and the prefix cache.
+    """Allocates blocks to slots and keeps the prefix cache.
 
     Args:
-        num_blocks: blocks in all.
-        block_size: tokens in a block.
-        max_num_seqs: slots.
-        max_model_len: most tokens of a request.
+        num_blocks: number of blocks in the cache.
+        block_size: number of tokens in a block.
+        max_num_seqs: number of slots.
+        max_model_len: maximum number of tokens in a request.
 
     Attributes:
-        table: int32[max_num_seqs, n]; see the module's text. Read-only for others.
-        num_blocks: int32[max_num_seqs]; blocks in each slot's table. Read-only for others.
+        table: int32[max_num_seqs, n]; the blocks of each slot. Read-only for others.
+        num_blocks: int32[max_num_seqs]; number of blocks in each slot's row. Read-only for others.
     """
 
     def __init__(
@@ -77,20 +79,20 @@ class BlockManager:
         self._key: list[bytes | None] = [None] * num_blocks
         self._block: dict[bytes, int] = {}
         self._empty = list(reversed(range(num_blocks)))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # released longest ago first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # freed longest ago first
 
     @property
     def available(self) -> int:
-        """Blocks that nobody holds."""
+        """Number of blocks that nobody holds."""
         return len(self._empty) + len(self._cached)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold so many tokens."""
+        """Return the number of blocks that `num_tokens` tokens need."""
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest run of known keys, from the first key on."""
-        blocks = []
+        """Return the blocks of the longest run of cached keys, from the first key on."""
+        blocks: list[int] = []
         for key in keys:
             block = self._block.get(key)
             if block is None:
@@ -98,72 +100,75 @@ class BlockManager:
             blocks.append(block)
         return blocks
 
-    def allocate(
+    def can_allocate(
         self, slot: int, num_tokens: int, prefix: Sequence[int] = (), *, spare: int = 0
     ) -> bool:
-        """Grow the slot's table until it holds `num_tokens` tokens; all of it, or nothing.
+        """Return whether `allocate` has enough blocks, and leaves `spare` of them available."""
+        new = self.blocks_for(num_tokens) - int(self.num_blocks[slot]) - len(prefix)
+        revived = [self._references[block] for block in prefix].count(0)
+        return max(new, 0) + revived + spare <= self.available
+
+    def allocate(self, slot: int, num_tokens: int, prefix: Sequence[int] = ()) -> None:
+        """Extend the slot's row until it holds `num_tokens` tokens; `can_allocate` must agree.
 
         Args:
-            slot: whose table.
-            num_tokens: tokens in all, those that the table already holds included.
-            prefix: blocks from `find_prefix` to begin an empty table with.
-            spare: blocks that must still be available afterwards.
-
-        Returns:
-            False, with nothing changed, when there are not enough blocks.
+            slot: whose row.
+            num_tokens: total number of tokens, including those that the row already holds.
+            prefix: blocks from `find_prefix` for the beginning of an empty row.
         """
         held = int(self.num_blocks[slot])
-        assert not (prefix and held), "a prefix begins a table"
-        end = max(self.blocks_for(num_tokens), held)
-        fresh = end - held - len(prefix)
-        revived = sum(self._references[block] == 0 for block in prefix)
-        if fresh + revived + spare > self.available:
-            return False
+        assert not (prefix and held), "a prefix begins a row"
+        references = self._references
         for block in prefix:
-            if self._references[block] == 0:
+            if references[block] == 0:
                 del self._cached[block]
-            self._references[block] += 1
-        blocks = [*prefix, *(self._take() for _ in range(fresh))]
-        self.table[slot, held:end] = blocks
+            references[block] += 1
+        end = max(self.blocks_for(num_tokens), held)
+        self.table[slot, held:end] = [*prefix, *self._take(end - held - len(prefix))]
         self.num_blocks[slot] = end
-        return True
 
-    def append(self, slots: Slots) -> bool:
-        """One more block for each of these slots; all of them, or nothing.
+    def can_append(self, slots: Slots) -> bool:
+        """Return whether there is one more block for each of these slots."""
+        return len(slots) <= self.available
 
-        Returns:
-            False, with nothing changed, when there are not enough blocks.
-        """
-        if len(slots) > self.available:
-            return False
-        self.table[slots, self.num_blocks[slots]] = [self._take() for _ in range(len(slots))]
-        self.num_blocks[slots] += 1
-        return True
+    def append_block(self, slots: Slots) -> None:
+        """Give each of these slots one more block; `can_append` must agree."""
+        if len(slots):
+            self.table[slots, self.num_blocks[slots]] = self._take(len(slots))
+            self.num_blocks[slots] += 1
 
     def free(self, slot: int) -> None:
-        """Release the slot's blocks; keyed ones stay in the prefix cache."""
+        """Free the slot's blocks; keyed blocks stay in the prefix cache."""
         held = int(self.num_blocks[slot])
-        # The end of a prefix first, because it is of no use without the beginning.
+        references, keys = self._references, self._key
+        # The end of a prefix is evicted first, because it is useless without the beginning.
         for block in reversed(self.table[slot, :held].tolist()):
-            self._references[block] -= 1
-            if self._references[block] == 0:
-                if self._key[block] is None:
+            references[block] -= 1
+            if references[block] == 0:
+                if keys[block] is None:
                     self._empty.append(block)
                 else:
                     self._cached[block] = None
         self.table[slot, :held] = 0
         self.num_blocks[slot] = 0
 
-    def register(self, slot: int, index: int, key: bytes) -> None:
-        """Key the slot's index-th block, which is full and computed, if the key is new."""
-        block = int(self.table[slot, index])
-        assert index < self.num_blocks[slot], "only a held block is registered"
-        if key not in self._block and self._key[block] is None:
-            self._block[key] = block
-            self._key[block] = key
+    def cache_blocks(self, slot: int, first: int, keys: Sequence[bytes]) -> None:
+        """Put computed, full blocks of a slot into the prefix cache, where their keys are new.
 
-    def forget(self, slot: int) -> None:
-        """Take the slot's blocks out of the prefix cache: their contents cannot be trusted."""
+        Args:
+            slot: whose blocks.
+            first: index of the first block in the slot's row.
+            keys: key of this block and of the blocks after it.
+        """
+        end = first + len(keys)
+        assert end <= self.num_blocks[slot], "only held blocks are cached"
+        for block, key in zip(self.table[slot, first:end].tolist(), keys, strict=True):
+            if key not in self._block and self._key[block] is None:
+                self._block[key] = block
+                self._key[block] = key
+
+    def evict(self, slot: int) -> None:
+        """Remove the slot's blocks from the prefix cache: their contents cannot be trusted."""
         for block in self.table[slot, : self.num_blocks[slot]].tolist():
             self._drop_key(block)
 
@@ -172,8 +177,8 @@ class BlockManager:
         held: Counter[int] = Counter()
         for row, count in zip(self.table, self.num_blocks, strict=True):
             held.update(row[:count].tolist())
-            assert len(set(row[:count].tolist())) == count, "a table names a block twice"
-            assert not row[count:].any(), "a table has entries past its end"
+            assert len(set(row[:count].tolist())) == count, "a row names a block twice"
+            assert not row[count:].any(), "a row has entries past its end"
         empty, cached = set(self._empty), set(self._cached)
         assert len(empty) == len(self._empty), "a block is empty twice"
         for block in range(self.total):
@@ -186,14 +191,19 @@ class BlockManager:
             assert key is None or self._block[key] == block, f"key of block {block}"
         assert len(self._block) == sum(key is not None for key in self._key), "a key is lost"
 
-    def _take(self) -> int:
-        """An unheld block, now with one reference and no key."""
-        if self._empty:
-            block = self._empty.pop()
-        else:
-            block, _ = self._cached.popitem(last=False)
-            self._drop_key(block)
-        self._references[block] = 1
+    def _take(self, count: int) -> list[int]:
+        """Return blocks that nobody held, now with one reference and no key."""
+        start = max(len(self._empty) - count, 0)
+        blocks = self._empty[start:]
+        del self._empty[start:]
+        blocks += [self._evict_oldest() for _ in range(count - len(blocks))]
+        for block in blocks:
+            self._references[block] = 1
+        return blocks
+
+    def _evict_oldest(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        self._drop_key(block)
         return block
 
     def _drop_key(self, block: int) -> None:

@@ -34,11 +34,11 @@ class DpAttentionScheduler:
         self._steps = 0
         self._seconds = 0.0
 
-    def add(self, add: Add, guide: GrammarMatcher | None = None) -> None:
+    def add(self, add: Add, matcher: GrammarMatcher | None = None) -> None:
         """Queue a request; see `Scheduler.add`."""
         copy = self._choose(add) if len(self._schedulers) > 1 else 0
-        self._schedulers[copy].add(add, guide)
-        self._given[copy] += len(add.prompt_token_ids)
+        self._schedulers[copy].add(add, matcher)
+        self._given[copy] += add.prompt_length
 
     def _choose(self, add: Add) -> int:
         """The copy for a request."""
@@ -50,8 +50,7 @@ class DpAttentionScheduler:
         idle = [copy for copy, s in enumerate(schedulers) if s.count == fewest]
         if len(idle) == 1:
             return idle[0]
-        tokens = add.prompt_token_ids
-        return min(idle, key=lambda i: (-schedulers[i].cached(tokens), self._given[i]))
+        return min(idle, key=lambda i: (-schedulers[i].cached_tokens(add), self._given[i]))
 
     def abort(self, request_ids: Iterable[str]) -> list[TokenOutput]:
         """End these requests; unknown ones are ignored."""

@@ -1,4 +1,4 @@
-"""One request as the scheduler sees it: its tokens, and what is still to be said about them."""
+"""One request as the scheduler sees it: its tokens, its progress and its pending results."""
 
 from __future__ import annotations
 
@@ -9,47 +9,55 @@ import numpy as np
 from weft.models.interface import Float32, Logprobs, SlotSampling
 from weft.serving.engine.grammar.matcher import GrammarMatcher
 from weft.serving.engine.protocol import Add, TokenLogprob
-from weft.serving.engine.scheduler.block_manager import ROOT_KEY, block_key
+from weft.serving.engine.scheduler.block_manager import block_keys, new_prefix_hash
 
 
 class Request:
     """A live request.
 
+    Args:
+        add: the API process's message.
+        number: number of requests that arrived before.
+        max_model_len: maximum number of tokens in a request.
+        matcher: the request's grammar matcher, if it has a grammar.
+
     Attributes:
-        rank: (priority, order of arrival); lower is served first, and higher preempted first.
-        token_ids: int32 tokens of the prompt, and after it those that have come back.
-        prompt_length: how many of them are the prompt's.
-        limit: how many there are when it ends with "length".
-        slot: where it runs; -1 while it waits.
+        order: (priority, arrival); lower is served first, and higher is preempted first.
+        token_ids: int32 tokens of the prompt, followed by the tokens that have come back.
+        prompt_length: number of tokens in the prompt.
+        limit: number of tokens at which the request ends with "length".
+        slot: the request's slot; -1 while it waits.
         computed: tokens whose keys and values are computed by the steps submitted so far.
         scored: prompt tokens whose log probability is computed by the steps submitted so far.
-        prompt_logprobs: those that have come back; None when not asked for, or already sent.
-        prompt_top: how many of the most likely tokens go with each of them.
-        pooling: what is made of its hidden states in the place of tokens; None for tokens.
+        prompt_logprobs: log probabilities that have come back; None if nobody asked, or once sent.
+        prompt_top: number of most likely tokens that go with each of them.
+        pooling: which hidden states make the embedding; None for requests that generate tokens.
         pooled: prompt tokens whose hidden states are summed by the steps submitted so far, or are
-            not wanted.
-        hidden_sum: float32[hidden]; the sum of those that have come back.
-        cached_tokens: prompt tokens found in the prefix cache when it first ran; -1 before.
-        known_keys: prefix-cache keys of its first blocks, as far as they were asked for.
-        wants_logprobs: of its tokens or of its prompt.
-        guide: where it is in its grammar, if it has one; all tokens that have come back are taken.
-        arrival: time.monotonic() when it came.
-        queued: seconds that it waited until it first ran; None before, and when they were told.
-        ended: nothing more is told about it; its slot may still be in a step under way.
+            not needed.
+        hidden_sum: float32[hidden]; the sum of the hidden states that have come back.
+        cached_tokens: prompt tokens found in the prefix cache at the first admission; -1 before.
+        known_keys: prefix-cache keys of the first blocks, as far as they were needed.
+        wants_logprobs: the request asked for log probabilities of its tokens or of its prompt.
+        matcher: the request's grammar matcher, which has accepted all tokens that have come back.
+        arrival: time.monotonic() at the request's arrival.
+        queued: seconds until the first admission; None before, and once sent.
+        ended: no further output is sent; a step in flight may still name the slot.
     """
 
     __slots__ = (
         "_pooled_tokens",
+        "_prefix_hash",
         "arrival",
         "cached_tokens",
         "computed",
         "end_token_ids",
         "ended",
-        "guide",
         "hidden_sum",
         "id",
         "known_keys",
         "limit",
+        "matcher",
+        "order",
         "params",
         "pooled",
         "pooling",
@@ -57,7 +65,6 @@ class Request:
         "prompt_logprobs",
         "prompt_top",
         "queued",
-        "rank",
         "scored",
         "slot",
         "token_ids",
@@ -65,13 +72,13 @@ class Request:
     )
 
     def __init__(
-        self, add: Add, order: int, max_model_len: int, guide: GrammarMatcher | None = None
+        self, add: Add, number: int, max_model_len: int, matcher: GrammarMatcher | None = None
     ) -> None:
-        assert add.params.max_tokens is not None, "the front fills max_tokens in"
+        assert add.params.max_tokens is not None, "the API process fills max_tokens in"
         self.id = add.request_id
-        self.rank = (add.priority, order)
+        self.order = (add.priority, number)
         self.params = add.params
-        self.token_ids = array("i", add.prompt_token_ids)
+        self.token_ids = array("i", add.prompt)
         self.prompt_length = len(self.token_ids)
         self.end_token_ids = frozenset(add.end_token_ids)
         self.limit = min(self.prompt_length + add.params.max_tokens, max_model_len)
@@ -95,46 +102,47 @@ class Request:
         self.arrival = add.arrival
         self.queued: float | None = None
         self.ended = False
-        self.guide = guide
+        self.matcher = matcher
         self.known_keys: list[bytes] = []
+        self._prefix_hash = new_prefix_hash()
 
     def __len__(self) -> int:
-        """Tokens that the host knows."""
+        """Number of tokens that have come back, including the prompt."""
         return len(self.token_ids)
 
     def keys(self, count: int, block_size: int) -> list[bytes]:
-        """Prefix-cache keys of its first `count` blocks, whose tokens must be known."""
+        """Return prefix-cache keys of the first `count` blocks, whose tokens must be known."""
         keys = self.known_keys
-        for start in range(len(keys) * block_size, count * block_size, block_size):
-            tokens = self.token_ids[start : start + block_size].tobytes()
-            keys.append(block_key(keys[-1] if keys else ROOT_KEY, tokens))
+        if len(keys) < count:
+            tokens = self.token_ids[len(keys) * block_size : count * block_size]
+            keys += block_keys(self._prefix_hash, tokens.tobytes(), block_size)
         return keys if len(keys) == count else keys[:count]
 
     @property
     def reusable(self) -> int:
-        """Most tokens that may come from the prefix cache.
+        """Maximum number of tokens that may come from the prefix cache.
 
-        The last one is always computed, because its logits or its hidden state are wanted; and so
-        is a prompt token whose successor has no log probability yet, or whose hidden state is
-        wanted.
+        The last token is always computed, because the request needs its logits or hidden state.
+        The same holds for a prompt token if the log probability of its successor is still missing,
+        or if its hidden state is needed.
         """
-        most = len(self) - 1
+        count = len(self) - 1
         if self.prompt_logprobs is not None:
-            most = min(most, self.scored)
+            count = min(count, self.scored)
         if self.pooling is not None:
-            most = min(most, self.pooled)
-        return most
+            count = min(count, self.pooled)
+        return count
 
     @property
     def embedding(self) -> bytes:
-        """The mean of the hidden states that were wanted, all of which have come back."""
+        """The mean of the pooled hidden states, float32[hidden]; all of them have come back."""
         mean = np.asarray(self.hidden_sum / self._pooled_tokens, np.float32)
         return mean.tobytes()
 
     def sampling(self) -> SlotSampling:
-        """What the runner must know before it samples for this request."""
+        """Return the settings that the runner needs before it samples for this request."""
         p = self.params
-        assert p.seed is not None, "the front fills the seed in"
+        assert p.seed is not None, "the API process fills the seed in"
         history = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
         return SlotSampling(
             slot=self.slot,
@@ -148,7 +156,8 @@ class Request:
             seed=p.seed,
             logit_bias=p.logit_bias,
             logprobs=-1 if p.logprobs is None else p.logprobs,
-            min_tokens=p.min_tokens if self.guide is None else 0,  # it sees to that
+            # A matcher applies min_tokens itself.
+            min_tokens=p.min_tokens if self.matcher is None else 0,
             end_token_ids=tuple(sorted(self.end_token_ids)),
             prompt_token_ids=tuple(self.token_ids[: self.prompt_length]) if history else (),
             output_token_ids=tuple(self.token_ids[self.prompt_length :]) if history else (),
@@ -156,7 +165,7 @@ class Request:
 
 
 def token_logprob(logprobs: Logprobs, row: int, token_id: int, top: int) -> TokenLogprob:
-    """Row `row` as a message: of `token_id`, with the `top` most likely alternatives."""
+    """Return row `row` as a message: for `token_id`, with the `top` most likely alternatives."""
     ids = logprobs.top_ids[row, :top].tolist()
     values = logprobs.top[row, :top].tolist()
     return TokenLogprob(

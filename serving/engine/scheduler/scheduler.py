@@ -1,90 +1,63 @@
-"""What the model computes next, and what became of it.
+"""Chooses what the model computes next, and turns each step's result into outputs.
 
-One rule covers prefill, chunked prefill and decode: each running request
-computes the tokens it has and has not computed, as far as the step's token
-budget goes; when it has caught up, its next token is sampled. Requests that
-sample in every step (decodes) come first, so prompts never hold them up;
-prompts under way follow, then new requests, by rank: (priority, arrival).
+One rule covers prefill, chunked prefill and decode: a running request computes the tokens that it
+has and has not computed yet, as far as the step's token budget allows. When it has caught up, its
+next token is sampled. Decodes come first, so prompts never hold them up. Prompts in progress
+follow, then new requests, both by order: (priority, arrival).
 
-Steps are dispatched ahead: `schedule` may be called again before `finish` has
-been called for the step before. A sampled token is then counted in a request's
-length although the host does not know it yet, and the next step names it by
-its slot. When a request turns out to have ended, its rows in the steps under
-way are thrown away.
-
-A model in stages has a step under way in each of them, and what a step samples is
-known when it has left the last one. So its requests decode again as many steps later
-as there are stages, or once it is back: a step between them that needed the token would
-hold up the first stage. The steps between are of other requests, which take turns: a
-step takes those that have waited longest, so many that all come once in that many
-steps. Chunks of a prompt need no token, and follow each other without a gap.
-
-A slot and its blocks are released only when no step under way names the slot:
-nothing that a step could still write is ever handed out. A request that has
-to go (ended or preempted) is `leaving` until then.
-
-Blocks: a request is admitted with the blocks of all its known tokens, and only
-if one more stays free for each running request; after that, it takes one
-whenever it needs one. When there is none, the running request of the highest
-rank is preempted, unless one is already leaving: it waits for admission again
-and then recomputes its tokens (most of which are often still in the prefix
-cache). A request only preempts requests ranked after it, so the first one
-always gets on, and all requests finish.
-
-Prompts that start alike and come together are computed once: the first is
-admitted, and those that would find a long part of it in the prefix cache wait
-until it is there.
-
-A request for an embedding has no output: it ends when its prompt is computed. Of its hidden
-states, each step gives the sum over a chunk.
-
-A request that a grammar guides may have only some tokens, which ones depends on all before. So
-it decodes again only when the token before is back; the steps between are of the others.
-
-Per slot, state lives in NumPy arrays: a step of decodes takes no Python per
-request to schedule.
+Steps are dispatched ahead: `schedule` may be called again before `finish` was called for earlier
+steps. A sampled token then counts in a request's length although it has not come back yet, and the
+next step names it by its slot. If a request turns out to have ended, its rows in the steps in
+flight are discarded.
 """
 
 from __future__ import annotations
 
 import time
-from array import array
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Sequence
-from itertools import takewhile
+from collections.abc import Iterable
 from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
 
 from weft.errors import RequestError
-from weft.models.interface import FINITE, Float32, Int32, StepInput, StepOutput
+from weft.models.interface import FINITE, Float32, StepInput, StepOutput
 from weft.serving.engine.grammar.matcher import GrammarMatcher
-from weft.serving.engine.protocol import (
-    Add,
-    EngineStats,
-    FinishReason,
-    Move,
-    TokenLogprob,
-    TokenOutput,
+from weft.serving.engine.protocol import Add, EngineStats, FinishReason, Move, TokenOutput
+from weft.serving.engine.scheduler.block_manager import (
+    BlockManager,
+    Slots,
+    block_keys,
+    new_prefix_hash,
 )
-from weft.serving.engine.scheduler.block_manager import BlockManager, Slots, prefix_keys
+from weft.serving.engine.scheduler.counters import Counters
+from weft.serving.engine.scheduler.prefix_wait import PrefixWait
 from weft.serving.engine.scheduler.request import Request, token_logprob
-from weft.serving.engine.scheduler.step_builder import Chunk, Flight, Part, build_step, take_scores
+from weft.serving.engine.scheduler.slot_table import SlotTable
+from weft.serving.engine.scheduler.step_builder import (
+    Chunk,
+    Part,
+    StepInFlight,
+    build_step,
+    take_scores,
+)
+
+ANSWER_BLOCKS = 8
+"""Number of full blocks of an answer that go to the prefix cache together."""
 
 
 class Scheduler:
-    """Requests in, steps out; results of steps in, tokens out. Runs in one thread.
+    """Takes requests and returns steps; takes results and returns outputs. Runs in one thread.
 
     Args:
         kv: the blocks; nothing else may change them.
-        max_num_batched_tokens: most tokens of one step.
-        max_model_len: most tokens of one request.
-        prefix_caching: whether blocks are shared between prompts that start alike.
-        worth_waiting: tokens; a request is not admitted while a running one computes so many of
-            its first tokens, because it will find them in the prefix cache.
-        stages: of the model.
+        max_num_batched_tokens: maximum number of tokens in a step.
+        max_model_len: maximum number of tokens in a request.
+        prefix_caching: share blocks between prompts that start alike.
+        worth_waiting: see `PrefixWait`.
+        stages: number of pipeline stages of the model.
     """
 
     def __init__(
@@ -101,53 +74,59 @@ class Scheduler:
         self._budget = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._prefix_caching = prefix_caching
-        self._worth_waiting = worth_waiting
         self._stages = stages
-
-        # A decode takes one token of the budget, so no more slots than that.
-        num_slots = min(kv.max_num_seqs, max_num_batched_tokens)
-        self._free_slots = list(reversed(range(num_slots)))
-        self._running: list[Request | None] = [None] * num_slots  # by slot
-        self._leaving: set[int] = set()  # slots
-        self._prefilling: list[Request] = []  # by rank
-        self._waiting: list[Request] = []  # by rank
+        # A decode takes one token of the budget, so more slots than that are useless.
+        self._slots = SlotTable(min(kv.max_num_seqs, max_num_batched_tokens))
+        self._prefix_wait = PrefixWait(worth_waiting, kv.block_size)
+        self._waiting: list[Request] = []  # by order
+        self._prefilling: list[Request] = []  # by order
         self._live: dict[str, Request] = {}
-        self._coming: dict[bytes, Request] = {}  # keys of blocks, and who computes them
-        self._flights: deque[Flight] = deque()
-        self._guides: dict[int, GrammarMatcher] = {}  # by slot
+        self._in_flight: deque[StepInFlight] = deque()
         self._moves: list[Move] = []
+        self._counters = Counters()
 
-        # By slot. `length` counts tokens that are under way, `done` only those computed.
-        self._length = np.zeros(num_slots, np.int32)
-        self._prompt_length = np.zeros(num_slots, np.int32)
-        self._limit = np.zeros(num_slots, np.int32)
-        self._done = np.zeros(num_slots, np.int32)
-        self._registered = np.zeros(num_slots, np.int32)
-        self._steps_under_way = np.zeros(num_slots, np.int32)
-        self._decoding = np.zeros(num_slots, np.bool_)
-        self._sampled_in = np.zeros(num_slots, np.int64)  # the last step
+    def schedule(self) -> StepInput | None:
+        """Return the next step, or None when there is nothing to compute now."""
+        decodes = self._take_decodes()
+        chunks = self._take_chunks(self._budget - len(decodes))
+        if not len(decodes) and not chunks:
+            return None
+        step = build_step(self._counters.submitted, decodes, chunks, self._slots, self.kv)
+        self._in_flight.append(step)
+        self._slots.submitted(self._counters.submitted, step.slots, step.sampled)
+        self._counters.submitted += 1
+        return step.batch
 
-        self._order = 0
-        self._steps = 0
-        self._finished_steps = 0
-        self._step_seconds = 0.0
-        self._preemptions = 0
-        self._prefix_queries = 0
-        self._prefix_hits = 0
-        self._prompt_tokens = 0
-        self._generation_tokens = 0
+    def finish(self, result: StepOutput) -> list[TokenOutput]:
+        """Take the result of the oldest step in flight; returns new tokens and ended requests."""
+        step = self._in_flight.popleft()
+        expected = step.batch.step
+        assert result.step == expected, f"step {result.step} came back, not {expected}"
+        self._counters.finished += 1
+        self._counters.step_seconds += result.seconds
+        self._slots.finished(step.slots, step.batch.context_len)
+
+        if result.prompt_logprobs is not None:
+            take_scores(step.scores, result.prompt_logprobs)
+        outputs = self._take_tokens(step, result)
+        if step.sums:
+            outputs += self._take_sums(step.sums, result.pooled)
+        if self._prefix_caching:
+            self._cache_full_blocks(step)
+        self._release()
+        return outputs
 
     # Requests.
 
-    def add(self, add: Add, guide: GrammarMatcher | None = None) -> None:
-        """Queue a request, with a guide if it has a grammar.
+    def add(self, add: Add, matcher: GrammarMatcher | None = None) -> None:
+        """Queue a request, with a matcher if it has a grammar.
 
         Raises:
-            RequestError: it can never run.
+            RequestError: the request can never run.
         """
         if add.request_id in self._live:
             raise RequestError(f"request id {add.request_id!r} is in use", param="request_id")
-        request = Request(add, self._order, self._max_model_len, guide)
+        request = Request(add, self._counters.requests, self._max_model_len, matcher)
         if not 0 < len(request) < request.limit:
             raise RequestError(
                 f"the prompt has {len(request)} tokens; it must have at least 1, and with the "
@@ -162,159 +141,166 @@ class Scheduler:
                 "lower max_tokens or raise --kv-cache-memory",
                 param="max_tokens",
             )
-        self._order += 1
+        self._counters.requests += 1
         self._live[request.id] = request
-        insort(self._waiting, request, key=_rank)
+        insort(self._waiting, request, key=_order)
 
     def abort(self, request_ids: Iterable[str]) -> list[TokenOutput]:
         """End these requests; unknown ones are ignored."""
         requests = [self._live[i] for i in request_ids if i in self._live]
-        outputs = self._end_all(requests, "abort")
+        outputs = [self._end_early(request, "abort") for request in requests]
         self._release()
         return outputs
 
     def has(self, request_id: str) -> bool:
-        """Whether a request has not ended."""
+        """Return whether a request is live: it has not ended."""
         return request_id in self._live
 
-    def cached(self, token_ids: Sequence[int]) -> int:
-        """How many of a prompt's first tokens the prefix cache has now."""
+    def cached_tokens(self, add: Add) -> int:
+        """Return how many first tokens of a request's prompt are in the prefix cache now."""
         if not self._prefix_caching:
             return 0
-        keys = prefix_keys(array("i", token_ids), self.kv.block_size)
+        keys = block_keys(new_prefix_hash(), add.prompt, self.kv.block_size)
         return len(self.kv.find_prefix(keys)) * self.kv.block_size
 
     @property
     def count(self) -> int:
-        """How many have not ended."""
+        """Number of live requests."""
         return len(self._live)
 
     @property
     def live(self) -> tuple[str, ...]:
-        """Requests that have not ended."""
+        """Ids of the live requests."""
         return tuple(self._live)
 
     def stats(self) -> EngineStats:
-        """How things stand."""
-        running = len(self._running) - len(self._free_slots) - len(self._leaving)
-        return EngineStats(
-            running=running,
-            waiting=len(self._live) - running,
-            kv_blocks_used=self.kv.total - self.kv.available,
-            kv_blocks_total=self.kv.total,
-            prefix_queries=self._prefix_queries,
-            prefix_hits=self._prefix_hits,
-            preemptions=self._preemptions,
-            steps=self._finished_steps,
-            step_seconds=self._step_seconds,
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
+        """Return a snapshot of requests, blocks and counts."""
+        return self._counters.stats(
+            running=self._slots.running,
+            waiting=len(self._live) - self._slots.running,
+            blocks_used=self.kv.total - self.kv.available,
+            blocks=self.kv.total,
         )
 
     def take_moves(self) -> list[Move]:
-        """Which requests were admitted or preempted since the last call."""
+        """Return which requests were admitted or preempted since the last call."""
         moves, self._moves = self._moves, []
         return moves
 
-    # A step: what to compute.
-
-    def schedule(self) -> StepInput | None:
-        """The next step, or None when there is nothing to compute now."""
-        decodes = self._take_decodes()
-        chunks = self._take_chunks(self._budget - len(decodes))
-        if not len(decodes) and not chunks:
-            return None
-        flight = build_step(
-            self._steps,
-            decodes,
-            chunks,
-            self._length,
-            self._prompt_length,
-            self.kv,
-            self._guides,
-        )
-        self._flights.append(flight)
-        self._steps += 1
-
-        slots = flight.batch.slot
-        self._steps_under_way[slots] += 1
-        sampled = flight.batch.sample_slot
-        self._length[sampled] += 1
-        self._decoding[sampled] = True
-        self._sampled_in[sampled] = flight.batch.step
-        return flight.batch
+    # Decodes.
 
     def _take_decodes(self) -> Slots:
-        """Slots that compute the token they sampled last, each with a block to write it to."""
-        ready = self._decoding & (self._length < self._limit)
-        if self._guides:
-            guided = list(self._guides)
-            ready[guided] &= self._sampled_in[guided] < self._finished_steps
+        """Return slots that compute the token they sampled last, each with a block to write to.
+
+        A request with a grammar decodes only when its last token is back, because its matcher
+        needs that token to compute the next mask.
+
+        With pipeline stages, a token is known when its step has left the last stage. A step that
+        needed it earlier would hold up the first stage. So a request decodes again when its token
+        is back, or after as many steps as there are stages. Each step takes an equal share of the
+        requests, those that have waited longest.
+        """
+        slots = self._slots
+        ready = slots.decoding & (slots.length < slots.limit)
+        if slots.matchers:
+            constrained = list(slots.matchers)
+            ready[constrained] &= slots.sampled_in[constrained] < self._counters.finished
         share = len(ready)
-        if self._stages > 1:  # in so many steps, shares add up to all that run
+        if self._stages > 1:  # the shares of this many steps add up to all running requests
+            submitted = self._counters.submitted
             running = int(np.count_nonzero(ready))
-            share = max(1, (running + self._steps % self._stages) // self._stages)
-            ready &= self._sampled_in < max(self._steps - self._stages + 1, self._finished_steps)
-        num_blocks = self.kv.num_blocks[: len(ready)]
-        short = self._length > num_blocks * self.kv.block_size
-        slots = self._longest_waiting(ready, share)
-        if self.kv.append(slots[short[slots]]):
-            return slots
-        # All that are ready, for those whose turn it is may have to wait for one whose is not.
-        for request in sorted(self._at(np.flatnonzero(ready & short).tolist()), key=_rank):
-            # A request earlier in this loop may have preempted this one.
-            here = self._running[request.slot] is request and self._decoding[request.slot]
-            if here and not self._grow(request):
-                ready[request.slot] = False
-        return self._longest_waiting(ready & self._decoding, share)
+            share = max(1, (running + submitted % self._stages) // self._stages)
+            back = max(submitted - self._stages + 1, self._counters.finished)
+            ready &= slots.sampled_in < back
+        full = slots.length > self.kv.num_blocks[: len(ready)] * self.kv.block_size
+        decodes = self._longest_waiting(ready, share)
+        growing = decodes[full[decodes]]
+        if self.kv.can_append(growing):
+            self.kv.append_block(growing)
+            return decodes
+        # Blocks are scarce. Look at all ready requests, because some of the chosen ones may have
+        # to wait for a request that was not chosen.
+        for request in sorted(slots.requests_in(np.flatnonzero(ready & full).tolist()), key=_order):
+            # An earlier request in this loop may have preempted this one.
+            slot = request.slot
+            runs = slots.requests[slot] is request and slots.decoding[slot]
+            if runs and not self._add_block(request):
+                ready[slot] = False
+        return self._longest_waiting(ready & slots.decoding, share)
 
-    def _longest_waiting(self, ready: npt.NDArray[np.bool_], most: int) -> Slots:
-        """At most so many of the slots that are ready, in order of their numbers."""
-        slots = np.flatnonzero(ready)
-        if len(slots) <= most:
-            return slots
-        turn = np.argsort(self._sampled_in[slots], kind="stable")
-        return np.sort(slots[turn[:most]])
+    def _longest_waiting(self, ready: npt.NDArray[np.bool_], count: int) -> Slots:
+        """Return at most `count` ready slots, in ascending order."""
+        ready_slots = np.flatnonzero(ready)
+        if len(ready_slots) <= count:
+            return ready_slots
+        by_wait = np.argsort(self._slots.sampled_in[ready_slots], kind="stable")
+        return np.sort(ready_slots[by_wait[:count]])
 
-    def _grow(self, request: Request) -> bool:
-        """One more block for a request, if need be from one that is ranked after it."""
-        while not self.kv.allocate(request.slot, int(self._length[request.slot])):
-            # What is leaving brings blocks back soon: wait for it before taking more away.
-            if self._leaving:
+    def _add_block(self, request: Request) -> bool:
+        """Give a request one more block; returns False if it has to wait for one.
+
+        If no block is available, the running request that is last in order is preempted, unless a
+        retired request is about to free its blocks. A request only preempts requests after it in
+        order. So the first request always makes progress, and all requests finish.
+        """
+        length = int(self._slots.length[request.slot])
+        while not self.kv.can_allocate(request.slot, length):
+            if self._slots.retired:
                 return False
-            staying = set(range(len(self._running))) - self._leaving
-            last = max(self._at(staying), key=_rank)
+            last = max(self._slots.requests_in(range(len(self._slots.requests))), key=_order)
             if last is request:
                 return False
-            self._preemptions += 1
-            self._moves.append(Move(last.id, False, time.monotonic()))
-            self._leave(last)
-            self._release()
+            self._preempt(last)
+        self.kv.allocate(request.slot, length)
         return True
 
+    def _preempt(self, request: Request) -> None:
+        """Take a request's slot and blocks away; it waits for admission again.
+
+        It then recomputes its tokens, most of which are often still in the prefix cache.
+        """
+        self._counters.preemptions += 1
+        self._moves.append(Move(request.id, False, time.monotonic()))
+        self._retire(request)
+        self._release()
+
+    # Prompts.
+
     def _take_chunks(self, budget: int) -> list[Chunk]:
-        """Known tokens to compute: of prompts under way, then of newly admitted requests."""
+        """Return known tokens to compute: of prompts in progress, then of new requests.
+
+        Chunks of one prompt need no sampled token, so they follow each other without a gap, even
+        through pipeline stages.
+        """
         chunks = []
         for request in self._prefilling:
             if budget == 0:
                 break
-            chunks.append(self._advance(request, budget))
+            chunks.append(self._next_chunk(request, budget))
             budget -= chunks[-1].stop - chunks[-1].start
-        while budget and self._waiting and self._free_slots and self._admit(self._waiting[0]):
+        while budget and self._waiting and self._admit(self._waiting[0]):
             request = self._waiting.pop(0)
-            insort(self._prefilling, request, key=_rank)
-            chunks.append(self._advance(request, budget))
+            insort(self._prefilling, request, key=_order)
+            chunks.append(self._next_chunk(request, budget))
             budget -= chunks[-1].stop - chunks[-1].start
-        self._prefilling = [r for r in self._prefilling if r.computed < len(r)]
+        if chunks:
+            self._prefilling = [r for r in self._prefilling if r.computed < len(r)]
         return chunks
 
-    def _advance(self, request: Request, budget: int) -> Chunk:
+    def _next_chunk(self, request: Request, budget: int) -> Chunk:
         start = request.computed
         request.computed = min(len(request), start + budget)
         return Chunk(request, start, request.computed)
 
     def _admit(self, request: Request) -> bool:
-        """Give the request a slot and the blocks of all its known tokens, if there are enough."""
+        """Give a request a slot and the blocks of all its known tokens, if there are enough.
+
+        One more block has to stay available for each running request, so that all of them make
+        progress before the next preemption.
+        """
+        slot = self._slots.next_free
+        if slot is None:
+            return False
         size = self.kv.block_size
         prefix: list[int] = []
         keys: list[bytes] = []
@@ -322,124 +308,131 @@ class Scheduler:
             keys = request.keys(len(request) // size, size)
             reusable = keys[: request.reusable // size]
             prefix = self.kv.find_prefix(reusable)
-            coming = takewhile(self._coming.__contains__, reusable[len(prefix) :])
-            if sum(size for _ in coming) >= self._worth_waiting:
+            if self._prefix_wait.is_worth_it(reusable, len(prefix)):
                 return False
-        slot = self._free_slots[-1]
-        # With a block to spare for each request, all get on before the next preemption.
-        spare = len(self._running) - len(self._free_slots)
-        if not self.kv.allocate(slot, len(request), prefix, spare=spare):
+        if not self.kv.can_allocate(slot, len(request), prefix, spare=self._slots.in_use):
             return False
-        self._free_slots.pop()
-        self._running[slot] = request
-        self._coming |= dict.fromkeys(keys[len(prefix) :], request)
-        request.slot = slot
+        self.kv.allocate(slot, len(request), prefix)
         request.computed = len(prefix) * size
+        self._slots.assign(request, cached_blocks=len(prefix))
+        if len(keys) > len(prefix):
+            self._prefix_wait.expect(request, len(keys))
+        if self._prefix_caching:
+            self._counters.prefix_lookup(request)
+        now = time.monotonic()
         if request.cached_tokens < 0:
             request.cached_tokens = min(request.computed, request.prompt_length)
-            request.queued = time.monotonic() - request.arrival
-            self._prompt_tokens += request.prompt_length
-        if self._prefix_caching:
-            self._prefix_queries += len(request)
-            self._prefix_hits += request.computed
-        self._length[slot] = len(request)
-        self._prompt_length[slot] = request.prompt_length
-        self._limit[slot] = request.limit
-        self._done[slot] = request.computed
-        self._registered[slot] = len(prefix)
-        self._decoding[slot] = False
-        if request.guide is not None:
-            self._guides[slot] = request.guide
-        self._moves.append(Move(request.id, True, time.monotonic()))
+            request.queued = now - request.arrival
+            self._counters.prompt_tokens += request.prompt_length
+        self._moves.append(Move(request.id, True, now))
         return True
 
-    # A step: what came of it.
+    def _cache_full_blocks(self, step: StepInFlight) -> None:
+        """Offer full blocks to the prefix cache: of prompts at once, of answers several together.
 
-    def finish(self, result: StepOutput) -> list[TokenOutput]:
-        """Take in the result of the oldest step under way; new tokens and ends of requests."""
-        flight = self._flights.popleft()
-        batch = flight.batch
-        assert result.step == batch.step, f"step {result.step} came back, not {batch.step}"
-        self._finished_steps += 1
-        self._step_seconds += result.seconds
-        self._done[batch.slot] = batch.context_len
-        self._steps_under_way[batch.slot] -= 1
+        A block of an answer alone takes several times as long, because its data is cold.
+        """
+        for chunk in step.chunks:
+            self._cache_blocks(chunk.request)
+        slots = step.slots[: len(step.slots) - len(step.chunks)]
+        new = self._slots.computed[slots] - self._slots.cached_blocks[slots] * self.kv.block_size
+        due = slots[new >= ANSWER_BLOCKS * self.kv.block_size]
+        for request in self._slots.requests_in(due.tolist()):
+            self._cache_blocks(request)
 
-        if result.prompt_logprobs is not None:
-            take_scores(flight.scores, result.prompt_logprobs)
-        outputs = self._take_tokens(batch.sample_slot, result)
-        outputs += self._take_sums(flight.sums, result.pooled)
-        if self._prefix_caching:
-            self._register(batch.slot)
-        self._release()
-        return outputs
+    def _cache_blocks(self, request: Request) -> None:
+        """Offer a running request's full blocks to the prefix cache."""
+        size = self.kv.block_size
+        first = int(self._slots.cached_blocks[request.slot])
+        # Steps may have computed tokens of an aborted request that never came back to the host.
+        end = min(int(self._slots.computed[request.slot]), len(request)) // size
+        if end > first:
+            keys = request.keys(end, size)[first:]
+            self.kv.cache_blocks(request.slot, first, keys)
+            self._slots.cached_blocks[request.slot] = end
+            self._prefix_wait.computed(request, end)
 
-    def _take_tokens(self, slots: Int32, result: StepOutput) -> list[TokenOutput]:
-        """Append each row's token to its request, which may have ended with it, and say so."""
+    def _drop_from_prefix_cache(self, request: Request) -> None:
+        """Remove a request's blocks from the prefix cache, and never offer them again."""
+        self._prefix_wait.cancel(request)
+        self.kv.evict(request.slot)
+        self._slots.cached_blocks[request.slot] = self.kv.total
+
+    # Results.
+
+    def _take_tokens(self, step: StepInFlight, result: StepOutput) -> list[TokenOutput]:
+        """Append each row's token to its request; returns an output for each live request."""
         outputs: list[TokenOutput] = []
-        broken: list[Request] = []
-        misled: list[tuple[Request, str]] = []
-        running = self._running
-        faulty = frozenset(np.flatnonzero(result.status != FINITE).tolist())
-        rows = zip(slots.tolist(), result.token_ids.tolist(), strict=True)
-        for row, (slot, token) in enumerate(rows):
-            request = running[slot]
+        failed = 0
+        not_finite = result.status != FINITE
+        special = not_finite | step.reaches_limit | ~self._slots.routine[step.sampled]
+        requests = map(self._slots.requests.__getitem__, step.sampled.tolist())
+        tokens = result.token_ids.tolist()
+        rows = zip(range(len(tokens)), requests, tokens, special.tolist(), strict=True)
+        for row, request, token, is_special in rows:
             assert request is not None, "a slot is not released while a step names it"
-            if request.ended:
-                continue
-            if faulty and row in faulty:
-                self._distrust(slot)
-                broken.append(request)
-                continue
-            token_ids = request.token_ids
-            token_ids.append(token)
-            reason: FinishReason | None = None
-            stop_token_id = logprobs = prompt_logprobs = None
-            if token in request.end_token_ids:
-                reason, stop_token_id = "stop", token
-                self._end(request)
-            elif len(token_ids) == request.limit:
-                reason = "length"
-                self._end(request)
-            elif request.guide is not None:
-                if (error := request.guide.advance(token)) is not None:
-                    misled.append((request, error))
-                    continue
-                if request.guide.ended:
-                    reason = "stop"
-                    self._end(request)
-            if request.wants_logprobs:
-                logprobs, prompt_logprobs = _take_logprobs(request, row, token, result)
-            queued, request.queued = request.queued, None
-            outputs.append(
-                TokenOutput(
-                    request.id,
-                    [token],
-                    reason,
-                    stop_token_id,
-                    logprobs,
-                    prompt_logprobs,
-                    request.cached_tokens,
-                    queued=queued,
+            if not is_special and token not in request.end_token_ids:
+                request.token_ids.append(token)
+                outputs.append(
+                    TokenOutput(request.id, [token], None, None, None, None, request.cached_tokens)
                 )
-            )
-        self._generation_tokens += len(outputs)
-        outputs += self._end_all(broken, "error", _NOT_FINITE)
-        for request, error in misled:
-            outputs += self._end_all([request], "error", error, faulty_grammar=True)
+            elif not request.ended:
+                if not_finite[row]:
+                    outputs.append(self._fail_not_finite(request))
+                else:
+                    outputs.append(self._take_special_token(request, row, token, result))
+                failed += outputs[-1].finish_reason == "error"
+        self._counters.generation_tokens += len(outputs) - failed
         return outputs
+
+    def _take_special_token(
+        self, request: Request, row: int, token: int, result: StepOutput
+    ) -> TokenOutput:
+        """Append a token that may be the first or last one, or has more to report than itself."""
+        request.token_ids.append(token)
+        reason: FinishReason | None = None
+        stop_token_id = logprobs = None
+        if token in request.end_token_ids:
+            reason, stop_token_id = "stop", token
+        elif len(request) == request.limit:
+            reason = "length"
+        elif request.matcher is not None:
+            if (error := request.matcher.advance(token)) is not None:
+                return self._end_early(request, "error", error, faulty_grammar=True)
+            if request.matcher.ended:
+                reason = "stop"
+        if reason is not None:
+            self._end(request)
+        elif request.matcher is None and not request.wants_logprobs:
+            self._slots.routine[request.slot] = request.slot not in self._slots.retired
+        if (top := request.params.logprobs) is not None:
+            assert result.logprobs is not None, "the runner returns requested log probabilities"
+            logprobs = [token_logprob(result.logprobs, row, token, top)]
+        prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+        queued, request.queued = request.queued, None
+        return TokenOutput(
+            request.id,
+            [token],
+            reason,
+            stop_token_id,
+            logprobs,
+            prompt_logprobs,
+            request.cached_tokens,
+            queued=queued,
+        )
 
     def _take_sums(self, sums: list[Part], hidden: Float32) -> list[TokenOutput]:
-        """Add hidden states, [E, hidden], to those of their requests; those that have all end."""
+        """Add sums of hidden states, [E, hidden], to their requests; returns finished embeddings.
+
+        A request for an embedding has no output tokens. It ends when its prompt is computed.
+        """
         outputs: list[TokenOutput] = []
-        broken: list[Request] = []
         for part, own in zip(sums, hidden, strict=True):
             request = part.request
             if request.ended:
                 continue
             if not np.isfinite(own).all():
-                self._distrust(request.slot)
-                broken.append(request)
+                outputs.append(self._fail_not_finite(request))
                 continue
             request.hidden_sum += own
             if part.stop == request.prompt_length:
@@ -454,105 +447,58 @@ class Scheduler:
                         embedding=request.embedding,
                     )
                 )
-        return outputs + self._end_all(broken, "error", _NOT_FINITE)
+        return outputs
 
-    def _distrust(self, slot: int) -> None:
-        """Offer the blocks of a slot to the prefix cache no more."""
-        self.kv.forget(slot)
-        self._registered[slot] = self.kv.total
+    # Ends of requests.
 
-    def _register(self, slots: Int32) -> None:
-        """Offer blocks that are now full to the prefix cache."""
-        size = self.kv.block_size
-        done, registered = self._done[slots], self._registered[slots]
-        full = np.flatnonzero(done >= (registered + 1) * size)
-        rows = zip(
-            slots[full].tolist(), done[full].tolist(), registered[full].tolist(), strict=True
-        )
-        for slot, computed, first in rows:
-            request = self._running[slot]
-            assert request is not None
-            # Of an aborted request, tokens may be computed that the host never saw.
-            known = min(computed, len(request)) // size
-            keys = request.keys(known, size)
-            for index in range(first, known):
-                self.kv.register(slot, index, keys[index])
-                self._coming.pop(keys[index], None)
-            self._registered[slot] = max(known, first)
+    def _fail_not_finite(self, request: Request) -> TokenOutput:
+        self._drop_from_prefix_cache(request)
+        return self._end_early(request, "error", "the model's output is not finite")
 
-    # Coming to an end.
-
-    def _end_all(
+    def _end_early(
         self,
-        requests: list[Request],
+        request: Request,
         reason: FinishReason,
         error: str | None = None,
         *,
         faulty_grammar: bool = False,
-    ) -> list[TokenOutput]:
-        for request in requests:
-            self._end(request)
-        return [
-            TokenOutput(
-                r.id,
-                [],
-                finish_reason=reason,
-                cached_tokens=max(r.cached_tokens, 0),
-                error=error,
-                faulty_grammar=faulty_grammar,
-            )
-            for r in requests
-        ]
+    ) -> TokenOutput:
+        """End a request without another token; returns its last output."""
+        self._end(request)
+        return TokenOutput(
+            request.id,
+            [],
+            finish_reason=reason,
+            cached_tokens=max(request.cached_tokens, 0),
+            error=error,
+            faulty_grammar=faulty_grammar,
+        )
 
     def _end(self, request: Request) -> None:
-        """Nothing more is told about the request; `_release` frees what it holds."""
+        """Send no further output for a request; `_release` frees what it holds."""
         request.ended = True
         del self._live[request.id]
         if request.slot < 0:
             self._waiting.remove(request)
         else:
-            self._leave(request)
+            self._retire(request)
 
-    def _leave(self, request: Request) -> None:
-        """Take no more steps; `_release` takes the slot once the last one is back."""
-        for key in request.known_keys:
-            if self._coming.get(key) is request:
-                del self._coming[key]
-        self._leaving.add(request.slot)
-        self._decoding[request.slot] = False
+    def _retire(self, request: Request) -> None:
+        """Let a running request take part in no further step."""
+        self._prefix_wait.cancel(request)
+        self._slots.retire(request.slot)
         if request in self._prefilling:
             self._prefilling.remove(request)
 
     def _release(self) -> None:
-        """Free slots and blocks that are being left and that no step under way names."""
-        for slot in [slot for slot in self._leaving if self._steps_under_way[slot] == 0]:
-            request = self._running[slot]
-            assert request is not None
-            self.kv.free(slot)
-            self._leaving.remove(slot)
-            self._running[slot] = None
-            self._guides.pop(slot, None)
-            self._free_slots.append(slot)
+        """Free slots and blocks of retired requests once no step in flight names them."""
+        for request in self._slots.release():
+            if self._prefix_caching:
+                self._cache_blocks(request)
+            self.kv.free(request.slot)
             request.slot = -1
             if not request.ended:  # it was preempted
-                insort(self._waiting, request, key=_rank)
-
-    def _at(self, slots: Iterable[int]) -> list[Request]:
-        """The requests in these slots."""
-        return [request for slot in slots if (request := self._running[slot]) is not None]
+                insort(self._waiting, request, key=_order)
 
 
-def _take_logprobs(
-    request: Request, row: int, token: int, result: StepOutput
-) -> tuple[list[TokenLogprob] | None, list[TokenLogprob] | None]:
-    """Of the token, and of the prompt with the first one: what was asked for."""
-    logprobs = None
-    if (top := request.params.logprobs) is not None:
-        assert result.logprobs is not None, "the runner returns what was asked for"
-        logprobs = [token_logprob(result.logprobs, row, token, top)]
-    prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
-    return logprobs, prompt_logprobs
-
-
-_rank = attrgetter("rank")
-_NOT_FINITE = "the model's output is not finite"
+_order = attrgetter("order")

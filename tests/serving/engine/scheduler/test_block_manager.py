@@ -8,7 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from weft.serving.engine.scheduler.block_manager import ROOT_KEY, BlockManager, block_key
+from weft.serving.engine.protocol import pack_tokens
+from weft.serving.engine.scheduler.block_manager import BlockManager, block_keys, new_prefix_hash
 
 BLOCK = 4
 SLOTS = 4
@@ -17,11 +18,7 @@ BLOCKS = 12
 
 def keys_of(tokens: list[int]) -> list[bytes]:
     """Keys of the full blocks of `tokens`."""
-    keys: list[bytes] = []
-    for end in range(BLOCK, len(tokens) + 1, BLOCK):
-        parent = keys[-1] if keys else ROOT_KEY
-        keys.append(block_key(parent, np.array(tokens[end - BLOCK : end], np.int32).tobytes()))
-    return keys
+    return list(block_keys(new_prefix_hash(), pack_tokens(tokens), BLOCK))
 
 
 class KVCacheMachine(RuleBasedStateMachine):
@@ -44,7 +41,8 @@ class KVCacheMachine(RuleBasedStateMachine):
         for i, block in enumerate(prefix):
             assert self.contents[block] == tokens[: (i + 1) * BLOCK]
         before = self.kv.available
-        if self.kv.allocate(slot, len(tokens), prefix, spare=spare):
+        if self.kv.can_allocate(slot, len(tokens), prefix, spare=spare):
+            self.kv.allocate(slot, len(tokens), prefix)
             assert self.kv.available >= spare
             self.tokens[slot] = tokens
             self._fill(slot, len(prefix))
@@ -57,18 +55,35 @@ class KVCacheMachine(RuleBasedStateMachine):
     def grow(self, data: st.DataObject, more: list[int]) -> None:
         slot = data.draw(st.sampled_from(sorted(self.tokens)))
         tokens = self.tokens[slot] + more
-        if len(tokens) > 10 * BLOCK or not self.kv.allocate(slot, len(tokens)):
+        if len(tokens) > 10 * BLOCK or not self.kv.can_allocate(slot, len(tokens)):
             return
+        self.kv.allocate(slot, len(tokens))
         first = len(self.tokens[slot]) // BLOCK
         self.tokens[slot] = tokens
         self._fill(slot, first)
 
     @precondition(lambda self: self.tokens)
-    @rule(data=st.data(), forget=st.booleans())
-    def free(self, data: st.DataObject, forget: bool) -> None:
+    @rule(token=st.integers(0, 1))
+    def grow_all_that_are_full(self, token: int) -> None:
+        full = [
+            slot
+            for slot, tokens in self.tokens.items()
+            if len(tokens) % BLOCK == 0 and len(tokens) < 10 * BLOCK
+        ]
+        slots = np.array(full, np.intp)
+        assert self.kv.can_append(slots) == (len(full) <= self.kv.available)
+        if not self.kv.can_append(slots):
+            return
+        self.kv.append_block(slots)
+        for slot in full:
+            self.tokens[slot] = [*self.tokens[slot], token]
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), evict=st.booleans())
+    def free(self, data: st.DataObject, evict: bool) -> None:
         slot = data.draw(st.sampled_from(sorted(self.tokens)))
-        if forget:
-            self.kv.forget(slot)
+        if evict:
+            self.kv.evict(slot)
             assert not self.kv.find_prefix(keys_of(self.tokens[slot])) or self._shared(slot)
         self.kv.free(slot)
         del self.tokens[slot]
@@ -83,11 +98,12 @@ class KVCacheMachine(RuleBasedStateMachine):
         assert self.kv.available == BLOCKS - len(held)
 
     def _fill(self, slot: int, first: int) -> None:
-        """Compute the slot's full blocks from `first` on, and register them."""
+        """Compute the slot's full blocks from `first` on, and put them into the prefix cache."""
         tokens = self.tokens[slot]
-        for i, key in enumerate(keys_of(tokens)[first:], start=first):
+        keys = keys_of(tokens)[first:]
+        for i in range(first, first + len(keys)):
             self.contents[int(self.kv.table[slot, i])] = tokens[: (i + 1) * BLOCK]
-            self.kv.register(slot, i, key)
+        self.kv.cache_blocks(slot, first, keys)
 
     def _shared(self, slot: int) -> bool:
         """Whether a block elsewhere holds the slot's first block's tokens."""
@@ -109,19 +125,18 @@ def test_the_block_released_longest_ago_is_reused_first() -> None:
     kv = BlockManager(4, BLOCK, 2, 4 * BLOCK)
     old, new = keys_of([1] * 8), keys_of([2] * 8)
     for slot, keys in enumerate((old, new)):
-        assert kv.allocate(slot, 8)
-        for i, key in enumerate(keys):
-            kv.register(slot, i, key)
+        kv.allocate(slot, 8)
+        kv.cache_blocks(slot, 0, keys)
     kv.free(0)
     kv.free(1)
-    assert kv.allocate(0, BLOCK)
+    kv.allocate(0, BLOCK)
     assert len(kv.find_prefix(old)) == 1, "the end of a prefix goes before its beginning"
     assert len(kv.find_prefix(new)) == 2
 
 
 def test_check_finds_a_leak() -> None:
     kv = BlockManager(4, BLOCK, 2, 4 * BLOCK)
-    assert kv.allocate(0, 8)
+    kv.allocate(0, 8)
     kv.num_blocks[0] = 1
     kv.table[0, 1] = 0
     with pytest.raises(AssertionError, match="references"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,13 +13,17 @@ from support.mock_runner import END, MockRunner, expected
 
 from weft.errors import RequestError
 from weft.models.interface import Step
-from weft.serving.engine.protocol import Add, TokenOutput
+from weft.serving.engine.protocol import Add, TokenOutput, pack_tokens
 from weft.serving.engine.sampling_params import SamplingParams
 from weft.serving.engine.scheduler.block_manager import BlockManager
 from weft.serving.engine.scheduler.dp_attention import DpAttentionScheduler
 from weft.serving.engine.scheduler.scheduler import Scheduler
 
 MAX_MODEL_LEN, BLOCK_SIZE, BUDGET = 40, 4, 9
+
+
+def prompt_of(add: Add) -> list[int]:
+    return np.frombuffer(add.prompt, np.int32).tolist()
 
 
 class Engine:
@@ -44,7 +49,7 @@ class Engine:
         """Add a request; returns the copy that it has gone to."""
         name = f"r{len(self.adds)}"
         params = SamplingParams(seed=0, max_tokens=max_tokens)
-        self.adds[name] = add = Add(name, list(prompt), params, (END,))
+        self.adds[name] = add = Add(name, pack_tokens(prompt), params, (END,))
         self.outputs[name] = []
         self.copies.add(add)
         (copy,) = (i for i, scheduler in enumerate(self.schedulers) if scheduler.has(name))
@@ -73,7 +78,7 @@ class Engine:
         """Every request has ended, once and with what its prompt dictates."""
         for name, add in self.adds.items():
             got = [token for output in self.outputs[name] for token in output.token_ids]
-            want = expected(add.prompt_token_ids, add.params.max_tokens or 0)
+            want = expected(prompt_of(add), add.params.max_tokens or 0)
             reason = self.outputs[name][-1].finish_reason
             assert reason in ("stop", "length", "abort")
             assert got == (want[: len(got)] if reason == "abort" else want), name
@@ -154,7 +159,9 @@ def test_what_cannot_run_and_what_is_there_is_refused() -> None:
     engine = Engine(2)
     engine.add([1, 2, 3], 4)
     with pytest.raises(RequestError, match="at most 40"):
-        engine.copies.add(Add("long", [1] * 40, SamplingParams(seed=0, max_tokens=1), ()))
+        engine.copies.add(
+            Add("long", pack_tokens([1] * 40), SamplingParams(seed=0, max_tokens=1), ())
+        )
     with pytest.raises(RequestError, match="'r0' is in use"):
         engine.copies.add(engine.adds["r0"])
     assert engine.copies.live == ("r0",)

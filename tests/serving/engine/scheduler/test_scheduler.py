@@ -28,7 +28,7 @@ from weft.errors import RequestError
 from weft.models.interface import FINITE, Int32, StepInput, StepOutput
 from weft.models.spec.pooling import PoolingKind
 from weft.serving.engine.grammar.matcher import GrammarMatcher
-from weft.serving.engine.protocol import Add, TokenOutput
+from weft.serving.engine.protocol import Add, TokenOutput, pack_tokens
 from weft.serving.engine.sampling_params import SamplingParams
 from weft.serving.engine.scheduler.block_manager import BlockManager
 from weft.serving.engine.scheduler.scheduler import Scheduler
@@ -47,12 +47,16 @@ def make_add(
 ) -> Add:
     return Add(
         request_id=request_id,
-        prompt_token_ids=list(prompt),
+        prompt=pack_tokens(prompt),
         params=SamplingParams(**({"seed": 0} | params), max_tokens=max_tokens),
         end_token_ids=(END,),
         priority=priority,
         pooling=pooling,
     )
+
+
+def prompt_of(add: Add) -> list[int]:
+    return np.frombuffer(add.prompt, np.int32).tolist()
 
 
 def embedding(prompt: Sequence[int], pooling: PoolingKind) -> list[float]:
@@ -114,7 +118,7 @@ class Engine:
         guide = None
         if guided:
             seed = add.params.seed or 0
-            script = Script(expected(add.prompt_token_ids, MAX_MODEL_LEN, seed=seed))
+            script = Script(expected(prompt_of(add), MAX_MODEL_LEN, seed=seed))
             guide = GrammarMatcher(script, VOCAB_SIZE, add.end_token_ids)
         self.scheduler.add(add, guide)
         self.adds[add.request_id] = add
@@ -172,7 +176,7 @@ class Engine:
     def check_answer(self, request_id: str) -> None:
         add, outputs = self.adds[request_id], self.outputs[request_id]
         assert add.params.max_tokens is not None
-        prompt, got = add.prompt_token_ids, self.tokens(request_id)
+        prompt, got = prompt_of(add), self.tokens(request_id)
         room = MAX_MODEL_LEN - len(prompt)
         want = expected(prompt, min(add.params.max_tokens, room), seed=add.params.seed or 0)
         last = outputs[-1]
@@ -196,12 +200,12 @@ class Engine:
         self._check_logprobs(add, outputs, got)
 
     def _check_logprobs(self, add: Add, outputs: list[TokenOutput], got: list[int]) -> None:
-        text = add.prompt_token_ids + got
+        text = prompt_of(add) + got
         chosen = [x for output in outputs for x in output.logprobs or []]
         if add.params.logprobs is None:
             assert not chosen
         else:
-            begin = len(add.prompt_token_ids)
+            begin = len(prompt_of(add))
             assert [x.token_id for x in chosen] == got
             for i, entry in enumerate(chosen, start=begin):
                 assert entry.logprob == pytest.approx(logprob(text[:i], text[i]))
@@ -209,7 +213,7 @@ class Engine:
         if add.params.prompt_logprobs is not None:
             scored = outputs[0].prompt_logprobs
             assert scored is not None
-            assert [x.token_id for x in scored] == add.prompt_token_ids[1:]
+            assert [x.token_id for x in scored] == prompt_of(add)[1:]
             for i, entry in enumerate(scored, start=1):
                 assert entry.logprob == pytest.approx(logprob(text[:i], text[i]))
                 assert len(entry.top) == add.params.prompt_logprobs
@@ -264,7 +268,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def follow_up(self, data: st.DataObject, more: list[int]) -> None:
         """A prompt that goes on from what another request has so far."""
         name = data.draw(st.sampled_from(sorted(self.engine.outputs)))
-        tokens = self.engine.adds[name].prompt_token_ids + self.engine.tokens(name) + more
+        tokens = prompt_of(self.engine.adds[name]) + self.engine.tokens(name) + more
         if len(tokens) < MAX_MODEL_LEN:
             self.count += 1
             self.engine.add(make_add(f"r{self.count}", tokens, 4))
@@ -569,7 +573,7 @@ def test_what_its_grammar_does_not_allow_ends_a_request_alone() -> None:
     engine.add(make_add("good", [1, 2, 3], 8), guided=True)
     engine.add(make_add("bad", [4, 5, 6], 8))
     wrong = [token + 1 for token in expected([4, 5, 6], 8)]
-    engine.scheduler._live["bad"].guide = GrammarMatcher(Script(wrong), VOCAB_SIZE, [END])
+    engine.scheduler._live["bad"].matcher = GrammarMatcher(Script(wrong), VOCAB_SIZE, [END])
     batch = engine.scheduler.schedule()
     assert batch is not None
     outputs = engine.scheduler.finish(engine.runner.step(batch))
