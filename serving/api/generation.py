@@ -84,8 +84,7 @@ class Answers:
         self.n = params.n
         self._state = state
         self._engine = engine
-        waits = admit.get() is not None
-        self._params = [engine.validate(prompt, params, waits=waits) for prompt in prompts]
+        self._requests = [engine.validate(prompt, params) for prompt in prompts]
         self._priority = priority
         self._context = current.get()
         self._deadline = None if self._context is None else state.deadline(self._context)
@@ -141,21 +140,19 @@ class Answers:
         )
 
     def _one(self, i: int) -> AsyncGenerator[Delta, None]:
-        prompt = self.prompts[i // self.n]
-        params = self._params[i // self.n].answer(i % self.n)
-        deltas = self._engine.generate(
-            prompt,
-            params,
+        request = self._requests[i // self.n].answer(i % self.n)
+        phases = Phases(len(request.prompt_token_ids))
+        if self._context is not None:
+            self._context.answers.append(phases)
+        return self._engine.generate(
+            request,
             priority=self._priority,
             deadline=self._deadline,
             visible=self._visible,
             admit=admit.get(),
             on_admitted=self._admit,
+            observer=self._state.metrics.observer(phases),
         )
-        phases = Phases(len(prompt))
-        if self._context is not None:
-            self._context.answers.append(phases)
-        return self._state.metrics.observe(deltas, phases)
 
     def _admit(self) -> None:
         """An answer has a place. Once all have, the prompts will be computed, for whoever waits."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from weft.errors import EngineError, RequestError
-from weft.serving.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from weft.models.interface import Float32
+    from weft.serving.engine.checks import CheckedRequest
     from weft.serving.engine.engine import AsyncEngine
     from weft.serving.engine.protocol import TokenLogprob
 
@@ -43,13 +43,13 @@ class Completion:
     error: str | None = None
 
 
-async def complete(engine: AsyncEngine, ids: list[int], params: SamplingParams) -> Completion:
+async def complete(engine: AsyncEngine, request: CheckedRequest) -> Completion:
     """Run one request to its end."""
-    async with aclosing(engine.generate(ids, params)) as stream:
+    async with aclosing(engine.generate(request)) as stream:
         deltas = [delta async for delta in stream]
     last = deltas[-1]
     return Completion(
-        prompt_token_ids=ids,
+        prompt_token_ids=request.prompt_token_ids,
         text="".join(delta.text for delta in deltas),
         token_ids=[token for delta in deltas for token in delta.token_ids],
         finish_reason=last.finish_reason or "error",
@@ -61,9 +61,14 @@ async def complete(engine: AsyncEngine, ids: list[int], params: SamplingParams) 
     )
 
 
-async def embed(engine: AsyncEngine, ids: list[int], dimensions: int | None) -> Float32:
-    """A prompt's embedding, [dimensions]; RequestError if it has none, EngineError if aborted."""
-    async with aclosing(engine.generate(ids, engine.pooling)) as stream:
+async def embed(engine: AsyncEngine, request: CheckedRequest, dimensions: int | None) -> Float32:
+    """Return a prompt's embedding, float32 [dimensions].
+
+    Raises:
+        RequestError: the embedding failed.
+        EngineError: the embedding was aborted.
+    """
+    async with aclosing(engine.generate(request)) as stream:
         (last,) = [delta async for delta in stream]
     if last.embedding is not None:
         return engine.pooling.finish(last.embedding, dimensions)

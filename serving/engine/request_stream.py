@@ -44,6 +44,19 @@ class Delta:
     embedding: bytes | None = None
 
 
+class StreamObserver:
+    """Callbacks of `AsyncEngine.generate`, for one request; these do nothing."""
+
+    def on_delta(self, delta: Delta) -> None:
+        """Take a delta, before the reader gets it."""
+
+    def on_error(self) -> None:
+        """Note that the request was refused or failed with a WeftError; `on_end` follows."""
+
+    def on_end(self) -> None:
+        """Note that nothing more comes, for whatever reason."""
+
+
 class RequestStream:
     """Turns tokens into text, and keeps what has not been read, merged into one delta.
 
