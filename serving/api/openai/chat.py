@@ -59,11 +59,9 @@ async def create_chat_completion(request: Request, body: ChatRequest, state: Sta
 
 
 def _params(body: ChatRequest) -> SamplingParams:
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
     if body.max_completion_tokens is not None:
         more["max_tokens"] = body.max_completion_tokens
-    if body.logprobs:
-        more["logprobs"] = body.top_logprobs or 0
     return body.sampling_params(**more)
 
 
