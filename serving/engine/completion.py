@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from weft.errors import EngineError, RequestError
+from weft.serving.engine.request_stream import joined
 
 if TYPE_CHECKING:
     from weft.models.interface import Float32
@@ -46,18 +46,17 @@ class Completion:
 async def complete(engine: AsyncEngine, request: CheckedRequest) -> Completion:
     """Run one request to its end."""
     async with aclosing(engine.generate(request)) as stream:
-        deltas = [delta async for delta in stream]
-    last = deltas[-1]
+        whole = joined([delta async for delta in stream])
     return Completion(
         prompt_token_ids=request.prompt_token_ids,
-        text="".join(delta.text for delta in deltas),
-        token_ids=[token for delta in deltas for token in delta.token_ids],
-        finish_reason=last.finish_reason or "error",
-        stop_reason=last.stop_reason,
-        logprobs=_joined(delta.logprobs for delta in deltas),
-        prompt_logprobs=_joined(delta.prompt_logprobs for delta in deltas),
-        cached_tokens=max(delta.cached_tokens for delta in deltas),
-        error=last.error,
+        text=whole.text,
+        token_ids=list(whole.token_ids),
+        finish_reason=whole.finish_reason or "error",
+        stop_reason=whole.stop_reason,
+        logprobs=None if whole.logprobs is None else list(whole.logprobs),
+        prompt_logprobs=None if whole.prompt_logprobs is None else list(whole.prompt_logprobs),
+        cached_tokens=whole.cached_tokens,
+        error=whole.error,
     )
 
 
@@ -75,8 +74,3 @@ async def embed(engine: AsyncEngine, request: CheckedRequest, dimensions: int | 
     if last.finish_reason == "abort":
         raise EngineError("the embedding was cut off: the engine is shutting down")
     raise RequestError(last.error or "the embedding failed", code="generation_failed", status=500)
-
-
-def _joined(parts: Iterable[Sequence[TokenLogprob] | None]) -> list[TokenLogprob] | None:
-    found = [part for part in parts if part is not None]
-    return [entry for part in found for entry in part] if found else None

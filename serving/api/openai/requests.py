@@ -131,13 +131,12 @@ def sampling_params(body: Body, **more: Any) -> SamplingParams:
     """
     shared = SamplingParams.__struct_fields__
     given = {name: getattr(body, name) for name in shared if name in type(body).model_fields}
-    return SamplingParams(
-        **{
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in (given | more).items()
-            if value is not None
-        }
-    )
+    settings: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in (given | more).items()
+        if value is not None
+    }
+    return SamplingParams(**settings)
 
 
 def _token_biases(biases: dict[str, float]) -> dict[int, float]:
