@@ -32,6 +32,7 @@ from weft.serving.engine.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from weft.models.interface import Float32
     from weft.serving.config.settings import EngineConfig
+    from weft.serving.engine.checks import CheckedRequest
     from weft.serving.engine.engine import AsyncEngine, Delta
     from weft.serving.engine.protocol import EngineInfo
     from weft.serving.engine.tokenizer import Tokenizer
@@ -205,11 +206,12 @@ class LLM:
             if is_chat
             else self._encode(cast("Prompt", prompt))
         )
-        engine, params = self._running, params or SamplingParams()
+        engine = self._running
+        request = engine.validate(ids, params or SamplingParams())
         news: SimpleQueue[Delta | None] = SimpleQueue()
 
         async def pump() -> None:
-            async with aclosing(engine.generate(ids, params)) as deltas:
+            async with aclosing(engine.generate(request)) as deltas:
                 async for delta in deltas:
                     news.put(delta)
 
@@ -274,21 +276,20 @@ async def _complete_all(
     wishes: Sequence[SamplingParams],
     progress: Progress,
 ) -> list[Completion]:
-    jobs: list[tuple[list[int], SamplingParams]] = []
+    requests: list[CheckedRequest] = []
     for i, (prompt, wish) in enumerate(zip(prompts, wishes, strict=True)):
         with _naming(i):
-            jobs += [
-                (prompt, engine.validate(prompt, answer))
-                for answer in map(wish.answer, range(wish.n))
+            requests += [
+                engine.validate(prompt, answer) for answer in map(wish.answer, range(wish.n))
             ]
-    results: list[Completion | None] = [None] * len(jobs)
+    results: list[Completion | None] = [None] * len(requests)
 
     async def work(place: int) -> None:
-        done = results[place] = await complete(engine, *jobs[place])
+        done = results[place] = await complete(engine, requests[place])
         progress.advance(len(done.token_ids))
 
     with progress:
-        await for_each(range(len(jobs)), work, workers=width(engine))
+        await for_each(range(len(requests)), work, workers=width(engine))
     return cast("list[Completion]", results)
 
 
@@ -298,14 +299,15 @@ async def _embed_all(
     import numpy as np
 
     check_dimensions(dimensions, engine.info)
+    requests: list[CheckedRequest] = []
     for i, prompt in enumerate(prompts):
         with _naming(i):
-            engine.validate(prompt, engine.pooling)
+            requests.append(engine.validate(prompt, engine.pooling))
     vectors = np.empty((len(prompts), dimensions or engine.info.hidden_size), np.float32)
 
     async def work(i: int) -> None:
         with _naming(i):
-            vectors[i] = await embed(engine, prompts[i], dimensions)
+            vectors[i] = await embed(engine, requests[i], dimensions)
         progress.advance(0)
 
     with progress:

@@ -1,138 +1,189 @@
-"""The answers to one HTTP request: every prompt `n` times, all at once.
+"""The answers to one API request: each prompt is answered `n` times, all answers at once.
 
-Answer i belongs to prompt i // n. Each is a stream of the engine, with a seed
-of its own; they are merged in the order in which their pieces come.
+Answer i belongs to prompt i // n and has a seed of its own. Its text passes through a parser, which
+separates content, reasoning and calls in chats; completions have content only. A token passes three
+generators on its way out: `AsyncEngine.generate`, `Generation.stream`, and a route's writer of
+events.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from weft.errors import EngineError, RequestError
+from weft.serving.api.conversation import Conversation
 from weft.serving.api.middleware.request_context import admit, current
 from weft.serving.api.openai.replies import CompletionUsage, FinishReason, PromptTokensDetails
+from weft.serving.api.openai.requests import FunctionName
+from weft.serving.api.parsing.pieces import Answer, CallStart, Content, Piece, Reasoning
+from weft.serving.api.parsing.tool_grammar import Offered, calls_only, or_calls, strict_calls
 from weft.serving.api.state import ServerState
+from weft.serving.engine.admission import for_each
 from weft.serving.engine.metrics import Phases
+from weft.serving.engine.request_stream import Delta, joined
 from weft.serving.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from weft.serving.engine.engine import AsyncEngine, Delta
-    from weft.serving.engine.protocol import TokenLogprob
+    from weft.serving.api.parsing.parser import AnswerFormat, AnswerParser
+    from weft.serving.engine.checks import CheckedRequest
+    from weft.serving.engine.engine import AsyncEngine
 
 MAX_ANSWERS = 1024
 
-
-@dataclass
-class Answer:
-    """One answer, all of it."""
-
-    pieces: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    prompt_logprobs: Sequence[TokenLogprob] | None = None
-    finish_reason: FinishReason = "stop"
-    stop_reason: str | int | None = None
-
-    @property
-    def text(self) -> str:
-        """What the model wrote."""
-        return "".join(self.pieces)
+_NO_PARAMETERS = {"type": "object", "properties": {}}
+_ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
-class Answers:
-    """Runs the answers to one request, and counts their tokens.
+class Generation:
+    """Runs the answers to one request and counts their tokens; made by `of_chat` or `of_texts`.
 
     Args:
-        state: of the server.
+        state: the server.
         engine: ready to take requests.
-        prompts: token ids, at least one prompt.
-        params: sampling settings of each answer; `n` answers are made for each prompt.
+        requests: one for each prompt.
+        n: number of answers to each prompt.
         priority: lower is served first.
-        visible: special tokens whose text is wanted.
+        reader: makes the parser of an answer.
+        visible: special tokens whose text the parser needs.
 
-    Raises:
-        RequestError: a prompt or a setting does not fit the model, or there are too many answers.
+    Attributes:
+        count: number of answers.
+        reasoning_tokens: tokens of thoughts, in the answers that have ended.
     """
 
     def __init__(
         self,
         state: ServerState,
         engine: AsyncEngine,
-        prompts: Sequence[list[int]],
-        params: SamplingParams,
+        requests: Sequence[CheckedRequest],
+        n: int,
         priority: int,
+        reader: Callable[[], _Reader],
         visible: frozenset[int] = frozenset(),
     ) -> None:
-        if len(prompts) * params.n > MAX_ANSWERS:
-            raise RequestError(
-                f"{len(prompts)} prompts with n={params.n} are {len(prompts) * params.n} answers; "
-                f"at most {MAX_ANSWERS} in one request",
-                param="n",
-            )
-        if len(prompts) * params.n > engine.places:
-            raise RequestError(
-                f"{len(prompts)} prompts with n={params.n} are {len(prompts) * params.n} answers; "
-                f"this server has room for {engine.places}, running and waiting",
-                param="n",
-            )
-        self.prompts = prompts
-        self.n = params.n
+        self.count = len(requests) * n
+        self.reasoning_tokens = 0
         self._state = state
         self._engine = engine
-        waits = admit.get() is not None
-        self._params = [engine.validate(prompt, params, waits=waits) for prompt in prompts]
+        self._requests = requests
+        self._n = n
         self._priority = priority
+        self._visible = visible
+        self._readers = [reader() for _ in range(self.count)]
         self._context = current.get()
         self._deadline = None if self._context is None else state.deadline(self._context)
-        self._visible = visible
         self._admitted = 0
         self._completion_tokens = 0
-        self._cached_tokens = [0] * len(prompts)
+        self._cached_tokens = [0] * len(requests)
 
-    @property
-    def count(self) -> int:
-        """How many answers there are."""
-        return len(self.prompts) * self.n
-
-    async def stream(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        """(answer, its next piece), until all have ended. Closing it aborts the answers.
+    @classmethod
+    async def of_texts(
+        cls,
+        state: ServerState,
+        engine: AsyncEngine,
+        prompts: Sequence[str | list[int]],
+        params: SamplingParams,
+        priority: int,
+    ) -> Generation:
+        """Prepare to continue texts, or token ids.
 
         Raises:
-            RequestError: the queue is full.
-            EngineError: the engine has died or is ending.
+            RequestError: a prompt or a setting does not fit the model, or there are too many
+                answers.
         """
-        await note_prompts(self._state, self._engine, self.prompts)
-        async with aclosing(_merged([self._one(i) for i in range(self.count)])) as pieces:
-            async for i, delta in pieces:
-                self._completion_tokens += len(delta.token_ids)
-                self._spend(len(delta.token_ids))
-                if delta.cached_tokens and i % self.n == 0:
-                    self._cached_tokens[i // self.n] = delta.cached_tokens
-                yield i, delta
+        _check_count(len(prompts), params.n, engine)
+
+        def prepare() -> list[CheckedRequest]:
+            encode = partial(engine.tokenizer.encode, most=engine.info.max_model_len)
+            ids = [encode(each) if isinstance(each, str) else each for each in prompts]
+            return [engine.validate(each, params) for each in ids]
+
+        requests = await asyncio.to_thread(prepare)
+        return cls(state, engine, requests, params.n, priority, _TextReader)
+
+    @classmethod
+    async def of_chat(
+        cls,
+        state: ServerState,
+        engine: AsyncEngine,
+        conversation: Conversation,
+        params: SamplingParams,
+        priority: int,
+    ) -> Generation:
+        """Prepare the assistant's next turn in a conversation.
+
+        Raises:
+            RequestError: the conversation or a setting does not fit the model.
+        """
+        _check_count(1, params.n, engine)
+        form = state.answer_format(engine)
+
+        def prepare() -> tuple[str, CheckedRequest]:
+            prompt, most = conversation.prompt(engine.tokenizer), engine.info.max_model_len
+            ids = engine.tokenizer.encode(prompt, add_special_tokens=False, most=most)
+            return prompt, engine.validate(ids, _with_grammar(params, conversation, form, prompt))
+
+        prompt, request = await asyncio.to_thread(prepare)
+        names = [tool.name for tool in conversation.offered]
+
+        def reader() -> _ChatReader:
+            return _ChatReader(form, form.parser(prompt, names, parallel=conversation.parallel))
+
+        return cls(state, engine, [request], params.n, priority, reader, form.visible)
+
+    def prompt(self, i: int) -> list[int]:
+        """Return the token ids of the prompt of answer i."""
+        return self._requests[i // self._n].prompt_token_ids
+
+    async def stream(self) -> AsyncGenerator[Answer, None]:
+        """Yield the parts of all answers as they come. Closing the iterator aborts the answers.
+
+        Raises:
+            RequestError: the queue is full, or an answer has failed.
+            EngineError: the engine has died or is shutting down.
+        """
+        await self._note_prompts()
+        if self.count == 1:
+            async with aclosing(self._generate(0)) as deltas:
+                async for delta in deltas:
+                    self._count(0, delta)
+                    yield self._parse(0, delta)
+            return
+        queue: asyncio.Queue[tuple[int, Delta] | None] = asyncio.Queue()
+        running = asyncio.create_task(self._run(lambda i, delta: queue.put_nowait((i, delta))))
+        running.add_done_callback(lambda _: queue.put_nowait(None))
+        try:
+            while (item := await queue.get()) is not None:
+                self._count(*item)
+                yield self._parse(*item)
+            running.result()
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
     async def collect(self) -> list[Answer]:
-        """Every answer, once all have ended; raises as `stream` and `finish_reason` do."""
-        answers = [Answer() for _ in range(self.count)]
-        async with aclosing(self.stream()) as pieces:
-            async for i, delta in pieces:
-                answer = answers[i]
-                answer.pieces.append(delta.text)
-                answer.token_ids += delta.token_ids
-                answer.logprobs += delta.logprobs or ()
-                if delta.prompt_logprobs is not None:
-                    answer.prompt_logprobs = delta.prompt_logprobs
-                answer.finish_reason = finish_reason(delta) or "stop"
-                answer.stop_reason = delta.stop_reason
-        return answers
+        """Return all answers once they have ended; raises as `stream`."""
+        await self._note_prompts()
+        parts: list[list[Delta]] = [[] for _ in range(self.count)]
+
+        def take(i: int, delta: Delta) -> None:
+            self._count(i, delta)
+            finish_reason(delta)
+            parts[i].append(delta)
+
+        await self._run(take)
+        return [self._parse(i, joined(deltas)) for i, deltas in enumerate(parts)]
 
     def usage(self) -> CompletionUsage:
-        """Token counts so far."""
-        prompt_tokens = sum(map(len, self.prompts))
+        """Count the tokens so far."""
+        prompt_tokens = sum(len(each.prompt_token_ids) for each in self._requests)
         return CompletionUsage(
             prompt_tokens=prompt_tokens,
             completion_tokens=self._completion_tokens,
@@ -140,38 +191,90 @@ class Answers:
             prompt_tokens_details=PromptTokensDetails(sum(self._cached_tokens)),
         )
 
-    def _one(self, i: int) -> AsyncGenerator[Delta, None]:
-        prompt = self.prompts[i // self.n]
-        params = self._params[i // self.n].answer(i % self.n)
-        deltas = self._engine.generate(
-            prompt,
-            params,
+    async def _note_prompts(self) -> None:
+        prompts = [each.prompt_token_ids for each in self._requests]
+        await note_prompts(self._state, self._engine, prompts)
+
+    async def _run(self, take: Callable[[int, Delta], None]) -> None:
+        """Run all answers to their ends; the first error ends the others."""
+
+        async def one(i: int) -> None:
+            async with aclosing(self._generate(i)) as deltas:
+                async for delta in deltas:
+                    take(i, delta)
+
+        if self.count == 1:
+            await one(0)
+        else:
+            await for_each(range(self.count), one, workers=self.count)
+
+    def _generate(self, i: int) -> AsyncGenerator[Delta, None]:
+        request = self._requests[i // self._n].answer(i % self._n)
+        phases = Phases(len(request.prompt_token_ids))
+        if self._context is not None:
+            self._context.answers.append(phases)
+        return self._engine.generate(
+            request,
             priority=self._priority,
             deadline=self._deadline,
             visible=self._visible,
             admit=admit.get(),
-            on_admitted=self._admit,
+            on_admitted=self._on_admitted,
+            observer=self._state.metrics.observer(phases),
         )
-        phases = Phases(len(prompt))
-        if self._context is not None:
-            self._context.answers.append(phases)
-        return self._state.metrics.observe(deltas, phases)
 
-    def _admit(self) -> None:
-        """An answer has a place. Once all have, the prompts will be computed, for whoever waits."""
+    def _on_admitted(self) -> None:
+        """Charge the prompts once all answers are admitted: then they will be computed."""
         self._admitted += 1
         if self._admitted == self.count:
-            self._spend(sum(map(len, self.prompts)))
+            self._spend(sum(len(each.prompt_token_ids) for each in self._requests))
+
+    def _count(self, i: int, delta: Delta) -> None:
+        tokens = len(delta.token_ids)
+        self._completion_tokens += tokens
+        self._spend(tokens)
+        if delta.cached_tokens and i % self._n == 0:
+            self._cached_tokens[i // self._n] = delta.cached_tokens
 
     def _spend(self, tokens: int) -> None:
         if self._context is not None and self._context.key is not None:
             self._context.key.spend(tokens)
 
+    def _parse(self, i: int, delta: Delta) -> Answer:
+        """Parse a part of an answer, or all of it; raises as `finish_reason`."""
+        reason = finish_reason(delta)
+        reader = self._readers[i]
+        pieces = reader.push(delta)
+        if reason is not None:
+            pieces += reader.flush()
+            reason = reader.finish_reason(reason)
+            self.reasoning_tokens += reader.reasoning_tokens
+        return Answer(
+            pieces, i, delta.logprobs or (), delta.prompt_logprobs, reason, delta.stop_reason
+        )
+
+
+def _check_count(prompts: int, n: int, engine: AsyncEngine) -> None:
+    """Raise RequestError if there are too many answers for one request, or for this server."""
+    count = prompts * n
+    if count > MAX_ANSWERS:
+        raise RequestError(
+            f"{prompts} prompts with n={n} are {count} answers; at most {MAX_ANSWERS} in one "
+            "request",
+            param="n",
+        )
+    if count > engine.places:
+        raise RequestError(
+            f"{prompts} prompts with n={n} are {count} answers; this server has room for "
+            f"{engine.places}, running and waiting",
+            param="n",
+        )
+
 
 async def note_prompts(
     state: ServerState, engine: AsyncEngine, prompts: Sequence[list[int]]
 ) -> None:
-    """Tell the request's context what the model sees, if that is to be logged."""
+    """Add the prompts as the model sees them to the request's context, if they are logged."""
     context = current.get()
     if context is not None and state.log_prompts:
         decode = partial(engine.tokenizer.decode, skip_special_tokens=False)
@@ -179,11 +282,11 @@ async def note_prompts(
 
 
 def finish_reason(delta: Delta) -> FinishReason | None:
-    """Why an answer has ended, if it has.
+    """Return why an answer has ended; None if it goes on.
 
     Raises:
-        RequestError: it has failed.
-        EngineError: the engine is ending.
+        RequestError: the answer has failed.
+        EngineError: the engine is shutting down.
     """
     reason = delta.finish_reason
     if reason == "error":
@@ -196,35 +299,117 @@ def finish_reason(delta: Delta) -> FinishReason | None:
     return reason
 
 
-async def _merged(
-    streams: Sequence[AsyncGenerator[Delta, None]],
-) -> AsyncGenerator[tuple[int, Delta], None]:
-    """All streams' items with the stream's index; closes them all when closed or when one fails."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as stream:
-            async for delta in stream:
-                yield 0, delta
-        return
-    queue: asyncio.Queue[tuple[int, Delta] | asyncio.Task[None]] = asyncio.Queue()
+def _with_grammar(
+    params: SamplingParams, conversation: Conversation, form: AnswerFormat, prompt: str
+) -> SamplingParams:
+    """Add a grammar to the settings if calls are required or must match a schema.
 
-    async def pump(i: int, stream: AsyncGenerator[Delta, None]) -> None:
-        async with aclosing(stream):
-            async for delta in stream:
-                queue.put_nowait((i, delta))
+    The grammar applies after the thought, if the model thinks.
+    """
+    tools = [
+        (tool, Offered(tool.name, tool.parameters or _NO_PARAMETERS))
+        for tool in conversation.offered
+    ]
+    free = [
+        offered if tool.strict else replace(offered, schema=_ANY_OBJECT) for tool, offered in tools
+    ]
+    choice, several, tokens = (
+        conversation.tool_choice,
+        conversation.parallel,
+        form.tokenizer.mark_tokens,
+    )
+    grammar = params.grammar
+    if isinstance(choice, FunctionName) or choice == "required":
+        if grammar is not None:
+            raise RequestError(
+                f"{grammar.param} says what the answer must be, and so does tool_choice; "
+                "give one of them",
+                param=grammar.param,
+            )
+        wanted = [offered for _, offered in tools]
+        if isinstance(choice, FunctionName):
+            wanted = [offered for offered in wanted if offered.name == choice.name][:1]
+            several = False
+        grammar = calls_only(form.tools, wanted, several=several, tokens=tokens)
+    elif tools and grammar is not None:
+        grammar = or_calls(grammar, form.tools, free, several=several, tokens=tokens)
+    elif any(tool.strict for tool, _ in tools):
+        grammar = strict_calls(form.tools, free, several=several, tokens=tokens)
+    if grammar is None:
+        return params
+    return msgspec.structs.replace(params, grammar=form.after_thought(grammar, prompt))
 
-    tasks = [asyncio.create_task(pump(i, stream)) for i, stream in enumerate(streams)]
-    for task in tasks:
-        task.add_done_callback(queue.put_nowait)
-    try:
-        running = len(tasks)
-        while running:
-            item = await queue.get()
-            if isinstance(item, asyncio.Task):
-                item.result()
-                running -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+
+class _Reader(Protocol):
+    """Splits one answer into pieces.
+
+    Attributes:
+        reasoning_tokens: number of tokens of the thought, once the answer has ended.
+    """
+
+    reasoning_tokens: int
+
+    def push(self, delta: Delta) -> list[Piece]:
+        """Take more of the answer; returns the pieces that are certain."""
+
+    def flush(self) -> list[Piece]:
+        """End the answer; returns the pieces that were held back."""
+
+    def finish_reason(self, reason: FinishReason) -> FinishReason:
+        """Return the reason as clients see it."""
+
+
+class _TextReader:
+    """Takes an answer as it is: all of it is content."""
+
+    reasoning_tokens = 0
+
+    def push(self, delta: Delta) -> list[Piece]:
+        return [Content(delta.text)] if delta.text else []
+
+    def flush(self) -> list[Piece]:
+        return []
+
+    def finish_reason(self, reason: FinishReason) -> FinishReason:
+        return reason
+
+
+class _ChatReader:
+    """Splits an answer into content, reasoning and calls, and counts the tokens of its thought."""
+
+    def __init__(self, form: AnswerFormat, parser: AnswerParser) -> None:
+        self.reasoning_tokens = 0
+        self._format = form
+        self._parser = parser
+        self._thinking = True
+        self._tokens = 0  # up to the end of the thought, if the answer turns out to have one
+        self._thought: list[str] = []
+        self._calls = False
+
+    def push(self, delta: Delta) -> list[Piece]:
+        if self._thinking:
+            for token in delta.token_ids:
+                self._tokens += 1
+                if token == self._format.end_of_reasoning:
+                    self._thinking = False
+                    break
+        return self._seen(self._parser.push(delta.text))
+
+    def flush(self) -> list[Piece]:
+        pieces = self._seen(self._parser.flush())
+        if self._format.end_of_reasoning is None:
+            self.reasoning_tokens = self._format.count_tokens("".join(self._thought))
+        elif self._parser.has_reasoning:
+            self.reasoning_tokens = self._tokens
+        return pieces
+
+    def finish_reason(self, reason: FinishReason) -> FinishReason:
+        return "tool_calls" if reason == "stop" and self._calls else reason
+
+    def _seen(self, pieces: list[Piece]) -> list[Piece]:
+        for piece in pieces:
+            if isinstance(piece, CallStart):
+                self._calls = True
+            elif isinstance(piece, Reasoning):
+                self._thought.append(piece.text)
+        return pieces

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError, EngineError, RequestError
 from weft.serving.api.parsing.parser import AnswerFormat
-from weft.serving.api.parsing.pieces import ParsedAnswer
+from weft.serving.api.parsing.pieces import Answer
 
 if TYPE_CHECKING:
     from weft.serving.engine.sampling_params import SamplingParams
@@ -85,9 +85,7 @@ def converse(llm: LLM, params: SamplingParams, system: str | None = None) -> Non
 def _turn(llm: LLM, messages: Conversation, text: str) -> dict[str, str]:
     """The assistant's message, its thought told from what it says, as chat templates have it."""
     parser = AnswerFormat.of(llm.tokenizer).parser(llm.tokenizer.render_chat(messages))
-    answer = ParsedAnswer()
-    answer.add(parser.push(text))
-    answer.add(parser.flush())
+    answer = Answer([*parser.push(text), *parser.flush()])
     thought = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
     return {"role": "assistant", "content": answer.content} | thought
 

@@ -2,48 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
-from msgspec.structs import replace
 
 from weft.errors import RequestError
 from weft.serving.engine.protocol import EngineInfo
 from weft.serving.engine.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from weft.models.spec.pooling import PoolingKind
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A request that the model can serve; made by `AsyncEngine.validate`.
+
+    Attributes:
+        prompt_token_ids: plain integers, at least one.
+        params: with `max_tokens` and `seed` filled in, and n = 1.
+        pooling: how the prompt's hidden states become an embedding; None generates tokens.
+    """
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    pooling: PoolingKind | None = None
+
+    def answer(self, i: int) -> CheckedRequest:
+        """Return the request for the i-th answer to this prompt, which has its own seed."""
+        return dataclasses.replace(self, params=self.params.answer(i)) if i else self
+
 
 def check_request(
-    prompt_token_ids: Sequence[int], params: SamplingParams, info: EngineInfo
-) -> SamplingParams:
-    """Check a request against the model; returns `params` with max_tokens filled in and n = 1.
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams,
+    info: EngineInfo,
+    draw_seed: Callable[[], int],
+) -> CheckedRequest:
+    """Check a request for tokens against the model.
+
+    Args:
+        prompt_token_ids: the prompt.
+        params: its sampling settings; `n` is ignored.
+        info: sizes of the model and its KV cache.
+        draw_seed: called when the request has no seed.
 
     Raises:
-        RequestError: it cannot be served.
+        RequestError: the request cannot be served.
     """
     _check_types(params)
-    _check_tokens(prompt_token_ids, info.vocab_size)
+    ids = _check_tokens(prompt_token_ids, info.vocab_size)
     for param, token_ids in (
         ("logit_bias", params.logit_bias),
         ("stop_token_ids", params.stop_token_ids),
     ):
         _check_ids(param, token_ids, info.vocab_size)
-    max_tokens = _room(len(prompt_token_ids), params, info)
+    max_tokens = _room(len(ids), params, info)
     if params.min_tokens > max_tokens:
         raise RequestError(
             f"min_tokens is {params.min_tokens}; after this prompt there is room for {max_tokens}",
             param="min_tokens",
         )
-    return replace(params, max_tokens=max_tokens, n=1)
+    seed = draw_seed() if params.seed is None else params.seed
+    return CheckedRequest(
+        ids, msgspec.structs.replace(params, max_tokens=max_tokens, n=1, seed=seed)
+    )
 
 
-def check_pooled(prompt_token_ids: Sequence[int], info: EngineInfo) -> None:
+def check_pooled(
+    prompt_token_ids: Sequence[int], pooling: PoolingKind, info: EngineInfo
+) -> CheckedRequest:
     """Check a request for an embedding against the model.
 
     Raises:
-        RequestError: it cannot be served.
+        RequestError: the request cannot be served.
     """
-    _check_tokens(prompt_token_ids, info.vocab_size)
-    tokens, capacity = len(prompt_token_ids), info.num_blocks * info.block_size
+    ids = _check_tokens(prompt_token_ids, info.vocab_size)
+    tokens, capacity = len(ids), info.num_blocks * info.block_size
     if tokens > info.max_model_len:
         raise RequestError(
             f"the prompt has {tokens} tokens; the context is {info.max_model_len}",
@@ -56,6 +94,7 @@ def check_pooled(prompt_token_ids: Sequence[int], info: EngineInfo) -> None:
             "--kv-cache-memory",
             param="prompt",
         )
+    return CheckedRequest(ids, SamplingParams(max_tokens=1, seed=0), pooling)
 
 
 def check_dimensions(dimensions: int | None, info: EngineInfo) -> None:
@@ -76,7 +115,8 @@ def _check_types(params: SamplingParams) -> None:
         raise RequestError(f"a sampling setting has the wrong type: {error}") from None
 
 
-def _check_tokens(prompt: Sequence[int], vocab_size: int) -> None:
+def _check_tokens(prompt: Sequence[int], vocab_size: int) -> list[int]:
+    """Return the prompt's token ids as plain integers."""
     import numpy as np  # not with the module: the engine's process is started before
 
     if not len(prompt):
@@ -89,6 +129,8 @@ def _check_tokens(prompt: Sequence[int], vocab_size: int) -> None:
         raise RequestError(
             f"the prompt has token {wrong}; token ids are in [0, {vocab_size})", param="prompt"
         )
+    token_ids: list[int] = ids.tolist()
+    return token_ids
 
 
 def _check_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from weft.errors import EngineError, RequestError
-from weft.serving.engine.sampling_params import SamplingParams
+from weft.serving.engine.request_stream import joined
 
 if TYPE_CHECKING:
     from weft.models.interface import Float32
+    from weft.serving.engine.checks import CheckedRequest
     from weft.serving.engine.engine import AsyncEngine
     from weft.serving.engine.protocol import TokenLogprob
 
@@ -43,35 +43,34 @@ class Completion:
     error: str | None = None
 
 
-async def complete(engine: AsyncEngine, ids: list[int], params: SamplingParams) -> Completion:
+async def complete(engine: AsyncEngine, request: CheckedRequest) -> Completion:
     """Run one request to its end."""
-    async with aclosing(engine.generate(ids, params)) as stream:
-        deltas = [delta async for delta in stream]
-    last = deltas[-1]
+    async with aclosing(engine.generate(request)) as stream:
+        whole = joined([delta async for delta in stream])
     return Completion(
-        prompt_token_ids=ids,
-        text="".join(delta.text for delta in deltas),
-        token_ids=[token for delta in deltas for token in delta.token_ids],
-        finish_reason=last.finish_reason or "error",
-        stop_reason=last.stop_reason,
-        logprobs=_joined(delta.logprobs for delta in deltas),
-        prompt_logprobs=_joined(delta.prompt_logprobs for delta in deltas),
-        cached_tokens=max(delta.cached_tokens for delta in deltas),
-        error=last.error,
+        prompt_token_ids=request.prompt_token_ids,
+        text=whole.text,
+        token_ids=list(whole.token_ids),
+        finish_reason=whole.finish_reason or "error",
+        stop_reason=whole.stop_reason,
+        logprobs=None if whole.logprobs is None else list(whole.logprobs),
+        prompt_logprobs=None if whole.prompt_logprobs is None else list(whole.prompt_logprobs),
+        cached_tokens=whole.cached_tokens,
+        error=whole.error,
     )
 
 
-async def embed(engine: AsyncEngine, ids: list[int], dimensions: int | None) -> Float32:
-    """A prompt's embedding, [dimensions]; RequestError if it has none, EngineError if aborted."""
-    async with aclosing(engine.generate(ids, engine.pooling)) as stream:
+async def embed(engine: AsyncEngine, request: CheckedRequest, dimensions: int | None) -> Float32:
+    """Return a prompt's embedding, float32 [dimensions].
+
+    Raises:
+        RequestError: the embedding failed.
+        EngineError: the embedding was aborted.
+    """
+    async with aclosing(engine.generate(request)) as stream:
         (last,) = [delta async for delta in stream]
     if last.embedding is not None:
         return engine.pooling.finish(last.embedding, dimensions)
     if last.finish_reason == "abort":
         raise EngineError("the embedding was cut off: the engine is shutting down")
     raise RequestError(last.error or "the embedding failed", code="generation_failed", status=500)
-
-
-def _joined(parts: Iterable[Sequence[TokenLogprob] | None]) -> list[TokenLogprob] | None:
-    found = [part for part in parts if part is not None]
-    return [entry for part in found for entry in part] if found else None

@@ -8,7 +8,7 @@ limits, the queue, which core has room, and what is done about a core that is lo
     one fails ──► its requests end with an error ──► the engine fails, and all else with it
                                                  └─► with `restart`, another takes its place
 
-Everything but `encode` runs on one event loop; an AsyncEngine is not thread-safe.
+Everything but `validate` runs on one event loop; an AsyncEngine is not thread-safe.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ import zmq
 from weft.errors import EngineError, ModelError, RequestError, WeftError
 from weft.models.spec.pooling import Pooling, read_pooling
 from weft.serving.config.settings import EngineConfig
-from weft.serving.engine.checks import check_pooled, check_request
+from weft.serving.engine.checks import CheckedRequest, check_pooled, check_request
 from weft.serving.engine.core_client import CoreClient
 from weft.serving.engine.core_process import share_out
 from weft.serving.engine.grammar.compiler import GrammarCompiler
 from weft.serving.engine.protocol import Add, Compiled, EngineInfo, EngineStats, pack_tokens
-from weft.serving.engine.request_stream import Delta, RequestStream
+from weft.serving.engine.request_stream import Delta, RequestStream, StreamObserver
 from weft.serving.engine.retry_after import FinishRate
 from weft.serving.engine.sampling_params import Grammar, SamplingParams
 from weft.serving.engine.timeline import Timelines
@@ -50,13 +50,14 @@ if TYPE_CHECKING:
 Status = Literal["ready", "restarting", "stalled", "draining", "dead"]
 
 LOAD_MODEL = "weft.serving.executor.loading:load_model"
-LONG_PROMPT = 4096  # characters from which on a prompt is encoded in a thread
 MAX_RESTARTS = 3  # of a core, in a row, of which none works
 END_GRACE = 2.0  # seconds for a core that has failed to end by itself
 LIVE_GRAMMARS = 1 << 30  # bytes of compiled grammars that a core's requests may have in all
 SLOW_RELOAD = 10.0  # times as long as at first that a core may load, beside `stall_timeout`
 
 logger = logging.getLogger(__name__)
+
+_NO_OBSERVER = StreamObserver()
 
 __all__ = ["AsyncEngine", "Delta", "Status"]
 
@@ -180,30 +181,27 @@ class AsyncEngine:
         return min((core.waited for core in self._cores if core.status == "ready"), default=0.0)
 
     def validate(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams | Pooling,
-        *,
-        waits: bool = False,
-    ) -> SamplingParams:
-        """Check a request against the model and, unless it waits for room, the queue.
+        self, prompt_token_ids: Sequence[int], params: SamplingParams | Pooling
+    ) -> CheckedRequest:
+        """Check a request against the model; may be called in any thread.
+
+        Args:
+            prompt_token_ids: the prompt.
+            params: how to sample and when to stop (`n` is ignored: n answers are n requests); or,
+                for an embedding, how it is made.
 
         Returns:
-            `params` with max_tokens and seed filled in.
+            The request as `generate` takes it, with `max_tokens` and `seed` filled in.
 
         Raises:
-            RequestError: this request cannot be served; with status 429, not now.
+            RequestError: the request cannot be served.
         """
         if isinstance(params, Pooling):
-            check_pooled(prompt_token_ids, self.info)
-            params = SamplingParams(max_tokens=1, seed=0)  # which is not looked at
-        else:
-            params = check_request(prompt_token_ids, params, self.info)
-        if not waits:
-            self._check_queue()
-        if params.seed is None:
-            params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
-        return params
+            return check_pooled(prompt_token_ids, params.kind, self.info)
+        return check_request(prompt_token_ids, params, self.info, self._draw_seed)
+
+    def _draw_seed(self) -> int:
+        return self._seeds.getrandbits(63)
 
     def _check_queue(self) -> None:
         if self.live >= self.places:
@@ -221,46 +219,85 @@ class AsyncEngine:
 
     async def generate(
         self,
-        prompt: str | Sequence[int],
-        params: SamplingParams | Pooling,
+        request: CheckedRequest,
         *,
         priority: int = 0,
         deadline: float | None = None,
         visible: frozenset[int] = frozenset(),
         admit: Callable[[], Awaitable[None]] | None = None,
         on_admitted: Callable[[], None] = lambda: None,
+        observer: StreamObserver | None = None,
     ) -> AsyncGenerator[Delta, None]:
-        """Serve one request (`params.n` is ignored: n answers are n calls).
-
-        Closing or cancelling the iterator aborts the request.
+        """Serve one request. Closing or cancelling the iterator aborts it.
 
         Args:
-            prompt: text, or token ids.
-            params: how to sample and when to stop; or, for its embedding, how that is made.
+            request: made by `validate`.
             priority: lower is served first.
-            deadline: time.monotonic() at which it is given up.
+            deadline: time.monotonic() at which the request is given up.
             visible: special tokens whose text is wanted, such as the marks of a call.
-            admit: returns when it may be queued, whatever there is in the queue; None: now, or it
-                is refused.
-            on_admitted: called once it waits or runs.
+            admit: returns when the request may be queued, even if the queue is full. Without it,
+                a full queue refuses the request.
+            on_admitted: called once the request waits or runs.
+            observer: called with each delta and at the end.
 
         Yields:
-            What is new; the last one has a finish_reason. An embedding is in one delta.
+            What is new; the last delta has a finish_reason. An embedding is one delta.
 
         Raises:
-            RequestError: see `validate`; its grammar cannot be compiled, or not now (429); or,
-                with status 504, the deadline has passed.
+            RequestError: the queue is full (429); the grammar cannot be compiled, or not now
+                (429); or the deadline has passed (504).
             EngineError: the engine is shutting down or not ready, or the core has failed.
         """
-        if isinstance(prompt, str):
-            prompt = await self.encode(prompt)
-        grammar = pooling = None
-        if isinstance(params, Pooling):
-            pooling = params.kind
-        else:
+        observer = observer or _NO_OBSERVER
+        try:
+            core, id, stream = await self._queue(request, priority, deadline, visible, admit)
+
+            def give_up() -> None:
+                stream.fail(_late())
+                core.drop(id)
+
+            timer = None if deadline is None else _at(deadline, give_up)
+            try:
+                on_admitted()
+                while True:
+                    delta = await stream.next()
+                    observer.on_delta(delta)
+                    yield delta
+                    if delta.finish_reason is not None:
+                        return
+            finally:
+                if timer is not None:
+                    timer.cancel()
+                self._pace.ended()
+                core.drop(id)
+                self.timelines.close(id)
+        except WeftError:
+            observer.on_error()
+            raise
+        finally:
+            observer.on_end()
+
+    async def _queue(
+        self,
+        request: CheckedRequest,
+        priority: int,
+        deadline: float | None,
+        visible: frozenset[int],
+        admit: Callable[[], Awaitable[None]] | None,
+    ) -> tuple[CoreClient, str, RequestStream]:
+        """Send a request to a core; raises as `generate`.
+
+        Returns:
+            The core, the request's id there, and its stream.
+        """
+        params, grammar = request.params, None
+        if params.grammar is not None:
+            if admit is None:  # compiling takes long, so a full queue refuses first
+                self._check_queue()
             grammar = await self._compiled(params.grammar, deadline)
-        params = self.validate(prompt, params, waits=admit is not None)
-        if admit is not None:
+        if admit is None:
+            self._check_queue()
+        else:
             await admit()
         self.check_serving()
         core = self._least_busy()
@@ -270,66 +307,36 @@ class AsyncEngine:
                 "they may"
             )
         number = next(self._ids)
-        request_id = str(number)
-        request = Add(
-            request_id,
-            pack_tokens(prompt),
+        id = str(number)
+        add = Add(
+            id,
+            pack_tokens(request.prompt_token_ids),
             msgspec.structs.replace(params, grammar=None),
             self._end_token_ids(params),
             priority,
             time.monotonic(),
             b"" if grammar is None else grammar.key,
-            pooling,
+            request.pooling,
         )
-        timeline = self.timelines.begin(request_id, len(prompt))
+        timeline = self.timelines.begin(id, len(request.prompt_token_ids))
         named = None if grammar is None else (grammar.key, len(grammar.data))
         stream = RequestStream(self.tokenizer, params, timeline, visible, named)
         try:
-            core.add(number, request, stream, grammar)
+            core.add(number, add, stream, grammar)
         except BaseException:
-            self.timelines.close(request_id)
+            self.timelines.close(id)
             raise
         self._pace.began()
+        return core, id, stream
 
-        def give_up() -> None:
-            stream.fail(_late())
-            core.drop(request_id)
-
-        timer = None if deadline is None else _at(deadline, give_up)
-        try:
-            on_admitted()
-            while True:
-                delta = await stream.next()
-                yield delta
-                if delta.finish_reason is not None:
-                    return
-        finally:
-            if timer is not None:
-                timer.cancel()
-            self._pace.ended()
-            core.drop(request_id)
-            self.timelines.close(request_id)
-
-    async def _compiled(self, grammar: Grammar | None, deadline: float | None) -> Compiled | None:
-        """A request's grammar; raises as `generate`."""
-        if grammar is None:
-            return None
+    async def _compiled(self, grammar: Grammar, deadline: float | None) -> Compiled:
+        """Compile a request's grammar; raises as `generate`."""
         left = None if deadline is None else deadline - time.monotonic()
         try:
             async with asyncio.timeout(left):
                 return await self._grammars.compile(grammar)
         except TimeoutError:
             raise _late() from None
-
-    async def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt; a long one is encoded in a thread, or refused.
-
-        Raises:
-            RequestError: it is far too long, or no text.
-        """
-        if len(text) < LONG_PROMPT:
-            return self.tokenizer.encode(text)
-        return await asyncio.to_thread(self.tokenizer.encode, text, most=self.info.max_model_len)
 
     def check_serving(self) -> None:
         """Raise EngineError, with the time to wait if that is known, when no core serves."""

@@ -8,8 +8,7 @@ stream of each answer.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,10 +16,10 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from weft.errors import WeftError
+from weft.serving.engine.request_stream import Delta, StreamObserver
 
 if TYPE_CHECKING:
-    from weft.serving.engine.engine import AsyncEngine, Delta
+    from weft.serving.engine.engine import AsyncEngine
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _SECONDS_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -110,37 +109,12 @@ class Metrics:
         """All metrics, in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    async def observe(
-        self, deltas: AsyncGenerator[Delta, None], phases: Phases
-    ) -> AsyncGenerator[Delta, None]:
-        """Pass one answer's stream through, and measure it."""
-        last = phases.arrival
-        reason: str | None = "abort"  # unless it gets to its end
-        try:
-            async with aclosing(deltas):  # which aborts the request
-                async for delta in deltas:
-                    now = time.monotonic()
-                    if delta.queued is not None:
-                        phases.queued = delta.queued
-                    if delta.token_ids:
-                        self._observe_tokens(
-                            now - last, len(delta.token_ids), first=phases.output_tokens == 0
-                        )
-                        phases.first_token = phases.first_token or now
-                        phases.output_tokens += len(delta.token_ids)
-                        last = now
-                    if delta.finish_reason is not None:
-                        reason = delta.finish_reason
-                    yield delta
-        except WeftError:
-            reason = "error" if phases.output_tokens else None
-            raise
-        finally:
-            if reason is not None:  # a request that was refused says nothing of the engine
-                phases.end, phases.reason = time.monotonic(), reason
-                self._ended(phases)
+    def observer(self, phases: Phases) -> StreamObserver:
+        """Return callbacks for `AsyncEngine.generate` that measure one answer."""
+        return _AnswerObserver(self, phases)
 
-    def _ended(self, phases: Phases) -> None:
+    def count_answer(self, phases: Phases) -> None:
+        """Count an answer that has ended."""
         self._prompt_tokens.observe(phases.prompt_tokens)
         self._output_tokens.observe(phases.output_tokens)
         self._end_to_end.observe(phases.end - phases.arrival)
@@ -148,13 +122,45 @@ class Metrics:
             self._queued.observe(phases.queued)
         self._answers.labels(self._model, phases.reason).inc()
 
-    def _observe_tokens(self, seconds: float, count: int, *, first: bool) -> None:
-        """`count` tokens arrived together, `seconds` after what came before."""
+    def count_tokens(self, seconds: float, count: int, *, first: bool) -> None:
+        """Measure `count` tokens that came together, `seconds` after the tokens before."""
         if first:
             self._first_token.observe(seconds)
             seconds, count = 0.0, count - 1  # the others came with it
         for _ in range(count):
             self._between_tokens.observe(seconds / count)
+
+
+class _AnswerObserver(StreamObserver):
+    """Measures one answer as its reader gets it."""
+
+    def __init__(self, metrics: Metrics, phases: Phases) -> None:
+        self._metrics = metrics
+        self._phases = phases
+        self._last = phases.arrival
+        self._reason: str | None = "abort"  # unless the answer gets to its end
+
+    def on_delta(self, delta: Delta) -> None:
+        phases = self._phases
+        if delta.queued is not None:
+            phases.queued = delta.queued
+        if delta.token_ids:
+            now, count = time.monotonic(), len(delta.token_ids)
+            self._metrics.count_tokens(now - self._last, count, first=phases.output_tokens == 0)
+            phases.first_token = phases.first_token or now
+            phases.output_tokens += count
+            self._last = now
+        if delta.finish_reason is not None:
+            self._reason = delta.finish_reason
+
+    def on_error(self) -> None:
+        # A refused request says nothing about the engine, so it is not counted.
+        self._reason = "error" if self._phases.output_tokens else None
+
+    def on_end(self) -> None:
+        if self._reason is not None:
+            self._phases.end, self._phases.reason = time.monotonic(), self._reason
+            self._metrics.count_answer(self._phases)
 
 
 class _EngineCollector(Collector):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 from weft.errors import WeftError
 from weft.serving.engine.detokenizer import Detokenizer
@@ -42,6 +44,39 @@ class Delta:
     error_param: str | None = None
     queued: float | None = None
     embedding: bytes | None = None
+
+
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """Join all deltas of an answer to one."""
+    last = deltas[-1]
+    return replace(
+        last,
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        logprobs=_concatenated([delta.logprobs for delta in deltas]),
+        prompt_logprobs=_concatenated([delta.prompt_logprobs for delta in deltas]),
+        cached_tokens=max(delta.cached_tokens for delta in deltas),
+    )
+
+
+def _concatenated(
+    parts: Iterable[tuple[TokenLogprob, ...] | None],
+) -> tuple[TokenLogprob, ...] | None:
+    found = [part for part in parts if part is not None]
+    return tuple(chain.from_iterable(found)) if found else None
+
+
+class StreamObserver:
+    """Callbacks of `AsyncEngine.generate`, for one request; these do nothing."""
+
+    def on_delta(self, delta: Delta) -> None:
+        """Take a delta, before the reader gets it."""
+
+    def on_error(self) -> None:
+        """Note that the request was refused or failed with a WeftError; `on_end` follows."""
+
+    def on_end(self) -> None:
+        """Note that nothing more comes, for whatever reason."""
 
 
 class RequestStream:

@@ -43,9 +43,9 @@ def params(**settings: Any) -> SamplingParams:
 
 
 async def collect(
-    engine: AsyncEngine, prompt: list[int] | str, wish: SamplingParams, **options: Any
+    engine: AsyncEngine, prompt: list[int], wish: SamplingParams, **options: Any
 ) -> list[Delta]:
-    return [delta async for delta in engine.generate(prompt, wish, **options)]
+    return [delta async for delta in engine.generate(engine.validate(prompt, wish), **options)]
 
 
 def tokens(deltas: list[Delta]) -> list[int]:

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from weft.errors import RequestError
 from weft.serving.api.body import Body, by_type
-from weft.serving.api.openai.requests import Function, StopTexts
+from weft.serving.api.openai.requests import Function, StopTexts, sampling_params
 from weft.serving.api.openai.tool_schema import Parameters
 from weft.serving.engine.sampling_params import SamplingParams
 
@@ -206,9 +206,4 @@ class MessagesRequest(CountRequest):
 
     def sampling_params(self) -> SamplingParams:
         """The sampling settings; RequestError when a value is out of range."""
-        names = ("max_tokens", "min_p", "seed", "temperature", "top_k", "top_p")
-        given = {name: getattr(self, name) for name in names}
-        return SamplingParams(
-            **{name: value for name, value in given.items() if value is not None},
-            stop=tuple(self.stop_sequences or ()),
-        )
+        return sampling_params(self, stop=self.stop_sequences)

@@ -20,6 +20,7 @@ from weft.serving.api.body import JsonRoute
 from weft.serving.api.connection import unless_gone
 from weft.serving.api.conversation import Conversation
 from weft.serving.api.errors import describe, told
+from weft.serving.api.generation import Generation
 from weft.serving.api.openai.replies import FinishReason, new_id
 from weft.serving.api.openai.requests import (
     FunctionCall,
@@ -29,10 +30,10 @@ from weft.serving.api.openai.requests import (
     ToolCall,
     ToolMode,
 )
-from weft.serving.api.parsing.pieces import Arguments, CallStart, Content, Piece, Reasoning
+from weft.serving.api.parsing.parser import AnswerFormat
+from weft.serving.api.parsing.pieces import Answer, Arguments, CallStart, Content, Piece, Reasoning
 from weft.serving.api.state import State
 from weft.serving.api.streaming import EventStream, typed_event
-from weft.serving.api.turns import Turns
 
 _TOOL_MODES: dict[str, ToolMode] = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -47,8 +48,10 @@ async def create_message(request: Request, body: asked.MessagesRequest, state: S
     """Answer a conversation, in Anthropic's form."""
     engine = state.ready_engine(body.model)
     params = body.sampling_params()
-    turns = await Turns.begin(state, engine, _conversation(body), params, body.priority or 0)
-    writer = _Writer(body.model, turns)
+    generation = await Generation.of_chat(
+        state, engine, _conversation(body), params, body.priority or 0
+    )
+    writer = _Writer(body.model, generation, state.answer_format(engine))
     if body.stream:
         return await EventStream.start(request, writer.stream(), failure=_failure, done=b"")
     message = await unless_gone(request.receive, writer.whole())
@@ -130,47 +133,45 @@ def _assistant(message: asked.AnthropicMessage) -> Message:
 class _Writer:
     """Writes one turn in Anthropic's shape: as events, or as the message that they add up to."""
 
-    def __init__(self, model: str, turns: Turns) -> None:
-        self._turns = turns
+    def __init__(self, model: str, generation: Generation, form: AnswerFormat) -> None:
+        self._generation = generation
+        self._format = form
         self._message = shapes.MessageOut(new_id("msg", "_"), model, [], self._usage())
+        self._begun = False
         self._arguments = ""  # of the call that is the last block
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The events, as they go over the wire."""
-        async with aclosing(self._events()) as events:
-            async for event in events:
-                yield typed_event(event)
+        """Yield the events, encoded."""
+        async with aclosing(self._generation.stream()) as parts:
+            async for part in parts:
+                for event in self._events(part):
+                    yield typed_event(event)
 
     async def whole(self) -> shapes.MessageOut:
-        """The message, once it is complete."""
-        async with aclosing(self._events()) as events:
-            async for _ in events:
+        """Return the message once it is complete."""
+        for answer in await self._generation.collect():
+            for _ in self._events(answer):
                 pass
         return self._message
 
-    async def _events(self) -> AsyncGenerator[shapes.MessageEvent, None]:
-        message = self._message
-        first = True
-        async with aclosing(self._turns.stream()) as turns:
-            async for turn in turns:
-                if first:
-                    first = False
-                    message.usage = self._usage()
-                    yield shapes.MessageStart(message)
-                    yield shapes.Ping()
-                for piece in turn.pieces:
-                    for event in self._add(piece):
-                        yield event
-                if turn.finish_reason is not None:
-                    for event in self._end(turn.finish_reason, turn.stop_reason):
-                        yield event
+    def _events(self, part: Answer) -> Iterator[shapes.MessageEvent]:
+        """Put a part of the answer into the message, and yield the events that say so."""
+        if not self._begun:
+            self._begun = True
+            self._message.usage = self._usage()
+            yield shapes.MessageStart(self._message)
+            yield shapes.Ping()
+        for piece in part.pieces:
+            yield from self._add(piece)
+        if part.finish_reason is not None:
+            yield from self._end(part.finish_reason, part.stop_reason)
 
     def _add(self, piece: Piece) -> Iterator[shapes.MessageEvent]:
         """Put a piece into the message."""
         last = self._message.content[-1] if self._message.content else None
         match piece:
             case CallStart(name):
-                call = shapes.ToolUseOut(self._turns.format.new_call_id(), name, {})
+                call = shapes.ToolUseOut(self._format.new_call_id(), name, {})
                 yield from self._begin(call)
                 return
             case Content(text):
@@ -225,7 +226,7 @@ class _Writer:
         yield shapes.MessageStop()
 
     def _usage(self) -> shapes.MessagesUsage:
-        usage = self._turns.usage()
+        usage = self._generation.usage()
         cached = usage.prompt_tokens_details.cached_tokens
         return shapes.MessagesUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
 

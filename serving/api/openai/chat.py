@@ -13,6 +13,7 @@ from weft.serving.api.admin.documentation import returns
 from weft.serving.api.body import JsonRoute
 from weft.serving.api.connection import unless_gone
 from weft.serving.api.conversation import Conversation
+from weft.serving.api.generation import Generation
 from weft.serving.api.logprobs import chat_logprobs
 from weft.serving.api.openai.replies import (
     CalledFunction,
@@ -21,7 +22,10 @@ from weft.serving.api.openai.replies import (
     ChatCompletion,
     ChatCompletionChunk,
     ChatDelta,
+    ChatLogprobs,
     ChatMessage,
+    CompletionTokensDetails,
+    CompletionUsage,
     FunctionDelta,
     MessageToolCall,
     ToolCallDelta,
@@ -29,12 +33,11 @@ from weft.serving.api.openai.replies import (
     now,
 )
 from weft.serving.api.openai.requests import ChatRequest, NamedTool
-from weft.serving.api.parsing.pieces import Arguments, CallStart, Content, Piece, Reasoning
+from weft.serving.api.parsing.parser import AnswerFormat
+from weft.serving.api.parsing.pieces import Answer, Arguments, CallStart, Content, Piece, Reasoning
 from weft.serving.api.state import State
 from weft.serving.api.streaming import EventStream, event
-from weft.serving.api.turns import Turn, TurnDelta, Turns
 from weft.serving.engine.sampling_params import SamplingParams
-from weft.serving.engine.tokenizer import Tokenizer
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -50,8 +53,10 @@ async def create_chat_completion(request: Request, body: ChatRequest, state: Sta
         choice.function if isinstance(choice, NamedTool) else choice,
         body.parallel_tool_calls is not False,
     )
-    turns = await Turns.begin(state, engine, conversation, _params(body), body.priority or 0)
-    writer = _Writer(body, engine.tokenizer, turns)
+    generation = await Generation.of_chat(
+        state, engine, conversation, _params(body), body.priority or 0
+    )
+    writer = _Writer(body, generation, state.answer_format(engine))
     if body.stream:
         return await EventStream.start(request, writer.events())
     completion = await unless_gone(request.receive, writer.whole())
@@ -59,97 +64,101 @@ async def create_chat_completion(request: Request, body: ChatRequest, state: Sta
 
 
 def _params(body: ChatRequest) -> SamplingParams:
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
     if body.max_completion_tokens is not None:
         more["max_tokens"] = body.max_completion_tokens
-    if body.logprobs:
-        more["logprobs"] = body.top_logprobs or 0
     return body.sampling_params(**more)
 
 
 class _Writer:
-    """Writes the turns of one request in OpenAI's shape."""
+    """Writes the answers of one request in OpenAI's shape."""
 
-    def __init__(self, body: ChatRequest, tokenizer: Tokenizer, turns: Turns) -> None:
+    def __init__(self, body: ChatRequest, generation: Generation, form: AnswerFormat) -> None:
         self._body = body
-        self._tokenizer = tokenizer
-        self._turns = turns
+        self._generation = generation
+        self._format = form
         self._id = new_id("chatcmpl")
         self._created = now()
-        self._calls = [0] * turns.count  # of each turn, so far
+        self._calls = [0] * generation.count  # of each answer, so far
 
     async def whole(self) -> ChatCompletion:
-        """All turns in one response."""
+        """Return all answers in one response."""
         choices = [
             ChatChoice(
-                index=i,
-                message=self._message(turn),
-                finish_reason=turn.finish_reason,
-                logprobs=chat_logprobs(self._tokenizer, turn.logprobs)
-                if self._body.logprobs
-                else None,
+                index=answer.index,
+                message=self._message(answer),
+                finish_reason=answer.finish_reason,
+                logprobs=self._logprobs(answer),
             )
-            for i, turn in enumerate(await self._turns.collect())
+            for answer in await self._generation.collect()
         ]
         return ChatCompletion(
             id=self._id,
             created=self._created,
             model=self._body.model,
             choices=choices,
-            usage=self._turns.usage(),
+            usage=self._usage(),
         )
 
-    def _message(self, turn: Turn) -> ChatMessage:
-        answer = turn.answer
-        message = ChatMessage(answer.content or (None if answer.calls else ""))
-        if answer.calls:
+    def _message(self, answer: Answer) -> ChatMessage:
+        calls, reasoning = answer.calls, answer.reasoning
+        message = ChatMessage(answer.content or (None if calls else ""))
+        if calls:
             message.tool_calls = [
                 MessageToolCall(
-                    self._turns.format.new_call_id(), CalledFunction(c.name, c.arguments)
+                    self._format.new_call_id(), CalledFunction(call.name, call.arguments)
                 )
-                for c in answer.calls
+                for call in calls
             ]
-        if answer.reasoning:
-            message.reasoning = message.reasoning_content = answer.reasoning
+        if reasoning:
+            message.reasoning = message.reasoning_content = reasoning
         return message
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """For each turn its role, then its pieces, then the reason of its end."""
+        """Yield for each answer its role, then its pieces, then the reason of its end."""
         chunk = ChatCompletionChunk(
             id=self._id, created=self._created, model=self._body.model, choices=[]
         )
         if self._body.include_usage:
             chunk.usage = None
-        new = set(range(self._turns.count))
-        async with aclosing(self._turns.stream()) as turns:
-            async for turn in turns:
-                i, reason = turn.index, turn.finish_reason
+        new = set(range(self._generation.count))
+        async with aclosing(self._generation.stream()) as parts:
+            async for part in parts:
+                i, reason = part.index, part.finish_reason
                 if i in new:
                     new.remove(i)
                     role = ChatDelta(role="assistant", content="", refusal=None)
                     chunk.choices = [ChatChunkChoice(i, role)]
                     yield event(chunk)
-                for choice in self._choices(turn):
+                for choice in self._choices(part):
                     chunk.choices = [choice]
                     yield event(chunk)
                 if reason is not None:
                     chunk.choices = [ChatChunkChoice(i, ChatDelta(), reason)]
                     yield event(chunk)
         if self._body.include_usage:
-            chunk.choices, chunk.usage = [], self._turns.usage()
+            chunk.choices, chunk.usage = [], self._usage()
             yield event(chunk)
 
-    def _choices(self, turn: TurnDelta) -> Iterator[ChatChunkChoice]:
-        """A delta for each piece; log probabilities go with the first."""
-        deltas = [self._delta(turn.index, piece) for piece in turn.pieces]
+    def _usage(self) -> CompletionUsage:
+        usage = self._generation.usage()
+        usage.completion_tokens_details = CompletionTokensDetails(self._generation.reasoning_tokens)
+        return usage
+
+    def _logprobs(self, answer: Answer) -> ChatLogprobs | None:
+        if not self._body.logprobs:
+            return None
+        return chat_logprobs(self._format.tokenizer, answer.logprobs)
+
+    def _choices(self, part: Answer) -> Iterator[ChatChunkChoice]:
+        """Yield a delta for each piece; log probabilities go with the first."""
+        deltas = [self._delta(part.index, piece) for piece in part.pieces]
         # Also without text: clients measure the time between tokens.
-        if not deltas and (turn.logprobs or turn.finish_reason is None):
+        if not deltas and (part.logprobs or part.finish_reason is None):
             deltas = [ChatDelta(content="")]
-        logprobs = None
-        if self._body.logprobs:
-            logprobs = chat_logprobs(self._tokenizer, turn.logprobs)
+        logprobs = self._logprobs(part)
         for delta in deltas:
-            yield ChatChunkChoice(turn.index, delta, logprobs=logprobs)
+            yield ChatChunkChoice(part.index, delta, logprobs=logprobs)
             logprobs = None
 
     def _delta(self, i: int, piece: Piece) -> ChatDelta:
@@ -163,7 +172,7 @@ class _Writer:
                 call = ToolCallDelta(
                     self._calls[i] - 1,
                     FunctionDelta("", name),
-                    self._turns.format.new_call_id(),
+                    self._format.new_call_id(),
                     "function",
                 )
             case Arguments(text):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -15,7 +12,7 @@ from msgspec.structs import replace
 from weft.serving.api.admin.documentation import returns
 from weft.serving.api.body import JsonRoute
 from weft.serving.api.connection import unless_gone
-from weft.serving.api.generation import Answer, Answers, finish_reason
+from weft.serving.api.generation import Generation
 from weft.serving.api.logprobs import TextLogprobs, joined
 from weft.serving.api.openai.replies import (
     Completion,
@@ -26,13 +23,11 @@ from weft.serving.api.openai.replies import (
     now,
 )
 from weft.serving.api.openai.requests import CompletionRequest
+from weft.serving.api.parsing.pieces import Answer
 from weft.serving.api.state import State
 from weft.serving.api.streaming import EventStream, event
 from weft.serving.engine.sampling_params import SamplingParams
 from weft.serving.engine.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from weft.serving.engine.engine import Delta
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -43,13 +38,10 @@ router = APIRouter(route_class=JsonRoute)
 async def create_completion(request: Request, body: CompletionRequest, state: State) -> Response:
     """Continue one text or many, as they stand, without a chat template."""
     engine = state.ready_engine(body.model)
-    params = _params(body)
-    encode = partial(engine.tokenizer.encode, most=engine.info.max_model_len)
-    prompts = await asyncio.to_thread(
-        lambda: [encode(text) if isinstance(text, str) else text for text in body.prompt]
+    generation = await Generation.of_texts(
+        state, engine, body.prompt, _params(body), body.priority or 0
     )
-    answers = Answers(state, engine, prompts, params, body.priority or 0)
-    writer = _Writer(body, engine.tokenizer, answers)
+    writer = _Writer(body, engine.tokenizer, generation)
     if body.stream:
         return await EventStream.start(request, writer.events())
     completion = await unless_gone(request.receive, writer.whole())
@@ -73,73 +65,71 @@ def _only_echo(body: CompletionRequest) -> bool:
 
 
 class _Writer:
-    """Writes the answers to one request in OpenAI's shape."""
+    """Writes the answers of one request in OpenAI's shape."""
 
-    def __init__(self, body: CompletionRequest, tokenizer: Tokenizer, answers: Answers) -> None:
+    def __init__(
+        self, body: CompletionRequest, tokenizer: Tokenizer, generation: Generation
+    ) -> None:
         self._body = body
         self._tokenizer = tokenizer
-        self._answers = answers
+        self._generation = generation
+        self._n = body.n or 1
         self._only_echo = _only_echo(body)
         self._head = Completion(id=new_id("cmpl"), created=now(), model=body.model, choices=[])
 
     async def whole(self) -> Completion:
-        """All answers in one response."""
-        choices = []
-        for i, answer in enumerate(await self._answers.collect()):
-            logprobs = TextLogprobs(self._tokenizer)
-            choice = self._choice(i, answer, logprobs, echo=bool(self._body.echo))
-            choice.finish_reason = answer.finish_reason
-            choices.append(choice)
+        """Return all answers in one response."""
+        choices = [
+            self._choice(answer, TextLogprobs(self._tokenizer), echo=bool(self._body.echo))
+            for answer in await self._generation.collect()
+        ]
         return replace(self._head, choices=choices, usage=self._usage())
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """A piece of one answer at a time; an echoed prompt is in its answer's first piece."""
+        """Yield the parts of the answers; an echoed prompt is in its answer's first part."""
         if self._body.include_usage:
             self._head.usage = None
-        logprobs = [TextLogprobs(self._tokenizer) for _ in range(self._answers.count)]
-        to_echo = set(range(self._answers.count)) if self._body.echo else set()
-        async with aclosing(self._answers.stream()) as pieces:
-            async for i, delta in pieces:
-                choice = self._choice(i, delta, logprobs[i], echo=i in to_echo)
-                choice.finish_reason = finish_reason(delta)
+        count = self._generation.count
+        logprobs = [TextLogprobs(self._tokenizer) for _ in range(count)]
+        to_echo = set(range(count)) if self._body.echo else set()
+        async with aclosing(self._generation.stream()) as parts:
+            async for part in parts:
+                i = part.index
+                self._head.choices = [self._choice(part, logprobs[i], echo=i in to_echo)]
                 to_echo.discard(i)
-                self._head.choices = [choice]
                 yield event(self._head)
         if self._body.include_usage:
             yield event(replace(self._head, choices=[], usage=self._usage()))
 
-    def _choice(
-        self, i: int, piece: Answer | Delta, logprobs: TextLogprobs, *, echo: bool
-    ) -> CompletionChoice:
-        """A piece of the i-th answer, or all of it."""
-        choice = CompletionChoice(index=i, text="", finish_reason=None)
+    def _choice(self, part: Answer, logprobs: TextLogprobs, *, echo: bool) -> CompletionChoice:
+        """Write a part of an answer, or all of it."""
+        choice = CompletionChoice(part.index, "", part.finish_reason)
         if self._body.logprobs is not None:
             choice.logprobs = CompletionLogprobs([], [], [], [])
         if echo:
-            self._echo(i // self._answers.n, choice, piece, logprobs)
+            self._echo(choice, part, logprobs)
         if not self._only_echo:
-            choice.text += piece.text
+            choice.text += part.content
             if choice.logprobs is not None:
-                choice.logprobs = joined(choice.logprobs, logprobs.output(piece.logprobs or []))
+                choice.logprobs = joined(choice.logprobs, logprobs.output(part.logprobs))
         return choice
 
-    def _echo(
-        self, i: int, choice: CompletionChoice, piece: Answer | Delta, logprobs: TextLogprobs
-    ) -> None:
-        """Begin a choice with the i-th prompt."""
-        choice.text = self._prompt_text(i)
+    def _echo(self, choice: CompletionChoice, part: Answer, logprobs: TextLogprobs) -> None:
+        """Begin a choice with its prompt."""
+        choice.text = self._prompt_text(part.index)
         if choice.logprobs is not None:
-            token_ids = self._answers.prompts[i]
-            choice.logprobs = logprobs.prompt(choice.text, token_ids, piece.prompt_logprobs or [])
+            token_ids = self._generation.prompt(part.index)
+            choice.logprobs = logprobs.prompt(choice.text, token_ids, part.prompt_logprobs or [])
 
     def _prompt_text(self, i: int) -> str:
-        prompt = self._body.prompt[i]
+        """Return the text of the prompt of answer i."""
+        prompt = self._body.prompt[i // self._n]
         if isinstance(prompt, str):
             return prompt
         return self._tokenizer.decode(prompt, skip_special_tokens=False)
 
     def _usage(self) -> CompletionUsage:
-        usage = self._answers.usage()
+        usage = self._generation.usage()
         if self._only_echo:
             return replace(usage, completion_tokens=0, total_tokens=usage.prompt_tokens)
         return usage

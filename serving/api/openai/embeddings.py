@@ -23,7 +23,7 @@ from weft.serving.api.openai.replies import Embedding, EmbeddingList, EmbeddingU
 from weft.serving.api.openai.requests import Priority, prompts_up_to
 from weft.serving.api.state import ServerState, State
 from weft.serving.engine.admission import for_each
-from weft.serving.engine.checks import check_dimensions, check_pooled
+from weft.serving.engine.checks import CheckedRequest, check_dimensions
 from weft.serving.engine.metrics import Phases
 
 if TYPE_CHECKING:
@@ -50,29 +50,28 @@ async def create_embeddings(request: Request, body: EmbeddingRequest, state: Sta
     """A vector for each input, such that texts of like meaning have like vectors."""
     engine = state.ready_engine(body.model)
     check_dimensions(body.dimensions, engine.info)
-    prompts = await asyncio.to_thread(_encoded, engine, body.input)
-    await note_prompts(state, engine, prompts)
-    answer = await unless_gone(request.receive, _embed(state, engine, body, prompts))
+    requests = await asyncio.to_thread(_checked, engine, body.input)
+    await note_prompts(state, engine, [each.prompt_token_ids for each in requests])
+    answer = await unless_gone(request.receive, _embed(state, engine, body, requests))
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
-def _encoded(engine: AsyncEngine, inputs: Sequence[str | list[int]]) -> list[list[int]]:
-    """The inputs' token ids; RequestError, naming the input, for one that the model cannot take."""
+def _checked(engine: AsyncEngine, inputs: Sequence[str | list[int]]) -> list[CheckedRequest]:
+    """Encode and check the inputs; a RequestError names the input at fault."""
     encode = partial(engine.tokenizer.encode, most=engine.info.max_model_len)
-    prompts = []
+    requests = []
     for i, each in enumerate(inputs):
         try:
             prompt = encode(each) if isinstance(each, str) else each
-            check_pooled(prompt, engine.info)
+            requests.append(engine.validate(prompt, engine.pooling))
         except RequestError as error:
             message = f"input[{i}]: {error.message}"
             raise RequestError(message, param="input", code=error.code) from error
-        prompts.append(prompt)
-    return prompts
+    return requests
 
 
 async def _embed(
-    state: ServerState, engine: AsyncEngine, body: EmbeddingRequest, prompts: list[list[int]]
+    state: ServerState, engine: AsyncEngine, body: EmbeddingRequest, requests: list[CheckedRequest]
 ) -> EmbeddingList:
     """Run the prompts, no more at a time than run: the queue is for others.
 
@@ -80,11 +79,11 @@ async def _embed(
     """
     context = current.get()
     deadline = None if context is None else state.deadline(context)
-    data = [msgspec.Raw()] * len(prompts)
+    data = [msgspec.Raw()] * len(requests)
     admitting = admit.get()
 
     async def work(i: int) -> None:
-        phases = Phases(len(prompts[i]))
+        phases = Phases(len(requests[i].prompt_token_ids))
         if context is not None:
             context.answers.append(phases)
 
@@ -92,18 +91,18 @@ async def _embed(
             nonlocal admitting
             admitting = admitting or _at_once
             if context is not None and context.key is not None:
-                context.key.spend(len(prompts[i]))
+                context.key.spend(phases.prompt_tokens)
 
         deltas = engine.generate(
-            prompts[i],
-            engine.pooling,
+            requests[i],
             priority=body.priority or 0,
             deadline=deadline,
             admit=admitting,
             on_admitted=on_admitted,
+            observer=state.metrics.observer(phases),
         )
-        async with aclosing(state.metrics.observe(deltas, phases)) as observed:
-            async for delta in observed:
+        async with aclosing(deltas):
+            async for delta in deltas:
                 finish_reason(delta)
                 assert delta.embedding is not None
                 pooled = delta.embedding
@@ -115,8 +114,8 @@ async def _embed(
         data[i] = msgspec.Raw(msgspec.json.encode(Embedding(i, told)))
 
     running = engine.config.dp * engine.info.max_num_seqs
-    await for_each(range(len(prompts)), work, workers=running)
-    tokens = sum(map(len, prompts))
+    await for_each(range(len(requests)), work, workers=running)
+    tokens = sum(len(each.prompt_token_ids) for each in requests)
     embeddings = cast(list[Embedding], data)
     return EmbeddingList(embeddings, body.model, EmbeddingUsage(tokens, tokens))
 

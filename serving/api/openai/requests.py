@@ -114,32 +114,29 @@ class GenerationRequest(GuidedRequest):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def sampling_params(self, **more: Any) -> SamplingParams:
-        """The sampling settings; RequestError when a value is out of range."""
-        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS} | more
-        params = {name: value for name, value in given.items() if value is not None}
-        params.setdefault("grammar", self.grammar)
-        return SamplingParams(
-            **params,
-            stop=tuple(self.stop or ()),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            logit_bias=_token_biases(self.logit_bias or {}),
-        )
+        """Return the sampling settings, with `more`; see `sampling_params`."""
+        bias = None if self.logit_bias is None else _token_biases(self.logit_bias)
+        return sampling_params(self, **({"logit_bias": bias, "grammar": self.grammar} | more))
 
 
-_SAMPLING_FIELDS = (
-    "n",
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "ignore_eos",
-)
+def sampling_params(body: Body, **more: Any) -> SamplingParams:
+    """Build the sampling settings of a request from the fields that it shares with SamplingParams.
+
+    Args:
+        body: the request.
+        more: settings whose fields have other names or types. None leaves one at its default.
+
+    Raises:
+        RequestError: a value is out of range.
+    """
+    shared = SamplingParams.__struct_fields__
+    given = {name: getattr(body, name) for name in shared if name in type(body).model_fields}
+    settings: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in (given | more).items()
+        if value is not None
+    }
+    return SamplingParams(**settings)
 
 
 def _token_biases(biases: dict[str, float]) -> dict[int, float]:

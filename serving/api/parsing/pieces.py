@@ -1,36 +1,41 @@
-"""What an answer is made of, piece by piece, and the whole that the pieces join to."""
+"""Pieces of an answer: content, reasoning and calls, and the answer that they make up."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weft.serving.api.openai.replies import FinishReason
+    from weft.serving.engine.protocol import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """More of what the model says to the user."""
+    """More of the text that the model writes to the user."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """More of what the model thinks before it answers."""
+    """More of the text that the model thinks before it answers."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """The model calls a function."""
+    """The start of a function call."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """More of the arguments of the call that started last: JSON, if the model made no mistake."""
+    """More arguments of the last call: JSON, if the model made no mistake."""
 
     text: str
 
@@ -40,36 +45,56 @@ Piece = Content | Reasoning | CallStart | Arguments
 
 @dataclass(slots=True)
 class Call:
-    """A call of a function; `arguments` is JSON as the model wrote it."""
+    """A function call; `arguments` is JSON as the model wrote it."""
 
     name: str
     arguments: str = ""
 
 
 @dataclass(slots=True)
-class ParsedAnswer:
-    """All pieces of an answer, joined."""
+class Answer:
+    """One answer of a request, or the part of it that is new.
 
-    content: str = ""
-    reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
+    Attributes:
+        pieces: its text, split by a parser; may be empty.
+        index: its number among the answers of the request.
+        logprobs: one per token, when asked for.
+        prompt_logprobs: on the first part, when asked for.
+        finish_reason: on the last part; None before.
+        stop_reason: the stop string or the user's stop token that ended it.
+    """
 
-    def add(self, pieces: Iterable[Piece]) -> None:
-        """Join more pieces to it."""
-        for piece in pieces:
-            match piece:
-                case Content(text):
-                    self.content += text
-                case Reasoning(text):
-                    self.reasoning += text
-                case CallStart(name):
-                    self.calls.append(Call(name))
-                case Arguments(text):
-                    self.calls[-1].arguments += text
+    pieces: list[Piece]
+    index: int = 0
+    logprobs: Sequence[TokenLogprob] = ()
+    prompt_logprobs: Sequence[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def content(self) -> str:
+        """The text for the user."""
+        return "".join(piece.text for piece in self.pieces if isinstance(piece, Content))
+
+    @property
+    def reasoning(self) -> str:
+        """The model's thought."""
+        return "".join(piece.text for piece in self.pieces if isinstance(piece, Reasoning))
+
+    @property
+    def calls(self) -> list[Call]:
+        """The function calls, in their order."""
+        calls: list[Call] = []
+        for piece in self.pieces:
+            if isinstance(piece, CallStart):
+                calls.append(Call(piece.name))
+            elif isinstance(piece, Arguments):
+                calls[-1].arguments += piece.text
+        return calls
 
 
 def merged(pieces: Iterable[Piece]) -> list[Piece]:
-    """The same with neighbours of one kind as one, and none that is empty."""
+    """Join neighbours of one kind, and leave out empty pieces."""
     found: list[Piece] = []
     for kind, group in groupby(pieces, type):
         if kind is CallStart:

@@ -13,7 +13,14 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from weft.errors import RequestError
 from weft.serving.api.body import Body, by_type
-from weft.serving.api.openai.requests import Function, FunctionName, Stop, ToolMode, mode_or
+from weft.serving.api.openai.requests import (
+    Function,
+    FunctionName,
+    Stop,
+    ToolMode,
+    mode_or,
+    sampling_params,
+)
 from weft.serving.engine.sampling_params import Grammar, SamplingParams
 
 
@@ -191,12 +198,6 @@ class ResponsesRequest(Body):
 
     def sampling_params(self) -> SamplingParams:
         """The sampling settings; RequestError when a value is out of range."""
-        names = ("min_p", "seed", "temperature", "top_k", "top_p")
-        given = {name: getattr(self, name) for name in names}
-        given["max_tokens"] = self.max_output_tokens
         form = self.text_format
-        given["grammar"] = None if form is None else form.grammar
-        return SamplingParams(
-            **{name: value for name, value in given.items() if value is not None},
-            stop=tuple(self.stop or ()),
-        )
+        grammar = None if form is None else form.grammar
+        return sampling_params(self, max_tokens=self.max_output_tokens, grammar=grammar)

@@ -16,14 +16,15 @@ from weft.serving.api.body import JsonRoute
 from weft.serving.api.connection import unless_gone
 from weft.serving.api.conversation import Conversation
 from weft.serving.api.errors import describe, told
+from weft.serving.api.generation import Generation
 from weft.serving.api.openai.replies import FinishReason, new_id, now
 from weft.serving.api.openai.requests import FunctionCall, Message, TextPart, ToolCall
-from weft.serving.api.parsing.pieces import Arguments, CallStart, Content, Piece, Reasoning
+from weft.serving.api.parsing.parser import AnswerFormat
+from weft.serving.api.parsing.pieces import Answer, Arguments, CallStart, Content, Piece, Reasoning
 from weft.serving.api.responses import events as shapes
 from weft.serving.api.responses import requests as asked
 from weft.serving.api.state import State
 from weft.serving.api.streaming import EventStream, typed_event
-from weft.serving.api.turns import Turns
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -33,8 +34,10 @@ async def create_response(request: Request, body: asked.ResponsesRequest, state:
     """Answer a conversation, in the form of OpenAI's Responses; it is not stored."""
     engine = state.ready_engine(body.model)
     params = body.sampling_params()
-    turns = await Turns.begin(state, engine, _conversation(body), params, body.priority or 0)
-    writer = _Writer(body, turns)
+    generation = await Generation.of_chat(
+        state, engine, _conversation(body), params, body.priority or 0
+    )
+    writer = _Writer(body, generation, state.answer_format(engine))
     if body.stream:
         return await EventStream.start(request, writer.stream(), failure=writer.failure, done=b"")
     response = await unless_gone(request.receive, writer.whole())
@@ -87,9 +90,13 @@ def _text(text: str) -> TextPart:
 class _Writer:
     """Writes one turn as events, or as the response that they add up to."""
 
-    def __init__(self, body: asked.ResponsesRequest, turns: Turns) -> None:
-        self._turns = turns
+    def __init__(
+        self, body: asked.ResponsesRequest, generation: Generation, form: AnswerFormat
+    ) -> None:
+        self._generation = generation
+        self._format = form
         self._sequence = 0
+        self._begun = False
         choice = body.tool_choice or "auto"
         params = body.sampling_params()
         self._response = shapes.ResponseObject(
@@ -116,22 +123,23 @@ class _Writer:
         )
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The events, as they go over the wire."""
-        async with aclosing(self._events()) as events:
-            async for event in events:
-                yield self._numbered(event)
+        """Yield the events, encoded."""
+        async with aclosing(self._generation.stream()) as parts:
+            async for part in parts:
+                for event in self._events(part):
+                    yield self._numbered(event)
 
     def failure(self, error: RequestError | EngineError) -> bytes:
-        """The last event, when there is no whole answer."""
+        """Write the last event of an answer that has failed."""
         status, _ = describe(error)
         self._response.status = "failed"
         self._response.error = shapes.ResponseError(_code(status), told(error).error.message)
         return self._numbered(shapes.Failed(response=self._response))
 
     async def whole(self) -> shapes.ResponseObject:
-        """The response, once it is complete."""
-        async with aclosing(self._events()) as events:
-            async for _ in events:
+        """Return the response once it is complete."""
+        for answer in await self._generation.collect():
+            for _ in self._events(answer):
                 pass
         return self._response
 
@@ -140,28 +148,23 @@ class _Writer:
         self._sequence += 1
         return typed_event(event)
 
-    async def _events(self) -> AsyncGenerator[shapes.ResponseEvent, None]:
-        response = self._response
-        first = True
-        async with aclosing(self._turns.stream()) as turns:
-            async for turn in turns:
-                if first:
-                    first = False
-                    yield shapes.Created(response=response)
-                    yield shapes.InProgress(response=response)
-                for piece in turn.pieces:
-                    for event in self._add(piece):
-                        yield event
-                if turn.finish_reason is not None:
-                    for event in self._end(turn.finish_reason):
-                        yield event
+    def _events(self, part: Answer) -> Iterator[shapes.ResponseEvent]:
+        """Put a part of the answer into the response, and yield the events that say so."""
+        if not self._begun:
+            self._begun = True
+            yield shapes.Created(response=self._response)
+            yield shapes.InProgress(response=self._response)
+        for piece in part.pieces:
+            yield from self._add(piece)
+        if part.finish_reason is not None:
+            yield from self._end(part.finish_reason)
 
     def _add(self, piece: Piece) -> Iterator[shapes.ResponseEvent]:
         """Put a piece into the response."""
         last = self._response.output[-1] if self._response.output else None
         match piece:
             case CallStart(name):
-                call_id = self._turns.format.new_call_id()
+                call_id = self._format.new_call_id()
                 yield from self._begin(shapes.OutputCall(new_id("fc", "_"), call_id, name))
             case Arguments(text):
                 assert isinstance(last, shapes.OutputCall)
@@ -224,12 +227,12 @@ class _Writer:
             yield shapes.Completed(response=response)
 
     def _usage(self) -> shapes.ResponseUsage:
-        usage = self._turns.usage()
+        usage = self._generation.usage()
         return shapes.ResponseUsage(
             usage.prompt_tokens,
             shapes.InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
             usage.completion_tokens,
-            shapes.OutputTokensDetails(self._turns.reasoning_tokens),
+            shapes.OutputTokensDetails(self._generation.reasoning_tokens),
             usage.total_tokens,
         )
 

@@ -12,11 +12,10 @@ import pytest
 from support.echo_runner import LOADER, write_echo
 from support.engine import started
 
-from weft.serving.api import turns
+from weft.serving.api import generation
 from weft.serving.api.app import build_app
 from weft.serving.api.local import LocalApi
 from weft.serving.api.middleware.request_context import RequestContext, current
-from weft.serving.api.openai import embeddings
 from weft.serving.api.state import ServerState
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.engine import AsyncEngine
@@ -69,9 +68,13 @@ async def engine(tmp_path: Path) -> AsyncIterator[AsyncEngine]:
     [
         ("/tokenize", {"prompt": "hello", "return_token_strs": True}, {"encode", "id_to_token"}),
         ("/detokenize", {"tokens": [1, 2]}, {"decode"}),
-        ("/v1/embeddings", {"input": ["hello"]}, {"encode", "decode", "check_pooled"}),
-        ("/v1/completions", {"prompt": "<|im_start|>a<|im_end|>"}, {"encode", "decode"}),
-        ("/v1/chat/completions", CHAT, {"encode", "decode", "_with_grammar"}),
+        ("/v1/embeddings", {"input": ["hello"]}, {"encode", "decode", "validate"}),
+        (
+            "/v1/completions",
+            {"prompt": "<|im_start|>a<|im_end|>"},
+            {"encode", "decode", "validate"},
+        ),
+        ("/v1/chat/completions", CHAT, {"encode", "decode", "_with_grammar", "validate"}),
     ],
 )
 async def test_it_is_done_in_a_thread(
@@ -87,8 +90,8 @@ async def test_it_is_done_in_a_thread(
     for owner, name in (
         (tokenizer, "encode"),
         (tokenizer, "decode"),
-        (embeddings, "check_pooled"),
-        (turns, "_with_grammar"),
+        (engine, "validate"),
+        (generation, "_with_grammar"),
     ):
         monkeypatch.setattr(owner, name, watch.over(owner, name))
     monkeypatch.setattr(tokenizer, "backend", Backend(tokenizer.backend, watch))

@@ -56,15 +56,6 @@ async def test_many_requests_at_once_get_their_own_answers(engine: AsyncEngine) 
     await idle(engine)
 
 
-async def test_text_prompts_are_encoded(local: AsyncEngine) -> None:
-    prompt = "ABC" * 2000
-    ids = local.tokenizer.encode(prompt)
-    with pytest.raises(RequestError, match=f"{len(ids)} tokens; the context is 512"):
-        await collect(local, prompt, params())
-    deltas = await collect(local, "ABC", params())
-    assert tokens(deltas) == expected(local.tokenizer.encode("ABC"), 20)
-
-
 async def test_a_stop_string_ends_the_answer(engine: AsyncEngine) -> None:
     want = expected(PROMPT, 200, ends=())
     whole = engine.tokenizer.decode(want)
@@ -109,7 +100,7 @@ async def test_a_prefix_hit_does_not_change_the_answer(local: AsyncEngine) -> No
 
 
 async def test_closing_the_stream_frees_everything(engine: AsyncEngine) -> None:
-    stream = engine.generate(PROMPT, params(max_tokens=400, stop_token_ids=()))
+    stream = engine.generate(engine.validate(PROMPT, params(max_tokens=400, stop_token_ids=())))
     async for _ in stream:
         break
     assert engine.stats.kv_blocks_used
@@ -131,7 +122,7 @@ async def test_after_the_stream_is_closed_no_more_than_one_step_counts(
 
     monkeypatch.setattr(MockRunner, "step", when_allowed)
     async with started(config, in_process=True, runner_factory=FAST) as engine:
-        stream = engine.generate(PROMPT, params(max_tokens=400, stop_token_ids=()))
+        stream = engine.generate(engine.validate(PROMPT, params(max_tokens=400, stop_token_ids=())))
         await anext(stream)
         await stream.aclose()
         allowed.release(1000)
@@ -167,7 +158,7 @@ async def test_wrong_types_are_refused_and_hurt_nobody(local: AsyncEngine) -> No
 
 
 async def test_a_slow_reader_gets_all_in_one_delta(local: AsyncEngine) -> None:
-    stream = local.generate(PROMPT, params(max_tokens=200, stop_token_ids=()))
+    stream = local.generate(local.validate(PROMPT, params(max_tokens=200, stop_token_ids=())))
     deltas = [await anext(stream)]
     await idle(local)
     deltas += [delta async for delta in stream]
@@ -227,11 +218,18 @@ async def test_what_cannot_be_served_is_refused(
 
 
 async def test_validate_fills_in_what_is_missing(local: AsyncEngine) -> None:
-    wish = local.validate(PROMPT, SamplingParams())
-    assert wish.max_tokens == 512 - len(PROMPT)
-    assert wish.seed is not None
-    assert local.validate(PROMPT, wish) == wish
-    assert local.validate(PROMPT, SamplingParams()).seed != wish.seed
+    request = local.validate(np.array(PROMPT), SamplingParams(n=2))
+    assert request.prompt_token_ids == PROMPT
+    assert type(request.prompt_token_ids[0]) is int
+    assert (request.params.max_tokens, request.params.n) == (512 - len(PROMPT), 1)
+    assert request.params.seed is not None
+    assert local.validate(PROMPT, request.params) == request
+    assert local.validate(PROMPT, SamplingParams()).params.seed != request.params.seed
+
+
+async def test_each_answer_has_its_own_seed(local: AsyncEngine) -> None:
+    request = local.validate(PROMPT, params(seed=5))
+    assert [request.answer(i).params.seed for i in range(3)] == [5, 6, 7]
 
 
 async def test_an_embedding_takes_no_seed(local: AsyncEngine) -> None:
@@ -243,7 +241,7 @@ async def test_an_embedding_takes_no_seed(local: AsyncEngine) -> None:
 async def test_a_request_that_the_kv_cache_cannot_hold_is_refused(config: EngineConfig) -> None:
     small = replace(config, kv_cache_memory=4 * 1024)  # 4 blocks of 8 tokens
     async with started(small, in_process=True, runner_factory=FAST) as engine:
-        assert engine.validate(PROMPT, SamplingParams()).max_tokens == 33 - len(PROMPT)
+        assert engine.validate(PROMPT, SamplingParams()).params.max_tokens == 33 - len(PROMPT)
         with pytest.raises(RequestError, match="KV cache holds 33"):
             engine.validate(PROMPT, params(max_tokens=29))
         deltas = await collect(engine, PROMPT, params(max_tokens=28, stop_token_ids=()))

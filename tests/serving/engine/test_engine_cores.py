@@ -71,7 +71,7 @@ async def test_cores_share_the_requests(two: AsyncEngine) -> None:
 
 
 async def test_a_request_goes_where_there_are_fewest_and_else_in_turn(two: AsyncEngine) -> None:
-    long = two.generate(PROMPT, params(**LONG))
+    long = two.generate(two.validate(PROMPT, params(**LONG)))
     await anext(long)
     assert shares(two) == [1, 0]
     for _ in range(3):
@@ -91,7 +91,7 @@ async def test_a_killed_core_is_started_again(config: EngineConfig) -> None:
     async with started(config, runner_factory=TOLD, restart=True) as engine:
         await collect(engine, PROMPT, params())
         await idle(engine)
-        stream = engine.generate(PROMPT, params(**LONG))
+        stream = engine.generate(engine.validate(PROMPT, params(**LONG)))
         await anext(stream)
         (core,) = cores()
         how(config, "wait")
@@ -133,7 +133,7 @@ async def test_a_core_that_fails_or_is_stuck_is_started_again(
 async def test_the_loss_of_one_core_is_that_of_its_requests_alone(
     config: EngineConfig, two: AsyncEngine
 ) -> None:
-    streams = [two.generate(PROMPT, params(**LONG)) for _ in range(2)]
+    streams = [two.generate(two.validate(PROMPT, params(**LONG))) for _ in range(2)]
     for stream in streams:
         await anext(stream)
     how(config, "wait")
@@ -153,7 +153,7 @@ async def test_the_loss_of_one_core_is_that_of_its_requests_alone(
 
 async def test_without_restart_the_loss_of_one_core_is_that_of_all(config: EngineConfig) -> None:
     async with started(replace(config, dp=2), runner_factory=SLOW) as engine:
-        streams = [engine.generate(PROMPT, params(**LONG)) for _ in range(2)]
+        streams = [engine.generate(engine.validate(PROMPT, params(**LONG))) for _ in range(2)]
         for stream in streams:
             await anext(stream)
         cores()[0].kill()

@@ -95,7 +95,7 @@ async def test_when_the_runner_raises_all_requests_end(
 async def test_when_the_core_is_killed_all_streams_end(config: EngineConfig) -> None:
     async with started(config, runner_factory=SLOW) as engine:
         wish = params(max_tokens=400, stop_token_ids=())
-        stream = engine.generate(PROMPT, wish)
+        stream = engine.generate(engine.validate(PROMPT, wish))
         await anext(stream)
         (core,) = cores()
         core.kill()

@@ -51,7 +51,7 @@ async def test_a_preempted_request_is_queued_again(config: EngineConfig) -> None
 
 
 async def test_one_that_is_given_up_ends(engine: AsyncEngine) -> None:
-    answer = engine.generate(PROMPT, params(max_tokens=400, stop_token_ids=()))
+    answer = engine.generate(engine.validate(PROMPT, params(max_tokens=400, stop_token_ids=())))
     await anext(answer)
     (timeline,) = engine.timelines.since(time.monotonic())
     assert timeline.ended is None

@@ -40,7 +40,11 @@ async def answers(config: EngineConfig) -> tuple[list[list[int]], EngineStats]:
 
     async def answer(i: int) -> list[int]:
         wish = SamplingParams(max_tokens=24, ignore_eos=True, seed=i, temperature=i % 2)
-        return [t async for delta in engine.generate(PROMPTS[i], wish) for t in delta.token_ids]
+        return [
+            t
+            async for delta in engine.generate(engine.validate(PROMPTS[i], wish))
+            for t in delta.token_ids
+        ]
 
     found = await asyncio.gather(*map(answer, range(len(PROMPTS))))
     again = await asyncio.gather(*map(answer, range(len(PROMPTS))))

@@ -9,6 +9,9 @@ import httpx
 import pytest
 from support.server import Server
 
+from weft.serving.api.openai.requests import CompletionRequest
+from weft.serving.engine.sampling_params import Grammar, SamplingParams
+
 PROMPT = "the weft crosses the warp"
 
 
@@ -269,3 +272,25 @@ def test_keepalive(server: Server) -> None:
         stream(http)
         complete(http)
         assert http._transport._pool.connections == [connection]  # type: ignore[attr-defined]
+
+
+def test_every_sampling_setting_can_be_given() -> None:
+    values: dict[str, Any] = {
+        name: 2
+        for name in SamplingParams.__struct_fields__
+        if name not in ("grammar", "prompt_logprobs")
+    } | {
+        "top_p": 0.5,
+        "min_p": 0.5,
+        "ignore_eos": True,
+        "stop": ["a"],
+        "stop_token_ids": [3],
+        "logit_bias": {"4": 1.0},
+    }
+    body = CompletionRequest.model_validate({"model": "tiny", "prompt": "a", "regex": "b"} | values)
+    params = body.sampling_params(logprobs=body.logprobs, prompt_logprobs=1)
+    assert params == SamplingParams(
+        **values
+        | {"stop": ("a",), "stop_token_ids": (3,), "logit_bias": {4: 1.0}, "prompt_logprobs": 1},
+        grammar=Grammar("regex", "b", "regex"),
+    )

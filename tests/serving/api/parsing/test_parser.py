@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.tokenizers import write_byte_level
 
 from weft.serving.api.parsing.parser import AnswerFormat, AnswerParser
-from weft.serving.api.parsing.pieces import Arguments, Call, CallStart, Content, ParsedAnswer
+from weft.serving.api.parsing.pieces import Answer, Arguments, Call, CallStart, Content, merged
 from weft.serving.api.parsing.reasoning import REASONING_FORMATS, ReasoningParser
 from weft.serving.api.parsing.tool_calls import TOOL_FORMATS, ToolCallParser
 from weft.serving.engine import tokenizer as tokenizer_module
@@ -56,12 +56,13 @@ def make(tools: str | None, reasoning: str | None = None, **settings: bool) -> A
     )
 
 
-def parse(parser: AnswerParser, *chunks: str) -> ParsedAnswer:
-    answer = ParsedAnswer()
-    for chunk in chunks:
-        answer.add(parser.push(chunk))
-    answer.add(parser.flush())
-    return answer
+def parse(parser: AnswerParser, *chunks: str) -> Answer:
+    pieces = [piece for chunk in chunks for piece in parser.push(chunk)]
+    return Answer(merged([*pieces, *parser.flush()]))
+
+
+def parts(answer: Answer) -> tuple[str, str, list[Call]]:
+    return answer.content, answer.reasoning, answer.calls
 
 
 def cut(text: str, cuts: list[int]) -> Iterator[str]:
@@ -133,7 +134,7 @@ def test_calls_come_back_as_they_were_written(
         answer = parse(make(tools), *cut(text, cuts))
         assert (answer.content, answer.calls) == (content, written), tools
     newer = content + "".join(f"[TOOL_CALLS]{c.name}[ARGS]{c.arguments}" for c in written)
-    assert parse(make("mistral"), *cut(newer, cuts)) == ParsedAnswer(content, "", written)
+    assert parts(parse(make("mistral"), *cut(newer, cuts))) == (content, "", written)
 
 
 def one(text: str, tools: str, **settings: bool) -> tuple[str, list[tuple[str, str]]]:
@@ -291,7 +292,7 @@ def test_reasoning(text: str, opened: bool, reasoning: str, content: str) -> Non
 def test_a_call_within_a_thought_is_a_thought() -> None:
     call = f"<tool_call>{CALL}</tool_call>"
     answer = parse(make("hermes", "think"), f"<think>{call}</think>{call}")
-    assert answer == ParsedAnswer("", call, [Call("f", '{"x": 1}')])
+    assert parts(answer) == ("", call, [Call("f", '{"x": 1}')])
 
 
 def test_a_grammar_begins_where_the_thought_ends(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import xgrammar
 
 from weft.errors import RequestError
-from weft.serving.api.parsing.pieces import Call, ParsedAnswer
+from weft.serving.api.parsing.pieces import Answer, Call
 from weft.serving.api.parsing.reasoning import REASONING_FORMATS
 from weft.serving.api.parsing.tool_calls import TOOL_FORMATS, ToolCallParser
 from weft.serving.api.parsing.tool_grammar import (
@@ -158,9 +158,9 @@ def test_the_parser_reads_what_it_admits(
 ) -> None:
     assert admits(compiler, calls_only(form, TOOLS, several=True, tokens={}), text)
     parser = ToolCallParser(TOOL_FORMATS[form], ("f", "g"))
-    answer = ParsedAnswer()
-    answer.add([*parser.push(text), *parser.flush()])
-    assert answer == ParsedAnswer("", "", [Call("f", '{"x": 1}'), Call("g", "{}")])
+    answer = Answer([*parser.push(text), *parser.flush()])
+    assert (answer.content, answer.reasoning) == ("", "")
+    assert answer.calls == [Call("f", '{"x": 1}'), Call("g", "{}")]
 
 
 def test_strict_calls(compiler: xgrammar.GrammarCompiler) -> None:

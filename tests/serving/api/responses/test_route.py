@@ -13,9 +13,10 @@ from support.documents import check_documented, check_type
 from support.server import Server
 
 from weft.errors import EngineError, RequestError
+from weft.serving.api.generation import Generation
+from weft.serving.api.parsing.parser import AnswerFormat
 from weft.serving.api.responses.requests import ResponsesRequest
 from weft.serving.api.responses.route import _Writer
-from weft.serving.api.turns import Turns
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"type": "function", "name": "get_weather", "parameters": CITY, "strict": False}
@@ -210,7 +211,7 @@ def test_what_cannot_be_is_named(echo: Server, param: str, fields: dict[str, Any
 )
 def test_a_failure_says_whose_fault_it_is(error: RequestError | EngineError, code: str) -> None:
     body = ResponsesRequest.model_validate({"model": "echo", "input": "hi"})
-    event = _Writer(body, cast(Turns, None)).failure(error).decode()
+    event = _Writer(body, cast(Generation, None), cast(AnswerFormat, None)).failure(error).decode()
     name, data = event.rstrip("\n").split("\n")
     assert name == "event: response.failed"
     response = json.loads(data.removeprefix("data: "))["response"]

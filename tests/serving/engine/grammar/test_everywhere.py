@@ -39,7 +39,9 @@ async def texts(engine: AsyncEngine) -> list[str]:
     async def text(i: int) -> str:
         wish = SamplingParams(grammar=Grammar("regex", PATTERN), temperature=2.0, seed=i)
         prompt = [3 + i % 5, 7, 11, 13] * (1 + i % 4)
-        return "".join([delta.text async for delta in engine.generate(prompt, wish)])
+        return "".join(
+            [delta.text async for delta in engine.generate(engine.validate(prompt, wish))]
+        )
 
     found = await asyncio.gather(*map(text, range(8)))
     assert all(re.fullmatch(PATTERN, each) for each in found), found
@@ -81,7 +83,9 @@ async def test_grammars_that_have_no_room_are_sent_again(
 
     async def text(pattern: str) -> str:
         wish = SamplingParams(grammar=Grammar("regex", pattern), temperature=2.0, seed=1)
-        return "".join([delta.text async for delta in engine.generate([3, 7, 11], wish)])
+        return "".join(
+            [delta.text async for delta in engine.generate(engine.validate([3, 7, 11], wish))]
+        )
 
     try:
         for pattern in ("a{3}", "a{3}", "(ab){2}", "a{3}"):
