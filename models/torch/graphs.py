@@ -72,7 +72,7 @@ def buckets(layout: Layout, max_num_seqs: int, max_num_batched_tokens: int) -> l
     Up to the first that is not below `max_num_seqs`, and none above `max_num_batched_tokens`, for
     which the ranks' workspaces are made.
     """
-    if not layout.pp == layout.copies == layout.cp == 1:
+    if not layout.pp == layout.dp_size == layout.cp == 1:
         return []
     sizes = [1, 2, 4, *range(STEP, MOST_REQUESTS + 1, STEP)]
     enough = (size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < max_num_seqs)

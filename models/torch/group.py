@@ -240,7 +240,7 @@ def split(
         device: of what they exchange; between GPUs through NCCL.
         timeout: seconds that a rank waits for another; torch's own if None.
     """
-    size, stage, part, rank = layout.world_size, layout.stage_size, layout.split, layout.rank
+    size, stage, part, rank = layout.world_size, layout.stage_size, layout.dense_size, layout.rank
     if size == 1:
         return ALONE
 
@@ -264,16 +264,16 @@ def split(
         return found
 
     expert = tensor = mine(parts(stage), True)
-    if layout.copies > 1:
+    if layout.dp_size > 1:
         tensor = mine(parts(part), False)
-    context = tensor if layout.tp == 1 else mine(parts(layout.cp), layout.copies == 1)
+    context = tensor if layout.tp == 1 else mine(parts(layout.cp), layout.dp_size == 1)
     columns = (range(i + j, i + stage, part) for i in range(0, size, stage) for j in range(part))
     copies = mine(columns, True)
     # Of each rank and the one with its place in the next stage.
     pairs = [mine([range(i, i + stage + 1, stage)], True).of_torch for i in range(size - stage)]
     before = pairs[rank - stage] if rank >= stage else None
     after = pairs[rank] if rank < len(pairs) else None
-    pipe = Pipe(layout, partial(count, layout.copies == 1), device, before, after)
+    pipe = Pipe(layout, partial(count, layout.dp_size == 1), device, before, after)
     groups = Groups(tensor, copies, expert, context, pipe)
     if device.type == "cuda":
         groups.open(device)

@@ -251,7 +251,7 @@ class Overlapped:
         self._shared: _SharedPages | None = None
         local = layout.local(spec)
         self._few = few = few_tokens(home, local, dtype)
-        if layout.copies > 1:
+        if layout.dp_size > 1:
             self._dispatch = _dispatch_workspace(home, spec, max_tokens, dtype)
         else:
             self._ws = _Workspaces.make(home, max_tokens, few, spec.hidden_size, dtype)

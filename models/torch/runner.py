@@ -232,11 +232,11 @@ class TorchRunner:
             _single_request(range(tokens), SlotSampling(slot=0)),
             _single_request(range(tokens - 1, tokens)),
         ):
-            self.step(replace(step, copies=self._layout.copies * (step.size,)))
+            self.step(replace(step, copies=self._layout.dp_size * (step.size,)))
         if self._device.type == "cuda":
             for tokens in sorted({min(size, self._max_tokens) for size in WARM_UP_PROMPTS}):
                 step = _single_request(range(tokens), blocks=-(-tokens // self._block_size))
-                self.step(replace(step, copies=self._layout.copies * (step.size,)))
+                self.step(replace(step, copies=self._layout.dp_size * (step.size,)))
 
     @torch.inference_mode()
     def step(self, batch: StepInput) -> StepOutput:

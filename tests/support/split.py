@@ -279,7 +279,7 @@ def be_rank(
             from weft.models.torch import overlapped as exchange
 
             exchange.FEW_TOKENS = exchange.DISPATCH_TOKENS = few_tokens
-            graphs.buckets = lambda layout, *_: [3] * (layout.cp == layout.copies == layout.pp == 1)
+            graphs.buckets = lambda at, *_: [3] * (at.cp == at.dp_size == at.pp == 1)
             stack.enter_context(installed())
         for name, path, (_, dtype, whole) in cases:
             layout, counted = replace(whole, rank=rank), list[bool]()
@@ -297,7 +297,7 @@ def be_rank(
                 context_home = SharedHome(store, layout.context, layout.cp, own)
                 stack.enter_context(context_home)
             decodes = DECODES if few_tokens is None else INTERPRETED_DECODES
-            inputs = together(layout.copies, layout.copy, decodes)
+            inputs = together(layout.dp_size, layout.dp_group, decodes)
             got = generate(path, dtype, layout, groups, home, context_home, inputs=inputs)
             pipe.send((name, *got, sum(counted)))
     torch.distributed.destroy_process_group()
