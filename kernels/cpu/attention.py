@@ -57,7 +57,7 @@ Int64 = npt.NDArray[np.int64]
 MAX_TILE_QUERIES = 256
 """Queries of one request that share a gather of its pages."""
 
-MAX_TILE_NUMBERS = 1 << 20
+MAX_TILE_ELEMENTS = 1 << 20
 """Scores, gathered keys or gathered values in a tile of several requests: 4 MiB of float32."""
 
 BY_HEAD_ROWS, BY_HEAD_SCORES = 64, 1 << 17
@@ -288,7 +288,7 @@ def _batches(
             padding += (batch[0].pages - piece.pages) * block_size * piece.queries * heads
             keys = (len(batch) + 1) * batch[0].pages * block_size
             numbers = keys * max(numbers_per_key, piece.queries * heads)
-            if padding <= TILE_COST_IN_SCORES and numbers <= MAX_TILE_NUMBERS:
+            if padding <= TILE_COST_IN_SCORES and numbers <= MAX_TILE_ELEMENTS:
                 batch.append(piece)
                 continue
         batches.append([piece])
@@ -385,7 +385,7 @@ def paged_attention(
         tile_q = tile_q.transpose(1, 2).reshape(n * kv_heads, queries * group, dim)
         tile_q, tile_k = tile_q.float().mul_(scale), tile_k.float()
         rows = queries * group
-        many = rows >= BY_HEAD_ROWS or len(tile_q) * rows * length > MAX_TILE_NUMBERS
+        many = rows >= BY_HEAD_ROWS or len(tile_q) * rows * length > MAX_TILE_ELEMENTS
         by_head = many and rows * length >= BY_HEAD_SCORES
         attend = _attend_by_head if by_head else _attend_batched
         tile_lse = None if lse is None else tile_q.new_empty(tile_q.shape[:2])

@@ -31,7 +31,7 @@ from weft.models.interface import FINITE, NOT_FINITE, Logprobs, SlotSampling
 from weft.models.torch.draw import draw, uniform
 from weft.models.torch.logits import Logits
 
-CHUNK_NUMBERS = {"cpu": 1 << 19, "cuda": 1 << 23}
+CHUNK_LOGITS = {"cpu": 1 << 19, "cuda": 1 << 23}
 """Logits that are worked on at once, by kind of device: as many as stay in a CPU's cache; on a GPU,
 which the host waits for with each chunk, those of 55 rows of 151,936."""
 
@@ -138,7 +138,7 @@ class Sampler:
         special = [
             i for i, s in enumerate(settings) if i in masked or not _is_plain_greedy(s, index[i])
         ]
-        step = max(1, CHUNK_NUMBERS[logits.local.device.type] // logits.each)
+        step = max(1, CHUNK_LOGITS[logits.local.device.type] // logits.each)
         for start in range(0, len(special), step):
             rows = special[start : start + step]
             some = Logits(logits.local[rows].float(), self._vocab_size, logits.group)  # a copy
@@ -297,7 +297,7 @@ def _logprobs(logits: Logits, token_ids: Tensor, top: int) -> Logprobs:
     rank = torch.empty(n, dtype=torch.int32)
     top_ids = torch.empty(n, top, dtype=torch.int32)
     top_logprobs = torch.empty(n, top, dtype=torch.float32)
-    step = max(1, CHUNK_NUMBERS[logits.local.device.type] // logits.each)
+    step = max(1, CHUNK_LOGITS[logits.local.device.type] // logits.each)
     for start in range(0, n, step):
         rows = slice(start, start + step)
         some = logits.rows(rows)

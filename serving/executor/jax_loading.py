@@ -204,7 +204,7 @@ def _plan(config: EngineConfig, spec: ModelSpec, dtype: str, max_model_len: int)
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
-        count=partial(jax_activations, tp=config.tp),
+        count_activations=partial(jax_activations, tp=config.tp),
     ).ledger()
 
 

@@ -173,10 +173,10 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
-        copies=layout.dp_size,
-        count=triton_activations if triton else cpu_activations,
+        dp_size=layout.dp_size,
+        count_activations=triton_activations if triton else cpu_activations,
         buffers=buffers,
-        recorded=recorded,
+        graph_requests=recorded,
     ).ledger()
     if interpreted and place.rank == config.replica.number == 0:
         logger.warning("--kernels overlapped: interpreted on a CPU, which takes seconds a step")
