@@ -191,7 +191,7 @@ def _check_files(path: Path, spec: ModelSpec) -> dict[str, _Entry]:
     for file in find_files(path):
         handle = _open(file)
         held: list[str] = handle.keys()
-        # # A model saved without its LM head, such as an embedding model, has names without this
+        # A model saved without its LM head, such as an embedding model, has names without this
         # prefix.
         names = {name: f"{BASE}{name}" if f"{BASE}{name}" in expected else name for name in held}
         names = {held: name for held, name in names.items() if not _is_harmless(name, spec)}

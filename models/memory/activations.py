@@ -83,7 +83,7 @@ def padded_numbers(rows: int, columns: int) -> int:
 
 def _cpu_block_bytes(spec: ModelSpec, dtype: str, step: LargestStep) -> int:
     """Return the larger of attention and the feed-forward."""
-    # # Imported here so that this module can be read without torch.
+    # Imported here so that this module can be read without torch.
     from weft.kernels.cpu.attention import BY_HEAD_SCORES, MAX_TILE_ELEMENTS
 
     item, tokens = DTYPE_BYTES[spec.compute_dtype(dtype)], step.tokens
@@ -130,7 +130,7 @@ def triton_activations(
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     attention = tokens * (3 * q + 2 * kv) * item  # projection, rotated, result
     if step.cp > 1:
-        # # All heads' queries, twice; results in float32, sent and received.
+        # All heads' queries, twice; results in float32, sent and received.
         attention += tokens * step.cp * q * (3 * item + 4 * 4)
 
     feed_forward = 0

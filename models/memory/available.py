@@ -40,7 +40,7 @@ def _memory_cgroups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        # # In a container the path may be the node's, with only its end mounted, or nothing.
+        # In a container the path may be the node's, with only its end mounted, or nothing.
         # Folders that do not exist are skipped, because they have no files.
         own = mount / path.lstrip("/")
         for group in (own, *own.parents):

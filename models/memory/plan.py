@@ -182,7 +182,7 @@ def _sufficient_changes(plan: MemoryPlan) -> list[str]:
     """List changes to the flags, each of which makes the plan fit."""
     changes = []
     if plan.kv_cache_memory is not None:
-        # # Advise the largest size that fits if the size was too large, else the smallest
+        # Advise the largest size that fits if the size was too large, else the smallest
         # sufficient one.
         too_much = plan.kv_cache_memory >= plan.request_bytes
         mib = plan.room // MIB if too_much else -(-plan.request_bytes // MIB)

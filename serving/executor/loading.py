@@ -117,7 +117,7 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
     from weft.models.memory.plan import MemoryPlan
     from weft.models.spec.layout import Layout, check_layout
     from weft.models.torch.device import choose_device, free_memory
-    from weft.models.torch.group import meet, split
+    from weft.models.torch.group import make_groups, meet
     from weft.models.torch.runner import TorchRunner
 
     if uses_jax(config):
@@ -153,7 +153,7 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
             address=place.address,
         )
         require_same(store, place.rank, place.world_size, f"{device.type}, --kernels {kernels}")
-    groups = split(layout, place.count_exchange, device, RANK_TIMEOUT)
+    groups = make_groups(layout, place.count_exchange, device, RANK_TIMEOUT)
     # After the ranks have met: what NCCL takes for its groups is no longer free then.
     if device.type == "cuda":
         free = free_memory(device)
@@ -180,7 +180,7 @@ def load_model(config: EngineConfig, progress: Progress, place: Place = ALONE) -
     ).ledger()
     if interpreted and place.rank == config.replica.number == 0:
         logger.warning("--kernels overlapped: interpreted on a CPU, which takes seconds a step")
-    ledger = ledger.with_blocks(groups.least(ledger.num_blocks))
+    ledger = ledger.with_blocks(groups.minimum(ledger.num_blocks))
     if place.rank % layout.stage_size == config.replica.number == 0:
         whose = f" of each of {layout.stage_size} ranks" if layout.stage_size > 1 else ""
         whose += f" of stage {layout.stage}" if layout.pp > 1 else ""
