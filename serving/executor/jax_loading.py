@@ -67,11 +67,11 @@ def load_jax_model(config: EngineConfig, progress: Progress, place: Place = ALON
     if config.kernels == "overlapped" and devices[0].platform == "cpu":
         logger.warning("--kernels overlapped: interpreted on a CPU, which takes seconds a step")
     ledger = _plan(config, spec, dtype, max_model_len)
-    from weft.models.jax.distributed import least
+    from weft.models.jax.distributed import minimum
     from weft.models.jax.runner import JaxRunner
 
     if place.world_size > 1:
-        ledger = ledger.with_blocks(least(ledger.num_blocks, RANK_TIMEOUT))
+        ledger = ledger.with_blocks(minimum(ledger.num_blocks, RANK_TIMEOUT))
     speaks = place.rank == config.replica.number == 0
     if speaks:
         whose = f" of each of {config.tp} devices" if config.tp > 1 else ""
