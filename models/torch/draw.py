@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from weft.kernels.cpu.weigh import BITS, weigh
+from weft.kernels.cpu.sampling import BITS, weigh
 from weft.models.interface import SlotSampling
 from weft.models.torch.logits import Logits
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.kernels.cpu.argmax import argmax
+from weft.kernels.cpu.sampling import argmax
 from weft.models.torch.group import ALONE, Group
 
 

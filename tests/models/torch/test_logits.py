@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.split import running, take_part, told_of
 
-from weft.kernels.cpu.argmax import argmax
+from weft.kernels.cpu.sampling import argmax
 from weft.models.torch.logits import Logits
 
 NAN, INF = float("nan"), float("inf")
