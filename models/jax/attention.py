@@ -21,7 +21,7 @@ from jax import lax
 
 from weft.kernels.tpu.attention.cache import write_pages
 from weft.kernels.tpu.attention.paged import ragged_paged_attention
-from weft.kernels.tpu.attention.query_tiles import owner, plan_tiles, tile_queries
+from weft.kernels.tpu.attention.query_tiles import plan_tiles, segment_of, tile_queries
 from weft.models.jax.collectives import precision
 
 TILE_TOKENS = 16
@@ -55,7 +55,7 @@ def make_plan(
 ) -> Plan:
     """Make the plan for a step that is padded to `tokens`."""
     token = jnp.arange(tokens, dtype=jnp.int32)
-    request = jnp.minimum(owner(query_start[1:], token), len(context_len) - 1)
+    request = jnp.minimum(segment_of(query_start[1:], token), len(context_len) - 1)
     # A request's last token is the last in its context.
     position = context_len[request] - query_start[request + 1] + token
     position = jnp.where(token < query_start[-1], position, -1)
