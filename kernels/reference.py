@@ -1,9 +1,8 @@
-"""Oracles: every op of weft in plain torch, written to be obviously right.
+"""Oracles: every op in plain torch, written to be obviously right.
 
-The kernels are tested against this file, so it prefers loops over one token at
-a time to anything clever, computes in float32 or better, and is never on the
-path of a request. Each function has the shapes of the kernel that it stands
-for; the kernel may return a lower precision.
+The kernels are tested against this file. It therefore prefers loops over one token at a time to
+anything clever, computes in float32 or better, and never serves a request. Each function has the
+shapes of its kernel, which may return a lower precision.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from torch import Tensor
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, K] times weight [N, K] transposed, plus bias [N]: float32 [T, N]."""
+    """Multiply x [T, K] by weight [N, K] transposed and add bias [N]: float32 [T, N]."""
     out = x.float() @ weight.float().T
     return out if bias is None else out + bias.float()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last axis (Zhang and Sennrich 2019): float32, x's shape."""
+    """Normalize by the root mean square over the last axis (Zhang and Sennrich 2019): float32."""
     x = x.float()
     return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps) * weight.float()
 
 
 def rope(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021), in the half-split layout of Hugging Face.
+    """Apply rotary positions (Su et al. 2021), in Hugging Face's half-split layout.
 
     Args:
-        x: [T, H, D]; coordinate i turns together with coordinate i + D/2.
+        x: [T, H, D]; coordinates i and i + D/2 rotate together.
         positions: int [T].
         inv_freq: float [D/2], radians per position.
 
@@ -50,12 +49,13 @@ def rope(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor, group: int = 0) -> tuple[Tensor, Tensor]:
-    """float8_e4m3fn with a scale for each row, or for each `group` columns of a row.
+    """Quantize to float8_e4m3fn, with a scale for each row or for each `group` columns of a row.
 
-    A scale is the largest magnitude over 448, the largest number of the format; 1 for zeros.
+    A scale is the largest magnitude divided by 448, the format's largest number; 1 for zeros.
 
     Args:
         x: [T, N].
+        group: columns that share a scale; 0 takes whole rows.
 
     Returns:
         float8_e4m3fn [T, N], and float32 [T], or [T, ceil(N / group)].
@@ -89,11 +89,11 @@ def paged_attention(
     v_scale: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of a ragged batch over a paged KV cache, one token and head at a time.
+    """Compute causal attention for a ragged batch over a paged KV cache.
 
-    Request b owns the query rows query_start[b]:query_start[b + 1], the last of its
-    context_len[b] tokens. Its token j lies in page block_table[b][j // block_size] at slot
-    j % block_size. With a window, token i sees the tokens j with i - window < j <= i.
+    Request b owns the query rows query_start[b]:query_start[b + 1], which end its context_len[b]
+    tokens. Its token j lies in page block_table[b][j // block_size] at offset j % block_size. With
+    a window, token i sees the tokens j with i - window < j <= i.
 
     Args:
         q: [T, H, D].
@@ -101,10 +101,12 @@ def paged_attention(
         query_start: [B + 1].
         context_len: [B].
         block_table: [B, n].
+        scale: multiplies the scores.
+        sliding_window: size of the window; None sees all.
         softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
-        sinks: [H], one more score of each head, whose weight goes nowhere (gpt-oss).
-        k_scale, v_scale: [Hk]; what keys and values are multiplied with.
-        lse: float32 [T, H], written: the log of the sum of exp(score), the sink's included.
+        sinks: [H], an additional score per head without a value (gpt-oss).
+        k_scale, v_scale: [Hk]; multiply keys and values.
+        lse: float32 [T, H], written: the log of the sum of exp(score), including the sink's.
 
     Returns:
         float32 [T, H, D].
@@ -117,13 +119,13 @@ def paged_attention(
         for n in range(queries):
             row, last = query_start[b] + n, context - queries + n
             first = 0 if sliding_window is None else max(0, last - sliding_window + 1)
-            places = [
+            tokens = [
                 (block_table[b][j // block_size], j % block_size) for j in range(first, last + 1)
             ]
             for head in range(q.shape[1]):
                 kv = head // group
-                k = torch.stack([keys[page, kv, slot] for page, slot in places]).float()
-                v = torch.stack([values[page, kv, slot] for page, slot in places]).float()
+                k = torch.stack([keys[page, kv, offset] for page, offset in tokens]).float()
+                v = torch.stack([values[page, kv, offset] for page, offset in tokens]).float()
                 k = k if k_scale is None else k * k_scale[kv]
                 v = v if v_scale is None else v * v_scale[kv]
                 scores = k @ q[row, head].float() * scale
@@ -149,10 +151,10 @@ def mla_decode_attention(
     kv_scale: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """Multi-head latent attention with absorbed projections: float32 [T, H, kv_lora_rank].
+    """Compute multi-head latent attention with absorbed projections: float32 [T, H, kv_lora_rank].
 
-    Latents [num_blocks, block_size, D] are the keys of all heads, and their first kv_lora_rank
-    numbers the values; the rest is as of `paged_attention`.
+    Latents [num_blocks, block_size, D] are all heads' keys, and their first kv_lora_rank numbers
+    are the values. All other arguments are as in `paged_attention`.
     """
     keys = latents[:, None]
     values, step = keys[..., :kv_lora_rank], (query_start, context_len, block_table)
@@ -172,19 +174,20 @@ def route(
     top_groups: int = 1,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Each token's best experts (Shazeer et al. 2017), those of the best groups of them only.
+    """Choose each token's best experts (Shazeer et al. 2017), from its best groups only.
 
-    A group is as good as its best expert, or with a bias as the sum of its two best (DeepSeek-V3,
-    section 2.1.2). The bias counts for the choice alone. Of equals the lowest comes first.
+    A group's score is its best expert's score, or with a bias the sum of its two best (DeepSeek-V3,
+    section 2.1.2). The bias only affects the choice. Among equals, the lowest index wins.
 
     Args:
         logits: [T, E].
-        top_k: experts of a token.
+        top_k: experts per token.
         normalize: divide a token's weights by their sum.
-        scoring: "softmax" over the experts, or "sigmoid" of each.
+        scoring: "softmax" over the experts, or "sigmoid" for each.
         bias: [E].
-        groups: of E / groups consecutive experts; top_groups of them are chosen from.
-        scale: of the weights, at last.
+        groups: number of groups, each with E / groups consecutive experts.
+        top_groups: number of groups to choose from.
+        scale: multiplies the final weights.
 
     Returns:
         ids int32 [T, top_k], best first, and weights float32 [T, top_k].
@@ -195,19 +198,23 @@ def route(
     for t in range(tokens):
         logit = logits[t].double()
         scores = logit.softmax(0) if scoring == "softmax" else logit.sigmoid()
-        # A softmax keeps the order of the logits, and would make equals of different ones.
-        choice = scores.float() if bias is None else scores.float() + bias.float()
+        # A softmax keeps the logits' order, but can make different logits equal.
+        biased = scores.float() if bias is None else scores.float() + bias.float()
         if scoring == "softmax" and bias is None:
-            choice = logit
-        good = choice.tolist()
+            biased = logit
+        ranking = biased.tolist()
         members = list(torch.arange(experts).chunk(groups))
         quality = [
-            sum(sorted((good[e] for e in group.tolist()), reverse=True)[: 1 if bias is None else 2])
+            sum(
+                sorted((ranking[e] for e in group.tolist()), reverse=True)[
+                    : 1 if bias is None else 2
+                ]
+            )
             for group in members
         ]
         best_groups = sorted(range(groups), key=lambda g: (-quality[g], g))[:top_groups]
         allowed = [e for g in best_groups for e in members[g].tolist()]
-        chosen = sorted(allowed, key=lambda e: (-good[e], e))[:top_k]
+        chosen = sorted(allowed, key=lambda e: (-ranking[e], e))[:top_k]
         ids[t] = torch.tensor(chosen)
         weight = scores[chosen]
         weights[t] = scale * (weight / weight.sum() if normalize else weight)
@@ -215,22 +222,23 @@ def route(
 
 
 def sort_by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The pairs of token and expert in the order of the experts; stable.
+    """Sort the (token, expert) pairs by expert; stable.
 
     Args:
         ids: int [T, k].
-        experts: E; pairs whose id is not in [0, E) come last.
+        experts: E; pairs with an id outside [0, E) come last.
 
     Returns:
-        offsets int32 [E + 1], where each expert's pairs begin; order int32 [T * k], the pair at
-        each place; inverse int32 [T, k], the place of each pair, or -1; status int32 [T], 1 for
-        tokens with an id out of range.
+        offsets int32 [E + 1], the start of each expert's pairs;
+        order int32 [T * k], the pair at each position;
+        inverse int32 [T, k], each pair's position, or -1;
+        status int32 [T], 1 for tokens with an id out of range.
     """
     flat = ids.flatten().tolist()
-    good = [0 <= e < experts for e in flat]
-    order = sorted(range(len(flat)), key=lambda i: flat[i] if good[i] else experts)
-    offsets = [sum(good[i] and flat[i] < e for i in order) for e in range(experts + 1)]
-    inverse = [order.index(i) if good[i] else -1 for i in range(len(flat))]
+    valid = [0 <= e < experts for e in flat]
+    order = sorted(range(len(flat)), key=lambda i: flat[i] if valid[i] else experts)
+    offsets = [sum(valid[i] and flat[i] < e for i in order) for e in range(experts + 1)]
+    inverse = [order.index(i) if valid[i] else -1 for i in range(len(flat))]
     status = ((ids < 0) | (ids >= experts)).any(dim=1)
     as_int = [torch.tensor(numbers, dtype=torch.int32) for numbers in (offsets, order, inverse)]
     return as_int[0], as_int[1], as_int[2].view(ids.shape), status.to(torch.int32)
@@ -244,7 +252,7 @@ def moe(
     expert_ids: Tensor,
     expert_weights: Tensor,
 ) -> Tensor:
-    """Mixture of SwiGLU experts, one token and expert at a time.
+    """Run a mixture of SwiGLU experts, one token and expert at a time.
 
     Args:
         x: [T, K].
@@ -265,7 +273,8 @@ def moe(
 
 
 def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row [R, V], in the order of their columns; of equals the lowest.
+    """Find the k largest numbers in each row [R, V], by column; among equals, the lowest column
+    wins.
 
     Returns:
         float32 [R, k], int32 [R, k].
@@ -279,14 +288,14 @@ def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def moe_routes(
     expert_ids: Sequence[Tensor], slots: Sequence[int]
 ) -> list[list[tuple[int, int, int]]]:
-    """Which tokens go to which slot of expert parallelism: (rank, token, choice), in that order.
+    """List the tokens for each expert slot: (rank, token, choice), in this order.
 
-    Token t of rank r goes to the ((r + t) mod count)-th of the slots that have its expert, and
-    nowhere with an id that no slot has.
+    Token t on rank r goes to the ((r + t) mod count)-th slot with its expert. An id without a slot
+    goes nowhere.
 
     Args:
-        expert_ids: int [T, k] of each rank.
-        slots: the expert in each slot; those of a rank follow each other.
+        expert_ids: int [T, k] for each rank.
+        slots: the expert in each slot; a rank's slots are consecutive.
     """
     routes: list[list[tuple[int, int, int]]] = [[] for _ in slots]
     for rank, ids in enumerate(expert_ids):
@@ -302,13 +311,13 @@ def moe_routes(
 def moe_dispatch(
     xs: Sequence[Tensor], expert_ids: Sequence[Tensor], slots: Sequence[int]
 ) -> list[tuple[Tensor, list[int]]]:
-    """Tokens at the ranks of their experts: (rows [R, K], offsets [L + 1]) of each rank.
+    """Send tokens to their experts' ranks: (rows [R, K], offsets [L + 1]) for each rank.
 
-    Slot e of a rank has the rows offsets[e]:offsets[e + 1], in the order of `moe_routes`.
+    A rank's slot e has the rows offsets[e]:offsets[e + 1], in the order of `moe_routes`.
 
     Args:
-        xs: [T, K] of each rank; T may differ.
-        expert_ids, slots: as of `moe_routes`.
+        xs: [T, K] for each rank; T may differ.
+        expert_ids, slots: as in `moe_routes`.
     """
     routes = moe_routes(expert_ids, slots)
     local = len(slots) // len(xs)
@@ -328,15 +337,15 @@ def moe_combine(
     weights: Sequence[Tensor],
     slots: Sequence[int],
 ) -> list[Tensor]:
-    """The experts' outputs times the router's weights, added by token in the order of its choices.
+    """Sum the experts' outputs times the router's weights, for each token in the order of choices.
 
     Args:
-        ys: [R, K] of each rank, where `moe_dispatch` has put the tokens; rows beyond may follow.
-        expert_ids, slots: as of `moe_routes`.
-        weights: float [T, k] of each rank.
+        ys: [R, K] for each rank, in the row order of `moe_dispatch`; more rows may follow.
+        expert_ids, slots: as in `moe_routes`.
+        weights: float [T, k] for each rank.
 
     Returns:
-        float32 [T, K] of each rank.
+        float32 [T, K] for each rank.
     """
     outputs: dict[tuple[int, int, int], Tensor] = {}
     local = len(slots) // len(ys)
@@ -357,12 +366,12 @@ def sampling_distribution(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> Tensor:
-    """Probabilities that one row of logits is sampled with: float64 [V].
+    """Return the probabilities for sampling from one row of logits: float64 [V].
 
-    Temperature comes first. Then top-k keeps the k most likely tokens (all where top_k is 0),
-    top-p the smallest set of the most likely ones of those whose probability, renormalised,
-    reaches top_p (Holtzman et al. 2020), and min-p those at least min_p times as likely as the
-    most likely one. Tokens that tie with the last one kept are kept.
+    Temperature comes first. Then top-k keeps the k most likely tokens (all if top_k is 0). Top-p
+    keeps the smallest set of the most likely remaining tokens with a renormalised probability of at
+    least top_p (Holtzman et al. 2020). Min-p keeps tokens at least min_p times as likely as the
+    most likely one. Tokens that tie with the last kept token are kept.
     """
     if temperature == 0.0:
         return torch.nn.functional.one_hot(logits.argmax(), logits.numel()).double()
@@ -385,9 +394,9 @@ def _at_least(probs: Tensor, threshold: float) -> Tensor:
 
 
 def uniform(seed: int, index: int) -> float:
-    """The index-th number of a seed's stream, in [0, 1): SplitMix64 (Steele, Lea and Flood 2014).
+    """Return a seed's index-th number, in [0, 1): SplitMix64 (Steele, Lea and Flood 2014).
 
-    In Python's integers, cut to 64 bits after each product.
+    It uses Python's integers, cut to 64 bits after each product.
     """
 
     def mix(state: int) -> int:
@@ -400,35 +409,38 @@ def uniform(seed: int, index: int) -> float:
 
 
 def draw(logits: Tensor, u: float, **settings: Any) -> int:
-    """The first token at which the sum of `sampling_distribution` so far exceeds u."""
+    """Return the first token at which the cumulative `sampling_distribution` exceeds u."""
     mass = sampling_distribution(logits, **settings).cumsum(dim=0)
     return int((mass <= u * mass[-1]).sum())
 
 
-# Ops over several ranks: what each rank gives is an element of a list, as is what each gets.
+# Ops over several ranks: inputs and results are lists with one element per rank.
 
 
 def all_gather(shards: Sequence[Tensor]) -> list[Tensor]:
-    """[m, ...] of each rank -> [W * m, ...] on each rank, in the order of the ranks."""
+    """[m, ...] on each rank -> [W * m, ...] on each rank, in rank order."""
     return [torch.cat(list(shards))] * len(shards)
 
 
 def reduce_scatter(xs: Sequence[Tensor]) -> list[Tensor]:
-    """[M, ...] of each rank -> the r-th M / W rows of their sum on rank r: float32."""
+    """[M, ...] on each rank -> on rank r, the r-th M / W rows of the sum: float32."""
     total = torch.stack([x.float() for x in xs]).sum(dim=0)
     return list(total.chunk(len(xs)))
 
 
 def all_reduce(xs: Sequence[Tensor]) -> list[Tensor]:
-    """Any shape -> the sum over the ranks, on each of them: float32."""
+    """Any shape -> the sum over the ranks, on each rank: float32."""
     return [torch.stack([x.float() for x in xs]).sum(dim=0)] * len(xs)
 
 
 def all_reduce_rms_norm(
     xs: Sequence[Tensor], residuals: Sequence[Tensor], weight: Tensor, eps: float
 ) -> list[tuple[Tensor, Tensor]]:
-    """xs and residuals [T, N] of each rank -> the norm of the residual and the sum of xs, and what
-    it is of, rounded to the dtype of xs; float32 [T, N] each, on each rank.
+    """Add the ranks' sum of xs to the residual, then normalize; all are [T, N].
+
+    Returns:
+        for each rank the norm, and the new residual stream, rounded to xs' dtype; float32 [T, N]
+            each.
     """
     totals = [
         (total + residual.float()).to(xs[0].dtype).float()
@@ -438,17 +450,17 @@ def all_reduce_rms_norm(
 
 
 def all_gather_matmul(x_shards: Sequence[Tensor], ws: Sequence[Tensor]) -> list[Tensor]:
-    """x_shards [M / W, K] and ws [K, N / W] of each rank -> float32 [M, N / W] on each rank."""
+    """x_shards [M / W, K] and ws [K, N / W] on each rank -> float32 [M, N / W] on each rank."""
     return [x.float() @ w.float() for x, w in zip(all_gather(x_shards), ws, strict=True)]
 
 
 def matmul_reduce_scatter(xs: Sequence[Tensor], ws: Sequence[Tensor]) -> list[Tensor]:
-    """xs [M, K / W] and ws [K / W, N] of each rank -> float32 [M / W, N] on each rank."""
+    """xs [M, K / W] and ws [K / W, N] on each rank -> float32 [M / W, N] on each rank."""
     return reduce_scatter([x.float() @ w.float() for x, w in zip(xs, ws, strict=True)])
 
 
 def matmul_all_reduce(xs: Sequence[Tensor], ws: Sequence[Tensor]) -> list[Tensor]:
-    """xs [M, K / W] and ws [K / W, N] of each rank -> float32 [M, N] on each rank."""
+    """xs [M, K / W] and ws [K / W, N] on each rank -> float32 [M, N] on each rank."""
     return all_reduce([x.float() @ w.float() for x, w in zip(xs, ws, strict=True)])
 
 
@@ -459,16 +471,17 @@ def epilogue(
     gate_up: str = "",
     residual: Tensor | None = None,
 ) -> Tensor:
-    """What may follow a product: + bias [N], silu(gate) * up, + residual.
+    """Apply the operations after a product: + bias [N], silu(gate) * up, + residual.
 
     Args:
         total: [M, N].
-        gate_up: where the gate's columns are: "alternate" with up's, or first and then up's:
-            "halves". Empty for neither.
+        bias: [N].
+        gate_up: layout of the columns: "alternate" interleaves gate and up, "halves" puts the gate
+            first. Empty for neither.
         residual: [M, N], or [M, N / 2] after silu(gate) * up.
 
     Returns:
-        float32, of residual's shape.
+        float32, in residual's shape.
     """
     total = total.float()
     if bias is not None:
@@ -484,9 +497,9 @@ def epilogue(
 
 
 def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor, x_scale: Tensor | None = None) -> Tensor:
-    """Rows offsets[e] to offsets[e + 1] of x [T, K] times w[e], of w [E, K, N]: float32 [T, N].
+    """Multiply rows offsets[e]:offsets[e + 1] of x [T, K] by w[e], w [E, K, N]: float32 [T, N].
 
-    x may have scales [T, ceil(K / 128)], of 128 columns each. Rows of no group are 0.
+    x may have scales [T, ceil(K / 128)], one per 128 columns. Rows outside all groups are 0.
     """
     if x_scale is not None:
         x = x.float() * x_scale.repeat_interleave(128, dim=1)[:, : x.shape[1]]
@@ -500,17 +513,18 @@ def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor, x_scale: Tensor | None
 def all_gather_grouped_matmul(
     x_shards: Sequence[Tensor], ws: Sequence[Tensor], plans: Sequence[Tensor], top_k: int
 ) -> list[Tensor]:
-    """Each rank's columns of the experts' products with the tokens of all ranks.
+    """Multiply all ranks' tokens by each rank's columns of the experts.
 
     Args:
-        x_shards: [m, K] of each rank.
-        ws: [E, K, N / W] of each rank.
-        plans: int32 [E + 1 + 2 P] of each rank, with P = m * top_k: E + 1 offsets of experts among
-            the pairs that follow, (token, choice) as token * top_k + choice, and the bits of their
-            weights.
+        x_shards: [m, K] for each rank.
+        ws: [E, K, N / W] for each rank.
+        plans: int32 [E + 1 + 2 P] for each rank, with P = m * top_k. A plan has E + 1 offsets of
+            experts among the pairs, then the pairs (token, choice) as token * top_k + choice, then
+            the bits of their weights.
+        top_k: experts per token.
 
     Returns:
-        float32 [W * P, N / W] on each rank: for each rank's plan a row for each of its pairs.
+        float32 [W * P, N / W] on each rank: for each rank's plan, a row for each pair.
     """
     results = []
     for w in ws:
@@ -526,12 +540,13 @@ def all_gather_grouped_matmul(
 def grouped_matmul_reduce_scatter(
     xs: Sequence[Tensor], ws: Sequence[Tensor], plans: Sequence[Tensor], top_k: int
 ) -> list[Tensor]:
-    """What all ranks' parts of the experts make of each rank's tokens: float32 [m, N] on each.
+    """Sum all ranks' parts of the experts' results for each rank's tokens: float32 [m, N] each.
 
     Args:
-        xs: [W * P, K / W] of each rank, in the order of all_gather_grouped_matmul's result.
-        ws: [E, K / W, N] of each rank.
-        plans: of each rank's tokens, as there.
+        xs: [W * P, K / W] for each rank, in the row order of all_gather_grouped_matmul.
+        ws: [E, K / W, N] for each rank.
+        plans: as in all_gather_grouped_matmul.
+        top_k: experts per token.
     """
     experts, size = len(ws[0]), len(xs)
     pairs = len(xs[0]) // size
@@ -559,18 +574,18 @@ def distributed_decode_attention(
     query_start: Sequence[int] | None = None,
     **options: Any,
 ) -> list[Tensor]:
-    """Queries that are the same on all ranks, over pages that are dealt out to the ranks.
+    """Attend with the same queries on all ranks, over pages that are assigned to the ranks in turn.
 
     Args:
-        qs: of each rank [T, H, D], all alike.
-        keys, values: of each rank [num_blocks, Hk, block_size, D].
+        qs: [T, H, D] for each rank, all alike.
+        keys, values: [num_blocks, Hk, block_size, D] for each rank.
         context_len: [B].
-        block_tables: of each rank [B, n]; page p of a request is entry p // W of rank p % W.
-        query_start: as of `paged_attention`; one query per request if None.
-        options: of `paged_attention`.
+        block_tables: [B, n] for each rank; a request's page p is entry p // W on rank p % W.
+        query_start: as in `paged_attention`; None means one query per request.
+        options: as in `paged_attention`.
 
     Returns:
-        float32 [T, H, D] of each rank.
+        float32 [T, H, D] for each rank.
     """
     size, block_size = len(qs), keys[0].shape[2]
     first = [sum(len(pool) for pool in keys[:rank]) for rank in range(size)]  # in one pool
@@ -593,26 +608,27 @@ def sequence_parallel_attention(
     zigzag: bool = False,
     lses: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Causal attention among the tokens of all ranks, which follow each other.
+    """Compute causal attention among the tokens of all ranks, in rank order.
 
     Args:
-        qs: of each rank [m, H, D].
-        ks, vs: of each rank [m, Hk, D].
-        query_start: [B + 1]; where in all tokens the sequences begin, and where the last one ends;
-            what comes behind it is one more. One sequence if None.
-        zigzag: of 2 W parts of the tokens, rank r has parts r and 2 W - 1 - r.
-        lses: of each rank float32 [m, H], written; as of `paged_attention`.
+        qs: [m, H, D] for each rank.
+        ks, vs: [m, Hk, D] for each rank.
+        scale: multiplies the scores.
+        query_start: [B + 1]; the starts of the sequences among all tokens, and the end of the last
+            one. Later tokens form one more sequence. None means a single sequence.
+        zigzag: cut the tokens into 2 W parts, and give rank r the parts r and 2 W - 1 - r.
+        lses: float32 [m, H] for each rank, written; as in `paged_attention`.
 
     Returns:
-        float32 [m, H, D] of each rank.
+        float32 [m, H, D] for each rank.
     """
     size, m = len(qs), len(qs[0])
-    places = torch.arange(size * m).chunk(2 * size if zigzag else size)
-    mine = [
-        torch.cat([places[rank], places[2 * size - 1 - rank]]) if zigzag else places[rank]
+    parts = torch.arange(size * m).chunk(2 * size if zigzag else size)
+    rank_tokens = [
+        torch.cat([parts[rank], parts[2 * size - 1 - rank]]) if zigzag else parts[rank]
         for rank in range(size)
     ]
-    order = torch.cat(mine).argsort()
+    order = torch.cat(rank_tokens).argsort()
     q, k, v = (torch.cat(list(shards))[order] for shards in (qs, ks, vs))
     starts = list(query_start or [0])
     starts += [len(q)] if starts[-1] < len(q) else []
@@ -620,6 +636,6 @@ def sequence_parallel_attention(
     lengths, lse = [len(table) for table in tables], torch.empty(q.shape[:2])
     pools = k[:, :, None], v[:, :, None]
     out = paged_attention(q, *pools, starts, lengths, tables, scale=scale, lse=lse)
-    for part, place in zip(lses or (), mine, strict=False):
-        part.copy_(lse[place])
-    return [out[place] for place in mine]
+    for rank_lse, tokens in zip(lses or (), rank_tokens, strict=False):
+        rank_lse.copy_(lse[tokens])
+    return [out[tokens] for tokens in rank_tokens]

@@ -1,37 +1,33 @@
 """Attention over a paged KV cache on the CPU, for ragged batches of prefills and decodes.
 
-A page holds `block_size` consecutive tokens of one request, for every KV head:
-`keys` and `values` are [num_blocks, Hk, block_size, D], so that a gather copies
-runs of block_size x D numbers.
+A page holds `block_size` consecutive tokens of one request, for every KV head. `keys` and `values`
+are [num_blocks, Hk, block_size, D], so a gather copies runs of block_size x D numbers.
 
-On CPUs with AVX-512 and its bfloat16 products, attention is one call of
-csrc/attention.cpp, which reads pages where they are. Elsewhere, and in float32,
-it is torch's operators:
+On CPUs with AVX-512 and its bfloat16 products, attention is one call to csrc/attention.cpp, which
+reads pages in place. Elsewhere, and in float32, it uses torch operators:
 
-1. `AttentionPlan` is made once per step and shared by all layers. It cuts each
-   request's queries into pieces, and batches pieces with equally many queries
-   and similar contexts into tiles: all decodes of similar length are one tile;
-   a long prefill is several tiles, which read no page that their queries
-   cannot see, for causality or the sliding window.
+1. `AttentionPlan` is made once per step and shared by all layers. It cuts each request's queries
+   into pieces. Pieces with equally many queries and similar contexts form a tile. Decodes with
+   similar lengths are one tile. A long prefill is several tiles; each skips pages that its queries
+   cannot see, because of causality or the sliding window.
 2. `write_kv` scatters the step's keys and values into their pages.
-3. `paged_attention` gathers a tile's pages and computes it with two matrix
-   products around a softmax. The G = H / Hk query heads that share a KV head
-   are folded into query rows, so that keys and values are not repeated. Scores
-   are float32. Tiles with few rows per head are one batched product; those
-   with many go head by head, in blocks of queries that stay in cache and end
-   at the diagonal. Both beat torch's `scaled_dot_product_attention` here.
+3. `paged_attention` gathers a tile's pages and computes it with two matrix products around a
+   softmax. The G = H / Hk query heads that share a KV head are folded into query rows, so keys and
+   values are not repeated. Scores are float32. Tiles with few rows per head are one batched
+   product. Tiles with many rows go head by head, in query blocks that stay in cache and end at the
+   diagonal. Both beat torch's `scaled_dot_product_attention` here.
 
-A tile's masked slots still go through the matmuls, times a weight of zero, so
-they must be finite: `write_kv` clears a page when its first slot is written,
-and tiles are padded with pages of the same request. What another request left
-in a page, NaN included, is never seen.
+A tile's masked positions still go through the matmuls, times a weight of zero, so they must be
+finite. `write_kv` therefore clears a page when its first token is written, and tiles are padded
+with pages of the same request. A request never sees data that another request left in a page, not
+even NaN.
 
-Where ranks share a request's pages, page p is with rank p mod W, as in
-gpu/distributed_decode_attention.py. Each attends to its own and gives the log of
-the sum of its weights (LSE), and `merge_parts` weights what all have by them.
+If ranks share a request's pages, page p is on rank p mod W, as in
+gpu/attention/distributed_decode.py. Each rank attends to its own pages and returns the log of the
+sum of its weights (LSE). `merge_parts` combines the ranks' results by these.
 
-Temporary memory is bounded by MAX_TILE_NUMBERS per tensor, but for the gathered
-keys and values of one request, which are as long as its context.
+MAX_TILE_ELEMENTS bounds each temporary tensor. The exception is one request's gathered keys and
+values, which are as long as its context.
 
 Not handled: attention sinks, logit soft-capping, MLA, gradients.
 """
@@ -55,20 +51,23 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
 MAX_TILE_QUERIES = 256
-"""Queries of one request that share a gather of its pages."""
+"""Maximum number of a request's queries that share one gather of its pages."""
 
-MAX_TILE_NUMBERS = 1 << 20
-"""Scores, gathered keys or gathered values in a tile of several requests: 4 MiB of float32."""
+MAX_TILE_ELEMENTS = 1 << 20
+"""Maximum scores, gathered keys or gathered values in a tile with several requests: 4 MiB of
+float32.
+"""
 
 BY_HEAD_ROWS, BY_HEAD_SCORES = 64, 1 << 17
-"""A tile with so many query rows and scores per KV head is computed head by head; one with
-fewer rows too, when the scores of all heads are more than MAX_TILE_NUMBERS."""
+"""Minimum query rows and scores per KV head for computing a tile head by head. A tile with fewer
+rows is too, if all heads' scores exceed MAX_TILE_ELEMENTS.
+"""
 
 MAX_BLOCK_QUERIES, MAX_BLOCK_SCORES = 64, 1 << 19
-"""Of one KV head at a time; larger blocks leave the cache, and reach further over the diagonal."""
+"""Maximum block for one KV head; larger blocks leave the cache, and overshoot the diagonal more."""
 
 TILE_COST_IN_SCORES = 1 << 15
-"""How many scores are computed in the time that one more tile costs in dispatch."""
+"""Dispatch cost of one more tile, as a number of scores computed in the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +84,15 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """N pieces that are computed together, all with Q queries and padded to P pages.
+    """N pieces computed together, all with Q queries and padded to P pages.
 
     Attributes:
-        rows: int64 [N * Q]; rows of the batch.
-        pages: int64 [N * Hk * P]; rows of the cache seen as [num_blocks * Hk, block_size * D].
+        rows: int64 [N * Q]; rows in the batch.
+        pages: int64 [N * Hk * P]; rows in the cache seen as [num_blocks * Hk, block_size * D].
         queries: Q.
         length: P * block_size keys.
-        masked_from: every query sees all of the keys before this one.
-        reach: no first query of a piece sees more keys than this; the q-th one sees q more.
+        masked_from: every query sees all keys before this one.
+        reach: maximum number of keys that a piece's first query sees; its q-th query sees q more.
         mask: float32 [N, Q, 1, length - masked_from]; 0 where the query sees the key, else -inf.
     """
 
@@ -107,21 +106,21 @@ class _Tile:
 
     @property
     def sees_all(self) -> bool:
-        """Whether it is one query a piece, and that sees every key up to its own."""
+        """Whether each piece is one query, which sees every key up to its own."""
         return self.queries == 1 and self.masked_from == self.reach
 
 
 @dataclass
 class AttentionPlan:
-    """Where the tokens of one step go in the cache, and which attend to what together.
+    """A step's places in the cache, and its tiles.
 
     Attributes:
         query_start, context_len, block_table: as in models/interface.StepInput.
         block_size: tokens in a page.
-        pages: int64 [T]; the page that each token is written to; -1 if that is on another rank.
-        slots: int64 [T]; its slot in that page.
-        fresh_pages: int64 [F]; pages whose first slot is written in this step.
-        rank, world_size: whose pages they are, of the ranks that share those of each request.
+        pages: int64 [T]; the page that each token is written to; -1 if it is on another rank.
+        slots: int64 [T]; the token's offset in that page.
+        fresh_pages: int64 [F]; pages whose first token is written in this step.
+        rank, world_size: this rank, among the ranks that share each request's pages.
     """
 
     query_start: Int32
@@ -150,9 +149,9 @@ class AttentionPlan:
 
         Args:
             query_start: int32 [B + 1]; request b owns rows query_start[b]:query_start[b + 1].
-            context_len: int32 [B]; its tokens in the cache once this step's are written.
-            block_table: int32 [B, n]; its pages in order; entries past its context are ignored.
-                Over several ranks, those pages p that this rank has: p % W == r.
+            context_len: int32 [B]; its tokens in the cache after this step's are written.
+            block_table: int32 [B, n]; its pages in order; entries beyond its context are ignored.
+                With several ranks, only this rank's pages p, where p % W == r.
             block_size: tokens in a page.
             rank, world_size: r and W.
         """
@@ -179,7 +178,7 @@ class AttentionPlan:
 
     @cached_property
     def batch(self) -> native.Batch:
-        """The step as csrc/layer.cpp takes it; made for the first layer of the step."""
+        """The step in csrc/layer.cpp's format; made for the step's first layer."""
         return native.Batch(
             page=self.pages.data_ptr(),
             slot=self.slots.data_ptr(),
@@ -195,16 +194,16 @@ class AttentionPlan:
     def tiles(
         self, heads: int, kv_heads: int, head_dim: int, sliding_window: int | None
     ) -> list[_Tile]:
-        """The tiles for layers of this shape; made for the first such layer of the step."""
+        """Return the tiles for layers with this shape; made for the step's first such layer."""
         key = (heads, kv_heads, head_dim, sliding_window)
         if key not in self._tiles:
             pieces = self._pieces(sliding_window)
-            # Longest first: what follows in a tile is padded to its first piece.
+            # Longest first, because a tile is padded to its first piece.
             pieces.sort(key=lambda piece: (piece.queries, piece.pages), reverse=True)
-            numbers_per_key = max(heads, kv_heads * head_dim)
+            elements_per_key = max(heads, kv_heads * head_dim)
             self._tiles[key] = [
                 self._tile(batch, kv_heads, sliding_window)
-                for batch in _batches(pieces, heads, numbers_per_key, self.block_size)
+                for batch in _batches(pieces, heads, elements_per_key, self.block_size)
             ]
         return self._tiles[key]
 
@@ -227,17 +226,17 @@ class AttentionPlan:
         return pieces
 
     def _own_pages(self, pages: int) -> int:
-        """How many of a request's first pages this rank has."""
+        """Count this rank's pages among a request's first `pages`."""
         return -(-(pages - self.rank) // self.world_size)
 
     def _own_tokens(self, tokens: Int64) -> Int64:
-        """How many of a request's first tokens this rank has."""
+        """Count this rank's tokens among a request's first `tokens`."""
         pages, rest = np.divmod(tokens, self.block_size)
         whole = (pages + (self.world_size - 1) - self.rank) // self.world_size
         return whole * self.block_size + np.where(pages % self.world_size == self.rank, rest, 0)
 
     def _positions(self, tokens: Int64) -> Int64:
-        """Where in the request this rank's n-th tokens of it are."""
+        """Map this rank's n-th tokens of a request to positions in it."""
         pages, slots = np.divmod(tokens, self.block_size)
         return (pages * self.world_size + self.rank) * self.block_size + slots
 
@@ -249,7 +248,7 @@ class AttentionPlan:
         pages = np.array([piece.pages for piece in pieces])
         queries = np.arange(pieces[0].queries)
 
-        # Pad with the piece's own last page: it is finite whenever the request is.
+        # Pad with the piece's own last page, because it is finite whenever the request is.
         nth = start_page[:, None] + np.minimum(np.arange(pages[0]), pages[:, None] - 1)
         page = self.block_table[request[:, None], nth].astype(np.int64)
         cache_row = page[:, None, :] * kv_heads + np.arange(kv_heads)[:, None]
@@ -277,7 +276,7 @@ class AttentionPlan:
 
 
 def _batches(
-    pieces: list[_Piece], heads: int, numbers_per_key: int, block_size: int
+    pieces: list[_Piece], heads: int, elements_per_key: int, block_size: int
 ) -> list[list[_Piece]]:
     """Group sorted pieces with equally many queries while padding is cheaper than a new tile."""
     batches: list[list[_Piece]] = []
@@ -287,8 +286,8 @@ def _batches(
             batch = batches[-1]
             padding += (batch[0].pages - piece.pages) * block_size * piece.queries * heads
             keys = (len(batch) + 1) * batch[0].pages * block_size
-            numbers = keys * max(numbers_per_key, piece.queries * heads)
-            if padding <= TILE_COST_IN_SCORES and numbers <= MAX_TILE_NUMBERS:
+            elements = keys * max(elements_per_key, piece.queries * heads)
+            if padding <= TILE_COST_IN_SCORES and elements <= MAX_TILE_ELEMENTS:
                 batch.append(piece)
                 continue
         batches.append([piece])
@@ -325,16 +324,16 @@ def paged_attention(
     sliding_window: int | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of the step's queries over their requests' pages.
+    """Compute causal attention for the step's queries over their requests' pages.
 
     Args:
         q: [T, H, D], a token's heads contiguous; query head h reads KV head h // (H / Hk).
-        keys, values: contiguous [num_blocks, Hk, block_size, D], the step's tokens included.
+        keys, values: contiguous [num_blocks, Hk, block_size, D], including the step's tokens.
         plan: the step's plan.
         scale: multiplies the scores.
         sliding_window: token i sees the tokens j with i - window < j <= i; None sees all.
-        lse: float32 [T, H], written: the log of the sum of exp(score). Needed where ranks share
-            pages: then a query may see no key here, and has an LSE of -inf and a result of 0.
+        lse: float32 [T, H], written: the log of the sum of exp(score). Required if ranks share
+            pages. A query may then see no key here; its LSE is -inf and its result 0.
 
     Returns:
         [T, H, D], q's dtype.
@@ -385,8 +384,8 @@ def paged_attention(
         tile_q = tile_q.transpose(1, 2).reshape(n * kv_heads, queries * group, dim)
         tile_q, tile_k = tile_q.float().mul_(scale), tile_k.float()
         rows = queries * group
-        many = rows >= BY_HEAD_ROWS or len(tile_q) * rows * length > MAX_TILE_NUMBERS
-        by_head = many and rows * length >= BY_HEAD_SCORES
+        many_rows = rows >= BY_HEAD_ROWS or len(tile_q) * rows * length > MAX_TILE_ELEMENTS
+        by_head = many_rows and rows * length >= BY_HEAD_SCORES
         attend = _attend_by_head if by_head else _attend_batched
         tile_lse = None if lse is None else tile_q.new_empty(tile_q.shape[:2])
         tile_out = attend(tile_q, tile_k, tile_v, tile, tile_lse)
@@ -399,15 +398,16 @@ def paged_attention(
 
 
 def _attend_one(q: Tensor, k: Tensor, v: Tensor, tile: _Tile, scale: float) -> Tensor:
-    """One query of one request, whose keys need no mask but an end.
+    """Attend with one query of one request, whose keys need no mask except an end.
 
-    torch's fused attention is a single call, and a batch of one is bound by calls: 41 us a layer
-    against 90 (2 KV heads, 192 keys). From some 16 requests on it is no faster.
+    torch's fused attention is a single call, and a batch of one is bound by calls: 41 us per layer
+    instead of 90 (2 KV heads, 192 keys). From about 16 requests on it is no faster.
 
     Args:
         q: [Hk, G, D].
         k, v: [Hk, length, D].
-        tile: how many keys the query sees.
+        tile: gives the number of visible keys.
+        scale: multiplies the scores.
 
     Returns:
         [Hk, G, D].
@@ -417,13 +417,13 @@ def _attend_one(q: Tensor, k: Tensor, v: Tensor, tile: _Tile, scale: float) -> T
 
 
 def _attend_batched(q: Tensor, k: Tensor, v: Tensor, tile: _Tile, lse: Tensor | None) -> Tensor:
-    """softmax(q @ k.T + mask) @ v for all heads of a tile at once.
+    """Compute softmax(q @ k.T + mask) @ v for all heads in a tile at once.
 
     Args:
         q: float32 [N * Hk, Q * G, D], scaled.
         k: float32 [N * Hk, length, D].
         v: [N * Hk, length, D].
-        tile: N, Q, length and the mask.
+        tile: gives N, Q, length and the mask.
         lse: float32 [N * Hk, Q * G], written, or None.
 
     Returns:
@@ -437,13 +437,13 @@ def _attend_batched(q: Tensor, k: Tensor, v: Tensor, tile: _Tile, lse: Tensor | 
 
 
 def _attend_by_head(q: Tensor, k: Tensor, v: Tensor, tile: _Tile, lse: Tensor | None) -> Tensor:
-    """The same, head by head and block by block."""
+    """Compute the same as `_attend_batched`, head by head and block by block."""
     kv_heads, group = len(q) // len(tile.mask), q.shape[1] // tile.queries
     step = max(1, min(MAX_BLOCK_QUERIES, MAX_BLOCK_SCORES // (group * tile.length)))
     out = torch.empty_like(q, dtype=v.dtype)
     for start in range(0, tile.queries, step):
         end = min(start + step, tile.queries)
-        seen = min(tile.length, padded(tile.reach + end - 1))  # what is beyond is masked
+        seen = min(tile.length, padded(tile.reach + end - 1))  # keys beyond are masked
         rows = slice(start * group, end * group)
         for head in range(len(q)):
             mask = tile.mask[head // kv_heads, start:end, :, : seen - tile.masked_from]
@@ -455,7 +455,7 @@ def _attend_by_head(q: Tensor, k: Tensor, v: Tensor, tile: _Tile, lse: Tensor | 
 
 
 def _weights(scores: Tensor, lse: Tensor | None) -> Tensor:
-    """softmax(scores) by row, and where `lse` takes the logs of the sums, 0 in rows of -inf."""
+    """Compute softmax(scores) by row, 0 in rows of -inf; write the logs of the sums to `lse`."""
     if lse is None:
         return scores.softmax(dim=-1)
     lse.copy_(scores.logsumexp(dim=-1))
@@ -463,11 +463,11 @@ def _weights(scores: Tensor, lse: Tensor | None) -> Tensor:
 
 
 def merge_parts(parts: Tensor, lses: Tensor) -> Tensor:
-    """Attention over the keys of all ranks, of what each made of its own (Dao et al. 2023).
+    """Merge the ranks' attention results over their own keys (Dao et al. 2023).
 
     Args:
         parts: float32 [W, T, H, D].
-        lses: float32 [W, T, H]; some rank has a key for each query.
+        lses: float32 [W, T, H]; for each query, some rank has a key.
 
     Returns:
         [T, H, D].

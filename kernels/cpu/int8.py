@@ -1,19 +1,17 @@
-"""A dense layer for the CPU whose weight is int8 with one scale per output channel.
+"""A dense layer for the CPU with an int8 weight and one scale per output channel.
 
-Weight-only: activations stay as they are, so nothing depends on their range.
-A row of the weight is rounded to 127 steps on each side of zero, symmetric
-(absmax; Dettmers et al. 2022, section 2). Decoding one request reads all
-weights once per token, and int8 halves what is read.
+This is weight-only quantization: activations stay as they are, so nothing depends on their range. A
+weight row is rounded to 127 steps on each side of zero, symmetric (absmax; Dettmers et al. 2022,
+section 2). Decoding one request reads all weights once per token, and int8 halves these bytes.
 
-On CPUs with AVX-512 BF16 the layer is a NativeLinear, which widens the integers to
-bfloat16, in which they are exact, as it reads them. Int8Linear is for others:
-up to FEW_ROWS rows run in torch's weight-only kernel, which goes by whole
-vectors: other widths must not be given to it (it does not check, and reads past
-the end). With more rows, products are what costs, and that kernel has no fast
-ones: blocks of the weight are then converted to the type of the activations and
-multiplied by oneDNN; the scales go on the result.
+On CPUs with AVX-512 BF16 the layer is a NativeLinear. It widens the integers to bfloat16 as it
+reads them, which is exact. Int8Linear serves other CPUs. Up to FEW_ROWS rows run in torch's
+weight-only kernel. That kernel works on whole vectors and does not check: other widths would make
+it read out of bounds. With more rows, products dominate, and that kernel has no fast ones. Blocks
+of the weight are then converted to the activations' dtype and multiplied by oneDNN, and the scales
+are applied to the result.
 
-Not handled: gradients, activations in int8, scales per group of inputs.
+Not handled: gradients, int8 activations, scales per input group.
 """
 
 from __future__ import annotations
@@ -33,19 +31,19 @@ from weft.kernels.cpu.linear import (
 )
 
 FEW_ROWS = 24
-"""Up to so many rows, converting on the fly beats converting block by block."""
+"""Maximum number of rows for which converting on the fly beats converting block by block."""
 
 WHOLE_VECTORS = 64
-"""Numbers of inputs and outputs that the kernel for few rows takes are multiples of it."""
+"""The kernel for few rows needs in- and output sizes that are multiples of this."""
 
-BLOCK_NUMBERS = 1 << 21
-"""Weights that are converted at once: 4 MiB of bfloat16, which stay in cache."""
+BLOCK_ELEMENTS = 1 << 21
+"""Number of weights converted at once: 4 MiB of bfloat16, which stay in cache."""
 
 
 def make_int8_linear(weight: Weight, bias: Tensor | None = None, *, gated: bool = False) -> Linear:
-    """The fastest int8 layer that there is here; see Int8Linear for the arguments.
+    """Make the fastest int8 layer available here; see Int8Linear for the arguments.
 
-    The weight may be in parts, one above the other.
+    The weight may come in parts, stacked by row.
     """
     check_linear(weight, bias, gated=gated)
     weight = whole(weight)
@@ -56,7 +54,7 @@ def make_int8_linear(weight: Weight, bias: Tensor | None = None, *, gated: bool 
 
 
 class Int8Linear(TorchLinear):
-    """`x @ weight.T + bias`, the weight rounded to int8 by `quantize`.
+    """`x @ weight.T + bias`, with the weight rounded to int8 by `quantize`.
 
     Args:
         weight: bfloat16 or float32 [N, K] (out, in), on the CPU; not kept. [2 N, K] if gated.
@@ -64,7 +62,7 @@ class Int8Linear(TorchLinear):
         gated: see linear.Linear.
 
     Raises:
-        ValueError: the shapes or dtypes do not go together.
+        ValueError: the shapes or dtypes do not match.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> None:
@@ -76,7 +74,7 @@ class Int8Linear(TorchLinear):
         self._fits_kernel = not any(size % WHOLE_VECTORS for size in weight.shape)
 
     def product(self, x: Tensor) -> Tensor:
-        """[T, K] -> [T, N], in the dtype of the weight that was given, for any T from 0."""
+        """[T, K] -> [T, N], in the original weight's dtype, for any T from 0."""
         if self._fits_kernel and 0 < len(x) <= FEW_ROWS:
             out: Tensor = torch._weight_int8pack_mm(x.contiguous(), self._weight, self._scale)
         else:
@@ -85,7 +83,7 @@ class Int8Linear(TorchLinear):
 
     def _by_blocks(self, x: Tensor) -> Tensor:
         out = x.new_empty(len(x), self.out_features)
-        step = max(1, BLOCK_NUMBERS // self.in_features)
+        step = max(1, BLOCK_ELEMENTS // self.in_features)
         for start in range(0, self.out_features, step):
             block = slice(start, start + step)
             product = matmul_transposed(x, self._weight[block].to(x.dtype))
@@ -96,21 +94,21 @@ class Int8Linear(TorchLinear):
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Round each row to integers in [-127, 127] times a scale.
 
-    The scale is rounded to the weight's dtype before it divides, so that its rounding adds no
-    error of its own.
+    The scale is rounded to the weight's dtype before it divides, so its rounding adds no further
+    error.
 
     Args:
         weight: bfloat16 or float32 [N, K].
 
     Returns:
-        int8 [N, K], and the scales, weight's dtype [N]; weight is about their product.
+        int8 [N, K], and the scales, weight's dtype [N]; their product approximates the weight.
     """
     largest = weight.abs().amax(dim=1) if weight.shape[1] else weight.new_zeros(len(weight))
     scale = largest / 127
-    # A row of zeros has any scale; no row may divide by zero.
+    # A row of zeros may have any scale, but must not divide by zero.
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     integers = torch.empty(weight.shape, dtype=torch.int8)
-    step = max(1, BLOCK_NUMBERS // max(1, weight.shape[1]))
+    step = max(1, BLOCK_ELEMENTS // max(1, weight.shape[1]))
     for start in range(0, len(weight), step):
         rows = slice(start, start + step)
         steps = weight[rows].float() / scale[rows, None].float()

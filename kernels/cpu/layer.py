@@ -1,8 +1,8 @@
-"""The two halves of a decoder's layer, and several layers, each as one call of csrc/layer.cpp.
+"""A decoder's attention, MLP, or several whole layers, each as one call to csrc/layer.cpp.
 
-The same kernels as those behind linear, rope and attention, in the same order,
-so the same numbers; what is saved is Python between them, a tenth of a decode
-for one user by halves of layers, and half of that again by all of them.
+The library runs the same kernels as linear, rope and attention, in the same order, so results are
+identical. The calls save the Python code between kernels. For one user, one call per half layer
+saves a tenth of a decode, and one call for all layers saves half as much again.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class NativeAttention:
     Args:
         qkv: [T, hidden] -> [T, (H + 2 Hk) * D]: queries, keys, values.
         o: [T, H * D] -> [T, hidden].
-        norm: comes first.
-        head_norms: of queries and keys, or None.
+        norm: applied first.
+        head_norms: norms for queries and keys, or None.
         heads, kv_heads, head_dim: H, Hk, D; `native.takes_heads` must hold.
-        scale: of the scores.
+        scale: multiplies the scores.
         sliding_window: see attention.paged_attention.
     """
 
@@ -45,7 +45,7 @@ class NativeAttention:
         scale: float,
         sliding_window: int | None,
     ) -> None:
-        # The layer has addresses of these, so they must live as long as it.
+        # The C struct holds addresses of these, so they must live as long as it does.
         self._kept = qkv, o, norm, head_norms
         self.hidden = qkv.in_features
         self.layer = native.AttentionLayer(
@@ -81,7 +81,7 @@ class NativeAttention:
 
 
 class NativeMlp:
-    """x + down(gate_up(norm(x))), gate_up being gated."""
+    """x + down(gate_up(norm(x))), where gate_up is gated."""
 
     def __init__(self, gate_up: NativeLinear, down: NativeLinear, norm: RMSNorm) -> None:
         self._kept = gate_up, down, norm
@@ -104,14 +104,14 @@ class NativeMlp:
 
 
 class NativeLayers:
-    """Layers one after the other: each `attention`, then its `mlp`, over the paged cache.
+    """A sequence of layers, each `attention`, then `mlp`, over the paged cache.
 
     Args:
         layers: at least one.
     """
 
     def __init__(self, layers: Sequence[tuple[NativeAttention, NativeMlp]]) -> None:
-        self._kept = layers  # they own what the copies of their structs point to
+        self._kept = layers  # they own the memory that the copied structs point to
         self._hidden = layers[0][0].hidden
         self._attention = (native.AttentionLayer * len(layers))(*(a.layer for a, _ in layers))
         self._mlp = (native.MlpLayer * len(layers))(*(mlp.layer for _, mlp in layers))
@@ -125,11 +125,11 @@ class NativeLayers:
         cache: Sequence[tuple[Tensor, Tensor]],
         plan: AttentionPlan,
     ) -> Tensor:
-        """bfloat16 [T, hidden] -> [T, hidden]; `cache` is the keys and values of each layer."""
+        """bfloat16 [T, hidden] -> [T, hidden]; `cache` holds each layer's keys and values."""
         x = x.contiguous()
         check_rows("x", x, (len(plan.slots), self._hidden))
         if len(cache) != len(self._kept):
-            raise ValueError(f"cache is of {len(cache)} layers; there are {len(self._kept)}")
+            raise ValueError(f"cache has {len(cache)} layers; it must have {len(self._kept)}")
         out = torch.empty_like(x)
         self._call(
             *(self._attention, self._mlp, len(cache), byref(plan.batch)),

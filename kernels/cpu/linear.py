@@ -1,21 +1,19 @@
-"""Dense layers for the CPU, their weights stored as the kernel wants them.
+"""Dense layers for the CPU, with weights in the layout that the kernel needs.
 
-`torch.nn.functional.linear` takes a row-major weight and reorders it, tile by
-tile, in every call. For decoding, where each weight is read once per step and
-used for a handful of rows, that costs up to half of the time. Here a weight is
-reordered once, when the model is loaded. `make_linear` chooses:
+`torch.nn.functional.linear` takes a row-major weight and reorders it, tile by tile, in every call.
+A decode reads each weight once per step for a handful of rows, so the reordering costs up to half
+of the time. Here a weight is reordered once, when the model is loaded. `make_linear` chooses a
+class:
 
-- NativeLinear: bfloat16, or int8 weights with bfloat16 activations, on CPUs
-  with AVX-512 BF16 (csrc/linear.cpp). RMSNorm before, and gate or residual after the
-  product are part of the call. bfloat16 weights are compressed to 12 bits a number,
-  without loss: fewer bytes are read.
-- PackedLinear: bfloat16 or float32 through oneDNN, with the two operators that
-  torch.compile's freezing pass emits (torch/_inductor/fx_passes/
-  mkldnn_fusion.py). At one row it runs at the speed of memory.
+- NativeLinear: bfloat16, or int8 weights with bfloat16 activations, on CPUs with AVX-512 BF16
+  (csrc/linear.cpp). The call includes RMSNorm before the product, and a gate or residual after it.
+  bfloat16 weights are compressed to 12 bits a number, without loss, so fewer bytes are read.
+- PackedLinear: bfloat16 or float32 through oneDNN, with the two operators that torch.compile's
+  freezing pass emits (torch/_inductor/fx_passes/mkldnn_fusion.py). At one row it runs at memory
+  speed.
 - Int8Linear, in int8.py.
 
-Not handled: weights that change (the row-major weight is not kept) and
-gradients.
+Not handled: weights that change (the row-major weight is not kept) and gradients.
 """
 
 from __future__ import annotations
@@ -33,23 +31,23 @@ from torch.nn.functional import linear, pad, rms_norm, silu
 from weft.kernels.cpu import native
 
 MAX_ESCAPES = 1 / 128
-"""Of a weight's numbers, at most, that its compressed form lists apart; more cost too much."""
+"""Maximum fraction of a weight's numbers that its compressed form lists separately."""
 
 SAMPLE = 1 << 14
-"""Numbers of a weight that tell which exponents it has."""
+"""Number of elements sampled to find a weight's exponents."""
 
 
 Weight = Tensor | Sequence[Tensor]
-"""[N, K], or parts of it, one above the other."""
+"""[N, K], or parts of it, stacked by row."""
 
 
 def parts_of(weight: Weight) -> Sequence[Tensor]:
-    """The parts of a weight."""
+    """Return the weight's parts."""
     return (weight,) if isinstance(weight, Tensor) else weight
 
 
 def whole(weight: Weight) -> Tensor:
-    """The weight as one tensor."""
+    """Return the weight as one tensor."""
     parts = parts_of(weight)
     return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
 
@@ -58,7 +56,7 @@ class RMSNorm:
     """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019), in float32 inside."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        # Cloned, for else this small view would keep the whole file mapped.
+        # Cloned, because a small view would keep the whole file mapped.
         self.weight = weight.clone()
         self.eps = eps
 
@@ -68,27 +66,27 @@ class RMSNorm:
 
 
 class Linear(Protocol):
-    """A dense layer with what comes right before and after it."""
+    """A dense layer, together with the operations right before and after it."""
 
     def __call__(
         self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        """residual + f(norm(x) @ weight.T + bias): [T, K] -> [T, N], for any T from 0.
+        """Compute residual + f(norm(x) @ weight.T + bias): [T, K] -> [T, N], for any T from 0.
 
-        f is the identity; in a gated layer, whose weight is a gate's [N, K] above [N, K] of the
-        same shape, it is silu(first half) * second half (SwiGLU, Shazeer 2020).
+        f is the identity. In a gated layer, the weight is a gate's [N, K] above another [N, K], and
+        f is silu(first half) * second half (SwiGLU, Shazeer 2020).
         """
 
 
 class TorchLinear(ABC):
-    """A Linear of torch operators, around a product."""
+    """A Linear made from torch operators around a product."""
 
     def __init__(self, gated: bool) -> None:
         self._gated = gated
 
     @abstractmethod
     def product(self, x: Tensor) -> Tensor:
-        """x @ weight.T + bias."""
+        """Compute x @ weight.T + bias."""
 
     def __call__(
         self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None
@@ -101,11 +99,11 @@ class TorchLinear(ABC):
 
 
 class PackedLinear(TorchLinear):
-    """`x @ weight.T + bias` through oneDNN, with a weight that was reordered ahead of time.
+    """`x @ weight.T + bias` through oneDNN, with a weight that was reordered in advance.
 
-    The blocked copy replaces the weight: once the caller drops its own reference there is one
-    copy in memory. Where oneDNN cannot pack (see `can_pack`), the weight is kept as it is and
-    `torch.nn.functional.linear` computes the same thing.
+    The blocked copy replaces the weight: once the caller drops its own reference, one copy is in
+    memory. If oneDNN cannot pack (see `can_pack`), the weight is kept as it is, and
+    `torch.nn.functional.linear` computes the same result.
 
     Args:
         weight: bfloat16 or float32 [N, K] (out, in), on the CPU; [2 N, K] if gated.
@@ -113,7 +111,7 @@ class PackedLinear(TorchLinear):
         gated: see `Linear`.
 
     Raises:
-        ValueError: the shapes or dtypes do not go together.
+        ValueError: the shapes or dtypes do not match.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> None:
@@ -121,7 +119,7 @@ class PackedLinear(TorchLinear):
         super().__init__(gated)
         self._bias = bias
         self._packed = can_pack(weight.dtype)
-        # detach: the operator refuses tensors that require gradients.
+        # detach, because the operator refuses tensors with gradients.
         weight = weight.detach()
         self._weight = (
             torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if self._packed else weight
@@ -139,19 +137,19 @@ class PackedLinear(TorchLinear):
 
 
 class NativeLinear:
-    """A Linear that is one call of csrc/linear.cpp.
+    """A Linear that is one call to csrc/linear.cpp.
 
     Args:
-        weight: bfloat16 [N, K], or int8 with `scale`; [2 N, K] if gated; not kept. Or parts of it,
-            one above the other, which are not copied together first.
+        weight: bfloat16 [N, K], or int8 with `scale`; [2 N, K] if gated; not kept. It may come in
+            parts, stacked by row, which are not copied together first.
         bias: bfloat16 [N], or [2 N] if gated.
-        scale: [N] or [2 N]; of each row of an int8 weight.
+        scale: [N] or [2 N]; a scale for each int8 row.
         gated: see `Linear`.
-        compress: whether a bfloat16 weight is compressed, if nearly all its exponents are among
-            fourteen neighbours (sixteen, of negative numbers).
+        compress: compress a bfloat16 weight if nearly all its exponents are among fourteen
+            neighbours (sixteen for negative numbers).
 
     Raises:
-        ValueError: the shapes or dtypes do not go together.
+        ValueError: the shapes or dtypes do not match.
     """
 
     def __init__(
@@ -169,7 +167,7 @@ class NativeLinear:
         rows = torch.cat([_row_addresses(part) for part in parts])
         self.in_features = parts[0].shape[1]
         self.out_features = len(rows) // 2 if gated else len(rows)
-        # The matrix has addresses of these, so they must live as long as it.
+        # The matrix holds addresses of these, so they must live as long as it does.
         self._bias = None if bias is None else _panels(bias, gated).flatten()
         self._scale = None if scale is None else _panels(scale.float(), gated).flatten()
         self.matrix = native.Matrix(
@@ -194,7 +192,7 @@ class NativeLinear:
         self._call = native.kernels().weft_linear
 
     def _find_escapes(self, parts: Sequence[Tensor], rows: Tensor, panels: int) -> None:
-        """Make the matrix a compressed one, if few enough numbers need more than 12 bits."""
+        """Compress the matrix if few enough numbers need more than 12 bits."""
         matrix = self.matrix
         matrix.top = _top_exponent(parts)
         start = torch.zeros(panels + 1, dtype=torch.int64)
@@ -211,10 +209,10 @@ class NativeLinear:
     def __call__(
         self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        """[T, K] -> [T, N]; x and residual bfloat16.
+        """[T, K] -> [T, N]; x and residual are bfloat16.
 
         Raises:
-            ValueError: x or residual is of another shape or dtype.
+            ValueError: x or residual has another shape or dtype.
         """
         check_rows("x", x, (x.shape[0], self.in_features))
         if residual is not None:
@@ -232,15 +230,15 @@ class NativeLinear:
 
     @property
     def nbytes(self) -> int:
-        """Of the packed weight."""
+        """Bytes of the packed weight."""
         return self._weight.nbytes + (0 if self._escapes is None else self._escapes.nbytes)
 
     def weight_rows(self, index: Tensor) -> Tensor:
-        """int [T], each in [0, N) -> bfloat16 [T, K]: rows of a bfloat16 weight that is not gated.
+        """Look up rows in a bfloat16 weight without a gate: int [T], in [0, N) -> bfloat16 [T, K].
 
         Raises:
             IndexError: there is no such row.
-            ValueError: the weight is of another kind.
+            ValueError: the weight is int8 or gated.
         """
         if self.format is native.Format.INT8 or self.matrix.gated:
             raise ValueError("rows are looked up in bfloat16 weights that are not gated")
@@ -257,17 +255,17 @@ class NativeLinear:
 
 
 def _row_addresses(part: Tensor) -> Tensor:
-    """Where each row of a contiguous [N, K] begins: int64 [N]."""
+    """Return the address of each row in a contiguous [N, K]: int64 [N]."""
     return torch.arange(len(part)) * (part.shape[1] * part.itemsize) + part.data_ptr()
 
 
 def _top_exponent(parts: Sequence[Tensor]) -> int:
-    """Of the neighbours that most of bfloat16 [N, K] have: an exponent's upper seven bits."""
+    """Return the highest of the most common neighbouring exponents (upper seven bits)."""
     stride = sum(part.numel() for part in parts) // SAMPLE + 1
-    while gcd(stride, parts[0].shape[1]) > 1:  # else it would not go through all columns
+    while gcd(stride, parts[0].shape[1]) > 1:  # otherwise it would not visit all columns
         stride += 1
     samples, start = [], 0
-    for part in parts:  # the very numbers that would be taken of the whole
+    for part in parts:  # the same numbers as in one whole tensor
         samples.append(part.view(torch.int16).flatten()[start::stride])
         start = (start - part.numel()) % stride
     sample = torch.cat(samples).to(torch.int32)
@@ -278,7 +276,7 @@ def _top_exponent(parts: Sequence[Tensor]) -> int:
 
 
 def check_rows(name: str, rows: Tensor, shape: tuple[int, int]) -> None:
-    """Before an address is handed out."""
+    """Check rows before passing on their address."""
     if rows.dtype != torch.bfloat16 or rows.shape != shape:
         raise ValueError(
             f"{name} is {rows.dtype} {tuple(rows.shape)}; it must be torch.bfloat16 {shape}"
@@ -286,7 +284,7 @@ def check_rows(name: str, rows: Tensor, shape: tuple[int, int]) -> None:
 
 
 def native_rows(x: Tensor, norm: RMSNorm | None) -> native.Rows:
-    """The rows of x [T, K], each contiguous; x must outlive them."""
+    """Describe the rows of x [T, K], each contiguous; x must outlive the result."""
     if norm is None:
         return native.Rows(data=x.data_ptr(), stride=x.stride(0))
     return native.Rows(
@@ -295,7 +293,7 @@ def native_rows(x: Tensor, norm: RMSNorm | None) -> native.Rows:
 
 
 def _panels(numbers: Tensor, gated: bool) -> Tensor:
-    """[N] -> [panels, COLUMNS], in the order of a packed weight's columns, padded with zeros."""
+    """[N] -> [panels, COLUMNS], in a packed weight's column order, padded with zeros."""
     halves = numbers.view(2 if gated else 1, -1)
     width = native.COLUMNS // len(halves)
     halves = pad(halves, (0, -halves.shape[1] % width))
@@ -303,7 +301,11 @@ def _panels(numbers: Tensor, gated: bool) -> Tensor:
 
 
 def check_linear(weight: Weight, bias: Tensor | None, *, gated: bool = False) -> None:
-    """Raise ValueError unless weight is [N, K], N even if gated, and bias [N] of its dtype."""
+    """Check that weight is [N, K] (N even if gated), and bias is [N] in its dtype.
+
+    Raises:
+        ValueError: they are not.
+    """
     first, *others = parts_of(weight)
     for part in (first, *others):
         if part.dim() != 2 or part.shape[1] != first.shape[1] or part.dtype != first.dtype:
@@ -324,37 +326,37 @@ def check_linear(weight: Weight, bias: Tensor | None, *, gated: bool = False) ->
 def make_linear(
     weight: Weight, bias: Tensor | None = None, *, gated: bool = False, compress: bool = True
 ) -> Linear:
-    """The fastest layer that there is here for this weight.
+    """Make the fastest layer available here for this weight.
 
-    For the arguments see NativeLinear; others ignore `compress`.
+    See NativeLinear for the arguments; other layers ignore `compress`.
     """
     check_linear(weight, bias, gated=gated)
-    # With matrix units (AMX) oneDNN's products are far ahead of those on vectors.
+    # With matrix units (AMX), oneDNN's products are far faster than vector instructions.
     if native.supports(parts_of(weight)[0].dtype) and not torch.cpu._is_amx_tile_supported():
         return NativeLinear(weight, bias, gated=gated, compress=compress)
     return PackedLinear(whole(weight), bias, gated=gated)
 
 
 def pad_rows(x: Tensor) -> Tensor:
-    """[T, K] with rows of zeros behind it, as many as `padded` says."""
+    """Pad [T, K] with rows of zeros, up to `padded` rows."""
     missing = padded(len(x)) - len(x)
     return pad(x, (0, 0, 0, missing)) if missing else x
 
 
 def padded(rows: int) -> int:
-    """At least so many rows, and one of eight numbers in each octave.
+    """Round up to one of eight row counts in each octave.
 
-    oneDNN compiles code for each number of rows and each weight's shape, and never lets go of it:
-    0.8 MB apiece, whatever the capacity of its cache of primitives.
+    oneDNN compiles code for each row count and each weight shape, and never frees it: 0.8 MB each,
+    whatever the capacity of its primitive cache.
     """
     return rows + -rows % (1 << max(0, rows.bit_length() - 4))
 
 
 def matmul_transposed(a: Tensor, b: Tensor) -> Tensor:
-    """a [M, K] @ b [N, K].T -> [M, N] through oneDNN, for matrices that are used once.
+    """Multiply a [M, K] @ b [N, K].T -> [M, N] through oneDNN, for matrices that are used once.
 
-    torch multiplies float32 matrices with its BLAS; where that is MKL and the CPU is not
-    Intel's, oneDNN is up to twice as fast from some 64 rows on.
+    torch multiplies float32 matrices with its BLAS. If that is MKL and the CPU is not Intel's,
+    oneDNN is up to twice as fast from about 64 rows on.
     """
     if not can_pack(a.dtype):
         return a @ b.T
@@ -364,10 +366,10 @@ def matmul_transposed(a: Tensor, b: Tensor) -> Tensor:
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build of torch on this CPU packs weights of `dtype`.
+    """Tell whether this build of torch on this CPU packs weights of `dtype`.
 
-    Float32 needs a torch built with oneDNN; bfloat16 also needs a CPU with vector instructions
-    that oneDNN has kernels for (AVX-512, or Arm with bf16).
+    Float32 needs a torch with oneDNN. bfloat16 also needs a CPU with vector instructions that
+    oneDNN supports (AVX-512, or Arm with bf16).
     """
     mkldnn = torch.backends.mkldnn
     if not mkldnn.is_available() or not mkldnn.enabled:  # type: ignore[no-untyped-call]

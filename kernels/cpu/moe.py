@@ -1,19 +1,18 @@
 """A mixture-of-experts MLP for the CPU: tokens sorted by expert, one packed matmul per expert.
 
 1. The router's logits give each token its k most probable experts (`route`).
-2. The T x k (token, expert) pairs are sorted by expert, so that each expert's
-   tokens are consecutive rows.
-3. Each expert that has tokens runs `down(silu(gate(x)) * up(x))` on its rows;
-   gate and up are one matrix. Experts without tokens are not touched: at small
-   batches an MoE step costs the bytes of the experts it uses.
-4. The results go back to token order and are summed with the router's weights,
-   for each token in the router's order: the sum does not depend on which other
-   tokens are in the batch.
+2. The T x k (token, expert) pairs are sorted by expert, so that each expert's tokens are
+   consecutive rows.
+3. Each expert with tokens runs `down(silu(gate(x)) * up(x))` on its rows; gate and up are one
+   matrix. Experts without tokens are not touched: at small batches, an MoE step costs only the
+   bytes of its active experts.
+4. The results return to token order and are summed with the router's weights, for each token in the
+   router's order. The sum therefore does not depend on other tokens in the batch.
 
-On CPUs with AVX-512 BF16, 2 to 4 are one call of csrc/linear.cpp, whose threads share
-the panels of all experts; elsewhere experts are torch's layers, one by one.
+On CPUs with AVX-512 BF16, steps 2 to 4 are one call to csrc/linear.cpp, whose threads share the
+panels of all experts. Elsewhere, experts are torch layers that run in turn.
 
-Of experts that are not here (those of other ranks) nothing is added.
+Experts on other ranks contribute nothing here.
 
 Not handled: biases, and activations other than SiLU.
 """
@@ -44,16 +43,16 @@ class MakeLinear(Protocol):
     def __call__(
         self, weight: Weight, bias: Tensor | None = None, *, gated: bool = False
     ) -> Linear:
-        """A layer of a weight [N, K]."""
+        """Make a layer from a weight [N, K]."""
 
 
 def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
-    """The most probable experts of each token, by the softmax over all (Shazeer et al. 2017).
+    """Choose each token's most probable experts, by a softmax over all (Shazeer et al. 2017).
 
     Args:
         logits: [T, E], bfloat16 or float32.
-        top_k: experts of a token, from 1 to E.
-        normalize: whether a token's weights are made to sum to 1.
+        top_k: experts per token, from 1 to E.
+        normalize: scale a token's weights so that they sum to 1.
 
     Returns:
         ids int32 [T, top_k], most probable first, and their probabilities, float32 [T, top_k].
@@ -75,17 +74,17 @@ def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tenso
 
 
 class PackedExperts:
-    """E expert MLPs of one layer, each SwiGLU (Shazeer 2020).
+    """E expert MLPs in one layer, each SwiGLU (Shazeer 2020).
 
-    The weights are taken one expert at a time, so that an iterable which reads them from a file
-    never has more than one expert in hand.
+    Weights are read one expert at a time, so an iterator over a file never holds more than one
+    expert.
 
     Args:
-        gate: of each expert, bfloat16 or float32 [I, K]; or all of them, [E, I, K].
-        up: of each expert, [I, K].
-        down: of each expert, [K, I].
-        make: makes a layer of a weight.
-        first: the first one's number among all experts of the layer.
+        gate: each expert's bfloat16 or float32 [I, K]; or all of them, [E, I, K].
+        up: each expert's [I, K].
+        down: each expert's [K, I].
+        make: makes a layer from a weight.
+        first: index of the first expert among all experts in the layer.
     """
 
     def __init__(
@@ -123,9 +122,9 @@ class PackedExperts:
 
         Args:
             x: [T, K], the weights' dtype.
-            expert_ids: int [T, k]; those that are not in [first, first + E) are not run.
+            expert_ids: int [T, k]; ids outside [first, first + E) are skipped.
             expert_weights: float32 [T, k], used as they are (the router normalises).
-            norm: comes first.
+            norm: applied first.
             residual: [T, K], added to the result.
 
         Returns:
@@ -163,18 +162,18 @@ class PackedExperts:
                 rows = slice(start, start + count)
                 sorted_out[rows] = self._down[expert](self._gate_up[expert](sorted_x[rows]))
                 start += count
-        place = torch.empty_like(order)
-        place[order] = torch.arange(tokens * k)
-        place = place.view(tokens, k)
+        row_of_pair = torch.empty_like(order)
+        row_of_pair[order] = torch.arange(tokens * k)
+        row_of_pair = row_of_pair.view(tokens, k)
         total = torch.zeros(tokens, x.shape[1], dtype=torch.float32)
         for choice in range(k):
-            expert_out = sorted_out.index_select(0, place[:, choice])
+            expert_out = sorted_out.index_select(0, row_of_pair[:, choice])
             total.addcmul_(expert_out.float(), expert_weights[:, choice, None])
         return total.to(x.dtype)
 
 
 def _matrices(layers: list[Linear]) -> Array[native.Matrix] | None:
-    """The layers' matrices one after the other, as the kernel wants them, if it runs them all."""
+    """Return the layers' matrices as one C array, if the kernel runs all of them."""
     compiled = [layer.matrix for layer in layers if isinstance(layer, NativeLinear)]
     if not compiled or len(compiled) != len(layers):
         return None

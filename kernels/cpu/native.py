@@ -1,16 +1,14 @@
-"""The kernels of csrc/, in C++ for CPUs with AVX-512 and its bfloat16 products.
+"""The kernels in csrc/, written in C++ for CPUs with AVX-512 and its bfloat16 products.
 
-A step on a CPU is bound by three things: reading the weights, for which oneDNN's
-layers at 16 rows take a third longer than memory does; passing over small
-tensors once per operator; and calling dozens of operators a layer. The kernels
-answer each: products that compute while the next weights arrive, norms, gates
-and residuals inside them, attention that reads pages where they are.
+Three costs bound a step on a CPU. Reading the weights: oneDNN's layers at 16 rows take a third
+longer than memory does. Passing over small tensors once per operator. And calling dozens of
+operators per layer. The kernels answer each: products that compute while the next weights arrive;
+norms, gates and residuals inside them; and attention that reads pages in place.
 
-setup builds csrc/ into a plain shared library, optional: without a compiler, or
-on another CPU, `library` is None and callers use torch, which computes the same.
-The library is bound with ctypes and has no part of torch or Python in it. Its
-OpenMP calls are resolved against the runtime that torch has loaded, so that
-there is one pool of threads.
+setup builds csrc/ into a plain shared library, which is optional. Without a compiler, or on another
+CPU, `library` returns None and callers use torch, which computes the same results. The library is
+bound with ctypes and contains no torch or Python. Its OpenMP calls resolve to the runtime that
+torch has loaded, so there is one thread pool.
 """
 
 from __future__ import annotations
@@ -29,17 +27,17 @@ FILE = Path(__file__).with_name(f"_native{sysconfig.get_config_var('EXT_SUFFIX')
 """The library, if it was built."""
 
 VERSION = 1
-"""Of the library's functions and structures; csrc/weft.h."""
+"""The version both sides must have; csrc/weft.h."""
 
 COLUMNS = 32
-"""Columns of a panel of packed weights; csrc/vector.h."""
+"""Columns per panel in packed weights; csrc/vector.h."""
 
 MAX_HEAD_DIM, MAX_GROUP = 256, 72
-"""What the attention kernel has room for: numbers of a head, query heads per KV head."""
+"""Limits of the attention kernel: head size, and query heads per KV head."""
 
 
 class Format(IntEnum):
-    """How the numbers of a packed weight are stored; csrc/weft.h."""
+    """Number formats of packed weights; csrc/weft.h."""
 
     PLAIN = 0
     INT8 = 1
@@ -47,15 +45,15 @@ class Format(IntEnum):
 
     @property
     def pair_bytes(self) -> int:
-        """Of a pair of k in a panel; csrc/vector.h."""
+        """Bytes for a pair of k in a panel; csrc/vector.h."""
         return COLUMNS * (4, 2, 3)[self]
 
 
 ESCAPE_BYTES = 8
-"""Of a number that is not among a compressed weight's; csrc/weft.h."""
+"""Bytes for each number listed beside a compressed weight; csrc/weft.h."""
 
 EXPONENT_CODES = 7
-"""What upper seven bits of an exponent a compressed weight has codes for; csrc/vector.h."""
+"""Exponents (upper seven bits) with a code in a compressed weight; csrc/vector.h."""
 
 
 class Matrix(Structure):
@@ -76,7 +74,7 @@ class Matrix(Structure):
 
 
 class Rows(Structure):
-    """The rows that go into a product; csrc/weft.h."""
+    """A product's input rows; csrc/weft.h."""
 
     _fields_ = (
         ("data", c_void_p),
@@ -149,7 +147,7 @@ class Batch(Structure):
 
 
 class AttentionLayer(Structure):
-    """Half of a layer; csrc/weft.h."""
+    """The attention half of a layer; csrc/weft.h."""
 
     _fields_ = (
         ("qkv", POINTER(Matrix)),
@@ -168,7 +166,7 @@ class AttentionLayer(Structure):
 
 
 class MlpLayer(Structure):
-    """The other half; csrc/weft.h."""
+    """The MLP half of a layer; csrc/weft.h."""
 
     _fields_ = (
         ("gate_up", POINTER(Matrix)),
@@ -206,24 +204,24 @@ _SIGNATURES = {
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None if they were not built or this CPU cannot run them.
+    """Load the compiled kernels; None if they were not built or this CPU cannot run them.
 
     Raises:
-        RuntimeError: they were built of other sources.
+        RuntimeError: they were built from other sources.
     """
     if not torch.cpu._is_avx512_bf16_supported():
         return None
     try:
         loaded = ctypes.CDLL(str(FILE))
     except OSError:
-        return None  # there is none, or no OpenMP of GCC's kind in this process
+        return None  # the library is missing, or this process has no GCC OpenMP
     built = loaded.weft_version() if hasattr(loaded, "weft_version") else 0
     missing = [name for name in _SIGNATURES if not hasattr(loaded, name)]
     if built != VERSION or missing:
         lacks = f", without {', '.join(missing)}" if missing else ""
         raise RuntimeError(
-            f"{FILE} was built of other sources: it has version {built}{lacks}, and must have "
-            f"{VERSION}. Install weft again, with `pip install -e .` where it is a checkout"
+            f"{FILE} was built from other sources: it has version {built}{lacks}, and must have "
+            f"{VERSION}. Install weft again, with `pip install -e .` in a checkout"
         )
     for name, arguments in _SIGNATURES.items():
         function = getattr(loaded, name)
@@ -232,17 +230,17 @@ def library() -> ctypes.CDLL | None:
 
 
 def supports(dtype: torch.dtype) -> bool:
-    """Whether there are compiled kernels here for this type."""
+    """Whether compiled kernels for this dtype are available here."""
     return dtype == torch.bfloat16 and library() is not None
 
 
 def takes_heads(heads: int, kv_heads: int, head_dim: int) -> bool:
-    """Whether the attention kernels take layers of this shape."""
+    """Whether the attention kernels support layers with this shape."""
     return head_dim % 2 == 0 and head_dim <= MAX_HEAD_DIM and heads // kv_heads <= MAX_GROUP
 
 
 def kernels() -> ctypes.CDLL:
-    """The library, where `supports` has said that there is one."""
+    """Return the library; call it only if `supports` is true."""
     loaded = library()
     if loaded is None:
         raise RuntimeError("the compiled CPU kernels are not available; ask native.supports first")
@@ -250,5 +248,5 @@ def kernels() -> ctypes.CDLL:
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Where its numbers begin; null for None."""
+    """Return a tensor's address; null for None."""
     return None if tensor is None else tensor.data_ptr()

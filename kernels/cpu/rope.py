@@ -1,8 +1,8 @@
-"""Rotary positions, and what else happens to queries, keys and values before attention.
+"""Rotary positions, and the other operations on queries, keys and values before attention.
 
-The heads of queries and keys are normalised, if the model has norms for them,
-and rotated; keys and values go to their pages of the cache. On CPUs with
-AVX-512 BF16 that is one call of csrc/attention.cpp, elsewhere torch's operators.
+Query and key heads are normalised, if the model has norms for them, and rotated. Keys and values go
+to their pages in the cache. On CPUs with AVX-512 BF16 that is one call to csrc/attention.cpp,
+elsewhere torch operators.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.kernels.cpu.attention import AttentionPlan, write_kv
 
 
 class Rotation(NamedTuple):
-    """Where a step's tokens are turned to, shared by all layers: [T, D] each, contiguous.
+    """Cosine and sine for a step's tokens, shared by all layers: [T, D] each, contiguous.
 
     `sin` is negative in its first half: x * cos + (x with its halves swapped) * sin.
     """
@@ -29,10 +29,15 @@ class Rotation(NamedTuple):
 
     @classmethod
     def of(cls, positions: Tensor, inv_freq: Tensor, dtype: torch.dtype) -> Rotation:
-        """Of tokens at `positions`, int [T]; inv_freq float32 [D / 2], radians per position.
+        """Compute the rotation for tokens at `positions`.
 
-        They are computed for the tokens at hand, and not looked up: a table would be as long as
-        the context.
+        It is computed for these tokens and not looked up, because a table would be as long as the
+        context.
+
+        Args:
+            positions: int [T].
+            inv_freq: float32 [D / 2], radians per position.
+            dtype: the result's dtype.
         """
         angles = positions[:, None].float() * inv_freq
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -40,7 +45,7 @@ class Rotation(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorms of each query head and each key head (Qwen3); weights [D]."""
+    """RMSNorms for each query head and each key head (Qwen3); weights [D]."""
 
     q: Tensor
     k: Tensor
@@ -57,23 +62,23 @@ def rotate_into_cache(
     heads: int,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Rotate queries and keys; write keys and values to their pages, those that this rank has.
+    """Rotate queries and keys; write keys and values to this rank's pages.
 
     Args:
-        qkv: [T, (H + 2 Hk) * D], contiguous: the query heads, the keys, the values. It may be
-            written over.
-        rotation: of the step's tokens.
+        qkv: [T, (H + 2 Hk) * D], contiguous: the query heads, the keys, the values. May be
+            overwritten.
+        rotation: for the step's tokens.
         keys, values: [num_blocks, Hk, block_size, D], the layer's cache.
         plan: the step's plan.
         heads: H.
-        norms: come before the rotation.
+        norms: applied before the rotation.
 
     Returns:
         The queries, [T, H, D].
     """
     _, kv_heads, block_size, dim = keys.shape
     tokens = len(qkv)
-    split = qkv.view(tokens, heads + 2 * kv_heads, dim)
+    by_head = qkv.view(tokens, heads + 2 * kv_heads, dim)
     if (
         plan.world_size == 1
         and native.supports(qkv.dtype)
@@ -100,8 +105,8 @@ def rotate_into_cache(
                 )
             )
         )
-        return split[:, :heads]
-    q, k, v = split.tensor_split((heads, heads + kv_heads), dim=1)
+        return by_head[:, :heads]
+    q, k, v = by_head.tensor_split((heads, heads + kv_heads), dim=1)
     if norms is not None:
         q = rms_norm(q, (dim,), norms.q, norms.eps)
         k = rms_norm(k, (dim,), norms.k, norms.eps)
@@ -110,6 +115,6 @@ def rotate_into_cache(
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Turn each pair (x[d], x[d + D/2]) of x [T, H, D] by its token's angles (Su et al. 2021)."""
+    """Rotate each pair (x[d], x[d + D/2]) of x [T, H, D] by its token's angles (Su et al. 2021)."""
     swapped = x.roll(x.shape[-1] // 2, -1)
     return torch.addcmul(x * rotation.cos[:, None], swapped, rotation.sin[:, None])

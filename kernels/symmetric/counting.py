@@ -1,7 +1,7 @@
-"""How much symmetric memory workspaces take, before there is any: a home that counts it.
+"""A home to count how much symmetric memory workspaces need, without having any.
 
-Nothing may be launched on it. What it gives is on the CPU and, but for signals, not touched,
-so that the system does not have to find it.
+Never launch kernels on it. Its tensors are on the CPU and, except for signals, never touched, so
+the system need not provide the memory.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from weft.kernels.symmetric.memory import Home
 
 
 class CountingHome(Home):
-    """The first of so many ranks, none of which has to come.
+    """Rank 0 in a world without other processes.
 
     Args:
-        world_size: ranks.
-        device_name: of the device that it is counted for, as the driver calls it.
+        world_size: number of ranks.
+        device_name: name of the target device, as its driver reports it.
 
     Attributes:
-        nbytes: that one rank has been given.
+        nbytes: bytes allocated for one rank so far.
     """
 
     def __init__(self, world_size: int, device_name: str = "CPU") -> None:
@@ -30,7 +30,7 @@ class CountingHome(Home):
 
     @property
     def device_name(self) -> str:
-        """As given: what was tuned for it may decide how large a buffer is."""
+        """The given name; tuned configurations for it can decide a buffer's size."""
         return self._device_name
 
     def _exchange(self, call: int, value: str) -> list[str]:
@@ -42,4 +42,4 @@ class CountingHome(Home):
         return memory, [memory.data_ptr()] * self.world_size, 0
 
     def _release(self) -> None:
-        """What there is goes with its last user."""
+        """Do nothing: each tensor is freed with its last user."""

@@ -1,13 +1,12 @@
-"""Symmetric memory: a tensor that every rank has, and the addresses of all of them.
+"""Symmetric memory: a tensor on every rank, and the addresses of all of them.
 
-A home is where ranks and their memory are: GPUs of one NVLink domain (p2p.py),
-CPU processes over shared memory (shared.py), threads of one process
-(virtual.py). Kernels see a table of addresses and never learn which it is.
+A home is where the ranks and their memory are: GPUs in one NVLink domain (p2p.py), CPU processes
+over shared memory (shared.py), or threads in one process (virtual.py). Kernels see a table of
+addresses and never learn which home it is.
 
-Allocation is collective: all ranks call `empty` in the same order with the same
-shape and dtype. What each of them asked for is exchanged first, and compared on
-every rank before any has allocated, so that a disagreement is the same error
-everywhere and not a hang.
+Allocation is collective: all ranks call `empty` in the same order with the same shape and dtype.
+The ranks first exchange their requests, and every rank compares them before any allocates. A
+disagreement is therefore the same error everywhere, not a hang.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ from torch.distributed.distributed_c10d import Store
 from weft.errors import WeftError
 
 ALIGNMENT = 256
-"""Bytes; every allocation begins at a multiple of it, so that vector stores never straddle one."""
+"""Bytes; every allocation begins at a multiple, so that vector stores never cross its end."""
 
 
 class SymmetricMemoryError(WeftError):
-    """Ranks disagree, one of them did not come, or memory was used after its release."""
+    """Ranks disagree, a rank did not arrive, or memory was used after its release."""
 
 
 @dataclass(frozen=True, slots=True)
 class SymmetricTensor:
-    """One rank's view of a tensor that exists on all of them.
+    """One rank's view of a tensor that exists on all ranks.
 
     Attributes:
-        name: what it is called in messages.
-        local: this rank's.
-        addresses: int64 [W], on local's device; where each rank's begins, as this rank sees it.
-        multicast: an address that stores to all ranks and reduces over them, 0 without one.
-        peers: each rank's, for copies that the host queues; empty where the home has none.
+        name: name for messages.
+        local: this rank's tensor.
+        addresses: int64 [W], on local's device; each rank's address, as this rank sees it.
+        multicast: an address that stores to all ranks and reduces over them; 0 without one.
+        peers: each rank's tensor, for copies queued by the host; empty if the home has none.
     """
 
     name: str
@@ -55,11 +54,11 @@ class SymmetricTensor:
 
 
 class Home(ABC):
-    """Where this rank is: its device, two streams of it, and the memory that others reach.
+    """This rank's device, two streams on it, and the memory that other ranks reach.
 
     Args:
-        rank, world_size: of this rank; among how many.
-        device: of its tensors.
+        rank, world_size: this rank, and the number of ranks.
+        device: device of its tensors.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
@@ -73,26 +72,26 @@ class Home(ABC):
         self._calls = 0
         self._closed = False
         self._second: torch.cuda.Stream | None = None
-        if device.type == "cuda":  # what others wait for goes first
+        if device.type == "cuda":  # high priority, because other ranks wait for its results
             self._second = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     @property
     def processors(self) -> int:
-        """Of the device, how many this rank's kernels may fill."""
+        """Number of the device's processors that this rank's kernels may fill."""
         if self.device.type == "cuda":
             return torch.cuda.get_device_properties(self.device).multi_processor_count
         return 4
 
     @property
     def device_name(self) -> str:
-        """What the driver calls the device."""
+        """The device's name, as its driver reports it."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Within, kernels are launched on a second stream, after those launched before.
+        """Launch kernels on a second stream, after all earlier launches.
 
-        On the CPU, where a launch returns when it is done, there is one stream.
+        The CPU has one stream, because a launch returns when it is done.
         """
         if self._second is None:
             yield
@@ -102,16 +101,16 @@ class Home(ABC):
             yield
 
     def rejoin(self) -> None:
-        """What comes next on the first stream comes after what was launched beside it."""
+        """Let the first stream wait for all launches on the second one."""
         if self._second is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._second)
 
     def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
-        """A tensor of the same shape and dtype on all ranks, uninitialised. Collective.
+        """Allocate a tensor with the same shape and dtype on all ranks, uninitialised. Collective.
 
         Raises:
-            SymmetricMemoryError: the ranks ask for different things, on each of them; or one of
-                them does not ask at all.
+            SymmetricMemoryError: the ranks' requests differ (raised on each rank), or a rank makes
+                none.
         """
         self._agree(f"{name} {str(dtype).removeprefix('torch.')} {list(shape)}")
         nbytes = max(1, math.prod(shape)) * dtype.itemsize
@@ -124,30 +123,30 @@ class Home(ABC):
         return SymmetricTensor(name, tensor, table, multicast, tuple(peers))
 
     def zeros(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
-        """The same, of zeros on every rank before any rank goes on: for signals. Collective."""
+        """Allocate zeros; no rank continues before all are zero: for signals. Collective."""
         tensor = self.empty(name, shape, dtype)
         tensor.local.zero_()
         self.barrier()
         return tensor
 
     def barrier(self) -> None:
-        """Returns once all ranks are here, and what they have launched on their GPUs is done."""
+        """Wait until all ranks are here and their GPU launches are done."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.exchange("barrier")
 
     def close(self) -> None:
-        """Release everything, after all ranks are here: none may be reading. Collective."""
+        """Release everything, once all ranks have arrived: none may be reading. Collective."""
         if not self._closed:
             self.barrier()
             self._closed = True
             self._release()
 
     def exchange(self, value: str) -> list[str]:
-        """Every rank's value, by rank. Collective.
+        """Return every rank's value, by rank. Collective.
 
         Raises:
-            SymmetricMemoryError: a rank did not come in time, or the home is closed.
+            SymmetricMemoryError: a rank did not arrive in time, or the home is closed.
         """
         if self._closed:
             raise SymmetricMemoryError(f"rank {self.rank} uses symmetric memory after its release")
@@ -155,7 +154,9 @@ class Home(ABC):
         return self._exchange(self._calls, value)
 
     def compare(self, value: str) -> list[str]:
-        """Every rank's value, to see whether ranks that call an op mean the same. Collective."""
+        """Return every rank's value, to check that ranks call an op with the same arguments.
+        Collective.
+        """
         return self.exchange(value)
 
     def __enter__(self) -> Self:
@@ -173,50 +174,50 @@ class Home(ABC):
             self._closed = True
             self._release()
 
-    def _agree(self, asked: str) -> None:
-        all_asked = self.exchange(asked)
-        if len(set(all_asked)) > 1:
-            common = max(all_asked, key=all_asked.count)
+    def _agree(self, request: str) -> None:
+        requests = self.exchange(request)
+        if len(set(requests)) > 1:
+            common = max(requests, key=requests.count)
             others = "; ".join(
-                f"rank {rank} asks for {other}"
-                for rank, other in enumerate(all_asked)
+                f"rank {rank} requests {other}"
+                for rank, other in enumerate(requests)
                 if other != common
             )
             raise SymmetricMemoryError(
-                f"ranks disagree about an allocation: {others}; the others for {common}"
+                f"ranks disagree about an allocation: {others}; the others request {common}"
             )
 
     @abstractmethod
     def _exchange(self, call: int, value: str) -> list[str]:
-        """Every rank's value of its `call`-th exchange."""
+        """Return every rank's value in its `call`-th exchange."""
 
     @abstractmethod
     def _allocate(self, nbytes: int) -> tuple[Tensor, list[int], int]:
-        """uint8 [nbytes] of this rank; where each rank's begins; the multicast address or 0."""
+        """Return this rank's uint8 [nbytes], all ranks' addresses, and the multicast one or 0."""
 
     def _peers(self, addresses: list[int]) -> Sequence[Tensor]:
-        """Each rank's uint8 [nbytes] of the allocation that was just made; empty without them."""
+        """Return each rank's uint8 [nbytes] for the latest allocation; empty if unsupported."""
         return ()
 
     @abstractmethod
     def _release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
 
 
 def number_of_home(store: Store, name: str, rank: int) -> int:
-    """How many homes of this name the rank has made through the store, this one included.
+    """Return how many homes with this name the rank has made through the store, including this one.
 
-    Ranks make homes together, so it is the same on all; with it no home reads what was said in
-    another one.
+    Ranks make homes together, so the number is the same on all. It keeps homes from reading each
+    other's values.
     """
     return int(store.add(f"{name}/homes/{rank}", 1))
 
 
 def exchange_through(store: Store, rank: int, world_size: int, key: str, value: str) -> list[str]:
-    """Put this rank's value in a store and wait for the others'.
+    """Put this rank's value into a store and wait for the others' values.
 
     Raises:
-        SymmetricMemoryError: a rank's is not there within the store's timeout.
+        SymmetricMemoryError: a rank's value is missing after the store's timeout.
     """
     store.set(f"{key}/{rank}", json.dumps(value))
     values = []
@@ -225,7 +226,7 @@ def exchange_through(store: Store, rank: int, world_size: int, key: str, value: 
             values.append(json.loads(store.get(f"{key}/{other}")))
         except RuntimeError as error:
             raise SymmetricMemoryError(
-                f"rank {rank} waited for rank {other} at {key}, which did not come within "
+                f"rank {rank} waited for rank {other} at {key}, which did not arrive within "
                 f"{store.timeout.total_seconds():.0f} s"  # type: ignore[attr-defined]
             ) from error
     return values

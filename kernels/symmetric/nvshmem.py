@@ -1,15 +1,14 @@
-"""Symmetric memory of GPUs of several nodes, through NVSHMEM (nvshmem4py).
+"""Symmetric memory for GPUs on several nodes, through NVSHMEM (nvshmem4py).
 
-NVSHMEM is two libraries: one on the host, which is loaded when it is first
-used and may be any that the system finds, and device code, which is linked into
-kernels from the bitcode in NVIDIA's wheel. They share structures, so a kernel
-of one version on a host library of another reads garbage. Their versions are
+NVSHMEM has two libraries. The host library is loaded at first use, from wherever the system finds
+it. The device code is bitcode in NVIDIA's wheel and is linked into kernels. They share structures,
+so a kernel with one version reads garbage from a host library with another. Their versions are
 compared before anything is initialised.
 
-In the address table a peer that NVLink does not reach is 0. Kernels send to it
-with the puts of gpu/nvshmem.py, to the address that they have themselves.
+In the address table, a peer that NVLink does not reach is 0. Kernels send to such a peer with the
+puts in gpu/nvshmem.py, to their own address.
 
-Not handled: more than one home in a process, for NVSHMEM is one per process.
+Not handled: more than one home in a process, because NVSHMEM has one world per process.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ PACKAGES = "pip install 'weft[cuda]' brings nvshmem4py and NVIDIA's library"
 
 
 class NvshmemHome(Home):
-    """One rank, a process with one GPU.
+    """One rank: a process with one GPU.
 
     Args:
-        store: where the ranks find each other: torch's TCPStore.
-        rank, world_size: of this rank.
-        device: this rank's GPU; the current one if None.
+        store: the ranks' rendezvous: torch's TCPStore.
+        rank, world_size: this rank, and the number of ranks.
+        device: this rank's GPU; None takes the current one.
 
     Raises:
-        SymmetricMemoryError: NVSHMEM is not there, or its versions do not go together; on every
-            rank if on any.
+        SymmetricMemoryError: NVSHMEM is missing, or its versions differ; raised on every rank if on
+            any.
     """
 
     def __init__(
@@ -71,7 +70,9 @@ class NvshmemHome(Home):
         answers = self.exchange(answer)
         if len(set(answers)) > 1 or answer.startswith("error: "):
             by_rank = "; ".join(f"rank {rank}: {answer}" for rank, answer in enumerate(answers))
-            raise SymmetricMemoryError(f"NVSHMEM must be of one version on all ranks; {by_rank}")
+            raise SymmetricMemoryError(
+                f"NVSHMEM must have the same version on all ranks; {by_rank}"
+            )
 
         import nvshmem.core
         from cuda.core import Device
@@ -121,15 +122,15 @@ class NvshmemHome(Home):
     ) -> None:
         if error is None:
             self.close()
-        else:  # freeing is collective, and the others may never come: it goes with the process
+        else:  # freeing is collective, but the others may never arrive; the process's end frees it
             self._closed = True
 
 
 def check_versions() -> str:
-    """The version that host library and device code both have.
+    """Return the version of host library and device code.
 
     Raises:
-        SymmetricMemoryError: one of them is not there, or they differ.
+        SymmetricMemoryError: one is missing, or they differ.
     """
     if find_spec("nvshmem") is None:
         raise SymmetricMemoryError(f"nvshmem4py is not installed; {PACKAGES}")
@@ -141,26 +142,26 @@ def check_versions() -> str:
     if host != device:
         raise SymmetricMemoryError(
             f"NVSHMEM's host library is {host} and its device code is {device}; they must be the "
-            f"same. The device code is that of {library_folder()}: let the host library be found "
-            "there, too, or install the wheel of the host library's version"
+            f"same. The device code comes from {library_folder()}: load the host library from "
+            "there, too, or install the wheel with the host library's version"
         )
     return host
 
 
 def library_folder() -> Path:
-    """Where NVIDIA's wheel is.
+    """Return the folder of NVIDIA's wheel.
 
     Raises:
         SymmetricMemoryError: it is not installed.
     """
     spec = find_spec("nvidia.nvshmem") if find_spec("nvidia") else None
     if spec is None or not spec.submodule_search_locations:
-        raise SymmetricMemoryError(f"NVIDIA's wheel of NVSHMEM is not installed; {PACKAGES}")
+        raise SymmetricMemoryError(f"NVIDIA's NVSHMEM wheel is not installed; {PACKAGES}")
     return Path(next(iter(spec.submodule_search_locations)))
 
 
 def device_version() -> str:
-    """The version of the bitcode: that of the headers which it was built and is shipped with.
+    """Return the bitcode's version, from the headers in the same wheel.
 
     Raises:
         SymmetricMemoryError: the wheel is not installed, or has no headers.
@@ -170,7 +171,7 @@ def device_version() -> str:
         text = header.read_text()
     except OSError as error:
         raise SymmetricMemoryError(
-            f"the version of NVSHMEM's device code is not known: {header}: {error.strerror}"
+            f"cannot find the version of NVSHMEM's device code: {header}: {error.strerror}"
         ) from error
     numbers = []
     for part in ("MAJOR", "MINOR", "PATCH"):
@@ -182,18 +183,18 @@ def device_version() -> str:
 
 
 def bitcode(major: int, minor: int) -> Path:
-    """The device code for GPUs of this compute capability.
+    """Return the device code for GPUs with this compute capability.
 
     Raises:
         SymmetricMemoryError: the wheel is not installed, or has none.
     """
     folder = library_folder() / "lib"
     for name in (f"libnvshmem_device_sm_{major}{minor}.bc", "libnvshmem_device.bc"):
-        if (folder / name).exists():  # NVSHMEM 3.4 has one for all
+        if (folder / name).exists():  # NVSHMEM 3.4 has one file for all GPUs
             return folder / name
     files = folder.glob("libnvshmem_device_sm_*.bc")
-    there = sorted(int(file.stem.rsplit("_", 1)[1]) for file in files)
+    supported = sorted(int(file.stem.rsplit("_", 1)[1]) for file in files)
     raise SymmetricMemoryError(
-        f"NVSHMEM's device code is not there for sm_{major}{minor}; it is for "
-        f"{', '.join(f'sm_{each}' for each in there) or 'none'}"
+        f"NVSHMEM has no device code for sm_{major}{minor}; it supports "
+        f"{', '.join(f'sm_{each}' for each in supported) or 'none'}"
     )

@@ -1,8 +1,8 @@
-"""Symmetric memory of GPUs of one NVLink domain, through torch's own.
+"""Symmetric memory for GPUs in one NVLink domain, through torch's own.
 
-`torch.distributed._symmetric_memory` allocates with the driver's virtual memory
-management, maps the peers' allocations, and binds a multicast object where the
-switch has one. What this adds is weft's interface and its checks.
+`torch.distributed._symmetric_memory` allocates with the driver's virtual memory management, maps
+the peers' allocations, and binds a multicast object if the switch supports it. This file adds
+weft's interface and checks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from weft.kernels.symmetric.memory import Home, exchange_through, number_of_home
 
 
 class P2pHome(Home):
-    """One rank, a process with one GPU.
+    """One rank: a process with one GPU.
 
     Args:
-        group: of torch.distributed, initialised, all of whose GPUs reach each other.
-        store: the one that the group was made with; for comparing what ranks ask for.
+        group: an initialised torch.distributed group in which all GPUs reach each other.
+        store: the group's store, for comparing the ranks' requests.
     """
 
     def __init__(self, group: torch.distributed.ProcessGroup, store: Store) -> None:

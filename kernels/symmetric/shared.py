@@ -1,8 +1,8 @@
-"""Symmetric memory of ranks that are CPU processes of one user on one machine.
+"""Symmetric memory for CPU processes of one user on one node.
 
-Each rank's memory is an anonymous file (memfd) which the others map through
-/proc. It has no name, so that it goes when the last process that maps it ends,
-however it ends: a killed rank leaves nothing behind in /dev/shm.
+Each rank's memory is an anonymous file (memfd), mapped by the others through /proc. It has no name,
+so it disappears when the last process that maps it ends, however that happens: a killed rank leaves
+nothing behind in /dev/shm.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from weft.kernels.symmetric.memory import (
 
 
 class SharedHome(Home):
-    """One rank, a process.
+    """One rank: a process.
 
     Args:
-        store: where the ranks find each other: torch's TCPStore or FileStore. Its timeout is how
-            long a rank waits for another.
-        rank, world_size: of this rank.
-        name: of this group of ranks in the store, if there are several.
+        store: the ranks' rendezvous: torch's TCPStore or FileStore. A rank waits for others up to
+            the store's timeout.
+        rank, world_size: this rank, and the number of ranks.
+        name: this group's name in the store, if there are several.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, name: str = "weft") -> None:
@@ -51,7 +51,7 @@ class SharedHome(Home):
         paths = self.exchange(f"/proc/{os.getpid()}/fd/{file}")
         mapped = [self._map(path, nbytes) for path in paths]
         self._mapped += mapped
-        self.exchange("mapped")  # the file may be closed only after all have it
+        self.exchange("mapped")  # the file may be closed only after all ranks have mapped it
         return mapped[self.rank], [tensor.data_ptr() for tensor in mapped], 0
 
     def _peers(self, addresses: list[int]) -> list[Tensor]:
@@ -63,7 +63,7 @@ class SharedHome(Home):
         except OSError as error:
             raise SymmetricMemoryError(
                 f"rank {self.rank} cannot map {path}: {error.strerror}; ranks must be processes "
-                "of one user on one machine, in one PID namespace"
+                "of one user on one node, in one PID namespace"
             ) from error
         try:
             return torch.frombuffer(mmap.mmap(file, nbytes), dtype=torch.uint8)
@@ -71,7 +71,7 @@ class SharedHome(Home):
             os.close(file)
 
     def _release(self) -> None:
-        # Mappings go with the last tensor that looks at them.
+        # A mapping disappears with its last tensor.
         self._mapped.clear()
         for file in self._files:
             os.close(file)

@@ -1,10 +1,10 @@
-"""Symmetric memory of N ranks that are threads of one process, on one CPU or one GPU.
+"""Symmetric memory for N ranks that are threads in one process, on one CPU or one GPU.
 
-Each rank's tensor is an ordinary one, and the others use its address. For tests
-in Triton's interpreter (check/ranks.py), and for kernels on a single GPU.
+Each rank's tensor is an ordinary tensor, and the others use its address. This serves tests in
+Triton's interpreter (check/ranks.py), and kernels on a single GPU.
 
-Ranks may be made to be on several nodes: then those of other nodes have no
-address, as beyond NVLink, and only check/network.py reaches them.
+Ranks can be placed on several virtual nodes. Ranks on other nodes then have no address, as beyond
+NVLink, and only check/network.py reaches them.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from torch import Tensor
 from weft.kernels.symmetric.memory import ALIGNMENT, Home, SymmetricMemoryError
 
 POISON = 0xFF
-"""In every byte: not a number, in floats of any size."""
+"""Value of every byte; floats of any size are then NaN."""
 
 
 class Meeting(Protocol):
-    """Where the ranks of a VirtualWorld wait for each other."""
+    """A barrier for the ranks in a VirtualWorld."""
 
     def meet(self, rank: int) -> None:
         """Return once every rank has called this equally often.
 
         Raises:
-            SymmetricMemoryError: one of them does not come.
+            SymmetricMemoryError: a rank does not arrive.
         """
 
 
 class ThreadMeeting:
-    """Ranks that run at the same time.
+    """A barrier for ranks that run concurrently.
 
     Args:
-        world_size: of the world.
+        world_size: number of ranks.
         timeout: seconds that a rank waits.
     """
 
@@ -48,21 +48,21 @@ class ThreadMeeting:
             self._barrier.wait()
         except threading.BrokenBarrierError as error:
             raise SymmetricMemoryError(
-                f"rank {rank} waited for ranks that did not come; see their errors"
+                f"rank {rank} waited for ranks that did not arrive; see their errors"
             ) from error
 
 
 class VirtualWorld:
-    """What the ranks of one process share; each makes its VirtualHome of it.
+    """State shared by the ranks in one process; each makes its VirtualHome from it.
 
     Args:
-        world_size: ranks.
-        meeting: where they wait for each other.
-        device: of all of them.
-        guard: bytes before and after each allocation that belong to nobody: what is accessed
-            there by mistake is no other allocation. A multiple of ALIGNMENT. With it, memory
-            begins as POISON.
-        ranks_per_node: a rank has addresses only of as many, its node's; of all if None.
+        world_size: number of ranks.
+        meeting: the ranks' barrier.
+        device: device of all ranks.
+        guard: bytes before and after each allocation that belong to nobody, so that a wrong access
+            there hits no other allocation. A multiple of ALIGNMENT. If set, memory begins as
+            POISON.
+        ranks_per_node: a rank has addresses only for ranks on its node; None puts all on one node.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class VirtualWorld:
 
 
 class VirtualHome(Home):
-    """One rank of a VirtualWorld."""
+    """One rank in a VirtualWorld."""
 
     def __init__(self, world: VirtualWorld, rank: int) -> None:
         super().__init__(rank, world.world_size, world.device)
@@ -93,7 +93,7 @@ class VirtualHome(Home):
 
     @property
     def processors(self) -> int:
-        """Its share of the device: kernels of all ranks must be able to run at once."""
+        """The rank's share of the device: all ranks' kernels must be able to run at once."""
         return max(1, super().processors // self.world_size)
 
     def _exchange(self, call: int, value: str) -> list[str]:

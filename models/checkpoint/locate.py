@@ -1,7 +1,7 @@
-"""Finding a checkpoint and reading what it says of itself.
+"""Finds a checkpoint and reads its config.json.
 
-Only JSON is read here: no tensor, and no code. `auto_map` in a config.json,
-which names Python files of the checkpoint, is ignored.
+Only JSON is read here: no tensors and no code. `auto_map` in a config.json names Python files in
+the checkpoint; it is ignored.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ BUNDLED = ("weft-demo", "weft-demo-moe")
 
 
 def locate(model: str) -> Path:
-    """The directory of a checkpoint.
+    """Return the checkpoint's directory.
 
     Args:
-        model: the name of a bundled model (see `BUNDLED`), or a path to a directory. A directory
-            that has the name of a bundled model is reached as ./NAME.
+        model: the name of a bundled model (see `BUNDLED`), or a path to a directory. Write ./NAME
+            for a directory with the name of a bundled model.
 
     Raises:
         ModelError: there is no such directory.
@@ -51,7 +51,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a file that holds a JSON object.
 
     Raises:
-        ModelError: there is no such file, or it holds something else.
+        ModelError: the file is missing or holds something else.
     """
     try:
         content = json.loads(path.read_bytes())

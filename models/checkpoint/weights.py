@@ -1,19 +1,15 @@
-"""safetensors -> tensors, checked against the model's description before any byte is read.
+"""safetensors -> tensors, checked against the model's spec before any tensor is read.
 
-1. The files are found: model.safetensors, or the shards that
-   model.safetensors.index.json names.
-2. Every file's header is read and compared with the ModelSpec: a missing,
-   unexpected or mis-shaped tensor, a type that is not plain floating point, or
-   a file that is shorter than its header says, is a ModelError naming file and
-   tensor. Nothing is skipped but what `_is_harmless` lists.
-3. `Weights.read` gives one tensor at a time, or this rank's part of it, mapped
-   into memory and not copied: the caller converts or packs it and drops it, so
-   that loading needs the model's memory plus the tensor in hand, and reads what
-   the rank keeps.
+1. Find the files: model.safetensors, or the shards that model.safetensors.index.json names.
+2. Read every file's header and compare it with the ModelSpec. A missing, unexpected or mis-shaped
+   tensor, a dtype other than plain floating point, or a truncated file raises a ModelError with
+   file and tensor. Only the tensors in `_is_harmless` are skipped.
+3. `Weights.read` returns one tensor at a time, or this rank's part, as a view of the mapped file.
+   The caller converts or packs it and drops it. Loading therefore needs the model's memory plus one
+   tensor, and reads only what the rank keeps.
 
-Not here: pickled checkpoints (they can run code), quantised weights, and
-writing. A file that is overwritten in place while it is mapped ends the
-process (SIGBUS); replacing it by renaming is safe.
+Not handled: pickled checkpoints (they can run code), quantised weights, and writing. Overwriting a
+mapped file in place kills the process (SIGBUS); replacing it by renaming is safe.
 """
 
 from __future__ import annotations
@@ -36,27 +32,27 @@ from weft.models.spec.spec import ModelSpec, WeightSpec
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 BASE = "model."
-"""Before the names of all tensors but the head's."""
+"""Prefix of all tensor names except the LM head's."""
 LFS_POINTER = b"version https://git-lfs.github.com/"
 REMAP_BYTES = 64 * 2**20
-"""Bytes of a mapping that are read before the file is mapped anew; bounds what stays in memory."""
+"""Bytes read from one mapping before the file is mapped again; bounds the resident memory."""
 DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes read so far, bytes in all)."""
+"""Called with (bytes read so far, bytes in total)."""
 
 
 class Weights:
-    """The tensors of a checkpoint.
+    """The tensors in a checkpoint.
 
     Args:
         path: the checkpoint's directory.
-        spec: what must be in it.
-        progress: told after each tensor how far reading has come.
-        layout: whose parts are read.
+        spec: the model that the checkpoint must hold.
+        progress: called after each tensor.
+        layout: selects the parts to read.
 
     Raises:
-        ModelError: the checkpoint is not what `spec` describes; see the module's text.
+        ModelError: the checkpoint does not match `spec`; see the module's text.
     """
 
     def __init__(
@@ -76,20 +72,19 @@ class Weights:
         self._progress = progress
 
     def read(self, weight: WeightSpec) -> Tensor:
-        """This rank's part of a weight that is one tensor, in the checkpoint's type.
+        """Read this rank's part of a single-tensor weight, in the checkpoint's dtype.
 
-        It is a view of the mapped file and must not be written to. The file is mapped anew for
-        each weight: the pages that it has touched then leave the process with it.
+        The result is a view of the mapped file: do not write to it. Each call maps the file again,
+        because touched pages leave the process only together with their mapping.
         """
         (tensor,) = self.read_each(weight)
         return tensor
 
     def read_each(self, weight: WeightSpec) -> Iterator[Tensor]:
-        """Those of the tensors that a weight consists of (one per expert) that are this rank's.
+        """Yield this rank's tensors for a weight, one at a time, as in `read`.
 
-        One at a time, as in `read`; of experts that are cut, the part that is this rank's.
-
-        Small ones share a mapping, for else the file's header is read for each of them.
+        A weight can have one tensor per expert. If experts are cut, only this rank's part is read.
+        Small tensors share a mapping; otherwise each would parse the file's header again.
         """
         file, handle, mapped = None, None, 0
         for name, part, size in self._to_read(weight):
@@ -101,11 +96,11 @@ class Weights:
             self._count(name, size)
 
     def parts(self, weight: WeightSpec) -> tuple[slice, ...]:
-        """Which part of a weight is read, by axis."""
+        """Return the part that is read, one slice per axis."""
         return self.layout.parts(self._spec, weight)
 
     def _to_read(self, weight: WeightSpec) -> Iterator[tuple[str, tuple[slice, ...], int]]:
-        """Of each tensor of a weight that this rank reads: name, part and bytes of the part."""
+        """Yield (name, part, bytes) for each tensor that this rank reads."""
         names, part = weight.tensor_names, self.parts(weight)
         if weight.is_per_expert:
             names, part = names[part[0]], part[1:]
@@ -114,7 +109,7 @@ class Weights:
             yield name, part, numbers * self._entries[name].itemsize
 
     def _count(self, name: str, size: int) -> None:
-        """Tell how far reading has come; a tensor that is read again counts once."""
+        """Report progress; a tensor that is read twice counts once."""
         if name in self._read:
             return
         self._read.add(name)
@@ -125,7 +120,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Where a tensor is, what it is called there, and the bytes of one of its elements."""
+    """Location of a tensor: its file, its name there, and its bytes per element."""
 
     file: Path
     name: str
@@ -133,10 +128,10 @@ class _Entry:
 
 
 def find_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, by its index if it has one.
+    """List a checkpoint's safetensors files, by its index if there is one.
 
     Raises:
-        ModelError: there are none, one is missing, or the index is not one.
+        ModelError: no file exists, one is missing, or the index is malformed.
     """
     if (path / SINGLE_FILE).exists():
         return [path / SINGLE_FILE]
@@ -156,15 +151,15 @@ def find_files(path: Path) -> list[Path]:
 
 
 def _open(file: Path) -> Any:
-    """Map a file and read its header; safetensors checks that the two fit."""
+    """Map a file and read its header; safetensors checks that they fit each other."""
     try:
-        file.open("rb").close()  # safetensors says of whatever it cannot read that it is not there
+        file.open("rb").close()  # safetensors reports every unreadable file as missing
         return safe_open(file, framework="pt")
     except SafetensorError as error:
         with file.open("rb") as opened:
             if opened.read(len(LFS_POINTER)) == LFS_POINTER:
                 raise ModelError(
-                    f"{file} is a pointer of Git LFS, not the weights; fetch them: git lfs pull"
+                    f"{file} is a Git LFS pointer, not the weights; fetch them: git lfs pull"
                 ) from error
         cut = _first_cut(file)
         where = f"within {cut}" if cut else "or not a safetensors file"
@@ -174,7 +169,7 @@ def _open(file: Path) -> Any:
 
 
 def _first_cut(file: Path) -> str | None:
-    """The first tensor that ends past the end of a file; None when its header cannot be read."""
+    """Return the first tensor that ends beyond the file's end; None for an unreadable header."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
@@ -190,29 +185,32 @@ def _first_cut(file: Path) -> str | None:
 
 
 def _check_files(path: Path, spec: ModelSpec) -> dict[str, _Entry]:
-    """Compare all headers with the model's description; say where each tensor is."""
-    wanted = {name: weight for weight in spec.weights for name in weight.tensor_names}
+    """Compare all headers with the spec; return each tensor's location."""
+    expected = {name: weight for weight in spec.weights for name in weight.tensor_names}
     entries: dict[str, _Entry] = {}
     for file in find_files(path):
         handle = _open(file)
         held: list[str] = handle.keys()
-        # Of a model that was saved without its head, as embedding models are, names lack this.
-        names = {name: f"{BASE}{name}" if f"{BASE}{name}" in wanted else name for name in held}
+        # A model saved without its LM head, such as an embedding model, has names without this
+        # prefix.
+        names = {name: f"{BASE}{name}" if f"{BASE}{name}" in expected else name for name in held}
         names = {held: name for held, name in names.items() if not _is_harmless(name, spec)}
-        if unexpected := [name for name in names.values() if name not in wanted]:
-            raise ModelError(f"{file} has {_some(unexpected)}, which {spec.architecture} has not")
+        if unexpected := [name for name in names.values() if name not in expected]:
+            raise ModelError(
+                f"{file} has {_join_first(unexpected)}, which {spec.architecture} does not use"
+            )
         for stored, name in names.items():
             if name in entries:
                 raise ModelError(f"{entries[name].file} and {file} both have {name}")
-            itemsize = _check_tensor(file, stored, handle.get_slice(stored), wanted[name])
+            itemsize = _check_tensor(file, stored, handle.get_slice(stored), expected[name])
             entries[name] = _Entry(file, stored, itemsize)
-    if missing := [name for name in wanted if name not in entries]:
-        raise ModelError(f"{path} lacks {_some(missing)}, in any of its safetensors files")
+    if missing := [name for name in expected if name not in entries]:
+        raise ModelError(f"{path} lacks {_join_first(missing)}, in any of its safetensors files")
     return entries
 
 
 def _check_tensor(file: Path, name: str, found: Any, weight: WeightSpec) -> int:
-    """Compare one tensor's header with its description; the bytes of one of its elements."""
+    """Compare a tensor's header with its spec; return the bytes per element."""
     shape, dtype = tuple(found.get_shape()), found.get_dtype()
     if shape != weight.tensor_shape:
         raise ModelError(
@@ -224,13 +222,13 @@ def _check_tensor(file: Path, name: str, found: Any, weight: WeightSpec) -> int:
 
 
 def _is_harmless(name: str, spec: ModelSpec) -> bool:
-    """Tensors that older exports hold though they follow from the rest of the model."""
+    """Whether older exports hold this tensor although the rest of the model implies it."""
     if name == "lm_head.weight":
         return spec.lm_head is None
     return name.endswith(".rotary_emb.inv_freq")
 
 
-def _some(names: Sequence[str]) -> str:
-    """The first few of many names."""
+def _join_first(names: Sequence[str]) -> str:
+    """Join the first few names."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more

@@ -1,7 +1,8 @@
-"""A model's steps, compiled by the TPU compiler for a slice that is not here.
+"""Compiles a model's steps with the TPU compiler, for a detached slice.
 
-What is compiled is what `JaxRunner.warm_up` compiles there, from shapes alone: no weight is
-read. The compiler says what a step takes of a chip's HBM, and refuses what does not fit.
+It compiles the same programs as `JaxRunner.warm_up` would on that slice, from shapes alone, without
+reading weights. The compiler reports how much HBM a step needs, and refuses a step that does not
+fit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from weft.models.spec.layout import Layout
 from weft.models.spec.spec import ModelSpec
 
 HBM = {"v5e": 15.75, "v5p": 95.0, "v6e": 31.25, "tpu7x": 94.75}
-"""GiB that the compiler gives a program, of one device (a chip; of tpu7x, half a chip)."""
+"""GiB of HBM that the compiler grants a program on one device (a chip; for tpu7x, half a chip)."""
 
 SLICES = {
     "v5e": ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
@@ -34,19 +35,20 @@ SLICES = {
     "v5p": ("2x2x1", "2x2x2", "2x4x4", "4x4x4"),
     "tpu7x": ("2x2x1", "2x2x2", "2x4x4", "4x4x4"),
 }
-"""That can be rented, the smallest first."""
+"""Slices for rent, the smallest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What the compiler says of one program; bytes are of one chip.
+    """The compiler's report on one program; bytes are per chip.
 
     Attributes:
-        arguments: weights, cache and what else is there before and after.
-        temporaries: what it needs while it runs.
-        seconds: that compiling took.
-        collectives: of its schedule.
-        kernels: that it calls, and how often.
+        name: the program.
+        arguments: weights, cache and other buffers that live before and after it.
+        temporaries: additional bytes while it runs.
+        seconds: compile time.
+        collectives: the collectives in its schedule.
+        kernels: number of calls of each kernel.
     """
 
     name: str
@@ -58,11 +60,15 @@ class Compiled:
 
 
 class DoesNotFitError(ConfigError):
-    """The compiler has refused a step for want of memory."""
+    """The compiler refused a step because it needs too much memory."""
 
 
 def chip_of(topology: str) -> str:
-    """The kind of chip of v5e:4x4; ConfigError if it is none that is known."""
+    """Return the chip in a topology such as v5e:4x4.
+
+    Raises:
+        ConfigError: the chip is unknown.
+    """
     chip = topology.partition(":")[0]
     if chip not in HBM or ":" not in topology:
         raise ConfigError(
@@ -72,12 +78,12 @@ def chip_of(topology: str) -> str:
 
 
 def hbm_bytes(chip: str) -> int:
-    """Of one device."""
+    """Return one device's HBM in bytes."""
     return int(HBM[chip] * GIB)
 
 
 def chips_in(shape: str, chip: str) -> int:
-    """Devices of a slice."""
+    """Return the number of devices in a slice."""
     count = 2 if chip == "tpu7x" else 1
     for side in shape.split("x"):
         count *= int(side)
@@ -98,11 +104,23 @@ def compile_model(
     kernels: Choice,
     progress: Callable[[str, int, int], None],
 ) -> list[Compiled]:
-    """Compile all programs that serving the model takes.
+    """Compile all programs that serving the model needs.
+
+    Args:
+        spec: the whole model.
+        topology: the slice, such as v5e:2x4.
+        layout: tp and ep.
+        dtype: compute dtype.
+        block_size, num_blocks: the KV cache's shape.
+        max_num_seqs: number of slots.
+        max_num_batched_tokens: maximum number of tokens in a step.
+        max_model_len: maximum number of tokens in a request.
+        kernels: --kernels.
+        progress: called with the next program's name, the number done, and the total.
 
     Raises:
-        ConfigError: there is no such slice, or it has not `layout.tp` chips.
-        DoesNotFitError: with the compiler's words.
+        ConfigError: the slice does not exist, or does not have `layout.tp` chips.
+        DoesNotFitError: a step needs too much memory; with the compiler's words.
     """
     devices = described_devices(topology)
     if len(devices) != layout.tp:
@@ -134,17 +152,17 @@ def compile_model(
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             raise DoesNotFitError(f"{task.name} does not fit: {_reason(str(error))}") from None
-        results.append(_told(task.name, compiled, time.perf_counter() - begin))
+        results.append(_report(task.name, compiled, time.perf_counter() - begin))
     progress("", len(tasks), len(tasks))
     return results
 
 
-def _told(name: str, compiled: Any, seconds: float) -> Compiled:
+def _report(name: str, compiled: Any, seconds: float) -> Compiled:
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
     return Compiled(
         name,
         arguments=memory.argument_size_in_bytes,
-        # What is not given back in the place of an argument is there beside it.
+        # Outputs that do not reuse an argument's memory need their own.
         temporaries=memory.temp_size_in_bytes
         + max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes),
         seconds=seconds,
@@ -154,6 +172,6 @@ def _told(name: str, compiled: Any, seconds: float) -> Compiled:
 
 
 def _reason(message: str) -> str:
-    """The compiler's sentence about the memory."""
+    """Extract the compiler's sentence about the memory."""
     found = re.search(r"(Used [^.]*\.?\d* of [^.]*\.?\d*\w* \w+\. Exceeded [^.]*\.\d*\w?)", message)
     return found[1] if found else message.splitlines()[0]

@@ -1,14 +1,14 @@
-"""Attention over the paged cache, of a ragged batch: with kernels/tpu, or in plain XLA operations.
+"""Attention over the paged cache for a ragged batch: kernels/tpu, or plain XLA operations.
 
-The cache of a layer is [num_blocks, Hk, block_size, 2 D], a key and then its value in each row, as
-the kernels take it. `Plan` is what both need of a step: lengths and block tables on the device.
+A layer's cache is [num_blocks, Hk, block_size, 2 D]: each row holds a key, then its value, as the
+kernels expect. Both ways need a `Plan`: the step's lengths and block tables on the device.
 
-The plain way deals out a step's tokens to tiles, each of which has consecutive tokens of one
-request: one token where all requests decode, up to `TILE_TOKENS` otherwise. All tiles walk through
-their pages together, a group at a time, with a running softmax (Milakov and Gimelshein 2018; Dao et
-al. 2022), up to the longest context of the step and no further.
+The plain way assigns a step's tokens to tiles. A tile holds consecutive tokens of one request: one
+token if all requests decode, else up to `TILE_TOKENS`. All tiles walk through their pages together,
+one group at a time, with a running softmax (Milakov and Gimelshein 2018; Dao et al. 2022). They
+stop at the step's longest context.
 
-What is stale in a page is never multiplied, for it may be NaN.
+Stale page contents are never multiplied, because they may be NaN.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from jax import lax
 
 from weft.kernels.tpu.attention.cache import write_pages
 from weft.kernels.tpu.attention.paged import ragged_paged_attention
-from weft.kernels.tpu.attention.query_tiles import owner, plan_tiles, tile_queries
+from weft.kernels.tpu.attention.query_tiles import plan_tiles, segment_of, tile_queries
 from weft.models.jax.collectives import precision
 
 TILE_TOKENS = 16
-"""Of a step that has more than one token of some request, in the plain way."""
+"""Tile size in the plain way, for steps in which some request has several tokens."""
 
 GROUP_TOKENS = 128
-"""Keys of a tile that are looked at at once: a group of pages has at least so many."""
+"""Minimum number of keys in a page group, which a tile processes at once."""
 
 
 class Plan(NamedTuple):
-    """Where a step's tokens are and what they see; T tokens, B requests.
+    """A step's tokens and what they attend to; T tokens, B requests.
 
     Attributes:
-        query_start: int32 [B + 1]; request b has the tokens query_start[b]:query_start[b + 1], the
-            last ones of its context. Tokens behind the last request's are padding.
-        context_len: int32 [B]; 0 of padding.
-        tables: int32 [B, n]; blocks of each request, n a multiple of `group_pages`.
+        query_start: int32 [B + 1]; request b has the tokens query_start[b]:query_start[b + 1],
+            which end its context. Tokens after the last request's are padding.
+        context_len: int32 [B]; 0 for padding.
+        tables: int32 [B, n]; each request's blocks, n a multiple of `group_pages`.
         request: int32 [T]; B - 1 for padding.
         position: int32 [T]; -1 for padding.
     """
@@ -53,35 +53,35 @@ class Plan(NamedTuple):
 def make_plan(
     query_start: jax.Array, context_len: jax.Array, tables: jax.Array, tokens: int
 ) -> Plan:
-    """The plan of a step that is padded to so many tokens."""
+    """Make the plan for a step that is padded to `tokens`."""
     token = jnp.arange(tokens, dtype=jnp.int32)
-    request = jnp.minimum(owner(query_start[1:], token), len(context_len) - 1)
-    # The last token of a request is the last of its context.
+    request = jnp.minimum(segment_of(query_start[1:], token), len(context_len) - 1)
+    # A request's last token is the last in its context.
     position = context_len[request] - query_start[request + 1] + token
     position = jnp.where(token < query_start[-1], position, -1)
     return Plan(query_start, context_len, tables, request, position)
 
 
 def group_pages(block_size: int) -> int:
-    """Pages that are looked at at once."""
+    """Return the number of pages processed at once."""
     return max(1, GROUP_TOKENS // block_size)
 
 
 def write_cache(
     cache: jax.Array, k: jax.Array, v: jax.Array, plan: Plan, *, kernel: bool
 ) -> jax.Array:
-    """The cache with a step's keys and values [T, Hk, D]."""
+    """Write a step's keys and values, [T, Hk, D], to the cache."""
     if kernel:
         return write_pages(cache, k, v, plan.query_start, plan.context_len, plan.tables)
     blocks, heads, block_size, both = cache.shape
-    page, place = jnp.divmod(plan.position, block_size)
+    page, offset = jnp.divmod(plan.position, block_size)
     block = plan.tables[plan.request, page]
     block = jnp.where(plan.position < 0, blocks, block)  # padding is written nowhere
-    # An index for each head: with one for each token XLA copies the cache to another layout.
+    # One index per head: with one per token, XLA copies the cache to another layout.
     row = (block[:, None] * heads + jnp.arange(heads, dtype=jnp.int32)) * block_size
     flat = cache.reshape(-1, both)
     new = jnp.concatenate((k, v), axis=2).astype(cache.dtype)
-    return flat.at[row + place[:, None]].set(new, mode="drop").reshape(cache.shape)
+    return flat.at[row + offset[:, None]].set(new, mode="drop").reshape(cache.shape)
 
 
 def paged_attention(
@@ -93,18 +93,18 @@ def paged_attention(
     window: int | None,
     kernel: bool,
 ) -> jax.Array:
-    """Causal attention of each token to its request's tokens.
+    """Compute causal attention for each token over its request's tokens.
 
     Args:
         q: [T, H, D].
-        cache: [num_blocks, Hk, block_size, 2 D], with this step's keys and values.
-        plan: the step's.
-        decodes: each request has one token, or none.
-        window: a token sees itself and `window - 1` tokens before it; all if None.
-        kernel: whether a Pallas kernel does it.
+        cache: [num_blocks, Hk, block_size, 2 D], including this step's keys and values.
+        plan: the step's plan.
+        decodes: each request has at most one token.
+        window: a token sees itself and `window - 1` tokens before it; None means all.
+        kernel: use a Pallas kernel.
 
     Returns:
-        [T, H, D]; anything for padding.
+        [T, H, D]; arbitrary for padding.
     """
     heads, dim = q.shape[1:]
     if not kernel:
@@ -121,25 +121,25 @@ def paged_attention(
 def _attend(
     q: jax.Array, cache: jax.Array, plan: Plan, tile_tokens: int, window: int | None
 ) -> jax.Array:
-    """The plain way."""
+    """Compute attention the plain way."""
     tokens, heads, dim = q.shape
     _, kv_heads, block_size, _ = cache.shape
     pages = group_pages(block_size)
     tiles = plan_tiles(plan.query_start, plan.context_len, tokens, tile_tokens, cores=1)
     request = tiles.request
-    place = jnp.arange(tile_tokens, dtype=jnp.int32)
-    position = tiles.first[:, None] + place  # [N, tile]
+    offset = jnp.arange(tile_tokens, dtype=jnp.int32)
+    position = tiles.first[:, None] + offset  # [N, tile]
     token = position + (plan.query_start[1:] - plan.context_len)[request][:, None]
-    position = jnp.where(place < tiles.queries[:, None], position, -1)
+    position = jnp.where(offset < tiles.queries[:, None], position, -1)
     tiled = q.at[token].get(mode="clip")
     tiled = tiled.reshape(*token.shape, kv_heads, heads // kv_heads, dim)
     last = position.max(axis=1)
     scale = jnp.float32(dim**-0.5)
     span = pages * block_size
 
-    def look(group: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """At one group of pages of every tile."""
-        largest, total, out = carry
+    def attend_group(group: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Attend to one page group in every tile."""
+        running_max, total, out = carry
         table = lax.dynamic_slice_in_dim(plan.tables, group * pages, pages, axis=1)
         kv = cache[table[request]].swapaxes(1, 2)  # [N, Hk, pages, block_size, 2 D]
         kv = kv.reshape(len(request), kv_heads, span, 2 * dim)
@@ -156,11 +156,11 @@ def _attend(
             preferred_element_type=jnp.float32,
         )
         scores = jnp.where(seen, scores * scale, -jnp.inf)
-        new_largest = jnp.maximum(largest, scores.max(axis=-1))
-        # Of a token that has seen nothing yet, the largest is -inf.
-        base = jnp.where(new_largest == -jnp.inf, 0.0, new_largest)
+        new_max = jnp.maximum(running_max, scores.max(axis=-1))
+        # If a token has seen nothing yet, its maximum is -inf.
+        base = jnp.where(new_max == -jnp.inf, 0.0, new_max)
         weights = jnp.where(seen, jnp.exp(scores - base[..., None]), 0.0)
-        shrink = jnp.exp(largest - base)
+        rescale = jnp.exp(running_max - base)
         product = jnp.einsum(
             "nhgqk,nhkd->nhgqd",
             *(weights.astype(q.dtype), values),
@@ -168,9 +168,9 @@ def _attend(
             preferred_element_type=jnp.float32,
         )
         return (
-            new_largest,
-            total * shrink + weights.sum(axis=-1),
-            out * shrink[..., None] + product,
+            new_max,
+            total * rescale + weights.sum(axis=-1),
+            out * rescale[..., None] + product,
         )
 
     shape = (len(request), kv_heads, heads // kv_heads, tile_tokens)
@@ -183,14 +183,14 @@ def _attend(
     if window is not None:
         oldest = jnp.where(position >= 0, position, jnp.iinfo(jnp.int32).max).min()
         first = jnp.maximum(0, oldest - (window - 1)) // span
-    _, total, out = lax.fori_loop(first, position.max() // span + 1, look, carry)
+    _, total, out = lax.fori_loop(first, position.max() // span + 1, attend_group, carry)
     out = out / jnp.where(total == 0.0, 1.0, total)[..., None]
     out = out.transpose(0, 3, 1, 2, 4).reshape(len(request) * tile_tokens, heads, dim)
-    return out.at[_place_in_tiles(plan, tile_tokens)].get(mode="clip").astype(q.dtype)
+    return out.at[_index_in_tiles(plan, tile_tokens)].get(mode="clip").astype(q.dtype)
 
 
-def _place_in_tiles(plan: Plan, tile_tokens: int) -> jax.Array:
-    """Of each token, int32 [T]: tile * tile_tokens + place in it; any for padding."""
+def _index_in_tiles(plan: Plan, tile_tokens: int) -> jax.Array:
+    """Return each token's tile * tile_tokens + offset in it, int32 [T]; arbitrary for padding."""
     each = -(-jnp.diff(plan.query_start) // tile_tokens)
     tiles_before = (jnp.cumsum(each) - each)[plan.request]
     token = jnp.arange(len(plan.request), dtype=jnp.int32)

@@ -1,18 +1,19 @@
-"""What the devices of a mesh exchange around a product, inside `shard_map`.
+"""Communication around products on a mesh, inside `shard_map`.
 
-Two layouts of a step's activations between blocks (Korthikanti et al. 2022, section 4.2.2):
+A step's activations between blocks have one of two layouts (Korthikanti et al. 2022, section
+4.2.2):
 
-- many tokens: each device has some of them. A block begins with an all-gather and ends with a
-  reduce-scatter, as rings: in each hop a device multiplies what it has while that (or the partial
-  sum) travels on. Both directions are used at once, each by half of the tokens (Wang et al. 2023,
+- many tokens: each device has some. A block begins with an all-gather and ends with a
+  reduce-scatter, both as rings. In each hop, a device multiplies the data that it has while this
+  data, or the partial sum, travels on. Half of the tokens use each direction (Wang et al. 2023,
   "Overlap Communication with Dependent Computation via Decomposition").
-- few tokens: every device has all of them, and a block ends with an all-reduce.
+- few tokens: every device has all, and a block ends with an all-reduce.
 
-A dense MLP of very many tokens leaves them where they are: its weights travel instead, which are
-fewer bytes then (Pope et al. 2022, section 3.2.3).
+With very many tokens, a dense MLP leaves them where they are and moves its weights, because these
+are then fewer bytes (Pope et al. 2022, section 3.2.3).
 
-XLA schedules a ring's permutes around the products, which it does not do to its own all-gather
-and reduce-scatter. Pallas kernels do the same inside (kernels/tpu/matmul/all_gather_matmul.py).
+XLA schedules a ring's permutes around the products, but not its own all-gather and reduce-scatter.
+Pallas kernels overlap inside (kernels/tpu/matmul/all_gather_matmul.py).
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from weft.models.jax.mesh import TENSOR
 
 
 def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """[..., K] x [K, N] -> float32 [..., N]; float32 is multiplied as float32, on TPUs too."""
+    """[..., K] x [K, N] -> float32 [..., N]; float32 inputs are multiplied as float32, also on
+    TPUs.
+    """
     return lax.dot_general(
         *(x, weight),
         (((x.ndim - 1,), (0,)), ((), ())),
@@ -42,7 +45,7 @@ def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def precision(x: jax.Array) -> lax.Precision:
-    """Of products of such numbers."""
+    """Return the precision for products with this dtype."""
     return lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
@@ -52,17 +55,17 @@ def gather_tokens(x: jax.Array) -> jax.Array:
 
 
 def scatter_sum(x: jax.Array) -> jax.Array:
-    """[T, N] of each device -> the sum of all, [T / devices, N]."""
+    """[T, N] on each device -> the sum over all, [T / devices, N]."""
     return lax.psum_scatter(x, TENSOR, tiled=True)
 
 
 def all_reduce(x: jax.Array) -> jax.Array:
-    """The sum over all devices."""
+    """Sum over all devices."""
     return lax.psum(x, TENSOR) if lax.axis_size(TENSOR) > 1 else x
 
 
 def all_gather_matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """[T / devices, K] and this device's [K, N] -> [T, N] of all tokens, in x's dtype.
+    """[T / devices, K] and this device's [K, N] -> [T, N] for all tokens, in x's dtype.
 
     T / devices must be even.
     """
@@ -75,7 +78,7 @@ def all_gather_matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
         last = hop == devices - 1
         next_up = up if last else _pass_on(up, 1)
         next_down = down if last else _pass_on(down, -1)
-        # What travels up has come from the devices before this one.
+        # Data that travels up comes from the devices before this one.
         for part, source, offset in ((up, own - hop, 0), (down, own + hop, half)):
             start = source % devices * rows + offset
             product = matmul(part, weight).astype(x.dtype)
@@ -85,7 +88,7 @@ def all_gather_matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def matmul_reduce_scatter(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """[T, K] and [K, N], cut along K -> this device's tokens of the product, [T / devices, N].
+    """[T, K] and [K, N], cut along K -> this device's tokens, [T / devices, N].
 
     Partial sums travel in x's dtype. T / devices must be even.
     """
@@ -94,17 +97,19 @@ def matmul_reduce_scatter(x: jax.Array, weight: jax.Array) -> jax.Array:
     half = rows // 2
 
     def travel(direction: int, offset: int) -> jax.Array:
-        """The sum for half of this device's tokens, which has been at all other devices."""
+        """Sum half of this device's tokens; the sum visits all other devices."""
 
         def product(x: jax.Array, target: jax.Array) -> jax.Array:
             start = target % devices * rows + offset
             part = matmul(lax.dynamic_slice_in_dim(x, start, half, axis=0), weight)
-            # Apart from the sum: XLA would make one of the two, which had to wait for the permute.
+            # Without this barrier, XLA would fuse the product and the sum, and the product would
+            # wait for the permute.
             return lax.optimization_barrier(part)
 
         total = product(x, own - direction).astype(x.dtype)
         for hop in range(2, devices + 1):
-            # Not before: XLA would make one product of all, and nothing were left beside the hops.
+            # Without this barrier, XLA would merge all products, leaving nothing to overlap with
+            # the hops.
             now, total = lax.optimization_barrier((x, total))
             added = product(now, own - direction * hop)
             total = (_pass_on(total, direction) + added).astype(x.dtype)
@@ -114,8 +119,12 @@ def matmul_reduce_scatter(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 class MlpPart(NamedTuple):
-    """A device's part of an MLP of some width: gate and up [hidden, width], their biases [width],
-    if there are any, and down [width, hidden].
+    """A device's part of an MLP.
+
+    Attributes:
+        gate, up: [hidden, width].
+        gate_bias, up_bias: [width], or None.
+        down: [width, hidden].
     """
 
     gate: jax.Array
@@ -128,13 +137,15 @@ class MlpPart(NamedTuple):
 def weight_gathered_mlp(
     x: jax.Array, own: MlpPart, activate: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> jax.Array:
-    """[T / devices, hidden] -> the same of all devices' parts together, in float32.
+    """[T / devices, hidden] -> the same shape, from all devices' parts together, in float32.
 
-    In each hop a device multiplies its tokens by the parts that it has, while these travel on: half
-    of a device's part up the ring, the other half down.
+    In each hop, a device multiplies its tokens by the parts that it has, while these travel on:
+    half of a device's part goes up the ring, the other half down.
 
     Args:
-        activate: of what gate and up give, both in x's dtype.
+        x: this device's tokens.
+        own: this device's part.
+        activate: combines the outputs of gate and up, both in x's dtype.
     """
 
     def halves(part: jax.Array | None, axis: int) -> tuple[Any, Any]:
@@ -143,7 +154,7 @@ def weight_gathered_mlp(
         first, second = jnp.split(part, [part.shape[axis] // 2], axis=axis)
         return first, second
 
-    axes = MlpPart(gate=1, up=1, gate_bias=0, up_bias=0, down=0)  # of their width
+    axes = MlpPart(gate=1, up=1, gate_bias=0, up_bias=0, down=0)  # where their width is
     up, down = (MlpPart(*parts) for parts in zip(*map(halves, own, axes), strict=True))
 
     def product(weight: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -163,14 +174,14 @@ def weight_gathered_mlp(
 
 
 def _pass_on(x: jax.Array, direction: int) -> jax.Array:
-    """To the next device of the ring, or to the one before."""
+    """Send to the next device in the ring, or to the one before."""
     devices = lax.axis_size(TENSOR)
     pairs = [(i, (i + direction) % devices) for i in range(devices)]
     return lax.ppermute(x, TENSOR, pairs)
 
 
 def block_input(x: jax.Array, weight: jax.Array, bias: jax.Array | None, shape: Shape) -> jax.Array:
-    """What a block begins with: the product of all tokens, in x's dtype."""
+    """Begin a block: the product for all tokens, in x's dtype."""
     if shape.kernels.products:
         product = gather_kernel.all_gather_matmul(x, weight, TENSOR)
     else:
@@ -183,7 +194,7 @@ def block_input(x: jax.Array, weight: jax.Array, bias: jax.Array | None, shape: 
 def block_output(
     x: jax.Array, weight: jax.Array, bias: jax.Array | None, shape: Shape
 ) -> jax.Array:
-    """What a block ends with: the sum of all devices' products, in x's dtype."""
+    """End a block: the sum of all devices' products, in x's dtype."""
     if shape.kernels.products:
         total = scatter_kernel.matmul_reduce_scatter(x, weight, TENSOR)
     elif shape.sharded:

@@ -1,13 +1,13 @@
-"""Processes that run one model together: one on each machine, with that machine's devices.
+"""Processes that run one model together: one per node, with that node's devices.
 
     process 0                        process 1
-    opens a port, tells it      ──►  connects there           jax.distributed
+    opens a port, sends it      ──►  connects there           jax.distributed
     devices 0, 1                     devices 2, 3             jax.devices(): the same on both
     a program                        the same program         XLA's collectives, in the same order
 
-Every process is given the same steps and dispatches the same programs (SPMD); what is read of a
-step is replicated, so that any of them can say it. TPUs exchange over their own links, for which
-libtpu knows the machines of a slice; CPUs exchange through gloo.
+Every process receives the same steps and dispatches the same programs (SPMD). Results are
+replicated, so any process can report them. TPUs communicate over their own links, and libtpu knows
+the nodes in a slice. CPUs communicate through gloo.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jax._src.lib import _jax
 from jax.extend.backend import register_backend_factory
 
 SHUTDOWN = 5
-"""Seconds that processes which end wait for each other."""
+"""Seconds for which exiting processes wait for each other."""
 
 
 def meet(
@@ -34,25 +34,25 @@ def meet(
     host: str,
     address: str,
 ) -> list[jax.Device]:
-    """Meet the other processes, once in a process, before jax looks for devices. Collective.
+    """Rendezvous with the other processes. Collective.
 
-    As models.torch.group.meet, of which the arguments are; what is opened listens at `host` and
-    `address` alone.
+    Call it once per process, before jax looks for devices. The arguments are those of
+    models.torch.group.meet; sockets listen at `host` and `address` only.
 
     Returns:
-        the devices of all processes, in an order that is the same for all.
+        the devices of all processes, in the same order everywhere.
 
     Raises:
-        jax.errors.JaxRuntimeError: they did not come.
+        jax.errors.JaxRuntimeError: a process did not arrive in time.
     """
-    # Theirs alone to end each other, and none of a proxy's to carry what they say.
+    # Only these processes may end each other, and no proxy may carry their messages.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_check_proxy_envs", False)
     os.environ.update(no_grpc_proxy=host)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as held:
         if rank == 0:
-            # Until jax listens there, which is not told in time where that is: nobody else gets it.
+            # Hold the port until jax listens there, so that nobody else gets it.
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             held.bind((host, 0))
             port = find_port(held.getsockname()[1])
@@ -71,23 +71,27 @@ def meet(
         )
 
     def cpus() -> object:
-        # jax's own way lets gloo listen where the host's name leads.
+        # jax itself would let gloo listen at the address that the node's name resolves to.
         gloo = _jax.make_gloo_tcp_collectives(distributed.global_state.client, hostname=address)
         return xla_bridge.make_cpu_client(gloo)
 
     register_backend_factory("cpu", cpus, fail_quietly=False)
     devices: list[jax.Device] = jax.devices()
-    # Now this number only says that the first one alone keeps what is compiled, in a folder that
-    # all share. But machines have folders of their own.
+    # From here on, jax uses this number only to let process 0 alone write the compilation cache in
+    # a shared folder. But nodes have separate folders.
     distributed.global_state.process_id = 0
     return devices
 
 
-def least(number: int, timeout: float) -> int:
-    """Of the numbers of all processes. Collective; once in a process.
+def minimum(number: int, timeout: float) -> int:
+    """Return the minimum over all processes. Collective; once per process.
+
+    Args:
+        number: this process's number.
+        timeout: seconds to wait for the others.
 
     Raises:
-        jax.errors.JaxRuntimeError: some did not say theirs within so many seconds.
+        jax.errors.JaxRuntimeError: a process did not report in time.
     """
     client, milliseconds = distributed.global_state.client, int(1000 * timeout)
     client.key_value_set(f"weft/{jax.process_index()}", str(number))
@@ -96,6 +100,6 @@ def least(number: int, timeout: float) -> int:
 
 
 def leave() -> None:
-    """Part from the other processes, if there are any, once all do."""
+    """Leave the other processes, if any, once all do."""
     if jax.distributed.is_initialized():
         jax.distributed.shutdown()

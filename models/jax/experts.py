@@ -1,10 +1,10 @@
-"""Mixture of experts, on one device of a mesh, inside `shard_map`: two ways.
+"""Mixture of experts on one device of a mesh, inside `shard_map`, in two ways.
 
-- Each device has all tokens and runs its experts, or its part of each, on rows that are sorted by
-  expert (Gale et al. 2022). Rows of experts that are elsewhere count as zero, and the sum over
-  devices is what all other blocks end with, too.
-- Each device has some of the tokens, and sends them to the devices of their experts alone, which
-  send a sum back (kernels/tpu/experts/dispatch.py).
+- Each device has all tokens. It runs its experts, or its part of each, on rows sorted by expert
+  (Gale et al. 2022). Rows for experts elsewhere count as zero. The final sum over devices is the
+  same as in all other blocks.
+- Each device has some tokens, and sends them only to the devices of their experts. These send a
+  weighted sum back (kernels/tpu/experts/dispatch.py).
 """
 
 from __future__ import annotations
@@ -22,34 +22,37 @@ from weft.models.jax.parameters import Moe
 from weft.models.spec.spec import MoeSpec
 
 
-def mix(layer: MoeSpec, own: Moe, shape: Shape, x: jax.Array) -> jax.Array:
-    """The experts of each token, weighted by their probabilities.
+def run_experts(layer: MoeSpec, own: Moe, shape: Shape, x: jax.Array) -> jax.Array:
+    """Run each token's experts, weighted by their probabilities.
 
     Args:
         layer: the whole layer, or a device's part.
         own: this device's part.
-        shape: of the step.
-        x: normed, [T, hidden], or this device's tokens of it; as is what is returned.
+        shape: the step's shape.
+        x: normed, [T, hidden], or this device's tokens.
+
+    Returns:
+        the same shape as x.
     """
     if shape.kernels.exchange:
         weights, experts = _route(layer, own, x)
         rows, routing = moe_dispatch(x, experts, own.router.shape[1], TENSOR)
-        made = _run(own, rows, routing.offsets, kernel=True)
-        return moe_combine(made, weights, routing, TENSOR)
+        outputs = _run(own, rows, routing.offsets, kernel=True)
+        return moe_combine(outputs, weights, routing, TENSOR)
     if shape.sharded:
         x = gather_tokens(x)
-    mixed = _run_own(own, x, *_route(layer, own, x), kernel=shape.kernels.experts)
-    return scatter_sum(mixed) if shape.sharded else all_reduce(mixed)
+    total = _run_own(own, x, *_route(layer, own, x), kernel=shape.kernels.experts)
+    return scatter_sum(total) if shape.sharded else all_reduce(total)
 
 
 def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """silu(gate) * up (Shazeer 2020), in float32 and rounded once."""
+    """silu(gate) * up (Shazeer 2020), computed in float32 and rounded once."""
     product = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
     return product.astype(gate.dtype)
 
 
 def _route(layer: MoeSpec, own: Moe, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of each token's experts the weights, float32 [T, top_k], and which, int32 [T, top_k]."""
+    """Choose each token's experts: their weights, float32 [T, top_k], and ids, int32 [T, top_k]."""
     logits = matmul(x, own.router).astype(x.dtype)
     weights, experts = lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), layer.top_k)
     if layer.normalize:
@@ -60,23 +63,23 @@ def _route(layer: MoeSpec, own: Moe, x: jax.Array) -> tuple[jax.Array, jax.Array
 def _run_own(
     own: Moe, x: jax.Array, weights: jax.Array, experts: jax.Array, *, kernel: bool
 ) -> jax.Array:
-    """This device's share of the sum: [T, hidden] and [T, top_k] twice -> [T, hidden]."""
+    """Compute this device's share of the sum: [T, hidden] and [T, top_k] twice -> [T, hidden]."""
     here = own.gate.shape[0]
     local = experts - lax.axis_index(EXPERT) * here
-    # Rows of experts that are elsewhere come last, where no group is.
+    # Rows for experts elsewhere come last, outside all groups.
     local = jnp.where((local >= 0) & (local < here), local, here).reshape(-1)
     order = jnp.argsort(local, stable=True)
     ends = jnp.cumsum(jnp.bincount(local, length=here + 1)[:here]).astype(jnp.int32)
     rows = x[order // experts.shape[1]]
-    made = _run(own, rows, jnp.append(jnp.int32(0), ends), kernel=kernel)
-    out = made.astype(jnp.float32) * weights.reshape(-1)[order][:, None]
+    outputs = _run(own, rows, jnp.append(jnp.int32(0), ends), kernel=kernel)
+    out = outputs.astype(jnp.float32) * weights.reshape(-1)[order][:, None]
     out = jnp.where((local[order] < here)[:, None], out, 0.0)
     out = out[jnp.argsort(order)].reshape(*experts.shape, -1)
     return out.sum(axis=1).astype(x.dtype)
 
 
 def _run(own: Moe, rows: jax.Array, offsets: jax.Array, *, kernel: bool) -> jax.Array:
-    """Each row through its expert, [R, hidden]; expert e has rows offsets[e] to offsets[e + 1]."""
+    """Run rows [R, hidden] through their experts; expert e has rows offsets[e]:offsets[e + 1]."""
     if kernel:
         inner = grouped_gate_up(rows, own.gate, own.up, offsets)
         return grouped_matmul(inner, own.down, offsets)

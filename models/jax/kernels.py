@@ -1,5 +1,6 @@
-"""Which parts of a step are Pallas kernels (kernels/tpu), the rest being XLA's operators: decided
-here, for each shape of a step, and nowhere else.
+"""Chooses Pallas kernels (kernels/tpu) for parts of a step; the rest are XLA's operators.
+
+This choice is made here, for each step shape, and nowhere else.
 
 | part | `overlapped`, kernels/tpu | `auto`, on TPUs |
 | --- | --- | --- |
@@ -8,19 +9,20 @@ here, for each shape of a step, and nowhere else.
 | products | `all_gather_matmul`, `matmul_reduce_scatter` | rings of XLA (collectives.py) |
 | exchange | `moe_dispatch`, `moe_combine` | XLA's all-gather and reduce-scatter |
 
-| part | kernels take |
+| part | kernels support |
 | --- | --- |
-| attention | heads of a multiple of 64, blocks of 16, block tables that fit in scalar memory |
+| attention | head sizes that are multiples of 64, blocks of 16, block tables that fit scalar memory
+|
 | experts | all |
-| products | steps that deal out tokens, a multiple of 32 to each device |
+| products | steps that shard tokens, a multiple of 32 on each device |
 | exchange | the same, if an expert is on one device, and the hidden size a multiple of 128 |
 
-What kernels do not take is done as in `plain`, which is none of them; `auto` on CPUs is `plain`.
-No kernel has been timed on hardware yet. `auto` has those that spare memory on paper, where XLA
-would copy the cache, or gather pages before it reads them; not those of which XLA's schedule does
-as well, with a product beside nearly every hop of its rings.
+If a kernel does not support a step, this part runs as in `plain`, without kernels. `auto`
+on CPUs is `plain`. No kernel has been timed on hardware yet. `auto` uses kernels that save memory
+on paper, where XLA would copy the cache or gather pages before reading them. It does not use
+kernels that XLA's schedule matches, with a product beside nearly every hop in its rings.
 
-On CPUs kernels run in Pallas' TPU interpreter: for tests, some thousand times slower.
+On CPUs, kernels run in Pallas' TPU interpreter: for tests, about a thousand times slower.
 """
 
 from __future__ import annotations
@@ -39,24 +41,24 @@ from weft.models.spec.spec import ModelSpec
 Choice = Literal["auto", "overlapped", "plain"]
 
 MIN_SHARD_TOKENS = 32
-"""Of each device, from which on tokens are dealt out: fewer do not hide a hop."""
+"""Minimum number of tokens per device for sharding them; fewer do not hide a hop."""
 
 HEAD_UNIT, BLOCK_UNIT = 64, 16
-"""Numbers of a head, and tokens of a block, of which kernels of attention take multiples."""
+"""Attention kernels need multiples of these: elements in a head, and tokens in a block."""
 
 MAX_TABLE_BYTES = 512 << 10
-"""Of a step's block tables, in scalar memory, which has 1 MiB."""
+"""Maximum size of a step's block tables in scalar memory, which has 1 MiB."""
 
 TOKEN_UNIT = 32
-"""Tokens of a device, of which kernels of products take multiples: 8 for each of four lanes."""
+"""Product kernels need a multiple of this many tokens per device: 8 for each of four lanes."""
 
 ROW_UNIT = 128
-"""Numbers of a token, of which the exchange takes multiples."""
+"""The exchange needs a multiple of this hidden size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Which parts of a step are kernels, by default none: see the table above."""
+    """Parts of a step that are kernels, by default none: see the table above."""
 
     attention: bool = False
     experts: bool = False
@@ -66,12 +68,12 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What of a step is known when it is compiled.
+    """What is known about a step when it is compiled.
 
     Attributes:
-        decodes: whether each request has one token, or none.
+        decodes: whether each request has at most one token.
         sharded: whether each device has some of the tokens between blocks.
-        kernels: which of its parts are kernels.
+    kernels: the choice of kernels.
     """
 
     decodes: bool
@@ -80,12 +82,12 @@ class Shape:
 
 
 def shards_tokens(tokens: int, devices: int) -> bool:
-    """Whether a step of so many tokens deals them out."""
+    """Whether a step with this number of tokens shards them."""
     return devices > 1 and tokens % (2 * devices) == 0 and tokens >= MIN_SHARD_TOKENS * devices
 
 
 def gathers_weights(tokens: int, width: int) -> bool:
-    """Whether fewer bytes travel if the three matrices of an MLP do, and not its tokens twice."""
+    """Whether moving an MLP's three matrices takes fewer bytes than moving its tokens twice."""
     return 2 * tokens > 3 * width
 
 
@@ -99,16 +101,16 @@ def choose_kernels(
     tokens: int,
     table_entries: int,
 ) -> Kernels:
-    """What does the parts of a step.
+    """Choose the kernels for a step.
 
     Args:
         choice: --kernels.
         spec: the whole model.
         layout: tp and ep.
         on_tpu: whether the devices are TPUs.
-        block_size: tokens in a block of the cache.
-        tokens: of the step.
-        table_entries: of its block tables.
+        block_size: tokens in a cache block.
+        tokens: the step's tokens.
+        table_entries: entries in its block tables.
     """
     if choice == "plain" or (choice == "auto" and not on_tpu):
         return Kernels()
@@ -128,8 +130,8 @@ def choose_kernels(
 
 
 @contextmanager
-def runnable(mesh: Mesh) -> Iterator[None]:
-    """While a step is traced: on CPUs its kernels will be interpreted, as on the cores of a v5e."""
+def interpreting_on_cpu(mesh: Mesh) -> Iterator[None]:
+    """Allow kernels on CPUs while tracing a step: they are interpreted, as on a v5e's core."""
     if mesh.devices.flat[0].platform != "cpu":
         yield
         return

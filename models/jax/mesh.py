@@ -1,12 +1,12 @@
-"""The mesh that a model is split over, and which of its axes each logical axis is cut along.
+"""The device mesh, and the mesh axis along which each logical axis is cut.
 
-One process has all devices of a machine, and the mesh those of all processes (distributed.py). It
-is [ep, tp / ep], with the axes "expert" and "width": experts are dealt out along the first and each
-one's width is cut along the second; everything else is cut along both, taken as one ("tensor").
-Device i of the mesh is rank i of a `Layout` (models/spec/layout.py), so that a weight's part is
-found in the same way as on torch's ranks.
+One process owns all devices on a node; the mesh spans all processes (distributed.py). It is [ep, tp
+/ ep] with the axes "expert" and "width". Experts are assigned along the first axis, and each
+expert's width is cut along the second. Everything else is cut along both, taken as one axis
+("tensor"). Device i in the mesh is rank i in a `Layout` (models/spec/layout.py), so a weight's part
+is found in the same way as on torch's ranks.
 
-Not here: context parallel, pipeline stages, copies of attention (ep above tp).
+Not handled: context parallel, pipeline stages, data-parallel attention (ep above tp).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.models.spec.spec import Axis, WeightSpec
 
 EXPERT, WIDTH = "expert", "width"
 TENSOR = (EXPERT, WIDTH)
-"""Both axes of the mesh, as one: what is not an expert is cut along it."""
+"""Both mesh axes as one; all weights except the experts are cut along it."""
 
 MESH_AXES: dict[Axis, str | tuple[str, str] | None] = {
     "vocab": TENSOR,
@@ -40,17 +40,17 @@ REPLICATED = PartitionSpec()
 
 
 def make_mesh(devices: Sequence[Any], tp: int, ep: int) -> Mesh:
-    """[ep, tp / ep] of the first `tp` devices; of TPUs in an order whose neighbours are linked."""
+    """Make the mesh [ep, tp / ep] from the first `tp` devices; neighbouring TPUs are linked."""
     return Mesh(create_device_mesh((ep, tp // ep), devices[:tp]), TENSOR)
 
 
 def partition(weight: WeightSpec) -> PartitionSpec:
-    """Which axis of the mesh each dimension of a weight is cut along."""
+    """Return the mesh axis along which each dimension of a weight is cut."""
     return PartitionSpec(*(MESH_AXES[axis] for axis in weight.axes))
 
 
 def global_shape(mesh: Mesh, shape: tuple[int, ...], spec: PartitionSpec) -> tuple[int, ...]:
-    """The shape of an array of which each device has `shape`."""
+    """Return the shape of an array with `shape` on each device."""
     cuts = (*spec, *(None,) * (len(shape) - len(spec)))
     return tuple(size * _parts(mesh, axis) for size, axis in zip(shape, cuts, strict=True))
 
@@ -58,7 +58,7 @@ def global_shape(mesh: Mesh, shape: tuple[int, ...], spec: PartitionSpec) -> tup
 def described(
     mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = REPLICATED
 ) -> jax.ShapeDtypeStruct:
-    """An array of which each device has `shape`, without its numbers."""
+    """Describe an array with `shape` on each device, without data."""
     sharding = NamedSharding(mesh, spec)
     return jax.ShapeDtypeStruct(global_shape(mesh, shape, spec), dtype, sharding=sharding)
 

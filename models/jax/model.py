@@ -1,9 +1,9 @@
 """A decoder as a pure function of its ModelSpec and a tree of parameters.
 
-One device's view, inside `shard_map`: `forward` runs a ragged batch through the layers, writes
-keys and values to the paged cache and gives the logits of the rows that are sampled. With many
-tokens each device has some of them between blocks (collectives.py); attention always has all
-tokens and some of the heads. Which parts are Pallas kernels is in kernels.py.
+The code is one device's view, inside `shard_map`. `forward` runs a ragged batch through the layers,
+writes keys and values to the paged cache and returns the sampled rows' logits. With many tokens,
+each device has some between blocks (collectives.py); attention always has all tokens and some
+heads. kernels.py chooses which parts are Pallas kernels.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from weft.models.jax.collectives import (
     scatter_sum,
     weight_gathered_mlp,
 )
-from weft.models.jax.experts import gated, mix
+from weft.models.jax.experts import gated, run_experts
 from weft.models.jax.kernels import Shape, gathers_weights
 from weft.models.jax.mesh import TENSOR
 from weft.models.jax.parameters import Attention, Mlp, Moe, Params
 from weft.models.spec.spec import AttentionSpec, ModelSpec, MoeSpec
 
 Cache = tuple[jax.Array, ...]
-"""Of each layer [num_blocks, Hk, block_size, 2 D]."""
+"""One array per layer, [num_blocks, Hk, block_size, 2 D]."""
 
 
 class Batch(NamedTuple):
     """One step as int32 arrays: T tokens, B requests, S sampled rows.
 
     Attributes:
-        tokens: [T]; token ids, -1 - slot for what was sampled last in a slot.
-        query_start, context_len, tables: of a Plan.
-        rows: [S]; which tokens are sampled.
+        tokens: [T]; token ids; -1 - slot stands for the slot's last sampled token.
+        query_start, context_len, tables: as in Plan.
+        rows: [S]; indices of the sampled tokens.
     """
 
     tokens: Any
@@ -63,42 +63,42 @@ def forward(
 
     Args:
         spec: a device's part of the model.
-        vocab_size: of the whole.
-        shape: of the step.
+        vocab_size: the whole vocabulary's size.
+        shape: the step's shape.
         params: this device's part.
-        cache: this device's heads; given back with this step's keys and values.
-        newest: int32 [slots]; the token that was sampled last in each.
+        cache: this device's heads; returned with this step's keys and values.
+        newest: int32 [slots]; each slot's last sampled token.
         batch: the step.
 
     Returns:
-        logits of the sampled rows, [S, vocab / devices]; -inf beyond the vocabulary;
-        hidden states, [T, hidden], or this device's tokens of them; the cache.
+        the sampled rows' logits, [S, vocab / devices]; -inf beyond the vocabulary;
+        hidden states, [T, hidden], or this device's tokens; the cache.
     """
     ids = batch.tokens
     plan = make_plan(batch.query_start, batch.context_len, batch.tables, len(ids))
     ids = jnp.where(ids < 0, newest[jnp.maximum(-1 - ids, 0)], ids)
     x = embed(params.embedding, ids, sharded=shape.sharded)
     rotation = rotation_of(spec, plan.position)
-    written = []
+    new_cache = []
     for layer, own, pages in zip(spec.layers, params.layers, cache, strict=True):
-        attended, pages = _attend(
+        update, pages = _attend(
             spec, layer.attention, own.attention, shape, x, rotation, pages, plan
         )
-        x = _add(x, attended)
+        x = _add(x, update)
         if isinstance(own.feed_forward, Moe):
             assert isinstance(layer.feed_forward, MoeSpec)
             normed = rms_norm(x, own.feed_forward.norm, spec.norm_eps)
-            fed = mix(layer.feed_forward, own.feed_forward, shape, normed)
+            update = run_experts(layer.feed_forward, own.feed_forward, shape, normed)
         else:
-            fed = _feed_forward(spec, own.feed_forward, shape, x)
-        x = _add(x, fed)
-        written.append(pages)
+            update = _feed_forward(spec, own.feed_forward, shape, x)
+        x = _add(x, update)
+        new_cache.append(pages)
     logits = head(spec, vocab_size, params, _rows(x, batch.rows, sharded=shape.sharded))
-    return logits, x, tuple(written)
+    return logits, x, tuple(new_cache)
 
 
 def embed(table: jax.Array, ids: jax.Array, *, sharded: bool) -> jax.Array:
-    """int32 [T] -> [T, hidden], or this device's tokens; each device knows some words."""
+    """int32 [T] -> [T, hidden], or this device's tokens; each device has a part of the table."""
     each = table.shape[0]
     local = ids - lax.axis_index(TENSOR) * each
     here = (local >= 0) & (local < each)
@@ -107,7 +107,7 @@ def embed(table: jax.Array, ids: jax.Array, *, sharded: bool) -> jax.Array:
 
 
 def head(spec: ModelSpec, vocab_size: int, params: Params, x: jax.Array) -> jax.Array:
-    """[S, hidden] -> logits of this device's words, [S, vocab / devices], in x's dtype."""
+    """[S, hidden] -> logits for this device's tokens, [S, vocab / devices], in x's dtype."""
     table = params.embedding if params.lm_head is None else params.lm_head
     logits = lax.dot_general(
         *(rms_norm(x, params.norm, spec.norm_eps), table),
@@ -120,21 +120,21 @@ def head(spec: ModelSpec, vocab_size: int, params: Params, x: jax.Array) -> jax.
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Over the last axis, in float32 (Zhang and Sennrich 2019)."""
+    """Normalize over the last axis, in float32 (Zhang and Sennrich 2019)."""
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + jnp.float32(eps))
     return wide.astype(x.dtype) * weight
 
 
 def rotation_of(spec: ModelSpec, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of each token's angles, float32 [T, 1, D / 2]."""
+    """Return cosine and sine of each token's angles, float32 [T, 1, D / 2]."""
     inverse = jnp.asarray(spec.rope.inverse_frequencies(spec.head_dim))
     angles = positions.astype(jnp.float32)[:, None, None] * inverse
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turn each pair (x[d], x[d + D/2]) of [T, H, D] by its token's angles (Su et al. 2021)."""
+    """Rotate each pair (x[d], x[d + D/2]) of [T, H, D] by its token's angles (Su et al. 2021)."""
     cos, sin = rotation
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate((low * cos - high * sin, high * cos + low * sin), axis=-1).astype(
@@ -143,7 +143,7 @@ def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 def _add(x: jax.Array, block: jax.Array) -> jax.Array:
-    """The residual stream with what a block gives."""
+    """Add a block's output to the residual stream."""
     return (x.astype(jnp.float32) + block.astype(jnp.float32)).astype(x.dtype)
 
 
@@ -157,7 +157,7 @@ def _attend(
     pages: jax.Array,
     plan: Plan,
 ) -> tuple[jax.Array, jax.Array]:
-    """attention(norm(x)), and the layer's cache with its keys and values."""
+    """Return attention(norm(x)), and the layer's cache with the new keys and values."""
     heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
     qkv = block_input(rms_norm(x, own.norm, spec.norm_eps), *own.qkv, shape)
     qkv = qkv.reshape(-1, heads + 2 * kv_heads, dim)
@@ -193,7 +193,7 @@ def _feed_forward(spec: ModelSpec, own: Mlp, shape: Shape, x: jax.Array) -> jax.
 
 
 def _rows(x: jax.Array, rows: jax.Array, *, sharded: bool) -> jax.Array:
-    """Some tokens' hidden states, [S, hidden], on every device."""
+    """Select tokens' hidden states, [S, hidden], on every device."""
     if not sharded:
         return x[rows]
     each = x.shape[0]

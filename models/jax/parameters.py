@@ -1,12 +1,12 @@
-"""A model's parameters: a tree of arrays, each cut over the mesh, from a checkpoint's tensors.
+"""A model's parameters: a tree of arrays, cut over the mesh, from a checkpoint's tensors.
 
-Projections that read the same input are one matrix: on each device its part of the first one,
-then of the next. Matrices are [in, out], the embedding and the matrix that gives the logits are
-[vocab, hidden]; a vocabulary that does not divide ends in zeros.
+Projections with the same input form one matrix: each device holds its part of the first projection,
+then of the next. Matrices are [in, out]; the embedding and the LM head are [vocab, hidden]. A
+vocabulary that does not divide is padded with zeros.
 
-`describe` says what there is without reading a number, so that a step can be compiled for
-devices that are not here; `load` puts one array after another on this process's devices. The host
-never holds more than one device's part of one array.
+`describe` lists the arrays without reading data, so that steps can be compiled for devices that are
+not attached. `load` puts the arrays onto this process's devices in turn. The host never holds more
+than one device's part of one array.
 """
 
 from __future__ import annotations
@@ -66,8 +66,10 @@ class Mlp(NamedTuple):
 
 
 class Moe(NamedTuple):
-    """Norm [hidden]; router [hidden, experts]; of a device's experts gate and up
-    [experts, hidden, width] and down [experts, width, hidden]."""
+    """Norm [hidden]; router [hidden, experts]; a device's experts.
+
+    Gate and up are [experts, hidden, width], down is [experts, width, hidden].
+    """
 
     norm: Any
     router: Any
@@ -84,7 +86,7 @@ class Layer(NamedTuple):
 
 
 class Params(NamedTuple):
-    """Embedding [vocab, hidden]; norm [hidden]; lm_head as the embedding, or None if tied."""
+    """Embedding [vocab, hidden]; norm [hidden]; lm_head like the embedding, or None if tied."""
 
     embedding: Any
     layers: tuple[Layer, ...]
@@ -97,9 +99,9 @@ class Parameter:
     """One array.
 
     Attributes:
-        shape: of the part that a device has.
-        cut: along which axes of the mesh.
-        read: gives a device's part, of its rank's weights, in a torch dtype.
+        shape: shape of a device's part.
+        cut: mesh axes along which it is cut.
+        read: reads a device's part from its rank's weights, in a torch dtype.
     """
 
     shape: tuple[int, ...]
@@ -108,7 +110,7 @@ class Parameter:
 
 
 def describe(spec: ModelSpec, layout: Layout) -> Params:
-    """A `Parameter` for each array of a model that is cut like that."""
+    """Make a `Parameter` for each array in a model with this layout."""
     local = layout.local(spec)
     each = -(-spec.vocab_size // layout.tp)
     return Params(
@@ -128,7 +130,7 @@ def describe(spec: ModelSpec, layout: Layout) -> Params:
 
 
 def shapes(parameters: Params, mesh: Mesh, dtype: str) -> Params:
-    """The arrays of `describe`, without their numbers."""
+    """Return the arrays from `describe`, without data."""
     arrays: Params = jax.tree.map(
         lambda p: described(mesh, p.shape, DTYPES[dtype], p.cut), parameters, is_leaf=_is_parameter
     )
@@ -136,7 +138,7 @@ def shapes(parameters: Params, mesh: Mesh, dtype: str) -> Params:
 
 
 def cuts(parameters: Params) -> Params:
-    """How the arrays of `describe` are cut: a tree of PartitionSpec."""
+    """Return how the arrays from `describe` are cut: a tree of PartitionSpec."""
     specs: Params = jax.tree.map(lambda p: p.cut, parameters, is_leaf=_is_parameter)
     return specs
 
@@ -149,22 +151,22 @@ def load(
     dtype: str,
     progress: Progress | None = None,
 ) -> Params:
-    """Read a checkpoint onto the devices of the mesh; those of other processes are left to them.
+    """Read a checkpoint onto this process's devices in the mesh.
 
     Raises:
-        ModelError: it does not hold what `spec` says.
+        ModelError: the checkpoint does not match `spec`.
     """
     here = set(jax.local_devices())
     ranks = [rank for rank, device in enumerate(mesh.devices.flat) if device in here]
     devices = mesh.devices.flat[ranks]
-    told = _Progress(progress, len(ranks))
+    progresses = _Progress(progress, len(ranks))
     weights = [
-        Weights(path, spec, told.of(place), Layout(layout.tp, layout.ep, rank))
-        for place, rank in enumerate(ranks)
+        Weights(path, spec, progresses.callback(index), Layout(layout.tp, layout.ep, rank))
+        for index, rank in enumerate(ranks)
     ]
     kind: torch.dtype = getattr(torch, dtype)
 
-    def place(parameter: Parameter) -> jax.Array:
+    def to_devices(parameter: Parameter) -> jax.Array:
         parts = [
             jax.device_put(_numpy(parameter.read(own, kind)), device)
             for own, device in zip(weights, devices, strict=True)
@@ -173,24 +175,24 @@ def load(
         sharding = NamedSharding(mesh, parameter.cut)
         return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
-    params: Params = jax.tree.map(place, describe(spec, layout), is_leaf=_is_parameter)
+    params: Params = jax.tree.map(to_devices, describe(spec, layout), is_leaf=_is_parameter)
     return params
 
 
 class _Progress:
-    """Adds up how far reading has come for each of some devices."""
+    """Adds up the reading progress over devices."""
 
     def __init__(self, progress: Progress | None, devices: int) -> None:
         self._progress = progress
         self._done = [0] * devices
         self._total = [0] * devices
 
-    def of(self, place: int) -> Progress:
-        """For one of them."""
+    def callback(self, index: int) -> Progress:
+        """Return the callback for one device."""
 
         def progress(done: int, total: int) -> None:
-            self._done[place], self._total[place] = done, total
-            if self._progress is not None:  # for all as much, but for the last tokens
+            self._done[index], self._total[index] = done, total
+            if self._progress is not None:  # parts are about equally large
                 self._progress(sum(self._done), len(self._total) * max(self._total))
 
         return progress
@@ -201,7 +203,7 @@ def _is_parameter(value: object) -> bool:
 
 
 def _numpy(x: Tensor) -> Part:
-    """The same numbers, copied: what is mapped from a file may leave memory."""
+    """Copy to NumPy, so that the file's mapped pages may leave memory."""
     x = x.contiguous()
     if x.dtype == torch.bfloat16:
         return np.array(x.view(torch.int16).numpy()).view(ml_dtypes.bfloat16)
@@ -209,14 +211,14 @@ def _numpy(x: Tensor) -> Part:
 
 
 def _vector(weight: WeightSpec) -> Parameter:
-    """A norm, which every device has."""
+    """Describe a norm, which every device has."""
     return Parameter(
         weight.shape, partition(weight), lambda weights, dtype: weights.read(weight).to(dtype)
     )
 
 
 def _table(weight: WeightSpec, each: int) -> Parameter:
-    """[vocab, hidden], of which each device has `each` tokens."""
+    """Describe [vocab, hidden], with `each` tokens on each device."""
 
     def read(weights: Weights, dtype: torch.dtype) -> Tensor:
         table = weights.read(weight).to(dtype)
@@ -226,7 +228,7 @@ def _table(weight: WeightSpec, each: int) -> Parameter:
 
 
 def _linear(linears: Sequence[LinearSpec], own: Sequence[LinearSpec]) -> Linear:
-    """Projections of one input as one matrix [in, out]; `own` is what one device has of them."""
+    """Describe projections with one input as one matrix [in, out]; `own` is a device's part."""
     columns = sum(linear.weight.shape[0] for linear in own)
     rows = own[0].weight.shape[1]
 

@@ -1,7 +1,7 @@
-"""jax in this process: which devices it has, where it keeps what it compiles, what it compiles.
+"""jax in this process: its devices, its compilation cache, and a count of compilations.
 
-`prepare` and `keep_to` are where jax is told of devices, before it looks for them itself: on a
-machine without TPUs it is held to the CPU, which is taken for as many devices as are needed.
+`prepare` and `keep_to` configure jax before it looks for devices. On a node without TPUs, jax is
+held to the CPU, which stands for as many devices as needed.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 GOOGLE = "0x1ae0"
 TPUS = {"0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x0076": "tpu7x"}
-"""What a PCI device says it is: vendor, and the kinds that jax's own code lists."""
+"""PCI ids: the vendor, and the TPU kinds that jax's own code lists."""
 
 DEVICES_OF_CHIP = {"tpu7x": 2}
-"""Where it is not one."""
+"""Devices per chip, where it is not 1."""
 
 VISIBLE_CHIPS = "TPU_VISIBLE_CHIPS"
-"""Where libtpu is told which chips of a machine are a process's; Ray says it to its actors, too."""
+"""Variable with the chips for libtpu in this process; Ray sets it for its actors, too."""
 
 BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
-"""How libtpu wants to be told of so many chips of one machine."""
+"""libtpu's notation for a number of chips on one node."""
 
 FORCE_CPU_DEVICES = "--xla_force_host_platform_device_count"
 INSTALL = "pip install 'weft[tpu]'"
@@ -38,15 +38,15 @@ logger = logging.getLogger(__name__)
 
 
 def is_installed() -> bool:
-    """Whether jax is."""
+    """Whether jax is installed."""
     return find_spec("jax") is not None
 
 
 def count_tpus(root: Path = Path("/")) -> int:
-    """Devices that jax would find, if it can use TPUs; without a look by jax, which takes them.
+    """Count jax's devices without asking jax, because it would take them.
 
     Args:
-        root: where /sys is; for tests.
+        root: parent folder of /sys; for tests.
     """
     if not is_installed() or find_spec("libtpu") is None:
         return 0
@@ -56,13 +56,13 @@ def count_tpus(root: Path = Path("/")) -> int:
 def prepare(
     count: int, setting: str = "auto", *, own_process: bool = False, interpreting: bool = False
 ) -> None:
-    """Hold jax to the CPU, as so many devices, where that is asked for or there are no TPUs.
+    """Hold jax to the CPU, as `count` devices, if that is set or there are no TPUs.
 
     Args:
-        count: devices of this process.
+    count: devices in this process.
         setting: "auto", "cpu" or "tpu".
-        own_process: nothing else here uses jax, so that it has not begun with another number.
-        interpreting: kernels will be interpreted on CPUs, which hangs where XLA has no more threads
+        own_process: nothing else here uses jax, so it has not started with another number.
+        interpreting: kernels will be interpreted on CPUs. That hangs unless XLA has more threads
             than devices.
 
     Raises:
@@ -84,10 +84,10 @@ def prepare(
 
 
 def keep_to(indexes: Sequence[int]) -> None:
-    """Leave other TPUs of this machine, and other machines of their slice, to other processes.
+    """Leave this node's other TPUs, and the slice's other nodes, to other processes.
 
     Raises:
-        ConfigError: libtpu knows no such part of a machine.
+        ConfigError: libtpu supports no such part of a node.
     """
     kinds = _chips(Path("/"))
     each = max(DEVICES_OF_CHIP.get(kind, 1) for kind in kinds)
@@ -104,7 +104,7 @@ def keep_to(indexes: Sequence[int]) -> None:
 
 
 def devices(count: int) -> list[jax.Device]:
-    """`count` devices of this machine: see `prepare`.
+    """Return `count` devices on this node: see `prepare`.
 
     Raises:
         ConfigError: jax has fewer.
@@ -125,14 +125,14 @@ def devices(count: int) -> list[jax.Device]:
 
 
 def described_devices(topology: str) -> list[jax.Device]:
-    """TPUs that are not here, to compile for: of a slice such as v5e:4x4.
+    """Describe TPUs that are not attached, to compile for a slice such as v5e:4x4.
 
     Raises:
-        ConfigError: jax or libtpu is missing, or there is no such slice.
+        ConfigError: jax or libtpu is missing, or the slice does not exist.
     """
     if not is_installed() or find_spec("libtpu") is None:
         raise ConfigError(f"weft compile needs jax and libtpu: {INSTALL}")
-    # libtpu is not to look for a machine's TPUs, nor to keep others from compiling.
+    # libtpu must neither look for this node's TPUs nor block other compilations.
     for name, value in (
         ("JAX_PLATFORMS", "cpu"),
         ("TPU_SKIP_MDS_QUERY", "1"),
@@ -150,12 +150,14 @@ def described_devices(topology: str) -> list[jax.Device]:
         )
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"--for is {topology!r}, no slice that libtpu knows: {reason}") from None
+        raise ConfigError(
+            f"--for is {topology!r}, which libtpu does not know as a slice: {reason}"
+        ) from None
     return list(found.devices)
 
 
 def keep_compiled(folder: Path) -> None:
-    """Have jax keep all that it compiles in a folder, and look there first."""
+    """Let jax keep all compiled programs in a folder, and look there first."""
     import jax
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -165,10 +167,10 @@ def keep_compiled(folder: Path) -> None:
 
 
 class CompileCounter:
-    """Counts what XLA compiles in this process from here on.
+    """Counts XLA's compilations in this process from now on.
 
     Attributes:
-        count: programs.
+        count: number of programs.
     """
 
     def __init__(self) -> None:
@@ -183,24 +185,24 @@ class CompileCounter:
             logger.warning("jax compiled a program after warm-up; a step has waited for it")
 
     def close(self) -> None:
-        """Count no further."""
+        """Stop counting."""
         import jax.monitoring
 
         jax.monitoring.unregister_event_duration_listener(self._count)
 
 
 def _visible_chips() -> list[str]:
-    """Chips that this process is held to, by their numbers; none if it may have all."""
+    """Return this process's chips, by number; empty if it may have all."""
     return os.environ.get(VISIBLE_CHIPS, "").replace(",", " ").split()
 
 
 def _chips(root: Path) -> list[str]:
-    """The TPU chips of this machine that this process may have, by their kind."""
+    """List the TPU chips on this node for this process, by kind."""
 
-    def says(device: Path, what: str) -> str:
-        return (device / what).read_text().strip()
+    def attribute(device: Path, name: str) -> str:
+        return (device / name).read_text().strip()
 
     devices = (root / "sys/bus/pci/devices").glob("*")
-    google = (one for one in devices if says(one, "vendor") == GOOGLE)
-    chips = [TPUS[kind] for one in google if (kind := says(one, "device")) in TPUS]
+    google = (one for one in devices if attribute(one, "vendor") == GOOGLE)
+    chips = [TPUS[kind] for one in google if (kind := attribute(one, "device")) in TPUS]
     return chips[: len(_visible_chips()) or None]

@@ -1,4 +1,4 @@
-"""The compiled functions of a model on a mesh: made ahead of the first step, for every bucket.
+"""A model's compiled functions on a mesh: made before the first step, for every bucket.
 
 | function | compiled for | |
 | --- | --- | --- |
@@ -6,12 +6,12 @@
 | sample | each number of rows | logits -> tokens; the sampler's state is donated |
 | pick, score | each number of tokens; once | rows of hidden states -> prompt log probabilities |
 | pool | each number of tokens | hidden states -> their sums, request by request |
-| mark | once | a new request's history and bias |
-| restrict | once | the tokens that some slots may have |
+| set_slot | once | a new request's history and bias |
+| set_masks | once | the tokens that some slots may have |
 
-A step calls what has been compiled, by its bucket; a shape that was not is an error, never a
-silent compile. The same code compiles for devices that are not here (aot.py): nothing in it
-touches an array.
+A step calls compiled functions by its bucket. Any other shape is an error, never a silent
+compilation. The same code compiles for devices that are not attached (aot.py), because nothing in
+it touches an array.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from weft.models.jax import sampler
 from weft.models.jax.buckets import Bucket
-from weft.models.jax.kernels import Choice, Shape, choose_kernels, runnable, shards_tokens
+from weft.models.jax.kernels import (
+    Choice,
+    Shape,
+    choose_kernels,
+    interpreting_on_cpu,
+    shards_tokens,
+)
 from weft.models.jax.mesh import REPLICATED, TENSOR, described
 from weft.models.jax.model import Batch, Cache, forward, head, rms_norm
 from weft.models.jax.parameters import DTYPES, Params, cuts, describe, shapes
@@ -36,35 +42,35 @@ from weft.models.spec.layout import Layout
 from weft.models.spec.spec import ModelSpec
 
 SCORED_ROWS = 64
-"""Prompt tokens whose logits are in memory at once."""
+"""Number of prompt tokens with their logits in memory at once."""
 
 Compiled = Callable[..., Any]
-"""What jax compiles a function to; called like it."""
+"""A compiled function; called like the original."""
 
 
 class Task(NamedTuple):
-    """Something to compile: what it is called, and how."""
+    """One compilation: its name, and the function that runs it."""
 
     name: str
     compile: Callable[[], Any]
 
 
 class Program:
-    """The functions of one model on one mesh.
+    """One model's functions on one mesh.
 
     Args:
         spec: the whole model.
-        layout: how it is split; its world is the mesh.
-        mesh: [expert, width], see mesh.py; of real devices, or of described ones.
-        dtype: to compute in and to cache in.
-        block_size, num_blocks: of the cache.
-        max_num_seqs: slots.
-        buckets: of steps.
+        layout: its parallel layout; the world is the mesh.
+        mesh: [expert, width], see mesh.py; real or described devices.
+        dtype: dtype for computing and for the cache.
+        block_size, num_blocks: the cache's shape.
+        max_num_seqs: number of slots.
+        buckets: shapes of steps.
         kernels: --kernels.
 
     Attributes:
-        params, cache, state: what is on the devices between steps, described.
-        columns: of the logits: the vocabulary, and what makes it divide.
+    params, cache, state: descriptions of the data on the devices between steps.
+        columns: columns in the logits: the vocabulary, with padding so that it divides.
     """
 
     def __init__(
@@ -98,7 +104,7 @@ class Program:
         self._compiled: dict[object, Compiled] = {}
 
     def tasks(self) -> Iterator[Task]:
-        """All that has to be compiled, the largest first."""
+        """Yield all compilations, the largest first."""
         for bucket in self._buckets:
             yield self._task(bucket.name, bucket, self.compile_forward)
         for rows in sorted({bucket.rows for bucket in self._buckets}, reverse=True):
@@ -109,8 +115,8 @@ class Program:
             key = ("pool", tokens, sharded)
             yield self._task(f"embeddings of {tokens} tokens", key, self._compile_pool)
         yield self._task("prompt log probabilities", ("score",), self._compile_score)
-        yield self._task("new requests", ("mark",), self._compile_mark)
-        yield self._task("masks", ("restrict",), self._compile_restrict)
+        yield self._task("new requests", ("set_slot",), self._compile_set_slot)
+        yield self._task("masks", ("set_masks",), self._compile_set_masks)
 
     def _task(self, name: str, key: Any, compile: Callable[..., Any]) -> Task:
         def run() -> Any:
@@ -121,11 +127,11 @@ class Program:
         return Task(name, run)
 
     def _tokens(self, bucket: Bucket) -> tuple[int, bool]:
-        """What the shape of a bucket's hidden states depends on."""
+        """Return what the hidden states' shape depends on."""
         return bucket.tokens, self.shape(bucket).sharded
 
     def shape(self, bucket: Bucket) -> Shape:
-        """What `forward` is told of a bucket."""
+        """Return the static arguments that `forward` gets for a bucket."""
         kernels = choose_kernels(
             *(self._kernels, self._spec, self._layout),
             on_tpu=self._mesh.devices.flat[0].platform == "tpu",
@@ -138,11 +144,11 @@ class Program:
     # Compiling.
 
     def compile_forward(self, bucket: Bucket) -> Any:
-        """`forward` for one bucket."""
+        """Compile `forward` for one bucket."""
         shape = self.shape(bucket)
         by_head = jax.tree.map(lambda _: CACHE_CUT, self.cache)
         hidden = PartitionSpec(TENSOR) if shape.sharded else REPLICATED
-        run = self._split(
+        run = self._shard_map(
             partial(forward, self._local, self._spec.vocab_size, shape),
             (self._cuts, by_head, REPLICATED, REPLICATED),
             (PartitionSpec(None, TENSOR), hidden, by_head),
@@ -156,12 +162,12 @@ class Program:
             rows=whole((bucket.rows,)),
         )
         jitted = jax.jit(run, donate_argnums=1)
-        with runnable(self._mesh):
+        with interpreting_on_cpu(self._mesh):
             lowered = jitted.lower(self.params, self.cache, self.state.newest, batch)
         return lowered.compile()
 
     def compile_sample(self, rows: int) -> Any:
-        """`sample` for so many rows."""
+        """Compile `sample` for a number of rows."""
         with jax.enable_x64(True):
             described_rows = Rows(
                 described(self._mesh, (7, rows), jnp.int32),
@@ -194,7 +200,7 @@ class Program:
     def _compile_score(self) -> Any:
         rows = described(self._mesh, (SCORED_ROWS, self._spec.hidden_size), self._dtype)
         targets = described(self._mesh, (SCORED_ROWS,), jnp.int32)
-        logits = self._split(
+        logits = self._shard_map(
             partial(head, self._local, self._spec.vocab_size),
             (self._cuts, REPLICATED),
             PartitionSpec(None, TENSOR),
@@ -206,7 +212,7 @@ class Program:
         jitted = jax.jit(score, out_shardings=NamedSharding(self._mesh, REPLICATED))
         return jitted.lower(self.params, rows, targets).compile()
 
-    def _compile_mark(self) -> Any:
+    def _compile_set_slot(self) -> Any:
         whole = partial(described, self._mesh, (self.columns,))
         jitted = jax.jit(
             sampler.set_slot, donate_argnums=0, out_shardings=self._shardings(self._state_cuts)
@@ -214,7 +220,7 @@ class Program:
         slot = described(self._mesh, (), jnp.int32)
         return jitted.lower(self.state, slot, whole(jnp.int32), whole(jnp.float32)).compile()
 
-    def _compile_restrict(self) -> Any:
+    def _compile_set_masks(self) -> Any:
         jitted = jax.jit(
             sampler.set_masks, donate_argnums=0, out_shardings=self._shardings(self._state_cuts)
         )
@@ -222,8 +228,8 @@ class Program:
         whole = partial(described, self._mesh, dtype=jnp.int32)
         return jitted.lower(self.state, whole((MASKS,)), whole((MASKS, words))).compile()
 
-    def _split(self, function: Callable[..., Any], cut: Any, out: Any) -> Callable[..., Any]:
-        """A device's view of the mesh, as a function of whole arrays."""
+    def _shard_map(self, function: Callable[..., Any], cut: Any, out: Any) -> Callable[..., Any]:
+        """Turn a device's view into a function of whole arrays."""
         split: Callable[..., Any] = jax.shard_map(
             function, mesh=self._mesh, in_specs=cut, out_specs=out, check_vma=False
         )
@@ -250,14 +256,14 @@ class Program:
     def forward(
         self, bucket: Bucket, params: Params, cache: Cache, newest: jax.Array, batch: Batch
     ) -> tuple[jax.Array, jax.Array, Cache]:
-        """See model.forward, of whole arrays; `cache` is gone."""
+        """See model.forward, with whole arrays; `cache` is donated."""
         result: tuple[jax.Array, jax.Array, Cache] = self._compiled[bucket](
             params, cache, newest, batch
         )
         return result
 
     def sample(self, logits: jax.Array, rows: Rows, state: State) -> tuple[Sampled, State]:
-        """See sampler.sample; `state` is gone."""
+        """See sampler.sample; `state` is donated."""
         with jax.enable_x64(True):
             result: tuple[Sampled, State] = self._compiled["sample", logits.shape[0]](
                 logits, rows, state
@@ -267,34 +273,34 @@ class Program:
     def score(
         self, bucket: Bucket, params: Params, hidden: jax.Array, rows: Any, ids: Any
     ) -> Scores:
-        """Scores of SCORED_ROWS tokens `ids`, which follow the rows of `hidden`."""
+        """Score SCORED_ROWS tokens `ids`, which follow the rows of `hidden`."""
         picked = self._compiled["pick", *self._tokens(bucket)](hidden, rows)
         scores: Scores = self._compiled["score",](params, picked, ids)
         return scores
 
     def sums(self, tokens: int) -> int:
-        """Sums that `pool` makes of so many tokens: one for each request that there may be."""
+        """Return how many sums `pool` makes: one for each possible request."""
         return min(tokens, self._slots)
 
     def pool(self, bucket: Bucket, params: Params, hidden: jax.Array, owner: Any) -> jax.Array:
-        """Sums of normed hidden states, float32 [sums, hidden].
+        """Sum normed hidden states, float32 [sums, hidden].
 
-        `owner` int32 [T] says to which one a token is added; `sums` for none.
+        `owner`, int32 [T], selects each token's sum; the value `sums` selects none.
         """
         pooled: jax.Array = self._compiled["pool", *self._tokens(bucket)](
             params.norm, hidden, owner
         )
         return pooled
 
-    def mark(self, state: State, slot: int, history: Any, bias: Any) -> State:
-        """See sampler.set_slot; `state` is gone."""
-        marked: State = self._compiled["mark",](state, np.int32(slot), history, bias)
-        return marked
+    def set_slot(self, state: State, slot: int, history: Any, bias: Any) -> State:
+        """See sampler.set_slot; `state` is donated."""
+        new_state: State = self._compiled["set_slot",](state, np.int32(slot), history, bias)
+        return new_state
 
-    def restrict(self, state: State, slots: Any, masks: Any) -> State:
-        """See sampler.set_masks; `state` is gone."""
-        restricted: State = self._compiled["restrict",](state, slots, masks)
-        return restricted
+    def set_masks(self, state: State, slots: Any, masks: Any) -> State:
+        """See sampler.set_masks; `state` is donated."""
+        new_state: State = self._compiled["set_masks",](state, slots, masks)
+        return new_state
 
 
 CACHE_CUT = PartitionSpec(None, TENSOR)
@@ -303,14 +309,14 @@ CACHE_CUT = PartitionSpec(None, TENSOR)
 def cache_shapes(
     spec: ModelSpec, layout: Layout, mesh: Mesh, dtype: str, block_size: int, num_blocks: int
 ) -> Cache:
-    """The cache of each layer, described: [num_blocks, Hk, block_size, 2 D], cut by heads."""
+    """Describe each layer's cache: [num_blocks, Hk, block_size, 2 D], cut by heads."""
     own = (num_blocks, layout.local(spec).num_kv_heads, block_size, 2 * spec.head_dim)
     one: Any = described(mesh, own, DTYPES[dtype], CACHE_CUT)
     return tuple(one for _ in spec.layers)
 
 
 def state_shapes(mesh: Mesh, words: int, slots: int) -> State:
-    """The sampler's state, described; each device has `words` of the vocabulary."""
+    """Describe the sampler's state; each device has `words` tokens of the vocabulary."""
     by_word = PartitionSpec(None, TENSOR)
     newest: Any = described(mesh, (slots,), jnp.int32)
     history: Any = described(mesh, (slots, words), jnp.int32, by_word)
@@ -325,4 +331,4 @@ def _pick(hidden: jax.Array, index: jax.Array) -> jax.Array:
 
 def _pool(eps: float, sums: int, norm: jax.Array, hidden: jax.Array, owner: jax.Array) -> jax.Array:
     states = rms_norm(hidden, norm, eps).astype(jnp.float32)
-    return jax.ops.segment_sum(states, owner, num_segments=sums)  # drops what is beyond them
+    return jax.ops.segment_sum(states, owner, num_segments=sums)  # drops owners beyond `sums`

@@ -1,8 +1,8 @@
 """Runs a model on a mesh of devices with jax: see models/interface.ModelRunner.
 
-A step is dispatched by `dispatch`, which gives back a function that waits for what it produced:
-the next step can be dispatched before. Sampled tokens stay on the devices, where the next step
-finds them. All shapes are compiled by `warm_up`.
+`dispatch` begins a step and returns a function that waits for its result, so the next step can be
+dispatched earlier. Sampled tokens stay on the devices for the next step. `warm_up` compiles all
+shapes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from weft.models.spec.layout import Layout
 from weft.models.spec.spec import ModelSpec
 
 CompileProgress = Callable[[str, int, int], None]
-"""Told what is compiled next, how much is done, and how much there is in all."""
+"""Called with the next program's name, the number compiled so far, and the total."""
 
 
 class JaxRunner:
@@ -94,24 +94,24 @@ class JaxRunner:
         progress: Progress | None = None,
         compiling: CompileProgress | None = None,
     ) -> JaxRunner:
-        """Read the weights of the checkpoint in `path` onto the devices.
+        """Read the weights from the checkpoint in `path` onto the devices.
 
         Args:
             path: the checkpoint's directory.
-            spec: what it holds, from `checkpoint.read_spec`.
-            devices: of jax, `layout.tp` of them, of this process and others that do the same.
+            spec: the checkpoint's model, from `checkpoint.read_spec`.
+            devices: `layout.tp` jax devices, from this process and others that do the same.
             layout: tp and ep, which divides tp.
-            dtype: to compute in and to cache keys and values in: "auto", "bfloat16", "float32".
-            block_size: tokens in a block of the KV cache.
-            max_num_seqs: slots.
-            max_num_batched_tokens: most tokens of a step.
-            max_model_len: most tokens of a request.
+            dtype: dtype for computing and for the KV cache: "auto", "bfloat16", "float32".
+            block_size: tokens in a KV cache block.
+            max_num_seqs: number of slots.
+            max_num_batched_tokens: maximum number of tokens in a step.
+            max_model_len: maximum number of tokens in a request.
             kernels: which parts of steps are Pallas kernels: see kernels.py.
-            progress: told how far reading has come, in bytes.
-            compiling: told how far `warm_up` has come.
+            progress: called with the bytes read so far.
+            compiling: called with the progress of `warm_up`.
 
         Raises:
-            ModelError: the checkpoint does not hold what `spec` says.
+            ModelError: the checkpoint does not match `spec`.
         """
         mesh = make_mesh(devices, layout.tp, layout.ep)
         dtype = spec.compute_dtype(dtype)
@@ -129,16 +129,16 @@ class JaxRunner:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of each device's part of one block of keys and values, over all layers."""
+        """Each device's bytes per KV cache block, over all layers."""
         return self._block_size * self._layout.local(self._spec).kv_bytes_per_token(self._dtype)
 
     @property
     def compiles_after_warm_up(self) -> int:
-        """Programs that XLA has compiled in this process since `warm_up`: each held up a step."""
+        """Programs that XLA has compiled in this process since `warm_up`; each delayed a step."""
         return 0 if self._counter is None else self._counter.count
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Make the cache: for each layer [num_blocks, Hk, block_size, 2 D], cut by heads."""
+        """Allocate the cache: [num_blocks, Hk, block_size, 2 D] for each layer, cut by heads."""
         self._program = Program(
             *(self._spec, self._layout, self._mesh),
             dtype=self._dtype,
@@ -152,7 +152,7 @@ class JaxRunner:
         self._state = jax.tree.map(_zeros, self._program.state)
 
     def warm_up(self) -> None:
-        """Compile every shape; or fetch it, where a folder keeps what was compiled before."""
+        """Compile every shape, or read it from the compilation cache."""
         tasks = list(self._program.tasks())
         for done, task in enumerate(tasks):
             if self._compiling is not None:
@@ -167,12 +167,12 @@ class JaxRunner:
         return self.dispatch(batch)()
 
     def dispatch(self, batch: StepInput) -> Callable[[], StepOutput]:
-        """Begin a step; what is returned waits for its end.
+        """Begin a step; return a function that waits for its result.
 
-        Steps are dispatched in their order, by one thread; another one may wait for them.
+        One thread dispatches steps in order; another thread may wait for them.
         """
         started = time.perf_counter()
-        bucket = self._buckets.of(batch)
+        bucket = self._buckets.choose(batch)
         rows = self._rows(batch, bucket)
         arrays = self._buckets.pad(batch, bucket)
         logits, hidden, self._cache = self._program.forward(
@@ -194,7 +194,7 @@ class JaxRunner:
                 logits.block_until_ready()
             prompt = _prompt_logprobs(batch, scores)
             pooled = NO_VECTORS if sums is None else _pooled(batch, sums)
-            # The devices have worked on it since the step before was done.
+            # The devices began this step when the one before was done.
             ended = time.perf_counter()
             seconds, self._free_at = ended - max(started, self._free_at), ended
             return replace(result, prompt_logprobs=prompt, pooled=pooled, seconds=seconds)
@@ -202,7 +202,7 @@ class JaxRunner:
         return finish
 
     def close(self) -> None:
-        """Release the weights and the cache, with other processes; no step can follow."""
+        """Release the weights and the cache, and leave other processes; no step can follow."""
         if self._counter is not None:
             self._counter.close()
         self._cache = ()
@@ -210,22 +210,22 @@ class JaxRunner:
         leave()
 
     def _rows(self, batch: StepInput, bucket: Bucket) -> Any:
-        """What the step's rows ask for, once the devices know of its new requests."""
+        """Return the rows' settings, after storing new requests on the devices."""
         for settings in batch.new_slots:
-            marks = self._settings.set_slot(settings)
-            if marks is not None:
-                self._state = self._program.mark(self._state, settings.slot, *marks)
+            history_and_bias = self._settings.set_slot(settings)
+            if history_and_bias is not None:
+                self._state = self._program.set_slot(self._state, settings.slot, *history_and_bias)
         for slots, masks in self._settings.masks(batch):
-            self._state = self._program.restrict(self._state, slots, masks)
+            self._state = self._program.set_masks(self._state, slots, masks)
         return self._settings.rows(batch, bucket.rows)
 
     def _score_prompts(self, bucket: Bucket, hidden: jax.Array, batch: StepInput) -> list[Scores]:
-        """Begin to score prompt tokens, some rows at a time."""
+        """Begin to score prompt tokens, a few rows at a time."""
         parts = []
         for start in range(0, len(batch.prompt_logprob_index), SCORED_ROWS):
-            some = slice(start, start + SCORED_ROWS)
-            index = padded(batch.prompt_logprob_index[some], SCORED_ROWS)
-            target = padded(batch.prompt_logprob_target[some], SCORED_ROWS)
+            chunk = slice(start, start + SCORED_ROWS)
+            index = padded(batch.prompt_logprob_index[chunk], SCORED_ROWS)
+            target = padded(batch.prompt_logprob_target[chunk], SCORED_ROWS)
             scores = self._program.score(bucket, self._params, hidden, index, target)
             _fetch(scores)
             parts.append(scores)
@@ -251,41 +251,41 @@ def _zeros(described: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _fetch(arrays: Any) -> None:
-    """Have arrays copied to the host as soon as they are there."""
+    """Start copying arrays to the host as soon as they are ready."""
     for array in jax.tree.leaves(arrays):
         array.copy_to_host_async()
 
 
 def _output(batch: StepInput, sampled: Sampled, tops: Int32) -> StepOutput:
-    """What was sampled, on the host."""
+    """Fetch the sampled tokens to the host."""
     count = len(batch.sample_index)
     token_ids, status = (np.asarray(part)[:count] for part in sampled[:2])
     logprobs = None
     if (asked := tops >= 0).any():
         scores = [np.asarray(part)[:count] for part in sampled.scores]
         chosen, rank, top_ids, top = (_only(part, asked) for part in scores)
-        most = int(tops.max())
-        logprobs = Logprobs(chosen, rank, top_ids[:, :most], top[:, :most])
+        max_top = int(tops.max())
+        logprobs = Logprobs(chosen, rank, top_ids[:, :max_top], top[:, :max_top])
     return StepOutput(batch.step, token_ids, status, logprobs)
 
 
 def _only(values: Any, asked: Any) -> Any:
-    """Zeros in the rows that did not ask."""
+    """Zero the rows that did not ask."""
     return np.where(asked.reshape(-1, *(1,) * (values.ndim - 1)), values, 0).astype(values.dtype)
 
 
 def _pooled(batch: StepInput, sums: jax.Array) -> Float32:
-    """Sums of hidden states, on the host."""
+    """Fetch the sums of hidden states to the host."""
     return np.asarray(sums)[: len(batch.pool_count)]
 
 
 def _prompt_logprobs(batch: StepInput, parts: list[Scores]) -> Logprobs | None:
-    """Prompt tokens' log probabilities, on the host."""
+    """Fetch prompt tokens' log probabilities to the host."""
     if not parts:
         return None
-    count, most = len(batch.prompt_logprob_index), batch.prompt_logprob_top
+    count, max_top = len(batch.prompt_logprob_index), batch.prompt_logprob_top
     chosen, rank, top_ids, top = (
         np.concatenate([np.asarray(part) for part in column])[:count]
         for column in zip(*parts, strict=True)
     )
-    return Logprobs(chosen, rank, top_ids[:, :most], top[:, :most])
+    return Logprobs(chosen, rank, top_ids[:, :max_top], top[:, :max_top])

@@ -1,4 +1,4 @@
-"""What this machine has free: how much memory a process may still take."""
+"""Free memory on this node: how much a process may still take."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process can still take: free memory of the machine and of its cgroups.
+    """Return the bytes that this process can still take, within the node and its cgroups.
 
-    A container's limit is its cgroup's, version 1 or 2, or that of a cgroup further up. File
-    pages that the kernel can drop count as free, as in /proc/meminfo's MemAvailable.
+    A container's limit is that of its cgroup (version 1 or 2) or of a parent cgroup. File pages
+    that the kernel can drop count as free, as in MemAvailable of /proc/meminfo.
 
     Args:
-        root: where /proc and /sys are; for tests.
+        root: parent folder of /proc and /sys; for tests.
     """
     import psutil
 
@@ -26,7 +26,7 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def _memory_cgroups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """This process's cgroups that may limit memory: folder, and names of its files and fields."""
+    """Yield this process's memory cgroups: folder, and names of its files and fields."""
     membership = root / "proc/self/cgroup"
     if not membership.exists():
         return
@@ -40,8 +40,8 @@ def _memory_cgroups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        # Inside a container the path may be the host's, of which only the end of it, or
-        # nothing, is mounted: folders that are not there have no files to read.
+        # In a container the path may be the node's, with only its end mounted, or nothing.
+        # Folders that do not exist are skipped, because they have no files.
         own = mount / path.lstrip("/")
         for group in (own, *own.parents):
             yield group, *names
@@ -50,7 +50,7 @@ def _memory_cgroups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
 
 
 def _read_number(path: Path) -> int | None:
-    """The number in a file; None when there is no file, or it says that there is no limit."""
+    """Read the number in a file; None if the file is missing or sets no limit."""
     if not path.exists():
         return None
     text = path.read_text().strip()
@@ -58,7 +58,7 @@ def _read_number(path: Path) -> int | None:
 
 
 def _read_stat(path: Path, field: str) -> int:
-    """One field of a cgroup's memory.stat; 0 when it has none."""
+    """Read one field of a cgroup's memory.stat; 0 if it is missing."""
     if not path.exists():
         return 0
     fields = dict(line.split() for line in path.read_text().splitlines())

@@ -1,4 +1,4 @@
-"""How a device's memory is divided, and what to change where it is too little."""
+"""Division of a device's memory, and advice if the model does not fit."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from dataclasses import dataclass, replace
 from weft.errors import ConfigError
 from weft.models.memory.activations import (
     ActivationBytes,
-    Step,
+    LargestStep,
     cpu_activations,
     triton_activations,
 )
 from weft.models.memory.ledger import MIB, Ledger, human_bytes
 from weft.models.spec.spec import DTYPE_BYTES, ModelSpec
 
-MOST_PADDING = 7
-"""Requests by which a step is padded to a recorded one, at most."""
+MAX_PADDING = 7
+"""Maximum number of padding requests when a step is padded to a recorded size."""
 
 MAX_ADVISED_FRACTION = 0.95
-"""Of the free memory; above, the machine has nothing left for anything else."""
+"""Largest fraction of the free memory that is advised; above it, nothing is left for others."""
 
 SMALL_STEP_TOKENS, SMALL_STEP_REQUESTS = 256, 8
-"""A step that needs little memory and still runs well: tried when no single change is enough."""
+"""A step that needs little memory and still runs well; tried if no single change is enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Settings, and the memory that follows from them. Sizes are in bytes.
+    """Settings and the memory that follows from them. Sizes are in bytes.
 
     Attributes:
-        spec: the model, or a rank's part of it.
-        dtype: of weights, activations and KV cache; "auto" is the checkpoint's.
+        spec: the model, or a rank's part.
+        dtype: dtype for weights, activations and KV cache; "auto" is the checkpoint's.
         quantization: of the matrices: "none" or "int8".
-        available: that is free, from `available_memory`.
-        memory_fraction: share of it that weft may take.
-        kv_cache_memory: for the KV cache; what is left if None.
-        block_size: tokens in a block of the KV cache, on each rank that has some of its tokens.
-        max_num_seqs: most requests in a step.
-        max_num_batched_tokens: most tokens in a step.
-        max_model_len: most tokens of a request.
-        copies: of attention, each of which may have such a step.
-        cp: ranks that share each KV head, by position.
-        count: of a step's temporary tensors.
+        available: free memory, from `available_memory`.
+        memory_fraction: fraction that weft may take.
+        kv_cache_memory: memory for the KV cache; None takes the rest.
+        block_size: tokens in a KV cache block, on each rank that shares it.
+        max_num_seqs: maximum number of requests in a step.
+        max_num_batched_tokens: maximum number of tokens in a step.
+        max_model_len: maximum number of tokens in a request.
+        dp_size: data-parallel attention groups; each may have such a step.
+        cp: ranks that share each KV head by position.
+        count_activations: counts the temporary tensors' bytes in a step.
         buffers: symmetric memory.
-        recorded: requests of the largest step that is recorded as a CUDA graph; 0 if none is.
+        graph_requests: requests in the largest step recorded as a CUDA graph; 0 if none is.
     """
 
     spec: ModelSpec
@@ -59,21 +59,20 @@ class MemoryPlan:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    copies: int = 1
+    dp_size: int = 1
     cp: int = 1
-    count: ActivationBytes = cpu_activations
+    count_activations: ActivationBytes = cpu_activations
     buffers: int = 0
-    recorded: int = 0
+    graph_requests: int = 0
 
     def ledger(self) -> Ledger:
-        """Where the memory goes.
+        """Divide the memory.
 
         Raises:
-            ConfigError: the model does not fit, or one request of full length does not; with what
-                to change.
+            ConfigError: the model or one request at full length does not fit; with changes to make.
         """
         if not self.fits:
-            raise ConfigError(_refusal(self))
+            raise ConfigError(_explain_misfit(self))
         return Ledger(
             budget=self.budget,
             weights=self.weights,
@@ -98,12 +97,12 @@ class MemoryPlan:
     @property
     def activations(self) -> int:
         step = self._step(self.max_num_seqs, self.max_num_batched_tokens)
-        return self.count(self.spec, self.dtype, step)
+        return self.count_activations(self.spec, self.dtype, step)
 
     @property
     def graphs(self) -> int:
-        """Of the largest, whose memory the others share, and its result, which is apart from it."""
-        requests = min(self.recorded, self.max_num_seqs + MOST_PADDING)
+        """Memory for the largest graph, shared by the others, and for its separate result."""
+        requests = min(self.graph_requests, self.max_num_seqs + MAX_PADDING)
         if not requests:
             return 0
         row = self.spec.hidden_size + self.spec.vocab_size
@@ -113,35 +112,35 @@ class MemoryPlan:
 
     @property
     def fixed(self) -> int:
-        """All but the KV cache."""
+        """All memory except the KV cache."""
         return self.weights + self.activations + self.buffers + self.graphs
 
-    def _step(self, requests: int, tokens: int) -> Step:
-        return Step(requests, tokens, self.max_model_len, self.copies, self.cp)
+    def _step(self, requests: int, tokens: int) -> LargestStep:
+        return LargestStep(requests, tokens, self.max_model_len, self.dp_size, self.cp)
 
     @property
     def cache_block(self) -> int:
-        """Tokens in a block, of all ranks that have some of them."""
+        """Tokens in a block, over all ranks that share it."""
         return self.block_size * self.cp
 
     @property
     def bytes_per_block(self) -> int:
-        """Of this rank's part."""
+        """This rank's bytes per block."""
         return self.block_size * self.spec.kv_bytes_per_token(self.dtype)
 
     @property
     def request_bytes(self) -> int:
-        """KV cache of one request of full length."""
+        """KV cache for one request at full length."""
         return -(-self.max_model_len // self.cache_block) * self.bytes_per_block
 
     @property
     def room(self) -> int:
-        """What the KV cache may take; negative when not even the rest fits."""
+        """Memory for the KV cache; negative if the rest alone does not fit."""
         return self.budget - self.fixed
 
     @property
     def num_blocks(self) -> int:
-        """No more blocks than all requests at full length can use."""
+        """Blocks in the KV cache; never more than all requests can use at full length."""
         size = self.room if self.kv_cache_memory is None else self.kv_cache_memory
         return min(size, self.max_num_seqs * self.request_bytes) // self.bytes_per_block
 
@@ -151,8 +150,8 @@ class MemoryPlan:
         return self.request_bytes <= size <= self.room
 
 
-def _refusal(plan: MemoryPlan) -> str:
-    """What is needed, what there is, and the changes that would each be enough."""
+def _explain_misfit(plan: MemoryPlan) -> str:
+    """Describe the need, the available memory, and changes that are each sufficient."""
     request = f"one request of {plan.max_model_len:,} tokens"
     given = plan.kv_cache_memory
     if given is not None and given < plan.request_bytes:
@@ -180,10 +179,11 @@ def _refusal(plan: MemoryPlan) -> str:
 
 
 def _sufficient_changes(plan: MemoryPlan) -> list[str]:
-    """Changes of the settings, as flags, of which each makes the plan fit."""
+    """List changes to the flags, each of which makes the plan fit."""
     changes = []
     if plan.kv_cache_memory is not None:
-        # As much as there is room for if that was too much, else as little as is enough.
+        # Advise the largest size that fits if the size was too large, else the smallest
+        # sufficient one.
         too_much = plan.kv_cache_memory >= plan.request_bytes
         mib = plan.room // MIB if too_much else -(-plan.request_bytes // MIB)
         if replace(plan, kv_cache_memory=mib * MIB).fits:
@@ -235,6 +235,6 @@ def _fewer_requests(plan: MemoryPlan) -> int:
 
 
 def _largest_that_fits(step: int, current: int, plan_with: Callable[[int], MemoryPlan]) -> int:
-    """The largest multiple of `step` below the current value whose plan fits, or 0."""
+    """Return the largest multiple of `step` below the current value that fits, or 0."""
     smaller = range(1, -(-current // step))
     return step * bisect_left(smaller, True, key=lambda n: not plan_with(n * step).fits)

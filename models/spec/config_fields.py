@@ -1,7 +1,7 @@
-"""Typed reading of a config.json's fields, with errors that name file, field and value.
+"""Typed access to config.json fields; errors name file, field and value.
 
-A field that is absent and one that is null are the same, as in Hugging Face
-configs. Reading never runs code that a checkpoint brings.
+A field with the value null counts as absent, as in Hugging Face configs. Reading never runs code
+from the checkpoint.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from weft.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """The fields of a config.json, or of an object inside it.
+    """The fields in a config.json, or in an object inside it.
 
     Attributes:
         values: the JSON object.
         source: the file, for messages.
-        prefix: of the fields' names in messages, for an object inside the file.
+        prefix: put before field names in messages, for an object inside the file.
     """
 
     values: dict[str, Any]
@@ -29,53 +29,53 @@ class Fields:
     prefix: str = ""
 
     def error(self, name: str, wanted: str) -> ModelError:
-        """A field has a value that will not do: say which, and what would."""
+        """Return the error for an unsupported value; it names the value and the supported ones."""
         return ModelError(
             f"{self.source}: {self.prefix}{name} is {self.values.get(name)!r}; "
             f"supported is {wanted}"
         )
 
     def has(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Tell whether the field is present and not null."""
         return self.values.get(name) is not None
 
     def integer(self, name: str, default: int | None = None, *, low: int = 1) -> int:
-        """A whole number of at least `low`; required unless there is a default."""
+        """Read a whole number, at least `low`; required unless there is a default."""
         value = self._get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
             raise self.error(name, f"a whole number of at least {low}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A finite number above 0; required unless there is a default."""
+        """Read a finite number above 0; required unless there is a default."""
         value = self._get(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < inf:
             raise self.error(name, "a number above 0")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false."""
+        """Read a boolean."""
         value = self._get(name, default)
         if not isinstance(value, bool):
             raise self.error(name, "true or false")
         return value
 
     def choice(self, name: str, allowed: tuple[str, ...], default: str) -> str:
-        """One of the strings in `allowed`."""
+        """Read one of the strings in `allowed`."""
         value = self._get(name, default)
         if value not in allowed:
             raise self.error(name, " or ".join(map(repr, allowed)))
         return str(value)
 
     def array(self, name: str) -> list[Any]:
-        """A list; empty if absent."""
+        """Read a list; empty if the field is absent."""
         value = self._get(name, [])
         if not isinstance(value, list):
             raise self.error(name, "a list")
         return value
 
     def section(self, name: str) -> Fields:
-        """The object in the field; an empty one if absent."""
+        """Read an object; empty if the field is absent."""
         value = self._get(name, {})
         if not isinstance(value, dict):
             raise self.error(name, "an object")

@@ -1,8 +1,7 @@
-"""The parts that every decoder family is put together from, under their usual names.
+"""Building blocks shared by all decoder families, under their usual checkpoint names.
 
-`Decoder` knows the sizes of one model and makes the specifications of its
-norms, projections, MLPs and experts; `families.py` says which of them a layer
-has.
+`Decoder` knows one model's sizes. It describes norms, projections, MLPs and
+experts; `families.py` puts them together into layers.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from weft.models.spec.spec import (
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """Sizes of one model; methods describe its parts.
+    """Sizes of one model; the methods describe its parts.
 
     Attributes:
-        fields: the config, for the sizes that only some models have.
-        layers: how many there are.
-        heads, kv_heads: of the queries, and of the keys and values.
+        fields: the config, for sizes that only some models have.
+        layers: how many layers the model has.
+        heads, kv_heads: how many query heads and key/value heads it has.
     """
 
     fields: Fields
@@ -41,7 +40,7 @@ class Decoder:
 
     @classmethod
     def read(cls, fields: Fields) -> Decoder:
-        """Take the sizes from the config.
+        """Read the sizes from the config.
 
         Raises:
             ModelError: a size is missing or does not fit the others.
@@ -65,15 +64,15 @@ class Decoder:
         )
 
     def table(self, name: str) -> WeightSpec:
-        """The embedding, or the matrix that gives the logits."""
+        """Describe the embedding or the LM head, [vocab, hidden]."""
         return WeightSpec(f"{name}.weight", (self.vocab, self.hidden), ("vocab", "hidden"))
 
     def norm(self, name: str) -> WeightSpec:
-        """RMSNorm over the residual stream."""
+        """Describe an RMSNorm over the residual stream."""
         return WeightSpec(f"{name}.weight", (self.hidden,), ("hidden",))
 
     def layer(self, i: int, attention: AttentionSpec, feed_forward: MlpSpec | MoeSpec) -> LayerSpec:
-        """Layer i of these two parts."""
+        """Describe layer i, made of the given attention and feed-forward."""
         return LayerSpec(
             attention_norm=self.norm(f"model.layers.{i}.input_layernorm"),
             attention=attention,
@@ -90,7 +89,14 @@ class Decoder:
         head_norm: bool = False,
         window: int | None = None,
     ) -> AttentionSpec:
-        """Attention of layer i; `head_norm` is RMSNorm on each head of the queries and keys."""
+        """Describe layer i's attention.
+
+        Args:
+            i: the layer's index.
+            qkv_bias, o_bias: whether the projections have a bias.
+            head_norm: apply RMSNorm to each head of the queries and keys.
+            window: the sliding window's size; None for full attention.
+        """
         name = f"model.layers.{i}.self_attn"
         hidden: tuple[int, Axis] = (self.hidden, "hidden")
         queries: tuple[int, Axis] = (self.heads * self.head_dim, "q_heads")
@@ -111,7 +117,7 @@ class Decoder:
         )
 
     def mlp(self, i: int, *, bias: bool = False) -> MlpSpec:
-        """The dense MLP of layer i."""
+        """Describe layer i's dense MLP."""
         name = f"model.layers.{i}.mlp"
         hidden: tuple[int, Axis] = (self.hidden, "hidden")
         inner: tuple[int, Axis] = (self.fields.integer("intermediate_size"), "intermediate")
@@ -124,7 +130,14 @@ class Decoder:
     def experts(
         self, name: str, matrices: tuple[str, str, str], *, width: int, normalize: bool
     ) -> MoeSpec:
-        """Routed experts, each an MLP of `width`; `matrices` names its gate, up and down."""
+        """Describe routed experts.
+
+        Args:
+            name: prefix for the tensor names.
+            matrices: each expert's gate, up and down matrix, by name.
+            width: one expert's intermediate size.
+            normalize: whether routing weights are divided by their sum.
+        """
         count_field = "num_experts" if self.fields.has("num_experts") else "num_local_experts"
         count = self.fields.integer(count_field)
         top_k = self.fields.integer("num_experts_per_tok")
@@ -143,7 +156,7 @@ class Decoder:
 
 
 def _linear(name: str, out: tuple[int, Axis], into: tuple[int, Axis], bias: bool) -> LinearSpec:
-    """A projection; `out` and `into` are its dimensions' sizes and axes."""
+    """Describe a projection; `out` and `into` are (size, axis) of its output and input."""
     (rows, row_axis), (columns, column_axis) = out, into
     return LinearSpec(
         WeightSpec(f"{name}.weight", (rows, columns), (row_axis, column_axis)),

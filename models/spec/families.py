@@ -1,12 +1,11 @@
-"""Hugging Face config.json -> ModelSpec: for each family one function that describes a layer.
+"""Hugging Face config.json -> ModelSpec, with one function per model family.
 
-Both generations of config are read: `rope_theta` + `rope_scaling` +
-`torch_dtype`, and transformers 5's `rope_parameters` + `dtype`. Sizes must be
-in the file; other fields default to what `transformers` defaults them to. A
-value that would need code which is not here raises ModelError naming the
-field, the value and what is supported: a model either runs right or not at
-all. To add a family, write its function, list it in `FAMILIES`, and add its
-rows to the parity test.
+Both generations of configs are read: `rope_theta` + `rope_scaling` + `torch_dtype`, and
+`rope_parameters` + `dtype` of transformers 5. Sizes must be in the file. Other fields have the same
+defaults as in `transformers`. If weft does not implement a value, `build_spec` raises a ModelError
+with the field, the value and the supported values: a model runs right or not at all.
+
+To add a family, write its function, list it in `FAMILIES`, and add its rows to the parity test.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from weft.models.spec.spec import DTYPE_BYTES, LayerSpec, ModelSpec, RopeSpec
 
 
 def build_spec(config: dict[str, Any], source: Path) -> ModelSpec:
-    """Describe the model of a config.json.
+    """Describe the model in a config.json.
 
     Args:
-        config: its content.
+        config: the parsed file.
         source: its path, for messages.
 
     Raises:
@@ -35,10 +34,10 @@ def build_spec(config: dict[str, Any], source: Path) -> ModelSpec:
     if not isinstance(architecture, str) or architecture not in FAMILIES:
         raise fields.error("architectures", f"one of {', '.join(FAMILIES)}")
     if fields.has("quantization_config"):
-        raise fields.error("quantization_config", "none: weights that are not quantised")
+        raise fields.error("quantization_config", "none, for weights without quantisation")
     fields.choice("hidden_act", ("silu",), default="silu")
     if not fields.flag("is_causal", True):
-        raise fields.error("is_causal", "true: a token sees those before it alone")
+        raise fields.error("is_causal", "true, for causal attention")
     describe_layer = FAMILIES[architecture]
     decoder = Decoder.read(fields)
     tied = fields.flag("tie_word_embeddings", False)
@@ -136,20 +135,20 @@ DEFAULT_THETA = {"MixtralForCausalLM": 1_000_000.0}
 
 
 def _dtype(fields: Fields) -> str:
-    """The weights' dtype; float32 if the config does not say, which released ones do."""
+    """Read the weights' dtype; the default is float32, but released configs always name one."""
     name = "dtype" if fields.has("dtype") else "torch_dtype"
     return fields.choice(name, tuple(DTYPE_BYTES), default="float32")
 
 
 def _window(fields: Fields, default: int | None) -> int | None:
-    """The sliding window; null means none, whereas an absent field means the default."""
+    """Read the sliding window: null means none, an absent field means `default`."""
     if fields.values.get("sliding_window", default) is None:
         return None
     return fields.integer("sliding_window", default)
 
 
 def _qwen_window(fields: Fields, decoder: Decoder, i: int) -> int | None:
-    """Layer i's window: `layer_types` decides, or else only layers from max_window_layers on."""
+    """Read layer i's window; it applies by `layer_types`, or else from `max_window_layers` on."""
     if not fields.flag("use_sliding_window", False):
         return None
     if not fields.has("layer_types"):
@@ -163,7 +162,7 @@ def _qwen_window(fields: Fields, decoder: Decoder, i: int) -> int | None:
 
 
 def _rope(fields: Fields, default_theta: float) -> RopeSpec:
-    """The rotary embedding, from `rope_parameters` or `rope_theta` and `rope_scaling`."""
+    """Read the rotary embedding from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
     new = fields.section("rope_parameters")
     scaling = new if new.values else fields.section("rope_scaling")
     theta = (new if new.has("rope_theta") else fields).number("rope_theta", default_theta)

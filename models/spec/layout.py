@@ -1,24 +1,28 @@
-"""How a model is split over ranks: which part of each weight is whose.
+"""How a model is split over ranks: which part every rank holds.
 
-A weight's axes say how it may be cut (spec.py); a Layout says how many parts an
-axis has and which of them a rank holds:
+A weight's axes say along which dimensions it may be cut (spec.py). A Layout says how many parts an
+axis has and which part belongs to a rank:
 
 | axis | parts | |
 | --- | --- | --- |
-| layers | pp | a stage is the layers of some ranks |
+| layers | pp | a stage is a run of layers |
 | vocab, q_heads, intermediate | tp x cp | |
-| kv_heads | tp, or one for each head if there are fewer | heads are then on several ranks |
+| kv_heads | min(tp, KV heads) | with fewer heads than tp, several ranks hold the same head |
 | positions of the KV cache | cp | |
 | expert | ep | |
-| moe_intermediate | tp x cp / ep | experts are cut where there are more ranks than parts of them |
+| moe_intermediate | tp x cp / ep | experts are cut only if tp x cp is larger than ep |
 | hidden, head_dim, choice | 1 | |
 
-A stage has max(tp x cp, ep) ranks. With ep above tp x cp it has ep / (tp x cp) copies of what
-is not an expert. Ranks that are next to each other exchange most: rank = ((stage x copies +
-copy) x tp + tensor) x cp + context. Parts are of equal size, but for the vocabulary, whose
-last part may be smaller, and stages, of which the last ones may have one layer more.
-(Megatron-LM, Shoeybi et al. 2019, section 3, and Narayanan et al. 2021, section 2, for stages;
-GShard, Lepikhin et al. 2020, for experts; Helix, Bhatia et al. 2025, for cp beside tp.)
+A stage has max(tp x cp, ep) ranks. If ep is larger than tp x cp, a stage has data-parallel
+attention: dp = ep / (tp x cp) groups of ranks. Each group holds all weights except the experts and
+has its own tokens. Neighbouring ranks communicate most: rank = ((stage x dp + group) x tp + tensor)
+x cp + context.
+
+Parts have equal sizes, with two exceptions: the last part of the vocabulary may be smaller, and the
+last stages may have one layer more.
+
+Sources: Megatron-LM (Shoeybi et al. 2019, section 3; Narayanan et al. 2021, section 2, for stages);
+GShard (Lepikhin et al. 2020) for experts; Helix (Bhatia et al. 2025) for cp together with tp.
 """
 
 from __future__ import annotations
@@ -34,14 +38,14 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One rank of a model's.
+    """One rank's position in a parallel layout.
 
     Attributes:
-        tp: parts of KV heads; with cp, of attention, of dense MLPs and of the vocabulary.
+        tp: parts of the KV heads; attention, dense MLPs and the vocabulary have tp x cp.
         ep: parts of the experts; divides tp x cp or is a multiple of it.
-        rank: this one, in [0, world_size).
-        cp: ranks that share each KV head, by position.
-        pp: stages, each of which has some layers.
+        rank: this rank, in [0, world_size).
+        cp: ranks that share each KV head, split by position.
+        pp: stages; each stage has some layers.
     """
 
     tp: int = 1
@@ -51,39 +55,39 @@ class Layout:
     pp: int = 1
 
     @property
-    def split(self) -> int:
-        """Ranks that share what is not an expert."""
+    def dense_size(self) -> int:
+        """Ranks that share the dense weights (all weights except the experts)."""
         return self.tp * self.cp
 
     @property
     def can_overlap(self) -> bool:
-        """Whether overlapped kernels have it; see models/torch/overlapped.py."""
-        return not 1 < self.split < self.ep
+        """Whether overlapped kernels support this layout; see models/torch/overlapped.py."""
+        return not 1 < self.dense_size < self.ep
 
     @property
     def stage_size(self) -> int:
-        """Ranks of a stage."""
-        return max(self.split, self.ep)
+        """Ranks per stage."""
+        return max(self.dense_size, self.ep)
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.stage_size * self.pp
 
     @property
-    def copies(self) -> int:
-        """Of what is not an expert, in a stage."""
-        return self.stage_size // self.split
+    def dp_size(self) -> int:
+        """Data-parallel attention groups per stage."""
+        return self.stage_size // self.dense_size
 
     @property
     def stage(self) -> int:
-        """This rank's, in [0, pp)."""
+        """This rank's stage, in [0, pp)."""
         return self.rank // self.stage_size
 
     @property
-    def copy(self) -> int:
-        """This rank's, in [0, copies)."""
-        return self.rank % self.stage_size // self.split
+    def dp_group(self) -> int:
+        """This rank's data-parallel attention group, in [0, dp_size)."""
+        return self.rank % self.stage_size // self.dense_size
 
     @property
     def context(self) -> int:
@@ -91,11 +95,11 @@ class Layout:
         return self.rank % self.cp
 
     def layers(self, count: int) -> range:
-        """This rank's, of so many."""
+        """Return the indices of this rank's layers, for a model with `count` layers."""
         return range(self.stage * count // self.pp, (self.stage + 1) * count // self.pp)
 
     def of_stage(self, spec: ModelSpec) -> ModelSpec:
-        """The part of the model that this rank's stage has: some of its layers, uncut."""
+        """Return the model that this rank's stage runs: a run of layers, uncut."""
         own = self.layers(len(spec.layers))
         return replace(
             spec,
@@ -105,9 +109,9 @@ class Layout:
         )
 
     def part(self, spec: ModelSpec, axis: Axis, size: int) -> slice:
-        """This rank's part of an axis of that many numbers, of a weight of the model."""
+        """Return this rank's part of a weight's axis that is `size` long."""
         in_stage = self.rank % self.stage_size
-        in_split = in_stage % self.split
+        in_split = in_stage % self.dense_size
         if axis in ("hidden", "head_dim", "choice"):
             return slice(0, size)
         if axis == "kv_heads":
@@ -116,17 +120,17 @@ class Layout:
         if axis == "expert":
             return _part(size, self.ep, in_stage * self.ep // self.stage_size)
         if axis == "moe_intermediate":
-            parts = max(1, self.split // self.ep)
+            parts = max(1, self.dense_size // self.ep)
             return _part(size, parts, in_stage % parts)
-        return _part(size, self.split, in_split)
+        return _part(size, self.dense_size, in_split)
 
     def parts(self, spec: ModelSpec, weight: WeightSpec) -> tuple[slice, ...]:
-        """This rank's part of a weight, by axis."""
+        """Return this rank's part of a weight, one slice per axis."""
         sizes = zip(weight.axes, weight.shape, strict=True)
         return tuple(self.part(spec, axis, size) for axis, size in sizes)
 
     def local(self, spec: ModelSpec) -> ModelSpec:
-        """The model that this rank has: with its layers, its shapes, its heads and its experts."""
+        """Return the model that this rank runs: its layers, with its part's shapes and heads."""
 
         def cut(value: Value) -> Value:
             if isinstance(value, WeightSpec):
@@ -148,60 +152,69 @@ class Layout:
 
 
 WHOLE = Layout()
-"""One rank, which has everything."""
+"""The layout of a single rank, which holds everything."""
 
 
 def check_layout(
     spec: ModelSpec, tp: int, ep: int, cp: int = 1, pp: int = 1, *, overlapped: bool = False
 ) -> None:
-    """Refuse a split that the model's sizes do not allow; or overlapped kernels, if they must be.
+    """Refuse a layout that the model's sizes do not allow.
+
+    Args:
+        spec: the model.
+        tp, ep, cp, pp: as in `Layout`.
+        overlapped: also refuse layouts that overlapped kernels do not support.
 
     Raises:
-        ConfigError: naming the flag, what does not divide, and the sizes that work.
+        ConfigError: with the flag, the reason and the sizes that work.
     """
-    if pp > (most := len(spec.layers)):
-        sizes = _listed(list(range(1, most + 1)))
-        raise ConfigError(f"--pp is {pp}; the model has {most} layers. These sizes work: {sizes}")
-    own = 1 if ep == 1 else None  # else --ep decides how experts are cut
-    if problem := _problem(spec, tp, own):
-        works = [size for size in range(1, spec.num_heads + 1) if not _problem(spec, size, own)]
-        raise ConfigError(f"--tp is {tp}; {problem}. These sizes work: {_listed(works)}")
-    if problem := _problem(spec, tp, own, cp):
-        most = spec.num_heads // tp
-        works = [size for size in range(1, most + 1) if not _problem(spec, tp, own, size)]
-        beside = _beside(tp=tp)
-        raise ConfigError(f"--cp is {cp}{beside}; {problem}. These sizes work: {_listed(works)}")
-    if problem := _problem(spec, tp, ep, cp):
-        most = max([tp * cp, *(moe.gate.shape[0] for moe in _moes(spec))])
-        works = [size for size in range(1, most + 1) if not _problem(spec, tp, size, cp)]
-        beside = _beside(tp=tp, cp=cp)
+    if pp > (limit := len(spec.layers)):
+        working = list(range(1, limit + 1))
         raise ConfigError(
-            f"--ep is {ep}{beside}; {problem}. These sizes of --ep work: {_listed(works)}"
+            f"--pp is {pp}; the model has {limit} layers. These sizes work: {_join(working)}"
+        )
+    unless_ep = 1 if ep == 1 else None  # with --ep, the experts are checked last
+    if problem := _problem(spec, tp, unless_ep):
+        working = [
+            size for size in range(1, spec.num_heads + 1) if not _problem(spec, size, unless_ep)
+        ]
+        raise ConfigError(f"--tp is {tp}; {problem}. These sizes work: {_join(working)}")
+    if problem := _problem(spec, tp, unless_ep, cp):
+        limit = spec.num_heads // tp
+        working = [size for size in range(1, limit + 1) if not _problem(spec, tp, unless_ep, size)]
+        flags = _with_flags(tp=tp)
+        raise ConfigError(f"--cp is {cp}{flags}; {problem}. These sizes work: {_join(working)}")
+    if problem := _problem(spec, tp, ep, cp):
+        limit = max([tp * cp, *(moe.gate.shape[0] for moe in _moes(spec))])
+        working = [size for size in range(1, limit + 1) if not _problem(spec, tp, size, cp)]
+        flags = _with_flags(tp=tp, cp=cp)
+        raise ConfigError(
+            f"--ep is {ep}{flags}; {problem}. These sizes of --ep work: {_join(working)}"
         )
     if overlapped and not Layout(tp, ep, cp=cp).can_overlap:
         raise ConfigError(
-            f"--ep is {ep}{_beside(tp=tp, cp=cp)}; with --kernels overlapped it must be at most "
-            f"{tp * cp}"
+            f"--ep is {ep}{_with_flags(tp=tp, cp=cp)}; with --kernels overlapped it must be "
+            f"at most {tp * cp}"
         )
 
 
 def _problem(spec: ModelSpec, tp: int, ep: int | None, cp: int = 1) -> str | None:
-    """Why the model cannot be split like that, if it cannot; without ep, but for its experts."""
-    split = tp * cp
-    it, parts = ("it", "tp") if cp == 1 else (f"tp x cp, {split},", "tp x cp")
-    if spec.num_heads % split:
+    """Return why the model cannot be split this way, or None; ep None leaves the experts out."""
+    dense_size = tp * cp
+    it, parts = ("it", "tp") if cp == 1 else (f"tp x cp, {dense_size},", "tp x cp")
+    if spec.num_heads % dense_size:
         return f"{it} must divide the model's {spec.num_heads} heads"
     if spec.num_kv_heads % tp and tp % spec.num_kv_heads:
         return f"it must divide the model's {spec.num_kv_heads} KV heads or be a multiple of them"
-    if spec.vocab_size <= (split - 1) * -(-spec.vocab_size // split):
+    if spec.vocab_size <= (dense_size - 1) * -(-spec.vocab_size // dense_size):
         return f"{it} leaves ranks without any of the {spec.vocab_size} tokens of the vocabulary"
     for layer in spec.layers:
         block = layer.feed_forward
-        if isinstance(block, MlpSpec) and block.gate.weight.shape[0] % split:
+        if isinstance(block, MlpSpec) and block.gate.weight.shape[0] % dense_size:
             return f"{it} must divide the MLP's width of {block.gate.weight.shape[0]}"
     if ep is None:
         return None
-    if split % ep and ep % split:
+    if dense_size % ep and ep % dense_size:
         return (
             f"one of {'the two' if cp == 1 else 'it and tp x cp'} must be a multiple of the other"
         )
@@ -212,15 +225,15 @@ def _problem(spec: ModelSpec, tp: int, ep: int | None, cp: int = 1) -> str | Non
         experts, width, _ = moe.gate.shape
         if experts % ep:
             return f"it must divide the model's {experts} experts"
-        if width % max(1, split // ep):
-            return f"{parts} / ep, {split // ep}, must divide the experts' width of {width}"
+        if width % max(1, dense_size // ep):
+            return f"{parts} / ep, {dense_size // ep}, must divide the experts' width of {width}"
     return None
 
 
-def _beside(**sizes: int) -> str:
-    """The flags that were given, for a message."""
+def _with_flags(**sizes: int) -> str:
+    """List the given flags for a message, " with --tp 2 and --cp 2"."""
     given = [f"--{name} {size}" for name, size in sizes.items() if size > 1]
-    return f" beside {' and '.join(given)}" if given else ""
+    return f" with {' and '.join(given)}" if given else ""
 
 
 def _moes(spec: ModelSpec) -> list[MoeSpec]:
@@ -228,7 +241,7 @@ def _moes(spec: ModelSpec) -> list[MoeSpec]:
     return [block for block in blocks if isinstance(block, MoeSpec)]
 
 
-def _listed(sizes: list[int]) -> str:
+def _join(sizes: list[int]) -> str:
     return ", ".join(map(str, sizes))
 
 
@@ -237,6 +250,6 @@ def _length(part: slice) -> int:
 
 
 def _part(size: int, parts: int, index: int) -> slice:
-    """Part `index` of so many of an axis, the last of which may be smaller."""
+    """Return part `index` of an axis cut into `parts` equal parts; the last may be smaller."""
     each = -(-size // parts)
     return slice(min(size, index * each), min(size, (index + 1) * each))

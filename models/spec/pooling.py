@@ -1,11 +1,12 @@
-"""What an embedding is made of: which hidden states of a prompt, and whether it has unit length.
+"""Pooling: how hidden states become an embedding, as the checkpoint configures it.
 
-Checkpoints in the form of sentence-transformers say so: `modules.json` lists what follows the
-model, and the folder of its Pooling module has a config.json. Both ways of writing the mode are
-read: `pooling_mode_mean_tokens: true`, and `pooling_mode: "mean"` of newer versions.
+sentence-transformers checkpoints configure it in two files: `modules.json` lists
+the modules after the model, and the folder of the Pooling module has a config.json. Both notations
+of the mode are read: the older `pooling_mode_mean_tokens: true`, and the newer `pooling_mode:
+"mean"`.
 
 Not handled: other modules (Dense), other modes (cls, max, weightedmean), and prompts that a
-checkpoint would put before a text: these are the caller's.
+checkpoint puts before a text. The caller adds such prompts.
 """
 
 from __future__ import annotations
@@ -32,20 +33,25 @@ class Pooling:
     """How hidden states after the final norm become an embedding.
 
     Attributes:
-        kind: the mean over all tokens, or the last token's.
-        normalize: divide it by its length.
+        kind: "mean" over all tokens, or the "last" token.
+        normalize: scale the embedding to unit length.
     """
 
     kind: PoolingKind = "last"
     normalize: bool = True
 
     def finish(self, pooled: bytes, dimensions: int | None = None) -> Float32:
-        """An embedding, float32 [dimensions], of pooled hidden states, float32 [hidden].
+        """Turn pooled hidden states into an embedding.
 
-        With fewer dimensions it is the first of them (Kusupati et al. 2022, Matryoshka
-        representation learning), normalized after that.
+        Args:
+            pooled: float32 [hidden], as bytes.
+            dimensions: keep only the first ones (Kusupati et al. 2022, Matryoshka representation
+                learning); normalization comes after the cut.
+
+        Returns:
+            float32 [dimensions].
         """
-        import numpy as np  # not with the module: who starts the engine's process reads this
+        import numpy as np  # here, because the process that starts the engine needs no NumPy
 
         vector = np.frombuffer(pooled, np.float32)[:dimensions]
         if not self.normalize:
@@ -55,10 +61,10 @@ class Pooling:
 
 
 def read_pooling(path: Path) -> Pooling:
-    """How the checkpoint in the directory `path` wants it: without modules.json, the default.
+    """Read the pooling that the checkpoint at `path` asks for; the default without modules.json.
 
     Raises:
-        ModelError: it asks for what is not handled, or a file makes no sense.
+        ModelError: it asks for an unsupported module or mode, or a file is malformed.
     """
     file = path / MODULES_FILE
     if not file.exists():
@@ -75,7 +81,7 @@ def read_pooling(path: Path) -> Pooling:
             case _:
                 raise ModelError(
                     f"{file} has a module {name!r}; supported is Transformer, Pooling, Normalize. "
-                    "--pooling mean or last does without"
+                    "--pooling mean or last ignores the modules"
                 )
     if kind is None:
         raise ModelError(f"{file} has no module Pooling; --pooling mean or last sets it")
@@ -83,16 +89,16 @@ def read_pooling(path: Path) -> Pooling:
 
 
 def _modules(file: Path) -> list[tuple[str, str]]:
-    """Name and folder of each module, in their order."""
+    """Return name and folder of each module, in order."""
     try:
         modules = json.loads(file.read_bytes())
         return [(str(m["type"]).rpartition(".")[2], str(m["path"])) for m in modules]
     except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
-        raise ModelError(f"{file} is no list of modules: {error!r}") from error
+        raise ModelError(f"{file} is not a list of modules: {error!r}") from error
 
 
 def _kind(file: Path) -> PoolingKind:
-    """What a Pooling module's config asks for."""
+    """Read the mode from a Pooling module's config."""
     from weft.models.checkpoint.locate import read_json
 
     config = read_json(file)

@@ -1,14 +1,12 @@
-"""What a model is: the one description that every backend, the loader and the planner read.
+"""ModelSpec: the one description of a model that every backend, the loader and the planner read.
 
-`families.py` makes a ModelSpec from a checkpoint's config.json. It says which
-weights there are, what they are called in the checkpoint and which logical
-axis each of their dimensions is, so that a parallel layout is a map from axes
-to ranks and nothing else has to know about names.
+`families.py` makes a ModelSpec from a checkpoint's config.json. The spec lists the weights, their
+names in the checkpoint, and each dimension's logical axis. A parallel layout can therefore map
+axes to ranks without knowing any names.
 
-All models described are decoders with RMSNorm before attention and before the
-feed-forward, rotary positions (halves convention), SiLU-gated MLPs or routed
-experts. Not described: encoders, cross attention, ALiBi, latent attention,
-shared experts, quantised weights.
+All described models are decoders with RMSNorm before attention and before the feed-forward, rotary
+positions (halves convention), and SiLU-gated MLPs or routed experts. Not described: encoders, cross
+attention, ALiBi, latent attention, shared experts, quantised weights.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ Axis = Literal[
     "kv_heads",  # key/value heads x head_dim; may be cut between heads only
     "head_dim",  # inside one head; never cut
     "intermediate",  # width of a dense MLP
-    "choice",  # what a router chooses among: each rank looks at all experts
+    "choice",  # a router's output; never cut, because every rank scores all experts
     "expert",  # experts of a layer
     "moe_intermediate",  # width of one expert
 ]
@@ -40,10 +38,10 @@ class WeightSpec:
     """One weight.
 
     Attributes:
-        name: in the checkpoint. `{expert}` in it stands for each expert's number: the checkpoint
-            then holds one tensor of shape[1:] per expert.
-        shape: of the whole weight; matrices are [out, in].
-        axes: what each dimension is.
+        name: name in the checkpoint. With `{expert}` in it, the checkpoint holds one tensor of
+            shape[1:] for each expert number.
+        shape: the whole weight's shape; matrices are [out, in].
+        axes: the logical axis for each dimension.
     """
 
     name: str
@@ -57,24 +55,24 @@ class WeightSpec:
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """Names of the tensors in the checkpoint that make up this weight, in order."""
+        """The checkpoint's names for the tensors in this weight, in order."""
         if not self.is_per_expert:
             return (self.name,)
         return tuple(self.name.format(expert=expert) for expert in range(self.shape[0]))
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
-        """Shape of each of those tensors."""
+        """One such tensor's shape."""
         return self.shape[1:] if self.is_per_expert else self.shape
 
     @property
     def tensor_size(self) -> int:
-        """Number of elements of each of those tensors."""
+        """Elements in one such tensor."""
         return math.prod(self.tensor_shape)
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Element count."""
         return math.prod(self.shape)
 
 
@@ -92,9 +90,9 @@ class AttentionSpec:
 
     Attributes:
         q, k, v, o: the projections.
-        q_norm, k_norm: RMSNorm of each head before the rotary embedding, if there is one.
+        q_norm, k_norm: RMSNorm of each head before the rotary embedding, if any.
         sliding_window: a token sees itself and the `sliding_window - 1` tokens before it; None
-            means all.
+            means all earlier tokens.
     """
 
     q: LinearSpec
@@ -117,7 +115,7 @@ class MlpSpec:
 
 @dataclass(frozen=True, slots=True)
 class MoeSpec:
-    """The `top_k` most probable experts of each token, each an MLP, weighted by probability.
+    """Routed experts: each token uses its `top_k` most probable MLPs, weighted by probability.
 
     Attributes:
         router: [experts, hidden]; the softmax of its output is the probability.
@@ -147,13 +145,13 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary positions: Su et al. 2021, with the scaling of the context that a checkpoint asks for.
+    """Rotary positions (Su et al. 2021), with the checkpoint's context scaling.
 
     Attributes:
-        theta: base of the wavelengths.
+        theta: the wavelengths' base.
         scaling: "none"; "linear": all positions divided by `factor`; "llama3": long wavelengths
             divided by `factor`, short ones kept, blended between (Llama 3.1 model card).
-        factor, low_freq_factor, high_freq_factor, original_max_len: of the scaling.
+        factor, low_freq_factor, high_freq_factor, original_max_len: the scaling's parameters.
     """
 
     theta: float
@@ -164,7 +162,7 @@ class RopeSpec:
     original_max_len: int = 0
 
     def inverse_frequencies(self, head_dim: int) -> npt.NDArray[np.float32]:
-        """Radians per position of each pair of dimensions, [head_dim / 2]."""
+        """Return the radians per position for each pair of dimensions, [head_dim / 2]."""
         exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
         inverse: npt.NDArray[np.float32] = np.float32(1) / np.float32(self.theta) ** exponent
         if self.scaling == "none":
@@ -184,14 +182,14 @@ class ModelSpec:
     """One model.
 
     Attributes:
-        architecture: as config.json names it, e.g. "LlamaForCausalLM".
-        dtype: the checkpoint's: "float32", "bfloat16" or "float16".
-        max_model_len: most tokens of one request that the model was made for.
-        head_dim: width of one head; not always hidden_size / num_heads.
+        architecture: name in config.json, e.g. "LlamaForCausalLM".
+        dtype: the checkpoint's dtype: "float32", "bfloat16" or "float16".
+        max_model_len: maximum number of tokens in a request, by the model's training.
+        head_dim: one head's width; not always hidden_size / num_heads.
         norm_eps: added to the mean square in every RMSNorm.
-        lm_head: None when the embedding is used for it (tied).
-        is_first: whether tokens are looked up here; not so in a stage that has later layers only.
-        is_last: whether logits are made here.
+        lm_head: None if it shares the embedding's weight (tied).
+        is_first: whether this stage embeds the tokens.
+        is_last: whether this stage makes the logits.
     """
 
     architecture: str
@@ -213,7 +211,7 @@ class ModelSpec:
 
     @property
     def weights(self) -> Iterator[WeightSpec]:
-        """Every weight that is used, in the order of use."""
+        """Every weight in use, in the order of use."""
         if self.is_first or (self.is_last and self.lm_head is None):
             yield self.embedding
         for layer in self.layers:
@@ -225,17 +223,22 @@ class ModelSpec:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters; a tied embedding counts once."""
+        """Parameter count; a tied embedding counts once."""
         return sum(weight.size for weight in self.weights)
 
     def compute_dtype(self, requested: str) -> str:
-        """The dtype to compute in: "auto" is the checkpoint's, with bfloat16 for float16."""
+        """Resolve "auto" to the checkpoint's dtype; bfloat16 replaces float16."""
         if requested != "auto":
             return requested
         return "bfloat16" if self.dtype == "float16" else self.dtype
 
     def weight_bytes(self, dtype: str = "auto", quantization: str = "none") -> int:
-        """Bytes of all weights in `dtype`, or with the matrices in "int8" and a scale per row."""
+        """Return how many bytes all weights take.
+
+        Args:
+            dtype: the weights' type; "auto" as in `compute_dtype`.
+            quantization: "int8" stores matrices in int8 with one scale per row, in `dtype`.
+        """
         item = DTYPE_BYTES[self.compute_dtype(dtype)]
         if quantization == "none":
             return self.parameters * item
@@ -251,7 +254,7 @@ class ModelSpec:
         )
 
     def kv_bytes_per_token(self, dtype: str = "auto") -> int:
-        """Bytes of keys and values that one token takes in the cache, over all layers."""
+        """Return how many bytes one token's keys and values take over all layers."""
         numbers = 2 * len(self.layers) * self.num_kv_heads * self.head_dim
         return numbers * DTYPE_BYTES[self.compute_dtype(dtype)]
 

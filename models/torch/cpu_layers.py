@@ -1,14 +1,14 @@
-"""The layers of a decoder on the CPU: small, pure, and built from a ModelSpec and its weights.
+"""Decoder layers on the CPU: small, pure, built from a ModelSpec and its weights.
 
-Every layer takes and gives a ragged batch: [T, ...], the tokens of all
-requests one after the other. Matrices are packed when a layer is made
-(kernels/cpu/linear.py); projections that read the same input are one matrix,
-and norms and residuals belong to the layers, since the kernels compute them
-with the products. Where ranks share a layer, each has some heads and some of an
-MLP's width or experts, and what they give is summed: the first one's has the
-residual and the bias in it. Where they share KV heads by position (context parallel),
-each attends with the heads of all of them to the pages that it has. Nothing here trains,
-and nothing is a nn.Module.
+Every layer maps a ragged batch, [T, ...], to another: the tokens of all requests in turn. Making a
+layer packs its matrices (kernels/cpu/linear.py). Projections with the same input form one matrix.
+Norms and residuals belong to the layers, because the kernels compute them together with the
+products.
+
+If ranks share a layer, each holds some heads, and some experts or a part of the MLP's width. Their
+results are summed; the first rank adds the residual and the bias. If ranks share KV heads by
+position (context parallel), each rank attends with all their heads, over its own pages. Nothing
+here trains, and nothing is an nn.Module.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from weft.models.spec.spec import (
 from weft.models.torch.group import Groups
 
 
-class Load(Protocol):
-    """Gives this rank's part of weights in the type to compute in, and makes layers of them."""
+class LayerLoader(Protocol):
+    """Loads this rank's part of weights in the compute dtype, and makes layers from them."""
 
     @property
     def groups(self) -> Groups:
-        """The ranks that have the other parts."""
+        """The ranks with the other parts."""
 
     @property
     def make(self) -> MakeLinear:
-        """Makes layers that store their weights as the settings say: packed, or quantised."""
+        """Makes layers with weights stored as configured: packed or quantised."""
 
     @property
     def make_plain(self) -> MakeLinear:
         """Makes layers whose weights are never quantised."""
 
     def __call__(self, weight: WeightSpec) -> Tensor:
-        """A weight that is one tensor of the checkpoint."""
+        """Load a single-tensor weight."""
 
     def each(self, weight: WeightSpec) -> Iterator[Tensor]:
-        """The tensors of a weight that has one per expert, one at a time."""
+        """Load a weight's tensors, one per expert, one at a time."""
 
     def parts(self, weight: WeightSpec) -> tuple[slice, ...]:
-        """Which part of a weight is this rank's, by axis."""
+        """Return this rank's part of a weight, one slice per axis."""
 
 
 LayerCache = tuple[Tensor, Tensor]
@@ -69,8 +69,10 @@ LayerCache = tuple[Tensor, Tensor]
 class Attention:
     """x + attention(norm(x)): grouped-query, over the paged cache, from one fused projection."""
 
-    def __init__(self, model: ModelSpec, spec: AttentionSpec, norm: RMSNorm, load: Load) -> None:
-        """`model` is this rank's part."""
+    def __init__(
+        self, model: ModelSpec, spec: AttentionSpec, norm: RMSNorm, load: LayerLoader
+    ) -> None:
+        """Load the layer; `model` is this rank's part."""
         self._group = group = load.groups.tensor
         self._context = load.groups.context
         self._heads = model.num_heads
@@ -104,7 +106,7 @@ class Attention:
     def __call__(
         self, x: Tensor, rotation: Rotation, cache: LayerCache, plan: AttentionPlan
     ) -> Tensor:
-        """[T, hidden] -> [T, hidden]; the tokens' keys and values are written to the cache."""
+        """[T, hidden] -> [T, hidden]; writes the tokens' keys and values to the cache."""
         keys, values = cache
         if self.native is not None:
             return self.native(x, rotation, keys, values, plan)
@@ -122,26 +124,26 @@ class Attention:
         return self._group.sum(self._o(out.view(len(x), -1), residual=residual))
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan) -> Tensor:
-        """[T, H, D] to the same, of this rank's heads, whoever has the pages."""
+        """Attention for this rank's heads, [T, H, D] to the same shape, wherever the pages are."""
         attend = partial(paged_attention, scale=self._scale, sliding_window=self._window)
         ranks = self._context.size
         if ranks == 1:
             return attend(q, keys, values, plan)
         tokens, heads, dim = q.shape
-        everyones = self._context.gather_columns(q.reshape(tokens, -1), ranks * heads * dim)
-        everyones = everyones.view(tokens, ranks * heads, dim)
+        all_q = self._context.gather_columns(q.reshape(tokens, -1), ranks * heads * dim)
+        all_q = all_q.view(tokens, ranks * heads, dim)
         lse = torch.empty(tokens, ranks * heads)
-        out = attend(everyones, keys, values, plan, lse=lse)
-        # Each rank gets what all have for its heads: D numbers of the result, and the LSE.
+        out = attend(all_q, keys, values, plan, lse=lse)
+        # Each rank gets every rank's result for its heads: D numbers, and the LSE.
         parts = torch.cat((out.float(), lse[..., None]), dim=2).view(tokens, ranks, -1)
-        parts = self._context.exchange(parts.transpose(0, 1)).view(ranks, tokens, heads, dim + 1)
+        parts = self._context.all_to_all(parts.transpose(0, 1)).view(ranks, tokens, heads, dim + 1)
         return merge_parts(parts[..., :dim], parts[..., dim]).to(q.dtype)
 
 
 class Mlp:
     """x + down(silu(gate(norm(x))) * up(norm(x))), gate and up in one matrix (Shazeer 2020)."""
 
-    def __init__(self, spec: MlpSpec, norm: RMSNorm, load: Load) -> None:
+    def __init__(self, spec: MlpSpec, norm: RMSNorm, load: LayerLoader) -> None:
         self._group = group = load.groups.tensor
         self._norm = norm
         self._gate_up = gate_up = fuse((spec.gate, spec.up), load, gated=True)
@@ -159,14 +161,14 @@ class Mlp:
 
 
 class Moe:
-    """x + the experts of norm(x), to which a router sends it: the `top_k` most probable.
+    """x + experts(norm(x)); a router picks the `top_k` most probable experts for each token.
 
-    With copies of attention, each has tokens of its own, and all ranks run their experts for the
-    tokens of all.
+    With data-parallel attention, each group has its own tokens, and all ranks run their experts for
+    all groups' tokens.
     """
 
-    def __init__(self, spec: MoeSpec, norm: RMSNorm, load: Load) -> None:
-        self._group, self._copies = load.groups.tensor, load.groups.copies
+    def __init__(self, spec: MoeSpec, norm: RMSNorm, load: LayerLoader) -> None:
+        self._group, self._data = load.groups.tensor, load.groups.data
         self._norm = norm
         self._top_k = spec.top_k
         self._normalize = spec.normalize
@@ -179,32 +181,33 @@ class Moe:
         """[T, hidden] -> [T, hidden].
 
         Args:
-            rows: T of each copy of attention, if there are several.
+            x: the tokens.
+            rows: T in each data-parallel attention group, if there are several.
         """
-        if self._copies.size == 1:
+        if self._data.size == 1:
             residual = x if self._group.is_first else None
-            return self._group.sum(self._mix(x, residual))
+            return self._group.sum(self._run_experts(x, residual))
         if not sum(rows):
             return x
-        mixed = self._mix(self._copies.gather_rows(x, rows), None)
-        own = self._copies.scatter_sum(mixed, rows)
+        mixed = self._run_experts(self._data.gather_rows(x, rows), None)
+        own = self._data.scatter_sum(mixed, rows)
         if not len(x):
             return x
         return self._group.sum((x + own if self._group.is_first else own).to(x.dtype))
 
-    def _mix(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """The experts here of norm(x), and the residual."""
+    def _run_experts(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Run this rank's experts on norm(x) and add the residual."""
         logits = self._router(x, norm=self._norm)
         experts, weights = route(logits, self._top_k, normalize=self._normalize)
         return self._experts(x, experts, weights, norm=self._norm, residual=residual)
 
 
 def fuse(
-    linears: tuple[LinearSpec, ...], load: Load, *, gated: bool = False, biased: bool = True
+    linears: tuple[LinearSpec, ...], load: LayerLoader, *, gated: bool = False, biased: bool = True
 ) -> Linear:
-    """One matrix for projections of the same input; their outputs follow each other.
+    """Make one matrix for projections with the same input; their outputs are concatenated.
 
-    Without the biases if not `biased`: another rank adds them.
+    `biased` False leaves the biases out, because another rank adds them.
     """
     weights = [load(linear.weight) for linear in linears]
     biases = [load(linear.bias) for linear in linears if biased and linear.bias is not None]

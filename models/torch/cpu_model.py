@@ -1,9 +1,8 @@
 """A decoder on the CPU, top to bottom: embedding, layers, norm, logits.
 
-The step is one ragged batch; attention reads and writes the paged cache by the
-step's plan. A tied embedding is looked up in the packed matrix that gives the
-logits where that is possible, so that the table is in memory once; otherwise it
-stays in the checkpoint's file, mapped into memory: a step looks at few rows.
+A step is one ragged batch; attention reads and writes the paged cache by the step's plan. A tied
+embedding is read from the LM head's packed matrix if possible, so that the table is in memory once.
+Otherwise it stays in the checkpoint's mapped file, because a step reads few rows.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from weft.kernels.cpu.rope import Rotation
 from weft.models.checkpoint.weights import Weights
 from weft.models.interface import Size
 from weft.models.spec.spec import LayerSpec, ModelSpec, MoeSpec, WeightSpec
-from weft.models.torch.cpu_layers import Attention, LayerCache, Load, Mlp, Moe
+from weft.models.torch.cpu_layers import Attention, LayerCache, LayerLoader, Mlp, Moe
 from weft.models.torch.group import ALONE, Groups
 from weft.models.torch.logits import Logits
 
@@ -32,7 +31,7 @@ from weft.models.torch.logits import Logits
 class Layer:
     """Attention, then a dense or a routed MLP."""
 
-    def __init__(self, model: ModelSpec, spec: LayerSpec, load: Load) -> None:
+    def __init__(self, model: ModelSpec, spec: LayerSpec, load: LayerLoader) -> None:
         attention_norm = RMSNorm(load(spec.attention_norm), model.norm_eps)
         self._attention = Attention(model, spec.attention, attention_norm, load)
         feed_forward_norm = RMSNorm(load(spec.feed_forward_norm), model.norm_eps)
@@ -51,30 +50,30 @@ class Layer:
         rows: Tensor | None = None,
         sizes: Sequence[int] = (),
     ) -> Tensor:
-        """[T, hidden] -> [T, hidden], or of the tokens `rows` alone, [S, hidden].
+        """[T, hidden] -> [T, hidden], or [S, hidden] for the tokens `rows` only.
 
-        `sizes` are of the result, for each copy of attention if there are several.
+        `sizes` holds the result's rows in each data-parallel attention group, if there are several.
         """
         x = self._attention(x, rotation, cache, plan)
         return self.feed_forward(x if rows is None else x[rows], sizes)
 
     def feed_forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Its second half, which needs no cache; [T, hidden] -> [T, hidden]."""
+        """Run the second half, which needs no cache; [T, hidden] -> [T, hidden]."""
         if isinstance(self._feed_forward, Moe):
             return self._feed_forward(x, sizes)
         return self._feed_forward(x)
 
     @property
     def native(self) -> tuple[NativeAttention, NativeMlp] | None:
-        """Its halves, if both are compiled."""
+        """The compiled halves, or None if one is not compiled."""
         mlp = self._feed_forward
         if isinstance(mlp, Moe) or mlp.native is None or self._attention.native is None:
             return None
         return self._attention.native, mlp.native
 
 
-class _Load:
-    """Reads weights in the type to compute in; see layers.Load."""
+class _CheckpointLoader:
+    """Reads weights in the compute dtype; see `LayerLoader`."""
 
     def __init__(
         self,
@@ -99,18 +98,18 @@ class _Load:
 
 
 class CpuModel:
-    """The model of `spec`, with its weights read and packed; or one rank's part of it.
+    """The model in `spec` with packed weights, or one rank's part of it.
 
-    Tokens are looked up on the first stage only, and logits made on the last.
+    Only the first stage embeds tokens, and only the last one makes logits.
 
     Args:
-        spec: what it is.
-        weights: where the tensors come from, one at a time.
-        dtype: to compute in.
+        spec: the whole model.
+        weights: yields the tensors one at a time.
+        dtype: compute dtype.
         quantization: of the matrices: "none" or "int8". Norms, biases, routers and the embedding
             stay as they are.
-        compress: matrices of bfloat16, without loss; see linear.NativeLinear.
-        groups: the ranks that have the parts that `weights` does not give.
+        compress: compress bfloat16 matrices without loss; see linear.NativeLinear.
+        groups: the ranks with the other parts.
     """
 
     def __init__(
@@ -123,12 +122,12 @@ class CpuModel:
         compress: bool = True,
         groups: Groups = ALONE,
     ) -> None:
-        load = _Load(weights, groups, dtype, quantization, compress)
+        load = _CheckpointLoader(weights, groups, dtype, quantization, compress)
         stage, local = weights.layout.of_stage(spec), weights.layout.local(spec)
         self._dtype = dtype
         self._inv_freq = torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim))
         self._layers = [Layer(local, layer, load) for layer in stage.layers]
-        # All but the last, which may be asked for few tokens, in one call where that is possible.
+        # The last layer may run for few tokens only. All others run in one call if possible.
         native = [layer.native for layer in self._layers[:-1]]
         compiled = [layer for layer in native if layer is not None]
         self._native = NativeLayers(compiled) if compiled and compiled == native else None
@@ -155,55 +154,55 @@ class CpuModel:
         cache: Sequence[LayerCache],
         plan: AttentionPlan,
         rows: Tensor | None = None,
-        copies: Sequence[Size] = (),
+        dp_sizes: Sequence[Size] = (),
     ) -> Tensor:
         """Run the layers.
 
         Args:
-            x: [T, hidden]; what `embed` has given, or the stage before this one.
-            positions: int [T]; of each token in its request.
-            cache: of each layer; the tokens' keys and values are written to it.
-            plan: which requests the tokens belong to, and where their cache is.
-            rows: int64 [S]; the tokens that logits are wanted of, all if None. The others leave
-                nothing behind but keys and values, and skip the end of the last layer.
-            copies: as of StepInput.
+            x: [T, hidden]; from `embed` or the stage before.
+            positions: int [T]; each token's position in its request.
+            cache: one entry per layer; the tokens' keys and values are written to it.
+            plan: the tokens' requests, and the location of their cache.
+            rows: int64 [S]; tokens that need logits; None for all. The others only leave keys and
+                values behind, and skip the end of the last layer.
+            dp_sizes: as in StepInput.
 
         Returns:
-            [S, hidden]; what `logits` takes, or the next stage.
+            [S, hidden]; for `logits` or the next stage.
         """
         rotation = Rotation.of(positions, self._inv_freq, self._dtype)
         if self._native is not None:
             x = self._native(x, rotation, cache[:-1], plan)
         else:
-            tokens = [copy.tokens for copy in copies]
+            tokens = [size.tokens for size in dp_sizes]
             for layer, layer_cache in zip(self._layers[:-1], cache[:-1], strict=True):
                 x = layer(x, rotation, layer_cache, plan, sizes=tokens)
-        return self._layers[-1](x, rotation, cache[-1], plan, rows, self._at_end(copies))
+        return self._layers[-1](x, rotation, cache[-1], plan, rows, self._at_end(dp_sizes))
 
-    def take_part(self, copies: Sequence[Size]) -> None:
-        """Run the layers without a token, for those of other copies of attention. Collective."""
-        none = torch.empty(0, self._hidden_size, dtype=self._dtype)
+    def run_empty(self, dp_sizes: Sequence[Size]) -> None:
+        """Run the layers without tokens, for other data-parallel attention groups. Collective."""
+        empty = torch.empty(0, self._hidden_size, dtype=self._dtype)
         for layer in self._layers[:-1]:
-            layer.feed_forward(none, [copy.tokens for copy in copies])
-        self._layers[-1].feed_forward(none, self._at_end(copies))
+            layer.feed_forward(empty, [size.tokens for size in dp_sizes])
+        self._layers[-1].feed_forward(empty, self._at_end(dp_sizes))
 
-    def _at_end(self, copies: Sequence[Size]) -> list[int]:
-        """Tokens that each copy of attention has at the end of its last layer here."""
-        return [copy.rows if self._is_last else copy.tokens for copy in copies]
+    def _at_end(self, dp_sizes: Sequence[Size]) -> list[int]:
+        """Return each data-parallel attention group's tokens after its last layer here."""
+        return [size.rows if self._is_last else size.tokens for size in dp_sizes]
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """[S, hidden] to the same: what `logits` is made of, and embeddings."""
+        """Apply the final norm, as for `logits` and embeddings; [S, hidden] to the same shape."""
         return self._norm(hidden)
 
     def logits(self, hidden: Tensor) -> Logits:
-        """[S, hidden] of the tokens that matter -> [S, vocab_size]."""
+        """[S, hidden] for the sampled tokens -> [S, vocab_size]."""
         local = self._lm_head(hidden, norm=self._norm)
         return Logits(local, self._vocab_size, self._group)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Int [T], each in [0, vocab_size) -> [T, hidden].
 
-        Each rank knows some tokens (Shoeybi et al. 2019, section 3).
+        Each rank holds a part of the vocabulary (Shoeybi et al. 2019, section 3).
         """
         if self._group.size == 1:
             return self._rows(token_ids)

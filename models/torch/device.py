@@ -1,4 +1,4 @@
-"""Which device a rank computes on, and what is free there."""
+"""A rank's compute device, and its free memory."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from weft.errors import ConfigError
 
 
 def choose_device(setting: str, index: int) -> torch.device:
-    """A rank's device.
+    """Choose a rank's device.
 
     Args:
-        setting: "cpu", "cuda", or "auto": a GPU if there is one with that index. Where there are
-            several ranks it has been decided for all of them (serving/executor/placement.py).
-        index: of the rank's device, on its machine.
+        setting: "cpu", "cuda", or "auto": a GPU if there is one with that index. With several
+            ranks, placement has already decided for all (serving/executor/placement.py).
+        index: index of the rank's device on its node.
 
     Raises:
-        ConfigError: "cuda" is asked for, and is not there: naming what is missing.
+        ConfigError: "cuda" is set, but something is missing; it says what.
     """
     if setting == "cpu":
         return torch.device("cpu")
@@ -29,7 +29,7 @@ def choose_device(setting: str, index: int) -> torch.device:
 
 
 def _missing(index: int) -> str:
-    """What a GPU needs that is not here; nothing if it is."""
+    """Name what a GPU still needs; empty if nothing is missing."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA"
     if not torch.cuda.is_available():
@@ -37,10 +37,10 @@ def _missing(index: int) -> str:
     found = torch.cuda.device_count()
     if index >= found:
         gpus = "1 GPU" if found == 1 else f"{found} GPUs"
-        return f"this machine has {gpus}, and a rank of it is to have number {index}"
+        return f"this machine has {gpus}, but one of its ranks needs GPU {index}"
     return ""
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on a GPU, of all processes that use it."""
+    """Return a GPU's free bytes, over all processes that use it."""
     return int(torch.cuda.mem_get_info(device)[0])

@@ -1,9 +1,8 @@
-"""How ranks that share a model's layers exchange numbers inside them, between Triton kernels.
+"""How ranks that share a model's layers communicate, between Triton kernels.
 
-`Plain` is torch.distributed's collectives after the products: NCCL between GPUs, gloo
-between CPUs. All ranks have all tokens (Shoeybi et al. 2019, section 3). It does what
-layers.py does, and serves a rank alone, too, which exchanges nothing. overlapped.py has
-the other way.
+`Plain` runs torch.distributed collectives after the products: NCCL between GPUs, gloo between CPUs.
+All ranks hold all tokens (Shoeybi et al. 2019, section 3), as in cpu_layers.py. It also serves a
+single rank, which exchanges nothing. The alternative is `Overlapped` in overlapped.py.
 """
 
 from __future__ import annotations
@@ -27,52 +26,59 @@ from weft.models.torch.group import Groups
 
 
 class Exchange(Protocol):
-    """What layers ask for. All ranks call the same methods in the same order.
+    """Communication inside layers. All ranks call the same methods in the same order.
 
-    Of a step that is split, each rank has ceil(T / W) of the tokens between products, the last
-    ones padded; else it has all.
+    In a sharded step, each rank holds ceil(T / W) tokens between products, and the last ones are
+    padded. Otherwise each rank holds all tokens.
     """
 
-    def is_split(self, tokens: int) -> bool:
-        """Whether a step of so many tokens is."""
+    def is_sharded(self, tokens: int) -> bool:
+        """Whether a step with this number of tokens is sharded."""
 
     def shard(self, x: Tensor) -> Tensor:
-        """[T, hidden] of a step that is split, to this rank's rows."""
+        """In a sharded step: take this rank's rows from [T, hidden]."""
 
     def unshard(self, x: Tensor, tokens: int) -> Tensor:
-        """All ranks' rows of a step that is split: [T, hidden]."""
+        """In a sharded step: gather all ranks' rows into [T, hidden]."""
 
-    def begin(self, x: Tensor, linear: Linear, *, silu_multiply: bool, split: bool) -> Tensor:
-        """All tokens times this rank's columns; in a split step, with the padding."""
+    def column_parallel(
+        self, x: Tensor, linear: Linear, *, silu_multiply: bool, sharded: bool
+    ) -> Tensor:
+        """Multiply all tokens by this rank's columns; a sharded step keeps its padding."""
 
-    def end(self, x: Tensor, linear: Linear, residual: Tensor, *, split: bool) -> Tensor:
-        """All tokens times this rank's rows, summed over the ranks; plus the residual."""
+    def row_parallel(self, x: Tensor, linear: Linear, residual: Tensor, *, sharded: bool) -> Tensor:
+        """Multiply all tokens by this rank's rows, sum over the ranks and add the residual."""
 
     def attend(
         self, q: Tensor, cache: LayerCache, batch: PagedBatch, scale: float, window: int | None
     ) -> Tensor:
-        """[T, H, D] to the same, of this rank's heads, whoever has the pages."""
+        """Attention for this rank's heads, [T, H, D] to the same shape, wherever the pages are."""
 
-    def mix(
-        self, experts: Experts, x: Tensor, normed: Tensor, tokens: Sequence[int], *, split: bool
+    def run_experts(
+        self, experts: Experts, x: Tensor, normed: Tensor, tokens: Sequence[int], *, sharded: bool
     ) -> Tensor:
-        """x and what the experts of all ranks add to it, for [T, hidden].
+        """Run the experts on all ranks and add their result to x; [T, hidden].
 
         Args:
-            tokens: of each copy of attention, if there are several. T may then be 0.
+            experts: this rank's experts.
+            x: the residual.
+            normed: the experts' input.
+            tokens: tokens in each data-parallel attention group, if there are several. T may then
+                be 0.
+            sharded: whether the step is.
         """
 
     def faults(self) -> list[Tensor]:
-        """Int32 [4] each, on the device: what waits have reported that ran out."""
+        """Return the fault words, int32 [4] each, on the device; waits that time out set them."""
 
     def check(self, faults: Sequence[Sequence[int]]) -> None:
-        """Raise KernelError if one of `faults`, as they have been read, is one."""
+        """Raise KernelError if one of `faults`, as read from the device, is set."""
 
 
 def attend(
     q: Tensor, cache: LayerCache, batch: PagedBatch, scale: float, window: int | None
 ) -> Tensor:
-    """Attention to pages that are all here: [T, H, D] to the same."""
+    """Attention over local pages: [T, H, D] to the same shape."""
     op = decode_attention if is_decode(q, batch) else paged_attention
     return op(q, *cache, batch, scale=scale, sliding_window=window)
 
@@ -85,27 +91,29 @@ class Plain:
     """
 
     def __init__(self, groups: Groups) -> None:
-        self._group, self._context, self._copies = groups.tensor, groups.context, groups.copies
+        self._group, self._context, self._data = groups.tensor, groups.context, groups.data
 
-    def is_split(self, tokens: int) -> bool:
-        """Never: all ranks have all tokens."""
+    def is_sharded(self, tokens: int) -> bool:
+        """Never: all ranks hold all tokens."""
         return False
 
     def shard(self, x: Tensor) -> Tensor:
-        """See Exchange; not called."""
+        """See Exchange; never called."""
         return x
 
     def unshard(self, x: Tensor, tokens: int) -> Tensor:
-        """See Exchange; not called."""
+        """See Exchange; never called."""
         return x
 
-    def begin(self, x: Tensor, linear: Linear, *, silu_multiply: bool, split: bool) -> Tensor:
+    def column_parallel(
+        self, x: Tensor, linear: Linear, *, silu_multiply: bool, sharded: bool
+    ) -> Tensor:
         """See Exchange."""
         epilogue = Epilogue(bias=linear.bias, silu_multiply=silu_multiply)
         return matmul(x, linear.weights, epilogue=epilogue)
 
-    def end(self, x: Tensor, linear: Linear, residual: Tensor, *, split: bool) -> Tensor:
-        """See Exchange. The first rank's part has the bias and the residual in it."""
+    def row_parallel(self, x: Tensor, linear: Linear, residual: Tensor, *, sharded: bool) -> Tensor:
+        """See Exchange. The first rank adds the bias and the residual."""
         epilogue = Epilogue()
         if self._group.is_first:
             epilogue = Epilogue(bias=linear.bias, residual=residual)
@@ -120,33 +128,33 @@ class Plain:
         if ranks == 1:
             return attend(q, cache, batch, scale, window)
         tokens, heads, dim = q.shape
-        everyones = self._context.gather_columns(q.reshape(tokens, -1), ranks * heads * dim)
-        everyones = everyones.contiguous().view(tokens, ranks * heads, dim)
+        all_q = self._context.gather_columns(q.reshape(tokens, -1), ranks * heads * dim)
+        all_q = all_q.contiguous().view(tokens, ranks * heads, dim)
         lse = torch.empty(tokens, ranks * heads, device=q.device)
         out = paged_attention(
-            *(everyones, *cache, batch),
+            *(all_q, *cache, batch),
             scale=scale,
             sliding_window=window,
             lse=lse,
             rank=self._context.index,
             world_size=ranks,
         )
-        # Each rank gets what all have for its heads: D numbers of the result, and the LSE.
+        # Each rank gets every rank's result for its heads: D numbers, and the LSE.
         parts = torch.cat((out.float(), lse[..., None]), dim=2).view(tokens, ranks, -1)
-        parts = self._context.exchange(parts.transpose(0, 1)).view(ranks, tokens, heads, dim + 1)
+        parts = self._context.all_to_all(parts.transpose(0, 1)).view(ranks, tokens, heads, dim + 1)
         return merge_parts(parts[..., :dim], parts[..., dim]).to(q.dtype)
 
-    def mix(
-        self, experts: Experts, x: Tensor, normed: Tensor, tokens: Sequence[int], *, split: bool
+    def run_experts(
+        self, experts: Experts, x: Tensor, normed: Tensor, tokens: Sequence[int], *, sharded: bool
     ) -> Tensor:
         """See Exchange."""
-        if self._copies.size == 1:
-            mixed = experts(normed)
-            return self._group.sum(x + mixed if self._group.is_first else mixed)
+        if self._data.size == 1:
+            routed = experts(normed)
+            return self._group.sum(x + routed if self._group.is_first else routed)
         if not sum(tokens):
             return x
-        every = experts(self._copies.gather_rows(normed, tokens))
-        own = self._copies.scatter_sum(every, tokens)
+        routed = experts(self._data.gather_rows(normed, tokens))
+        own = self._data.scatter_sum(routed, tokens)
         if not len(x):
             return x
         return self._group.sum((x + own if self._group.is_first else own).to(x.dtype))

@@ -1,6 +1,6 @@
-"""What a layer on Triton kernels keeps on its device: matrices and experts, read and laid out.
+"""Layer parts on Triton kernels: linear layers and experts, loaded onto the device.
 
-Weights stay in the checkpoint's layout, [N, K]: kernels take the transpose as it is.
+Weights keep the checkpoint's layout, [N, K]; the kernels read the transpose without copying.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from weft.models.spec.layout import Layout
 from weft.models.spec.spec import LinearSpec, MoeSpec, WeightSpec
 
 
-class Source(Protocol):
-    """Where a rank's part of weights comes from: `weights.Weights`."""
+class WeightSource(Protocol):
+    """Source for a rank's part in the weights: `checkpoint.weights.Weights`."""
 
     @property
     def layout(self) -> Layout:
-        """Whose parts these are."""
+        """The layout that selects the parts."""
 
     def read(self, weight: WeightSpec) -> Tensor:
-        """This rank's part of a weight that is one tensor."""
+        """Read this rank's part of a single-tensor weight."""
 
     def read_each(self, weight: WeightSpec) -> Iterator[Tensor]:
-        """Those of the tensors of a weight (one per expert) that are this rank's."""
+        """Yield this rank's tensors for a weight with one tensor per expert."""
 
     def parts(self, weight: WeightSpec) -> tuple[slice, ...]:
-        """Which part of a weight that is, by axis."""
+        """Return the part that is read, one slice per axis."""
 
 
-class Load:
-    """Reads this rank's part of weights, in the type to compute in."""
+class WeightLoader:
+    """Reads this rank's part of weights in the compute dtype."""
 
-    def __init__(self, weights: Source, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, weights: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
         self._weights, self._dtype, self._device = weights, dtype, device
         self.parts = weights.parts
 
@@ -48,18 +48,18 @@ class Load:
         return self._weights.read(weight).to(self._device, self._dtype, copy=True)
 
     def linear(self, *specs: LinearSpec) -> Linear:
-        """Of several projections of one input, with their biases, if they have any."""
+        """Load projections with a common input, and their biases, as one layer."""
         biases = [self(spec.bias) for spec in specs if spec.bias is not None]
         return Linear([self(spec.weight) for spec in specs], biases)
 
     def stack(self, weight: WeightSpec) -> Tensor:
-        """Of a weight that has a tensor per expert, those of this rank."""
+        """Load this rank's tensors for a per-expert weight, [experts, ...]."""
         tensors = (x.to(self._device, self._dtype) for x in self._weights.read_each(weight))
         return torch.stack(list(tensors))
 
 
 class Linear:
-    """Some columns or rows of one or several matrices: w [K, N] each, as products take them."""
+    """One or several matrices with a common input: each is [K, N], a transposed view."""
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> None:
         self.weights = [weight.contiguous().mT for weight in weights]
@@ -67,9 +67,9 @@ class Linear:
 
 
 class Experts:
-    """This rank's experts, or its part of all."""
+    """This rank's experts, or its part in every expert."""
 
-    def __init__(self, spec: MoeSpec, load: Load) -> None:
+    def __init__(self, spec: MoeSpec, load: WeightLoader) -> None:
         self._router = load(spec.router).mT
         self._first = load.parts(spec.gate)[0].start
         self._gate_up = [load.stack(spec.gate).mT, load.stack(spec.up).mT]
@@ -80,41 +80,44 @@ class Experts:
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden], to be summed over the ranks."""
         ids, weights = self._route(x)
-        places = sort_by_expert(ids - self._first, len(self._down))
-        out = self._run(x[places.order // self._top_k], places.offsets)
-        own = out[places.inverse.clamp(min=0)].float()  # [T, k, hidden]
-        own.masked_fill_((places.inverse < 0)[..., None], 0)  # of other ranks
+        sorted_tokens = sort_by_expert(ids - self._first, len(self._down))
+        out = self._run(x[sorted_tokens.order // self._top_k], sorted_tokens.offsets)
+        own = out[sorted_tokens.inverse.clamp(min=0)].float()  # [T, k, hidden]
+        own.masked_fill_((sorted_tokens.inverse < 0)[..., None], 0)  # experts on other ranks
         return (own * weights[..., None]).sum(1).to(x.dtype)
 
-    def exchange(
-        self, x: Tensor, most: int, workspace: LowLatencyWorkspace, count: Callable[[], None]
+    def run_dispatched(
+        self, x: Tensor, max_tokens: int, workspace: LowLatencyWorkspace, count: Callable[[], None]
     ) -> Tensor:
-        """[T, hidden] -> [T, hidden], of the experts of all ranks. Collective.
+        """Run the experts on all ranks; [T, hidden] -> [T, hidden]. Collective.
 
         Args:
-            x: of this rank; T may be 0.
-            most: tokens of a rank.
-            workspace: of the experts' even placement.
+            x: this rank's tokens; T may be 0.
+            max_tokens: maximum T over the ranks.
+            workspace: a workspace for evenly placed experts.
             count: called before each exchange.
         """
         ids, weights = self._route(x)
         mixed = []
-        for start in range(0, most, workspace.max_tokens):
-            some = slice(start, start + workspace.max_tokens)
+        for start in range(0, max_tokens, workspace.max_tokens):
+            chunk = slice(start, start + workspace.max_tokens)
             count()
-            sent = moe_dispatch(x[some], ids[some], workspace)
-            # There is room for all that could come; about as many come as go.
-            out = self._run(sent.rows, sent.offsets, ids[some].numel())
+            sent = moe_dispatch(x[chunk], ids[chunk], workspace)
+            # The buffer has capacity for the maximum; on average, a rank receives as many rows as
+            # it sends.
+            out = self._run(sent.rows, sent.offsets, ids[chunk].numel())
             count()
-            mixed.append(moe_combine(out, weights[some], sent, workspace))
+            mixed.append(moe_combine(out, weights[chunk], sent, workspace))
         return torch.cat(mixed) if mixed else x
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts of each token, int32 [T, k], and their weights, float32 [T, k]."""
+        """Choose each token's experts, int32 [T, k], and their weights, float32 [T, k]."""
         return route(matmul(x, self._router), self._top_k, normalize=self._normalize)
 
     def _run(self, rows: Tensor, offsets: Tensor, expected: int = 0) -> Tensor:
-        """[R, hidden], in the order of the experts here, to the same; `expected` rows, or all."""
+        """Run this rank's experts over rows [R, hidden] in expert order; expect all rows by
+        default.
+        """
         silu = Epilogue(silu_multiply=True)
         inner = grouped_matmul(rows, self._gate_up, offsets, epilogue=silu, expected=expected)
         return grouped_matmul(inner, self._down, offsets, expected=expected)

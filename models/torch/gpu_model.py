@@ -2,19 +2,19 @@
 
     x [T, hidden]
     norm
-    begin               qkv: own heads, all tokens
+    column_parallel     qkv: own heads, all tokens
     rotate_into_cache
     attend              own heads
-    end                 o, + x
+    row_parallel        o, + x
     norm
-    begin               silu(gate) * up: own width        or, of experts:
-    end                 down, + x                         mix
+    column_parallel     silu(gate) * up: own width        or, for experts:
+    row_parallel        down, + x                         run_experts
 
-What `begin`, `attend`, `end` and `mix` are, and so how ranks exchange numbers, is said by an
-Exchange: plain collectives (exchange.py) or overlapped ones (overlapped.py).
+An Exchange implements `column_parallel`, `row_parallel`, `attend` and `run_experts`, and so decides
+how ranks communicate: by plain collectives (exchange.py) or overlapped ones (overlapped.py).
 
-Nothing here waits for the device or reads from it, and all shapes follow from those of
-the step: steps of one shape can be captured in a CUDA graph (graphs.py).
+Nothing here waits for the device or reads from it, and all shapes follow from the step's. Steps
+with equal shapes can therefore be captured in a CUDA graph (graphs.py).
 
 Not handled: quantisation.
 """
@@ -36,7 +36,7 @@ from weft.models.interface import Size
 from weft.models.spec.spec import LayerSpec, ModelSpec, MoeSpec
 from weft.models.torch.cpu_layers import LayerCache
 from weft.models.torch.exchange import Exchange
-from weft.models.torch.gpu_layers import Experts, Linear, Load, Source
+from weft.models.torch.gpu_layers import Experts, Linear, WeightLoader, WeightSource
 from weft.models.torch.group import Groups
 from weft.models.torch.inputs import PagedPlan
 from weft.models.torch.logits import Logits
@@ -44,25 +44,27 @@ from weft.models.torch.logits import Logits
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What all layers are told of a step.
+    """Arguments that all layers share in a step.
 
     Attributes:
-        rotation: of its tokens.
-        plan: where their keys and values are written, and which requests they belong to.
-        split: whether each rank has some of the tokens between products.
-        tokens: how many each copy of attention has, if there are several.
+        rotation: the tokens' rotary angles.
+        plan: where keys and values are written, and which requests the tokens belong to.
+        sharded: whether each rank holds only some tokens between products.
+        dp_tokens: tokens in each data-parallel attention group, if there are several.
     """
 
     rotation: Rotation
     plan: PagedPlan
-    split: bool
-    tokens: tuple[int, ...]
+    sharded: bool
+    dp_tokens: tuple[int, ...]
 
 
 class Layer:
-    """One layer's part on this rank; `model` is this rank's part of the model."""
+    """This rank's part of one layer; `model` is this rank's part of the model."""
 
-    def __init__(self, model: ModelSpec, spec: LayerSpec, load: Load, exchange: Exchange) -> None:
+    def __init__(
+        self, model: ModelSpec, spec: LayerSpec, load: WeightLoader, exchange: Exchange
+    ) -> None:
         attention, block = spec.attention, spec.feed_forward
         self._model, self._exchange = model, exchange
         self._window = attention.sliding_window
@@ -81,10 +83,12 @@ class Layer:
             self._down = load.linear(block.down)
 
     def __call__(self, x: Tensor, step: _Step, cache: LayerCache) -> Tensor:
-        """[T, hidden], or this rank's rows of them, to the same."""
+        """[T, hidden], or this rank's rows, to the same shape."""
         tokens, model, exchange = len(step.plan.pages), self._model, self._exchange
         normed = rms_norm(x, self._norms[0], model.norm_eps).out
-        qkv = exchange.begin(normed, self._qkv, silu_multiply=False, split=step.split)[:tokens]
+        qkv = exchange.column_parallel(
+            normed, self._qkv, silu_multiply=False, sharded=step.sharded
+        )[:tokens]
         q, _ = rotate_into_cache(
             qkv.contiguous(),
             step.rotation,
@@ -95,46 +99,50 @@ class Layer:
             norms=self._head_norms,
         )
         out = exchange.attend(q, cache, step.plan.batch, model.head_dim**-0.5, self._window)
-        x = exchange.end(out.view(tokens, -1), self._o, x, split=step.split)
+        x = exchange.row_parallel(out.view(tokens, -1), self._o, x, sharded=step.sharded)
         if self._experts is not None:
-            return self._mix(self._experts, x, step.tokens, split=step.split)
+            return self._run_experts(self._experts, x, step.dp_tokens, sharded=step.sharded)
         normed = rms_norm(x, self._norms[1], model.norm_eps).out
-        inner = exchange.begin(normed, self._gate_up, silu_multiply=True, split=step.split)
-        return exchange.end(inner[:tokens], self._down, x, split=step.split)
+        inner = exchange.column_parallel(
+            normed, self._gate_up, silu_multiply=True, sharded=step.sharded
+        )
+        return exchange.row_parallel(inner[:tokens], self._down, x, sharded=step.sharded)
 
-    def take_part(self, none: Tensor, tokens: Sequence[int]) -> None:
-        """Without a token, [0, hidden], for those of other copies of attention."""
+    def run_empty(self, empty: Tensor, tokens: Sequence[int]) -> None:
+        """Run the experts for other data-parallel attention groups; `empty` is [0, hidden]."""
         if self._experts is not None:
-            self._mix(self._experts, none, tokens, split=False)
+            self._run_experts(self._experts, empty, tokens, sharded=False)
 
-    def _mix(self, experts: Experts, x: Tensor, tokens: Sequence[int], *, split: bool) -> Tensor:
+    def _run_experts(
+        self, experts: Experts, x: Tensor, tokens: Sequence[int], *, sharded: bool
+    ) -> Tensor:
         normed = rms_norm(x, self._norms[1], self._model.norm_eps).out
-        return self._exchange.mix(experts, x, normed, tokens, split=split)
+        return self._exchange.run_experts(experts, x, normed, tokens, sharded=sharded)
 
 
 class GpuModel:
-    """`model.Model`, on Triton kernels.
+    """`CpuModel` on Triton kernels.
 
     Args:
-        spec: what it is.
-        weights: where this rank's tensors come from.
-        dtype: to compute in.
-        device: of all tensors.
-        exchange: how this rank's layers and those of the others exchange numbers.
-        groups: the ranks, for what is not worth overlapping: embedding and logits.
+        spec: the whole model.
+        weights: source of this rank's tensors.
+        dtype: compute dtype.
+        device: device for all tensors.
+        exchange: how ranks communicate inside layers.
+        groups: the ranks, for embedding and logits, which are not worth overlapping.
     """
 
     def __init__(
         self,
         spec: ModelSpec,
-        weights: Source,
+        weights: WeightSource,
         dtype: torch.dtype,
         *,
         device: torch.device,
         exchange: Exchange,
         groups: Groups,
     ) -> None:
-        load = Load(weights, dtype, device)
+        load = WeightLoader(weights, dtype, device)
         stage, local = weights.layout.of_stage(spec), weights.layout.local(spec)
         self.device, self.exchange = device, exchange
         self._dtype, self._group = dtype, groups.tensor
@@ -158,38 +166,38 @@ class GpuModel:
         cache: Sequence[LayerCache],
         plan: PagedPlan,
         rows: Tensor | None = None,
-        copies: Sequence[Size] = (),
+        dp_sizes: Sequence[Size] = (),
     ) -> Tensor:
-        """Run the layers; see `model.Model`. Whoever reads the result checks the faults, too."""
+        """Run the layers; see `CpuModel`. Whoever reads the result also checks the faults."""
         tokens = len(x)
         rotation = Rotation.of(positions, self._inv_freq, self._dtype)
-        split = self.exchange.is_split(tokens)
-        step = _Step(rotation, plan, split, tuple(copy.tokens for copy in copies))
-        if split:
+        sharded = self.exchange.is_sharded(tokens)
+        step = _Step(rotation, plan, sharded, tuple(size.tokens for size in dp_sizes))
+        if sharded:
             x = self.exchange.shard(x)
         for layer, layer_cache in zip(self._layers, cache, strict=True):
             x = layer(x, step, layer_cache)
-        if split:
+        if sharded:
             x = self.exchange.unshard(x, tokens)
         return x if rows is None else x[rows]
 
-    def take_part(self, copies: Sequence[Size]) -> None:
-        """See `model.Model.take_part`."""
-        none = torch.empty(0, self._hidden_size, dtype=self._dtype, device=self.device)
+    def run_empty(self, dp_sizes: Sequence[Size]) -> None:
+        """See `CpuModel.run_empty`."""
+        empty = torch.empty(0, self._hidden_size, dtype=self._dtype, device=self.device)
         for layer in self._layers:
-            layer.take_part(none, [copy.tokens for copy in copies])
+            layer.run_empty(empty, [size.tokens for size in dp_sizes])
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """[S, hidden] to the same: what `logits` is made of, and embeddings."""
+        """Apply the final norm, as for `logits` and embeddings; [S, hidden] to the same shape."""
         return rms_norm(hidden.contiguous(), self._norm, self._eps).out
 
     def logits(self, hidden: Tensor) -> Logits:
-        """[S, hidden] of the tokens that matter -> [S, vocab_size]."""
+        """[S, hidden] for the sampled tokens -> [S, vocab_size]."""
         local = matmul(self.final_norm(hidden), self._lm_head.weights)
         return Logits(local, self._vocab_size, self._group)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Int [T] -> [T, hidden]; each rank knows some tokens."""
+        """Int [T] -> [T, hidden]; each rank holds a part of the vocabulary."""
         if self._group.size == 1:
             return embedding(token_ids, self._table)
         here = (token_ids >= self._vocabulary.start) & (token_ids < self._vocabulary.stop)

@@ -1,26 +1,27 @@
-"""Decode steps as CUDA graphs: recorded once for each size, and then launched as one.
+"""Decode steps as CUDA graphs: recorded once for each size, then launched as one.
 
-A step in which each request has one token takes the same kernels with the same shapes, but
-for the number of requests. That is padded to one of a few sizes (`buckets`), for each of
-which the model was run once while its launches were recorded. A step copies its numbers to
-the buffers that the recording reads, and replays it.
+Steps in which each request has one token launch the same kernels; only the number of requests
+changes the shapes. That number is padded to one of a few sizes (`buckets`), and for each size the
+model's launches are recorded once. A step copies its numbers to the buffers that the recording
+reads, and replays it.
 
-What a replay must not depend on:
-- how many requests there are. Rows beyond them are tokens with page -1, of which nothing is
-  written to the cache, of requests with a context of 0, which read nothing from it and are
-  given zeros. Rows never look at each other, but for experts' sorting, which drops none.
-- how long contexts are. Kernels read lengths on the device; grids and splits of the keys are
-  those of the longest context that there may be.
-- the host. Whether a wait for another rank has run out is read after the replay, with its
-  results; and workspaces' counts of calls are on the device, so that a replay is a call as
-  any other (kernels/gpu/runtime/workspace.py).
+A replay must not depend on:
+- the number of requests. Padding rows are tokens with page -1, so nothing is written to the cache.
+  Their requests have an empty context, so they read nothing from it and get zeros. Rows never look
+  at each other, except when experts sort them, and sorting drops none.
+- the contexts' lengths. Kernels read lengths on the device; grids and key splits are those for the
+  maximum context.
+- the host. Faults (a wait for another rank timed out) are read after the replay, with its results.
+  Workspaces count their calls on the device, so a replay is an ordinary call
+  (kernels/gpu/runtime/workspace.py).
 
-All graphs share one pool of memory, for they run one after the other, the largest one first; and
-they copy their results to the same memory, for what a graph returns is nobody else's while it is
-there: with 35 sizes up to 256 requests that would be 4231 rows of logits.
-On a CPU there is nothing to record: a replay calls the model on the same buffers.
+All graphs share one memory pool, because they run in turn, the largest one first. They also copy
+their results to the same memory, because a graph would otherwise keep its own: 35 sizes up to 256
+requests would hold 4231 rows of logits. On a CPU there is nothing to record: a replay calls the
+model on the same buffers.
 
-Not handled: stages, copies of attention and context parallel: steps of these are not recorded.
+Not handled: pipeline stages, data-parallel attention and context parallel; such steps are not
+recorded.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ from weft.models.spec.layout import Layout
 from weft.models.torch.inputs import PagedPlan, StepTensors, put, rows_of
 from weft.models.torch.logits import Logits
 
-STEP = 8
-"""Between buckets."""
+BUCKET_STEP = 8
+"""Distance between large buckets."""
 
-MOST_REQUESTS = 256
-"""Of the largest: with more, launches no longer count."""
+MAX_REQUESTS = 256
+"""Largest bucket; with more requests, launch time no longer matters."""
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """What the model makes of a step's tokens.
+    """The model's output for a step's tokens.
 
     Attributes:
         hidden: [T, hidden].
@@ -67,28 +68,28 @@ class Forward:
 
 
 def buckets(layout: Layout, max_num_seqs: int, max_num_batched_tokens: int) -> list[int]:
-    """Numbers of requests to record a step for; none in layouts that are not handled.
+    """List the numbers of requests to record steps for; empty for unsupported layouts.
 
-    Up to the first that is not below `max_num_seqs`, and none above `max_num_batched_tokens`, for
-    which the ranks' workspaces are made.
+    The list ends at the first bucket that reaches `max_num_seqs`. No bucket exceeds
+    `max_num_batched_tokens`, because the ranks' workspaces are made for that.
     """
-    if not layout.pp == layout.copies == layout.cp == 1:
+    if not layout.pp == layout.dp_size == layout.cp == 1:
         return []
-    sizes = [1, 2, 4, *range(STEP, MOST_REQUESTS + 1, STEP)]
-    enough = (size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < max_num_seqs)
-    return [size for size in enough if size <= max_num_batched_tokens]
+    sizes = [1, 2, 4, *range(BUCKET_STEP, MAX_REQUESTS + 1, BUCKET_STEP)]
+    needed = (size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < max_num_seqs)
+    return [size for size in needed if size <= max_num_batched_tokens]
 
 
 class Graphs:
     """Recorded steps.
 
     Args:
-        forward: runs the model. Reads nothing from the device.
-        device: of the model.
-        sizes: numbers of requests that steps are recorded for.
+        forward: runs the model; must not read from the device.
+        device: the model's device.
+        sizes: numbers of requests to record steps for.
         block_size: tokens in a page.
-        max_model_len: most tokens of a request.
-        log: whether this rank tells how far recording is.
+        max_model_len: maximum number of tokens in a request.
+        log: whether this rank logs the progress.
     """
 
     def __init__(
@@ -114,12 +115,12 @@ class Graphs:
             pool = torch.cuda.graph_pool_handle()
         for number, (size, inputs) in enumerate(reversed(self._inputs.items()), 1):
             run = partial(self._run, inputs)
-            self._replays[size] = run if pool is None else recorded(run, pool)
+            self._replays[size] = run if pool is None else capture(run, pool)
             if pool is not None and self._log:
                 logger.info("CUDA graph %d of %d: %d requests", number, len(self._inputs), size)
 
     def _run(self, inputs: StepTensors) -> Forward:
-        """The model's result, in memory that all sizes share."""
+        """Run the model and copy its result to memory that all sizes share."""
         out = self._forward(inputs)
         made, rows = (out.hidden, out.logits.local), len(out.hidden)
         if not self._results or len(self._results[0]) < rows:
@@ -130,16 +131,16 @@ class Graphs:
         return Forward(hidden, Logits(logits, out.logits.shape[1], out.logits.group))
 
     def replay(self, batch: StepInput, plan: AttentionPlan) -> Forward | None:
-        """Run a step; None if it is none that was recorded.
+        """Run a recorded step; None if no recording fits.
 
         Returns:
-            of the requests of the step; valid until the next step.
+            the result for the step's requests; valid until the next step.
         """
         requests = len(batch.context_len)
         size = next((size for size in self._inputs if size >= requests), None)
         if size is None or size not in self._replays or (np.diff(plan.query_start) != 1).any():
             return None
-        to, paged = self._inputs[size], self._inputs[size].plan.batch
+        inputs, paged = self._inputs[size], self._inputs[size].plan.batch
         width = plan.block_table.shape[1]
         if width > paged.block_table.shape[1]:
             return None
@@ -153,19 +154,25 @@ class Graphs:
             rows_of(plan.context_len, size, 0),
             table,
         )
-        places = (to.token_ids, to.positions, to.plan.pages, to.plan.slots, paged.context_len)
-        for place, numbers in zip((*places, paged.block_table[:, :width]), staged, strict=True):
-            place.copy_(numbers)
+        targets = (
+            inputs.token_ids,
+            inputs.positions,
+            inputs.plan.pages,
+            inputs.plan.slots,
+            paged.context_len,
+        )
+        for target, numbers in zip((*targets, paged.block_table[:, :width]), staged, strict=True):
+            target.copy_(numbers)
         out = self._replays[size]()
-        return Forward(out.hidden[:requests], out.logits.some(slice(requests)))
+        return Forward(out.hidden[:requests], out.logits.select(slice(requests)))
 
 
-def recorded(run: Callable[[], Result], pool: object) -> Callable[[], Result]:
-    """A CUDA graph of a call: it returns the same memory, with new contents, each time."""
-    run()  # loads the kernels, and has ranks agree on what they call
+def capture(run: Callable[[], Result], pool: object) -> Callable[[], Result]:
+    """Record a call as a CUDA graph; each call returns the same memory with new contents."""
+    run()  # loads the kernels, and lets the ranks agree on their calls
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # Other threads of this process (NCCL's, another rank's) may go on as they like.
+    # Other threads in this process (NCCL's, another rank's) may continue undisturbed.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # type: ignore[arg-type]
         result = run()
 
@@ -177,7 +184,7 @@ def recorded(run: Callable[[], Result], pool: object) -> Callable[[], Result]:
 
 
 def _inputs(size: int, width: int, max_context: int, device: torch.device) -> StepTensors:
-    """Buffers of so many requests, none of which is there."""
+    """Make buffers for `size` requests, all of them padding."""
 
     def filled(value: int, *shape: int) -> Tensor:
         return torch.full(shape, value, dtype=torch.int32, device=device)

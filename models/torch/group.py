@@ -1,8 +1,8 @@
-"""The ranks that hold one model between them, and what they tell each other in a step.
+"""Groups of ranks that hold one model together, and their collectives.
 
-Plain torch.distributed, on any machine and between machines: gloo between CPUs, NCCL
-between GPUs. Results have the same bits on all ranks of a copy of attention, so that each of
-them samples the same tokens from them.
+This is plain torch.distributed, within and between nodes: gloo between CPUs, NCCL between GPUs. All
+ranks in a data-parallel attention group get bitwise equal results, so they all sample the same
+tokens.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ LOOPBACK = "127.0.0.1"
 
 
 class Group:
-    """Some ranks, of which this is one.
+    """Some ranks, including this one.
 
     Args:
-        ranks: their numbers among all.
-        rank: this one's.
-        group: of torch.distributed; None if it is one rank alone.
-        count: to be called when this rank comes to an exchange with the others.
+        ranks: their global ranks.
+        rank: this rank.
+        group: torch.distributed's group; None for a single rank.
+        count: called when this rank reaches an exchange with the others.
     """
 
     def __init__(
@@ -50,57 +50,59 @@ class Group:
         self.count = count
 
     @property
-    def of_torch(self) -> dist.ProcessGroup | None:
-        """The group of torch.distributed; None if it is one rank alone."""
+    def process_group(self) -> dist.ProcessGroup | None:
+        """torch.distributed's group; None for a single rank."""
         return self._group
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank adds what is to be in a sum once."""
+        """Whether this rank adds terms that a sum must contain once."""
         return self.index == 0
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x, which may be changed; the same bits on all."""
+        """Sum x over all ranks; the same bits on all. May overwrite x."""
         if self._group is not None:
             self.count()
             dist.all_reduce(x, group=self._group)
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """All ranks' x, which have one shape: [size, *x.shape]; the same bits on all."""
+        """Gather equally shaped tensors: [size, *x.shape]; the same bits on all ranks."""
         if self._group is None:
             return x[None]
         self.count()
-        every = x.new_empty(self.size, *x.shape)
-        dist.all_gather(list(every.unbind()), x.contiguous(), group=self._group)
-        return every
+        gathered = x.new_empty(self.size, *x.shape)
+        dist.all_gather(list(gathered.unbind()), x.contiguous(), group=self._group)
+        return gathered
 
     def gather_columns(self, x: Tensor, columns: int) -> Tensor:
-        """[S, n] -> [S, columns]: all ranks' x side by side.
+        """Gather columns: [S, n] -> [S, columns].
 
-        Each has ceil(columns / size) columns, but for the last ones, which may have fewer.
+        Each rank has ceil(columns / size) columns; the last ranks may have fewer.
         """
         each = -(-columns // self.size)
-        every = self.gather(pad(x, (0, each - x.shape[1])))
-        return torch.cat(every.unbind(), dim=1)[:, :columns]
+        gathered = self.gather(pad(x, (0, each - x.shape[1])))
+        return torch.cat(gathered.unbind(), dim=1)[:, :columns]
 
     def gather_rows(self, x: Tensor, rows: Sequence[int]) -> Tensor:
-        """[rows[index], n] -> [sum(rows), n]: all ranks' x one after the other.
+        """Gather rows: [rows[index], n] -> [sum(rows), n], in rank order.
 
         Args:
-            rows: of each rank; the same on all.
+            x: this rank's rows.
+            rows: each rank's number of rows; the same on all ranks.
         """
         out = x.new_empty(sum(rows), x.shape[1])
-        copies = x.repeat(self.size, 1)
+        repeated = x.repeat(self.size, 1)
         self.count()
-        dist.all_to_all_single(out, copies, list(rows), [len(x)] * self.size, group=self._group)
+        dist.all_to_all_single(out, repeated, list(rows), [len(x)] * self.size, group=self._group)
         return out
 
     def scatter_sum(self, x: Tensor, rows: Sequence[int]) -> Tensor:
-        """[sum(rows), n] -> float32 [rows[index], n]: this rank's rows of the sum of all x.
+        """Sum over the ranks and keep this rank's rows: [sum(rows), n] -> float32 [rows[index], n].
 
         Args:
-            rows: of each rank; the same on all.
+            x: a term for every row.
+            rows: each rank's number of rows; the same on all ranks.
         """
         own = rows[self.index]
         parts = x.new_empty(self.size * own, x.shape[1])
@@ -112,8 +114,10 @@ class Group:
             total += part
         return total
 
-    def exchange(self, x: Tensor) -> Tensor:
-        """[size, ...] to the same: row i goes to rank i, and row i of the result comes from it."""
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """Exchange rows: row i of x [size, ...] goes to rank i, and row i of the result comes from
+        it.
+        """
         if self._group is None:
             return x
         self.count()
@@ -124,25 +128,25 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """This rank's groups.
+    """The groups that this rank belongs to.
 
     Attributes:
-        tensor: ranks with the parts of attention, dense MLPs and the vocabulary.
-        copies: of attention: ranks that have the same parts of it as this one.
-        expert: ranks with the parts of the experts: all of a stage.
-        context: ranks with the parts of the positions, of the same KV heads.
-        pipe: to the other stages.
+        tensor: ranks that split attention, dense MLPs and the vocabulary.
+        data: ranks with the same part as this one, one in each data-parallel attention group.
+        expert: ranks that split the experts: the whole stage.
+        context: ranks that share KV heads by position.
+        pipe: the connection to the other stages.
     """
 
     tensor: Group
-    copies: Group
+    data: Group
     expert: Group
     context: Group
     pipe: Pipe
 
     def open(self, device: torch.device) -> None:
-        """Exchange something in each group: then NCCL has taken its memory. Collective."""
-        for group in (self.tensor, self.copies, self.expert, self.context):
+        """Run an exchange in each group, so that NCCL allocates its memory now. Collective."""
+        for group in (self.tensor, self.data, self.expert, self.context):
             group.sum(torch.zeros(1, device=device))
         row = torch.zeros(1, 1, device=device)
         if not self.pipe.is_first:
@@ -152,17 +156,17 @@ class Groups:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    def least(self, number: int) -> int:
-        """The least of all ranks' numbers, through gloo on any device. Collective."""
+    def minimum(self, number: int) -> int:
+        """Return the minimum over all ranks, through gloo on any device. Collective."""
         if self.expert.size == 1 and self.pipe.stages == 1:
             return number
-        least = torch.tensor(number)
-        dist.all_reduce(least, dist.ReduceOp.MIN)
-        return int(least)
+        minimum = torch.tensor(number)
+        dist.all_reduce(minimum, dist.ReduceOp.MIN)
+        return int(minimum)
 
 
-_ONE = Group(range(1), 0, None)
-ALONE = Groups(_ONE, _ONE, _ONE, _ONE, Pipe(WHOLE))
+_SINGLE = Group(range(1), 0, None)
+ALONE = Groups(_SINGLE, _SINGLE, _SINGLE, _SINGLE, Pipe(WHOLE))
 
 
 def meet(
@@ -174,33 +178,33 @@ def meet(
     host: str = LOOPBACK,
     address: str = LOOPBACK,
 ) -> Store:
-    """Meet the other ranks, once in a process. Collective.
+    """Rendezvous with the other ranks, once per process. Collective.
 
-    What is opened for it listens at `host` and `address` alone: on one machine nothing of it can
-    be reached from others. On several it is open to the network that has these addresses.
+    All sockets listen at `host` and `address` only. On one node, other machines cannot reach them.
+    Over several nodes, they are open to the network with these addresses.
 
     Args:
-        rank, world_size: this one's number, and how many there are.
-        find_port: where they meet: called with the port by the first one, which has opened it,
-            and with None by the others.
+        rank, world_size: this rank, and the number of ranks.
+        find_port: passes on the port: rank 0 calls it with the port that it opened, the others call
+            it with None.
         timeout: seconds that a rank waits for another, here and in every step.
-        host: an address of the first one's machine, at which it is reached by all.
-        address: the one of this machine at which it is reached by all.
+        host: an address of rank 0's node that all ranks can reach.
+        address: this node's address that all ranks can reach.
 
     Returns:
-        what they may find more of each other in.
+        a store for further exchanges.
 
     Raises:
-        RuntimeError: they did not come.
-        ValueError: this machine does not have `address`.
+        RuntimeError: a rank did not arrive in time.
+        ValueError: this node does not have `address`.
     """
     wait = timedelta(seconds=timeout)
-    # Else it would be the interface that has the host's name.
+    # By default, gloo would take the interface that the node's name resolves to.
     os.environ["GLOO_SOCKET_IFNAME"] = interface_of(address)
     store_of = dist.TCPStore  # type: ignore[attr-defined]
     open_store = partial(store_of, host, world_size=world_size, timeout=wait)
     if rank == 0:
-        # Its own socket would listen on all interfaces; it takes over this one.
+        # A store's own socket would listen on all interfaces, so it takes over this one.
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, 0), family=family)
         port = listener.getsockname()[1]
@@ -216,7 +220,11 @@ def meet(
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has an address; ValueError if none has."""
+    """Return the network interface with an address.
+
+    Raises:
+        ValueError: no interface has it.
+    """
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():
@@ -225,56 +233,58 @@ def interface_of(address: str) -> str:
     raise ValueError(f"no network interface of this machine has the address {address}")
 
 
-def split(
+def make_groups(
     layout: Layout,
-    count: Callable[[bool], None] = lambda of_all: None,
+    count: Callable[[bool], None] = lambda whole_stage: None,
     device: torch.device = CPU,
     timeout: float | None = None,
 ) -> Groups:
-    """The groups of a layout, once all ranks have met. Collective.
+    """Make a layout's groups after all ranks have met. Collective.
 
     Args:
-        layout: this rank's.
-        count: called when this rank comes to an exchange with others, and told whether every
-            rank of its stage comes to it, or to one like it.
-        device: of what they exchange; between GPUs through NCCL.
-        timeout: seconds that a rank waits for another; torch's own if None.
+        layout: this rank's layout.
+        count: called when this rank reaches an exchange. Its argument tells whether every rank in
+            the stage reaches this exchange or a similar one.
+        device: the data's device; NCCL connects GPUs.
+        timeout: seconds that a rank waits for another; None takes torch's default.
     """
-    size, stage, part, rank = layout.world_size, layout.stage_size, layout.split, layout.rank
+    size, stage, dense, rank = layout.world_size, layout.stage_size, layout.dense_size, layout.rank
     if size == 1:
         return ALONE
 
-    def parts(each: int) -> Iterable[range]:
-        """So many ranks that are next to each other, and the next ones."""
+    def runs(each: int) -> Iterable[range]:
+        """Cut all ranks into runs of `each` neighbours."""
         return (range(i, i + each) for i in range(0, size, each))
 
     backend = "nccl" if device.type == "cuda" else "gloo"
     wait = None if timeout is None else timedelta(seconds=timeout)
 
-    def mine(groups: Iterable[range], of_all: bool) -> Group:
-        found = _ONE
+    def own_group(groups: Iterable[range], whole_stage: bool) -> Group:
+        found = _SINGLE
         for ranks in groups:
             if len(ranks) == size and device.type == "cpu":
-                return Group(ranks, rank, dist.group.WORLD, partial(count, of_all))
+                return Group(ranks, rank, dist.group.WORLD, partial(count, whole_stage))
             made = None
-            if len(ranks) > 1:  # by every rank
+            if len(ranks) > 1:  # every rank makes every group
                 made = dist.new_group(list(ranks), timeout=wait, backend=backend)
             if rank in ranks and made is not None:
-                found = Group(ranks, rank, made, partial(count, of_all))
+                found = Group(ranks, rank, made, partial(count, whole_stage))
         return found
 
-    expert = tensor = mine(parts(stage), True)
-    if layout.copies > 1:
-        tensor = mine(parts(part), False)
-    context = tensor if layout.tp == 1 else mine(parts(layout.cp), layout.copies == 1)
-    columns = (range(i + j, i + stage, part) for i in range(0, size, stage) for j in range(part))
-    copies = mine(columns, True)
-    # Of each rank and the one with its place in the next stage.
-    pairs = [mine([range(i, i + stage + 1, stage)], True).of_torch for i in range(size - stage)]
+    expert = tensor = own_group(runs(stage), True)
+    if layout.dp_size > 1:
+        tensor = own_group(runs(dense), False)
+    context = tensor if layout.tp == 1 else own_group(runs(layout.cp), layout.dp_size == 1)
+    columns = (range(i + j, i + stage, dense) for i in range(0, size, stage) for j in range(dense))
+    data = own_group(columns, True)
+    # One group for each rank and its peer in the next stage.
+    pairs = [
+        own_group([range(i, i + stage + 1, stage)], True).process_group for i in range(size - stage)
+    ]
     before = pairs[rank - stage] if rank >= stage else None
     after = pairs[rank] if rank < len(pairs) else None
-    pipe = Pipe(layout, partial(count, layout.copies == 1), device, before, after)
-    groups = Groups(tensor, copies, expert, context, pipe)
+    pipe = Pipe(layout, partial(count, layout.dp_size == 1), device, before, after)
+    groups = Groups(tensor, data, expert, context, pipe)
     if device.type == "cuda":
         groups.open(device)
     return groups

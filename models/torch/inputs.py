@@ -1,12 +1,11 @@
-"""A step's numbers on the model's device, copied there at once and without waiting.
+"""A step's numbers on the model's device, in one asynchronous copy.
 
-A GPU copies asynchronously only from pinned host memory. So the arrays of a step are put
-into such memory, one after the other, and go to the device in one copy, on the stream that
-the step's kernels are launched on. torch's allocator gives the memory to nobody else before
-the copy is done.
+A GPU copies asynchronously only from pinned host memory. The step's arrays are therefore packed
+into one pinned buffer, and one copy moves them to the device, on the stream that launches the
+step's kernels. torch's allocator does not reuse the buffer before the copy is done.
 
-Each array begins at a multiple of ALIGN numbers. Triton compiles a kernel anew for pointers
-that are not multiples of 16 bytes, which would otherwise come and go with the sizes of steps.
+Each array begins at a multiple of ALIGN numbers. Triton compiles a kernel again for pointers that
+are not multiples of 16 bytes; alignment would otherwise change with the step's size.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from weft.kernels.gpu.attention.inputs import PagedBatch
 from weft.models.interface import Int32, StepInput
 
 ALIGN = 16
-"""Numbers of int32."""
+"""Alignment in int32 numbers."""
 
 IntArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
@@ -34,8 +33,9 @@ class PagedPlan:
     """Where a step's keys and values go, and what its queries attend to.
 
     Attributes:
-        pages, slots: int32 [T]; of each token in the cache. One with page -1 is not written.
-        batch: which requests they belong to.
+        pages, slots: int32 [T]; each token's page in the cache and its offset there. Page -1 is not
+            written.
+        batch: the requests that the tokens belong to.
     """
 
     pages: Tensor
@@ -45,12 +45,12 @@ class PagedPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """What the layers take of a step.
+    """A step's inputs to the layers.
 
     Attributes:
-        token_ids: int32 [T]; as of a StepInput.
+        token_ids: int32 [T]; as in StepInput.
         positions: int32 [T].
-        plan: of T tokens.
+        plan: for T tokens.
     """
 
     token_ids: Tensor
@@ -59,7 +59,7 @@ class StepTensors:
 
 
 def put(device: torch.device, *arrays: IntArray) -> list[Tensor]:
-    """Int32 tensors of the arrays' shapes on a device, for kernels of the current stream."""
+    """Copy arrays to int32 tensors on a device, for kernels on the current stream."""
     starts, end = [], 0
     for array in arrays:
         starts.append(end)
@@ -76,7 +76,7 @@ def put(device: torch.device, *arrays: IntArray) -> list[Tensor]:
 
 
 def put_step(device: torch.device, batch: StepInput, plan: AttentionPlan) -> StepTensors:
-    """A step as it is."""
+    """Copy a step to the device without padding."""
     token_ids, positions, pages, slots, query_start, context_len, table = put(
         device,
         *(batch.token_ids, batch.positions, plan.pages.numpy(), plan.slots.numpy()),
@@ -92,7 +92,7 @@ def put_step(device: torch.device, batch: StepInput, plan: AttentionPlan) -> Ste
 
 
 def read_back(tensors: Sequence[Tensor]) -> list[IntArray]:
-    """Integers of several tensors, in one copy: what makes the host wait for the device."""
+    """Copy integers from several tensors to the host at once; the host waits for the device."""
     if not tensors:
         return []
     sizes = [tensor.numel() for tensor in tensors]
@@ -101,7 +101,7 @@ def read_back(tensors: Sequence[Tensor]) -> list[IntArray]:
 
 
 def rows_of(array: Int32, count: int, fill: int) -> Int32:
-    """[n, ...] -> [count, ...], with rows of `fill` behind."""
+    """Pad [n, ...] with rows of `fill` to [count, ...]."""
     out = np.full((count, *array.shape[1:]), fill, np.int32)
     out[: len(array)] = array
     return out

@@ -1,13 +1,13 @@
-"""Logits whose columns ranks share: what is asked of them moves, and no row as a whole.
+"""Logits with their columns split over ranks: ranks exchange small summaries, never a whole row.
 
-| asked | what each rank tells the others of a row |
+| method | each rank sends for a row |
 | --- | --- |
 | argmax, amax | its largest number, and where |
-| heads, top | its largest k numbers, and where |
-| score | the log of its sum of exponentials, one logit; how many are larger |
+| candidates, top | its largest k numbers, and where |
+| score | the log of its sum of exponentials, one logit, and how many logits are larger |
 
-Every answer is the same on all ranks, and but for the rounding in `score` it does not
-depend on how many there are.
+Every result is the same on all ranks. Except for rounding in `score`, it does not depend on the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.kernels.cpu.argmax import argmax
+from weft.kernels.cpu.sampling import argmax
 from weft.models.torch.group import ALONE, Group
 
 
 class Logits:
-    """[S, V], of which this rank has some columns. All ranks call the same methods.
+    """[S, V], with some columns on this rank. All ranks call the same methods.
 
     Args:
         local: [S, n], any float dtype; this rank's columns.
-        columns: V; each rank has ceil(V / size) of them, but the last ones, which may have fewer.
+        columns: V; each rank has ceil(V / size) columns, and the last ranks may have fewer.
         group: the ranks.
 
     Attributes:
         local, group: as given.
         shape: S, V.
-        each: columns of the first rank.
+        each: columns on the first rank.
         own: this rank's columns.
     """
 
@@ -44,24 +44,24 @@ class Logits:
 
     @classmethod
     def whole(cls, logits: Tensor) -> Logits:
-        """Logits [S, V] that are all here."""
+        """Wrap logits [S, V] with all columns on this rank."""
         return cls(logits, logits.shape[1], ALONE.tensor)
 
     def __len__(self) -> int:
         return self.shape[0]
 
-    def rows(self, index: list[int] | slice) -> Logits:
-        """Some rows, in float32; the same memory where that is possible."""
+    def float_rows(self, index: list[int] | slice) -> Logits:
+        """Select rows, in float32; shares memory if possible."""
         if isinstance(index, list) and index == list(range(len(self))):
             index = slice(None)
         return Logits(self.local[index].float(), self.shape[1], self.group)
 
-    def some(self, index: Tensor | slice) -> Logits:
-        """Some rows, as they are; the same memory if `index` is a slice."""
+    def select(self, index: Tensor | slice) -> Logits:
+        """Select rows in their dtype; shares memory if `index` is a slice."""
         return Logits(self.local[index], self.shape[1], self.group)
 
     def argmax(self) -> tuple[Tensor, Tensor]:
-        """The largest of each row and where it is first; NaN if there is one.
+        """Find each row's largest number and its first column; NaN if the row has one.
 
         Returns:
             float32 [S], int64 [S].
@@ -81,29 +81,29 @@ class Logits:
         return largest.float(), index.long()
 
     def amax(self) -> Tensor:
-        """The largest of each row: float32 [S]; rows have no NaN."""
+        """Find each row's largest number, float32 [S]; rows must not have NaN."""
         if not self.own:
-            none = torch.full((len(self),), -torch.inf, device=self.local.device)
-            return self.group.gather(none).amax(0)
+            empty = torch.full((len(self),), -torch.inf, device=self.local.device)
+            return self.group.gather(empty).amax(0)
         return self.group.gather(self.local.amax(-1).float()).amax(0)
 
-    def heads(self, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The `width` largest of each rank's columns, which are of float32, together.
+    def candidates(self, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Collect the `width` largest float32 logits from each rank's columns.
 
         Returns:
-            float32 [S, M], largest first; all of a row if V is at most `width`;
-            int64 [S, M], where they are;
-            float32 [S], which none of the others exceeds; -inf if there are no others.
+            float32 [S, M], the values, largest first; the whole row if V is at most `width`;
+            int64 [S, M], their columns;
+            float32 [S], an upper bound for all other logits; -inf if there are none.
         """
         values, ids = self.local.topk(min(width, len(self.own)))
         unlisted = values.new_full((len(self),), -torch.inf)
         if self.group.size == 1:
             return values, ids, values[:, -1] if 0 < width < self.shape[1] else unlisted
-        told = ids.new_zeros(2, len(self), min(width, self.each), dtype=torch.int32)
-        told[0, :, : values.shape[1]] = values.view(torch.int32)
-        told[1, :, : values.shape[1]] = ids + self.own.start
+        message = ids.new_zeros(2, len(self), min(width, self.each), dtype=torch.int32)
+        message[0, :, : values.shape[1]] = values.view(torch.int32)
+        message[1, :, : values.shape[1]] = ids + self.own.start
         lists = []
-        for rank, part in enumerate(self.group.gather(told)):
+        for rank, part in enumerate(self.group.gather(message)):
             columns = min(self.each, max(0, self.shape[1] - rank * self.each))
             lists.append(part[..., : min(width, columns)])
             if 0 < width < columns:
@@ -113,12 +113,14 @@ class Logits:
         return values, ids.long().gather(1, order), unlisted
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
-        """The k largest numbers of each row, largest first, and where: [S, k], int64 [S, k]."""
-        values, ids, _ = self.heads(k)
+        """Find the k largest numbers in each row, largest first: [S, k], and their columns, int64
+        [S, k].
+        """
+        values, ids, _ = self.candidates(k)
         return values[:, :k], ids[:, :k]
 
     def score(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """One token of each row, int64 [S].
+        """Score one token in each row; `ids` is int64 [S].
 
         Returns:
             float32 [S], its logit;
@@ -127,14 +129,14 @@ class Logits:
         """
         column = ids - self.own.start
         here = (column >= 0) & (column < len(self.own))
-        told = torch.full((2, len(self)), -torch.inf, device=ids.device)
+        message = torch.full((2, len(self)), -torch.inf, device=ids.device)
         if self.own:
             logit = self.local.gather(1, column.clamp(0, len(self.own) - 1)[:, None]).flatten()
-            told[0] = logit.masked_fill(~here, -torch.inf)
+            message[0] = logit.masked_fill(~here, -torch.inf)
             largest = self.local.amax(-1)  # half the time of logsumexp
-            told[1] = largest - self.local.log_softmax(-1).amax(-1)
-            told[1].masked_fill_(largest == -torch.inf, -torch.inf)
-        every = self.group.gather(told)
-        chosen = every[:, 0].amax(0)
+            message[1] = largest - self.local.log_softmax(-1).amax(-1)
+            message[1].masked_fill_(largest == -torch.inf, -torch.inf)
+        gathered = self.group.gather(message)
+        chosen = gathered[:, 0].amax(0)
         larger = self.group.sum((self.local > chosen[:, None]).sum(-1))
-        return chosen, every[:, 1].logsumexp(0), larger + 1
+        return chosen, gathered[:, 1].logsumexp(0), larger + 1

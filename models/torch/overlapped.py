@@ -1,4 +1,4 @@
-"""Exchanges that are hidden inside the products: kernels/gpu. See exchange.Exchange.
+"""Exchanges hidden inside the products (kernels/gpu). See exchange.Exchange.
 
     few tokens (decode): all on all ranks              many (prefill): some on each rank
 
@@ -12,35 +12,36 @@
      matmul              silu(gate) * up: own width     all_gather_matmul
      matmul_all_reduce   down, + x                      matmul_reduce_scatter
 
-(Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2, for tokens that
-are split between products.) Of experts, each rank runs its part for all tokens:
+(Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2, for sharding tokens between
+products.) With experts, each rank runs its part for all tokens:
 
-     all_gather, if tokens are split; route, sort_by_expert
+     all_gather, if tokens are sharded; route, sort_by_expert
      grouped_matmul          silu(gate) * up, then down: own experts, or own width of all
-     all_reduce              or reduce_scatter, if tokens are split; + x
+     all_reduce              or reduce_scatter, if tokens are sharded; + x
 
-Where ranks share KV heads by position (context parallel), each attends to its own pages with
-the heads of all of them:
+If ranks share KV heads by position (context parallel), each rank attends with all their heads, over
+its own pages:
 
-     decodes                                            all else
+     decodes                                            all other steps
      all_gather          q                              all_gather          q
      distributed_decode_attention                       paged_attention     own pages; with LSE
                                                         all_gather          LSE
                                                         reduce_scatter      parts, weighted by LSE
-Where experts are dealt out to more ranks than attention is split over, each rank has all of
-attention and tokens of its own (models/spec/layout.py); those go to the ranks of their experts:
+
+With data-parallel attention, each rank has all attention weights and its own tokens
+(models/spec/layout.py). The tokens go to the ranks with their experts:
 
     route; moe_dispatch     tokens out
-    grouped_matmul          silu(gate) * up, then down: own experts, of what has come
+    grouped_matmul          silu(gate) * up, then down: own experts, for the received tokens
     moe_combine             outputs back; + x
 
-In steps of more than DISPATCH_TOKENS, so many at a time: all ranks know how many each has, so
-they make the same calls.
+Larger steps are dispatched in chunks of DISPATCH_TOKENS. All ranks know each rank's number of
+tokens, so they make the same calls.
 
-How many tokens are few is looked up in the file of tuned configurations (`few_tokens`).
+The tuning file says up to how many tokens count as few (`few_tokens`).
 
-Not handled: experts on more ranks than attention, unless that is whole on each; tokens of
-prefill that cross once to each node (moe_dispatch_two_level).
+Not handled: experts on more ranks than attention, unless each rank has all attention weights;
+prefill tokens that cross to each node only once (moe_dispatch_two_level).
 """
 
 from __future__ import annotations
@@ -100,10 +101,10 @@ from weft.models.torch.exchange import attend
 from weft.models.torch.gpu_layers import Experts, Linear
 
 FEW_TOKENS = 64
-"""At most so many are the same on all ranks, where nothing was tuned; more are split."""
+"""Default maximum number of tokens that are replicated on all ranks; more are sharded."""
 
 DISPATCH_TOKENS = 256
-"""Of a rank that are sent to their experts at one time."""
+"""Maximum number of a rank's tokens that are dispatched to their experts at once."""
 
 Count = Callable[[], None]
 """Called at each exchange with the other ranks."""
@@ -111,26 +112,20 @@ Count = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class _Workspaces:
-    """Of the ops; all layers use them, one after the other.
+    """The ops' workspaces, each named after its op; all layers share them in turn."""
 
-    Attributes:
-        begin, end: of products of split tokens.
-        sum: of products of tokens that all ranks have.
-        gather, scatter, reduce: of what is no product.
-    """
-
-    begin: GatherWorkspace
-    end: ReduceWorkspace
-    sum: ReduceWorkspace
-    gather: AllGatherWorkspace
-    scatter: ReduceScatterWorkspace
-    reduce: AllReduceWorkspace
+    all_gather_matmul: GatherWorkspace
+    matmul_reduce_scatter: ReduceWorkspace
+    matmul_all_reduce: ReduceWorkspace
+    all_gather: AllGatherWorkspace
+    reduce_scatter: ReduceScatterWorkspace
+    all_reduce: AllReduceWorkspace
 
     @classmethod
     def make(
         cls, home: Home, max_tokens: int, few: int, hidden: int, dtype: torch.dtype
     ) -> _Workspaces:
-        """For steps of at most so many tokens, of which so many are few. Collective."""
+        """Make workspaces for up to `max_tokens`, replicated up to `few`. Collective."""
         rows = -(-max_tokens // home.world_size)
         few = min(max_tokens, few)
         return cls(
@@ -143,20 +138,28 @@ class _Workspaces:
         )
 
     def __iter__(self) -> Iterator[Workspace]:
-        yield from (self.begin, self.end, self.sum, self.gather, self.scatter, self.reduce)
+        yield from (
+            self.all_gather_matmul,
+            self.matmul_reduce_scatter,
+            self.matmul_all_reduce,
+            self.all_gather,
+            self.reduce_scatter,
+            self.all_reduce,
+        )
 
 
-class _SharedPages:
-    """Attention of ranks that share KV heads by position: of each rank's heads, to all pages.
+class _ContextParallelAttention:
+    """Attention for ranks that share KV heads by position: this rank's heads, over all pages.
 
-    Parts are merged as in distributed_decode_attention: weighted with exp(LSE - that of all). All
-    layers use one, one after the other.
+    Partial results are merged as in distributed_decode_attention, with weights exp(LSE - LSE over
+    all ranks). All layers share one such object in turn.
 
     Args:
-        home: of these ranks' symmetric memory.
-        model: this rank's part of it.
-        max_tokens: of a step.
-        few: tokens of a step of decodes that is exchanged inside attention, at most.
+        home: symmetric memory of these ranks.
+        model: this rank's part of the model.
+        max_tokens: maximum number of tokens in a step.
+        dtype: dtype of queries and results.
+        few: maximum number of decode tokens exchanged inside the attention kernel.
         count: called at each exchange.
     """
 
@@ -184,30 +187,30 @@ class _SharedPages:
     def __call__(
         self, q: Tensor, cache: LayerCache, batch: PagedBatch, scale: float, window: int | None
     ) -> Tensor:
-        """[T, H, D] to the same."""
+        """[T, H, D] to the same shape."""
         tokens, heads, dim = q.shape
         size, rank = self._home.world_size, self._home.rank
         self._count()
-        everyones = all_gather(q.view(tokens, -1), self._gather).view(size, tokens, heads * dim)
-        everyones = everyones.transpose(0, 1).contiguous().view(tokens, size * heads, dim)
+        all_q = all_gather(q.view(tokens, -1), self._gather).view(size, tokens, heads * dim)
+        all_q = all_q.transpose(0, 1).contiguous().view(tokens, size * heads, dim)
         self._count()
         if batch.max_queries == 1 and tokens <= self._decode.max_requests:
             out = distributed_decode_attention(
-                everyones, *cache, batch, self._decode, scale=scale, sliding_window=window
+                all_q, *cache, batch, self._decode, scale=scale, sliding_window=window
             )
             return out[:, rank * heads :][:, :heads].contiguous()
         lse = torch.empty(tokens, size * heads, device=q.device)
         out = paged_attention(
-            *(everyones, *cache, batch),
+            *(all_q, *cache, batch),
             scale=scale,
             sliding_window=window,
             lse=lse,
             rank=rank,
             world_size=size,
         )
-        of_all = all_gather(lse, self._gather_lse).view(size, tokens, -1).logsumexp(0)
+        total_lse = all_gather(lse, self._gather_lse).view(size, tokens, -1).logsumexp(0)
         self._count()
-        parts = (out * (lse - of_all).exp()[..., None]).to(out.dtype).view(tokens, size, -1)
+        parts = (out * (lse - total_lse).exp()[..., None]).to(out.dtype).view(tokens, size, -1)
         parts = parts.transpose(0, 1).contiguous().view(size * tokens, heads * dim)
         return reduce_scatter(parts, self._scatter).view(tokens, heads, dim)
 
@@ -216,22 +219,22 @@ class _SharedPages:
 
 
 class Overlapped:
-    """Exchanges of the ranks of a stage. Made by all of them together.
+    """Exchanges between a stage's ranks. All ranks construct it together.
 
     Args:
-        home: of the ranks' symmetric memory.
-        context_home: of that of the ranks that share KV heads with this one, if there are any.
+        home: symmetric memory of the ranks.
+        context_home: symmetric memory of the ranks that share KV heads with this one, if any.
         spec: the whole model.
-        layout: how it is split, and which part is this rank's; one that `can_overlap`.
-        dtype: to compute in.
-        max_tokens: of a step.
+        layout: this rank's layout; must satisfy `can_overlap`.
+        dtype: compute dtype.
+        max_tokens: maximum number of tokens in a step.
         count: called at each exchange.
 
     Attributes:
-        workspaces: of all ops.
+        workspaces: the workspaces of all ops.
 
     Raises:
-        TuningError: the first rank's file of tuned configurations is damaged.
+        TuningError: rank 0's tuning file is damaged.
     """
 
     def __init__(
@@ -246,23 +249,29 @@ class Overlapped:
     ) -> None:
         assert layout.can_overlap, layout
         self._home, self._count = home, count
-        self._ws: _Workspaces | None = None
+        self._workspaces: _Workspaces | None = None
         self._dispatch: LowLatencyWorkspace | None = None
-        self._shared: _SharedPages | None = None
+        self._context_attention: _ContextParallelAttention | None = None
         local = layout.local(spec)
-        self._few = few = few_tokens(home, local, dtype)
-        if layout.copies > 1:
+        self._max_replicated = few = few_tokens(home, local, dtype)
+        if layout.dp_size > 1:
             self._dispatch = _dispatch_workspace(home, spec, max_tokens, dtype)
         else:
-            self._ws = _Workspaces.make(home, max_tokens, few, spec.hidden_size, dtype)
+            self._workspaces = _Workspaces.make(home, max_tokens, few, spec.hidden_size, dtype)
         if context_home is not None:
-            self._shared = _SharedPages(context_home, local, max_tokens, dtype, few, count)
-        parts = (self._ws or (), self._shared or (), [self._dispatch] if self._dispatch else ())
+            self._context_attention = _ContextParallelAttention(
+                context_home, local, max_tokens, dtype, few, count
+            )
+        parts = (
+            self._workspaces or (),
+            self._context_attention or (),
+            [self._dispatch] if self._dispatch else (),
+        )
         self.workspaces: list[Workspace] = [workspace for part in parts for workspace in part]
 
-    def is_split(self, tokens: int) -> bool:
-        """See Exchange: where there are more than few."""
-        return self._ws is not None and tokens > self._few
+    def is_sharded(self, tokens: int) -> bool:
+        """See Exchange: true for more than a few tokens."""
+        return self._workspaces is not None and tokens > self._max_replicated
 
     def shard(self, x: Tensor) -> Tensor:
         """See Exchange."""
@@ -273,49 +282,60 @@ class Overlapped:
 
     def unshard(self, x: Tensor, tokens: int) -> Tensor:
         """See Exchange."""
-        assert self._ws is not None
+        assert self._workspaces is not None
         self._count()
-        return all_gather(x, self._ws.gather)[:tokens]
+        return all_gather(x, self._workspaces.all_gather)[:tokens]
 
-    def begin(self, x: Tensor, linear: Linear, *, silu_multiply: bool, split: bool) -> Tensor:
+    def column_parallel(
+        self, x: Tensor, linear: Linear, *, silu_multiply: bool, sharded: bool
+    ) -> Tensor:
         """See Exchange."""
         epilogue = Epilogue(bias=linear.bias, silu_multiply=silu_multiply)
-        if not split or self._ws is None:
+        if not sharded or self._workspaces is None:
             return matmul(x, linear.weights, epilogue=epilogue)
         self._count()
-        return all_gather_matmul(x, linear.weights, self._ws.begin, epilogue=epilogue)
+        return all_gather_matmul(
+            x, linear.weights, self._workspaces.all_gather_matmul, epilogue=epilogue
+        )
 
-    def end(self, x: Tensor, linear: Linear, residual: Tensor, *, split: bool) -> Tensor:
+    def row_parallel(self, x: Tensor, linear: Linear, residual: Tensor, *, sharded: bool) -> Tensor:
         """See Exchange."""
         epilogue = Epilogue(bias=linear.bias, residual=residual)
         (weight,) = linear.weights
-        if self._ws is None:  # each rank has all of it
+        if self._workspaces is None:  # each rank has all of it
             return matmul(x, weight, epilogue=epilogue)
         self._count()
-        if not split:
-            return matmul_all_reduce(x, weight, self._ws.sum, epilogue=epilogue)
-        x = _with_rows(x, len(residual) * self._ws.end.world_size)
-        return matmul_reduce_scatter(x, weight, self._ws.end, epilogue=epilogue)
+        if not sharded:
+            return matmul_all_reduce(
+                x, weight, self._workspaces.matmul_all_reduce, epilogue=epilogue
+            )
+        x = _with_rows(x, len(residual) * self._workspaces.matmul_reduce_scatter.world_size)
+        return matmul_reduce_scatter(
+            x, weight, self._workspaces.matmul_reduce_scatter, epilogue=epilogue
+        )
 
     def attend(
         self, q: Tensor, cache: LayerCache, batch: PagedBatch, scale: float, window: int | None
     ) -> Tensor:
         """See Exchange."""
-        if self._shared is None:
+        if self._context_attention is None:
             return attend(q, cache, batch, scale, window)
-        return self._shared(q, cache, batch, scale, window)
+        return self._context_attention(q, cache, batch, scale, window)
 
-    def mix(
-        self, experts: Experts, x: Tensor, normed: Tensor, tokens: Sequence[int], *, split: bool
+    def run_experts(
+        self, experts: Experts, x: Tensor, normed: Tensor, tokens: Sequence[int], *, sharded: bool
     ) -> Tensor:
         """See Exchange."""
-        if self._ws is None:
+        if self._workspaces is None:
             assert self._dispatch is not None
-            return x + experts.exchange(normed, max(tokens), self._dispatch, self._count)
+            return x + experts.run_dispatched(normed, max(tokens), self._dispatch, self._count)
         self._count()
-        if not split:
-            return x + all_reduce(experts(normed), self._ws.reduce)
-        return x + reduce_scatter(experts(all_gather(normed, self._ws.gather)), self._ws.scatter)
+        if not sharded:
+            return x + all_reduce(experts(normed), self._workspaces.all_reduce)
+        return x + reduce_scatter(
+            experts(all_gather(normed, self._workspaces.all_gather)),
+            self._workspaces.reduce_scatter,
+        )
 
     def faults(self) -> list[Tensor]:
         """See Exchange."""
@@ -328,36 +348,38 @@ class Overlapped:
 
 
 def _with_rows(x: Tensor, rows: int) -> Tensor:
-    """[T, n] -> [rows, n], with zeros behind; x itself, and no copy, if it has as many."""
+    """Pad [T, n] with zeros to [rows, n]; x itself if it already fits."""
     return x if len(x) == rows else pad(x, (0, 0, 0, rows - len(x)))
 
 
 def few_tokens(home: Home, local: ModelSpec, dtype: torch.dtype) -> int:
-    """Up to how many tokens a step is faster when all ranks have all of them. Collective.
+    """Return the number of tokens up to which replicating them is faster. Collective.
 
-    By what was tuned for all of a layer's products, else FEW_TOKENS.
+    The tuning file decides, for all products in a layer; the default is FEW_TOKENS.
 
     Args:
-        local: this rank's part of the model, whose first layer stands for all.
+        home: symmetric memory of the ranks.
+        local: this rank's part of the model; its first layer stands for all.
+        dtype: compute dtype.
     """
     layer, hidden = local.layers[0], local.hidden_size
     heads = local.num_heads * local.head_dim
-    begins = [Product(heads + 2 * local.num_kv_heads * local.head_dim, hidden)]
-    ends = [Product(hidden, heads)]
+    column_products = [Product(heads + 2 * local.num_kv_heads * local.head_dim, hidden)]
+    row_products = [Product(hidden, heads)]
     if isinstance(layer.feed_forward, MlpSpec):
         width = layer.feed_forward.gate.weight.shape[0]
-        begins.append(Product(2 * width, hidden))
-        ends.append(Product(hidden, width))
-    tuned = few_rows(home, begins, ends, dtype)
+        column_products.append(Product(2 * width, hidden))
+        row_products.append(Product(hidden, width))
+    tuned = few_rows(home, column_products, row_products, dtype)
     return FEW_TOKENS if tuned is None else tuned
 
 
 def _dispatch_workspace(
     home: Home, spec: ModelSpec, max_tokens: int, dtype: torch.dtype
 ) -> LowLatencyWorkspace:
-    """Of all layers with experts, which are as many in each. Collective."""
+    """Make one workspace for all expert layers, which have equally many experts. Collective."""
     blocks = [layer.feed_forward for layer in spec.layers]
     moe = next(block for block in blocks if isinstance(block, MoeSpec))
     placement = even(moe.gate.shape[0], home.world_size)
-    most = min(max_tokens, DISPATCH_TOKENS)
-    return moe_workspace(home, most, spec.hidden_size, moe.top_k, dtype, placement)
+    max_dispatched = min(max_tokens, DISPATCH_TOKENS)
+    return moe_workspace(home, max_dispatched, spec.hidden_size, moe.top_k, dtype, placement)

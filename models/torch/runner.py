@@ -1,13 +1,13 @@
 """Runs a model, or one rank's part of it, on a CPU or a GPU: see models/interface.ModelRunner.
 
-A step is: name the tokens that were sampled on the device, plan attention, run
-the layers, sample, remember the sampled tokens. State between steps is the KV
-cache, the sampler's slots, and each slot's newest token. Ranks that share a copy
-of attention are given the same steps; each of them samples, the same tokens. Of stages,
-the first one names, the last one samples, and hidden states go from each to the next.
+A step resolves token ids that only the device knows, plans attention, runs the layers, samples, and
+stores the sampled tokens. State between steps is the KV cache, the sampler's slots, and each slot's
+newest token. All ranks in a data-parallel attention group run the same steps and sample the same
+tokens. With pipeline stages, the first one embeds, the last one samples, and hidden states pass
+between neighbours.
 
-On a GPU the host waits for the device once in a step, for what it has produced: greedy
-tokens, and whether waits for other ranks ran out. Other ways to sample wait more often.
+On a GPU, the host waits for the device once per step: it reads greedy tokens, and whether waits for
+other ranks timed out. Other sampling methods wait more often.
 """
 
 from __future__ import annotations
@@ -60,11 +60,13 @@ PROMPT_LOGPROB_ROWS = 64
 """Rows of logits in memory at once when a prompt is scored."""
 
 WARM_UP_TOKENS = 32
-"""Tokens of the prompt that `warm_up` runs, at most."""
+"""Maximum prompt length in `warm_up`."""
 
 WARM_UP_PROMPTS = (9, 16, 20, 32, 50, 64, 100, 128, 130, 1 << 20)
-"""Tokens of those that it runs on a GPU, or as many as a step has: products of up to 16, 32, 64 and
-128 rows, and of more, have tiles of their own, and kernels of their own where tiles divide them."""
+"""Prompt lengths for `warm_up` on a GPU, at most a step's maximum. Products with up to 16, 32, 64
+and 128 rows, and with more, have different tiles. Row counts divisible by the tile have different
+kernels.
+"""
 
 
 class TorchRunner:
@@ -84,12 +86,23 @@ class TorchRunner:
         layout: Layout,
         device: torch.device = CPU,
         max_model_len: int = 0,
-        recorded: Sequence[int] = (),
+        graph_sizes: Sequence[int] = (),
     ) -> None:
-        """`spec` is this rank's part of the model; `vocab_size` is of all ranks.
+        """Make a runner; call `load` instead.
 
-        Steps of `recorded` requests that decode, of at most `max_model_len` tokens, are recorded
-        by `warm_up` and replayed: see graphs.py.
+        Args:
+            model: this rank's layers.
+            spec: this rank's part of the model.
+            pipe: the connection to other stages.
+            vocab_size: the whole vocabulary's size.
+            dtype: compute dtype.
+            block_size: tokens in a KV cache block.
+            max_num_seqs: number of slots.
+            max_tokens: maximum number of tokens in a warm-up step.
+            layout: this rank's layout.
+            device: the model's device.
+            max_model_len: maximum number of tokens in a request, for recorded steps.
+            graph_sizes: numbers of decode requests to record as CUDA graphs; see graphs.py.
         """
         self._layout = layout
         self._model = model
@@ -103,13 +116,13 @@ class TorchRunner:
         self._sampler = Sampler(vocab_size, max_num_seqs, device)
         self._newest_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._graphs: Graphs | None = None
-        if recorded:
+        if graph_sizes:
             from weft.models.torch.graphs import Graphs  # imports triton
 
             self._graphs = Graphs(
                 self._forward,
                 device,
-                sizes=recorded,
+                sizes=graph_sizes,
                 block_size=block_size,
                 max_model_len=max_model_len,
                 log=layout.rank == 0,
@@ -136,34 +149,33 @@ class TorchRunner:
         context_home: Home | None = None,
         cuda_graphs: bool = True,
     ) -> TorchRunner:
-        """Read and pack this rank's weights of the checkpoint in `path`.
+        """Read and pack this rank's weights from the checkpoint in `path`.
 
         Args:
             path: the checkpoint's directory.
-            spec: what it holds, from `checkpoint.read_spec`.
-            dtype: to compute in and to cache keys and values in: "auto", "bfloat16", "float32".
-            block_size: tokens in a block of the KV cache, on each rank that has some of them.
-            max_num_seqs: slots.
-            max_num_batched_tokens: most tokens of a step.
-            max_model_len: most tokens of a request.
+            spec: the checkpoint's model, from `checkpoint.read_spec`.
+            dtype: dtype for computing and for the KV cache: "auto", "bfloat16", "float32".
+            block_size: tokens in a KV cache block, on each rank that shares it.
+            max_num_seqs: number of slots.
+            max_num_batched_tokens: maximum number of tokens in a step.
+            max_model_len: maximum number of tokens in a request.
             quantization: of the matrices: "none", or "int8" with a scale per output channel.
-            compress_weights: keep matrices of bfloat16 in 12 bits a number, without loss, where
-                there are kernels for it.
-            threads: of torch, in this whole process; as they are if None.
-            progress: told how far reading has come, in bytes.
-            layout: how the model is split, and which part is this rank's.
-            groups: the ranks that have the others.
-            home: to run on Triton kernels, on its device. If it is of all ranks of the stage, which
-                are several, on overlapped ones; if it is of this rank alone, ranks exchange
-                through `groups`. None runs on the kernels for CPUs.
-            context_home: of the ranks that share KV heads with this one, if there are any and
-                kernels are overlapped.
-            cuda_graphs: on Triton kernels, record decode steps and replay them.
+            compress_weights: keep bfloat16 matrices in 12 bits a number, without loss, if kernels
+                support it.
+            threads: torch's threads in this process; None leaves them as they are.
+            progress: called with the bytes read so far.
+            layout: this rank's layout.
+            groups: the other ranks.
+            home: selects Triton kernels, on its device. If it spans the stage's ranks (several),
+                the kernels are overlapped. If it has only this rank, ranks exchange through
+                `groups`. None selects CPU kernels.
+            context_home: spans the ranks that share KV heads with this one, for overlapped kernels.
+            cuda_graphs: with Triton kernels, record decode steps and replay them.
 
         Raises:
-            ModelError: the checkpoint does not hold what `spec` says.
+            ModelError: the checkpoint does not match `spec`.
         """
-        recorded: list[int] = []
+        graph_sizes: list[int] = []
         if threads is not None:
             torch.set_num_threads(threads)
         dtype = spec.compute_dtype(dtype)
@@ -177,10 +189,12 @@ class TorchRunner:
                 from weft.models.torch.graphs import buckets
 
                 if cuda_graphs:
-                    recorded = buckets(layout, max_num_seqs, max_tokens)
-                made = _exchange(home, context_home, spec, layout, compute, max_tokens, groups)
+                    graph_sizes = buckets(layout, max_num_seqs, max_tokens)
+                exchange = _make_exchange(
+                    home, context_home, spec, layout, compute, max_tokens, groups
+                )
                 model = GpuModel(
-                    *(spec, weights, compute), device=home.device, exchange=made, groups=groups
+                    *(spec, weights, compute), device=home.device, exchange=exchange, groups=groups
                 )
             else:
                 model = CpuModel(
@@ -203,27 +217,27 @@ class TorchRunner:
             layout=layout,
             device=CPU if home is None else home.device,
             max_model_len=max_model_len,
-            recorded=recorded,
+            graph_sizes=graph_sizes,
         )
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of this rank's part of one block of keys and values, over its layers."""
+        """This rank's bytes per KV cache block, over its layers."""
         return self._block_size * self._spec.kv_bytes_per_token(self._dtype)
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Make the cache: for each layer [num_blocks, kv_heads, block_size, head_dim], twice."""
+        """Allocate keys and values: [num_blocks, kv_heads, block_size, head_dim] for each layer."""
         shape = (num_blocks, self._spec.num_kv_heads, self._block_size, self._spec.head_dim)
         dtype: torch.dtype = getattr(torch, self._dtype)
-        made = partial(torch.empty, shape, dtype=dtype, device=self._device)
-        self._cache = [(made(), made()) for _ in self._spec.layers]
+        new_cache = partial(torch.empty, shape, dtype=dtype, device=self._device)
+        self._cache = [(new_cache(), new_cache()) for _ in self._spec.layers]
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run a short prompt and decode it once, in block 0, before any request owns that.
+        """Run a short prompt and one decode in block 0, before any request owns that block.
 
-        On a GPU, also longer ones, for each of whose tiles a kernel is compiled; and record what is
-        to be replayed.
+        On a GPU, also run longer prompts, so that kernels are compiled for all their tiles, and
+        record the CUDA graphs.
         """
         if self._graphs is not None:
             self._graphs.record()
@@ -232,18 +246,18 @@ class TorchRunner:
             _single_request(range(tokens), SlotSampling(slot=0)),
             _single_request(range(tokens - 1, tokens)),
         ):
-            self.step(replace(step, copies=self._layout.copies * (step.size,)))
+            self.step(replace(step, copies=self._layout.dp_size * (step.size,)))
         if self._device.type == "cuda":
             for tokens in sorted({min(size, self._max_tokens) for size in WARM_UP_PROMPTS}):
                 step = _single_request(range(tokens), blocks=-(-tokens // self._block_size))
-                self.step(replace(step, copies=self._layout.copies * (step.size,)))
+                self.step(replace(step, copies=self._layout.dp_size * (step.size,)))
 
     @torch.inference_mode()
     def step(self, batch: StepInput) -> StepOutput:
         """See `ModelRunner.step`."""
         started = self._clock()
         if not len(batch.token_ids):
-            self._model.take_part(batch.copies)
+            self._model.run_empty(batch.copies)
             self._read_back()
             return StepOutput(batch.step, seconds=self._clock() - started)
         plan = AttentionPlan.build(
@@ -254,9 +268,9 @@ class TorchRunner:
             rank=self._layout.context,
             world_size=self._layout.cp,
         )
-        # Sorted, so that a row's place among them can be searched.
-        wanted = (batch.sample_index, batch.prompt_logprob_index, batch.pool_index)
-        rows = np.unique(np.concatenate(wanted)).astype(np.int64)
+        # Sorted, so that searchsorted can find a row.
+        needed_rows = (batch.sample_index, batch.prompt_logprob_index, batch.pool_index)
+        rows = np.unique(np.concatenate(needed_rows)).astype(np.int64)
         replayed = None if self._graphs is None else self._graphs.replay(batch, plan)
         if replayed is not None:
             hidden, rows = replayed.hidden, np.arange(len(batch.token_ids))
@@ -280,7 +294,7 @@ class TorchRunner:
         )
 
     def _clock(self) -> float:
-        """Seconds, which stand still while this rank waits for other stages."""
+        """Read a clock in seconds that stops while this rank waits for other stages."""
         return time.perf_counter() - self._pipe.waited
 
     def close(self) -> None:
@@ -291,51 +305,51 @@ class TorchRunner:
         del self._model
 
     def _run(self, batch: StepInput, plan: AttentionPlan, rows: Int64) -> Tensor:
-        """The layers here; [S, hidden], of the tokens `rows` in the last stage, else of all."""
-        some = None
+        """Run the layers; return [S, hidden] for `rows` in the last stage, else for all tokens."""
+        selected = None
         if self._pipe.is_last and len(rows) < len(batch.token_ids):
-            some = self._indices(rows)
+            selected = self._indices(rows)
         if isinstance(self._model, CpuModel):
-            x = self._begin(torch.tensor(batch.token_ids), batch)
+            x = self._first_input(torch.tensor(batch.token_ids), batch)
             positions = torch.tensor(batch.positions)
-            return self._model(x, positions, self._cache, plan, some, batch.copies)
+            return self._model(x, positions, self._cache, plan, selected, batch.copies)
         from weft.models.torch.inputs import put_step
 
         step = put_step(self._device, batch, plan)
-        x = self._begin(step.token_ids, batch)
-        return self._model(x, step.positions, self._cache, step.plan, some, batch.copies)
+        x = self._first_input(step.token_ids, batch)
+        return self._model(x, step.positions, self._cache, step.plan, selected, batch.copies)
 
     def _forward(self, step: StepTensors) -> Forward:
-        """All of the model, for tokens all of which may be sampled: what is recorded."""
+        """Run the whole model for tokens that may all be sampled; this call is recorded."""
         from weft.models.torch.graphs import Forward
 
         assert not isinstance(self._model, CpuModel)
-        x = self._model.embed(self._named(step.token_ids))
+        x = self._model.embed(self._resolve_ids(step.token_ids))
         hidden = self._model(x, step.positions, self._cache, step.plan)
         return Forward(hidden, self._model.logits(hidden))
 
-    def _begin(self, token_ids: Tensor, batch: StepInput) -> Tensor:
-        """[T, hidden], as this stage's first layer takes it."""
+    def _first_input(self, token_ids: Tensor, batch: StepInput) -> Tensor:
+        """Return the first layer's input here, [T, hidden]."""
         if not self._pipe.is_first:
             dtype: torch.dtype = getattr(torch, self._dtype)
             return self._pipe.receive(len(batch.token_ids), self._spec.hidden_size, dtype)
         if not self._pipe.is_last:
             named = torch.tensor(batch.token_ids, dtype=torch.int64)
-            for slots, tokens in self._pipe.sampled(-1 - named[named < 0]):
-                there = self._indices(slots.numpy()), self._indices(tokens.numpy())
-                self._newest_token[there[0]] = there[1]
-        x = self._model.embed(self._named(token_ids))
+            for slots, tokens in self._pipe.receive_tokens(-1 - named[named < 0]):
+                on_device = self._indices(slots.numpy()), self._indices(tokens.numpy())
+                self._newest_token[on_device[0]] = on_device[1]
+        x = self._model.embed(self._resolve_ids(token_ids))
         if not self._pipe.is_last:
-            self._pipe.expect(torch.tensor(batch.sample_slot, dtype=torch.int64))
+            self._pipe.expect_tokens(torch.tensor(batch.sample_slot, dtype=torch.int64))
         return x
 
-    def _named(self, token_ids: Tensor) -> Tensor:
-        """Put the slots' newest tokens in the place of the negative ids that stand for them."""
+    def _resolve_ids(self, token_ids: Tensor) -> Tensor:
+        """Replace negative ids by their slots' newest tokens."""
         ids = token_ids.long()
         return torch.where(ids < 0, self._newest_token[(-1 - ids).clamp_(min=0)], ids)
 
     def _indices(self, array: Int32 | Int64) -> Tensor:
-        """Int64, on the device."""
+        """Copy indices to the device, as int64."""
         if self._device.type == "cpu":
             return torch.tensor(array, dtype=torch.int64)
         from weft.models.torch.inputs import put
@@ -345,24 +359,24 @@ class TorchRunner:
     def _sample(
         self, hidden: Tensor, rows: Int64, batch: StepInput, logits: Logits | None
     ) -> tuple[Int32, Int32, Logprobs | None]:
-        """Choose the next token of each sampled row, and keep it as its slot's newest.
+        """Choose the next token for each sampled row, and store it as its slot's newest.
 
         Args:
-            hidden: [S, hidden], of the tokens `rows`.
+            hidden: [S, hidden], for the tokens `rows`.
             rows: int64 [S], sorted.
             batch: the step.
-            logits: [S, vocab_size], if they are there already.
+            logits: [S, vocab_size], if already computed.
         """
         self._sampler.set_slots(batch.new_slots)
         if not len(batch.sample_index):
             self._read_back()
             return NONE, NONE, None
         slots = torch.tensor(batch.sample_slot, dtype=torch.int64)
-        places = np.searchsorted(rows, batch.sample_index)
-        which: Tensor | slice = slice(None)
-        if len(places) < len(rows) or (np.diff(places) < 0).any():
-            which = self._indices(places)
-        logits = self._model.logits(hidden[which]) if logits is None else logits.some(which)
+        positions = np.searchsorted(rows, batch.sample_index)
+        index: Tensor | slice = slice(None)
+        if len(positions) < len(rows) or (np.diff(positions) < 0).any():
+            index = self._indices(positions)
+        logits = self._model.logits(hidden[index]) if logits is None else logits.select(index)
         sampled = self._sampler.sample(
             logits, slots, torch.tensor(batch.output_index), self._masks(batch)
         )
@@ -374,7 +388,7 @@ class TorchRunner:
         return token_ids.astype(np.int32), status.astype(np.int32), sampled.logprobs
 
     def _masks(self, batch: StepInput) -> Masks | None:
-        """Of the rows that have one, on the device."""
+        """Copy the grammar masks to the device, if any row has one."""
         if not len(batch.masked):
             return None
         if self._device.type == "cpu":
@@ -386,10 +400,10 @@ class TorchRunner:
         return Masks(batch.masked.tolist(), bits)
 
     def _read_back(self, *results: Tensor) -> list[IntArray]:
-        """Results of the step, in host memory.
+        """Copy the step's results to the host.
 
         Raises:
-            KernelError: a wait for another rank has run out: all after it is garbage.
+            KernelError: a wait for another rank timed out; all results after it are garbage.
         """
         if isinstance(self._model, CpuModel):
             return [result.numpy() for result in results]
@@ -397,24 +411,24 @@ class TorchRunner:
 
         exchange = self._model.exchange
         if self._device.type == "cuda" and not self._pipe.is_last:
-            # Else nothing might be read, and a stage that is stuck would look as if it were done.
+            # Without this wait, nothing might be read, and a stuck stage would look finished.
             torch.cuda.current_stream(self._device).synchronize()
         faults = exchange.faults()
-        told = read_back([*results, *faults])
-        exchange.check([fault.tolist() for fault in told[len(results) :]])
-        return told[: len(results)]
+        host_values = read_back([*results, *faults])
+        exchange.check([fault.tolist() for fault in host_values[len(results) :]])
+        return host_values[: len(results)]
 
     def _score_prompts(self, hidden: Tensor, rows: Int64, batch: StepInput) -> Logprobs | None:
-        """Log probabilities of prompt tokens, a few rows at a time; arguments as in `_sample`."""
+        """Score prompt tokens, a few rows at a time; arguments as in `_sample`."""
         count = len(batch.prompt_logprob_index)
         if not count:
             return None
         scored_rows = self._indices(np.searchsorted(rows, batch.prompt_logprob_index))
         parts = []
         for start in range(0, count, PROMPT_LOGPROB_ROWS):
-            some = slice(start, start + PROMPT_LOGPROB_ROWS)
-            logits = self._model.logits(hidden[scored_rows[some]])
-            targets = self._indices(batch.prompt_logprob_target[some])
+            chunk = slice(start, start + PROMPT_LOGPROB_ROWS)
+            logits = self._model.logits(hidden[scored_rows[chunk]])
+            targets = self._indices(batch.prompt_logprob_target[chunk])
             parts.append(self._sampler.prompt_logprobs(logits, targets, batch.prompt_logprob_top))
         return Logprobs(
             chosen=np.concatenate([part.chosen for part in parts]),
@@ -424,18 +438,18 @@ class TorchRunner:
         )
 
     def _pool(self, hidden: Tensor, rows: Int64, batch: StepInput) -> Float32:
-        """Sums of hidden states, float32 [E, hidden]; arguments as in `_sample`."""
+        """Sum hidden states, float32 [E, hidden]; arguments as in `_sample`."""
         if not len(batch.pool_count):
             return NO_VECTORS
-        which = self._indices(np.searchsorted(rows, batch.pool_index))
-        states = self._model.final_norm(hidden[which]).float()
-        # One by one: what is not finite stays in its own sum.
+        index = self._indices(np.searchsorted(rows, batch.pool_index))
+        states = self._model.final_norm(hidden[index]).float()
+        # Sum each request separately, so that non-finite numbers stay in their own sum.
         sums = [own.sum(0) for own in states.split_with_sizes(batch.pool_count.tolist())]
         return torch.stack(sums).cpu().numpy()
 
 
 def _single_request(positions: range, *new_slots: SlotSampling, blocks: int = 1) -> StepInput:
-    """A step of one request in slot 0 whose tokens are all 0; all its blocks are block 0."""
+    """Make a step with one request in slot 0; all its tokens are 0, all its blocks are block 0."""
     tokens = len(positions)
     zero = np.zeros(1, np.int32)
     return StepInput(
@@ -453,7 +467,7 @@ def _single_request(positions: range, *new_slots: SlotSampling, blocks: int = 1)
     )
 
 
-def _exchange(
+def _make_exchange(
     home: Home,
     context_home: Home | None,
     spec: ModelSpec,
@@ -462,7 +476,7 @@ def _exchange(
     max_tokens: int,
     groups: Groups,
 ) -> Exchange:
-    """Overlapped, if the home is of all ranks of the stage and these are several."""
+    """Choose overlapped kernels if the home spans several ranks."""
     if home.world_size == 1:
         from weft.models.torch.exchange import Plain
 

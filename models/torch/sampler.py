@@ -1,17 +1,15 @@
 """Logits to tokens, for a whole batch at once.
 
-Per row: penalties change the logits, then logit bias, then the suppression of
-end tokens, then the mask of tokens that a grammar allows; then draw.py shapes the
-distribution and draws from it.
+For each row, penalties change the logits, then logit bias, then the suppression of end tokens, then
+the grammar's mask. Finally draw.py shapes the distribution and draws from it.
 
-A row's token is a function of its own logits, settings, seed and output index,
-bit for bit, whatever else is in the batch.
+A row's token is a function of its own logits, settings, seed and output index, bit for bit,
+whatever else is in the batch.
 
-The tokens that penalties look at are kept here, on the device, because the
-next step is dispatched before the host has seen the newest token. Penalties
-touch only the logits of those tokens: nothing here is as wide as a vocabulary
-but the logits themselves. A batch of greedy rows is one max. Where ranks share the
-vocabulary, each changes the logits that it has, and all sample the same tokens.
+The tokens that penalties look at are stored here, on the device, because the next step is
+dispatched before the host has seen the newest token. Penalties only touch the logits of those
+tokens; nothing except the logits is as wide as a vocabulary. A batch of greedy rows is one max. If
+ranks share the vocabulary, each changes its own logits, and all sample the same tokens.
 
 Not handled: beam search.
 """
@@ -31,9 +29,10 @@ from weft.models.interface import FINITE, NOT_FINITE, Logprobs, SlotSampling
 from weft.models.torch.draw import draw, uniform
 from weft.models.torch.logits import Logits
 
-CHUNK_NUMBERS = {"cpu": 1 << 19, "cuda": 1 << 23}
-"""Logits that are worked on at once, by kind of device: as many as stay in a CPU's cache; on a GPU,
-which the host waits for with each chunk, those of 55 rows of 151,936."""
+CHUNK_LOGITS = {"cpu": 1 << 19, "cuda": 1 << 23}
+"""Logits processed at once, by device type: on a CPU, as many as fit its cache; on a GPU, 55 rows
+of 151,936, because the host waits for each chunk.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +40,9 @@ class SampledTokens:
     """One token for each of S rows.
 
     Attributes:
-        token_ids: int64 [S]; in [0, V) even where the row has failed.
-        status: int32 [S]; FINITE, or NOT_FINITE where the logits held NaN, +inf or only -inf.
-        logprobs: when a row asked; zeros in the rows that did not.
+        token_ids: int64 [S]; in [0, V) even if the row has failed.
+        status: int32 [S]; FINITE, or NOT_FINITE if the logits had NaN, +inf or only -inf.
+        logprobs: None if no row asked; zeros in rows that did not ask.
     """
 
     token_ids: Tensor
@@ -53,18 +52,18 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """The tokens that some rows may have.
+    """Allowed tokens for some rows.
 
     Attributes:
-        rows: of the logits; R, each once.
+        rows: R row indices of the logits, without duplicates.
         bits: int32 [R, ceil(V / 32)], on the logits' device; see `StepInput.token_mask`.
     """
 
     rows: list[int]
     bits: Tensor
 
-    def some(self, which: Sequence[tuple[int, int]]) -> Masks:
-        """Some of them, for other logits: (row of those, number of the mask)."""
+    def select(self, which: Sequence[tuple[int, int]]) -> Masks:
+        """Select masks for other logits; pairs are (row in those logits, index of the mask)."""
         rows, numbers = zip(*which, strict=True)
         return Masks(list(rows), self.bits[list(numbers)])
 
@@ -81,12 +80,12 @@ class Masks:
 
 
 class Sampler:
-    """Samples the next token of up to `max_num_seqs` requests, each in its slot.
+    """Samples the next token for up to `max_num_seqs` requests, each in its slot.
 
     Args:
-        vocab_size: V, columns of the logits.
+        vocab_size: V, columns in the logits.
         max_num_seqs: number of slots.
-        device: where the logits are.
+        device: the logits' device.
     """
 
     def __init__(
@@ -96,15 +95,15 @@ class Sampler:
         self._device = torch.device(device)
         self._settings = [SlotSampling(slot) for slot in range(max_num_seqs)]
         self._end_tokens: list[list[int]] = [[] for _ in range(max_num_seqs)]
-        # Row: the slot's distinct prompt tokens, then its output tokens. Widened on demand.
+        # A row has the slot's distinct prompt tokens, then its output tokens. Widened on demand.
         self._history = torch.zeros(max_num_seqs, 0, dtype=torch.int64, device=self._device)
         self._prompt_len = [0] * max_num_seqs
 
     def set_slots(self, new_slots: tuple[SlotSampling, ...]) -> None:
-        """Put new requests, or requests that come back after a preemption, in their slots."""
+        """Store new requests in their slots, and requests that resume after a preemption."""
         for settings in new_slots:
             self._settings[settings.slot] = settings
-            # An id beyond the vocabulary cannot be sampled, and must not be an index either.
+            # An id beyond the vocabulary can neither be sampled nor be used as an index.
             self._end_tokens[settings.slot] = [
                 token for token in settings.end_token_ids if 0 <= token < self._vocab_size
             ]
@@ -122,9 +121,9 @@ class Sampler:
 
         Args:
             logits: [S, V].
-            slots: int64 [S]; each row's slot, no slot twice.
+            slots: int64 [S]; each row's slot, without duplicates.
             output_index: int [S]; tokens that the slot's request has sampled before.
-            masks: of rows that may not have just any token.
+            masks: for rows whose tokens are restricted.
         """
         if logits.shape[1] != self._vocab_size:
             raise ValueError(f"logits have {logits.shape[1]} columns, not {self._vocab_size}")
@@ -138,24 +137,24 @@ class Sampler:
         special = [
             i for i, s in enumerate(settings) if i in masked or not _is_plain_greedy(s, index[i])
         ]
-        step = max(1, CHUNK_NUMBERS[logits.local.device.type] // logits.each)
+        step = max(1, CHUNK_LOGITS[logits.local.device.type] // logits.each)
         for start in range(0, len(special), step):
             rows = special[start : start + step]
-            some = Logits(logits.local[rows].float(), self._vocab_size, logits.group)  # a copy
+            selected = Logits(logits.local[rows].float(), self._vocab_size, logits.group)  # a copy
             if not finite[rows].all():
-                some.local.masked_fill_(~finite[rows, None], 0.0)
-            there = [(i, masked[row]) for i, row in enumerate(rows) if row in masked]
+                selected.local.masked_fill_(~finite[rows, None], 0.0)
+            masked_rows = [(i, masked[row]) for i, row in enumerate(rows) if row in masked]
             token_ids[rows] = self._choose(
-                some,
+                selected,
                 [settings[i] for i in rows],
                 [index[i] for i in rows],
-                None if masks is None or not there else masks.some(there),
+                None if masks is None or not masked_rows else masks.select(masked_rows),
             )
         self._remember(token_ids, settings, index)
         return SampledTokens(token_ids, status, _sampled_logprobs(logits, token_ids, settings))
 
     def prompt_logprobs(self, logits: Logits, targets: Tensor, top: int) -> Logprobs:
-        """Log probabilities of given tokens: logits [P, V], targets int64 [P]."""
+        """Return log probabilities for given tokens: logits [P, V], targets int64 [P]."""
         return _logprobs(logits, targets, top)
 
     def _choose(
@@ -165,7 +164,7 @@ class Sampler:
         index: Sequence[int],
         masks: Masks | None,
     ) -> Tensor:
-        """float32 [R, V], which is overwritten -> int64 [R]."""
+        """Choose tokens: float32 [R, V], overwritten -> int64 [R]."""
         self._penalise(logits, settings, index)
         _add_bias(logits, settings)
         for i, s in enumerate(settings):
@@ -177,24 +176,24 @@ class Sampler:
         token_ids = torch.empty(len(settings), dtype=torch.int64, device=self._device)
         greedy = [i for i, s in enumerate(settings) if s.temperature == 0.0]
         if greedy:
-            _, token_ids[greedy] = logits.rows(greedy).argmax()
+            _, token_ids[greedy] = logits.float_rows(greedy).argmax()
         random = [i for i, s in enumerate(settings) if s.temperature > 0.0]
         if random:
             u = uniform([settings[i].seed for i in random], [index[i] for i in random])
             chosen = [settings[i] for i in random]
-            token_ids[random] = draw(logits.rows(random), chosen, u.to(self._device))
+            token_ids[random] = draw(logits.float_rows(random), chosen, u.to(self._device))
         return token_ids
 
     def _penalise(
         self, logits: Logits, settings: Sequence[SlotSampling], index: Sequence[int]
     ) -> None:
-        """Apply the penalties in place, at the tokens of the rows' histories only."""
+        """Apply the penalties in place, only to tokens in the rows' histories."""
         rows = [i for i, s in enumerate(settings) if s.needs_history]
         if not rows:
             return
         prompt_len = [self._prompt_len[settings[i].slot] for i in rows]
         length = [n + index[i] for n, i in zip(prompt_len, rows, strict=True)]
-        # One entry per (row, token in its history): flat vectors, as long as all histories.
+        # One entry per (row, token in its history): flat vectors over all histories.
         entry = torch.repeat_interleave(torch.tensor(length))
         start = torch.tensor([0, *length]).cumsum(0)[:-1]
         column = torch.arange(len(entry)) - start[entry]
@@ -202,7 +201,7 @@ class Sampler:
         slot = torch.tensor([settings[i].slot for i in rows])[entry]
         token = self._history[slot.to(self._device), column.to(self._device)]
         row = torch.tensor(rows)[entry].to(self._device)
-        if logits.group.size > 1:  # else all of the tokens are here
+        if logits.group.size > 1:  # otherwise all tokens are on this rank
             here = (token >= logits.own.start) & (token < logits.own.stop)
             entry, is_output = entry[here.to(entry.device)], is_output[here]
             token, row = token[here] - logits.own.start, row[here]
@@ -217,8 +216,8 @@ class Sampler:
         logit = logits.local[row, token]
         repeated = torch.where(logit > 0, logit / repetition, logit * repetition)
         repeated.clamp_(max=torch.finfo(torch.float32).max)
-        # A token that occurs twice is written twice, with the same value; outputs go last, so
-        # that theirs stays. Only the frequency penalty counts the occurrences.
+        # A token that occurs twice is written twice with the same value. Outputs come last, so
+        # their values win. Only the frequency penalty counts occurrences.
         logits.local[row, token] = repeated
         row, token = row[is_output], token[is_output]
         logits.local[row, token] = repeated[is_output] - presence[is_output]
@@ -267,12 +266,12 @@ def _add_bias(logits: Logits, settings: Sequence[SlotSampling]) -> None:
 def _sampled_logprobs(
     logits: Logits, token_ids: Tensor, settings: Sequence[SlotSampling]
 ) -> Logprobs | None:
-    """Log probabilities of the rows that asked; zeros in the others."""
+    """Return log probabilities for the rows that asked; zeros in the others."""
     rows = [i for i, s in enumerate(settings) if s.logprobs >= 0]
     if not rows:
         return None
-    some = Logits(logits.local[rows], logits.shape[1], logits.group)
-    asked = _logprobs(some, token_ids[rows], max(s.logprobs for s in settings))
+    selected = Logits(logits.local[rows], logits.shape[1], logits.group)
+    computed = _logprobs(selected, token_ids[rows], max(s.logprobs for s in settings))
 
     def spread(part: npt.NDArray[Any]) -> npt.NDArray[Any]:
         whole = np.zeros((len(settings), *part.shape[1:]), part.dtype)
@@ -280,12 +279,15 @@ def _sampled_logprobs(
         return whole
 
     return Logprobs(
-        spread(asked.chosen), spread(asked.rank), spread(asked.top_ids), spread(asked.top)
+        spread(computed.chosen),
+        spread(computed.rank),
+        spread(computed.top_ids),
+        spread(computed.top),
     )
 
 
 def _logprobs(logits: Logits, token_ids: Tensor, top: int) -> Logprobs:
-    """Log probabilities of the logits as they are: [N, V], int64 [N].
+    """Return log probabilities from unchanged logits: [N, V], int64 [N].
 
     Raises:
         ValueError: top is not in [0, V].
@@ -297,13 +299,13 @@ def _logprobs(logits: Logits, token_ids: Tensor, top: int) -> Logprobs:
     rank = torch.empty(n, dtype=torch.int32)
     top_ids = torch.empty(n, top, dtype=torch.int32)
     top_logprobs = torch.empty(n, top, dtype=torch.float32)
-    step = max(1, CHUNK_NUMBERS[logits.local.device.type] // logits.each)
+    step = max(1, CHUNK_LOGITS[logits.local.device.type] // logits.each)
     for start in range(0, n, step):
         rows = slice(start, start + step)
-        some = logits.rows(rows)
-        logit, log_sum, rank[rows] = some.score(token_ids[rows])
+        selected = logits.float_rows(rows)
+        logit, log_sum, rank[rows] = selected.score(token_ids[rows])
         chosen[rows] = logit - log_sum
         if top:
-            largest, top_ids[rows] = some.top(top)
+            largest, top_ids[rows] = selected.top(top)
             top_logprobs[rows] = largest - log_sum[:, None]
     return Logprobs(chosen.numpy(), rank.numpy(), top_ids.numpy(), top_logprobs.numpy())

@@ -110,7 +110,7 @@ def _ledger(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
-        count=partial(jax_activations, tp=tp),
+        count_activations=partial(jax_activations, tp=tp),
     ).ledger()
 
 

@@ -171,7 +171,7 @@ def homes(
     home: Home
     context_home: Home | None = None
     if device.type == "cuda":
-        of_stage, of_context = groups.expert.of_torch, groups.context.of_torch
+        of_stage, of_context = groups.expert.process_group, groups.context.process_group
         assert of_stage is not None, "there are several ranks"
         home = P2pHome(of_stage, store)
         if of_context is not None:

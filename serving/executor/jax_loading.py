@@ -71,11 +71,11 @@ def load_jax_model(
             "--kernels overlapped: on CPUs kernels are interpreted; a step takes seconds"
         )
     ledger = _plan(config, spec, dtype, max_model_len)
-    from weft.models.jax.distributed import least
+    from weft.models.jax.distributed import minimum
     from weft.models.jax.runner import JaxRunner
 
     if context.world_size > 1:
-        ledger = ledger.with_blocks(least(ledger.num_blocks, RANK_TIMEOUT))
+        ledger = ledger.with_blocks(minimum(ledger.num_blocks, RANK_TIMEOUT))
     is_first = context.rank == config.replica.number == 0
     if is_first:
         scope = f" of each of {config.tp} devices" if config.tp > 1 else ""
@@ -208,7 +208,7 @@ def _plan(config: EngineConfig, spec: ModelSpec, dtype: str, max_model_len: int)
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
-        count=partial(jax_activations, tp=config.tp),
+        count_activations=partial(jax_activations, tp=config.tp),
     ).ledger()
 
 

@@ -122,7 +122,7 @@ def load_model(
     from weft.models.memory.plan import MemoryPlan
     from weft.models.spec.layout import Layout, check_layout
     from weft.models.torch.device import choose_device, free_memory
-    from weft.models.torch.group import meet, split
+    from weft.models.torch.group import make_groups, meet
     from weft.models.torch.runner import TorchRunner
 
     if uses_jax(config):
@@ -158,7 +158,7 @@ def load_model(
             address=context.address,
         )
         require_same(store, context.rank, context.world_size, f"{device.type}, --kernels {kernels}")
-    groups = split(layout, context.count_exchange, device, RANK_TIMEOUT)
+    groups = make_groups(layout, context.count_exchange, device, RANK_TIMEOUT)
     # Measured after the ranks have met, since NCCL's groups take memory, too.
     if device.type == "cuda":
         free = free_memory(device)
@@ -178,16 +178,16 @@ def load_model(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
-        copies=layout.copies,
-        count=triton_activations if triton else cpu_activations,
+        dp_size=layout.dp_size,
+        count_activations=triton_activations if triton else cpu_activations,
         buffers=buffers,
-        recorded=recorded,
+        graph_requests=recorded,
     ).ledger()
     if interpreted and context.rank == config.replica.number == 0:
         logger.warning(
             "--kernels overlapped: on CPUs kernels are interpreted; a step takes seconds"
         )
-    ledger = ledger.with_blocks(groups.least(ledger.num_blocks))
+    ledger = ledger.with_blocks(groups.minimum(ledger.num_blocks))
     if context.rank % layout.stage_size == config.replica.number == 0:
         scope = f" of each of {layout.stage_size} ranks" if layout.stage_size > 1 else ""
         scope += f" of stage {layout.stage}" if layout.pp > 1 else ""

@@ -20,7 +20,7 @@ from weft.kernels.symmetric.memory import Home
 from weft.models.checkpoint.locate import read_spec
 from weft.models.interface import NOTHING, Int32, SlotSampling, StepInput
 from weft.models.spec.layout import Layout
-from weft.models.torch.group import Group, Groups, meet, split
+from weft.models.torch.group import Group, Groups, make_groups, meet
 from weft.models.torch.logits import Logits
 from weft.models.torch.runner import TorchRunner
 from weft.models.torch.sampler import Masks, Sampler
@@ -132,7 +132,7 @@ def generate(
 
 def told_of(logits: Logits) -> tuple[list[Any], ...]:
     """All that can be asked of logits: the two answers of argmax; amax, top and score."""
-    rows = logits.rows(slice(None))
+    rows = logits.float_rows(slice(None))
     ranked = Logits(rows.local.nan_to_num(), rows.shape[1], rows.group)
     top, ids = ranked.top(3)
     answers = (*logits.argmax(), ranked.amax(), top, *rows.score(ids[:, 0]))
@@ -144,7 +144,7 @@ def take_part(rank: int, columns: int, cases: list[torch.Tensor], pipe: Connecti
     torch.set_num_threads(1)
     size = 4
     meet(rank, size, lambda own: take_port(own, pipe), timeout=60)
-    group = split(Layout(tp=size, rank=rank)).tensor
+    group = make_groups(Layout(tp=size, rank=rank)).tensor
     each = -(-columns // size)
     for case in cases:
         logits = Logits(case[:, rank * each : (rank + 1) * each], columns, group)
@@ -279,7 +279,7 @@ def be_rank(
             from weft.models.torch import overlapped as exchange
 
             exchange.FEW_TOKENS = exchange.DISPATCH_TOKENS = few_tokens
-            graphs.buckets = lambda layout, *_: [3] * (layout.cp == layout.copies == layout.pp == 1)
+            graphs.buckets = lambda at, *_: [3] * (at.cp == at.dp_size == at.pp == 1)
             stack.enter_context(installed())
         for name, path, (_, dtype, whole) in cases:
             layout, counted = replace(whole, rank=rank), list[bool]()
@@ -289,7 +289,7 @@ def be_rank(
                 of_stage = layout.rank % layout.stage_size, layout.stage_size
                 which = f"stage {layout.stage} of {layout.pp}"
                 home = stack.enter_context(SharedHome(store, *of_stage, which))
-            groups = split(layout, counted.append)
+            groups = make_groups(layout, counted.append)
             groups.open(torch.device("cpu"))  # as between GPUs
             context_home = None
             if home is not None and overlapped and layout.cp > 1:
@@ -297,7 +297,7 @@ def be_rank(
                 context_home = SharedHome(store, layout.context, layout.cp, own)
                 stack.enter_context(context_home)
             decodes = DECODES if few_tokens is None else INTERPRETED_DECODES
-            inputs = together(layout.copies, layout.copy, decodes)
+            inputs = together(layout.dp_size, layout.dp_group, decodes)
             got = generate(path, dtype, layout, groups, home, context_home, inputs=inputs)
             pipe.send((name, *got, sum(counted)))
     torch.distributed.destroy_process_group()

@@ -9,7 +9,7 @@ from torch.distributed import destroy_process_group
 
 from support.split import take_port
 from weft.models.spec.layout import Layout
-from weft.models.torch.group import meet, split
+from weft.models.torch.group import make_groups, meet
 
 STAGES, SLOTS, STEPS, WIDTH = 3, 5, 60, 8
 
@@ -37,16 +37,16 @@ def be_stage(rank: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     meet(rank, STAGES, lambda own: take_port(own, pipe), timeout=60)
     counted: list[bool] = []
-    stages = split(Layout(rank=rank, pp=STAGES), counted.append).pipe
+    stages = make_groups(Layout(rank=rank, pp=STAGES), counted.append).pipe
     newest = torch.full((SLOTS,), -1)
     known, waiting = [], 0
     for step, (named, chosen) in enumerate(schedule()):
         if stages.is_first:
-            for slots, tokens in stages.sampled(torch.tensor(named, dtype=torch.int64)):
+            for slots, tokens in stages.receive_tokens(torch.tensor(named, dtype=torch.int64)):
                 newest[slots] = tokens
             known.append(newest[named].tolist())
-            stages.expect(torch.tensor(chosen, dtype=torch.int64))
-            waiting = max(waiting, len(stages._coming))
+            stages.expect_tokens(torch.tensor(chosen, dtype=torch.int64))
+            waiting = max(waiting, len(stages._expected))
             hidden = torch.full((step + 1, WIDTH), float(step))
         else:
             hidden = stages.receive(step + 1, WIDTH, torch.float32) + 1

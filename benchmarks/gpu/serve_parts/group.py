@@ -72,4 +72,4 @@ class VirtualGroup(Group):
 def virtual_groups(home: Home, table: Table) -> Groups:
     """Of a rank that has a part of everything, as with --tp alone."""
     group = VirtualGroup(home, table)
-    return Groups(group, ALONE.copies, group, ALONE.context, ALONE.pipe)
+    return Groups(group, ALONE.data, group, ALONE.context, ALONE.pipe)

@@ -79,7 +79,7 @@ class RandomWeights:
         self._dtype: torch.dtype = getattr(torch, scale.dtype)
 
     def read(self, weight: WeightSpec) -> Tensor:
-        """See gpu_layers.Source."""
+        """See gpu_layers.WeightSource."""
         parts = self.parts(weight)
         if len(parts) == 1:
             shape = parts[0].stop - parts[0].start
@@ -89,11 +89,11 @@ class RandomWeights:
         return whole.normal_(0.0, STD, generator=generator)[parts].clone()
 
     def read_each(self, weight: WeightSpec) -> Iterator[Tensor]:
-        """See gpu_layers.Source; the model has no experts."""
+        """See gpu_layers.WeightSource; the model has no experts."""
         yield self.read(weight)
 
     def parts(self, weight: WeightSpec) -> tuple[slice, ...]:
-        """See gpu_layers.Source."""
+        """See gpu_layers.WeightSource."""
         return self.layout.parts(self._spec, weight)
 
 
@@ -135,7 +135,7 @@ def make_runner(
         layout=layout,
         device=home.device,
         max_model_len=scale.context,
-        recorded=[users] if cuda_graphs else [],
+        graph_sizes=[users] if cuda_graphs else [],
     )
     runner.allocate_kv_cache(users * scale.pages)
     fill_cache(runner, STD_OF_CACHE)

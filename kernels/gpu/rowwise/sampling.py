@@ -4,7 +4,7 @@
     top_k(x [R, V], k)                -> values [R, k], ids [R, k], in the order of the vocabulary
     draw(values, ids, seeds, index)   -> tokens [R]
 
-The first two only compare numbers, so the results are those of kernels/cpu/argmax.py and of
+The first two only compare numbers, so the results are those of kernels/cpu/sampling.py and of
 a sort on any device. Nothing of a row depends on the others.
 
 The draw is that of models/torch/draw.py, whose number u it has to the bit. A token is drawn

@@ -1,19 +1,20 @@
-"""New keys and values into the pages of a KV cache, in place.
+"""Writes new keys and values into a KV cache's pages, in place.
 
     write_pages(kv_pages [P, Hk, page, 2 D], k [T, Hk, D], v [T, Hk, D], ...) -> kv_pages
 
-A DMA moves whole tiles, not a row of one. So a program takes a group of consecutive rows of a page
-that new tokens fall into, replaces those, and puts it back: pages come and go by Pallas' pipeline,
-and the result is the argument (`input_output_aliases`; donate the cache to the jitted step). Which
-groups they are follows from the lengths on the device; what is left over of the worst batch's
-number does the last one again, for which nothing is moved.
+A DMA moves whole tiles, not single rows. A program therefore takes a group, consecutive rows that
+include new tokens, replaces those rows, and writes the group back. Pallas' pipeline fetches and
+stores the groups, and the result aliases the argument (`input_output_aliases`; donate the cache to
+the jitted step). The lengths on the device determine the groups. The number of programs covers the
+worst batch; surplus programs repeat the last group, for which nothing is moved.
 
-A group is read and written once, and two programs never have the same one: a page that is written
-belongs to one request. That is the engine's rule for shared prefixes too: they are whole pages.
+Each group is read and written once, and two programs never share one, because a page that is
+written belongs to one request. The engine's rule for shared prefixes agrees: they are whole pages.
 
-XLA's scatter, `pages.at[page, :, row].set(...)`, compiled for v5e with a donated cache of 134 MB:
-2048 tokens copy all of it to another layout and back (134 MB of temporaries; 64 tokens do not).
-With an index for each head it stays in place, as one update for each token and head.
+The alternative, XLA's scatter `pages.at[page, :, row].set(...)`, was compiled for v5e with a
+donated 134 MB cache. With 2048 tokens it copies the whole cache to another layout and back (134 MB
+temporaries; with 64 tokens it does not). With one index per head it stays in place, as one update
+per token and head.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from weft.kernels.tpu.attention.query_tiles import owner
+from weft.kernels.tpu.attention.query_tiles import segment_of
 
 GROUP = 16
-"""Rows of a page that are written at once for a few tokens: a tile of bfloat16."""
+"""Page rows written at once for a few tokens: a bfloat16 tile."""
 
 
 def write_pages(
@@ -38,18 +39,18 @@ def write_pages(
     context_len: jax.Array,
     block_table: jax.Array,
 ) -> jax.Array:
-    """Write the tokens of a ragged batch where `ragged_paged_attention` looks for them.
+    """Write a ragged batch's tokens where `ragged_paged_attention` reads them.
 
     Args:
         kv_pages: bfloat16 or float32 [P, Hk, page, 2 D]; page is a multiple of 16. Donate it.
-        k, v: [T, Hk, D]; tokens behind the last request's are padding.
-        query_start: int32 [B + 1]; request b's new tokens are query_start[b]:query_start[b + 1],
-            the last of its context_len[b].
-        context_len: int32 [B].
+        k, v: [T, Hk, D]; tokens after the last request's are padding.
+        query_start: int32 [B + 1], jax's cu_q_lens; request b's new tokens are
+            query_start[b]:query_start[b + 1], which end its context_len[b] tokens.
+        context_len: int32 [B], jax's kv_lens.
         block_table: int32 [B, n].
 
     Raises:
-        NotImplementedError: shapes that the kernel does not take.
+        NotImplementedError: the kernel does not support these shapes.
     """
     _, heads, page, lanes = kv_pages.shape
     if page % GROUP or k.shape != v.shape or (heads, lanes) != (k.shape[1], 2 * k.shape[2]):
@@ -64,9 +65,9 @@ def write_pages(
     groups = jnp.where(queries > 0, (context_len - 1) // group - begin // group + 1, 0)
     ends = jnp.cumsum(groups)
     programs = max(1, min(tokens, tokens // group + 2 * requests))
-    item = jnp.clip(jnp.arange(programs, dtype=jnp.int32), 0, jnp.maximum(ends[-1] - 1, 0))
-    request = jnp.minimum(owner(ends, item), requests - 1)
-    first = (begin[request] // group + item - (ends - groups)[request]) * group
+    index = jnp.clip(jnp.arange(programs, dtype=jnp.int32), 0, jnp.maximum(ends[-1] - 1, 0))
+    request = jnp.minimum(segment_of(ends, index), requests - 1)
+    first = (begin[request] // group + index - (ends - groups)[request]) * group
     entry = jnp.clip(first // page, 0, block_table.shape[1] - 1)
     target = jnp.clip(block_table[request, entry], 0, len(kv_pages) - 1)
     position = first[:, None] + jnp.arange(group)
@@ -84,15 +85,15 @@ def write_pages(
 def _replace_rows(
     kv_pages: jax.Array,
     rows: jax.Array,  # [programs, Hk, group, 2 D]
-    target: jax.Array,  # int32 [programs]; the page
-    part: jax.Array,  # int32 [programs]; the group in it
-    begin: jax.Array,  # int32 [programs]
+    page: jax.Array,  # int32 [programs]
+    group_in_page: jax.Array,  # int32 [programs]
+    begin: jax.Array,  # int32 [programs]; rows begin:end of the group are new
     end: jax.Array,  # int32 [programs]
 ) -> jax.Array:
     programs, heads, group, lanes = rows.shape
 
     def kernel(
-        target: jax.Ref, part: jax.Ref, begin: jax.Ref, end: jax.Ref,
+        page: jax.Ref, group_in_page: jax.Ref, begin: jax.Ref, end: jax.Ref,
         new: jax.Ref, old: jax.Ref, out: jax.Ref,
     ) -> None:  # fmt: skip
         i = pl.program_id(0)
@@ -101,18 +102,18 @@ def _replace_rows(
         out[...] = jnp.where(is_new, new[...], old[...])
 
     block = (1, heads, group, lanes)
-    place = pl.BlockSpec(block, lambda i, target, part, *_: (target[i], 0, part[i], 0))
+    in_cache = pl.BlockSpec(block, lambda i, page, part, *_: (page[i], 0, part[i], 0))
     return pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(programs,),
-            in_specs=[pl.BlockSpec(block, lambda i, *_: (i, 0, 0, 0)), place],
-            out_specs=place,
+            in_specs=[pl.BlockSpec(block, lambda i, *_: (i, 0, 0, 0)), in_cache],
+            out_specs=in_cache,
         ),
         input_output_aliases={5: 0},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         cost_estimate=pl.CostEstimate(flops=0, bytes_accessed=3 * rows.nbytes, transcendentals=0),
         name="write_pages",
-    )(target, part, begin, end, rows.astype(kv_pages.dtype), kv_pages)
+    )(page, group_in_page, begin, end, rows.astype(kv_pages.dtype), kv_pages)

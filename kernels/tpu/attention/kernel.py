@@ -1,15 +1,16 @@
-"""The inside of attention kernels: a tile of queries goes over the pages that it sees.
+"""The inside of attention kernels: a query tile iterates over the pages that it sees.
 
-A block of pages at a time, with a running softmax (FlashAttention-2: Dao 2023). Pages are fetched
-from HBM by DMA into one of two buffers while the other one is multiplied, and at the end of a tile
-those of the core's next tile. Only pages that are seen are fetched. What is stale in the last of
-them is zeroed before it is multiplied, for it may be NaN.
+Each step processes a page block, with a running softmax (FlashAttention-2: Dao 2023).
 
-    block b of a tile:   start the DMAs of block b + 1, or of the next tile's first, into the other
-                         buffer; wait for the DMAs of b, as many as were started; multiply
+Protocol. DMAs fetch pages from HBM into one of two buffers while the core multiplies the other
+buffer. At a tile's end, they fetch the first block of the core's next tile. Only visible pages are
+fetched. Stale rows in the last one are zeroed before they are multiplied, because they may be NaN.
 
-A buffer is filled again only after what it had is multiplied, by the same core in its program's
-order. What is started is waited for, in the same tile or in the core's next.
+    block b of a tile:   start the DMAs of block b + 1, or of the next tile's first block, into the
+                         other buffer; wait for the DMAs of block b; multiply
+
+A buffer is refilled only after its contents have been multiplied, by the same core in program
+order. Every DMA that is started is waited for, in the same tile or in the core's next one.
 
 Scores are float32. Weights and values are multiplied in q's dtype; float32 as float32.
 """
@@ -27,250 +28,279 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from weft.kernels.tpu.attention.query_tiles import LANES, Shape, Tiles, gather_queries, plan_tiles
+from weft.kernels.tpu.attention.query_tiles import (
+    LANES,
+    KernelConfig,
+    Tiles,
+    gather_queries,
+    plan_tiles,
+)
 from weft.kernels.tpu.runtime.topology import Index, cores
 
-MASKED = -1e30
-"""A score that is not seen; finite, so that the difference of two is a number."""
+MASK_VALUE = -1e30
+"""Score of an invisible token; finite, so that differences of scores are never NaN."""
 
 
 _START, _WAIT = methodcaller("start"), methodcaller("wait")  # of DMAs
 
 
-class Scalars(NamedTuple):
-    """int32 in SMEM: the tiles, this chip's rank [1], and the block tables [B * pages]."""
+class PrefetchedScalars(NamedTuple):
+    """int32 scalars in SMEM: the tiles, this chip's rank [1], and the block tables [B * n]."""
 
     tiles: Tiles
     rank: jax.Array
-    table: jax.Array
+    block_table: jax.Array
 
     @classmethod
-    def of(cls, flat: Sequence[jax.Ref]) -> Scalars:
-        """Of a kernel's first SCALARS arguments."""
-        *tiles, rank, table = flat
-        return cls(Tiles(*tiles), rank, table)
+    def from_args(cls, args: Sequence[jax.Ref]) -> PrefetchedScalars:
+        """Take them from a kernel's first NUM_SCALARS arguments."""
+        *tiles, rank, block_table = args
+        return cls(Tiles(*tiles), rank, block_table)
 
     @property
-    def flat(self) -> tuple[jax.Array, ...]:
-        """As a kernel's arguments."""
-        return *self.tiles, self.rank, self.table
+    def args(self) -> tuple[jax.Array, ...]:
+        """The kernel's arguments."""
+        return *self.tiles, self.rank, self.block_table
 
 
-SCALARS = len(Tiles._fields) + 2
+NUM_SCALARS = len(Tiles._fields) + 2
 
 
 def tile_batch(
-    shape: Shape,
+    config: KernelConfig,
     q: jax.Array,
     query_start: jax.Array,
     context_len: jax.Array,
     block_table: jax.Array,
     rank: jax.Array,
-) -> tuple[Scalars, jax.Array]:
-    """What a kernel is told of a batch, and its queries in tiles [N, Hk, rows, lanes]."""
-    tiles = plan_tiles(query_start, context_len, len(q), shape.block_q, cores())
-    queries = gather_queries(shape, q, query_start, context_len, tiles)
-    return Scalars(tiles, rank, block_table.ravel()), queries
+) -> tuple[PrefetchedScalars, jax.Array]:
+    """Plan a batch's tiles; return the kernel's scalars and its queries, [N, Hk, rows, lanes]."""
+    tiles = plan_tiles(query_start, context_len, len(q), config.block_q, cores())
+    queries = gather_queries(config, q, query_start, context_len, tiles)
+    return PrefetchedScalars(tiles, rank, block_table.ravel()), queries
 
 
-class Work(NamedTuple):
-    """Where a tile is computed.
+class Scratch(NamedTuple):
+    """Memory for one tile.
 
     Attributes:
-        pages: [2, Hk, keys, 2 D]; the buffers.
+        kv_buffers: [2, Hk, block_k, 2 D]; the double buffer.
         arrived: DMA semaphores [2].
-        turn: int32 [1] in SMEM; which buffer the tile's first block is in.
-        total: float32 [Hk, rows, lanes]; sum of weights times values.
-        top: float32 [Hk, rows, LANES]; the largest score, in every lane.
-        weight: float32 [Hk, rows, LANES]; sum of weights, in units of exp(top).
+        first_buffer: int32 [1] in SMEM; the buffer with the tile's first block.
+        acc: float32 [Hk, rows, lanes]; sum of weights times values.
+        running_max: float32 [Hk, rows, LANES]; the largest score so far, in every lane.
+        running_sum: float32 [Hk, rows, LANES]; sum of weights, in units of exp(running_max).
     """
 
-    pages: jax.Ref
+    kv_buffers: jax.Ref
     arrived: jax.Ref
-    turn: jax.Ref
-    total: jax.Ref
-    top: jax.Ref
-    weight: jax.Ref
+    first_buffer: jax.Ref
+    acc: jax.Ref
+    running_max: jax.Ref
+    running_sum: jax.Ref
 
 
-def work(shape: Shape) -> list[object]:
-    """The scratch shapes of a kernel's `Work`."""
-    heads, rows = shape.kv_heads, shape.rows
+def scratch_shapes(config: KernelConfig) -> list[object]:
+    """Return the scratch shapes for `Scratch`."""
+    heads, rows = config.kv_heads, config.rows
     return [
-        pltpu.VMEM((2, heads, shape.keys, 2 * shape.dim), shape.dtype),
+        pltpu.VMEM((2, heads, config.block_k, 2 * config.head_dim), config.dtype),
         pltpu.SemaphoreType.DMA((2,)),
         pltpu.SMEM((1,), jnp.int32),
-        pltpu.VMEM((heads, rows, shape.lanes), jnp.float32),
+        pltpu.VMEM((heads, rows, config.lanes), jnp.float32),
         pltpu.VMEM((heads, rows, LANES), jnp.float32),
         pltpu.VMEM((heads, rows, LANES), jnp.float32),
     ]
 
 
-class _Span(NamedTuple):
-    """The pages that a tile sees: entries begin to begin + pages of its request's table."""
+class _VisiblePages(NamedTuple):
+    """Visible pages: entries first_page to first_page + num_pages in the request's table."""
 
-    begin: jax.Array
-    pages: jax.Array
-    last: jax.Array  # position of the last token that is seen
+    first_page: jax.Array
+    num_pages: jax.Array
+    last_position: jax.Array  # of the last visible token
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """The attention of one core, in a kernel.
+    """One core's attention, in a kernel.
 
     Attributes:
+        config: what the kernel is compiled for.
+        scalars: the batch.
         kv_pages: [P, Hk, page, 2 D], in HBM.
+        scratch: memory for the tile.
     """
 
-    shape: Shape
-    scalars: Scalars
+    config: KernelConfig
+    scalars: PrefetchedScalars
     kv_pages: jax.Ref
-    work: Work
+    scratch: Scratch
 
     def attend(self, tile: Index, is_first: Index, next_tile: Index, q: jax.Ref) -> None:
-        """Leave a tile's sums in `work`.
+        """Compute a tile's sums in `scratch`.
 
         Args:
-            is_first: of the core's tiles.
-            next_tile: of the core; none if it is not in use.
+            tile: the tile's index.
+            is_first: whether it is the core's first tile.
+            next_tile: the core's next tile, which may be unused.
             q: [Hk, rows, lanes].
         """
-        at = self.work
-        seen = self._span(tile)
-        blocks = lax.max(1, pl.cdiv(seen.pages, self.shape.block_pages))
+        scratch = self.scratch
+        visible = self._visible_pages(tile)
+        blocks = lax.max(1, pl.cdiv(visible.num_pages, self.config.pages_per_block))
 
         @pl.when(is_first)
         def _() -> None:
-            at.turn[0] = 0
-            self._fetch(tile, 0, 0, _START)
+            scratch.first_buffer[0] = 0
+            self._copy_pages(tile, 0, 0, _START)
 
-        at.total[...] = jnp.zeros_like(at.total)
-        at.top[...] = jnp.full_like(at.top, MASKED)
-        at.weight[...] = jnp.zeros_like(at.weight)
-        turn = at.turn[0]
+        scratch.acc[...] = jnp.zeros_like(scratch.acc)
+        scratch.running_max[...] = jnp.full_like(scratch.running_max, MASK_VALUE)
+        scratch.running_sum[...] = jnp.zeros_like(scratch.running_sum)
+        first_buffer = scratch.first_buffer[0]
 
         @pl.loop(0, blocks)
         def _(block: jax.Array) -> None:
-            buffer = lax.rem(turn + block, 2)
+            buffer = lax.rem(first_buffer + block, 2)
             is_last = block == blocks - 1
 
             @pl.when(jnp.logical_not(is_last))
             def _() -> None:
-                self._fetch(tile, block + 1, 1 - buffer, _START)
+                self._copy_pages(tile, block + 1, 1 - buffer, _START)
 
             @pl.when(is_last & (next_tile < self.scalars.tiles.count[0]))
             def _() -> None:
-                self._fetch(next_tile, 0, 1 - buffer, _START)
+                self._copy_pages(next_tile, 0, 1 - buffer, _START)
 
-            self._fetch(tile, block, buffer, _WAIT)
-            begin = seen.begin + block * self.shape.block_pages
+            self._copy_pages(tile, block, buffer, _WAIT)
+            first_page = visible.first_page + block * self.config.pages_per_block
 
             @pl.when(is_last)
             def _() -> None:
-                stale = self._positions(begin, 0) > seen.last
-                for head in range(self.shape.kv_heads):
-                    pages = at.pages.at[buffer, head]
+                stale = self._positions(first_page, 0) > visible.last_position
+                for head in range(self.config.kv_heads):
+                    pages = scratch.kv_buffers.at[buffer, head]
                     pages[...] = jnp.where(stale, jnp.zeros_like(pages), pages[...])
 
-            for head in range(self.shape.kv_heads):
+            for head in range(self.config.kv_heads):
                 scores = self._scores(q[head], buffer, head)
-                self._add(scores, self._seen(tile, begin, seen.last), buffer, head)
+                self._update(
+                    scores, self._mask(tile, first_page, visible.last_position), buffer, head
+                )
 
-        at.turn[0] = lax.rem(turn + blocks, 2)
+        scratch.first_buffer[0] = lax.rem(first_buffer + blocks, 2)
 
     def result(self, head: int) -> tuple[jax.Array, jax.Array]:
-        """Of a KV head: float32 [rows, lanes], and LSE [rows, LANES], in every lane. Rows that have
-        seen nothing have 0, and -inf."""
-        weight = self.work.weight[head]
-        some = weight > 0
-        scale = jnp.where(some, 1 / jnp.where(some, weight, 1), 0)
-        lse = jnp.where(some, self.work.top[head] + jnp.log(jnp.where(some, weight, 1)), -jnp.inf)
-        return self.work.total[head] * scale[:, :1], lse
+        """Return a KV head's result, float32 [rows, lanes], and LSE [rows, LANES], in every lane.
 
-    def _span(self, tile: Index) -> _Span:
-        shape, tiles = self.shape, self.scalars.tiles
+        Rows that have seen nothing have 0 and -inf.
+        """
+        total = self.scratch.running_sum[head]
+        has_keys = total > 0
+        scale = jnp.where(has_keys, 1 / jnp.where(has_keys, total, 1), 0)
+        log_total = jnp.log(jnp.where(has_keys, total, 1))
+        lse = jnp.where(has_keys, self.scratch.running_max[head] + log_total, -jnp.inf)
+        return self.scratch.acc[head] * scale[:, :1], lse
+
+    def _visible_pages(self, tile: Index) -> _VisiblePages:
+        config, tiles = self.config, self.scalars.tiles
         first = tiles.first[tile]
         last = first + tiles.queries[tile] - 1
-        earliest = 0 if shape.window is None else lax.max(0, first - shape.window + 1)
+        earliest = 0 if config.window is None else lax.max(0, first - config.window + 1)
 
-        def own(pages: Index) -> Index:
-            """How many of a request's first pages this chip has."""
-            return lax.div(pages + (shape.world - 1 - self.scalars.rank[0]), shape.world)
+        def own_pages(pages: Index) -> Index:
+            """Count this chip's pages among a request's first `pages`."""
+            return lax.div(
+                pages + (config.world_size - 1 - self.scalars.rank[0]), config.world_size
+            )
 
-        begin = own(lax.div(earliest, shape.page))
-        return _Span(begin, lax.max(0, own(lax.div(last, shape.page) + 1) - begin), last)
+        first_page = own_pages(lax.div(earliest, config.page_size))
+        return _VisiblePages(
+            first_page,
+            lax.max(0, own_pages(lax.div(last, config.page_size) + 1) - first_page),
+            last,
+        )
 
-    def _fetch(
+    def _copy_pages(
         self,
         tile: Index,
         block: Index,
         buffer: Index,
-        do: Callable[[Any], None],
+        action: Callable[[Any], None],
     ) -> None:
-        """Start the DMAs of a tile's block, or wait for them."""
-        shape, at = self.shape, self.work
-        seen = self._span(tile)
-        before = block * shape.block_pages
-        entry = self.scalars.tiles.request[tile] * shape.pages + seen.begin + before
+        """Start a block's DMAs, or wait for them."""
+        config, scratch = self.config, self.scratch
+        visible = self._visible_pages(tile)
+        pages_before = block * config.pages_per_block
+        entry = (
+            self.scalars.tiles.request[tile] * config.pages_per_request
+            + visible.first_page
+            + pages_before
+        )
 
-        @pl.loop(0, lax.min(shape.block_pages, seen.pages - before))
+        @pl.loop(0, lax.min(config.pages_per_block, visible.num_pages - pages_before))
         def _(i: jax.Array) -> None:
-            page = lax.clamp(0, self.scalars.table[entry + i], self.kv_pages.shape[0] - 1)
-            rows = pl.ds(pl.multiple_of(i * shape.page, shape.page), shape.page)
-            do(
+            page = lax.clamp(0, self.scalars.block_table[entry + i], self.kv_pages.shape[0] - 1)
+            rows = pl.ds(pl.multiple_of(i * config.page_size, config.page_size), config.page_size)
+            action(
                 pltpu.make_async_copy(
-                    self.kv_pages.at[page], at.pages.at[buffer, :, rows], at.arrived.at[buffer]
+                    self.kv_pages.at[page],
+                    scratch.kv_buffers.at[buffer, :, rows],
+                    scratch.arrived.at[buffer],
                 )
             )
 
-    def _positions(self, begin: Index, axis: int) -> jax.Array:
-        """Where in the request a block's tokens are, along an axis of two."""
-        shape = self.shape
-        sizes = (shape.keys, 1) if axis == 0 else (1, shape.keys)
-        token = lax.broadcasted_iota(jnp.int32, sizes, axis) + begin * shape.page
-        if shape.world == 1:
+    def _positions(self, first_page: Index, axis: int) -> jax.Array:
+        """Return the request positions for a block's tokens, along axis 0 or 1."""
+        config = self.config
+        sizes = (config.block_k, 1) if axis == 0 else (1, config.block_k)
+        token = lax.broadcasted_iota(jnp.int32, sizes, axis) + first_page * config.page_size
+        if config.world_size == 1:
             return token
-        page = lax.div(token, shape.page)
-        others = page * (shape.world - 1) + self.scalars.rank[0]
-        return token + others * shape.page
+        page = lax.div(token, config.page_size)
+        pages_elsewhere = page * (config.world_size - 1) + self.scalars.rank[0]
+        return token + pages_elsewhere * config.page_size
 
-    def _seen(self, tile: Index, begin: Index, last: Index) -> jax.Array:
-        """Which tokens of a block are seen by which rows: [rows, keys]."""
-        shape = self.shape
-        row = lax.broadcasted_iota(jnp.int32, (shape.rows, 1), 0)
-        query = self.scalars.tiles.first[tile] + lax.div(row, shape.group)
-        key = self._positions(begin, 1)
+    def _mask(self, tile: Index, first_page: Index, last: Index) -> jax.Array:
+        """Return which tokens in a block each row sees: [rows, block_k]."""
+        config = self.config
+        row = lax.broadcasted_iota(jnp.int32, (config.rows, 1), 0)
+        query = self.scalars.tiles.first[tile] + lax.div(row, config.group)
+        key = self._positions(first_page, 1)
         seen = key <= lax.min(query, last)
-        return seen if shape.window is None else seen & (key > query - shape.window)
+        return seen if config.window is None else seen & (key > query - config.window)
 
     def _scores(self, q: jax.Array, buffer: Index, head: int) -> jax.Array:
-        shape = self.shape
-        keys = self.work.pages[buffer, head, :, : shape.lanes]
-        scores = self._dot(q, keys, contract=1) * shape.scale
-        if shape.softcap is not None:
-            scores = shape.softcap * jnp.tanh(scores * (1 / shape.softcap))
+        config = self.config
+        keys = self.scratch.kv_buffers[buffer, head, :, : config.lanes]
+        scores = self._dot(q, keys, contract=1) * config.scale
+        if config.softcap is not None:
+            scores = config.softcap * jnp.tanh(scores * (1 / config.softcap))
         return scores
 
-    def _add(self, scores: jax.Array, seen: jax.Array, buffer: Index, head: int) -> None:
-        """A step of the running softmax."""
-        shape, at = self.shape, self.work
-        values = at.pages[buffer, head, :, 2 * shape.dim - shape.lanes :]
-        scores = jnp.where(seen, scores, MASKED)
-        old = at.top[head]
-        top = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
-        weights = jnp.where(seen, jnp.exp(scores - top[:, :1]), 0)
-        fade = jnp.exp(old - top)
-        at.top[head] = top
-        at.weight[head] = at.weight[head] * fade + jnp.sum(weights, axis=1, keepdims=True)
-        product = self._dot(weights.astype(shape.dtype), values, contract=0)
-        at.total[head] = at.total[head] * fade[:, :1] + product
+    def _update(self, scores: jax.Array, seen: jax.Array, buffer: Index, head: int) -> None:
+        """Update the running softmax with a block's scores."""
+        config, scratch = self.config, self.scratch
+        values = scratch.kv_buffers[buffer, head, :, 2 * config.head_dim - config.lanes :]
+        scores = jnp.where(seen, scores, MASK_VALUE)
+        old_max = scratch.running_max[head]
+        new_max = jnp.maximum(old_max, jnp.max(scores, axis=1, keepdims=True))
+        weights = jnp.where(seen, jnp.exp(scores - new_max[:, :1]), 0)
+        rescale = jnp.exp(old_max - new_max)
+        scratch.running_max[head] = new_max
+        scratch.running_sum[head] = scratch.running_sum[head] * rescale + jnp.sum(
+            weights, axis=1, keepdims=True
+        )
+        product = self._dot(weights.astype(config.dtype), values, contract=0)
+        scratch.acc[head] = scratch.acc[head] * rescale[:, :1] + product
 
     def _dot(self, a: jax.Array, b: jax.Array, contract: int) -> jax.Array:
-        """The product over a's columns and b's axis `contract`: float32."""
+        """Multiply over a's columns and b's axis `contract`: float32."""
         return lax.dot_general(
             a,
             b,
             (((1,), (contract,)), ((), ())),
-            precision=lax.Precision.HIGHEST if self.shape.dtype == jnp.float32 else None,
+            precision=lax.Precision.HIGHEST if self.config.dtype == jnp.float32 else None,
             preferred_element_type=jnp.float32,
         )

@@ -1,8 +1,8 @@
-"""Queries of a ragged batch in tiles of one request each, and what is made of them back.
+"""Queries from a ragged batch, cut into tiles that each belong to one request.
 
-A tile has up to BLOCK_Q queries, and for each KV head a row for each of its query heads: row i is
-head i % G of query i // G. Where the tiles are follows from the lengths on the device; how many
-there are, from the sizes of the arrays. Those in use come first.
+A tile has up to `block_q` queries. For each KV head it has one row per query head: row i is head i
+% G of query i // G. The lengths on the device determine the tiles; the arrays' sizes determine
+their number. Used tiles come first.
 """
 
 from __future__ import annotations
@@ -17,62 +17,69 @@ from jax.experimental import pallas as pl
 
 LANES = 128
 
-ROWS = 128
-"""Of a tile for each KV head, at most, where requests may have more than one query."""
+MAX_ROWS = 128
+"""Maximum rows in a tile per KV head, if requests may have several queries."""
 
-MOST_NUMBERS = 1 << 18
-"""Of a tile's rows for all KV heads, of which a kernel has about eight such arrays in VMEM."""
+MAX_TILE_ELEMENTS = 1 << 18
+"""Maximum elements in a tile's rows over all KV heads; a kernel has about eight such arrays in
+VMEM.
+"""
 
 BUFFER_BYTES = 4 << 20
-"""Of the two buffers of pages."""
+"""The page double buffer's size."""
 
-MOST_KEYS = 512
-"""Of a block."""
+MAX_BLOCK_K = 512
+"""Maximum keys per block."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """What a kernel is compiled for.
+class KernelConfig:
+    """Static parameters for which a kernel is compiled.
 
     Attributes:
-        group: query heads of a KV head.
-        dim: of a head.
-        page: tokens of a page.
-        pages: entries of a request's block table.
-        block_q: queries of a tile.
-        rows: of a tile for each KV head; group * block_q, rounded up to whole registers.
-        block_pages: pages of a block.
-        world: chips that the pages of a request are dealt out to: chip p mod world has page p.
+        kv_heads: KV heads on this chip.
+        group: query heads per KV head.
+        head_dim: head size.
+        page_size: tokens in a page.
+        pages_per_request: entries in a request's block table.
+        block_q: queries in a tile.
+        rows: a tile's rows per KV head; group * block_q, rounded up to whole registers.
+        pages_per_block: pages in a block.
+        scale, window, softcap: as in `ragged_paged_attention`.
+        dtype: q's dtype.
+        world_size: chips that share each request; chip p mod world_size has page p.
     """
 
     kv_heads: int
     group: int
-    dim: int
-    page: int
-    pages: int
+    head_dim: int
+    page_size: int
+    pages_per_request: int
     block_q: int
     rows: int
-    block_pages: int
+    pages_per_block: int
     scale: float
     window: int | None
     softcap: float | None
     dtype: jnp.dtype
-    world: int
+    world_size: int
 
     @property
-    def keys(self) -> int:
-        """Tokens of a block."""
-        return self.block_pages * self.page
+    def block_k(self) -> int:
+        """Keys in a block."""
+        return self.pages_per_block * self.page_size
 
     @property
     def lanes(self) -> int:
-        """Numbers of a query and of a result in the kernel. Where a key does not fill registers of
-        its own, the query is followed by zeros and multiplied with key and value, and the result
-        comes after as many numbers that do not count."""
-        return self.dim if self.dim % LANES == 0 else 2 * self.dim
+        """Columns per query and per result in the kernel.
+
+        If a key does not fill whole registers, zeros follow the query, and it is multiplied with
+        key and value together. The result then comes after as many columns to ignore.
+        """
+        return self.head_dim if self.head_dim % LANES == 0 else 2 * self.head_dim
 
 
-def make_shape(
+def make_config(
     q: jax.Array,
     kv_pages: jax.Array,
     block_table: jax.Array,
@@ -82,12 +89,12 @@ def make_shape(
     scale: float,
     window: int | None,
     softcap: float | None,
-    world: int = 1,
-) -> Shape:
-    """What to compile for.
+    world_size: int = 1,
+) -> KernelConfig:
+    """Choose the static parameters.
 
     Raises:
-        NotImplementedError: shapes or dtypes that kernels do not take.
+        NotImplementedError: kernels do not support these shapes or dtypes.
     """
     (tokens, heads, dim), (_, kv_heads, page, both) = q.shape, kv_pages.shape
     if q.dtype not in (jnp.bfloat16, jnp.float32) or kv_pages.dtype != q.dtype:
@@ -108,51 +115,51 @@ def make_shape(
         block_q = 1 if tokens == len(block_table) else tile_queries(heads, kv_heads, dim)
     registers = 32 // q.dtype.itemsize  # rows of a register
     if block_k is None:
-        block_k = min(MOST_KEYS, BUFFER_BYTES // (2 * kv_heads * both * q.dtype.itemsize))
-    return Shape(
+        block_k = min(MAX_BLOCK_K, BUFFER_BYTES // (2 * kv_heads * both * q.dtype.itemsize))
+    return KernelConfig(
         kv_heads=kv_heads,
         group=group,
-        dim=dim,
-        page=page,
-        pages=block_table.shape[1],
+        head_dim=dim,
+        page_size=page,
+        pages_per_request=block_table.shape[1],
         block_q=block_q,
         rows=pl.cdiv(group * block_q, registers) * registers,
-        block_pages=max(1, block_k // page),
+        pages_per_block=max(1, block_k // page),
         scale=scale,
         window=window,
         softcap=softcap,
         dtype=q.dtype,
-        world=world,
+        world_size=world_size,
     )
 
 
 def tile_queries(heads: int, kv_heads: int, dim: int) -> int:
-    """Queries of a tile where requests may have more than one."""
+    """Return the queries in a tile if requests may have several."""
     lanes = dim if dim % LANES == 0 else 2 * dim
-    rows = min(ROWS, MOST_NUMBERS // (kv_heads * lanes))
+    rows = min(MAX_ROWS, MAX_TILE_ELEMENTS // (kv_heads * lanes))
     return max(1, rows * kv_heads // heads)
 
 
-def cost(shape: Shape, tiles: int, requests: int) -> pl.CostEstimate:
-    """Of attention to full block tables."""
-    keys = shape.pages * shape.page // shape.world
-    rows = tiles * shape.kv_heads * shape.rows
-    numbers = 2 * requests * shape.kv_heads * keys * shape.dim + 2 * rows * shape.lanes
+def cost(config: KernelConfig, tiles: int, requests: int) -> pl.CostEstimate:
+    """Estimate attention's cost over full block tables."""
+    keys = config.pages_per_request * config.page_size // config.world_size
+    rows = tiles * config.kv_heads * config.rows
+    elements = 2 * requests * config.kv_heads * keys * config.head_dim + 2 * rows * config.lanes
     return pl.CostEstimate(
-        flops=4 * rows * shape.dim * keys,
-        bytes_accessed=shape.dtype.itemsize * numbers,
+        flops=4 * rows * config.head_dim * keys,
+        bytes_accessed=config.dtype.itemsize * elements,
         transcendentals=rows * keys,
     )
 
 
 class Tiles(NamedTuple):
-    """Where N tiles are: int32 arrays, or refs to them.
+    """N tiles: int32 arrays, or refs to them.
 
-    Attributes:
-        count: [1]; tiles in use.
-        request: [N].
-        first: [N]; position in the request of the tile's first query.
-        queries: [N]; of the tile.
+        Attributes:
+    count: [1]; used tiles.
+            request: [N].
+            first: [N]; request position where the tile's queries begin.
+            queries: [N]; queries in the tile.
     """
 
     count: jax.Array
@@ -164,19 +171,21 @@ class Tiles(NamedTuple):
 def plan_tiles(
     query_start: jax.Array, context_len: jax.Array, tokens: int, block_q: int, cores: int
 ) -> Tiles:
-    """The tiles of a batch: as many as any of so many tokens and requests needs.
+    """Plan a batch's tiles; their number suffices for any batch with these array sizes.
 
     Args:
         query_start: int32 [B + 1].
         context_len: int32 [B].
-        cores: the number of tiles is a multiple of it.
+        tokens: T.
+        block_q: maximum queries in a tile.
+        cores: divides the number of tiles.
     """
     requests = len(context_len)
-    most = max(1, min(tokens, tokens // block_q + requests))
-    tile = jnp.arange(-(-most // cores) * cores, dtype=jnp.int32)
+    max_tiles = max(1, min(tokens, tokens // block_q + requests))
+    tile = jnp.arange(-(-max_tiles // cores) * cores, dtype=jnp.int32)
     queries = jnp.diff(query_start)
-    ends = jnp.cumsum(_tiles(query_start, block_q))
-    request = jnp.minimum(owner(ends, tile), requests - 1)
+    ends = jnp.cumsum(_tiles_per_request(query_start, block_q))
+    request = jnp.minimum(segment_of(ends, tile), requests - 1)
     before = (tile - jnp.append(0, ends)[request]) * block_q  # of the request's queries
     first = (context_len - queries)[request] + before
     in_tile = jnp.clip(queries[request] - before, 0, block_q)
@@ -184,56 +193,68 @@ def plan_tiles(
 
 
 def gather_queries(
-    shape: Shape, q: jax.Array, query_start: jax.Array, context_len: jax.Array, tiles: Tiles
+    config: KernelConfig, q: jax.Array, query_start: jax.Array, context_len: jax.Array, tiles: Tiles
 ) -> jax.Array:
-    """Queries [T, H, D] in tiles [N, Hk, rows, lanes]; 0 or any query behind a tile's."""
+    """Gather queries [T, H, D] into tiles [N, Hk, rows, lanes]; unused rows are arbitrary."""
     queries = jnp.diff(query_start)
     before = tiles.first - (context_len - queries)[tiles.request]
-    token = (query_start[tiles.request] + before)[:, None] + jnp.arange(shape.block_q)
+    token = (query_start[tiles.request] + before)[:, None] + jnp.arange(config.block_q)
     picked = q.at[token].get(mode="clip")
-    picked = picked.reshape(*token.shape, shape.kv_heads, shape.group, shape.dim)
-    picked = picked.swapaxes(1, 2).reshape(len(token), shape.kv_heads, -1, shape.dim)
-    padding = ((0, shape.rows - picked.shape[2]), (0, shape.lanes - shape.dim))
+    picked = picked.reshape(*token.shape, config.kv_heads, config.group, config.head_dim)
+    picked = picked.swapaxes(1, 2).reshape(len(token), config.kv_heads, -1, config.head_dim)
+    padding = ((0, config.rows - picked.shape[2]), (0, config.lanes - config.head_dim))
     return jnp.pad(picked, ((0, 0), (0, 0), *padding))
 
 
 def scatter_results(
-    shape: Shape,
+    config: KernelConfig,
     out: jax.Array,
-    logs: jax.Array,
+    tile_lse: jax.Array,
     query_start: jax.Array,
     tokens: int,
     sinks: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Results [N, Hk, rows, lanes], the last D of which count, as [T, H, D], and LSE
-    [N, Hk, rows or more] as [T, H], with one more score of each head, if there are sinks [H].
-    Tokens of no request have 0, and -inf."""
+    """Scatter the tiles' results to tokens.
+
+    Args:
+        config: what the kernel was compiled for.
+        out: [N, Hk, rows, lanes]; the last D columns count.
+        tile_lse: [N, Hk, rows or more].
+        query_start: int32 [B + 1].
+        tokens: T.
+        sinks: [H], an additional score per head, or None.
+
+    Returns:
+        [T, H, D] and LSE [T, H]; 0 and -inf for tokens without a request.
+    """
     token = jnp.arange(tokens, dtype=jnp.int32)
-    whose = owner(query_start[1:], token)
-    known = whose < len(query_start) - 1
-    request = jnp.minimum(whose, len(query_start) - 2)
+    segment = segment_of(query_start[1:], token)
+    is_real = segment < len(query_start) - 1
+    request = jnp.minimum(segment, len(query_start) - 2)
     before = token - query_start[request]
-    tiles = jnp.cumsum(_tiles(query_start, shape.block_q)) - _tiles(query_start, shape.block_q)
-    place = tiles[request] * shape.block_q + before  # tiles of a request follow each other
-    rows = shape.block_q * shape.group
-    sizes = (len(out), shape.kv_heads, shape.block_q, shape.group)
-    heads = shape.kv_heads * shape.group
-    out = out[:, :, :rows, -shape.dim :].reshape(*sizes, shape.dim).swapaxes(1, 2)
-    out = out.reshape(-1, heads, shape.dim).at[place].get(mode="clip")
-    logs = logs[:, :, :rows].reshape(sizes).swapaxes(1, 2)
-    logs = logs.reshape(-1, heads).at[place].get(mode="clip")
-    none = jnp.logical_not(known)[:, None]
-    out, lse = jnp.where(none[..., None], 0, out), jnp.where(none, -jnp.inf, logs)
+    tiles = jnp.cumsum(_tiles_per_request(query_start, config.block_q)) - _tiles_per_request(
+        query_start, config.block_q
+    )
+    index = tiles[request] * config.block_q + before  # tiles of a request follow each other
+    rows = config.block_q * config.group
+    sizes = (len(out), config.kv_heads, config.block_q, config.group)
+    heads = config.kv_heads * config.group
+    out = out[:, :, :rows, -config.head_dim :].reshape(*sizes, config.head_dim).swapaxes(1, 2)
+    out = out.reshape(-1, heads, config.head_dim).at[index].get(mode="clip")
+    tile_lse = tile_lse[:, :, :rows].reshape(sizes).swapaxes(1, 2)
+    tile_lse = tile_lse.reshape(-1, heads).at[index].get(mode="clip")
+    is_padding = jnp.logical_not(is_real)[:, None]
+    out, lse = jnp.where(is_padding[..., None], 0, out), jnp.where(is_padding, -jnp.inf, tile_lse)
     if sinks is not None:
         total = jnp.logaddexp(lse, jnp.asarray(sinks, jnp.float32))
         out, lse = out * jnp.exp(lse - total)[..., None], total
-    return out.astype(shape.dtype), lse
+    return out.astype(config.dtype), lse
 
 
 def column_to_row(column: jax.Array) -> jax.Array:
-    """Numbers [rows, LANES], each in all lanes of its row, as [1, rows] in whole registers.
+    """Transpose [rows, LANES], equal in all lanes of a row, to [1, rows] in whole registers.
 
-    For use in kernels: a transpose by selection, which any number of rows has.
+    It is for kernels: a transpose by selection works for any number of rows.
     """
     parts = [
         jnp.sum(jnp.where(_diagonal(len(part)), part, 0), axis=0, keepdims=True)
@@ -243,7 +264,7 @@ def column_to_row(column: jax.Array) -> jax.Array:
 
 
 def row_to_column(row: jax.Array, rows: int) -> jax.Array:
-    """The reverse, of one register: [1, LANES] as [rows, 1]; rows <= LANES."""
+    """Transpose one register back: [1, LANES] to [rows, 1]; rows <= LANES."""
     spread = jnp.broadcast_to(row, (rows, LANES))
     return jnp.sum(jnp.where(_diagonal(rows), spread, 0), axis=1, keepdims=True)
 
@@ -253,11 +274,11 @@ def _diagonal(rows: int) -> jax.Array:
     return lax.broadcasted_iota(jnp.int32, shape, 0) == lax.broadcasted_iota(jnp.int32, shape, 1)
 
 
-def _tiles(query_start: jax.Array, block_q: int) -> jax.Array:
-    """Of each request."""
+def _tiles_per_request(query_start: jax.Array, block_q: int) -> jax.Array:
+    """Count each request's tiles."""
     return -(-jnp.diff(query_start) // block_q)
 
 
-def owner(ends: jax.Array, places: jax.Array) -> jax.Array:
-    """Whose each place is, of those that end at `ends`; len(ends) if nobody's."""
-    return jnp.searchsorted(ends, places, side="right", method="compare_all")
+def segment_of(ends: jax.Array, indices: jax.Array) -> jax.Array:
+    """Find each index's segment, for segments that end at `ends`; len(ends) if beyond the last."""
+    return jnp.searchsorted(ends, indices, side="right", method="compare_all")

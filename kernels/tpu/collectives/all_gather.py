@@ -1,22 +1,23 @@
-"""All-gather over the rings of a torus: every device gets what each one has.
+"""All-gather over the rings of a torus: every device gets all devices' rows.
 
     all_gather(x [m, ...]) -> [W m, ...]        lax.all_gather(x, axes, tiled=True)
 
-Protocol. A lane (ring.py) has part of the rows of every device's x. In one ring, hop s sends on
-what hop s - 1 brought, hop 0 the own part; a message is written to its place in the result:
+Protocol. A lane (ring.py) carries a part of each device's rows. In one ring, hop s forwards the
+data received in hop s - 1; hop 0 sends the device's own rows. A message is written to its final
+position in the result:
 
     4 devices, a lane that goes up, device 2:    hop 0 sends 2, hop 1 sends 1, hop 2 sends 0
 
-No place is written twice, so there are no credits, and a device runs as far ahead as it likes. Each
-hop has a receive semaphore of its own, for two messages that are under way must not be taken for
-each other; what has come is sent on from where it lies, and is never written again.
+No position is written twice, so no credits are needed, and a device may run ahead without limit.
+Each hop has its own receive semaphore, because two messages in flight must not be mistaken for each
+other. Received data is forwarded from its final position, and is never overwritten.
 
-Over several axes a lane goes round one ring after the other, and takes along in the second ring
-what it has gathered in the first one. There are two lanes, up and down, for each axis to begin
-with, so that at every moment both directions of all axes' links have traffic (bucket algorithm:
-Jain and Sabharwal 2010; "How to Scale Your Model", Austin et al. 2025, part 3).
+Over several axes, a lane goes round one ring after another, and carries in the second ring the data
+gathered in the first. Each axis begins two lanes, up and down. At every moment, all axes' links
+have traffic in both directions (bucket algorithm: Jain and Sabharwal 2010; "How to Scale Your
+Model", Austin et al. 2025, part 3).
 
-All is DMA from HBM to HBM by one core, of any size.
+One core issues DMAs from HBM to HBM, of any size.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from weft.kernels.tpu.collectives.ring import Lane, meet, split
+from weft.kernels.tpu.collectives.ring import Lane, choose_lanes, ring_barrier
 from weft.kernels.tpu.runtime.topology import Axes, Index, collective_id, names, size
 
-Place: TypeAlias = tuple[Index | pl.Slice, ...]
-"""Where in [*sizes, lanes] something lies: along axes that are done, everywhere."""
+Position: TypeAlias = tuple[Index | pl.Slice, ...]
+"""Index in [*sizes, lanes]; a slice over axes that are already gathered."""
 
 
 def all_gather(x: jax.Array, axes: Axes) -> jax.Array:
-    """Every device's rows, in the order of the devices.
+    """Gather every device's rows, in device order.
 
     Args:
         x: [m, ...], in `shard_map`.
-        axes: of the mesh; later ones are minor.
+        axes: mesh axes; later ones are minor.
 
     Returns:
         [W m, ...] for W devices.
@@ -51,7 +52,7 @@ def all_gather(x: jax.Array, axes: Axes) -> jax.Array:
     if devices == 1:
         return x
     order = tuple(name for name in names(axes) if size(name) > 1)
-    lanes = split(x.shape[0], lane_counts(order))
+    lanes = choose_lanes(x.shape[0], lane_counts(order))
     shard = x.reshape(lanes, x.shape[0] // lanes, -1)
     hbm = pl.BlockSpec(memory_space=pl.ANY)
     out = pl.pallas_call(
@@ -73,12 +74,12 @@ def all_gather(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def lane_counts(axes: tuple[str, ...]) -> tuple[int, ...]:
-    """How many lanes there may be, best first: both ways of each axis, one way, one."""
+    """List possible lane counts, best first: both ways on each axis, one way, one lane."""
     return (2 * len(axes), len(axes), 1)
 
 
 def semaphores(lanes: int, axes: tuple[str, ...]) -> list[pltpu.SemaphoreType]:
-    """What `Gather` has: for own rows; to send and to receive, one for each hop of each lane."""
+    """Return `Gather`'s semaphores: for own rows, and per hop and lane to send and to receive."""
     hops = sum(size(axis) - 1 for axis in axes)
     return [
         pltpu.SemaphoreType.DMA((lanes,)),
@@ -88,17 +89,18 @@ def semaphores(lanes: int, axes: tuple[str, ...]) -> list[pltpu.SemaphoreType]:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """How a lane goes round the axes.
+class Route:
+    """A lane's route round the axes.
 
     Attributes:
-        begin: the number of the axis that it begins with.
-        up: 0 up the axes, 1 down.
+        lane: the lane's index.
+        first_axis: index of its first axis.
+        down: 0 goes up the axes, 1 down.
     """
 
     lane: Index
-    begin: int
-    up: Index
+    first_axis: int
+    down: Index
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +108,8 @@ class Gather:
     """The all-gather inside a kernel.
 
     Attributes:
-        axes: each of more than one device.
-        core: that runs this, where each core has the lanes of one direction.
+        axes: axes with more than one device.
+        core: this core, if each core has the lanes in one direction.
         x: [lanes, h, C]; this device's rows.
         out: [*sizes, lanes, h, C].
         local: DMA semaphores [lanes].
@@ -124,34 +126,35 @@ class Gather:
 
     def run(
         self,
-        own: Callable[[Way], None] | None = None,
-        work: Callable[[Way, Place], None] | None = None,
+        on_own: Callable[[Route], None] | None = None,
+        on_received: Callable[[Route, Position], None] | None = None,
     ) -> None:
-        """Gather, and work meanwhile.
+        """Gather, and run callbacks meanwhile.
 
         Args:
-            own: what is done for the own rows of a lane, under its first message.
-            work: what is done with what has come, under the next message: where it is in `out`.
+            on_own: called with a route for a lane's own rows, during its first message.
+            on_received: called with a route and an index in `out` for received rows, during the
+                next message.
         """
         hops = self.send.shape[1]
-        self._each(lambda way: self._keep(way).start())
-        meet(self.axes, self.core)
-        self._each(lambda way: self._message(way, 0).start())
-        self._each(lambda way: self._keep(way).wait())  # a second ring sends it on, too
-        if own:
-            self._each(own)
+        self._each(lambda route: self._copy_own(route).start())
+        ring_barrier(self.axes, self.core)
+        self._each(lambda route: self._message(route, 0).start())
+        self._each(lambda route: self._copy_own(route).wait())  # a second ring sends it on, too
+        if on_own:
+            self._each(on_own)
 
         def step(hop: Index) -> None:
             @self._each
-            def _(way: Way) -> None:
-                self._message(way, hop - 1).wait_recv()
-                self._message(way, hop).start()
+            def _(route: Route) -> None:
+                self._message(route, hop - 1).wait_recv()
+                self._message(route, hop).start()
 
             @self._each
-            def _(way: Way) -> None:
-                if work:
-                    work(way, self._place(way, hop - 1, came=True))
-                self._message(way, hop - 1).wait_send()
+            def _(route: Route) -> None:
+                if on_received:
+                    on_received(route, self._position(route, hop - 1, received=True))
+                self._message(route, hop - 1).wait_send()
 
         if len(self.axes) == 1:
             pl.loop(1, hops)(step)
@@ -160,43 +163,49 @@ class Gather:
                 step(hop)
 
         @self._each
-        def _(way: Way) -> None:
-            self._message(way, hops - 1).wait()
-            if work:
-                work(way, self._place(way, hops - 1, came=True))
+        def _(route: Route) -> None:
+            self._message(route, hops - 1).wait()
+            if on_received:
+                on_received(route, self._position(route, hops - 1, received=True))
 
-    def _each(self, act: Callable[[Way], None]) -> None:
-        """Do something for each lane: both ways round, or one if the lanes are too few for that."""
+    def _each(self, action: Callable[[Route], None]) -> None:
+        """Call `action` for each lane's route."""
         lanes = self.x.shape[0]
         both = lanes == 2 * len(self.axes)
-        for begin in range(lanes // 2 if both else lanes):
+        for first_axis in range(lanes // 2 if both else lanes):
             if not both:
-                act(Way(begin, begin, 0))
+                action(Route(first_axis, first_axis, 0))
             elif self.core is not None:
-                act(Way(2 * begin + self.core, begin, self.core))
+                action(Route(2 * first_axis + self.core, first_axis, self.core))
             else:
-                pl.loop(0, 2)(lambda up, begin=begin: act(Way(2 * begin + up, begin, up)))
+                pl.loop(0, 2)(
+                    lambda down, first_axis=first_axis: action(
+                        Route(2 * first_axis + down, first_axis, down)
+                    )
+                )
 
-    def _keep(self, way: Way) -> pltpu.AsyncCopyDescriptor:
-        place = self.out.at[(*own_place(self.axes), way.lane)]
-        return pltpu.make_async_copy(self.x.at[way.lane], place, self.local.at[way.lane])
+    def _copy_own(self, route: Route) -> pltpu.AsyncCopyDescriptor:
+        position = self.out.at[(*own_position(self.axes), route.lane)]
+        return pltpu.make_async_copy(self.x.at[route.lane], position, self.local.at[route.lane])
 
-    def _message(self, way: Way, hop: Index) -> pltpu.AsyncCopyDescriptor:
-        """The DMA of a hop. To wait for it to be received is to wait for what comes meanwhile."""
-        place = self.out.at[self._place(way, hop, came=False)]
+    def _message(self, route: Route, hop: Index) -> pltpu.AsyncCopyDescriptor:
+        """Return a hop's DMA. Waiting for its receipt waits for the data that arrives in the same
+        hop.
+        """
+        position = self.out.at[self._position(route, hop, received=False)]
         first = isinstance(hop, int) and hop == 0
         return pltpu.make_async_remote_copy(
-            self.x.at[way.lane] if first else place,
-            place,
-            self.send.at[way.lane, hop],
-            self.receive.at[way.lane, hop],
-            device_id=Lane(self._at(way, hop)[0], way.up, None).next,
+            self.x.at[route.lane] if first else position,
+            position,
+            self.send.at[route.lane, hop],
+            self.receive.at[route.lane, hop],
+            device_id=Lane(self._hop_axis(route, hop)[0], route.down, None).next,
             device_id_type=pl.DeviceIdType.MESH,
         )
 
-    def _at(self, way: Way, hop: Index) -> tuple[str, Index, set[str]]:
-        """Of a hop: its axis, its number on that, and the axes that are done."""
-        order = self.axes[way.begin :] + self.axes[: way.begin]
+    def _hop_axis(self, route: Route, hop: Index) -> tuple[str, Index, set[str]]:
+        """Return a hop's axis, its number on that axis, and the axes gathered before."""
+        order = self.axes[route.first_axis :] + self.axes[: route.first_axis]
         if len(order) == 1:
             return order[0], hop, set()
         assert isinstance(hop, int)
@@ -206,18 +215,18 @@ class Gather:
             hop -= size(axis) - 1
         raise AssertionError("there is no such hop")
 
-    def _place(self, way: Way, hop: Index, *, came: bool) -> Place:
-        """Where in `out` the message of a hop lies that is sent, or that comes meanwhile."""
-        axis, number, done = self._at(way, hop)
-        where: list[Index | pl.Slice] = []
+    def _position(self, route: Route, hop: Index, *, received: bool) -> Position:
+        """Return the index in `out` of the rows sent in a hop, or received in it."""
+        axis, number, done = self._hop_axis(route, hop)
+        index: list[Index | pl.Slice] = []
         for name in self.axes:
             if name == axis:
-                where.append(Lane(axis, way.up, None).behind(number + int(came)))
+                index.append(Lane(axis, route.down, None).source(number + int(received)))
             else:
-                where.append(pl.ds(0, size(name)) if name in done else lax.axis_index(name))
-        return (*where, way.lane)
+                index.append(pl.ds(0, size(name)) if name in done else lax.axis_index(name))
+        return (*index, route.lane)
 
 
-def own_place(axes: tuple[str, ...]) -> tuple[Index, ...]:
-    """This device's place among the devices of the axes."""
+def own_position(axes: tuple[str, ...]) -> tuple[Index, ...]:
+    """Return this device's index along each axis."""
     return tuple(lax.axis_index(axis) for axis in axes)

@@ -1,14 +1,14 @@
-"""All-reduce over a ring: what the devices have is added, and each gets all of the sum.
+"""All-reduce over a ring: each device gets the sum over all devices.
 
     all_reduce(x [M, ...]) -> [M, ...]        lax.psum(x, axis)
 
-Protocol. First the sums of sums.py, whose results go to their places in the
-result of this; then the all-gather of all_gather.py, from there. Both in one kernel, behind one
-barrier, and a lane of a device goes over to the second part when its own sum is made, whatever the
-others do. That is safe: the first part writes to the neighbours' buffer and to the own place of the
-result, the second one to the other places, each once, with semaphores of its own.
+Protocol. First the sums of sums.py, written to their final positions in the result; then the
+all-gather of all_gather.py, from there. Both run in one kernel, behind one barrier. A lane starts
+its second part once its own sum is done, whatever the other devices do. That is safe. The first
+part writes to the neighbours' buffer and to the own position in the result. The second part writes
+to the other positions, each once. Each part has its own semaphores.
 
-Over several axes: reduce_scatter, then all_gather, which both use the links of all axes at once.
+Over several axes: reduce_scatter, then all_gather, which both use all axes' links at once.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ from jax.experimental.pallas import tpu as pltpu
 
 from weft.kernels.tpu.collectives.all_gather import all_gather
 from weft.kernels.tpu.collectives.reduce_scatter import reduce_scatter
-from weft.kernels.tpu.collectives.ring import Lane, Lanes, grid, semaphores, split, this_core
-from weft.kernels.tpu.collectives.sums import LANES, reduce_chunks
+from weft.kernels.tpu.collectives.ring import Lane, Lanes, choose_lanes, grid, semaphores, this_core
+from weft.kernels.tpu.collectives.sums import LANE_COUNTS, reduce_chunks
 from weft.kernels.tpu.runtime.topology import Axes, Index, collective_id, names, size
 
 
 def all_reduce(x: jax.Array, axes: Axes, *, slots: int = 2) -> jax.Array:
-    """Add x over the devices of the axes.
+    """Sum x over the devices along the axes.
 
     Args:
-        x: any shape, in `shard_map`. Its numbers are dealt out to the devices; if their number is
-            no multiple of the devices', zeros are added.
-        axes: of the mesh.
-        slots: messages that a device may be ahead of the next one, at least 2.
+        x: any shape, in `shard_map`. Its elements are split over the devices; zeros pad them to a
+            multiple.
+        axes: mesh axes.
+        slots: maximum number of messages by which a device may be ahead of the next one, at least
+            2.
 
     Returns:
         x's shape and dtype: added in float32, rounded at each hop.
 
     Raises:
-        ValueError: `slots` is less.
+        ValueError: `slots` is less than 2.
     """
     if slots < 2:
         raise ValueError(f"slots is {slots}; it must be at least 2")
@@ -55,8 +56,8 @@ def all_reduce(x: jax.Array, axes: Axes, *, slots: int = 2) -> jax.Array:
 
 
 def _rows(x: jax.Array, devices: int) -> jax.Array:
-    """x as [M, C] whose rows can be dealt out: as it is, or else in rows of 128 numbers."""
-    unit = devices * LANES[0]
+    """Reshape x to [M, C] with rows that can be split: unchanged if possible, else rows of 128."""
+    unit = devices * LANE_COUNTS[0]
     if x.ndim > 1 and x.shape[0] % unit == 0:
         return x.reshape(x.shape[0], -1)
     flat = x.reshape(-1)
@@ -66,7 +67,7 @@ def _rows(x: jax.Array, devices: int) -> jax.Array:
 def _over_one(x: jax.Array, axis: str, slots: int) -> jax.Array:
     devices = size(axis)
     m = x.shape[0] // devices
-    lanes = split(m, LANES)
+    lanes = choose_lanes(m, LANE_COUNTS)
     chunks = x.reshape(devices, lanes, m // lanes, -1)
     hops = devices - 1
     slots = min(slots, hops)
@@ -112,14 +113,14 @@ def _kernel(
     axis: str,
 ) -> None:
     lanes = Lanes(axis, this_core(), send, receive, credit)
-    lanes.meet()
+    lanes.barrier()
     reduce_chunks(x, out.at[lax.axis_index(axis)], buffer, lanes)
 
     def message(lane: Lane, hop: Index) -> pltpu.AsyncCopyDescriptor:
-        place = out.at[lane.behind(hop), lane.index]
+        position = out.at[lane.source(hop), lane.index]
         return pltpu.make_async_remote_copy(
-            place,
-            place,
+            position,
+            position,
             gather_send.at[lane.index, hop],
             gather_receive.at[lane.index, hop],
             device_id=lane.next,

@@ -1,12 +1,12 @@
-"""All-to-all: every device has a part for every device.
+"""All-to-all: every device sends one part to every device.
 
     all_to_all(x [W, ...]) -> [W, ...]        lax.all_to_all(x, axes, 0, 0)
 
-Protocol. Device d sends x[p] to device p, where it becomes row d. All W - 1 DMAs are under way at
-once, to the devices 1, 2, ... steps further first in all of them, so that no device is everybody's
-first; ICI routes them over the torus. Each place is written once, and the DMA of step i has send
-and receive semaphores i; what a device receives in step i comes from i steps before it. The
-barrier is with all devices, for all of them write here.
+Protocol. Device d sends x[p] to device p, as row d. All W - 1 DMAs are in flight at once. Every
+device starts with the device 1 step further, then 2 steps, and so on, so that no device is
+everybody's first target; ICI routes them over the torus. Each row is written once. The DMA in step
+i uses send and receive semaphores i, and the data received in step i comes from i steps before. The
+barrier is with all devices, because all of them write here.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def all_to_all(x: jax.Array, axes: Axes) -> jax.Array:
 
     Args:
         x: [W, ...] for W devices, in `shard_map`.
-        axes: of the mesh; later ones are minor in the numbers of devices.
+        axes: mesh axes; later ones are minor in the devices' order.
 
     Returns:
         [W, ...]; row p is from device p.
 
     Raises:
-        ValueError: x has another number of parts.
+        ValueError: x does not have W parts.
     """
     order = names(axes)
     devices = size(order)
@@ -40,7 +40,7 @@ def all_to_all(x: jax.Array, axes: Axes) -> jax.Array:
         )
     if devices == 1:
         return x
-    # [W, rows, columns]: DMAs take whole tiles of the last two
+    # [W, rows, columns], because DMAs move whole tiles of the last two dimensions.
     parts = x.reshape(devices, x.shape[1] if x.ndim > 2 else 1, -1)
     hbm = pl.BlockSpec(memory_space=pl.ANY)
     out = pl.pallas_call(
@@ -66,7 +66,7 @@ def all_to_all(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def device(axes: tuple[str, ...], number: Index) -> dict[str, Index]:
-    """Where on the axes the device of a number is."""
+    """Return a device's coordinates on the axes."""
     where: dict[str, Index] = {}
     for axis in reversed(axes):
         where[axis] = lax.rem(number, size(axis))
@@ -75,7 +75,7 @@ def device(axes: tuple[str, ...], number: Index) -> dict[str, Index]:
 
 
 def number(axes: tuple[str, ...]) -> jax.Array:
-    """This device's number."""
+    """Return this device's number."""
     return lax.axis_index(axes)
 
 

@@ -1,14 +1,14 @@
-"""Permute: every device sends what it has to a neighbour on a ring.
+"""Permute: every device sends its data to a neighbour on a ring.
 
     permute(x, axis, 1)        lax.ppermute(x, axis, [(i, (i + 1) % W) for i in range(W)])
 
-Protocol. One DMA from HBM to HBM, of any size, in a few parts that go at once.
+Protocol. DMAs from HBM to HBM, of any size, in a few parts in flight at once.
 
-Barrier. Only who sends to this device must know that it is here: it signals the device before it,
-and waits for the one after it. A device may leave while others have not met yet, so the rule of
-topology.py does not hold, and each axis and direction has a barrier semaphore of its own. With that
-the count is never mistaken: the device after this one signals again only in its next call, which
-it enters after it has got this call's data, which is sent after this call's wait.
+Barrier. Only the sender to this device must know that it is ready. So a device signals the device
+before it, and waits for the device after it. It may exit before others have met. The rule in
+topology.py therefore does not hold, and each axis and direction has its own barrier semaphore. With
+it, the count is never mistaken. The device after this one signals again only in its next call. It
+enters that call after receiving this call's data, and this data is sent after this call's wait.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from weft.kernels.tpu.collectives.ring import split
+from weft.kernels.tpu.collectives.ring import choose_lanes
 from weft.kernels.tpu.runtime.topology import PERMUTES, along, barrier, size
 
 PARTS = (4, 2, 1)
 
 
 def permute(x: jax.Array, axis: str, direction: int = 1) -> jax.Array:
-    """What the device before this one on the axis has.
+    """Return the data of the device before this one on the axis.
 
     Args:
         x: any shape, in `shard_map`.
-        axis: of the mesh.
-        direction: 1, every device sends to the one after it, or -1, to the one before it.
+        axis: mesh axis.
+        direction: 1 sends to the device after, -1 to the device before.
 
     Returns:
         x's shape and dtype.
 
     Raises:
-        ValueError: the direction is none.
+        ValueError: the direction is neither.
     """
     if direction not in (1, -1):
         raise ValueError(f"direction is {direction}; it must be 1 or -1")
     if size(axis) == 1:
         return x
     rows = x.reshape(x.shape[0] if x.ndim else 1, -1)
-    parts = split(rows.shape[0], PARTS)
+    parts = choose_lanes(rows.shape[0], PARTS)
     hbm = pl.BlockSpec(memory_space=pl.ANY)
     mesh = jax.sharding.get_abstract_mesh().axis_names
     out = pl.pallas_call(

@@ -1,11 +1,11 @@
-"""Reduce-scatter over a ring: what the devices have is added, and each keeps its part of the sum.
+"""Reduce-scatter over a ring: the devices' data is summed, and each device keeps its part.
 
     reduce_scatter(x [M, ...]) -> [M / W, ...]        lax.psum_scatter(x, axis, tiled=True)
 
-Protocol. The rows of x are W chunks; their sums go round a ring as sums.py says. Numbers travel in
+Protocol. The rows of x are W chunks, and their sums go round a ring as in sums.py. Data travels in
 x's dtype: each hop adds in float32 and rounds once.
 
-Over two axes both are used at once (torus.py); over three, the first and then the two others.
+Two axes are used at once (torus.py). With three, the first axis comes before the other two.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from weft.kernels.tpu.collectives import torus
-from weft.kernels.tpu.collectives.ring import Lanes, grid, semaphores, split, this_core
-from weft.kernels.tpu.collectives.sums import LANES, reduce_chunks
+from weft.kernels.tpu.collectives.ring import Lanes, choose_lanes, grid, semaphores, this_core
+from weft.kernels.tpu.collectives.sums import LANE_COUNTS, reduce_chunks
 from weft.kernels.tpu.runtime.topology import Axes, collective_id, names, size
 
 
 def reduce_scatter(x: jax.Array, axes: Axes, *, slots: int = 2) -> jax.Array:
-    """Add x over the devices of the axes; each gets its rows of the sum.
+    """Sum x over the devices along the axes; each gets its rows.
 
     Args:
-        x: [M, ...], in `shard_map`; M is a multiple of the number of devices W.
-        axes: of the mesh; later ones are minor in the order of rows.
-        slots: messages that a device may be ahead of the next one, at least 2.
+        x: [M, ...], in `shard_map`; the number of devices W divides M.
+        axes: mesh axes; later ones are minor in the rows' order.
+        slots: maximum number of messages by which a device may be ahead of the next one, at least
+            2.
 
     Returns:
         [M / W, ...].
 
     Raises:
-        ValueError: M or `slots` is none of these.
+        ValueError: W does not divide M, or `slots` is less than 2.
     """
     devices = size(axes)
     if x.shape[0] % devices:
@@ -40,7 +41,7 @@ def reduce_scatter(x: jax.Array, axes: Axes, *, slots: int = 2) -> jax.Array:
     if slots < 2:
         raise ValueError(f"slots is {slots}; it must be at least 2")
     order = [axis for axis in names(axes) if size(axis) > 1]
-    if len(order) == 2 and x.shape[0] // devices % torus.LANES == 0:
+    if len(order) == 2 and x.shape[0] // devices % torus.NUM_LANES == 0:
         part = torus.over_two(x.reshape(x.shape[0], -1), order, slots=slots)
         return part.reshape(-1, *x.shape[1:])
     if not order:
@@ -51,7 +52,7 @@ def reduce_scatter(x: jax.Array, axes: Axes, *, slots: int = 2) -> jax.Array:
 def _over_one(x: jax.Array, axis: str, slots: int) -> jax.Array:
     devices = size(axis)
     m = x.shape[0] // devices
-    lanes = split(m, LANES)
+    lanes = choose_lanes(m, LANE_COUNTS)
     chunks = x.reshape(devices, lanes, m // lanes, -1)
     hops = devices - 1
     slots = min(slots, hops)
@@ -89,5 +90,5 @@ def _kernel(
     axis: str,
 ) -> None:
     lanes = Lanes(axis, this_core(), *refs)
-    lanes.meet()
+    lanes.barrier()
     reduce_chunks(x, out, buffer, lanes)

@@ -1,20 +1,20 @@
-"""Sums that go round a ring: what reduce-scatters and all-reduces are made of.
+"""Sums that go round a ring: the basis of reduce-scatter and all-reduce.
 
-The chunks of all devices are dealt out to lanes (ring.py). In a lane that goes up, the sum of chunk
-c begins at device c + 1 and goes once round, to end at device c:
+Protocol. Each device's chunks are split over lanes (ring.py). In a lane that goes up, the sum of
+chunk c begins at device c + 1, goes round once, and ends at device c:
 
-    message 0       x[c], of the device after c
-    message s > 0   what message s - 1 brought, to which the device has added its own x[c]: in the
-                    slot where it came, which is then the source of the DMA
-    the end         what message W - 2 brought, plus the own x[c], is the result
+    message 0       x[c] on the device after c
+    message s > 0   message s - 1 plus the device's own x[c], added in the slot where it arrived;
+                    that slot is then the DMA's source
+    the end         message W - 2 plus the own x[c] is the result
 
-A slot's credit is given when the DMA out of it is complete (`wait_send`); until then nobody writes
-to it. A lane takes message s, and before it adds, waits until message s is out of its hands and
-gives the credit of s - 1: so it waits for a credit only of devices that wait for none of a later
-message, and with at least two slots there is no ring of waits.
+A slot's credit is given when the DMA out of it is complete (`wait_send`); until then, nobody writes
+to it. Before a lane adds to message s, it waits until it has received it and has sent its own, and
+gives the credit of s - 1. It therefore waits for a credit only from devices that wait for no later
+message. With at least two slots, waits never form a cycle.
 
-What is added is in HBM, and goes through VMEM in a nested pipeline, while the messages of the other
-lanes travel.
+The terms are in HBM and go through VMEM in a nested pipeline, while the other lanes' messages
+travel.
 """
 
 from __future__ import annotations
@@ -30,24 +30,28 @@ from weft.kernels.tpu.collectives.ring import Lane, Lanes
 from weft.kernels.tpu.runtime.pipeline import add
 from weft.kernels.tpu.runtime.topology import Index
 
-LANES = (4, 2, 1)
-"""To choose from; two in each direction, so that one adds while another one's message travels."""
+LANE_COUNTS = (4, 2, 1)
+"""Possible lane counts; with two lanes per direction, one adds while the other's message travels.
+"""
 
 
 def reduce_chunks(x: jax.Ref, out: jax.Ref, buffer: jax.Ref, lanes: Lanes) -> None:
-    """All that is behind the barrier.
+    """Run the whole reduction after the barrier.
 
     Args:
         x: [W, lanes, h, C] in HBM.
         out: [lanes, h, C].
-        buffer: [slots, lanes, h, C], into which the neighbours write.
+        buffer: [slots, lanes, h, C], written by the neighbours.
+        lanes: the ring.
     """
     ring = reduce(
         buffer,
         lanes,
         out,
         begin=lambda lane, chunk: x.at[chunk, lane.index],
-        accumulate=lambda lane, chunk, came, total: add(came, x.at[chunk, lane.index], total),
+        accumulate=lambda lane, chunk, received, total: add(
+            received, x.at[chunk, lane.index], total
+        ),
     )
     for _ in ring:
         pass
@@ -62,15 +66,16 @@ def reduce(
     accumulate: Callable[[Lane, jax.Array, jax.Ref, jax.Ref], None],
     unrolled: bool = False,
 ) -> Iterator[None]:
-    """Send sums round the ring, as far as one hop for each `next`.
+    """Send sums round the ring, one hop for each `next`.
 
     Args:
-        buffer: [slots, lanes, h, C], into which the neighbours write.
-        out: [lanes, h, C], where the sums go; a lane's is written last.
-        begin: where this device's part of a chunk is, which begins the sum.
-        accumulate: (lane, chunk, came, total): total = came + this device's part of the chunk.
-            `total` is `came` or the lane's of `out`.
-        unrolled: stop after each hop, so that another ring takes turns; else after the first.
+        buffer: [slots, lanes, h, C], written by the neighbours.
+        lanes: the ring.
+        out: [lanes, h, C], the final sums; a lane's part is written last.
+        begin: returns this device's part of a chunk, which begins the sum.
+        accumulate: (lane, chunk, received, total): total = received + this device's part of the
+            chunk. `total` is `received` or the lane's part of `out`.
+        unrolled: pause after each hop, so that rings alternate; otherwise only after the first.
     """
     slots = buffer.shape[0]
     hops = int(lax.axis_size(lanes.axis)) - 1
@@ -83,15 +88,15 @@ def reduce(
 
     @lanes.each
     def _(lane: Lane) -> None:
-        lane.message(0, begin(lane, lane.behind(1)), slot(lane, 0)).start()
+        lane.message(0, begin(lane, lane.source(1)), slot(lane, 0)).start()
 
     def step(hop: Index) -> None:
         @lanes.each
         def _(lane: Lane) -> None:
             message(lane, hop - 1).wait()
             lane.give_credit(hop - 2)
-            came = slot(lane, hop - 1)
-            accumulate(lane, lane.behind(hop + 1), came, came)
+            received = slot(lane, hop - 1)
+            accumulate(lane, lane.source(hop + 1), received, received)
             lane.take_credit(hop)
             message(lane, hop).start()
 

@@ -1,21 +1,21 @@
-"""Reduce-scatter over two axes of a torus at once, of sums or of products.
+"""Reduce-scatter over two torus axes at once, for sums or for products.
 
     over_two(x [M, K], axes) -> [M / W, K]                lax.psum_scatter(x, axes, tiled=True)
     over_two(x [M, K], axes, w [K, N]) -> [M / W, N]      lax.psum_scatter(x @ w, axes, tiled=True)
 
-Protocol. Half of the rows of each chunk are added round the rings of the first axis, and what is
-left round those of the second one; the other half the other way about. So at every moment all four
-links of a chip carry traffic, and there are (Wx - 1) + (Wy - 1) hops: the latency variant.
+Protocol. One half of each chunk's rows is summed round the first axis's rings, and the result round
+the second's rings; the other half uses them in reverse order. A chip's four links therefore always
+carry traffic, and there are (Wx - 1) + (Wy - 1) hops: the latency variant.
 
-Each half has two lanes, up and down, in each of its two rings, and goes round by sums.py. In the
-first ring a chunk is the rows of all devices of the other axis, in the second one device's:
+Each half has two lanes, up and down, in each of its two rings, and goes round as in sums.py. In the
+first ring, a chunk is all devices' rows on the other axis; in the second, one device's rows:
 
     first half     ring of x: messages [Wy, h, N]     ring of y: messages [h, N]
     second half    ring of y: messages [Wx, h, N]     ring of x: messages [h, N]
 
-Every ring has buffers and semaphores of its own, so that a half may go over to its second ring
-while neighbours are in their first. The hops of the halves take turns. With megacore each core has
-the lanes of one direction.
+Every ring has its own buffers and semaphores, so a half may start its second ring while neighbours
+are still in their first. The halves' hops alternate. With megacore, each core has the lanes in one
+direction.
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from weft.kernels.tpu.collectives.ring import Lane, Lanes, grid, meet, semaphores, this_core
+from weft.kernels.tpu.collectives.ring import Lane, Lanes, grid, ring_barrier, semaphores, this_core
 from weft.kernels.tpu.collectives.sums import reduce
 from weft.kernels.tpu.runtime.pipeline import SUBLANES, add, multiply, tiles
 from weft.kernels.tpu.runtime.topology import Index, collective_id, size
 
-LANES = 4
-"""Two for each half of the rows."""
+NUM_LANES = 4
+"""Two lanes for each half."""
 
 
 def over_two(
     x: jax.Array, axes: Sequence[str], w: jax.Array | None = None, *, slots: int = 2
 ) -> jax.Array:
-    """Add x, or x @ w, over the devices of two axes; each gets its rows of the sum.
+    """Sum x, or x @ w, over the devices on two axes; each gets its rows.
 
     Args:
-        x: [M, K], in `shard_map`; M is a multiple of 4 W for W devices.
-        axes: of more than one device each; the second one is minor in the order of rows.
+        x: [M, K], in `shard_map`; 4 W divides M, for W devices.
+        axes: two axes with more than one device each; the second one is minor in the rows' order.
         w: [K, N], or None.
-        slots: messages that a device may be ahead of the next one, at least 2.
+        slots: maximum number of messages by which a device may be ahead of the next one, at least
+            2.
 
     Returns:
         [M / W, N] in x's dtype.
@@ -56,7 +57,7 @@ def over_two(
     weights = () if w is None else (w,)
     (rows, k), n = x.shape, x.shape[1] if w is None else w.shape[1]
     m = rows // devices
-    h = m // LANES
+    h = m // NUM_LANES
     free = [min(slots, count - 1) for count in sizes]
     shapes: list[tuple[int, ...]] = [(2, 2, h, n)]
     for first, second in ((0, 1), (1, 0)):  # the axes of a half's rings
@@ -69,7 +70,7 @@ def over_two(
     hbm = pl.BlockSpec(memory_space=pl.ANY)
     out, *_ = pl.pallas_call(
         lambda *refs: _kernel(*refs, axes=tuple(axes), product=bool(weights)),
-        grid=grid(LANES),
+        grid=grid(NUM_LANES),
         in_specs=[hbm] * (1 + len(weights)),
         out_specs=[hbm] * len(shapes),
         out_shape=[jax.ShapeDtypeStruct(shape, x.dtype) for shape in shapes],
@@ -82,23 +83,27 @@ def over_two(
         ),
         cost_estimate=pl.CostEstimate(
             flops=(2 * rows * n * k if weights else 0) + hops * m * n,
-            bytes_accessed=x.nbytes + 5 * sent + sum(LANES * devices * w.nbytes for w in weights),
+            bytes_accessed=x.nbytes
+            + 5 * sent
+            + sum(NUM_LANES * devices * w.nbytes for w in weights),
             transcendentals=0,
             remote_bytes_transferred=sent,
         ),
         name="matmul_reduce_scatter_torus" if weights else "reduce_scatter_torus",
-    )(x.reshape(*sizes, LANES, h, k), *weights)
+    )(x.reshape(*sizes, NUM_LANES, h, k), *weights)
     return out.reshape(m, n)
 
 
 def _kernel(*refs: jax.Ref, axes: tuple[str, ...], product: bool) -> None:
-    """One program for each core.
+    """Run one program per core.
 
     Args:
-        refs: x [Wx, Wy, 4, h, K]; w [K, N] if there is a product; out [2, 2, h, N], by half; of
-            each half its parts [2, W', h, N], W' devices in its second ring, and the buffers of
-            its rings, [slots, 2, W', h, N] and [slots, 2, h, N]; a float32 tile of the product;
-            and of the rings of each half the semaphores of `Lanes`.
+        refs: x [Wx, Wy, 4, h, K]; w [K, N] for products; out [2, 2, h, N], by half; for each half
+            its partial sums [2, W', h, N] (W' devices in its second ring) and its rings' buffers,
+            [slots, 2, W', h, N] and [slots, 2, h, N]; a float32 product tile; and for each half's
+            rings the `Lanes` semaphores.
+        axes: the two axes.
+        product: whether there is a w.
     """
     x, *rest = refs
     w = rest.pop(0) if product else None
@@ -108,28 +113,28 @@ def _kernel(*refs: jax.Ref, axes: tuple[str, ...], product: bool) -> None:
         Lanes(axes[axis], core, *rest[8 + 3 * i : 11 + 3 * i])
         for i, axis in enumerate((0, 1, 1, 0))
     ]
-    meet(axes, core)
+    ring_barrier(axes, core)
 
     def run(half: int) -> Iterator[None]:
         parts, first_buffer, second_buffer = halves[half]
 
         def rows(lane: Lane, chunk: Index) -> jax.Ref:
             every = pl.ds(0, parts.shape[1])
-            where = (chunk, every) if half == 0 else (every, chunk)
-            return x.at[(*where, 2 * half + lane.index)]
+            index = (chunk, every) if half == 0 else (every, chunk)
+            return x.at[(*index, 2 * half + lane.index)]
 
         def begin(lane: Lane, chunk: jax.Array) -> jax.Ref:
             if w is None:
                 return rows(lane, chunk)
-            made = parts.at[lane.index]  # which is written again only at the end
-            multiply(rows(lane, chunk), w, made, accumulator)
-            return made
+            partial = parts.at[lane.index]  # which is written again only at the end
+            multiply(rows(lane, chunk), w, partial, accumulator)
+            return partial
 
-        def accumulate(lane: Lane, chunk: jax.Array, came: jax.Ref, total: jax.Ref) -> None:
+        def accumulate(lane: Lane, chunk: jax.Array, received: jax.Ref, total: jax.Ref) -> None:
             if w is None:
-                add(came, rows(lane, chunk), total)
+                add(received, rows(lane, chunk), total)
             else:
-                multiply(rows(lane, chunk), w, total, accumulator, plus=came)
+                multiply(rows(lane, chunk), w, total, accumulator, plus=received)
 
         yield from reduce(
             first_buffer,
@@ -144,8 +149,8 @@ def _kernel(*refs: jax.Ref, axes: tuple[str, ...], product: bool) -> None:
             lanes[2 * half + 1],
             out.at[half],
             begin=lambda lane, chunk: parts.at[lane.index, chunk],
-            accumulate=lambda lane, chunk, came, total: add(
-                came, parts.at[lane.index, chunk], total
+            accumulate=lambda lane, chunk, received, total: add(
+                received, parts.at[lane.index, chunk], total
             ),
             unrolled=True,
         )

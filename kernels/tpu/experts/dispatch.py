@@ -1,25 +1,26 @@
-"""Tokens to the devices of their experts, and back: rows by DMA, each once to a device.
+"""Sends tokens to their experts' devices, and results back: each row by one DMA, once per device.
 
     moe_dispatch(x [T, K], expert ids [T, k]) -> rows by expert, routing
     moe_combine(outputs by expert, weights [T, k], routing) -> [T, K]
 
-Devices have E / W experts each, in order. Expert ids are few: all devices get all of them from
-XLA's all-gather, and work out for themselves who sends what to whom, in which order, so that
-messages are rows and nothing else, and nobody asks how many will come.
+Each device has E / W consecutive experts. Expert ids are small, so XLA's all-gather sends all of
+them to all devices. Each device then computes who sends which rows to whom, in which order.
+Messages are thus rows and nothing else, and nobody asks for counts.
 
-Protocol of `exchange`. Device d sends its j-th row for device p straight from where it lies to row
-[d, j] of p's buffer: a DMA for each row, all under way at once. Rows of step i, to the device i
-further, have send and receive semaphores i, which count bytes: the receiver waits for as many rows
-as it has worked out. Each place is written once, so there are no credits; rows that nobody sends
-are not written and not read. The barrier is with all devices, for all of them write here. A device
-to which some send nothing would not know that they have passed it, as the rule of topology.py
-wants; so each tells all, behind the barrier, and waits for all at the end.
+Protocol of `_exchange`. Device d sends its j-th row for device p straight from its place in x to
+row [d, j] of p's buffer: one DMA per row, all in flight at once. Rows in step i, to the device i
+steps further, use send and receive semaphores i. These count bytes, and the receiver waits for the
+computed number of rows. Each buffer row is written once, so no credits are needed. Unsent rows are
+neither written nor read. The barrier is with all devices, because all of them write here. A device
+that receives nothing from some devices would not know that they have passed the barrier, as the
+rule in topology.py requires. Each device therefore signals all others after the barrier, and waits
+for all such signals at the end.
 
-`moe_combine` weighs and adds, on each device, what its own experts have made of a token, and so
-sends one row back for each that came, by the same kernel the other way about. The token's device
-adds the rows of at most min(k, W) devices, in float32.
+In `moe_combine`, each device weights and adds its own experts' outputs for a token. It sends one
+row back for each received row, by the same kernel in reverse. The token's device adds the rows from
+at most min(k, W) devices, in float32.
 
-A row is [K / 128, 128] here: a DMA of part of the rows of a [T, K] array would cut its tiles.
+A row is [K / 128, 128] here, because a DMA of single rows in a [T, K] array would cut its tiles.
 """
 
 from __future__ import annotations
@@ -39,45 +40,44 @@ LANES = 128
 
 
 class Routing(NamedTuple):
-    """Who sends what, for one call of `moe_dispatch`; of `T` tokens on each of W devices.
+    """Routing of one `moe_dispatch` call, with T tokens on each of W devices.
 
     Attributes:
-        order: int32 [W, T]; this device's tokens in the order in which they are sent to each
-            device.
-        sent: int32 [W]; how many of them are.
-        came: int32 [W]; how many rows have come from each device.
-        place: int32 [W, T, k]; the row of the result, by expert, of choice k of the T rows that
-            came from each device; beyond the rows where the choice is another device's expert.
-        choice: int32 [W, T]; which token of the sender each row that came is.
+        order: int32 [W, T]; this device's tokens, in sending order for each device.
+        sent: int32 [W]; number of rows sent to each device.
+        received: int32 [W]; number of rows received from each device.
+        row: int32 [W, T, k]; row of the result, by expert, for choice k of the T rows received from
+            each device; beyond the last row if the expert is on another device.
+        token: int32 [W, T]; the sender's token for each received row.
         offsets: int32 [E / W + 1].
     """
 
     order: jax.Array
     sent: jax.Array
-    came: jax.Array
-    place: jax.Array
-    choice: jax.Array
+    received: jax.Array
+    row: jax.Array
+    token: jax.Array
     offsets: jax.Array
 
 
 def moe_dispatch(
     x: jax.Array, expert_ids: jax.Array, experts: int, axes: Axes
 ) -> tuple[jax.Array, Routing]:
-    """Tokens at the devices of their experts.
+    """Send tokens to their experts' devices.
 
     Args:
         x: [T, K], in `shard_map`; K is a multiple of 128.
-        expert_ids: int32 [T, k], no two alike in a row; those not in [0, experts) go nowhere.
+        expert_ids: int32 [T, k], without duplicates in a row; ids outside [0, experts) go nowhere.
         experts: E, a multiple of the number of devices W.
-        axes: of the mesh; later ones are minor in the numbers of devices.
+        axes: mesh axes; later ones are minor in the devices' order.
 
     Returns:
-        [R, K] with R = W T min(k, E / W), all that could come: this device's experts have the rows
-        offsets[e]:offsets[e + 1], in the order of the devices and their tokens, and 0 follows; and
-        what `moe_combine` and `grouped_matmul` need.
+        [R, K] with R = W T min(k, E / W), the maximum: this device's experts have the rows
+            offsets[e]:offsets[e + 1], ordered by device and token, followed by zeros;
+        and the routing for `moe_combine` and `grouped_matmul`.
 
     Raises:
-        ValueError: shapes or `experts` do not fit.
+        ValueError: shapes or `experts` do not match.
     """
     tokens, k = expert_ids.shape
     devices = size(axes)
@@ -89,11 +89,11 @@ def moe_dispatch(
     if experts % devices:
         raise ValueError(f"experts is {experts}; it must be a multiple of {devices} devices")
     routing = _routing(expert_ids, experts, axes)
-    rows = _exchange(x, routing.order, routing.sent, routing.came, axes)
+    rows = _exchange(x, routing.order, routing.sent, routing.received, axes)
     limit = devices * tokens * min(k, experts // devices)
     source = jnp.arange(devices * tokens, dtype=jnp.int32)[:, None]
     inverse = jnp.zeros(limit, jnp.int32)
-    inverse = inverse.at[routing.place.reshape(-1, k)].set(
+    inverse = inverse.at[routing.row.reshape(-1, k)].set(
         jnp.broadcast_to(source, (devices * tokens, k)), mode="drop"
     )
     real = jnp.arange(limit) < routing.offsets[-1]
@@ -102,30 +102,32 @@ def moe_dispatch(
 
 
 def moe_combine(y: jax.Array, weights: jax.Array, routing: Routing, axes: Axes) -> jax.Array:
-    """The experts' outputs times the router's weights, added by token.
+    """Sum the experts' outputs times the router's weights, for each token.
 
     Args:
-        y: [R, K]; of the rows that `moe_dispatch` has given. What is behind them is not looked at.
+        y: [R, K]; outputs for the rows from `moe_dispatch`; later rows are ignored.
         weights: float [T, k].
-        routing: of that call.
-        axes: of that call.
+        routing: from the same call.
+        axes: of the same call.
 
     Returns:
-        [T, K] in y's dtype, in which rows travel; added in float32.
+        [T, K] in y's dtype, which rows travel in; added in float32.
     """
-    devices, tokens, k = routing.place.shape
-    everyone = lax.all_gather(weights.astype(jnp.float32), names(axes)).reshape(devices, tokens, k)
-    mine = jnp.take_along_axis(everyone, routing.choice[..., None], axis=1)  # of the rows that came
-    here = routing.place < y.shape[0]
+    devices, tokens, k = routing.row.shape
+    gathered = lax.all_gather(weights.astype(jnp.float32), names(axes)).reshape(devices, tokens, k)
+    row_weights = jnp.take_along_axis(
+        gathered, routing.token[..., None], axis=1
+    )  # for received rows
+    here = routing.row < y.shape[0]
     sums = jnp.zeros((devices, tokens, y.shape[1]), jnp.float32)
-    for choice in range(k):  # all at once would be k times the memory
-        picked = y.at[routing.place[..., choice]].get(mode="clip").astype(jnp.float32)
-        weighed = mine[..., choice, None] * picked
-        sums += jnp.where(here[..., choice, None], weighed, 0.0)
+    for choice in range(k):  # all at once would need k times the memory
+        picked = y.at[routing.row[..., choice]].get(mode="clip").astype(jnp.float32)
+        weighted = row_weights[..., choice, None] * picked
+        sums += jnp.where(here[..., choice, None], weighted, 0.0)
     sums = sums.astype(y.dtype)
     index = jnp.arange(devices * tokens, dtype=jnp.int32).reshape(devices, tokens)
     back = _exchange(
-        sums.reshape(devices * tokens, -1), index, routing.came, routing.sent, axes
+        sums.reshape(devices * tokens, -1), index, routing.received, routing.sent, axes
     ).reshape(devices, tokens, -1)
     real = jnp.arange(tokens)[None] < routing.sent[:, None]
     total = jnp.zeros((tokens, y.shape[1]), jnp.float32)
@@ -139,36 +141,37 @@ def _routing(expert_ids: jax.Array, experts: int, axes: Axes) -> Routing:
     tokens, k = expert_ids.shape
     devices, me = size(axes), lax.axis_index(names(axes))
     local = experts // devices
-    everyone = lax.all_gather(expert_ids, names(axes)).reshape(devices, tokens, k)
-    goes = (everyone[..., None] // local == jnp.arange(devices)).any(axis=2)  # [from, token, to]
+    gathered = lax.all_gather(expert_ids, names(axes)).reshape(devices, tokens, k)
+    goes = (gathered[..., None] // local == jnp.arange(devices)).any(axis=2)  # [from, token, to]
     order = jnp.argsort(~goes, axis=1, stable=True).astype(jnp.int32)  # [from, place, to]
     count = goes.sum(axis=1, dtype=jnp.int32)  # [from, to]
-    choice, came = order[:, :, me], count[:, me]
-    ids = jnp.take_along_axis(everyone, choice[..., None], axis=1) - me * local
-    real = (jnp.arange(tokens)[None] < came[:, None])[..., None]
+    token, received = order[:, :, me], count[:, me]
+    ids = jnp.take_along_axis(gathered, token[..., None], axis=1) - me * local
+    real = (jnp.arange(tokens)[None] < received[:, None])[..., None]
     expert = jnp.where(real & (ids >= 0) & (ids < local), ids, local).reshape(-1)
     sizes = jnp.bincount(expert, length=local + 1)[:local]
     offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(sizes).astype(jnp.int32)])
     sort = jnp.argsort(expert, stable=True)
     limit = devices * tokens * min(k, local)
     rank = jnp.zeros(expert.size, jnp.int32).at[sort].set(jnp.arange(expert.size, dtype=jnp.int32))
-    place = jnp.where(expert < local, rank, limit).reshape(devices, tokens, k)
-    return Routing(order[me].T, count[me], came, place, choice, offsets)
+    row = jnp.where(expert < local, rank, limit).reshape(devices, tokens, k)
+    return Routing(order[me].T, count[me], received, row, token, offsets)
 
 
 def _exchange(
-    x: jax.Array, index: jax.Array, sent: jax.Array, came: jax.Array, axes: Axes
+    x: jax.Array, index: jax.Array, sent: jax.Array, received: jax.Array, axes: Axes
 ) -> jax.Array:
     """Send rows of x to every device.
 
     Args:
         x: [R, K].
         index: int32 [W, T]; rows of x for each device.
-        sent: int32 [W]; how many of them there are.
-        came: int32 [W]; how many each device sends here.
+        sent: int32 [W]; number of rows to send to each device.
+        received: int32 [W]; number of rows to receive from each device.
+        axes: mesh axes.
 
     Returns:
-        [W, T, K]; row [p, j] is the j-th that device p has sent. Beyond came[p] there is anything.
+        [W, T, K]; row [p, j] is the j-th row from device p; arbitrary from received[p] on.
     """
     order = names(axes)
     devices, tokens = index.shape
@@ -197,19 +200,19 @@ def _exchange(
             remote_bytes_transferred=(devices - 1) * tokens * x.shape[1] * x.dtype.itemsize,
         ),
         name="moe_exchange",
-    )(index.reshape(-1), sent, came, rows)
+    )(index.reshape(-1), sent, received, rows)
     return out.reshape(devices, tokens, x.shape[1])
 
 
 def _kernel(
     index: jax.Ref,  # int32 [W * T]
     sent: jax.Ref,  # int32 [W]
-    came: jax.Ref,  # int32 [W]
+    received: jax.Ref,  # int32 [W]
     x: jax.Ref,  # [R, K / 128, 128]
     out: jax.Ref,  # [W, T, K / 128, 128]
     send: jax.Ref,  # DMA semaphores [W]; step 0 is this device itself
     receive: jax.Ref,  # [W]
-    passed: jax.Ref,  # a regular semaphore; devices that are behind the barrier
+    passed: jax.Ref,  # a regular semaphore; counts devices that have passed the barrier
     *,
     axes: tuple[str, ...],
 ) -> None:
@@ -241,6 +244,6 @@ def _kernel(
     for step in range(devices):
         if step:
             pl.loop(0, sent[peers[step]])(lambda number, step=step: row(step, number).wait_send())
-        pl.loop(0, came[sources[step]])(lambda number, step=step: row(step, 0).wait_recv())
+        pl.loop(0, received[sources[step]])(lambda number, step=step: row(step, 0).wait_recv())
     if devices > 1:
         pl.semaphore_wait(passed, devices - 1)

@@ -1,19 +1,19 @@
-"""Matrix products of groups of rows, each group with a weight of its own: the experts of a chip.
+"""Matrix products for row groups, each group with its own weight: the experts on a chip.
 
     grouped_matmul(x [T, K], w [E, K, N], offsets int32 [E + 1]) -> [T, N]
     grouped_gate_up(x [T, K], gate, up [E, K, N], offsets)       -> [T, N]   silu(x gate) * (x up)
 
-The plain product is jax.experimental.pallas.ops.tpu.megablox (after MegaBlocks: Gale et al. 2023),
-which wants whole tiles of rows and leaves rows of no group as they are: here they are 0. It has no
-product of two weights at once, so `grouped_gate_up` is a kernel of its own, over the same list of
-tiles (`make_group_metadata`), which is made on the device from the offsets:
+The plain product is jax.experimental.pallas.ops.tpu.megablox (after MegaBlocks: Gale et al. 2023).
+It needs whole row tiles and leaves rows outside all groups undefined; here they are 0. It
+cannot multiply two weights at once, so `grouped_gate_up` has its own kernel over the same list of
+tiles (`make_group_metadata`), which the device computes from the offsets.
 
-A program has a tile of rows, a group that has rows in it, and a tile of columns; it adds up K by K,
-for gate and up, reading x once, and stores those rows of silu(gate) * up that are the group's. A
-tile of rows with several groups is visited once for each, one after the other, while its result
-stays in VMEM. How many programs there are is known to the device alone: a dynamic grid.
+A program has a row tile, a group with rows in it, and a column tile. It accumulates over K
+for gate and up, reading x once, and stores silu(gate) * up for the group's rows. A row tile with
+several groups is visited once per group, in sequence, while its result stays in VMEM. Only the
+device knows the number of programs, so the grid is dynamic.
 
-Products are added up in float32, and rounded once; float32 is multiplied as float32.
+Products are accumulated in float32 and rounded once; float32 is multiplied as float32.
 
 Not handled: quantized weights, gradients.
 """
@@ -28,7 +28,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, make_group_metadata
 
 TILE = (128, 1024, 512)
-"""Rows, K and columns of a tile, at most; experts seldom have more rows."""
+"""A tile's maximum rows, K and columns; experts seldom have more rows."""
 
 LANES = 128
 
@@ -36,18 +36,19 @@ LANES = 128
 def grouped_matmul(
     x: jax.Array, w: jax.Array, offsets: jax.Array, *, transposed: bool = False
 ) -> jax.Array:
-    """Rows offsets[e] to offsets[e + 1] of x times w[e]: reference.grouped_matmul.
+    """Multiply x's rows offsets[e]:offsets[e + 1] by w[e]; see reference.grouped_matmul.
 
     Args:
         x: bfloat16 or float32 [T, K].
         w: x's dtype [E, K, N]; [E, N, K] if transposed.
-        offsets: int32 [E + 1], not decreasing, of which the first is 0.
+        offsets: int32 [E + 1], not decreasing, starting with 0.
+        transposed: whether w is.
 
     Returns:
-        x's dtype [T, N]; rows of no group are 0.
+        x's dtype [T, N]; rows outside all groups are 0.
 
     Raises:
-        ValueError: shapes that do not go together.
+        ValueError: the shapes do not match.
     """
     rows, columns = _check(x, w, offsets, transposed)
     if not len(x):
@@ -56,7 +57,7 @@ def grouped_matmul(
     tiling = _tiling(rows.shape[0], rows.shape[1], columns)
     with jax.default_matmul_precision("highest" if x.dtype == jnp.float32 else "default"):
         out = gmm(rows, w, sizes, x.dtype, tiling, transpose_rhs=transposed)
-    return _known(out, x, offsets)
+    return _zero_ungrouped(out, x, offsets)
 
 
 def grouped_gate_up(
@@ -67,24 +68,26 @@ def grouped_gate_up(
     *,
     transposed: bool = False,
 ) -> jax.Array:
-    """silu(x gate[e]) * (x up[e]) for rows offsets[e] to offsets[e + 1] of x: the first half of
-    SwiGLU experts (Shazeer 2020).
+    """Compute silu(x gate[e]) * (x up[e]) for x's rows offsets[e]:offsets[e + 1].
+
+    This is the first half of SwiGLU experts (Shazeer 2020).
 
     Args:
-        gate, up: as w of `grouped_matmul`, which see for the rest.
+        x, offsets, transposed: as in `grouped_matmul`.
+        gate, up: as w in `grouped_matmul`.
     """
     rows, columns = _check(x, gate, offsets, transposed)
     if up.shape != gate.shape:
         raise ValueError(f"gate is {gate.shape} and up {up.shape}; they must be alike")
     if not len(x):
         return jnp.zeros((0, columns), x.dtype)
-    return _known(_gate_up(rows, gate, up, offsets, transposed), x, offsets)
+    return _zero_ungrouped(_gate_up(rows, gate, up, offsets, transposed), x, offsets)
 
 
 def _check(
     x: jax.Array, w: jax.Array, offsets: jax.Array, transposed: bool
 ) -> tuple[jax.Array, int]:
-    """The rows in whole tiles, and how many columns the result has."""
+    """Pad the rows to whole tiles; return them and the result's number of columns."""
     groups, k, columns = w.shape if not transposed else (w.shape[0], w.shape[2], w.shape[1])
     if x.shape[1] != k or offsets.shape != (groups + 1,):
         raise ValueError(
@@ -96,16 +99,16 @@ def _check(
 
 
 def _tiling(rows: int, k: int, columns: int) -> tuple[int, int, int]:
-    """A tile's rows, K and columns; columns that do not divide are cut off at the end."""
+    """Choose a tile's rows, K and columns; the last columns are cut off if they do not divide."""
     tall, deep, wide = TILE
     deep = next((size for size in range(deep, 0, -LANES) if k % size == 0), k)
     return min(tall, pl.cdiv(rows, 16) * 16), deep, min(wide, columns)
 
 
-def _known(out: jax.Array, x: jax.Array, offsets: jax.Array) -> jax.Array:
-    """What x's rows have given, and 0 for those of no group."""
-    some = jnp.arange(len(x)) < offsets[-1]
-    return jnp.where(some[:, None], out[: len(x)], 0)
+def _zero_ungrouped(out: jax.Array, x: jax.Array, offsets: jax.Array) -> jax.Array:
+    """Cut the result to x's rows, and set rows outside all groups to 0."""
+    in_group = jnp.arange(len(x)) < offsets[-1]
+    return jnp.where(in_group[:, None], out[: len(x)], 0)
 
 
 def _gate_up(
@@ -114,7 +117,7 @@ def _gate_up(
     (rows, k), groups = x.shape, len(gate)
     columns = gate.shape[1 if transposed else 2]
     tall, deep, wide = _tiling(rows, k, columns)
-    (starts, ids, places), programs = make_group_metadata(
+    (starts, ids, row_tiles), programs = make_group_metadata(
         group_sizes=jnp.diff(offsets).astype(jnp.int32),
         m=rows,
         tm=tall,
@@ -127,7 +130,7 @@ def _gate_up(
     def kernel(
         starts: jax.Ref,  # int32 [E + 1]
         ids: jax.Ref,  # int32 [programs]; the group
-        places: jax.Ref,  # int32 [programs]; the tile of rows
+        row_tiles: jax.Ref,  # int32 [programs]; the tile of rows
         x: jax.Ref,  # [tall, deep]
         gate: jax.Ref,  # [1, deep, wide], or [1, wide, deep]
         up: jax.Ref,
@@ -147,7 +150,7 @@ def _gate_up(
 
         @pl.when(step == steps - 1)
         def _() -> None:
-            row = places[i] * tall + lax.broadcasted_iota(jnp.int32, (tall, 1), 0)
+            row = row_tiles[i] * tall + lax.broadcasted_iota(jnp.int32, (tall, 1), 0)
             own = (row >= starts[ids[i]]) & (row < starts[ids[i] + 1])
             result = gates[...] * jax.nn.sigmoid(gates[...]) * ups[...]
             before = out[...].astype(jnp.float32)
@@ -165,11 +168,15 @@ def _gate_up(
             num_scalar_prefetch=3,
             grid=(pl.cdiv(columns, wide), programs, steps),
             in_specs=[
-                pl.BlockSpec((tall, deep), lambda n, i, step, _, __, places: (places[i], step)),
+                pl.BlockSpec(
+                    (tall, deep), lambda n, i, step, _, __, row_tiles: (row_tiles[i], step)
+                ),
                 weight,
                 weight,
             ],
-            out_specs=pl.BlockSpec((tall, wide), lambda n, i, step, _, __, places: (places[i], n)),
+            out_specs=pl.BlockSpec(
+                (tall, wide), lambda n, i, step, _, __, row_tiles: (row_tiles[i], n)
+            ),
             scratch_shapes=[pltpu.VMEM((tall, wide), jnp.float32)] * 2,
         ),
         compiler_params=pltpu.CompilerParams(
@@ -181,4 +188,4 @@ def _gate_up(
             transcendentals=rows * columns,
         ),
         name="grouped_gate_up",
-    )(starts, ids, places, x, gate, up)
+    )(starts, ids, row_tiles, x, gate, up)

@@ -1,23 +1,24 @@
-"""All-gather and matrix product in one: each hop's messages travel under a product.
+"""All-gather and matrix product in one: each hop's messages travel during a product.
 
     all_gather_matmul(x [m, K], w [K, N]) -> [W m, N]        lax.all_gather(x, tiled=True) @ w
 
-Protocol. The all-gather of all_gather.py, into a buffer in HBM, and beside each of its hops the
-product of what the hop before has brought:
+Protocol. The all-gather of all_gather.py writes into a buffer in HBM. During each hop, the core
+multiplies the rows received in the hop before:
 
-    hop 0        own rows out              own rows @ w
-    hop s > 0    what hop s - 1 brought    the same @ w
-    the end                                what the last hop brought @ w
+    hop 0        own rows out                     own rows @ w
+    hop s > 0    rows received in hop s - 1 out   the same rows @ w
+    the end                                       the last hop's rows @ w
 
-A DMA only reads what the product reads, too, and writes to places of the buffer that nobody has
-read: no place is written twice, and there are no credits. A device may be any number of hops ahead.
-What is multiplied is in HBM; a nested pipeline takes it, and the weight, through VMEM in tiles.
+A DMA only reads rows that the product reads, too, and writes to parts of the buffer that nobody has
+read. No row is written twice, so no credits are needed, and a device may be any number of hops
+ahead. The operands are in HBM; a nested pipeline moves them through VMEM in tiles.
 
-Over two axes at once the lanes of one half of the rows go round the first axis and then the second,
-those of the other half the other way about. All four links of a chip carry traffic, and there are
-(Wx - 1) + (Wy - 1) hops instead of Wx Wy - 1: the latency variant, for few rows on many chips.
+Over two axes at once, one half's lanes go round the first axis and then the
+second; the other half's lanes use them in reverse order. A chip's four links carry traffic,
+and there are (Wx - 1) + (Wy - 1) hops instead of Wx Wy - 1: the latency variant, for few rows on
+many chips.
 
-With megacore each core has the lanes of one direction and their rows' products.
+With megacore, each core has the lanes in one direction and their rows' products.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from weft.kernels.tpu.collectives.all_gather import (
     Gather,
-    Place,
-    Way,
+    Position,
+    Route,
     lane_counts,
-    own_place,
+    own_position,
     semaphores,
 )
-from weft.kernels.tpu.collectives.ring import split, this_core
+from weft.kernels.tpu.collectives.ring import choose_lanes, this_core
 from weft.kernels.tpu.runtime.pipeline import SUBLANES, dot, multiply, tiles
 from weft.kernels.tpu.runtime.topology import Axes, collective_id, cores, names, size
 
@@ -58,29 +59,29 @@ def all_gather_matmul(
 def all_gather_matmul(
     x: jax.Array, w: jax.Array, axes: Axes, *, gathered: bool = False
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """The rows of all devices times this device's weight.
+    """Multiply all devices' rows by this device's weight.
 
-    Where no lane would have a tile of rows, or there is one device, it is XLA's all-gather and
-    product: then each hop is so short that nothing could be hidden under it.
+    If a lane would have less than a tile of rows, or with one device, XLA's all-gather and product
+    run instead: hops are then too short to hide anything.
 
     Args:
         x: [m, K], in `shard_map`.
         w: [K, N].
-        axes: of the mesh, one or two; later ones are minor in the order of rows.
-        gathered: give all rows, too, for another product.
+        axes: one or two mesh axes; later ones are minor in the rows' order.
+        gathered: also return all rows, for another product.
 
     Returns:
-        [W m, N] in x's dtype, for W devices; and [W m, K].
+        [W m, N] in x's dtype, for W devices; and [W m, K] if `gathered`.
 
     Raises:
-        ValueError: x and w do not fit.
+        ValueError: x and w do not match.
     """
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
         raise ValueError(
             f"x is {list(x.shape)} and w is {list(w.shape)}; they must be [m, K], [K, N]"
         )
     order = tuple(name for name in names(axes) if size(name) > 1)
-    lanes = split(x.shape[0], lane_counts(order)) if order else 1
+    lanes = choose_lanes(x.shape[0], lane_counts(order)) if order else 1
     if not order or x.shape[0] // lanes < SUBLANES:
         rows = lax.all_gather(x, names(axes), tiled=True)
         product = dot(rows, w).astype(x.dtype)
@@ -135,11 +136,11 @@ def _kernel(
     *refs: jax.Ref,  # semaphores
     axes: tuple[str, ...],
 ) -> None:
-    def own(way: Way) -> None:
-        place = out.at[(*own_place(axes), way.lane)]
-        multiply(x.at[way.lane], w, place, accumulator)
+    def on_own(route: Route) -> None:
+        position = out.at[(*own_position(axes), route.lane)]
+        multiply(x.at[route.lane], w, position, accumulator)
 
-    def work(way: Way, place: Place) -> None:
-        multiply(rows.at[place], w, out.at[place], accumulator)
+    def on_received(route: Route, position: Position) -> None:
+        multiply(rows.at[position], w, out.at[position], accumulator)
 
-    Gather(axes, this_core(), x, rows, *refs).run(own, work)
+    Gather(axes, this_core(), x, rows, *refs).run(on_own, on_received)

@@ -1,18 +1,18 @@
-"""Matrix product and reduce-scatter in one: sums travel under the products that they wait for.
+"""Matrix product and reduce-scatter in one: sums travel during the products that extend them.
 
     matmul_reduce_scatter(x [M, K], w [K, N]) -> [M / W, N]     lax.psum_scatter(x @ w, tiled=True)
 
-Protocol. The sums of sums.py, whose chunks are not there but are made when it is their turn: a
-device multiplies the rows of chunk c by its weight, adds what message s - 1 brought of c in the
-same pipeline, and sends the sum on as message s, out of the slot where it came. Message 0 is made
-in the memory of the result, which is written last, after that message is out.
+Protocol. The sums of sums.py, with chunks computed when they are needed. A device multiplies chunk
+c's rows by its weight, adds message s - 1 for c in the same pipeline, and sends the sum as message
+s, from the slot where it arrived. Message 0 is computed in the result's memory, which is written
+last, after that message has left.
 
-There are two lanes in each direction, each a ring with a quarter of the rows. While a lane's
-message travels, the products of the three others are made; so each hop has the time of three
-quarters of a chunk's product for a half of its bytes on a link.
+Each direction has two lanes, and each lane is a ring with a quarter of the rows. While a lane's
+message travels, the other three lanes' products run. Each hop therefore has the time of three
+quarters of a chunk's product, for half of its bytes on a link.
 
-Numbers travel in x's dtype: each hop adds in float32 and rounds once. With megacore each core has
-the lanes of one direction. Over two axes both are used at once (torus.py).
+Data travels in x's dtype: each hop adds in float32 and rounds once. With megacore, each core has
+the lanes in one direction. Two axes are used at once (torus.py).
 """
 
 from __future__ import annotations
@@ -25,29 +25,30 @@ from jax.experimental.pallas import tpu as pltpu
 
 from weft.kernels.tpu.collectives import torus
 from weft.kernels.tpu.collectives.reduce_scatter import reduce_scatter
-from weft.kernels.tpu.collectives.ring import Lane, Lanes, grid, semaphores, split, this_core
-from weft.kernels.tpu.collectives.sums import LANES, reduce
+from weft.kernels.tpu.collectives.ring import Lane, Lanes, choose_lanes, grid, semaphores, this_core
+from weft.kernels.tpu.collectives.sums import LANE_COUNTS, reduce
 from weft.kernels.tpu.runtime.pipeline import SUBLANES, dot, multiply, tiles
 from weft.kernels.tpu.runtime.topology import Axes, collective_id, names, size
 
 
 def matmul_reduce_scatter(x: jax.Array, w: jax.Array, axes: Axes, *, slots: int = 2) -> jax.Array:
-    """Products of all devices, added; each gets its rows of the sum.
+    """Sum all devices' products; each gets its rows.
 
-    Where no lane would have a tile of rows it is XLA's product and reduce-scatter, which for so
-    little are as quick.
+    If a lane would have less than a tile of rows, XLA's product and reduce-scatter run instead;
+    they are as fast for so little data.
 
     Args:
-        x: [M, K], in `shard_map`; M is a multiple of the number of devices W.
+        x: [M, K], in `shard_map`; the number of devices W divides M.
         w: [K, N].
-        axes: of the mesh; later ones are minor in the order of rows.
-        slots: messages that a device may be ahead of the next one, at least 2.
+        axes: mesh axes; later ones are minor in the rows' order.
+        slots: maximum number of messages by which a device may be ahead of the next one, at least
+            2.
 
     Returns:
         [M / W, N] in x's dtype.
 
     Raises:
-        ValueError: x and w do not fit, or M or `slots` is none of these.
+        ValueError: x and w do not match, W does not divide M, or `slots` is less than 2.
     """
     order = [axis for axis in names(axes) if size(axis) > 1]
     devices = size(axes)
@@ -59,10 +60,10 @@ def matmul_reduce_scatter(x: jax.Array, w: jax.Array, axes: Axes, *, slots: int 
         raise ValueError(f"x has {x.shape[0]} rows; they must be a multiple of {devices} devices")
     if slots < 2:
         raise ValueError(f"slots is {slots}; it must be at least 2")
-    lanes = split(x.shape[0] // size(order[0]), LANES) if order else 1
+    lanes = choose_lanes(x.shape[0] // size(order[0]), LANE_COUNTS) if order else 1
     if not order or x.shape[0] // size(order[0]) // lanes < SUBLANES:
         return lax.psum_scatter(dot(x, w), names(axes), tiled=True).astype(x.dtype)
-    if len(order) == 2 and x.shape[0] // devices % torus.LANES == 0:
+    if len(order) == 2 and x.shape[0] // devices % torus.NUM_LANES == 0:
         return torus.over_two(x, order, w, slots=slots)
     return reduce_scatter(_ring(x, w, order[0], lanes, slots), order[1:], slots=slots)
 
@@ -114,15 +115,15 @@ def _kernel(
     axis: str,
 ) -> None:
     lanes = Lanes(axis, this_core(), *refs)
-    lanes.meet()
+    lanes.barrier()
 
     def begin(lane: Lane, chunk: jax.Array) -> jax.Ref:
-        made = out.at[lane.index]
-        multiply(x.at[chunk, lane.index], w, made, accumulator)
-        return made
+        partial = out.at[lane.index]
+        multiply(x.at[chunk, lane.index], w, partial, accumulator)
+        return partial
 
-    def accumulate(lane: Lane, chunk: jax.Array, came: jax.Ref, total: jax.Ref) -> None:
-        multiply(x.at[chunk, lane.index], w, total, accumulator, plus=came)
+    def accumulate(lane: Lane, chunk: jax.Array, received: jax.Ref, total: jax.Ref) -> None:
+        multiply(x.at[chunk, lane.index], w, total, accumulator, plus=received)
 
     for _ in reduce(buffer, lanes, out, begin=begin, accumulate=accumulate):
         pass

@@ -1,4 +1,4 @@
-"""Work on arrays in HBM that are larger than VMEM: blocks come and go under the arithmetic."""
+"""Operations on arrays in HBM beyond VMEM's size, with blocks moved during the arithmetic."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ LANES = 128
 SUBLANES = 8
 
 BLOCK_BYTES = 1 << 20
-"""Of a block of float32. A pipeline that adds holds six: two of each array."""
+"""A float32 block's size. An adding pipeline holds six: two for each array."""
 
 
-def largest(count: int, limit: int, unit: int) -> int:
-    """The largest divisor of `count` that is at most `limit` and a multiple of `unit`.
+def largest_divisor(count: int, limit: int, unit: int) -> int:
+    """Return the largest divisor of `count` that is at most `limit` and a multiple of `unit`.
 
-    `count` itself if there is none: a block as wide as its array may have any width.
+    If there is none, return `count` itself: a block as wide as its array may have any width.
     """
     return next((n for n in range(limit - limit % unit, 0, -unit) if count % n == 0), count)
 
 
 def block(rows: int, columns: int) -> tuple[int, int]:
-    """A block of a [rows, columns] array to add: whole rows if eight fit, else parts of them."""
+    """Choose a block in [rows, columns] for adding: whole rows if eight fit, else parts."""
     limit = BLOCK_BYTES // 4
     wide = columns
     if SUBLANES * columns > limit:
-        wide = largest(columns, limit // SUBLANES, LANES)
-    return largest(rows, max(limit // wide, SUBLANES), 2 * SUBLANES), wide
+        wide = largest_divisor(columns, limit // SUBLANES, LANES)
+    return largest_divisor(rows, max(limit // wide, SUBLANES), 2 * SUBLANES), wide
 
 
 def add(first: jax.Ref, second: jax.Ref, out: jax.Ref) -> None:
-    """out = first + second, in float32 and rounded once.
+    """Compute out = first + second, in float32 and rounded once.
 
     Args:
         first, second, out: [..., rows, columns] in HBM. `out` may be one of the others.
@@ -55,16 +55,18 @@ def add(first: jax.Ref, second: jax.Ref, out: jax.Ref) -> None:
 
 
 def tiles(rows: int, columns: int, inner: int) -> tuple[int, int, int]:
-    """Tiles of a product: as tall as can be, for the weight is read again for each row of tiles."""
+    """Choose a product's tiles, as tall as possible, because each row of tiles reads the weight
+    again.
+    """
     return (
-        largest(rows, 512, 2 * SUBLANES),
-        largest(columns, 1024, LANES),
-        largest(inner, 1024, LANES),
+        largest_divisor(rows, 512, 2 * SUBLANES),
+        largest_divisor(columns, 1024, LANES),
+        largest_divisor(inner, 1024, LANES),
     )
 
 
 def dot(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x @ w, added up in float32; float32 is multiplied as float32."""
+    """Compute x @ w with float32 accumulation; float32 inputs are multiplied as float32."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.dot(x, w, precision=precision, preferred_element_type=jnp.float32)
 
@@ -76,14 +78,14 @@ def multiply(
     accumulator: jax.Ref,
     plus: jax.Ref | None = None,
 ) -> None:
-    """out = x @ w + plus, added up in float32 and rounded once.
+    """Compute out = x @ w + plus, accumulated in float32 and rounded once.
 
     Args:
         x: [..., m, K] in HBM.
         w: [K, N] in HBM.
         out: [..., m, N] in HBM.
-        accumulator: float32 of a tile of `tiles(m, N, K)` in VMEM.
-        plus: [..., m, N] in HBM; may be `out`. None for nothing.
+        accumulator: float32 in VMEM, one tile of `tiles(m, N, K)`.
+        plus: [..., m, N] in HBM; may be `out`. None adds nothing.
     """
     *lead, m, k = x.shape
     n = w.shape[1]

@@ -47,7 +47,7 @@ def test_ranks_that_disagree_are_told_alike() -> None:
     run(work, 3)
     assert len(messages) == 3
     assert len(set(messages)) == 1
-    assert "rank 2 asks for x float32 [5]; the others for x float32 [4]" in messages[0]
+    assert "rank 2 requests x float32 [5]; the others request x float32 [4]" in messages[0]
 
 
 @triton.jit

@@ -130,7 +130,7 @@ limits = st.sampled_from(
     [
         {},
         {"MAX_TILE_QUERIES": 3, "TILE_COST_IN_SCORES": 0},
-        {"MAX_TILE_NUMBERS": 500},
+        {"MAX_TILE_ELEMENTS": 500},
         {"BY_HEAD_ROWS": 2, "BY_HEAD_SCORES": 0, "MAX_BLOCK_QUERIES": 3},
         {"BY_HEAD_ROWS": 1, "BY_HEAD_SCORES": 0, "MAX_BLOCK_SCORES": 100},
     ]

@@ -34,7 +34,7 @@ def test_equals_the_product_with_the_rounded_weight(
     x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype)
     integers, scale = quantize(weight)
     with compiled_kernels(compiled), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "BLOCK_NUMBERS", block)
+        patch.setattr(module, "BLOCK_ELEMENTS", block)
         layer: Linear = make_int8_linear(weight, bias if with_bias else None)
         assert isinstance(layer, NativeLinear) == (compiled and dtype == torch.bfloat16)
         got = layer(x)

@@ -146,7 +146,7 @@ def test_layers(new: list[int], windows: list[int | None], hidden: int, seed: in
         assert torch.equal(NativeLayers(layers)(x, rotation, cache, plan), wanted)
         for pair, other_pair in zip(cache, other, strict=True):
             assert all(map(torch.equal, pair, other_pair))
-        with pytest.raises(ValueError, match="cache is of"):
+        with pytest.raises(ValueError, match="cache has"):
             NativeLayers(layers)(x, rotation, cache[1:], plan)
 
 

@@ -59,7 +59,7 @@ def test_a_library_of_other_sources_is_refused(
     monkeypatch.setattr(native, "FILE", old)
     native.library.cache_clear()
     try:
-        with pytest.raises(RuntimeError, match=f"old.so was built of other sources: .* {has}"):
+        with pytest.raises(RuntimeError, match=f"old.so was built from other sources: .* {has}"):
             native.library()
     finally:
         native.library.cache_clear()

@@ -140,13 +140,13 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(nvshmem, "find_spec", lambda name: None)
     with pytest.raises(SymmetricMemoryError, match=r"nvshmem4py is not installed; pip install"):
         nvshmem.check_versions()
-    with pytest.raises(SymmetricMemoryError, match="wheel of NVSHMEM is not installed"):
+    with pytest.raises(SymmetricMemoryError, match="NVSHMEM wheel is not installed"):
         nvshmem.library_folder()
 
 
 def test_the_bitcode_is_the_devices(wheel: Path) -> None:
     assert nvshmem.bitcode(9, 0) == wheel / "lib" / "libnvshmem_device_sm_90.bc"
-    with pytest.raises(SymmetricMemoryError, match="sm_120; it is for sm_75, sm_90, sm_100"):
+    with pytest.raises(SymmetricMemoryError, match="sm_120; it supports sm_75, sm_90, sm_100"):
         nvshmem.bitcode(12, 0)
     (wheel / "lib" / "libnvshmem_device.bc").touch()
     assert nvshmem.bitcode(12, 0) == wheel / "lib" / "libnvshmem_device.bc"

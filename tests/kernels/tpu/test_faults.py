@@ -63,12 +63,13 @@ FAULTS = {
     ),
     "pages that are multiplied before they are here": (
         "ragged_paged_attention x=1 window",
-        [("attention.kernel", "self._fetch(tile, block, buffer, _WAIT)", "pass")],
+        [("attention.kernel", "self._copy_pages(tile, block, buffer, _WAIT)", "pass")],
         "race: |wrong: ",
     ),
     "pages over those that are multiplied": (
         "ragged_paged_attention x=1 window",
-        [("attention.kernel", "at.pages.at[buffer, :, rows]", "at.pages.at[0, :, rows]")],
+        [("attention.kernel", "scratch.kv_buffers.at[buffer, :, rows]",
+          "scratch.kv_buffers.at[0, :, rows]")],
         "race: |wrong: ",
     ),
     "stale pages": (

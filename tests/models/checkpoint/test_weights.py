@@ -185,7 +185,7 @@ def test_a_truncated_file_is_named(sharded: Path, keep: int) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n", "pointer of Git LFS"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n", "a Git LFS pointer"),
         (bytes(range(256)) * 4, "not a safetensors file"),
     ],
 )

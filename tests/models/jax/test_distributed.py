@@ -28,7 +28,7 @@ platform.prepare(counts[rank], own_process=True)
 import jax
 
 from weft.models.checkpoint.locate import read_spec
-from weft.models.jax.distributed import least, leave, meet
+from weft.models.jax.distributed import leave, meet, minimum
 from weft.models.jax.mesh import make_mesh
 from weft.models.jax.parameters import load
 from weft.models.spec.layout import Layout
@@ -56,7 +56,7 @@ connections = psutil.Process().net_connections()
 (path / f"said-{rank}").write_text(json.dumps({  # standard output has Gloo's lines, too
     "devices": len(devices),
     "here": len(jax.local_devices()),
-    "least": least(7 - rank, 60.0),
+    "minimum": minimum(7 - rank, 60.0),
     "read": read[-1],
     "held": sum(part.data.nbytes for p in jax.tree.leaves(params) for part in p.addressable_shards),
     "sums": [float(one) for one in sums],
@@ -86,7 +86,7 @@ def test_each_process_reads_the_parts_of_its_devices_alone(tmp_path: Path) -> No
     one, three = _run(path, counts, "4", "2")
     assert (one["devices"], three["devices"]) == (4, 4)
     assert (one["here"], three["here"]) == (1, 3)
-    assert one["least"] == three["least"] == 6
+    assert one["minimum"] == three["minimum"] == 6
     each = layout.local(read_spec(path)).weight_bytes("float32")
     assert (one["held"], three["held"]) == (each, 3 * each)
     assert three["read"] == 3 * one["read"]

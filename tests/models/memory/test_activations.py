@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weft.models.memory.activations import Step, cpu_activations, jax_activations
+from weft.models.memory.activations import LargestStep, cpu_activations, jax_activations
 from weft.models.spec.families import build_spec
 
 QWEN_MOE: dict[str, Any] = {
@@ -41,24 +41,27 @@ DENSE = spec(mlp_only_layers=[0, 1])
 
 def test_activations_grow_with_every_dimension() -> None:
     shape = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128}
-    base = cpu_activations(DENSE, "bfloat16", Step(**shape))
-    assert cpu_activations(DENSE, "float32", Step(**shape)) > base
+    base = cpu_activations(DENSE, "bfloat16", LargestStep(**shape))
+    assert cpu_activations(DENSE, "float32", LargestStep(**shape)) > base
     for name in shape:
-        more = Step(**shape | {name: shape[name] * 100})
+        more = LargestStep(**shape | {name: shape[name] * 100})
         assert cpu_activations(DENSE, "bfloat16", more) > base
 
 
-def test_experts_have_the_tokens_of_all_copies_of_attention() -> None:
+def test_experts_have_the_tokens_of_all_attention_groups() -> None:
     one, four = (
-        cpu_activations(spec(), "bfloat16", Step(16, 2048, 1024, copies)) for copies in (1, 4)
+        cpu_activations(spec(), "bfloat16", LargestStep(16, 2048, 1024, dp_size))
+        for dp_size in (1, 4)
     )
     assert 3 * one < four < 6 * one
-    dense = {cpu_activations(DENSE, "auto", Step(16, 2048, 1024, copies)) for copies in (1, 4)}
+    dense = {
+        cpu_activations(DENSE, "auto", LargestStep(16, 2048, 1024, dp_size)) for dp_size in (1, 4)
+    }
     assert len(dense) == 1
 
 
 def test_mixture_of_experts_counts_the_experts_of_a_token() -> None:
-    step = Step(max_num_seqs=8, max_num_batched_tokens=4096, max_model_len=128)
+    step = LargestStep(max_num_seqs=8, max_num_batched_tokens=4096, max_model_len=128)
     few, many = (
         cpu_activations(spec(num_experts_per_tok=top_k, vocab_size=1000), "auto", step)
         for top_k in (4, 8)
@@ -83,5 +86,5 @@ def test_sampling_on_a_tpu_is_counted(
 ) -> None:
     """As libtpu 0.0.42 tells of sampling that many rows."""
     sizes = spec(vocab_size=vocab_size)
-    counted = jax_activations(sizes, "bfloat16", Step(rows, rows, 128), tp=tp)
+    counted = jax_activations(sizes, "bfloat16", LargestStep(rows, rows, 128), tp=tp)
     assert temporaries <= counted < 2.5 * temporaries + 2**24

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import ConfigError
-from weft.models.memory.activations import Step, cpu_activations, triton_activations
+from weft.models.memory.activations import LargestStep, cpu_activations, triton_activations
 from weft.models.memory.ledger import GIB, MIB, Ledger, human_bytes
 from weft.models.memory.plan import MemoryPlan
 from weft.models.spec.families import build_spec
@@ -72,8 +72,8 @@ def test_stages_share_weights_and_cache(quantization: str) -> None:
     norm = 2 * SPEC.hidden_size
     assert weights[0] - table == weights[1] == weights[2] - last - norm
     assert {stage.kv_bytes_per_token() for stage in stages} == {KV_BYTES_PER_TOKEN // 3}
-    first, middle, end = (cpu_activations(s, "auto", Step(64, 64, 512)) for s in stages)
-    assert first == middle < end == cpu_activations(SPEC, "auto", Step(64, 64, 512))
+    first, middle, end = (cpu_activations(s, "auto", LargestStep(64, 64, 512)) for s in stages)
+    assert first == middle < end == cpu_activations(SPEC, "auto", LargestStep(64, 64, 512))
 
 
 def test_everything_is_accounted_for() -> None:
@@ -197,10 +197,12 @@ def test_human_bytes() -> None:
 
 
 def test_buffers_and_recorded_steps_take_from_the_cache() -> None:
-    alone = plan(count=triton_activations, max_num_seqs=200)
-    shared = plan(count=triton_activations, max_num_seqs=200, buffers=3 * MIB, recorded=200)
+    alone = plan(count_activations=triton_activations, max_num_seqs=200)
+    shared = plan(
+        count_activations=triton_activations, max_num_seqs=200, buffers=3 * MIB, graph_requests=200
+    )
     assert 0 < shared.graphs < shared.activations
-    padded = plan(count=triton_activations, max_num_seqs=197, recorded=200)
+    padded = plan(count_activations=triton_activations, max_num_seqs=197, graph_requests=200)
     assert padded.graphs == shared.graphs  # a recorded step is run with all its rows
     logits = 200 * SPEC.vocab_size * DTYPE_BYTES[SPEC.compute_dtype("auto")]
     assert shared.graphs >= 2 * logits  # those of the model, and where all sizes leave them
@@ -209,7 +211,7 @@ def test_buffers_and_recorded_steps_take_from_the_cache() -> None:
         parts = (ledger.weights, ledger.activations, ledger.buffers, ledger.graphs)
         assert sum(parts) + ledger.kv_cache + ledger.left == ledger.budget
     assert "buffers" not in alone.render()
-    assert "buffers 3.0 MiB in which ranks exchange numbers" in " ".join(shared.render().split())
+    assert "buffers 3.0 MiB for exchanges between ranks" in " ".join(shared.render().split())
     assert "CUDA graphs" in shared.render()
     with pytest.raises(ConfigError, match=r"activations .*, buffers 1024\.00 GiB and KV cache"):
-        plan(count=triton_activations, buffers=2**40)
+        plan(count_activations=triton_activations, buffers=2**40)

@@ -121,7 +121,7 @@ def test_a_vocabulary_that_does_not_divide_is_cut_all_the_same(
             "qwen3_moe",
             4,
             3,
-            "--ep is 3 beside --tp 4; one of the two must be a multiple of the other. "
+            "--ep is 3 with --tp 4; one of the two must be a multiple of the other. "
             "These sizes of --ep work: 1, 2, 4, 8",
         ),
     ],
@@ -149,7 +149,7 @@ def test_what_does_not_divide_is_refused_with_what_does(
             2,
             1,
             4,
-            "--cp is 4 beside --tp 2; tp x cp, 8, must divide the model's 4 heads. "
+            "--cp is 4 with --tp 2; tp x cp, 8, must divide the model's 4 heads. "
             "These sizes work: 1, 2",
         ),
         (
@@ -157,7 +157,7 @@ def test_what_does_not_divide_is_refused_with_what_does(
             2,
             3,
             2,
-            "--ep is 3 beside --tp 2 and --cp 2; one of it and tp x cp must be a multiple of the "
+            "--ep is 3 with --tp 2 and --cp 2; one of it and tp x cp must be a multiple of the "
             "other. These sizes of --ep work: 1, 2, 4, 8",
         ),
     ],
@@ -180,7 +180,7 @@ def test_overlapped_kernels_have_experts_on_as_many_ranks_as_attention_or_attent
     with pytest.raises(ConfigError) as raised:
         check_layout(spec, 1, 4, 2, overlapped=True)
     assert str(raised.value) == (
-        "--ep is 4 beside --cp 2; with --kernels overlapped it must be at most 2"
+        "--ep is 4 with --cp 2; with --kernels overlapped it must be at most 2"
     )
 
 

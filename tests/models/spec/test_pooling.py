@@ -75,7 +75,7 @@ def test_other_modules_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["[", "3", "[3]", '[{"type": "Pooling"}]'])
 def test_what_is_no_list_of_modules(tmp_path: Path, text: str) -> None:
     (tmp_path / "modules.json").write_text(text)
-    with pytest.raises(ModelError, match=r"modules\.json is no list of modules"):
+    with pytest.raises(ModelError, match=r"modules\.json is not a list of modules"):
         read_pooling(tmp_path)
 
 

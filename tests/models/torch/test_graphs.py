@@ -17,9 +17,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 from weft.kernels.interpreter.gpu import installed
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 from weft.models.checkpoint.locate import read_spec
-from weft.models.memory.plan import MOST_PADDING
+from weft.models.memory.plan import MAX_PADDING
 from weft.models.spec.layout import Layout
-from weft.models.torch.graphs import MOST_REQUESTS, buckets
+from weft.models.torch.graphs import MAX_REQUESTS, buckets
 from weft.models.torch.runner import TorchRunner
 
 PAGE, PAGES, REQUESTS, DECODES = 4, 24, 5, 4
@@ -31,10 +31,10 @@ def test_every_step_has_a_bucket_that_is_not_much_larger(seqs: int, tokens: int)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] <= tokens
     assert all(before < seqs for before in sizes[:-1])
-    for requests in range(1, min(seqs, tokens - 7, MOST_REQUESTS) + 1):
+    for requests in range(1, min(seqs, tokens - 7, MAX_REQUESTS) + 1):
         size = next(size for size in sizes if size >= requests)
         assert size < max(2 * requests, requests + 8)
-        assert size <= requests + MOST_PADDING
+        assert size <= requests + MAX_PADDING
 
 
 @pytest.mark.parametrize("layout", [Layout(pp=2), Layout(cp=2), Layout(ep=2)])

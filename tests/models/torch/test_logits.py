@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.split import running, take_part, told_of
 
-from weft.kernels.cpu.argmax import argmax
+from weft.kernels.cpu.sampling import argmax
 from weft.models.torch.logits import Logits
 
 NAN, INF = float("nan"), float("inf")
@@ -44,17 +44,17 @@ def test_of_one_rank_nothing_is_moved() -> None:
     logits = Logits.whole(whole)
     assert len(logits) == 5
     assert logits.argmax()[1].tolist() == whole.argmax(1).tolist()
-    assert logits.rows(slice(None)).local.data_ptr() == whole.data_ptr()
-    assert torch.equal(logits.rows([2, 0]).local, whole[[2, 0]])
+    assert logits.float_rows(slice(None)).local.data_ptr() == whole.data_ptr()
+    assert torch.equal(logits.float_rows([2, 0]).local, whole[[2, 0]])
 
 
 def test_heads_say_what_is_not_in_them() -> None:
     whole = torch.randn(3, 100)
     logits = Logits.whole(whole)
-    values, ids, unlisted = logits.heads(7)
+    values, ids, unlisted = logits.candidates(7)
     largest = whole.sort(descending=True).values
     assert torch.equal(values, largest[:, :7])
     assert torch.equal(whole.gather(1, ids), values)
     assert torch.equal(unlisted, largest[:, 6])
-    assert torch.equal(logits.heads(100)[0], largest)
-    assert logits.heads(100)[2].tolist() == [-INF] * 3
+    assert torch.equal(logits.candidates(100)[0], largest)
+    assert logits.candidates(100)[2].tolist() == [-INF] * 3

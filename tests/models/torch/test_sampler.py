@@ -360,7 +360,7 @@ def test_a_broken_row_fails_alone(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("pieces", [False, True])
 def test_logprobs(pieces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if pieces:
-        monkeypatch.setattr(sampler_module, "CHUNK_NUMBERS", {"cpu": 100})
+        monkeypatch.setattr(sampler_module, "CHUNK_LOGITS", {"cpu": 100})
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(6)).bfloat16()
     slots = [
         SlotSampling(0, temperature=2.0, top_k=2, logprobs=3),

@@ -106,7 +106,7 @@ def each_copy(
     path: Path, dtype: str, layout: Layout, decodes: int = DECODES
 ) -> list[tuple[Any, Any, Any]]:
     """The same of each copy."""
-    return [alone(path, dtype, copy, decodes) for copy in range(layout.copies)]
+    return [alone(path, dtype, copy, decodes) for copy in range(layout.dp_size)]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_tokens_are_those_of_one_rank(
             counts: dict[int, set[int]] = {}
             for rank, pipe in enumerate(pipes):
                 layout = replace(first, rank=rank)
-                tokens, logprobs, sums = expected[layout.copy]
+                tokens, logprobs, sums = expected[layout.dp_group]
                 assert len({tuple(row) for row in tokens.T}) == 2
                 told, their_tokens, their_logprobs, their_sums, exchanges = pipe.recv()
                 assert told == name
@@ -215,7 +215,7 @@ def compare(
             counts = set()
             for rank, pipe in enumerate(pipes):
                 layout = replace(first, rank=rank)
-                tokens, logprobs, sums = expected[layout.copy]
+                tokens, logprobs, sums = expected[layout.dp_group]
                 told, their_tokens, their_logprobs, their_sums, exchanges = pipe.recv()
                 assert told == name
                 if layout.stage < layout.pp - 1:

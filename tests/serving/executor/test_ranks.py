@@ -195,7 +195,7 @@ def test_what_cannot_be_is_refused_in_one_line(
         ({"tp": 3}, "--tp is 3; it must divide the model's 4 heads"),
         (
             {"tp": 2, "ep": 4, "kernels": "overlapped"},
-            "--ep is 4 beside --tp 2; with --kernels overlapped it must be at most 2",
+            "--ep is 4 with --tp 2; with --kernels overlapped it must be at most 2",
         ),
     ],
 )

@@ -386,4 +386,4 @@ def test_a_rank_that_does_not_come_is_named_and_a_refusal_is_not_lost() -> None:
     assert isinstance(refused, KernelError)
     assert str(refused) == "op: rows is 1; it must be 2"
     assert isinstance(waited, SymmetricMemoryError)
-    assert "did not come" in str(waited)
+    assert "did not arrive" in str(waited)

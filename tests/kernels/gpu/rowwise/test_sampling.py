@@ -19,7 +19,7 @@ from support.overlapped import DTYPES, SEEDS
 from support.rows import bounded, finds, same
 
 from weft.kernels import reference
-from weft.kernels.cpu.argmax import argmax as argmax_on_cpu
+from weft.kernels.cpu.sampling import argmax as argmax_on_cpu
 from weft.kernels.gpu.rowwise import sampling
 from weft.kernels.gpu.rowwise.sampling import argmax, top_k, uniform
 from weft.kernels.gpu.runtime.arguments import KernelError

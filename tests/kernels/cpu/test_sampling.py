@@ -1,4 +1,4 @@
-"""The largest of each row against Python's own."""
+"""Greedy sampling against Python, and token weights against float64, wherever they are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernels import compiled_kernels
 
-from weft.kernels.cpu.argmax import argmax
+from weft.kernels.cpu.sampling import ONE, argmax, weigh
 
 
 @settings(max_examples=80, deadline=None)
@@ -23,7 +23,7 @@ from weft.kernels.cpu.argmax import argmax
     compiled=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_is_the_first_of_the_largest(
+def test_argmax_is_the_first_of_the_largest(
     rows: int, n: int, levels: int, scale: float, nan: bool, compiled: bool, seed: int
 ) -> None:
     torch.manual_seed(seed)
@@ -43,9 +43,34 @@ def test_is_the_first_of_the_largest(
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_a_row_may_be_a_view(compiled: bool) -> None:
+def test_argmax_takes_views(compiled: bool) -> None:
     x = torch.randn(6, 40).bfloat16()
     with compiled_kernels(compiled):
         largest, index = argmax(x[::2, 5:33])
     assert torch.equal(largest, x[::2, 5:33].float().amax(dim=-1))
     assert torch.equal(x[::2, 5:33].gather(1, index[:, None])[:, 0].float(), largest)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_weights_are_the_power(compiled: bool) -> None:
+    x = torch.cat([torch.linspace(-45, 0, 100_003), torch.tensor([0.0, -41.1, -300, -torch.inf])])
+    with compiled_kernels(compiled):
+        weights = weigh(x)
+    torch.testing.assert_close(weights.double(), x.double().exp2() * ONE, rtol=4e-6, atol=1.0)
+    assert weights[-4:].tolist() == [ONE, 0, 0, 0]
+    assert weights.max() == ONE
+    assert not weights[x < -41].any()
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    start=st.integers(0, 100),
+    count=st.one_of(st.integers(0, 100), st.integers(65_000, 70_000)),
+    compiled=st.booleans(),
+)
+def test_weights_do_not_depend_on_the_place(start: int, count: int, compiled: bool) -> None:
+    x = torch.rand(70_200, generator=torch.Generator().manual_seed(0)) * -40
+    with compiled_kernels(compiled):
+        assert torch.equal(weigh(x)[start : start + count], weigh(x[start : start + count].clone()))
+        rows = x[: count // 3 * 3].view(3, -1)
+        assert torch.equal(weigh(rows).flatten(), weigh(x)[: count // 3 * 3])
