@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import ConfigError, WeftError
-from weft.serving.batch.feeder import Feeder
-from weft.serving.batch.inputs import STDIN, Inputs, find, spool
-from weft.serving.batch.job import Job
+from weft.serving.batch.files import STDIN, Inputs, find, parse, spool
+from weft.serving.batch.job import Feeder, Job
 from weft.serving.batch.journal import Journal
-from weft.serving.batch.rows import parse
 from weft.serving.config.progress import Progress
 from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.engine.admission import width

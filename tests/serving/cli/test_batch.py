@@ -20,10 +20,10 @@ from support.checkpoints import make_checkpoint
 from support.engine import FAST, mock_config
 
 from weft.errors import ConfigError, EngineError, ModelError
+from weft.serving.api import local
 from weft.serving.api.app import build_app
 from weft.serving.api.local import LocalApi
 from weft.serving.api.state import ServerState
-from weft.serving.batch import local
 from weft.serving.cli.batch import run
 from weft.serving.config.settings import EngineConfig, ServerConfig
 
