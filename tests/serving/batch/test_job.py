@@ -184,7 +184,7 @@ async def test_a_disk_that_fails_ends_it(
 _MEMORY = """
 import asyncio, resource, sys
 from pathlib import Path
-from weft.serving.cli.batch import _identified
+from weft.serving.cli.batch import _row_ids
 from weft.serving.batch.files import Inputs
 from weft.serving.batch.job import Job
 from weft.serving.batch.journal import Journal
@@ -206,7 +206,7 @@ def batch(rows):
                        '"body": {"prompt": "a"}}\\n' % row)
     inputs = Inputs([source])
     journal = Journal(folder / f"state-{rows}", [folder / f"out-{rows}.jsonl"])
-    journal.begin({}, _identified(inputs, "m"))
+    journal.begin({}, _row_ids(inputs, "m"))
     journal.open()
     asyncio.run(Job(inputs, journal, model="m", seed=0).run(post, 256))
     assert journal.counts() == [rows]
