@@ -118,7 +118,7 @@ class ServerState:
     async def answer_row(
         self, path: str, body: bytes, admitted: Callable[[], Awaitable[None]]
     ) -> tuple[int, bytes]:
-        """Answer a row of a batch by the routes; see `weft.serving.batch.feeder.Server`."""
+        """Answer a row of a batch by the routes; see `weft.serving.batch.job.Server`."""
         if self._local_api is None:
             from weft.serving.api.app import local_app  # which imports this module
 

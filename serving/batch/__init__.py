@@ -1,19 +1,12 @@
-"""Rows of files, answered exactly once: `weft batch`, and the batches of the server.
+"""Batches: files of requests, each answered exactly once.
 
-rows.py        a line of the input, and the line that answers it
-inputs.py      the files that are read
-faults.py      what goes wrong on a disk
-database.py    a SQLite file of one process
-journal.py     what is done: the output's groups of lines, and the state that counts them
-writer.py      answers, to the journal
-job.py         one run over the rows that are left
-local.py       the routes of the HTTP API, without a socket
-feeder.py      rows, as the engine has room for what they ask for
-command.py     `weft batch`
-objects.py     files and batches as OpenAI's API has them
-store.py       those of a server, on its disk
-validation.py  whether an input can be run
-records.py     what a batch has on the disk, and how it ends
-runner.py      one batch after the other, answered
-service.py     the server's batches
+Both `weft batch` (serving/cli/batch.py) and the batch API of the server use these modules:
+
+    files.py       read input files; parse their lines, and make output lines
+    job.py         run the rows that have no answer yet, as fast as the engine admits them
+    journal.py     append answers to the output files, and record which rows are done
+    database.py    a SQLite file for one process, and the errors that disks cause
+    objects.py     files and batches, as OpenAI's API defines them
+    storage.py     store a server's files and batches on its disk
+    service.py     the server's batches: validate, run, cancel and end them
 """

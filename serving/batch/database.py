@@ -1,7 +1,11 @@
-"""A SQLite file that one process has at a time, and whose every change is on the disk."""
+"""A SQLite file that one process has at a time, and whose every change is on the disk.
+
+What goes wrong on a disk: what may pass is a DiskError, what stays so a ConfigError.
+"""
 
 from __future__ import annotations
 
+import errno
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -9,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from weft.serving.batch.faults import of_database
+from weft.errors import ConfigError, DiskError, WeftError
 
 _VERSION = 2  # of the schemas
 
@@ -98,3 +102,39 @@ def _connect(path: Path, schema: str, application: int) -> sqlite3.Connection:
         db.close()
         raise
     return db
+
+
+# No room, no more open files, no memory, a disk or a network file system that does not answer.
+_PASSING = frozenset(
+    {
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EFBIG,
+        errno.EIO,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOMEM,
+        errno.ESTALE,
+    }
+)
+_PASSING_OF_SQLITE = frozenset(
+    {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_CANTOPEN}
+)
+
+
+def passes(error: OSError) -> bool:
+    """Whether the same may work later."""
+    return error.errno in _PASSING
+
+
+def of_file(path: Path, error: OSError) -> WeftError:
+    """The error to raise for a file's."""
+    return (DiskError if passes(error) else ConfigError)(f"{path}: {error.strerror}")
+
+
+def of_database(path: Path, error: sqlite3.Error) -> WeftError:
+    """The error to raise for a SQLite file's."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # without its details
+    reason = "another process has it" if code == sqlite3.SQLITE_BUSY else str(error)
+    kind = DiskError if code in _PASSING_OF_SQLITE else ConfigError
+    return kind(f"the state {path}: {reason}")

@@ -16,6 +16,10 @@ What goes wrong with a batch is that batch's: it is tried again in a while when 
 disk is full), as long as it has time, and else it fails. The others go on.
 
 Everything here runs on the server's event loop; what takes time on the disk, in threads.
+
+A server's batches, one at a time, are answered: to their end, or until cancelled or too late.
+
+The input of a server's batch is read before any of it is run.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,8 +38,9 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from weft.errors import ConfigError, DiskError, RequestError, WeftError
-from weft.serving.batch.feeder import Server
-from weft.serving.batch.job import EngineEnded, LeftOut
+from weft.serving.batch.files import Inputs, parse
+from weft.serving.batch.job import EngineEnded, Feeder, Job, LeftOut, Server
+from weft.serving.batch.journal import Journal
 from weft.serving.batch.objects import (
     LIVE,
     BatchError,
@@ -45,12 +50,20 @@ from weft.serving.batch.objects import (
     RequestCounts,
     now,
 )
-from weft.serving.batch.records import Ending, end, inputs_of, journal_of, opened
-from weft.serving.batch.runner import Runner
-from weft.serving.batch.store import ANYONE, Store
-from weft.serving.batch.validation import validate
+from weft.serving.batch.storage import (
+    ANYONE,
+    Ending,
+    Store,
+    end,
+    inputs_of,
+    journal_of,
+    opened,
+    opened_to_go_on,
+)
+from weft.serving.engine.admission import width_beside_others
 
 if TYPE_CHECKING:
+    from weft.serving.batch.storage import Store
     from weft.serving.engine.engine import AsyncEngine
 
 RETRY = 10.0  # seconds until a batch is tried again that met a full disk
@@ -295,3 +308,183 @@ def _cancelling(batch: BatchObject) -> BatchObject:
             f"batch {batch.id} is {batch.status}; it cannot be cancelled", status=409
         )
     return replace(batch, status="cancelling", cancelling_at=now())
+
+
+PRIORITY = 2**31 - 1  # of rows: all that has another one goes first
+_EXPIRED = ("batch_expired", "the row was not run within the completion window")
+
+
+class Runner:
+    """See the module's text.
+
+    Args:
+        server: whose routes answer the rows.
+        engine: of the server.
+        cancelled: batches that are to be given up.
+    """
+
+    def __init__(self, server: Server, engine: AsyncEngine, cancelled: Container[str]) -> None:
+        self._server = server
+        self._engine = engine
+        self._cancelled = cancelled
+        self._current: _Current | None = None
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Begin no more rows."""
+        self._stopped = True
+        if self._current is not None:
+            self._current.job.stop()
+
+    def cancel(self, id: str) -> None:
+        """Give up a batch, if it is the one that is run; what is answered is written."""
+        if self._current is not None and self._current.batch == id:
+            self._current.cancel()
+
+    def counts(self, id: str) -> RequestCounts | None:
+        """Rows that are done by now, of the batch that is run."""
+        current = self._current
+        return current.counts if current is not None and current.batch == id else None
+
+    async def run(self, store: Store, batch: BatchObject) -> None:
+        """Bring a batch to its end, or as far as it comes before the server's.
+
+        Raises:
+            EngineEnded: the engine has ended.
+            ConfigError: it can never be run.
+            DiskError: it cannot be run now.
+        """
+        journal = await asyncio.to_thread(opened_to_go_on, store, batch)
+        try:
+            ending = Ending("completed")
+            if batch.status == "in_progress":
+                ending = await self._answer(store, batch, journal)
+            whole = await asyncio.to_thread(_is_whole, journal)
+            if not whole and ending.status != "cancelled":
+                if self._stopped or self._server.draining:
+                    return
+                raise ConfigError(f"rows are no longer in input file {batch.input_file_id}")
+            await asyncio.to_thread(end, store, batch.id, journal, ending)
+        finally:
+            await asyncio.to_thread(journal.close)
+        await asyncio.to_thread(store.clean, batch.id)
+
+    async def _answer(self, store: Store, batch: BatchObject, journal: Journal) -> Ending:
+        """Run the rows that are left; how that ended."""
+        inputs = await asyncio.to_thread(inputs_of, store, batch)
+        completed, failed = await asyncio.to_thread(journal.counts)
+        counts = RequestCounts(journal.total, completed, failed)
+
+        def on_done(status: int, tokens: int) -> None:
+            counts.completed += status == 200
+            counts.failed += status != 200
+
+        def job(refusal: tuple[str, str] | None = None) -> Job:
+            return Job(
+                inputs,
+                journal,
+                model=self._server.model,
+                seed=self._engine.config.seed,
+                overrides={"priority": PRIORITY},
+                refusal=refusal,
+                retries=True,
+                on_done=on_done,
+            )
+
+        most = width_beside_others(self._engine)
+        feeder = Feeder(self._server, self._engine, most)
+        first = job()
+        task = asyncio.create_task(first.run(feeder.post, most))
+        self._current = current = _Current(batch.id, first, task, counts)
+        try:
+            if batch.id in self._cancelled:  # before this was set
+                current.cancel()
+            if self._stopped:
+                first.stop()
+            async with asyncio.timeout(batch.expires_at - now()):
+                await task
+        except TimeoutError:
+            current.job = job(_EXPIRED)
+            await current.job.run(feeder.post, most)
+            return Ending("expired")
+        except asyncio.CancelledError:
+            if not task.cancelled():
+                raise
+            return Ending("cancelled")
+        finally:
+            self._current = None
+        return Ending("completed")
+
+
+class _Current:
+    """The batch that is run now."""
+
+    def __init__(
+        self, batch: str, job: Job, task: asyncio.Task[None], counts: RequestCounts
+    ) -> None:
+        self.batch, self.job, self.counts = batch, job, counts
+        self._task = task
+
+    def cancel(self) -> None:
+        """Once: what is answered is written while the task ends."""
+        if not self._task.cancelling():
+            self._task.cancel()
+
+
+def _is_whole(journal: Journal) -> bool:
+    """Whether all rows are done."""
+    return sum(journal.counts()) == journal.total
+
+
+MAX_ERRORS = 50  # of an input file that are shown
+
+
+def validate(
+    batch: BatchObject,
+    inputs: Inputs,
+    journal: Journal,
+    *,
+    model: str,
+    stopped: Callable[[], bool],
+) -> tuple[int, list[BatchError]]:
+    """Begin the journal of a batch.
+
+    Args:
+        batch: says the endpoint.
+        inputs: its file.
+        journal: to begin.
+        model: that rows are for which name none.
+        stopped: asked before each row.
+
+    Returns:
+        How many rows there are, and the first of what is wrong with them.
+
+    Raises:
+        LeftOut: it was stopped.
+        ConfigError, DiskError: the file cannot be read, or the journal not be written.
+    """
+    errors: list[BatchError] = []
+
+    def rows() -> Iterator[tuple[int, str, str | None]]:
+        for line in inputs:
+            if stopped():
+                raise LeftOut
+            row = parse(line, model)
+            problem = row.problem
+            if row.simple:
+                problem = f"{line.place}: custom_id is missing"
+            elif problem is None and row.url != batch.endpoint:
+                problem = f"{line.place}: url is {row.url!r}; the endpoint is {batch.endpoint}"
+            if problem is not None:
+                errors.append(BatchError("invalid_request", problem, line.index + 1))
+            if len(errors) == MAX_ERRORS:
+                return
+            yield line.index, line.place, row.custom_id
+
+    journal.begin({"inputs": inputs.digests()}, rows())
+    for index, first in journal.duplicates(0, 2**62, most=MAX_ERRORS).items():
+        problem = f"line {index + 1}: its custom_id is that of {first}"
+        errors.append(BatchError("duplicate_custom_id", problem, index + 1, "custom_id"))
+    if not errors and journal.total == 0:
+        errors.append(BatchError("empty_file", "the input file has no requests"))
+    return journal.total, sorted(errors, key=lambda error: error.line or 0)[:MAX_ERRORS]

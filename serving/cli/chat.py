@@ -1,8 +1,8 @@
-"""A conversation in the terminal: lines in, answers streamed out.
+"""`weft chat`: a conversation in the terminal.
 
-Works the same with a person and with a pipe, except that a person sees a
-prompt and help, can stop an answer with Ctrl-C, and is told of a turn that
-cannot be served instead of being thrown out.
+Each line of stdin is a message; the answer streams to stdout. stdin can be a terminal or a pipe.
+A terminal gets a prompt and help. There Ctrl-C stops one answer, and a message that cannot be
+answered does not end the conversation.
 """
 
 from __future__ import annotations
@@ -10,23 +10,52 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import click
 
 from weft.errors import ConfigError, EngineError, RequestError
-from weft.serving.api.parsing.parser import AnswerFormat
-from weft.serving.api.parsing.pieces import Answer
+from weft.serving.cli.options import TopicCommand, sampling, sampling_params, takes
+from weft.serving.config.settings import EngineConfig
+from weft.serving.config.sources import Settings
 
 if TYPE_CHECKING:
     from weft.serving.engine.sampling_params import SamplingParams
     from weft.serving.llm import LLM, Conversation, Prompt
 
-HELP = "/reset forgets the conversation, /system TEXT sets the instructions, /exit ends"
+HELP = "/reset starts a new conversation, /system TEXT sets the instructions, /exit ends"
+
+
+@click.command(cls=TopicCommand)
+@click.option("--system", metavar="TEXT", help="instructions at the start of the conversation")
+@sampling
+@takes(EngineConfig, model=True)
+def chat(settings: Settings, system: str | None, **sampling: Any) -> int:
+    """Talk with MODEL.
+
+    Each line is a message, from the keyboard or from a pipe. /reset starts a new conversation,
+    /system TEXT also sets its instructions, /exit ends the command.
+
+    \b
+    weft chat
+    weft chat ./Qwen3-0.6B --system "Answer in French." --temperature 0.7
+    """
+    from weft.serving.llm import LLM
+
+    params = sampling_params(sampling)
+    with LLM.of(settings.build(EngineConfig)) as llm:
+        converse(llm, params, system)
+    return 0
 
 
 def write_answer(llm: LLM, prompt: Prompt | Conversation, params: SamplingParams) -> str:
-    """Stream one answer to stdout, ended by a newline; returns it.
+    """Stream one answer and a newline to stdout.
 
-    Raises EngineError when it fails half-way.
+    Returns:
+        The answer.
+
+    Raises:
+        EngineError: the engine failed during the answer.
     """
     pieces = []
     with closing(llm.stream(prompt, params)) as deltas:
@@ -40,8 +69,8 @@ def write_answer(llm: LLM, prompt: Prompt | Conversation, params: SamplingParams
     return "".join(pieces)
 
 
-def decoded(data: bytes) -> str:
-    """What came through a pipe; ConfigError when it is not UTF-8."""
+def decode(data: bytes) -> str:
+    """Decode bytes from stdin; ConfigError if they are not UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -49,7 +78,7 @@ def decoded(data: bytes) -> str:
 
 
 def converse(llm: LLM, params: SamplingParams, system: str | None = None) -> None:
-    """Answer each line of stdin until it ends or says /exit."""
+    """Answer each line of stdin, until it ends or a line is /exit."""
     interactive = sys.stdin.isatty()
     messages = _opening(system)
     if interactive:
@@ -69,12 +98,12 @@ def converse(llm: LLM, params: SamplingParams, system: str | None = None) -> Non
             messages.append({"role": "user", "content": line})
             try:
                 answer = write_answer(llm, messages, params)
-                messages.append(_turn(llm, messages, answer))
+                messages.append(_assistant_message(llm, messages, answer))
             except RequestError as error:
                 if not interactive:
                     raise
                 messages.pop()
-                print(f"weft: error: {error}; /reset starts anew", file=sys.stderr)
+                print(f"weft: error: {error}; /reset starts a new conversation", file=sys.stderr)
             except KeyboardInterrupt:
                 if not interactive:
                     raise
@@ -82,12 +111,15 @@ def converse(llm: LLM, params: SamplingParams, system: str | None = None) -> Non
                 print()
 
 
-def _turn(llm: LLM, messages: Conversation, text: str) -> dict[str, str]:
-    """The assistant's message, its thought told from what it says, as chat templates have it."""
+def _assistant_message(llm: LLM, messages: Conversation, text: str) -> dict[str, str]:
+    """Make the assistant's message, with its reasoning apart, as chat templates expect it."""
+    from weft.serving.api.parsing.parser import AnswerFormat
+    from weft.serving.api.parsing.pieces import Answer
+
     parser = AnswerFormat.of(llm.tokenizer).parser(llm.tokenizer.render_chat(messages))
     answer = Answer([*parser.push(text), *parser.flush()])
-    thought = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
-    return {"role": "assistant", "content": answer.content} | thought
+    reasoning = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
+    return {"role": "assistant", "content": answer.content} | reasoning
 
 
 def _opening(system: str | None) -> list[dict[str, str]]:
@@ -96,7 +128,7 @@ def _opening(system: str | None) -> list[dict[str, str]]:
 
 def _lines(interactive: bool) -> Iterator[str]:
     if not interactive:
-        yield from (decoded(line).rstrip("\r\n") for line in sys.stdin.buffer)
+        yield from (decode(line).rstrip("\r\n") for line in sys.stdin.buffer)
         return
     import readline  # noqa: F401  # gives input() a history and editing
 

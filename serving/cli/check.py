@@ -1,6 +1,6 @@
-"""`weft check`: what the checkers of kernels/check find, as tables or JSON.
+"""`weft check`: the checkers in kernels/check, with results as tables or JSON.
 
-Progress goes to stderr. The exit status is 1 if something is found.
+Progress goes to stderr. The exit status is 1 if a check finds a problem.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import click
+
 from weft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,17 +27,123 @@ Item = TypeVar("Item")
 
 BLOCKS = ("BLOCK_M", "BLOCK_N", "BLOCK_K")
 
+_ONLY = click.option("--only", multiple=True, metavar="OP", help="only this op; repeatable")
+_TARGET = click.option("--target", multiple=True, metavar="NAME", help="only this; repeatable")
+
+
+@click.group(invoke_without_command=True)
+@click.pass_context
+def check(context: click.Context) -> int:
+    """Check the overlapped kernels, without a GPU or a TPU.
+
+    Needs Triton; `tpu` needs JAX instead. Exits with 1 if a check finds a problem. docs/kernels.md
+    explains the checks.
+
+    \b
+    weft check kernels --world-size 2,3
+    weft check aot --target sm_90
+    weft check timeline all_gather_matmul -o overlap.svg
+    weft check tpu --only all_reduce
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+    return 0
+
+
+@check.command("kernels")
+@_ONLY
+@click.option("--world-size", default="1,2,3,4", metavar="N,...", help="ranks  [default: 1,2,3,4]")
+@click.option(
+    "--seeds", default="3", metavar="N|A-B", help="number of seeds, or first-last  [default: 3]"
+)
+@click.option("--json", "as_json", is_flag=True, help="write JSON, with every check's shapes")
+def check_kernels(only: tuple[str, ...], world_size: str, seeds: str, as_json: bool) -> int:
+    """Run every op on several ranks, compare it with its oracle, look for races and hangs.
+
+    The ranks take turns in Triton's interpreter. The seed chooses the order, the shapes, the dtype
+    and the slow ranks, so a seed reproduces what it found.
+
+    \b
+    weft check kernels
+    weft check kernels --only all_gather_matmul --world-size 8 --seeds 100
+    weft check kernels --only all_gather_matmul --world-size 8 --seeds 41-41
+    """
+    return kernels(only, world_size, seeds, as_json=as_json)
+
+
+@check.command("aot")
+@_TARGET
+@_ONLY
+@click.option("--all", "everything", is_flag=True, help="every tile that tuning may choose: hours")
+@click.option("--json", "as_json", is_flag=True, help="write JSON, with each kernel's constants")
+def check_aot(
+    target: tuple[str, ...], only: tuple[str, ...], everything: bool, as_json: bool
+) -> int:
+    """Compile every kernel for its GPUs: sm_80, sm_90, sm_100 and gfx942.
+
+    Problems are spilled registers, products without tensor cores, and signals that can arrive
+    before their data.
+
+    \b
+    weft check aot
+    weft check aot --target sm_90 --only matmul_reduce_scatter --json
+    """
+    return aot(target, only, everything=everything, as_json=as_json)
+
+
+@check.command("timeline")
+@click.argument("op", metavar="OP")
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="a picture (.svg), or a trace for https://ui.perfetto.dev (.json)",
+)
+@click.option(
+    "--world-size", default=4, type=click.IntRange(1, 16), metavar="N", help="ranks  [default: 4]"
+)
+def check_timeline(op: str, output: Path, world_size: int) -> int:
+    """Draw how OP hides communication: what each rank does, and when it waits.
+
+    Time is virtual: order and waits are real, but each length only counts the numbers moved.
+
+    \b
+    weft check timeline all_gather_matmul -o overlap.svg
+    weft check timeline matmul_reduce_scatter --world-size 8 -o overlap.json
+    """
+    return timeline(op, output, world_size)
+
+
+@check.command("tpu")
+@_ONLY
+@_TARGET
+@click.option("--json", "as_json", is_flag=True, help="write JSON")
+def check_tpu(only: tuple[str, ...], target: tuple[str, ...], as_json: bool) -> int:
+    """Run every TPU op on 2, 4 and 8 interpreted devices, and compile it for real TPUs.
+
+    The interpreter finds wrong numbers, races, deadlocks, signals without a wait, and access to
+    devices that are not ready. The compilers for v5e:2x4, v5p:2x2x1, v6e:2x4 and tpu7x:2x2x1 find
+    code that they refuse. See docs/tpu.md.
+
+    \b
+    weft check tpu
+    weft check tpu --only all_gather_matmul --target v5e:2x4
+    """
+    return tpu(only, target, as_json=as_json)
+
 
 def kernels(ops: Sequence[str], world_sizes: str, seeds: str, *, as_json: bool) -> int:
-    """Run every op against its oracle under the race detector.
+    """Run every op under the race detector, and compare it with its oracle.
 
     Args:
-        ops: names; all for none.
-        world_sizes: "1,2,4".
-        seeds: "3" for the first three, "5-9" for those.
+        ops: names of ops; none means all.
+        world_sizes: numbers of ranks, such as "1,2,4".
+        seeds: "3" for seeds 0 to 2, "5-9" for seeds 5 to 9.
 
     Raises:
-        ConfigError: one of these cannot be, or Triton is not installed.
+        ConfigError: a value is invalid, or Triton is not installed.
     """
     _interpret()
     from weft.kernels.check import suite
@@ -51,16 +159,16 @@ def kernels(ops: Sequence[str], world_sizes: str, seeds: str, *, as_json: bool) 
 
 
 def aot(targets: Sequence[str], ops: Sequence[str], *, everything: bool, as_json: bool) -> int:
-    """Compile every kernel for the targets (all, if none is given).
+    """Compile every kernel for the targets; none means all.
 
     Args:
-        everything: every tile that tuning may choose, too.
+        everything: also compile every tile that tuning may choose.
 
     Raises:
-        ConfigError: there is no such target or op, or Triton is not installed.
-        WeftError: the compiler died.
+        ConfigError: a target or an op does not exist, or Triton is not installed.
+        WeftError: the compiler crashed.
     """
-    _interpret()  # here; what compiles is in other processes
+    _interpret()  # only in this process; other processes compile
     from weft.kernels.check.aot import TENSOR_CORES, compile_all
     from weft.kernels.check.ops.table import named
 
@@ -76,11 +184,11 @@ def aot(targets: Sequence[str], ops: Sequence[str], *, everything: bool, as_json
 
 
 def timeline(op: str, output: Path, world_size: int) -> int:
-    """Draw what each rank does in one call of an op.
+    """Draw the work and the waits of each rank during one call of an op.
 
     Raises:
-        ConfigError: there is no such op, the output's suffix is unknown, its directory is not
-            there, or there is no Triton.
+        ConfigError: the op does not exist, the output's suffix is unknown, its directory does not
+            exist, or Triton is not installed.
     """
     if not output.parent.is_dir():
         raise ConfigError(f"--output is {output}; there is no directory {output.parent}")
@@ -104,11 +212,11 @@ def tpu(ops: Sequence[str], topologies: Sequence[str], *, as_json: bool) -> int:
     """Interpret every TPU kernel, and compile it for TPUs.
 
     Args:
-        ops: names; all for none.
-        topologies: to compile for; all for none.
+        ops: names of ops; none means all.
+        topologies: TPU slices to compile for; none means all.
 
     Raises:
-        ConfigError: there is no such op or topology, or jax is not installed.
+        ConfigError: an op or a topology does not exist, or jax is not installed.
     """
     if importlib.util.find_spec("jax") is None or importlib.util.find_spec("libtpu") is None:
         raise ConfigError("weft check tpu needs jax and libtpu: pip install 'weft[tpu]'")
@@ -141,7 +249,7 @@ def tpu(ops: Sequence[str], topologies: Sequence[str], *, as_json: bool) -> int:
 
 
 def _interpret() -> None:
-    """Triton reads this when a kernel's module is imported: nothing of weft.kernels.gpu yet is."""
+    """Make Triton interpret kernels; call this before a module in weft.kernels.gpu is imported."""
     if importlib.util.find_spec("triton") is None:
         raise ConfigError(
             "weft check needs triton, which runs and compiles the kernels: "
@@ -164,12 +272,14 @@ def _seeds(text: str) -> range:
     except ValueError:
         seeds = range(0)
     if not seeds:
-        raise ConfigError(f"--seeds is {text!r}; it must be a count, as 3, or a range, as 5-9")
+        raise ConfigError(
+            f"--seeds is {text!r}; it must be a count, such as 3, or a range, such as 5-9"
+        )
     return seeds
 
 
 def _progress(title: str, items: Iterable[Item], total: int | None = None) -> Iterator[Item]:
-    """The items, with a bar on stderr if that is a terminal."""
+    """Yield the items, with a progress bar if stderr is a terminal."""
     from rich.console import Console
     from rich.progress import track
 
@@ -199,7 +309,7 @@ def _print_outcomes(outcomes: Sequence[Outcome]) -> None:
 
 
 def _print_tpu(answers: Iterable[dict[str, Any]], wide: int) -> list[dict[str, Any]]:
-    """Each as it comes; all of them."""
+    """Print each outcome when it arrives, and return all."""
     print(
         f"{'op, mesh':<{wide}}{'where':<22}{'bad':>4}{'seconds':>9}{'kernels':>9}"
         f"{'VMEM':>11}{'temporary':>13}{'GFLOP':>9}{'MB moved':>10}"
@@ -243,7 +353,7 @@ def _print_compiled(rows: Sequence[Compiled]) -> None:
             f"{mma:>5}{row.releases:>9}"
         )
     problems = sum(len(row.problems) for row in rows)
-    # Compilations that differ in other constants alone may look the same here.
+    # Rows look the same if compilations differ only in constants that the table does not show.
     print(*dict.fromkeys(lines), f"{len(rows)} compilations, {problems} problems", sep="\n")
     for row in rows:
         for problem in row.problems:

@@ -1,8 +1,8 @@
-"""`weft compile`: a model's steps compiled for a TPU slice, on a machine that has none.
+"""`weft compile`: a model's steps, compiled for a TPU slice on any machine.
 
-Says what a chip's memory holds, how much of the chips' traffic is hidden, and how long it took;
-what it compiles stays in the folder that `weft serve` looks in. Where a model does not fit, it
-says so in the compiler's words, and which slice would do.
+The report shows each chip's memory use, the share of the traffic between chips that is hidden,
+and the compile times. Compiled steps stay in the folder where `weft serve` looks for them. If the
+model does not fit, the error quotes the compiler and names a slice that is large enough.
 """
 
 from __future__ import annotations
@@ -12,33 +12,57 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
+import click
+
 from weft.errors import ConfigError
 from weft.models.memory.ledger import human_bytes
-from weft.models.spec.spec import ModelSpec
+from weft.serving.cli.options import TopicCommand, takes
 from weft.serving.config.settings import EngineConfig
-from weft.serving.executor.jax_loading import (
-    cache_folder,
-    check_settings,
-    show_compiling,
-    state_bytes,
-)
-from weft.serving.executor.loading import compute_dtype, context_length
+from weft.serving.config.sources import Settings
 
 if TYPE_CHECKING:
     from weft.models.jax.aot import Compiled
     from weft.models.memory.ledger import Ledger
+    from weft.models.spec.spec import ModelSpec
+
+
+@click.command("compile", cls=TopicCommand)
+@click.option(
+    "--for", "topology", required=True, metavar="SLICE", help="TPU chips, such as v5e:4x4"
+)
+@click.option("--json", "as_json", is_flag=True, help="write JSON")
+@takes(EngineConfig, model=True)
+def compile_steps(settings: Settings, topology: str, as_json: bool) -> int:
+    """Compile MODEL's steps for TPUs, on any machine.
+
+    Reads only config.json, not the weights. Shows each chip's memory use, and how much of the
+    traffic between chips is hidden behind matrix products. Compiled steps stay in
+    --compile-cache for `weft serve`.
+
+    \b
+    weft compile ./Llama-3.1-8B --for v5e:2x4 --tp 8
+    weft compile ./Qwen3-30B-A3B --for v6e:2x4 --tp 8 --ep 8 --max-model-len 8192
+    """
+    return run(settings.build(EngineConfig), topology, as_json=as_json)
 
 
 def run(config: EngineConfig, topology: str, *, as_json: bool = False) -> int:
-    """Compile and report.
+    """Compile the steps, and print the report.
 
     Raises:
         ConfigError: a setting does not suit the model or the slice, or the model does not fit.
-        ModelError: the checkpoint's config.json cannot be found or understood.
+        ModelError: the checkpoint's config.json is missing or not supported.
     """
     from weft.models.checkpoint.locate import locate, read_spec
     from weft.models.jax import platform
     from weft.models.spec.layout import Layout, check_layout
+    from weft.serving.executor.jax_loading import (
+        cache_folder,
+        check_settings,
+        show_compiling,
+        state_bytes,
+    )
+    from weft.serving.executor.loading import compute_dtype, context_length
 
     if not platform.is_installed():
         raise ConfigError(f"weft compile needs jax: {platform.INSTALL}")
@@ -55,9 +79,9 @@ def run(config: EngineConfig, topology: str, *, as_json: bool = False) -> int:
     block_bytes = config.block_size * local.kv_bytes_per_token(dtype)
     try:
         num_blocks = _ledger(config, spec, dtype, max_model_len, chip, config.tp).num_blocks
-    except ConfigError:  # the compiler may see it otherwise: with the least that can serve
+    except ConfigError:  # the compiler decides, with the smallest cache that can serve
         num_blocks = -(-max_model_len // config.block_size)
-    platform.described_devices(topology)  # before jax looks for devices of this machine
+    platform.described_devices(topology)  # before jax looks for this machine's devices
     platform.keep_compiled(cache_folder(config))
     try:
         with show_compiling() as compiling:
@@ -93,11 +117,12 @@ def run(config: EngineConfig, topology: str, *, as_json: bool = False) -> int:
 def _ledger(
     config: EngineConfig, spec: ModelSpec, dtype: str, max_model_len: int, chip: str, tp: int
 ) -> Ledger:
-    """Where a chip's memory goes, by arithmetic; ConfigError if it is too little."""
+    """Calculate a chip's memory use; ConfigError if the chip is too small."""
     from weft.models.jax.aot import hbm_bytes
     from weft.models.memory.activations import jax_activations
     from weft.models.memory.plan import MemoryPlan
     from weft.models.spec.layout import Layout
+    from weft.serving.executor.jax_loading import state_bytes
 
     ep = config.ep if tp % config.ep == 0 else 1
     return MemoryPlan(
@@ -117,7 +142,7 @@ def _ledger(
 def _slice_that_fits(
     config: EngineConfig, spec: ModelSpec, dtype: str, max_model_len: int, chip: str
 ) -> str:
-    """The smallest slice of these chips that the model fits on, in words."""
+    """Describe the smallest slice with these chips that is large enough for the model."""
     from weft.models.jax.aot import SLICES, chips_in
     from weft.models.spec.layout import check_layout
 
@@ -129,7 +154,7 @@ def _slice_that_fits(
         except ConfigError:
             continue
         return f"it would fit on {chip}:{shape}, with --tp {tp}"
-    return f"it fits on no slice of {chip} that it can be split over"
+    return f"no {chip} slice over which it can be split is large enough"
 
 
 def _print_report(memory: dict[str, int], programs: list[Compiled], tokens: int, hbm: int) -> None:
@@ -152,7 +177,7 @@ def _print_report(memory: dict[str, int], programs: list[Compiled], tokens: int,
 
 
 def _print_step(step: Compiled) -> None:
-    """What chips exchange in it, and the kernels that it calls."""
+    """Print one step's collectives and kernels."""
     print(f"\n{step.name}")
     for kind in dict.fromkeys(one.kind for one in step.collectives):
         alike = [one for one in step.collectives if one.kind == kind]

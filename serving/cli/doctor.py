@@ -1,13 +1,17 @@
-"""`weft doctor`: can this machine serve, and what to do where it cannot; with others, if so told.
+"""`weft doctor`: whether this node can serve, and what to change if it cannot.
 
-Each check is one function that looks and returns a Finding; it changes
-nothing and loads no model. "warn" means slower or less, "fail" that serving
-will not work.
+Each check is a function that returns a Finding. Checks change nothing and load no model. "warn"
+means that serving is slower or limited, "fail" that it does not work.
+
+With `--nodes` above 1 and `weft join` on the other nodes, each node checks itself, and then its
+links to the others.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import logging
 import mmap
 import os
 import platform
@@ -17,15 +21,28 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
 
 from weft.errors import ConfigError, ModelError, WeftError
-from weft.models.checkpoint.locate import BUNDLED, locate, read_spec
+from weft.serving.cli.options import TopicCommand, takes
 from weft.serving.config.settings import EngineConfig, ServerConfig
+from weft.serving.config.sources import Settings
 from weft.serving.executor.nodes.inventory import own_inventory
-from weft.serving.executor.nodes.messages import Finding
+from weft.serving.executor.nodes.messages import (
+    CheckResults,
+    End,
+    Finding,
+    LinkSpeed,
+    RunChecks,
+    Unreachable,
+    differences,
+    versions,
+)
 from weft.serving.executor.placement import (
     Inventory,
     decided,
@@ -34,17 +51,46 @@ from weft.serving.executor.placement import (
     map_slices,
 )
 
+if TYPE_CHECKING:
+    from weft.serving.executor.nodes.remote import JoinedNode
+
 GIB = 1024**3
+
+JOIN_SECONDS = 60.0
+"""Time for the other nodes to join."""
+
+CHECK_SECONDS = 120.0
+"""Time for a node to check itself."""
+
+SEND_SECONDS = 0.3
+"""Time to send over each link."""
+
+SLOW_LINK = 1e9
+"""Bytes per second; do not split layers over a slower link."""
+
+
+@click.command(cls=TopicCommand)
+@click.option("--json", "as_json", is_flag=True, help="write JSON")
+@takes(EngineConfig, ServerConfig)
+def doctor(settings: Settings, as_json: bool) -> int:
+    """Check that this machine can serve.
+
+    Checks versions, processor, memory, models, GPUs and the port. Exits with 1 if something
+    prevents serving. With --nodes, checks the other machines and the links between them, too.
+
+    \b
+    weft doctor
+    weft doctor --model ./Qwen3-0.6B --tp 2
+    """
+    return run(settings.build(EngineConfig), settings.build(ServerConfig), as_json=as_json)
 
 
 def run(engine: EngineConfig, server: ServerConfig, *, as_json: bool = False) -> int:
-    """Print all findings; 1 if one failed."""
+    """Print all findings; return 1 if one is "fail", else 0."""
     findings = examine(engine, server)
     if as_json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
-        import click
-
         colors = {"ok": "green", "warn": "yellow", "fail": "red"}
         machine = ""
         for finding in findings:
@@ -58,16 +104,16 @@ def run(engine: EngineConfig, server: ServerConfig, *, as_json: bool = False) ->
 
 
 def examine(engine: EngineConfig, server: ServerConfig) -> list[Finding]:
-    """Every finding, in the order to read them; of other machines last."""
-    if problem := _needed():
+    """Check this node, and with `nodes` the other ones after it."""
+    from weft.models.checkpoint.locate import BUNDLED
+
+    if problem := _prerequisites():
         return problem
     found = examine_machine(engine, BUNDLED)
     found.append(_port(server.host, server.port))
     if engine.world_size > 1:
         found.append(_layout(engine))
     if engine.nodes > 1:
-        from weft.serving.cli.doctor_nodes import examine_others
-
         found += examine_others(engine)
     elif engine.dp * engine.world_size > 1:
         found += devices(engine, [own_inventory(engine)])
@@ -75,8 +121,8 @@ def examine(engine: EngineConfig, server: ServerConfig) -> list[Finding]:
 
 
 def examine_machine(engine: EngineConfig, models: Collection[str] = ()) -> list[Finding]:
-    """What is found on a machine; of these models beside the engine's."""
-    if problem := _needed():
+    """Check this node, and besides the engine's model these `models`."""
+    if problem := _prerequisites():
         return problem
     found = [
         _python(),
@@ -91,12 +137,12 @@ def examine_machine(engine: EngineConfig, models: Collection[str] = ()) -> list[
         *(_model(name) for name in dict.fromkeys((*models, engine.model))),
     ]
     if engine.world_size > 1:
-        found.append(_board())
+        found.append(_memfd())
     return found
 
 
-def _needed() -> list[Finding]:
-    """What is there of the first two findings, if one failed: nothing else can be seen then."""
+def _prerequisites() -> list[Finding]:
+    """Check Python and libraries; empty if both are fine. Without them no other check can run."""
     needed = [_python(), _libraries()]
     return needed if any(finding.status == "fail" for finding in needed) else []
 
@@ -138,7 +184,7 @@ def _processor() -> Finding:
 
 
 def _kernels() -> Finding:
-    """Whether the CPU kernels that setup compiles are there, if this processor can run them."""
+    """Check that the CPU kernels are compiled, if this processor can run them."""
     import torch
 
     from weft.kernels.cpu import native
@@ -146,8 +192,10 @@ def _kernels() -> Finding:
     if native.library() is not None:
         return Finding("CPU kernels", "ok", "compiled, for bfloat16 and int8")
     if torch.cpu._is_avx512_bf16_supported():
-        advice = "install g++ 11 or newer, then weft anew: decoding gets up to 1.6 times as fast"
-        seen = "compiled, but cannot be loaded" if native.FILE.exists() else "not compiled"
+        advice = (
+            "install g++ 11 or newer, then reinstall weft: decoding gets up to 1.6 times as fast"
+        )
+        seen = "compiled, but fail to load" if native.FILE.exists() else "not compiled"
         return Finding("CPU kernels", "warn", f"{seen}: torch's operators are used", advice)
     return Finding("CPU kernels", "ok", "torch's operators; the compiled ones need AVX-512 BF16")
 
@@ -156,15 +204,17 @@ def _cores(engine: EngineConfig) -> Finding:
     usable, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     seen = f"{usable} usable, load {load:.1f}"
     ranks = engine.dp * engine.world_size
-    processes = -(-ranks // engine.nodes)  # here, if machines have equally many
+    processes = -(-ranks // engine.nodes)  # on this node, if all nodes run equally many
     if ranks > 1:
         part = f"{processes} of " if engine.nodes > 1 else ""
         seen += f"; for {part}{ranks} ranks ({engine.dp} engines of {engine.world_size})"
     if processes > usable:
-        advice = "use fewer ranks, or lower --dp: those that share a core wait for each other"
+        advice = "use fewer ranks, or lower --dp: ranks on one core wait for each other"
         return Finding("cores", "warn", seen, advice)
     if load > usable:
-        advice = "stop other programs, or set --threads to the cores that are left: sharing is slow"
+        advice = (
+            "stop other programs, or set --threads to the number of idle cores: sharing is slow"
+        )
         return Finding("cores", "warn", seen, advice)
     return Finding("cores", "ok", seen)
 
@@ -196,13 +246,13 @@ def _shared_memory() -> Finding:
 
 
 def devices(engine: EngineConfig, offers: Sequence[Inventory]) -> list[Finding]:
-    """What each machine has for ranks, which is an island, and which ranks get it."""
+    """Report each node's devices, which form an island, and the ranks assigned to them."""
     engine = decided(engine, offers)
     kind = kind_of(engine)
     found = []
     for offer in offers:
         seen = f"island of {offer.describe(kind)}"
-        if kind != "tpu":  # to ask it is to take it
+        if kind != "tpu":  # asking a TPU for its memory would occupy it
             memory = min(offer.gpus, default=0) if kind == "cuda" else offer.memory
             seen += f", {memory / GIB:.1f} GiB free{' each' if kind == 'cuda' else ''}"
         found.append(Finding("devices", "ok", seen))
@@ -225,7 +275,7 @@ def devices(engine: EngineConfig, offers: Sequence[Inventory]) -> list[Finding]:
 
 
 def _layout(engine: EngineConfig) -> Finding:
-    """Whether the model can be split like that; by its config.json."""
+    """Check that the model can be split over the ranks; reads only config.json."""
     from weft.serving.executor.loading import check_ranks
 
     try:
@@ -236,8 +286,8 @@ def _layout(engine: EngineConfig) -> Finding:
     return Finding("layout", "ok", seen)
 
 
-def _board() -> Finding:
-    """How fast a step gets to the ranks of a machine, through memory that has no name."""
+def _memfd() -> Finding:
+    """Measure writes to anonymous shared memory, which carries steps to the node's ranks."""
     size = 64 << 20
     try:
         fd = os.memfd_create("weft-doctor", os.MFD_CLOEXEC)
@@ -248,7 +298,7 @@ def _board() -> Finding:
         os.ftruncate(fd, size)
         with mmap.mmap(fd, size) as memory:
             data = bytes(size)
-            memory[:] = data  # pages are made
+            memory[:] = data  # allocates the pages
             begin = time.perf_counter()
             memory[:] = data
             rate = size / (time.perf_counter() - begin)
@@ -279,15 +329,19 @@ def _gpu() -> Finding:
         gpus = ", ".join(f"{gpu.name} ({gpu.total_memory / GIB:.0f} GiB)" for gpu in names)
         return Finding("GPU", "ok", f"{gpus}; CUDA {torch.version.cuda}")
     if Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi"):
-        advice = "install a CUDA build of torch that the driver supports; see pytorch.org"
+        advice = "install a CUDA build of torch for this driver; see pytorch.org"
         return Finding(
-            "GPU", "warn", f"there is a driver, but torch {torch.__version__} sees no GPU", advice
+            "GPU",
+            "warn",
+            f"a driver is installed, but torch {torch.__version__} sees no GPU",
+            advice,
         )
     return Finding("GPU", "ok", "none; weft runs on the processor")
 
 
 def _model(name: str) -> Finding:
-    """Files, names and shapes of a checkpoint; the weights themselves are not read."""
+    """Check a checkpoint's files, tensor names and shapes, without reading the weights."""
+    from weft.models.checkpoint.locate import locate, read_spec
     from weft.models.checkpoint.weights import Weights
     from weft.serving.engine.tokenizer import Tokenizer
 
@@ -298,7 +352,7 @@ def _model(name: str) -> Finding:
         Tokenizer.load(path)
     except ModelError as error:
         return Finding(
-            "model", "fail", f"{name}: {error}", "give the directory of a whole checkpoint"
+            "model", "fail", f"{name}: {error}", "give the directory of a complete checkpoint"
         )
     size = sum(file.stat().st_size for file in path.glob("*.safetensors")) / 1024**2
     return Finding("model", "ok", f"{name}: {spec.architecture}, {size:,.0f} MiB of weights")
@@ -310,7 +364,91 @@ def _port(host: str, port: int) -> Finding:
         with socket.create_server((host, port), family=family):
             return Finding("port", "ok", f"{host}:{port} is free")
     except OSError as error:
-        advice = "choose another --host or --port, or stop what listens there"
+        advice = "choose another --host or --port, or stop the program that listens there"
         return Finding(
             "port", "fail", f"{host}:{port}: {str(error.strerror).split(' (')[0]}", advice
         )
+
+
+def examine_others(config: EngineConfig) -> list[Finding]:
+    """Check the nodes that join, and the links between all nodes.
+
+    Raises:
+        ConfigError: these settings do not allow nodes to join.
+    """
+    from weft.serving.executor.nodes.join_listener import JoinListener
+    from weft.serving.executor.nodes.multi_node_executor import (
+        check_addresses,
+        check_nodes,
+        own_address,
+    )
+    from weft.serving.executor.nodes.probe import measure_links
+
+    if config.executor == "ray":
+        raise ConfigError(
+            "--executor is ray; weft doctor checks nodes that run weft join, without Ray: leave "
+            "out --executor, and run weft join on the nodes during the check"
+        )
+    check_nodes(config)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    with JoinListener(config, strict=False) as listener:
+        listener.invite(config.nodes - 1)
+        others = listener.wait_for(config.nodes - 1, JOIN_SECONDS)
+    try:
+        missing = config.nodes - 1 - len(others)
+        present = ", ".join(["this one", *(joined.where for joined in others)])
+        if missing:
+            advice = (
+                f"{missing} more must run weft join, and reach --node-port {listener.port} here"
+            )
+            return [Finding("machines", "fail", present, advice)]
+        found = [Finding("machines", "ok", present)]
+        own = own_address(config, others)
+        check_addresses([own, *(joined.hello.address for joined in others)])
+        for source, target, speed in measure_links(own, others, listener.token, SEND_SECONDS):
+            found.append(_link(source, target, speed))
+        offers = [own_inventory(config), *(joined.hello.inventory for joined in others)]
+        found += devices(config, offers)
+        for joined in others:
+            found += _node(config, joined)
+        return found
+    finally:
+        for joined in others:
+            with suppress(OSError):  # the node has left
+                joined.link.send(End(0.0))
+            joined.link.close()
+
+
+def _link(source: str, target: str, speed: LinkSpeed | Unreachable) -> Finding:
+    between = f"{source} to {target}"
+    if isinstance(speed, Unreachable):
+        advice = "open all ports between the nodes, or give each its --node-address"
+        return Finding("link", "fail", f"{between}: {speed.why}", advice)
+    seen = (
+        f"{between}: {speed.bandwidth / 1e9:.2f} GB/s, {1e6 * speed.round_trip:.0f} us round trip"
+    )
+    if speed.bandwidth < SLOW_LINK:
+        advice = "slow for --tp and --ep: use --pp, with each stage on one node"
+        return Finding("link", "warn", seen, advice)
+    return Finding("link", "ok", seen)
+
+
+def _node(config: EngineConfig, joined: JoinedNode) -> list[Finding]:
+    """Compare a node's versions with ours, and have the node check itself."""
+    where = joined.where
+    if wrong := differences(versions(), joined.hello.versions):
+        advice = "install the same versions on all nodes"
+        found = [Finding("versions", "fail", "; ".join(wrong), advice)]
+    else:
+        same = ", ".join(f"{name} {number}" for name, number in versions().items())
+        found = [Finding("versions", "ok", f"{same} as here")]
+    asked = dataclasses.replace(config, node_token=None)
+    with suppress(OSError):
+        joined.link.send(RunChecks(asked))
+        match joined.link.wait(CHECK_SECONDS):
+            case CheckResults(findings):
+                found += findings
+                return [dataclasses.replace(finding, machine=where) for finding in found]
+    advice = "see the log of weft join on that node"
+    found.append(Finding("machine", "fail", "it does not answer", advice))
+    return [dataclasses.replace(finding, machine=where) for finding in found]

@@ -1,8 +1,8 @@
-"""`weft eval`: how many held-out questions a model answers rightly.
+"""`weft eval`: the share of held-out questions that a model answers right.
 
-The questions and the judge of a reply are those of models/bundled/tasks.py. A
-task's questions are all asked at once and greedily, so the engine is full while
-they last; the score is the share of right answers in percent.
+Questions, and the check of an answer, come from models/bundled/tasks.py. All questions of a task
+are asked at once, so the engine is full, and answered greedily. The score is the percentage of
+right answers.
 """
 
 from __future__ import annotations
@@ -12,23 +12,53 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
 
 from weft.errors import ConfigError
 from weft.models.bundled.tasks import TASKS, Question, check, held_out
+from weft.serving.cli.options import TopicCommand, takes
 from weft.serving.config.settings import EngineConfig
-from weft.serving.engine.sampling_params import SamplingParams
-from weft.serving.llm import LLM
+from weft.serving.config.sources import Settings
+
+if TYPE_CHECKING:
+    from weft.serving.llm import LLM
 
 MAX_ANSWER = 256  # tokens; right answers are much shorter
 
 
+@click.command("eval", cls=TopicCommand)
+@click.option("--task", "tasks", multiple=True, metavar="NAME", help="only this task; repeatable")
+@click.option("--count", default=100, metavar="N", help="questions per task  [default: 100]")
+@click.option("--show-failures", default=0, metavar="N", help="show N wrong answers per task")
+@click.option(
+    "--fail-under", type=float, metavar="PERCENT", help="exit with 1 if a task scores less"
+)
+@click.option("--json", "as_json", is_flag=True, help="write the scores to stdout as JSON")
+@takes(EngineConfig, model=True)
+def evaluate(settings: Settings, **options: Any) -> int:
+    """Score MODEL on questions with one right answer.
+
+    The bundled models were trained on such questions, but not on these.
+
+    \b
+    weft eval
+    weft eval weft-demo-moe --task sorting --count 20 --show-failures 3
+    """
+    return run(settings.build(EngineConfig), **options)
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a model reached in one task, or over all.
+    """A model's score in one task, or in all.
 
     Attributes:
-        tokens: of all answers.
-        seconds: from the first question to the last answer.
+        task: name of the task.
+        right: number of right answers.
+        count: number of questions.
+        tokens: output tokens of all answers.
+        seconds: time from the first question to the last answer.
     """
 
     task: str
@@ -39,12 +69,12 @@ class Score:
 
     @property
     def percent(self) -> float:
-        """Share of right answers."""
+        """Percentage of right answers."""
         return 100.0 * self.right / self.count
 
     @property
     def row(self) -> str:
-        """A line of the table."""
+        """Line of the table."""
         return (
             f"{self.task:<12} {self.right:>6}/{self.count:<6} {self.percent:>6.1f} %"
             f" {self.tokens / self.seconds:>8.0f} tokens/s"
@@ -53,7 +83,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A question and the wrong reply to it."""
+    """A question and the model's wrong answer."""
 
     question: Question
     reply: str
@@ -68,11 +98,16 @@ def run(
     fail_under: float | None = None,
     as_json: bool = False,
 ) -> int:
-    """Score the tasks (all, if none is named) and print the table; 1 if one is below the bar.
+    """Score the tasks, all if none is named, and print the table.
+
+    Returns:
+        1 if a task scores less than `fail_under`, else 0.
 
     Raises:
-        ConfigError: there is no such task, or `count` is not positive.
+        ConfigError: a task does not exist, or `count` is too small or too large.
     """
+    from weft.serving.llm import LLM
+
     for task in tasks:
         if task not in TASKS:
             raise ConfigError(f"--task is {task!r}; it must be one of {', '.join(TASKS)}")
@@ -90,7 +125,7 @@ def run(
             if not as_json:
                 print(score.row, flush=True)
             for failure in failures[:show_failures]:
-                print(_told(failure), file=sys.stderr)
+                print(_failure_text(failure), file=sys.stderr)
     overall = total(scores)
     if as_json:
         print(
@@ -105,7 +140,9 @@ def run(
 
 
 def ask(llm: LLM, questions: Sequence[Question]) -> tuple[Score, list[Failure]]:
-    """Ask one task's questions."""
+    """Ask the questions of one task, all at once."""
+    from weft.serving.engine.sampling_params import SamplingParams
+
     started = time.monotonic()
     task = questions[0].task
     completions = llm.chat(
@@ -125,7 +162,7 @@ def ask(llm: LLM, questions: Sequence[Question]) -> tuple[Score, list[Failure]]:
 
 
 def total(scores: Sequence[Score]) -> Score:
-    """All tasks together."""
+    """Add up the scores of all tasks."""
     return Score(
         "overall",
         sum(score.right for score in scores),
@@ -135,7 +172,7 @@ def total(scores: Sequence[Score]) -> Score:
     )
 
 
-def _told(failure: Failure) -> str:
+def _failure_text(failure: Failure) -> str:
     asked = failure.question.messages[-1]["content"]
     asked = asked if len(asked) <= 400 else f"{asked[:150]} ... {asked[-250:]}"
     return f"  asked    {asked}\n  expected {failure.question.answer}\n  answered {failure.reply}\n"

@@ -1,45 +1,71 @@
-"""`weft join`: lends this machine to a server that was started with `--nodes`."""
+"""`weft join`: this node's devices, lent to a server that was started with `--nodes`."""
 
 from __future__ import annotations
 
 import logging
 import signal
 
+import click
+
 from weft.errors import ConfigError
-from weft.serving.cli.doctor import examine_machine
+from weft.serving.cli.options import TopicCommand, takes
 from weft.serving.config.settings import EngineConfig
-from weft.serving.executor.nodes.agent import join
-from weft.serving.executor.nodes.link import check_address, check_token
+from weft.serving.config.sources import Settings
 
 logger = logging.getLogger(__name__)
 
 
-def run(config: EngineConfig, head: str, *, once: bool) -> int:
-    """Lend this machine to `head`; see `join`.
+@click.command(cls=TopicCommand)
+@click.argument("server", metavar="HOST:PORT")
+@click.option("--once", is_flag=True, help="exit when that server ends, instead of waiting again")
+@takes(EngineConfig, only=("node_address", "node_token", "node_ranks"))
+def join(settings: Settings, server: str, once: bool) -> int:
+    """Lend this machine to a server that was started with --nodes.
+
+    HOST:PORT is the server's address and its --node-port. The command waits for the server, runs
+    the ranks that the server assigns to this machine, and waits again after the server has ended.
+    SIGTERM or an interrupt end the ranks and the command; it then exits with 0.
+
+    Both machines need the same token. Set it in WEFT_NODE_TOKEN to keep it out of `ps`.
+
+    \b
+    WEFT_NODE_TOKEN=... weft serve MODEL --tp 4 --nodes 2     on one machine, 10.0.0.1
+    WEFT_NODE_TOKEN=... weft join 10.0.0.1:7333               on the other one
+    """
+    return run(settings.build(EngineConfig), server, once=once)
+
+
+def run(config: EngineConfig, server: str, *, once: bool) -> int:
+    """Lend this node to a server until a signal comes.
 
     Args:
-        config: node_address, node_token and node_ranks of it.
-        head: HOST:PORT.
+        config: node_address, node_token and node_ranks of this node.
+        server: HOST:PORT where the server listens for nodes.
+        once: return when the server has ended.
 
     Returns:
-        0 when it was told to end, or with `once` the head has ended.
+        0, after a signal, or with `once` after the server's end.
 
     Raises:
-        ConfigError: as `join`, or what is given cannot be.
-        EngineError: as `join`.
+        ConfigError: a value is invalid, or the server refuses this node.
+        EngineError: the connection was lost, with `once`.
     """
-    host, _, port = head.rpartition(":")
+    from weft.serving.cli.doctor import examine_machine
+    from weft.serving.executor.nodes.agent import join
+    from weft.serving.executor.nodes.link import check_address, check_token
+
+    host, _, port = server.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"HOST:PORT is {head!r}; it must be such as 10.0.0.1:7333")
+        raise ConfigError(f"HOST:PORT is {server!r}; it must be such as 10.0.0.1:7333")
     if config.node_token is None:
-        raise ConfigError("--node-token or WEFT_NODE_TOKEN is missing; the head prints it")
+        raise ConfigError("--node-token or WEFT_NODE_TOKEN is missing; `weft serve` prints it")
     check_token(config.node_token)
     check_address(config.node_address)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    # The kernel drops them for the first process of a container, unless there is a handler; shells
-    # have what they run in the background ignore the second.
+    # Without a handler, the kernel drops SIGTERM for the first process of a container. Shells make
+    # background processes ignore SIGINT.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)
     try:
@@ -53,5 +79,5 @@ def run(config: EngineConfig, head: str, *, once: bool) -> int:
             examine=examine_machine,
         )
     except KeyboardInterrupt:
-        logger.info("left %s", head)
+        logger.info("left %s", server)
     return 0

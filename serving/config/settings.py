@@ -330,3 +330,34 @@ class ServerConfig:
             if getattr(self, name) is not None and self.ssl_certfile is None:
                 flag = "--" + name.replace("_", "-")
                 raise ConfigError(f"{flag} is given without --ssl-certfile")
+
+
+TOPICS: dict[str, tuple[str, ...]] = {
+    "Model": (
+        *("model", "tokenizer", "dtype", "quantization", "compress_weights", "pooling", "seed"),
+    ),
+    "Server": (*("host", "port", "served_model_name", "tool_parser", "reasoning_parser", "page"),),
+    "Security": (
+        *("api_key", "api_key_file", "open_metrics"),
+        *("max_requests_per_key", "tokens_per_minute_per_key", "cors_origins"),
+        *("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"),
+    ),
+    "Engine and scheduling": (
+        *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+        *("max_queue", "threads", "grammar_timeout"),
+    ),
+    "Cache and memory": (*("memory_fraction", "kv_cache_memory", "block_size", "prefix_caching"),),
+    "Parallelism": ("tp", "ep", "cp", "pp", "dp", "devices"),
+    "Several machines": (
+        *("nodes", "executor", "node_address", "node_port", "node_token", "node_ranks"),
+    ),
+    "Backend and kernels": ("backend", "device", "kernels", "cuda_graphs", "compile_cache"),
+    "Reliability": (
+        *("restart", "drain_timeout", "request_timeout", "write_timeout"),
+        *("stall_timeout", "load_stall_timeout"),
+    ),
+    "Batches, logs and tracing": (
+        *("state_dir", "log_format", "log_requests", "log_prompts", "otlp_endpoint"),
+    ),
+}
+"""Topic -> names of its settings, in the order of the help and of docs/configuration.md."""

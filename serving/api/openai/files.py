@@ -17,7 +17,7 @@ from weft.errors import DiskError, RequestError
 from weft.serving.api.admin.documentation import returns
 from weft.serving.api.middleware.request_context import owner
 from weft.serving.api.state import State
-from weft.serving.batch.faults import passes
+from weft.serving.batch.database import passes
 from weft.serving.batch.objects import FileDeleted, FileList, FileObject, new_id, now
 from weft.serving.batch.service import BatchService
 

@@ -1,7 +1,8 @@
-"""`weft bench`: loads an OpenAI-compatible server the way users do, and reports what they feel.
+"""`weft bench`: load an OpenAI-compatible server as users do, and report the latency they see.
 
-options.py and command.py are the command line, run.py is one benchmark:
-workload.py says what is asked, load.py when, client.py asks and takes the
-times, report.py turns the times into numbers, output.py into a table, JSON and
-a picture.
+command.py     the command's flags
+run.py         a benchmark: from flags to runs, and to the files that the flags ask for
+workload.py    what is asked, and when
+client.py      make requests, and measure them
+report.py      turn times into figures, and figures into a table, JSON and a plot
 """

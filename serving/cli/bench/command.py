@@ -1,135 +1,159 @@
-"""`weft bench`: from flags to a benchmark, and from its reports to what was asked for."""
+"""The flags of `weft bench`.
+
+The other modules of this folder need packages of the `bench` extra, so they are imported late.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import math
-import secrets
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-import uvloop
+import click
 
 from weft.errors import ConfigError
-from weft.serving.cli.bench.output import check_file, check_plot, document, plot, table, write_whole
-from weft.serving.cli.bench.report import Report, Target, positive
-from weft.serving.cli.bench.run import Benchmark, find_model, measure
-from weft.serving.cli.bench.workload import Lengths, Workload, plain_token_ids
+from weft.serving.cli.options import TopicCommand, option
 
-DEFAULT_USERS = (1, 4, 16)
-INTERRUPTED = 130  # exit status
+POSITIVE = click.IntRange(min=1)
+NOT_NEGATIVE = click.IntRange(min=0)
+FILE = click.Path(path_type=Path)
+
+server = option("Server")
+load = option("Load")
+prompts = option("Prompts and answers")
+results = option("Results")
 
 
-def main(*, as_json: bool, output: Path | None, plot: Path | None, **flags: Any) -> int:
-    """Measure; then write the table (or JSON) to stdout, and the files that were asked for.
+@click.command(cls=TopicCommand)
+@server(
+    "--url",
+    metavar="URL",
+    default="http://127.0.0.1:8000/v1",
+    show_default=True,
+    help="base URL of the server's API",
+)
+@server("--model", metavar="NAME", help="model name; else the first that the server lists")
+@server(
+    "--api-key",
+    envvar="OPENAI_API_KEY",
+    metavar="KEY",
+    help="API key; set it in OPENAI_API_KEY to keep it out of `ps`",
+)
+@server("--chat", is_flag=True, help="use the chat API instead of completions")
+@server(
+    "--timeout",
+    metavar="SECONDS",
+    default="600",
+    show_default=True,
+    help="count a request as failed after this time",
+)
+@load(
+    "--users",
+    metavar="N,...",
+    help="closed loop: N concurrent users, who ask again after each answer; one run for each N "
+    "[default: 1,4,16, unless --rate is given]",
+)
+@load(
+    "--rate",
+    metavar="R,...",
+    help="open loop: R new conversations per second (Poisson); one run for each R",
+)
+@load(
+    "--count",
+    type=POSITIVE,
+    metavar="N",
+    help="conversations per run; else four per user, or 60 s at a rate, at least 16",
+)
+@load(
+    "--warm-up",
+    type=NOT_NEGATIVE,
+    metavar="N",
+    default=1,
+    help="conversations before the first run, not measured  [default: 1]",
+)
+@load(
+    "--seed",
+    type=NOT_NEGATIVE,
+    metavar="N",
+    help="seed for prompts, lengths and arrivals; else a new one each time",
+)
+@prompts(
+    "--prompt",
+    metavar="LENGTH",
+    default="128",
+    show_default=True,
+    help="prompt tokens: 128, 64-256 (uniform) or ~200 (exponential, with this mean)",
+)
+@prompts(
+    "--output-tokens",
+    metavar="LENGTH",
+    default="128",
+    show_default=True,
+    help="answer tokens, in the same notation",
+)
+@prompts(
+    "--shared-prefix",
+    type=NOT_NEGATIVE,
+    metavar="N",
+    default=0,
+    help="tokens that all conversations of a group start with",
+)
+@prompts(
+    "--prefix-groups",
+    type=POSITIVE,
+    metavar="N",
+    default=1,
+    help="number of groups, each with its own shared prefix  [default: 1]",
+)
+@prompts(
+    "--turns",
+    type=POSITIVE,
+    metavar="N",
+    default=1,
+    help="requests per conversation, each with the whole history; needs --chat  [default: 1]",
+)
+@prompts(
+    "--tokenizer",
+    metavar="PATH",
+    help="the model's tokenizer: prompts are token ids with exact lengths, instead of words",
+)
+@prompts(
+    "--temperature",
+    type=click.FloatRange(0, 2),
+    metavar="T",
+    default=0.0,
+    help="sampling temperature  [default: 0]",
+)
+@prompts(
+    "--ignore-eos/--no-ignore-eos",
+    default=True,
+    help="get answers with exactly the requested length, by the field ignore_eos, which weft, "
+    "vLLM, SGLang and llama.cpp support  [default: yes]",
+)
+@results(
+    "--target",
+    metavar="LIMITS",
+    help="limits for a good request, in seconds: any of ttft=1.0,tpot=0.1,latency=20",
+)
+@results("--output", type=FILE, metavar="FILE", help="write all figures to this file as JSON")
+@results("--json", "as_json", is_flag=True, help="write JSON to stdout instead of a table")
+@results("--plot", type=FILE, metavar="FILE", help="plot latency against rate; .png, .svg or .pdf")
+@results("--quiet", is_flag=True, help="hide the progress")
+def bench(**options: Any) -> int:
+    """Measure an OpenAI-compatible server under load.
 
-    An interrupt ends the measuring, and what has finished is still written.
+    Any such server will do, not only weft. A table goes to stdout: token and request rates, time to
+    first token (TTFT), time between tokens (ITL) and time to the end of the answer. Exits with 1 if
+    a request failed. docs/benchmarking.md explains each figure.
 
-    Returns:
-        the exit status: 1 when a request failed.
-
-    Raises:
-        ConfigError: a flag cannot work; nothing was measured.
-        WeftError: the requests that warm up failed, or a file cannot be written.
+    \b
+    weft bench
+    weft bench --users 1,16,64 --output-tokens 16-256 --target ttft=1,tpot=0.1
+    weft bench --rate 1,2,4,8 --plot latency.png --output figures.json
+    weft bench --chat --turns 4 --shared-prefix 500 --url http://127.0.0.1:9000/v1
     """
-    if output is not None:
-        check_file(output, "--output")
-    if plot is not None:
-        check_plot(plot)
-    benchmark = benchmark_of(**flags)
-    reports: list[Report] = []
-    status = 0
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        benchmark = replace(benchmark, model=runner.run(find_model(benchmark)))
-        try:
-            runner.run(measure(benchmark, reports.append))
-        except KeyboardInterrupt:
-            status = INTERRUPTED
-    if reports:
-        _write(benchmark, reports, as_json, output, plot)
-    return status or int(any(report.failed for report in reports))
+    try:
+        from weft.serving.cli.bench.run import main
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"weft bench needs {error.name}: pip install 'weft[bench]'") from None
 
-
-def _write(
-    benchmark: Benchmark,
-    reports: list[Report],
-    as_json: bool,
-    output: Path | None,
-    picture: Path | None,
-) -> None:
-    text = document(benchmark, reports)
-    print(text if as_json else table(reports), flush=True)
-    if output is not None:
-        write_whole(output, lambda file: file.write_text(text + "\n", encoding="utf-8"))
-    if picture is not None:
-        workload = benchmark.workload
-        title = f"{benchmark.model}: prompts {workload.prompt}, answers {workload.output} tokens"
-        write_whole(picture, lambda file: plot(reports, file, title))
-
-
-def benchmark_of(
-    *,
-    url: str,
-    model: str | None,
-    users: str | None,
-    rate: str | None,
-    count: int | None,
-    prompt: str,
-    output_tokens: str,
-    shared_prefix: int,
-    prefix_groups: int,
-    turns: int,
-    chat: bool,
-    tokenizer: str | None,
-    temperature: float,
-    ignore_eos: bool,
-    target: str | None,
-    warm_up: int,
-    timeout: str,
-    seed: int | None,
-    quiet: bool,
-    api_key: str | None,
-) -> Benchmark:
-    """The benchmark that flags ask for; ConfigError names the one that cannot work."""
-    if not math.isfinite(temperature):
-        raise ConfigError(f"--temperature is {temperature}; it must be in [0, 2]")
-    rates = tuple(positive(part.strip(), "--rate") for part in rate.split(",")) if rate else ()
-    return Benchmark(
-        base_url=_base_url(url),
-        workload=Workload(
-            prompt=Lengths.parse(prompt, "--prompt"),
-            output=Lengths.parse(output_tokens, "--output-tokens"),
-            turns=turns,
-            shared_prefix=shared_prefix,
-            prefix_groups=prefix_groups,
-            token_ids=() if tokenizer is None else plain_token_ids(tokenizer),
-            seed=secrets.randbelow(2**31) if seed is None else seed,
-        ),
-        users=_users(users) if users else () if rates else DEFAULT_USERS,
-        rates=rates,
-        count=count or 0,
-        model=model,
-        chat=chat,
-        extra={"temperature": temperature} | ({"ignore_eos": True} if ignore_eos else {}),
-        target=Target.parse(target) if target else Target(),
-        warm_up=warm_up,
-        timeout=positive(timeout, "--timeout"),
-        api_key=api_key,
-        quiet=quiet,
-    )
-
-
-def _users(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
-        raise ConfigError(f"--users is {text!r}; it must be numbers above 0, such as 1,16,64")
-    return tuple(map(int, parts))
-
-
-def _base_url(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"--url is {url!r}; it must be like http://127.0.0.1:8000/v1")
-    return url.rstrip("/")
+    return main(**options)

@@ -10,18 +10,31 @@ Prompts are random token ids drawn from the tokenizer's vocabulary when one is
 given (exact lengths, completions API), else random words (about one token
 each). Every prompt is fresh, so nothing is served from a prefix cache unless
 a shared prefix or a further turn of a conversation asks for it.
+
+When a benchmark asks: a fixed number of users, or arrivals at a rate.
+
+Closed loop: each of N users asks again as soon as it has its answer; shows
+what a server can do. Open loop: conversations arrive as a Poisson process,
+whether or not the server keeps up; shows what users at large would feel, and
+where the queue begins to grow.
 """
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError
 from weft.models.checkpoint.locate import BUNDLED, locate
+
+if TYPE_CHECKING:
+    from weft.serving.cli.bench.client import Client, Record
 
 _TEXT = (
     "time year people way day man thing woman life child world school state family student group "
@@ -142,3 +155,43 @@ def plain_token_ids(tokenizer: str) -> list[int]:
         raise ConfigError(f"--tokenizer is {tokenizer}; {file} cannot be read: {error}") from None
     plain = set(backend.get_vocab(with_added_tokens=False).values())
     return sorted(plain - backend.get_added_tokens_decoder().keys())
+
+
+async def closed_loop(
+    client: Client,
+    conversations: Iterator[list[Turn]],
+    *,
+    users: int,
+    count: int,
+    record: Record,
+) -> None:
+    """`users` at once hold `count` conversations in all."""
+    left = iter(range(count))
+
+    async def user() -> None:
+        for _ in left:
+            await client.ask(next(conversations), time.perf_counter(), record)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(users, count)):
+            group.create_task(user())
+
+
+async def open_loop(
+    client: Client,
+    conversations: Iterator[list[Turn]],
+    *,
+    rate: float,
+    count: int,
+    seed: int,
+    record: Record,
+) -> None:
+    """`count` conversations that arrive independently, `rate` a second on average."""
+    rng = random.Random(seed)
+    due = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(count):
+            conversation = next(conversations)
+            due += rng.expovariate(rate)
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            group.create_task(client.ask(conversation, due, record))

@@ -17,8 +17,8 @@ import pytest
 from support.server import ENVIRONMENT
 
 from weft.errors import EngineError, WeftError
-from weft.serving.batch import writer as writer_module
-from weft.serving.batch.inputs import Inputs
+from weft.serving.batch import journal as journal_module
+from weft.serving.batch.files import Inputs
 from weft.serving.batch.job import Job
 from weft.serving.batch.journal import Journal
 
@@ -62,7 +62,7 @@ async def test_ordered_rows_come_in_order_and_hold_little(
     inputs: Inputs, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first row is answered when no other can be: they wait for it, a few hundred bytes."""
-    monkeypatch.setattr(writer_module, "HELD_BYTES", 1000)
+    monkeypatch.setattr(journal_module, "HELD_BYTES", 1000)
     begun = 0
     others_wait = asyncio.Event()
 
@@ -132,15 +132,15 @@ async def test_what_is_answered_is_written_when_it_is_cancelled_at_the_end(
     inputs: Inputs, journal: Journal, monkeypatch: pytest.MonkeyPatch, ordered: bool
 ) -> None:
     """While a group is written, and others wait for that. Twice."""
-    monkeypatch.setattr(writer_module, "GROUP_SECONDS", 0.001)
-    append, close = journal.append, writer_module.Writer.close
+    monkeypatch.setattr(journal_module, "GROUP_SECONDS", 0.001)
+    append, close = journal.append, journal_module.Writer.close
     writes, closing, counted = threading.Event(), asyncio.Event(), 0
 
     def slow(answers: Any) -> None:
         assert writes.wait(60)
         append(answers)
 
-    def noted(writer: writer_module.Writer) -> None:
+    def noted(writer: journal_module.Writer) -> None:
         close(writer)
         closing.set()
 
@@ -149,7 +149,7 @@ async def test_what_is_answered_is_written_when_it_is_cancelled_at_the_end(
         counted += 1
 
     monkeypatch.setattr(journal, "append", slow)
-    monkeypatch.setattr(writer_module.Writer, "close", noted)
+    monkeypatch.setattr(journal_module.Writer, "close", noted)
     job = Job(inputs, journal, model="m", seed=0, ordered=ordered, on_done=on_done)
     task = asyncio.create_task(job.run(slowly, WORKERS))
     await closing.wait()
@@ -168,7 +168,7 @@ async def test_a_disk_that_fails_ends_it(
     inputs: Inputs, journal: Journal, monkeypatch: pytest.MonkeyPatch, ordered: bool
 ) -> None:
     """Also those that wait for room, of which there is none here beyond a line."""
-    monkeypatch.setattr(writer_module, "GROUP_BYTES", 1)
+    monkeypatch.setattr(journal_module, "GROUP_BYTES", 1)
 
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -184,8 +184,8 @@ async def test_a_disk_that_fails_ends_it(
 _MEMORY = """
 import asyncio, resource, sys
 from pathlib import Path
-from weft.serving.cli.batch import _identified
-from weft.serving.batch.inputs import Inputs
+from weft.serving.cli.batch import _row_ids
+from weft.serving.batch.files import Inputs
 from weft.serving.batch.job import Job
 from weft.serving.batch.journal import Journal
 
@@ -206,7 +206,7 @@ def batch(rows):
                        '"body": {"prompt": "a"}}\\n' % row)
     inputs = Inputs([source])
     journal = Journal(folder / f"state-{rows}", [folder / f"out-{rows}.jsonl"])
-    journal.begin({}, _identified(inputs, "m"))
+    journal.begin({}, _row_ids(inputs, "m"))
     journal.open()
     asyncio.run(Job(inputs, journal, model="m", seed=0).run(post, 256))
     assert journal.counts() == [rows]

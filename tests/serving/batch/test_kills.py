@@ -84,7 +84,7 @@ def test_a_signal_ends_it_with_what_is_answered(model: Path, tmp_path: Path) -> 
         assert process.returncode == 128 + number, log
         lines = len(output.read_text().splitlines())
         assert before < lines < ROWS
-        ends = f"{lines} of {ROWS} rows are done; the same command with --resume goes on\n"
+        ends = f"{lines} of {ROWS} rows are done; to continue, run the same command with --resume\n"
         assert log.endswith(ends)
         assert f"ends by {number.name}" in log
         before = lines
@@ -116,7 +116,7 @@ def test_a_full_disk_stops_it_and_resume_goes_on(model: Path, tmp_path: Path, di
     _, log = process.communicate()
     assert process.returncode == 1, log
     assert "No space left on device" in log or "disk is full" in log
-    assert "the same command with --resume goes on" in log
+    assert "run the same command with --resume" in log
     lines = output.read_bytes().splitlines(keepends=True)
     assert 0 < len(lines) < ROWS
     assert all(line.endswith(b"}\n") for line in lines)

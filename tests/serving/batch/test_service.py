@@ -23,10 +23,10 @@ from weft.errors import DiskError, RequestError
 from weft.serving.api.app import build_app
 from weft.serving.api.state import ServerState
 from weft.serving.batch import service as service_module
-from weft.serving.batch.inputs import Inputs
+from weft.serving.batch.files import Inputs
 from weft.serving.batch.objects import LIVE, BatchObject, FileObject, new_id, now
 from weft.serving.batch.service import BatchService
-from weft.serving.batch.store import ANYONE, Store
+from weft.serving.batch.storage import ANYONE, Store
 from weft.serving.engine.engine import AsyncEngine
 
 OWNER = "somebody"

@@ -164,8 +164,8 @@ def test_an_output_is_not_overwritten_by_accident(source: Path, tmp_path: Path) 
     output.write_text("precious\n")
     config = EngineConfig(model="nowhere")
     for options, message in (
-        ({}, "exists; --resume goes on with it, --overwrite replaces it"),
-        ({"resume": True}, "nothing in .*out.jsonl.state says what of it is done"),
+        ({}, "exists; --resume continues it, --overwrite replaces it"),
+        ({"resume": True}, "but .*out.jsonl.state does not record its rows"),
         ({"resume": True, "overwrite": True}, "contradict"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -341,10 +341,10 @@ def test_another_input_or_other_settings_are_not_gone_on_with(
         batch([source, source], output, resume=True)
     text = source.read_bytes()
     source.write_bytes(text.replace(b"1", b"2"))
-    with pytest.raises(ConfigError, match=r"in\.jsonl is not what it was when .*out\.jsonl was"):
+    with pytest.raises(ConfigError, match=r"in\.jsonl has changed since .*out\.jsonl was begun"):
         batch([source], output, resume=True)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"{}")))
-    with pytest.raises(ConfigError, match="stdin is not what it was"):
+    with pytest.raises(ConfigError, match="stdin has changed since"):
         batch([Path("-")], output, resume=True)
     assert output.read_bytes() == before
     assert {path.name for path in tmp_path.glob("*.stdin*")} == set()

@@ -11,8 +11,7 @@ import pytest
 from support.checkpoints import make_checkpoint
 
 from weft.errors import ConfigError
-from weft.serving.cli.doctor import Finding, devices, examine, run
-from weft.serving.cli.doctor_nodes import examine_others
+from weft.serving.cli.doctor import Finding, devices, examine, examine_others, run
 from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.executor.placement import Inventory
 
@@ -107,5 +106,5 @@ def test_the_table_has_a_line_for_each_check(
 
 
 def test_nodes_of_ray_are_not_waited_for() -> None:
-    with pytest.raises(ConfigError, match="leave --executor out, and run that on them"):
+    with pytest.raises(ConfigError, match="leave out --executor, and run weft join"):
         examine_others(EngineConfig(tp=2, nodes=2, executor="ray"))

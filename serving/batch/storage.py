@@ -10,6 +10,8 @@ that nobody knows of, which the next start removes: a file is deleted there befo
 
 Files and batches belong to an owner: the digest of the API key that made them, or "" where there
 are no keys. For everybody else they are not there.
+
+What a server's batch has on the disk: its input, its journal, and in the end its files.
 """
 
 from __future__ import annotations
@@ -20,14 +22,27 @@ import shutil
 import sqlite3
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import replace
 
-from weft.errors import ConfigError, RequestError
-from weft.serving.batch.database import Database
-from weft.serving.batch.faults import of_file
-from weft.serving.batch.objects import LIVE, BatchObject, BatchStatus, FileObject
+from weft.errors import ConfigError, RequestError, WeftError
+from weft.serving.batch.database import Database, of_file
+from weft.serving.batch.files import Inputs
+from weft.serving.batch.journal import Journal
+from weft.serving.batch.objects import (
+    LIVE,
+    BatchError,
+    BatchErrors,
+    BatchObject,
+    BatchStatus,
+    FileObject,
+    RequestCounts,
+    new_id,
+    now,
+)
 
 ANYONE = None  # as an owner: whoever it is
 _APPLICATION = 0x77656673  # "wefs"
@@ -263,3 +278,106 @@ class Store:
         if not found:
             raise RequestError(f"there is no {kind} {id!r} to go on after", param="after")
         return int(found[0][0])
+
+
+def inputs_of(store: Store, batch: BatchObject) -> Inputs:
+    """The input file; ConfigError when it is gone."""
+    try:
+        path = store.content(batch.input_file_id, ANYONE)
+    except RequestError:
+        path = None
+    if path is None or not path.is_file():
+        raise ConfigError(f"input file {batch.input_file_id} is gone")
+    return Inputs([path])
+
+
+def journal_of(store: Store, batch: BatchObject) -> Journal:
+    """The journal, made if need be; raises as `Journal`."""
+    folder = store.batch_folder(batch.id)
+    return Journal(folder / "state", [folder / "output", folder / "errors"])
+
+
+def opened(store: Store, batch: BatchObject) -> Journal:
+    """The journal, with its outputs as it says.
+
+    Raises:
+        ConfigError: one of them is damaged.
+        DiskError: the disk is full, or fails.
+    """
+    journal = journal_of(store, batch)
+    try:
+        journal.recover()
+        journal.open()
+    except WeftError:
+        journal.close()
+        raise
+    return journal
+
+
+def opened_to_go_on(store: Store, batch: BatchObject) -> Journal:
+    """The same of a batch that was validated; ConfigError when its input is not what it was."""
+    journal = opened(store, batch)
+    try:
+        if journal.settings is None:
+            raise ConfigError("the state of the batch is gone")
+        digests = journal.settings["inputs"]
+        if batch.status == "in_progress" and inputs_of(store, batch).digests() != digests:
+            raise ConfigError(f"input file {batch.input_file_id} is not what it was at first")
+    except WeftError:
+        journal.close()
+        raise
+    return journal
+
+
+class Ending(Struct, frozen=True):
+    """The last status of a batch, and why it has failed, if it has."""
+
+    status: Literal["completed", "cancelled", "expired", "failed"]
+    failure: BatchError | None = None
+
+
+def end(store: Store, id: str, journal: Journal | None, ending: Ending) -> None:
+    """End a batch, with the outputs that its journal has.
+
+    Args:
+        store: that has the batch.
+        id: of the batch.
+        journal: open; None when it cannot be read, and there are no outputs.
+        ending: one that is to be cancelled is, unless it has failed.
+
+    Raises:
+        DiskError: the disk is full, or fails.
+    """
+    rows = [0, 0] if journal is None else journal.counts()
+    counts = RequestCounts(0 if journal is None else journal.total, *rows)
+
+    def finalizing(batch: BatchObject) -> BatchObject:
+        if batch.status != "in_progress" or ending.status != "completed":
+            return batch
+        return replace(batch, status="finalizing", finalizing_at=now(), request_counts=counts)
+
+    store.change(id, finalizing, ANYONE)
+    files: list[tuple[FileObject, Path]] = []
+    ids: list[str | UnsetType] = [UNSET, UNSET]
+    for which, path in enumerate([] if journal is None else journal.paths):
+        if rows[which]:
+            name = f"{id}_{path.name}.jsonl"
+            file = FileObject(new_id("file-"), path.stat().st_size, name, "batch_output", now())
+            files.append((file, path))
+            ids[which] = file.id
+
+    def last(batch: BatchObject) -> BatchObject:
+        status, failure = ending.status, ending.failure
+        if batch.status == "cancelling" and failure is None:
+            status = "cancelled"
+        return replace(
+            batch,
+            status=status,
+            request_counts=batch.request_counts if journal is None else counts,
+            output_file_id=ids[0],
+            error_file_id=ids[1],
+            errors=UNSET if failure is None else BatchErrors([failure]),
+            **{f"{status}_at": now()},
+        )
+
+    store.change(id, last, ANYONE, files)

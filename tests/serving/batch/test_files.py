@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from weft.errors import ConfigError
-from weft.serving.batch import inputs
-from weft.serving.batch.inputs import STDIN, Inputs, find, spool
+from weft.serving.batch import files
+from weft.serving.batch.files import STDIN, Inputs, find, spool
 
 
 def test_a_directory_is_its_jsonl_files_sorted(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_of_a_line_that_is_too_long_the_rest_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     """A line of `size` bytes with its end, where 11 are the most."""
-    monkeypatch.setattr(inputs, "MAX_LINE", 11)
+    monkeypatch.setattr(files, "MAX_LINE", 11)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"x" * (size - 1) + b"\nnext\n" + b"y" * size)
     long = None if size > 11 else b"x" * (size - 1) + b"\n"

@@ -1,0 +1,38 @@
+"""`weft generate`: the answer to one prompt."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from weft.serving.cli.chat import decode, write_answer
+from weft.serving.cli.options import TopicCommand, sampling, sampling_params, takes
+from weft.serving.config.settings import EngineConfig
+from weft.serving.config.sources import Settings
+
+
+@click.command(cls=TopicCommand)
+@click.argument("prompt")
+@click.option("--raw", is_flag=True, help="continue the text, without the chat template")
+@sampling
+@takes(EngineConfig)
+def generate(settings: Settings, prompt: str, raw: bool, **sampling: Any) -> int:
+    """Answer PROMPT, and write the answer while it is generated.
+
+    PROMPT can be -; then it is read from stdin.
+
+    \b
+    weft generate "What is 47 + 85?"
+    weft generate --raw "Once upon a time" --max-tokens 40 --temperature 0.8
+    weft generate --model ./Qwen3-0.6B - < question.txt
+    """
+    from weft.serving.llm import LLM
+
+    params = sampling_params(sampling)
+    text = decode(sys.stdin.buffer.read()) if prompt == "-" else prompt
+    with LLM.of(settings.build(EngineConfig)) as llm:
+        chat = not raw and bool(llm.tokenizer.chat_templates)
+        write_answer(llm, [{"role": "user", "content": text}] if chat else text, params)
+    return 0

@@ -1,0 +1,154 @@
+"""Flags that several commands share, and help that lists flags by topic.
+
+Each setting gets a flag, made from its field in serving/config/settings.py. Flags without a topic
+come first in the help, under "Options".
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+import click
+
+from weft.errors import ConfigError, RequestError
+from weft.serving.config import logs
+from weft.serving.config.fields import Setting, settings_of
+from weft.serving.config.settings import TOPICS, EngineConfig, ServerConfig
+from weft.serving.config.sources import resolve
+
+if TYPE_CHECKING:
+    from weft.serving.engine.sampling_params import SamplingParams
+
+Command = Callable[..., int]
+
+NO_TOPIC = "Options"
+TOPIC_OF = {name: topic for topic, names in TOPICS.items() for name in names}
+_ORDER = {name: place for place, name in enumerate(TOPIC_OF)}
+
+
+class TopicOption(click.Option):
+    """A flag with the topic that the help lists it under."""
+
+    def __init__(self, *args: Any, topic: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.topic = topic
+
+
+class TopicCommand(click.Command):
+    """A command whose help lists its flags by topic."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write a section for each topic, in the order of the command's flags."""
+        sections: dict[str, list[tuple[str, str]]] = {NO_TOPIC: []}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
+            if record is not None:
+                sections.setdefault(getattr(param, "topic", NO_TOPIC), []).append(record)
+        for topic, records in sections.items():
+            with formatter.section(topic):
+                formatter.write_dl(records)
+
+
+def option(topic: str) -> Callable[..., Callable[[Command], Command]]:
+    """Return `click.option` for flags under one topic."""
+    return partial(click.option, cls=TopicOption, topic=topic)
+
+
+def takes(
+    *configs: type[EngineConfig] | type[ServerConfig],
+    model: bool = False,
+    only: Collection[str] | None = None,
+) -> Callable[[Command], Command]:
+    """Give a command a flag for each setting, and the resolved `Settings` as first argument.
+
+    Args:
+        configs: dataclasses with the settings.
+        model: make the model an argument of the command instead of a flag.
+        only: names of the settings that the command can use; None for all.
+    """
+    taken = sorted(
+        (
+            setting
+            for config in configs
+            for setting in settings_of(config)
+            if only is None or setting.name in only
+        ),
+        key=lambda setting: _ORDER[setting.name],
+    )
+
+    def decorate(function: Command) -> Command:
+        def command(config_file: Path | None, **options: Any) -> int:
+            given = {setting.name: options.pop(setting.name) for setting in taken}
+            flags = {name: raw for name, raw in given.items() if raw is not None}
+            settings = resolve(flags, os.environ, config_file)
+            logs.configure(settings["log_format"].value)
+            return function(settings, **options)
+
+        command.__name__, command.__doc__ = function.__name__, function.__doc__
+        command.__click_params__ = getattr(function, "__click_params__", [])  # type: ignore[attr-defined]
+        # click shows the decorator that is applied last first.
+        for setting in reversed(taken):
+            if model and setting.name == "model":
+                click.argument("model", required=False)(command)
+            else:
+                _flag(setting)(command)
+        return click.option(
+            "--config",
+            "config_file",
+            metavar="FILE",
+            type=click.Path(path_type=Path),
+            help="TOML file with settings; else the file that WEFT_CONFIG names",
+        )(command)
+
+    return decorate
+
+
+def _flag(setting: Setting) -> Callable[[Command], Command]:
+    """Return the click option of a setting.
+
+    It has no default, so that `takes` can tell which flags were given.
+    """
+    add = option(TOPIC_OF[setting.name])
+    default = "" if setting.default is None else f"  [default: {setting.default}]"
+    text = setting.help.text + default
+    if setting.type is bool:
+        names = f"{setting.flag}/--no-{setting.flag[2:]}"
+        return add(names, setting.name, default=None, help=text)
+    return add(setting.flag, setting.name, metavar=_metavar(setting), help=text)
+
+
+def _metavar(setting: Setting) -> str:
+    if setting.help.unit == "bytes":
+        return "SIZE"
+    if get_origin(setting.type) is Literal:
+        return "|".join(get_args(setting.type))
+    return "TEXT" if str in (setting.type, *get_args(setting.type)) else "N"
+
+
+def sampling(function: Command) -> Command:
+    """Give a command the flags for sampling; `sampling_params` reads them."""
+    add = option("Sampling")
+    for flag, kind, text in (
+        ("--top-k", int, "sample among the N likeliest tokens"),
+        ("--top-p", float, "sample among the likeliest tokens with this total probability"),
+        ("--temperature", float, "0 always takes the likeliest token, 1 samples  [default: 0]"),
+        ("--max-tokens", int, "maximum tokens in the answer; else the rest of the context"),
+    ):
+        add(flag, type=kind, metavar="N", help=text)(function)
+    text = "end the answer at this text; repeatable"
+    return add("--stop", multiple=True, metavar="TEXT", help=text)(function)
+
+
+def sampling_params(flags: dict[str, Any]) -> SamplingParams:
+    """Make SamplingParams from the flags of `sampling`; ConfigError if a value is invalid."""
+    from weft.serving.engine.sampling_params import SamplingParams
+
+    try:
+        given = {name: value for name, value in flags.items() if value is not None}
+        return SamplingParams(**{"temperature": 0.0} | given)
+    except RequestError as error:
+        raise ConfigError(f"a sampling flag: {error}") from None
