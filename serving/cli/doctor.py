@@ -392,7 +392,7 @@ def examine_others(config: EngineConfig) -> list[Finding]:
     check_nodes(config)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with JoinListener(config, strict=False) as listener:
-        listener.invite(config.nodes - 1)
+        listener.log_join_command(config.nodes - 1)
         others = listener.wait_for(config.nodes - 1, JOIN_SECONDS)
     try:
         missing = config.nodes - 1 - len(others)
@@ -423,7 +423,7 @@ def _link(source: str, target: str, speed: LinkSpeed | Unreachable) -> Finding:
     between = f"{source} to {target}"
     if isinstance(speed, Unreachable):
         advice = "open all ports between the nodes, or give each its --node-address"
-        return Finding("link", "fail", f"{between}: {speed.why}", advice)
+        return Finding("link", "fail", f"{between}: {speed.reason}", advice)
     seen = (
         f"{between}: {speed.bandwidth / 1e9:.2f} GB/s, {1e6 * speed.round_trip:.0f} us round trip"
     )
