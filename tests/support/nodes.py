@@ -24,6 +24,7 @@ MOCK = "support.mock_ranks:load"
 _AGENT = """
 import logging, sys
 from weft.errors import WeftError
+from weft.serving.cli.doctor import examine_machine
 from weft.serving.executor.nodes.agent import join
 logging.basicConfig(level=logging.INFO)
 host, port, token, name, load_model, address, once, node_ranks = sys.argv[1:]
@@ -37,6 +38,7 @@ try:
         once=once == "once",
         load_model=load_model,
         node_ranks=int(node_ranks) if node_ranks else None,
+        examine=examine_machine,
     )
 except WeftError as error:
     sys.exit(f"weft: error: {error}")

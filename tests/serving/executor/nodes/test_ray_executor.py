@@ -46,7 +46,7 @@ from weft.serving.executor.nodes.ray_executor import RayExecutor
 from weft.serving.engine.core_process import share_out
 from weft.serving.executor.placement import Inventory
 
-listener.versions = lambda: {"weft": "of tomorrow"}
+join_listener.versions = lambda: {"weft": "of tomorrow"}
 try:
     (config,) = share_out(EngineConfig(), [Inventory()])
     RayExecutor(config, load)
