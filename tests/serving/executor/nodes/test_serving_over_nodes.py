@@ -135,13 +135,13 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 def test_two_hosts_are_examined_before_a_model_is_loaded(
     hosts: tuple[Host, Host], model: Path, tmp_path: Path
 ) -> None:
-    listener, other = hosts
+    first, other = hosts
     flags = ["--model", str(model), "--tp", "2", "--nodes", "2", "--port", "0", "--json"]
     with ExitStack() as stack:
         with other.inside():
-            joining = agent(7333, tmp_path / "agent", host=listener.address, name="other")
+            joining = agent(7333, tmp_path / "agent", host=first.address, name="other")
             stack.enter_context(joining)
-        stack.enter_context(listener.inside())
+        stack.enter_context(first.inside())
         done = subprocess.run(
             [sys.executable, "-m", "weft", "doctor", *flags],
             cwd=tmp_path,
@@ -159,10 +159,10 @@ def test_two_hosts_are_examined_before_a_model_is_loaded(
     for link in links:
         assert link["status"] in ("ok", "warn")
         assert " GB/s, " in link["seen"]
-    there = {f["name"]: f for f in findings if f["node"] == "other at 10.77.0.2"}
+    there = {f["name"]: f for f in findings if f["machine"] == "other at 10.77.0.2"}
     for name in ("versions", "libraries", "model", "memfd"):
         assert there[name]["status"] == "ok", there[name]
-    own = [finding for finding in findings if not finding["node"]]
+    own = [finding for finding in findings if not finding["machine"]]
     islands = [finding["seen"] for finding in own if finding["name"] == "devices"]
     assert [seen.split(", ")[0] for seen in islands] == [
         "island of this node: any number of CPU ranks",
@@ -175,19 +175,19 @@ def test_two_hosts_are_examined_before_a_model_is_loaded(
 def test_two_hosts_answer_as_one_and_one_whose_cable_is_cut_is_named(
     hosts: tuple[Host, Host], model: Path, expected: str, tmp_path: Path
 ) -> None:
-    listener, other = hosts
+    first, other = hosts
     with ExitStack() as stack:
         with other.inside():
             joining = agent(
-                7333, tmp_path / "agent", host=listener.address, load_model=LOAD, name="other"
+                7333, tmp_path / "agent", host=first.address, load_model=LOAD, name="other"
             )
             joined = stack.enter_context(joining)
-        stack.enter_context(listener.inside())
+        stack.enter_context(first.inside())
         started = start_server(model, tmp_path, **settings(stall_timeout=4.0))
         server = stack.enter_context(started)
         assert complete(server) == expected
         own, others = ranks_of(server), psutil.Process(joined.pid).children()
-        for host, ranks in ((listener, own), (other, others)):
+        for host, ranks in ((first, own), (other, others)):
             sockets = [each for rank in ranks for each in rank.net_connections()]
             listening = {s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN}
             assert listening <= {host.address}
