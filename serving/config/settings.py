@@ -1,6 +1,6 @@
 """Every setting of weft, in frozen dataclasses that check themselves.
 
-Settings come from the command line, a configuration file and the environment; settings.py decides
+Settings come from the command line, a configuration file and the environment; sources.py decides
 the precedence. This module reads neither argv nor the environment. Each setting is defined once, as
 a field: the flag, file key, environment variable, help text, type and range all come from it.
 """
