@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -38,15 +38,24 @@ class Client:
     def __init__(self, http: aiohttp.ClientSession) -> None:
         self._http = http
 
-    async def ask(self, url: str, tokens: int, *, streamed: bool = False) -> str:
-        """The answer's text.
+    async def ask(
+        self,
+        url: str,
+        tokens: int,
+        *,
+        streamed: bool = False,
+        begun: Callable[[], None] = lambda: None,
+    ) -> str:
+        """The answer's text; `begun` is called when its first line is there.
 
         Raises:
             aiohttp.ClientError, AssertionError, LookupError: it is none, or not whole.
         """
         body = GREEDY | {"model": "weft-demo", "max_tokens": tokens, "stream": streamed}
         async with self._http.post(f"{url}/v1/completions", json=body) as got:
-            text = await got.text()
+            first = await got.content.readline()
+            begun()
+            text = (first + await got.content.read()).decode()
         assert got.status == 200, text
         if not streamed:
             (choice,) = json.loads(text)["choices"]
@@ -69,7 +78,7 @@ async def test_a_stuck_pod_gets_no_requests_and_is_started_again_and_ends_when_i
     tmp_path: Path,
 ) -> None:
     async with cluster(tmp_path, SECRETS) as here, client() as asks:
-        settings = VALUES["settings"] | {"stall_timeout": 8}
+        settings = VALUES["settings"] | {"stall_timeout": 3 * PRE_STOP}
         keys = {"apiKeys": {"existingSecret": "keys"}}
         objects = charts.render(VALUES | {"settings": settings} | keys)
         pod = here.create("weft-0", charts.workload(objects)["spec"]["template"])
@@ -91,13 +100,16 @@ async def test_a_stuck_pod_gets_no_requests_and_is_started_again_and_ends_when_i
         await here.until(lambda: pod.exits and pod.ready)
         assert await asks.ask(pod.url, LONGEST, streamed=True) == expected
 
-        under_way = asyncio.create_task(asks.ask(pod.url, 9 * LONGEST, streamed=True))
-        await asyncio.sleep(0.5)
         ending = asyncio.create_task(here.delete(pod))
         assert expected.startswith(await asks.ask(pod.url, 4))
         assert pod.events[-1] == "is told to end"
+        (engine,) = psutil.Process(pod.pid).children()
+        under_way = asyncio.create_task(
+            asks.ask(pod.url, 9 * LONGEST, streamed=True, begun=engine.suspend)
+        )
         await here.until(lambda: "SIGTERM" in pod.events)
         assert not under_way.done()
+        engine.resume()
         await ending
         assert (await under_way).startswith(expected)
         assert pod.exits == [1, 0]

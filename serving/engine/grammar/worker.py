@@ -3,9 +3,10 @@
 Compiling is C++ on text that a client wrote: it may take for ever, all the memory, or the stack.
 Here it can be killed (compiler.py does so at a deadline), and hurts nobody when it dies.
 
-What compiles may still be slow to match, for some grammars have very many ways to read one text.
-So each is first compiled for a vocabulary of the 256 bytes, and walked at random there; one
-whose steps take long is refused. That is a sample, no proof: see also guide.py.
+What compiles may still be slow to match, because some grammars have very many ways to read one
+text. So each grammar is first compiled for a vocabulary of the 256 bytes, and walked at random
+there. The walk counts what the matcher does, not its time, so every machine refuses the same
+grammars. That is a sample, no proof: see also guide.py.
 
 Both pipes carry messages as `compiler.framed` makes them.
 """
@@ -20,6 +21,7 @@ import resource
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, BinaryIO
@@ -47,7 +49,12 @@ MAX_COMPILED = 32 << 20  # bytes of a compiled grammar
 MARKS = 256  # tokens of the small vocabulary that stand for those that a structural tag names
 END = 256 + MARKS  # the last one there
 WALKS, STEPS = 4, 256
-SLOW_STEP, SLOW_WALK = 0.05, 0.5  # seconds of processor time; usual are 1e-5 and 3e-3
+MAX_ITEMS = 1 << 18  # items of Earley's algorithm in a walk; usual are 5,000, and 1e5 if wide
+MAX_CHAINS = 1 << 14  # see `_chains`, at one byte; usual are 10, and 1,000 if wide
+MAX_SECONDS = 8.0  # of processor time for all walks; the last resort: usual are 0.05
+
+# In xgrammar's account of a byte: one rule begins another.
+_PREDICTION = re.compile(rb"The rule (\d+): \S+ predict the new rule (\d+): ")
 
 
 class Compiler:
@@ -78,9 +85,11 @@ class Compiler:
             if len(marks) > MARKS:
                 raise RequestError(f"{param} names {len(marks)} tokens; at most {MARKS}")
             with _warnings() as said:
-                self._walk(self._for_bytes.compile_structural_tag(tag_of(bytewise)), param)
+                compiled = self._for_bytes.compile_structural_tag(tag_of(bytewise))
             if said:
                 raise RequestError(f"{param} asks for what cannot be done: {said[0]}")
+            with _stderr() as stderr:
+                _walk(compiled, param, stderr)
             tag = tag_of(preceded(form, grammar.before))
             data = self._for_tokens.compile_structural_tag(tag).serialize_json().encode()
             if len(data) > MAX_COMPILED:
@@ -102,59 +111,91 @@ class Compiler:
         number = self._tokenizer.backend.token_to_id(token) if isinstance(token, str) else token
         return None if number in self._never else number
 
-    def _walk(self, grammar: xgrammar.CompiledGrammar, param: str) -> None:
-        """Take some random ways through a grammar, a byte a step.
 
-        Raises:
-            RequestError: there is none, or the way is too long a time.
-        """
-        import numpy as np
-        import xgrammar
+def _walk(grammar: xgrammar.CompiledGrammar, param: str, stderr: BinaryIO) -> None:
+    """Take some random ways through a grammar, a byte a step.
 
-        rng = random.Random(0)
-        mask = np.empty((1, END // 32 + 1), np.int32)
-        begin = time.thread_time()
-        for walk in range(WALKS):
-            matcher = xgrammar.GrammarMatcher(grammar)
-            token = END
-            for _ in range(STEPS):
-                before = time.thread_time()
-                mask.fill(-1)
-                matcher.fill_next_token_bitmask(mask)
-                bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
-                allowed = np.flatnonzero(bits[: END + 1])
-                if not len(allowed):
-                    raise RequestError(f"{param} allows no text at all, or has dead ends")
-                if allowed[0] == END:
-                    break
-                # Half of the walks stay in a repetition for as long as they can.
-                if walk % 2 or not bits[token] or token == END:
-                    token = int(rng.choice(allowed[allowed < END]))
-                matcher.accept_token(token)
-                now = time.thread_time()
-                if now - before > SLOW_STEP or now - begin > SLOW_WALK * WALKS:
-                    raise RequestError(
-                        f"{param} is too slow to match: it has too many ways to read one text, "
-                        "such as repetitions within repetitions"
-                    )
+    Raises:
+        RequestError: there is none, or matching takes too much work.
+    """
+    import numpy as np
+    import xgrammar
+
+    rng = random.Random(0)
+    mask = np.empty((1, END // 32 + 1), np.int32)
+    begin = time.thread_time()
+    for walk in range(WALKS):
+        matcher = xgrammar.GrammarMatcher(grammar)
+        token = END
+        items = 0
+        for _ in range(STEPS):
+            mask.fill(-1)
+            matcher.fill_next_token_bitmask(mask)
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+            allowed = np.flatnonzero(bits[: END + 1])
+            if not len(allowed):
+                raise RequestError(f"{param} allows no text at all, or has dead ends")
+            if allowed[0] == END:
+                break
+            # Half of the walks stay in a repetition for as long as they can.
+            if walk % 2 or not bits[token] or token == END:
+                token = int(rng.choice(allowed[allowed < END]))
+            account = _accept(matcher, token, stderr)
+            items += account.count(b"\n")
+            seconds = time.thread_time() - begin
+            if items > MAX_ITEMS or _chains(account) > MAX_CHAINS or seconds > MAX_SECONDS:
+                raise RequestError(
+                    f"{param} is too slow to match: it has too many ways to read one text, "
+                    "such as repetitions within repetitions"
+                )
+
+
+def _accept(matcher: xgrammar.GrammarMatcher, token: int, stderr: BinaryIO) -> bytes:
+    """Take a token, and return the matcher's account of it: about one line for each item."""
+    stderr.truncate(0)
+    stderr.seek(0)
+    matcher.accept_token(token, debug_print=True)
+    stderr.seek(0)
+    return stderr.read()
+
+
+def _chains(account: bytes) -> int:
+    """Count the pairs of predictions at one byte in which a rule is begun and begins another.
+
+    For a usual grammar the number does not grow with the text. When a rule begins itself in many
+    places it grows with the square of the text's length, and a byte's time with the cube.
+    """
+    begins: Counter[bytes] = Counter()
+    begun: Counter[bytes] = Counter()
+    for rule, other in _PREDICTION.findall(account):
+        begins[rule] += 1
+        begun[other] += 1
+    return sum(count * begun[rule] for rule, count in begins.items())
 
 
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
     """What xgrammar writes to stderr of the parts that it leaves out; complete at the end."""
     said: list[str] = []
+    with _stderr() as stderr:
+        yield said
+        stderr.seek(0)
+        lines = stderr.read().decode(errors="replace").splitlines()
+    said += [_brief(line) for line in lines if "warning" in line.lower()]
+
+
+@contextmanager
+def _stderr() -> Iterator[BinaryIO]:
+    """A file to which all of this process's stderr goes."""
     sys.stderr.flush()
-    with open(os.memfd_create("stderr"), "w+b") as file:
+    with open(os.memfd_create("stderr"), "w+b", buffering=0) as file:
         stderr = os.dup(2)
         os.dup2(file.fileno(), 2)
         try:
-            yield said
+            yield file
         finally:
             os.dup2(stderr, 2)
             os.close(stderr)
-            file.seek(0)
-            lines = file.read().decode(errors="replace").splitlines()
-            said += [_brief(line) for line in lines if "warning" in line.lower()]
 
 
 def _refused(error: str) -> Answer:

@@ -17,7 +17,8 @@ import xgrammar
 
 from weft.errors import EngineError, RequestError
 from weft.serving.config.settings import EngineConfig
-from weft.serving.engine.grammar.compiler import GrammarCompiler
+from weft.serving.engine.grammar import worker
+from weft.serving.engine.grammar.compiler import GrammarCompiler, Vocabulary
 from weft.serving.engine.grammar.structural_tag import FORMATS
 from weft.serving.engine.protocol import Compiled
 from weft.serving.engine.sampling_params import Grammar, GrammarKind
@@ -73,6 +74,7 @@ HOSTILE: dict[str, tuple[GrammarKind, str]] = {
     "a deep grammar": ("ebnf", "root ::= " + "(" * 60_000 + '"a"' + ")" * 60_000),
     "a grammar of itself": ("ebnf", "root ::= root"),
     "a grammar with many readings": ("ebnf", 'root ::= root root | "a"'),
+    "a list of lists": ("ebnf", "root ::= item*\nitem ::= item item | [a-z]"),
     "a missing rule": ("ebnf", "root ::= other"),
     "no root": ("ebnf", 'other ::= "a"'),
     "no tag": ("structural_tag", "{}"),
@@ -116,6 +118,10 @@ async def refusal(compiler: GrammarCompiler, grammar: Grammar) -> str:
     return error.value.message
 
 
+SLOW = ("repetitions", "more repetitions", "a pattern of repetitions",
+        "a grammar with many readings", "a list of lists")  # fmt: skip
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_hostile_grammars_are_refused(compiler: GrammarCompiler, name: str) -> None:
     kind, text = HOSTILE[name]
@@ -125,6 +131,17 @@ async def test_hostile_grammars_are_refused(compiler: GrammarCompiler, name: str
     assert (await compiler.compile(Grammar("regex", "[ab]+"))).data
 
 
+@pytest.mark.parametrize("name", SLOW)
+async def test_slow_grammars_are_refused_by_counts_and_not_by_time(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(worker.time, "thread_time", lambda: 0.0)  # an infinitely fast machine
+    compiling = worker.Compiler(Vocabulary(CONFIG, load_tokenizer(CONFIG).vocab_size))
+    answer = compiling.compile(Grammar(*HOSTILE[name], "regex"))
+    assert answer.error is not None
+    assert answer.error.startswith("regex is too slow to match")
+
+
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
@@ -132,6 +149,8 @@ async def test_hostile_grammars_are_refused(compiler: GrammarCompiler, name: str
         ("regex", r"\d{1,3}(\.\d{1,3}){3}"),
         ("regex", "(a|aa)*b"),
         ("ebnf", 'root ::= "a" root "b" | ""'),
+        ("ebnf", 'root ::= line*\nline ::= [^\\n]* "\\n"?'),  # linear, although ambiguous
+        ("ebnf", 'root ::= root "+" root | root "*" root | "(" root ")" | [0-9]+'),
         ("choice", json.dumps(["yes", 'say "no"', "\\", "é\n☃\U0001f600"])),
         ("json_schema", '{"type": "object", "properties": {"next": {"$ref": "#"}}}'),
         ("json_schema", nested(50)),
