@@ -24,7 +24,8 @@ from engine_parts.mock import NUM_BLOCKS, VOCAB_SIZE, MockRunner
 from weft.models.interface import StepInput
 from weft.serving.engine.core import DEPTH
 from weft.serving.engine.grammar.matcher import GrammarMatcher
-from weft.serving.engine.protocol import Add, pack_tokens
+from weft.serving.engine.prefix_keys import Prompt, pack_prompt
+from weft.serving.engine.protocol import Add
 from weft.serving.engine.sampling_params import SamplingParams
 from weft.serving.engine.scheduler.block_manager import BlockManager
 from weft.serving.engine.scheduler.scheduler import Scheduler
@@ -59,7 +60,7 @@ class Loop:
     def __init__(
         self,
         decoding: int,
-        next_prompt: Callable[[], bytes] | None = None,
+        next_prompt: Callable[[], Prompt] | None = None,
         guides: Sequence[GrammarMatcher] = (),
     ) -> None:
         kv = BlockManager(NUM_BLOCKS, BLOCK_SIZE, RUNNING, MAX_MODEL_LEN)
@@ -95,7 +96,7 @@ class Loop:
                 self.untimed += time.perf_counter() - begin
                 self._add(prompt, max_tokens=1)
 
-    def _add(self, prompt: bytes, max_tokens: int, guide: GrammarMatcher | None = None) -> None:
+    def _add(self, prompt: Prompt, max_tokens: int, guide: GrammarMatcher | None = None) -> None:
         self._count += 1
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0)
         self._scheduler.add(Add(str(self._count), prompt, params, end_token_ids=()), guide)
@@ -104,9 +105,15 @@ class Loop:
 _random = np.random.default_rng(0)
 
 
-def random_prompt(length: int) -> bytes:
+def random_tokens(length: int) -> list[int]:
     """Return tokens that no other prompt begins with."""
-    return pack_tokens(_random.integers(0, VOCAB_SIZE, length).tolist())
+    tokens: list[int] = _random.integers(0, VOCAB_SIZE, length).tolist()
+    return tokens
+
+
+def random_prompt(length: int) -> Prompt:
+    """Return a prompt that begins like no other."""
+    return pack_prompt(random_tokens(length), BLOCK_SIZE)
 
 
 @contextmanager
@@ -147,8 +154,12 @@ def _chunked_prefill() -> Loop:
 
 
 def _prefix_hits() -> Loop:
-    prefix = random_prompt(1024)
-    return Loop(RUNNING - DEPTH, lambda: prefix + random_prompt(BLOCK_SIZE))
+    prefix = random_tokens(1024)
+
+    def prompt() -> Prompt:
+        return pack_prompt(prefix + random_tokens(BLOCK_SIZE), BLOCK_SIZE)
+
+    return Loop(RUNNING - DEPTH, prompt)
 
 
 @cache

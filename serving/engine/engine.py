@@ -35,7 +35,8 @@ from weft.serving.engine.checks import check_pooled, check_request
 from weft.serving.engine.core_client import CoreClient
 from weft.serving.engine.core_process import share_out
 from weft.serving.engine.grammar.compiler import GrammarCompiler
-from weft.serving.engine.protocol import Add, Compiled, EngineInfo, EngineStats, pack_tokens
+from weft.serving.engine.prefix_keys import pack_prompt
+from weft.serving.engine.protocol import Add, Compiled, EngineInfo, EngineStats
 from weft.serving.engine.request_stream import Delta, RequestStream
 from weft.serving.engine.retry_after import FinishRate
 from weft.serving.engine.sampling_params import Grammar, SamplingParams
@@ -273,7 +274,7 @@ class AsyncEngine:
         request_id = str(number)
         request = Add(
             request_id,
-            pack_tokens(prompt),
+            pack_prompt(prompt, self.info.block_size if self.config.prefix_caching else None),
             msgspec.structs.replace(params, grammar=None),
             self._end_token_ids(params),
             priority,

@@ -28,7 +28,8 @@ from weft.errors import RequestError
 from weft.models.interface import FINITE, Int32, StepInput, StepOutput
 from weft.models.spec.pooling import PoolingKind
 from weft.serving.engine.grammar.matcher import GrammarMatcher
-from weft.serving.engine.protocol import Add, TokenOutput, pack_tokens
+from weft.serving.engine.prefix_keys import pack_prompt
+from weft.serving.engine.protocol import Add, TokenOutput
 from weft.serving.engine.sampling_params import SamplingParams
 from weft.serving.engine.scheduler.block_manager import BlockManager
 from weft.serving.engine.scheduler.scheduler import Scheduler
@@ -43,11 +44,13 @@ def make_add(
     max_tokens: int,
     priority: int = 0,
     pooling: PoolingKind | None = None,
+    *,
+    block_size: int | None = 4,
     **params: Any,
 ) -> Add:
     return Add(
         request_id=request_id,
-        prompt=pack_tokens(prompt),
+        prompt=pack_prompt(prompt, block_size),
         params=SamplingParams(**({"seed": 0} | params), max_tokens=max_tokens),
         end_token_ids=(END,),
         priority=priority,
@@ -56,7 +59,7 @@ def make_add(
 
 
 def prompt_of(add: Add) -> list[int]:
-    return np.frombuffer(add.prompt, np.int32).tolist()
+    return np.frombuffer(add.prompt.tokens, np.int32).tolist()
 
 
 def embedding(prompt: Sequence[int], pooling: PoolingKind) -> list[float]:
@@ -623,7 +626,7 @@ def decode_step_bytecodes(running: int) -> tuple[int, int]:
     kv = BlockManager(running * 2, 32, running, 64)
     scheduler = Scheduler(kv, max_num_batched_tokens=8192, max_model_len=64)
     for i in range(running):
-        scheduler.add(make_add(str(i), range(1, 9), 20))
+        scheduler.add(make_add(str(i), range(1, 9), 20, block_size=None))
     while scheduler.stats().waiting or scheduler.stats().steps < 3:
         batch = scheduler.schedule()
         assert batch is not None
