@@ -28,8 +28,7 @@ from msgspec.structs import replace
 from weft.errors import EngineError, RequestError, WeftError
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.core_channel import CoreChannel
-from weft.serving.engine.grammar.matcher import GrammarMatcher
-from weft.serving.engine.grammar.matchers import GrammarMatchers
+from weft.serving.engine.grammar.matcher import GrammarMatcher, GrammarMatchers
 from weft.serving.engine.protocol import (
     Abort,
     Add,

@@ -28,7 +28,7 @@ import msgspec
 
 from weft.errors import RequestError
 from weft.serving.engine.grammar.compiler import HEAD, Answer, Vocabulary, framed
-from weft.serving.engine.grammar.matchers import NO_TEXT, control_tokens, tokens_of
+from weft.serving.engine.grammar.matcher import NO_TEXT, control_tokens, tokens_of
 from weft.serving.engine.grammar.structural_tag import (
     as_format,
     preceded,
