@@ -40,7 +40,7 @@ BUDGET = 2048
 MAX_MODEL_LEN = 32768
 PROMPT = 512  # tokens of the requests that decode all the time
 STEPS = 256  # measured in one go, so that these have 512 to some 850 tokens
-GUIDED = 8
+WITH_GRAMMAR = 8
 GOAL = 200.0
 
 
@@ -53,15 +53,15 @@ class Loop:
     Args:
         decoding: requests that decode all the time.
         next_prompt: makes the prompts of requests that come and go beside them, as many as there
-            are steps under way; they are sampled once.
-        guides: of the first of those that decode all the time.
+            are steps in flight; each of them samples one token.
+        matchers: grammar matchers of the first requests that decode all the time.
     """
 
     def __init__(
         self,
         decoding: int,
         next_prompt: Callable[[], Prompt] | None = None,
-        guides: Sequence[GrammarMatcher] = (),
+        matchers: Sequence[GrammarMatcher] = (),
     ) -> None:
         kv = BlockManager(NUM_BLOCKS, BLOCK_SIZE, RUNNING, MAX_MODEL_LEN)
         self._scheduler = Scheduler(kv, max_num_batched_tokens=BUDGET, max_model_len=MAX_MODEL_LEN)
@@ -70,8 +70,8 @@ class Loop:
         self._under_way: deque[StepInput] = deque()
         self._count = 0
         self.untimed = 0.0
-        for guide in (*guides, *(None,) * (decoding - len(guides))):
-            self._add(random_prompt(PROMPT), MAX_MODEL_LEN - PROMPT, guide)
+        for matcher in (*matchers, *(None,) * (decoding - len(matchers))):
+            self._add(random_prompt(PROMPT), MAX_MODEL_LEN - PROMPT, matcher)
         while self._scheduler.stats().waiting:
             self.step()
         for _ in range(2 * DEPTH):  # and the last prompt's first token
@@ -96,10 +96,10 @@ class Loop:
                 self.untimed += time.perf_counter() - begin
                 self._add(prompt, max_tokens=1)
 
-    def _add(self, prompt: Prompt, max_tokens: int, guide: GrammarMatcher | None = None) -> None:
+    def _add(self, prompt: Prompt, max_tokens: int, matcher: GrammarMatcher | None = None) -> None:
         self._count += 1
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0)
-        self._scheduler.add(Add(str(self._count), prompt, params, end_token_ids=()), guide)
+        self._scheduler.add(Add(str(self._count), prompt, params, end_token_ids=()), matcher)
 
 
 _random = np.random.default_rng(0)
@@ -172,11 +172,11 @@ def _grammar() -> xgrammar.CompiledGrammar:
     return xgrammar.GrammarCompiler(info).compile_regex('[^"\\x00-\\x1f]*')
 
 
-def _guided() -> Loop:
+def _with_grammar() -> Loop:
     import xgrammar
 
-    matchers = [xgrammar.GrammarMatcher(_grammar()) for _ in range(GUIDED)]
-    return Loop(RUNNING, guides=[GrammarMatcher(matcher, VOCAB_SIZE, ()) for matcher in matchers])
+    inner = [xgrammar.GrammarMatcher(_grammar()) for _ in range(WITH_GRAMMAR)]
+    return Loop(RUNNING, matchers=[GrammarMatcher(matcher, VOCAB_SIZE, ()) for matcher in inner])
 
 
 @contextmanager
@@ -186,7 +186,7 @@ def cases() -> Iterator[list[Case]]:
         Case(name, "us/step", _us_per_step(make_loop), at_most=GOAL)
         for name, make_loop in (
             ("256 decodes", _decodes),
-            (f"256 decodes, {GUIDED} of them with a grammar", _guided),
+            (f"256 decodes, {WITH_GRAMMAR} of them with a grammar", _with_grammar),
             ("254 decodes, chunks of 4,096-token prompts", _chunked_prefill),
             ("254 decodes, one new request, 1,024 of its 1,056 tokens cached", _prefix_hits),
         )

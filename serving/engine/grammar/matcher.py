@@ -132,7 +132,7 @@ class GrammarMatchers:
     def __init__(self, config: EngineConfig, vocab_size: int) -> None:
         self._config = config
         self._vocab_size = vocab_size
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-guides")  # starts when used
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-matchers")  # starts when used
         self._tokens: xgrammar.TokenizerInfo | None = None
         self._control: frozenset[int] = frozenset()
         self._compiled: LruCache[Future[Any]] = LruCache(ROOM)
@@ -143,7 +143,7 @@ class GrammarMatchers:
         self._compiled.put(message.key, loading, len(message.data))
 
     def make(self, add: Add) -> Future[GrammarMatcher]:
-        """A guide for a request whose grammar has been taken in."""
+        """Return a matcher for a request whose grammar has been taken in."""
         loading = self._compiled.get(add.grammar)
         assert loading is not None, "the front knows what is here"
         return self._thread.submit(partial(self._make, add, loading))

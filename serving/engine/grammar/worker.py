@@ -5,7 +5,7 @@ Here it can be killed (compiler.py does so at a deadline), and hurts nobody when
 
 What compiles may still be slow to match, for some grammars have very many ways to read one text.
 So each is first compiled for a vocabulary of the 256 bytes, and walked at random there; one
-whose steps take long is refused. That is a sample, no proof: see also guide.py.
+whose steps take long is refused. That is a sample, no proof: see also matcher.py.
 
 Both pipes carry messages as `compiler.framed` makes them.
 """
