@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from itertools import count
 
 from engine_parts.measure import Case, per_call
-from weft.serving.engine.protocol import pack_tokens
-from weft.serving.engine.scheduler.block_manager import BlockManager, block_keys, new_prefix_hash
+from weft.serving.engine.prefix_keys import block_keys, pack_prompt
+from weft.serving.engine.scheduler.block_manager import BlockManager
 
 BLOCK_SIZE = 32
 BLOCKS = 32  # of one request: 1,024 tokens
@@ -22,8 +22,8 @@ def _make(num_blocks: int) -> BlockManager:
 
 
 def _keys() -> Callable[[], list[bytes]]:
-    tokens = pack_tokens(range(TOKENS))
-    return lambda: list(block_keys(new_prefix_hash(), tokens, BLOCK_SIZE))
+    tokens = pack_prompt(range(TOKENS), None).tokens
+    return lambda: list(block_keys(tokens, BLOCK_SIZE))
 
 
 def _allocate_and_free() -> Callable[[], None]:

@@ -24,7 +24,8 @@ from engine_parts.mock import NUM_BLOCKS, VOCAB_SIZE, MockRunner
 from weft.models.interface import StepInput
 from weft.serving.engine.core import DEPTH
 from weft.serving.engine.grammar.matcher import GrammarMatcher
-from weft.serving.engine.protocol import Add, pack_tokens
+from weft.serving.engine.prefix_keys import Prompt, pack_prompt
+from weft.serving.engine.protocol import Add
 from weft.serving.engine.sampling_params import SamplingParams
 from weft.serving.engine.scheduler.block_manager import BlockManager
 from weft.serving.engine.scheduler.scheduler import Scheduler
@@ -39,7 +40,7 @@ BUDGET = 2048
 MAX_MODEL_LEN = 32768
 PROMPT = 512  # tokens of the requests that decode all the time
 STEPS = 256  # measured in one go, so that these have 512 to some 850 tokens
-GUIDED = 8
+WITH_GRAMMAR = 8
 GOAL = 200.0
 
 
@@ -52,15 +53,15 @@ class Loop:
     Args:
         decoding: requests that decode all the time.
         next_prompt: makes the prompts of requests that come and go beside them, as many as there
-            are steps under way; they are sampled once.
-        guides: of the first of those that decode all the time.
+            are steps in flight; each of them samples one token.
+        matchers: grammar matchers of the first requests that decode all the time.
     """
 
     def __init__(
         self,
         decoding: int,
-        next_prompt: Callable[[], bytes] | None = None,
-        guides: Sequence[GrammarMatcher] = (),
+        next_prompt: Callable[[], Prompt] | None = None,
+        matchers: Sequence[GrammarMatcher] = (),
     ) -> None:
         kv = BlockManager(NUM_BLOCKS, BLOCK_SIZE, RUNNING, MAX_MODEL_LEN)
         self._scheduler = Scheduler(kv, max_num_batched_tokens=BUDGET, max_model_len=MAX_MODEL_LEN)
@@ -69,8 +70,8 @@ class Loop:
         self._under_way: deque[StepInput] = deque()
         self._count = 0
         self.untimed = 0.0
-        for guide in (*guides, *(None,) * (decoding - len(guides))):
-            self._add(random_prompt(PROMPT), MAX_MODEL_LEN - PROMPT, guide)
+        for matcher in (*matchers, *(None,) * (decoding - len(matchers))):
+            self._add(random_prompt(PROMPT), MAX_MODEL_LEN - PROMPT, matcher)
         while self._scheduler.stats().waiting:
             self.step()
         for _ in range(2 * DEPTH):  # and the last prompt's first token
@@ -95,18 +96,24 @@ class Loop:
                 self.untimed += time.perf_counter() - begin
                 self._add(prompt, max_tokens=1)
 
-    def _add(self, prompt: bytes, max_tokens: int, guide: GrammarMatcher | None = None) -> None:
+    def _add(self, prompt: Prompt, max_tokens: int, matcher: GrammarMatcher | None = None) -> None:
         self._count += 1
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0)
-        self._scheduler.add(Add(str(self._count), prompt, params, end_token_ids=()), guide)
+        self._scheduler.add(Add(str(self._count), prompt, params, end_token_ids=()), matcher)
 
 
 _random = np.random.default_rng(0)
 
 
-def random_prompt(length: int) -> bytes:
+def random_tokens(length: int) -> list[int]:
     """Return tokens that no other prompt begins with."""
-    return pack_tokens(_random.integers(0, VOCAB_SIZE, length).tolist())
+    tokens: list[int] = _random.integers(0, VOCAB_SIZE, length).tolist()
+    return tokens
+
+
+def random_prompt(length: int) -> Prompt:
+    """Return a prompt that begins like no other."""
+    return pack_prompt(random_tokens(length), BLOCK_SIZE)
 
 
 @contextmanager
@@ -147,8 +154,12 @@ def _chunked_prefill() -> Loop:
 
 
 def _prefix_hits() -> Loop:
-    prefix = random_prompt(1024)
-    return Loop(RUNNING - DEPTH, lambda: prefix + random_prompt(BLOCK_SIZE))
+    prefix = random_tokens(1024)
+
+    def prompt() -> Prompt:
+        return pack_prompt(prefix + random_tokens(BLOCK_SIZE), BLOCK_SIZE)
+
+    return Loop(RUNNING - DEPTH, prompt)
 
 
 @cache
@@ -161,11 +172,11 @@ def _grammar() -> xgrammar.CompiledGrammar:
     return xgrammar.GrammarCompiler(info).compile_regex('[^"\\x00-\\x1f]*')
 
 
-def _guided() -> Loop:
+def _with_grammar() -> Loop:
     import xgrammar
 
-    matchers = [xgrammar.GrammarMatcher(_grammar()) for _ in range(GUIDED)]
-    return Loop(RUNNING, guides=[GrammarMatcher(matcher, VOCAB_SIZE, ()) for matcher in matchers])
+    inner = [xgrammar.GrammarMatcher(_grammar()) for _ in range(WITH_GRAMMAR)]
+    return Loop(RUNNING, matchers=[GrammarMatcher(matcher, VOCAB_SIZE, ()) for matcher in inner])
 
 
 @contextmanager
@@ -175,7 +186,7 @@ def cases() -> Iterator[list[Case]]:
         Case(name, "us/step", _us_per_step(make_loop), at_most=GOAL)
         for name, make_loop in (
             ("256 decodes", _decodes),
-            (f"256 decodes, {GUIDED} of them with a grammar", _guided),
+            (f"256 decodes, {WITH_GRAMMAR} of them with a grammar", _with_grammar),
             ("254 decodes, chunks of 4,096-token prompts", _chunked_prefill),
             ("254 decodes, one new request, 1,024 of its 1,056 tokens cached", _prefix_hits),
         )

@@ -28,8 +28,7 @@ from msgspec.structs import replace
 from weft.errors import EngineError, RequestError, WeftError
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.core_channel import CoreChannel
-from weft.serving.engine.grammar.matcher import GrammarMatcher
-from weft.serving.engine.grammar.matchers import GrammarMatchers
+from weft.serving.engine.grammar.matcher import GrammarMatcher, GrammarMatchers
 from weft.serving.engine.protocol import (
     Abort,
     Add,
@@ -57,7 +56,7 @@ if TYPE_CHECKING:
 
 DEPTH = 2
 """Steps under way at once in a model of one stage; each further stage takes one more."""
-PREPARING = 0.002  # seconds between looks at guides that are being made, when nothing else runs
+PREPARING = 0.002  # seconds between looks at matchers that are being made, when nothing else runs
 HEARTBEAT = 1.0  # seconds between messages when nothing happens, at most
 
 LoadModel = Callable[..., LoadedModel]
@@ -71,7 +70,7 @@ class EngineCore:
         channel: to the front.
         executor: runs the steps.
         scheduler: decides them, for each copy of attention.
-        guides: makes those of requests with a grammar.
+        matchers: makes those of requests with a grammar.
         heartbeat: seconds between messages when nothing happens.
         depth: steps under way at once.
     """
@@ -81,7 +80,7 @@ class EngineCore:
         channel: CoreChannel,
         executor: Executor,
         scheduler: DpAttentionScheduler,
-        guides: GrammarMatchers,
+        matchers: GrammarMatchers,
         *,
         heartbeat: float = HEARTBEAT,
         depth: int = DEPTH,
@@ -89,7 +88,7 @@ class EngineCore:
         self._channel = channel
         self._executor = executor
         self._scheduler = scheduler
-        self._guides = guides
+        self._matchers = matchers
         self._preparing: dict[str, tuple[Add, Future[GrammarMatcher]]] = {}
         self._heartbeat = heartbeat
         self._depth = depth
@@ -125,11 +124,11 @@ class EngineCore:
     def _handle(self, message: ToCore) -> None:
         match message:
             case Add() if message.grammar:
-                self._preparing[message.request_id] = message, self._guides.make(message)
+                self._preparing[message.request_id] = message, self._matchers.make(message)
             case Add():
                 self._add(message)
             case Compiled():
-                self._guides.keep(message)
+                self._matchers.keep(message)
             case Abort():
                 self._abort(message.request_ids)
             case Shutdown():
@@ -137,9 +136,9 @@ class EngineCore:
                 if not message.drain:
                     self._abort((*self._scheduler.live, *self._preparing))
 
-    def _add(self, message: Add, guide: GrammarMatcher | None = None) -> None:
+    def _add(self, message: Add, matcher: GrammarMatcher | None = None) -> None:
         try:
-            self._scheduler.add(message, guide)
+            self._scheduler.add(message, matcher)
         except RequestError as error:
             self._refuse(message, error.message)
         except Exception:  # a fault of ours, which must not end the others
@@ -152,7 +151,7 @@ class EngineCore:
         )
 
     def _admit(self) -> None:
-        """Queue the requests whose guides are ready."""
+        """Queue the requests whose matchers are ready."""
         for request_id, (message, making) in list(self._preparing.items()):
             if not making.done():
                 continue
@@ -240,7 +239,7 @@ def serve(
     with CoreChannel(context, address) as channel:
         begin = time.monotonic()
         executor = start_executor(config, load_model, lambda port: channel.send(Waiting(port)))
-        guides = GrammarMatchers(config, executor.model.vocab_size)
+        matchers = GrammarMatchers(config, executor.model.vocab_size)
         try:
             model = executor.model
             scheduler = DpAttentionScheduler(
@@ -252,11 +251,11 @@ def serve(
             heartbeat = min(HEARTBEAT, config.stall_timeout / 4)
             depth = DEPTH + config.pp - 1
             core = EngineCore(
-                *(channel, executor, scheduler, guides), heartbeat=heartbeat, depth=depth
+                *(channel, executor, scheduler, matchers), heartbeat=heartbeat, depth=depth
             )
             core.run()
         finally:
-            guides.close()
+            matchers.close()
             executor.close()
 
 

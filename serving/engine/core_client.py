@@ -28,8 +28,7 @@ from weft.errors import ConfigError, EngineError, RequestError
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.core_channel import MAX_PATH, addresses
 from weft.serving.engine.core_process import Core, CoreProcess, CoreThread
-from weft.serving.engine.grammar.compiler import ROOM
-from weft.serving.engine.grammar.lru import LruCache
+from weft.serving.engine.grammar.compiler import ROOM, LruCache
 from weft.serving.engine.protocol import (
     Abort,
     Add,

@@ -35,7 +35,8 @@ from weft.serving.engine.checks import CheckedRequest, check_pooled, check_reque
 from weft.serving.engine.core_client import CoreClient
 from weft.serving.engine.core_process import share_out
 from weft.serving.engine.grammar.compiler import GrammarCompiler
-from weft.serving.engine.protocol import Add, Compiled, EngineInfo, EngineStats, pack_tokens
+from weft.serving.engine.prefix_keys import pack_prompt
+from weft.serving.engine.protocol import Add, Compiled, EngineInfo, EngineStats
 from weft.serving.engine.request_stream import Delta, RequestStream, StreamObserver
 from weft.serving.engine.retry_after import FinishRate
 from weft.serving.engine.sampling_params import Grammar, SamplingParams
@@ -308,9 +309,10 @@ class AsyncEngine:
             )
         number = next(self._ids)
         id = str(number)
+        block_size = self.info.block_size if self.config.prefix_caching else None
         add = Add(
             id,
-            pack_tokens(request.prompt_token_ids),
+            pack_prompt(request.prompt_token_ids, block_size),
             msgspec.structs.replace(params, grammar=None),
             self._end_token_ids(params),
             priority,

@@ -7,8 +7,6 @@ ids cross.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from struct import pack
 from typing import Literal
 
 import msgspec
@@ -16,18 +14,11 @@ from msgspec.structs import astuple, replace
 
 from weft.models.spec.pooling import PoolingKind
 from weft.serving.config.settings import EngineConfig
+from weft.serving.engine.prefix_keys import Prompt
 from weft.serving.engine.sampling_params import SamplingParams
 from weft.serving.executor.child_process import Failed
 
-TOKEN_BYTES = 4
-"""Size of a token in a packed prompt."""
-
 FinishReason = Literal["stop", "length", "abort", "error"]
-
-
-def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Return tokens as int32, which the engine core decodes several hundred times as fast."""
-    return pack(f"{len(token_ids)}i", *token_ids)
 
 
 class Orders(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,7 +40,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         request_id: unique among live requests.
-        prompt: int32 tokens from `pack_tokens`, at least one, each in [0, vocab_size).
+        prompt: at least one token, each in [0, vocab_size).
         params: checked; `max_tokens` and `seed` are filled in, `n` is 1, `grammar` is left out.
         end_token_ids: tokens that end the output (the model's own unless ignored, and
             params.stop_token_ids); with a grammar the model's own even then.
@@ -60,18 +51,13 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     """
 
     request_id: str
-    prompt: bytes
+    prompt: Prompt
     params: SamplingParams
     end_token_ids: tuple[int, ...]
     priority: int = 0
     arrival: float = 0.0
     grammar: bytes = b""
     pooling: PoolingKind | None = None
-
-    @property
-    def prompt_length(self) -> int:
-        """Number of tokens in the prompt."""
-        return len(self.prompt) // TOKEN_BYTES
 
 
 class Compiled(msgspec.Struct, frozen=True, tag=True):

@@ -14,13 +14,14 @@ import asyncio
 import hashlib
 import logging
 import time
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from weft.errors import EngineError, RequestError
 from weft.serving.config.settings import EngineConfig
-from weft.serving.engine.grammar.lru import LruCache
 from weft.serving.engine.protocol import Compiled
 from weft.serving.engine.retry_after import FinishRate
 from weft.serving.engine.sampling_params import Grammar
@@ -38,6 +39,7 @@ MAX_DEATHS = 2
 """Of processes over one grammar, in a row, after which it is to blame."""
 
 logger = logging.getLogger(__name__)
+Value = TypeVar("Value")
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
@@ -277,3 +279,32 @@ def framed(message: Any) -> bytes:
     """A message as it goes through a pipe: its length, and MessagePack."""
     data = msgspec.msgpack.encode(message)
     return len(data).to_bytes(HEAD, "little") + data
+
+
+class LruCache(Generic[Value]):
+    """Two of these that are told the same hold the same.
+
+    Args:
+        room: that sizes may take in all; what was put in last stays, however large.
+    """
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._entries: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
+        self._taken = 0
+
+    def get(self, key: Hashable) -> Value | None:
+        """What was put in, which counts as used; None if it is no more there."""
+        if key not in self._entries:
+            return None
+        self._entries.move_to_end(key)
+        return self._entries[key][0]
+
+    def put(self, key: Hashable, value: Value, size: int) -> None:
+        """Put it in the place of what has the same key, and drop what was not used for longest."""
+        if key in self._entries:
+            self._taken -= self._entries.pop(key)[1]
+        self._entries[key] = value, size
+        self._taken += size
+        while self._taken > self._room and len(self._entries) > 1:
+            self._taken -= self._entries.popitem(last=False)[1][1]

@@ -6,7 +6,7 @@ Here it can be killed (compiler.py does so at a deadline), and hurts nobody when
 What compiles may still be slow to match, because some grammars have very many ways to read one
 text. So each grammar is first compiled for a vocabulary of the 256 bytes, and walked at random
 there. The walk counts what the matcher does, not its time, so every machine refuses the same
-grammars. That is a sample, no proof: see also guide.py.
+grammars. That is a sample, no proof: see also matcher.py.
 
 Both pipes carry messages as `compiler.framed` makes them.
 """
@@ -30,7 +30,7 @@ import msgspec
 
 from weft.errors import RequestError
 from weft.serving.engine.grammar.compiler import HEAD, Answer, Vocabulary, framed
-from weft.serving.engine.grammar.matchers import NO_TEXT, control_tokens, tokens_of
+from weft.serving.engine.grammar.matcher import NO_TEXT, control_tokens, tokens_of
 from weft.serving.engine.grammar.structural_tag import (
     as_format,
     preceded,

@@ -4,10 +4,9 @@ The model runner owns the memory; this module handles block numbers only. A bloc
 `block_size` tokens of one request. A request is known by its slot, and
 `table[slot, :num_blocks[slot]]` lists its blocks in order.
 
-Prefix cache: a full block gets a key once its tokens are known and computed. The key is a hash of
-all tokens up to the end of the block, so it stands for the whole prefix. Keys are 128-bit BLAKE2b:
-equal keys mean equal tokens. A keyed block stays cached when nobody holds it any more, until its
-memory is needed. The block that was freed longest ago is evicted first.
+Prefix cache: a full block gets a key (see prefix_keys.py) once its tokens are known and computed.
+A keyed block stays cached when nobody holds it any more, until its memory is needed. The block
+that was freed longest ago is evicted first.
 
 Invariants, verified by `check`:
 - A block is in exactly one state: held (its reference count is the number of table entries with
@@ -22,34 +21,12 @@ Not handled: sliding-window attention that frees blocks early, and copies to oth
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from hashlib import blake2b
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from weft.serving.engine.protocol import TOKEN_BYTES
-
 Slots = npt.NDArray[np.intp]
-
-
-def new_prefix_hash() -> blake2b:
-    """Return the hash of an empty prefix, for `block_keys`."""
-    return blake2b(digest_size=16)
-
-
-def block_keys(prefix: blake2b, tokens: bytes, block_size: int) -> Iterator[bytes]:
-    """Yield the key of each full block of `tokens`, in order, when the caller asks for it.
-
-    Args:
-        prefix: the hash of all tokens before `tokens`; it takes in each block that is keyed.
-        tokens: int32 tokens that start at a block's beginning.
-        block_size: number of tokens in a block.
-    """
-    size = block_size * TOKEN_BYTES
-    for end in range(size, len(tokens) + 1, size):
-        prefix.update(tokens[end - size : end])
-        yield prefix.digest()
 
 
 class BlockManager:
@@ -141,19 +118,20 @@ class BlockManager:
         """Free the slot's blocks; keyed blocks stay in the prefix cache."""
         held = int(self.num_blocks[slot])
         references, keys = self._references, self._key
+        empty, cached = self._empty, self._cached
         # The end of a prefix is evicted first, because it is useless without the beginning.
         for block in reversed(self.table[slot, :held].tolist()):
             references[block] -= 1
             if references[block] == 0:
                 if keys[block] is None:
-                    self._empty.append(block)
+                    empty.append(block)
                 else:
-                    self._cached[block] = None
+                    cached[block] = None
         self.table[slot, :held] = 0
         self.num_blocks[slot] = 0
 
     def cache_blocks(self, slot: int, first: int, keys: Sequence[bytes]) -> None:
-        """Put computed, full blocks of a slot into the prefix cache, where their keys are new.
+        """Put computed, full blocks of a slot into the prefix cache, unless another has the key.
 
         Args:
             slot: whose blocks.
@@ -162,10 +140,10 @@ class BlockManager:
         """
         end = first + len(keys)
         assert end <= self.num_blocks[slot], "only held blocks are cached"
+        block_of, key_of = self._block, self._key
         for block, key in zip(self.table[slot, first:end].tolist(), keys, strict=True):
-            if key not in self._block and self._key[block] is None:
-                self._block[key] = block
-                self._key[block] = key
+            if block_of.setdefault(key, block) == block:
+                key_of[block] = key
 
     def evict(self, slot: int) -> None:
         """Remove the slot's blocks from the prefix cache: their contents cannot be trusted."""

@@ -38,7 +38,7 @@ class DpAttentionScheduler:
         """Queue a request; see `Scheduler.add`."""
         copy = self._choose(add) if len(self._schedulers) > 1 else 0
         self._schedulers[copy].add(add, matcher)
-        self._given[copy] += add.prompt_length
+        self._given[copy] += len(add.prompt)
 
     def _choose(self, add: Add) -> int:
         """The copy for a request."""

@@ -8,8 +8,8 @@ import numpy as np
 
 from weft.models.interface import Float32, Logprobs, SlotSampling
 from weft.serving.engine.grammar.matcher import GrammarMatcher
+from weft.serving.engine.prefix_keys import ROOT_KEY, block_keys
 from weft.serving.engine.protocol import Add, TokenLogprob
-from weft.serving.engine.scheduler.block_manager import block_keys, new_prefix_hash
 
 
 class Request:
@@ -46,7 +46,6 @@ class Request:
 
     __slots__ = (
         "_pooled_tokens",
-        "_prefix_hash",
         "arrival",
         "cached_tokens",
         "computed",
@@ -78,7 +77,7 @@ class Request:
         self.id = add.request_id
         self.order = (add.priority, number)
         self.params = add.params
-        self.token_ids = array("i", add.prompt)
+        self.token_ids = array("i", add.prompt.tokens)
         self.prompt_length = len(self.token_ids)
         self.end_token_ids = frozenset(add.end_token_ids)
         self.limit = min(self.prompt_length + add.params.max_tokens, max_model_len)
@@ -103,8 +102,7 @@ class Request:
         self.queued: float | None = None
         self.ended = False
         self.matcher = matcher
-        self.known_keys: list[bytes] = []
-        self._prefix_hash = new_prefix_hash()
+        self.known_keys = add.prompt.block_keys()
 
     def __len__(self) -> int:
         """Number of tokens that have come back, including the prompt."""
@@ -115,7 +113,7 @@ class Request:
         keys = self.known_keys
         if len(keys) < count:
             tokens = self.token_ids[len(keys) * block_size : count * block_size]
-            keys += block_keys(self._prefix_hash, tokens.tobytes(), block_size)
+            keys += block_keys(tokens.tobytes(), block_size, keys[-1] if keys else ROOT_KEY)
         return keys if len(keys) == count else keys[:count]
 
     @property

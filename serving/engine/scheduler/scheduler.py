@@ -26,12 +26,7 @@ from weft.errors import RequestError
 from weft.models.interface import FINITE, Float32, StepInput, StepOutput
 from weft.serving.engine.grammar.matcher import GrammarMatcher
 from weft.serving.engine.protocol import Add, EngineStats, FinishReason, Move, TokenOutput
-from weft.serving.engine.scheduler.block_manager import (
-    BlockManager,
-    Slots,
-    block_keys,
-    new_prefix_hash,
-)
+from weft.serving.engine.scheduler.block_manager import BlockManager, Slots
 from weft.serving.engine.scheduler.counters import Counters
 from weft.serving.engine.scheduler.prefix_wait import PrefixWait
 from weft.serving.engine.scheduler.request import Request, token_logprob
@@ -141,6 +136,8 @@ class Scheduler:
                 "lower max_tokens or raise --kv-cache-memory",
                 param="max_tokens",
             )
+        keys = len(request.known_keys)
+        assert keys in (0, request.prompt_length // self.kv.block_size), "another block size"
         self._counters.requests += 1
         self._live[request.id] = request
         insort(self._waiting, request, key=_order)
@@ -158,10 +155,7 @@ class Scheduler:
 
     def cached_tokens(self, add: Add) -> int:
         """Return how many first tokens of a request's prompt are in the prefix cache now."""
-        if not self._prefix_caching:
-            return 0
-        keys = block_keys(new_prefix_hash(), add.prompt, self.kv.block_size)
-        return len(self.kv.find_prefix(keys)) * self.kv.block_size
+        return len(self.kv.find_prefix(add.prompt.block_keys())) * self.kv.block_size
 
     @property
     def count(self) -> int:

@@ -28,6 +28,7 @@ from weft.models.interface import StepInput, StepOutput
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.core import serve
 from weft.serving.engine.core_channel import addresses
+from weft.serving.engine.prefix_keys import pack_prompt
 from weft.serving.engine.protocol import (
     Abort,
     Add,
@@ -39,7 +40,6 @@ from weft.serving.engine.protocol import (
     Shutdown,
     ToCore,
     TokenOutput,
-    pack_tokens,
 )
 from weft.serving.engine.sampling_params import SamplingParams
 from weft.serving.executor.loading import LoadedModel, Progress
@@ -85,7 +85,7 @@ class Front:
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int = 10, **params: Any) -> None:
         wish = SamplingParams(max_tokens=max_tokens, seed=0, **params)
-        self.send(Add(request_id, pack_tokens(prompt), wish, end_token_ids=(END,)))
+        self.send(Add(request_id, pack_prompt(prompt, None), wish, end_token_ids=(END,)))
 
     def wait(self, *request_ids: str) -> list[TokenOutput]:
         """The last output of each of these requests, once they have all ended."""

@@ -18,7 +18,8 @@ from weft.serving.api.openai.replies import Status
 from weft.serving.api.streaming import EventStream, event
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.engine import AsyncEngine
-from weft.serving.engine.protocol import Add, TokenOutput, pack_tokens
+from weft.serving.engine.prefix_keys import pack_prompt
+from weft.serving.engine.protocol import Add, TokenOutput
 from weft.serving.engine.request_stream import RequestStream
 from weft.serving.engine.scheduler.scheduler import Scheduler
 
@@ -55,7 +56,7 @@ async def test_a_fault_in_queueing_a_request(
     add = Scheduler.add
 
     def broken(self: Scheduler, request: Add, *more: Any) -> None:
-        if request.prompt == pack_tokens(VICTIM):
+        if request.prompt.tokens == pack_prompt(VICTIM, None).tokens:
             raise ZeroDivisionError("in the scheduler")
         add(self, request, *more)
 

@@ -1,4 +1,4 @@
-"""What a guided request writes is what its grammar admits, whatever else it asks for."""
+"""A request with a grammar writes what the grammar allows, whatever else it asks for."""
 
 from __future__ import annotations
 
@@ -205,10 +205,10 @@ def test_a_stop_string_ends_it_early(llm: LLM) -> None:
 
 def test_who_has_no_grammar_writes_what_it_would_alone(llm: LLM) -> None:
     free = SamplingParams(temperature=1.0, max_tokens=40, seed=5)
-    guided = SamplingParams(temperature=2.0, max_tokens=60, seed=6, grammar=schema(PERSON))
+    constrained = SamplingParams(temperature=2.0, max_tokens=60, seed=6, grammar=schema(PERSON))
     alone = [llm.generate(prompt, free)[0].token_ids for prompt in PROMPTS[:2]]
     mixed = llm.generate(
-        [PROMPTS[0], *PROMPTS[:3], PROMPTS[1]], [free, guided, guided, guided, free]
+        [PROMPTS[0], *PROMPTS[:3], PROMPTS[1]], [free, constrained, constrained, constrained, free]
     )
     assert [mixed[0].token_ids, mixed[-1].token_ids] == alone
     for answer in mixed[1:4]:

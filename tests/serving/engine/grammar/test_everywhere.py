@@ -20,7 +20,7 @@ from weft.serving.engine import core_client
 from weft.serving.engine import engine as engine_module
 from weft.serving.engine.engine import AsyncEngine
 from weft.serving.engine.grammar import matchers
-from weft.serving.engine.grammar.matchers import GrammarMatchers
+from weft.serving.engine.grammar.matcher import GrammarMatchers
 from weft.serving.engine.protocol import Compiled
 from weft.serving.engine.sampling_params import Grammar, SamplingParams
 

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from weft.serving.engine.protocol import pack_tokens
-from weft.serving.engine.scheduler.block_manager import BlockManager, block_keys, new_prefix_hash
+from weft.serving.engine.prefix_keys import pack_prompt
+from weft.serving.engine.scheduler.block_manager import BlockManager
 
 BLOCK = 4
 SLOTS = 4
@@ -18,7 +18,7 @@ BLOCKS = 12
 
 def keys_of(tokens: list[int]) -> list[bytes]:
     """Keys of the full blocks of `tokens`."""
-    return list(block_keys(new_prefix_hash(), pack_tokens(tokens), BLOCK))
+    return pack_prompt(tokens, BLOCK).block_keys()
 
 
 class KVCacheMachine(RuleBasedStateMachine):

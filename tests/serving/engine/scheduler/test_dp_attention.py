@@ -13,7 +13,8 @@ from support.mock_runner import END, MockRunner, expected
 
 from weft.errors import RequestError
 from weft.models.interface import Step
-from weft.serving.engine.protocol import Add, TokenOutput, pack_tokens
+from weft.serving.engine.prefix_keys import pack_prompt
+from weft.serving.engine.protocol import Add, TokenOutput
 from weft.serving.engine.sampling_params import SamplingParams
 from weft.serving.engine.scheduler.block_manager import BlockManager
 from weft.serving.engine.scheduler.dp_attention import DpAttentionScheduler
@@ -23,7 +24,7 @@ MAX_MODEL_LEN, BLOCK_SIZE, BUDGET = 40, 4, 9
 
 
 def prompt_of(add: Add) -> list[int]:
-    return np.frombuffer(add.prompt, np.int32).tolist()
+    return np.frombuffer(add.prompt.tokens, np.int32).tolist()
 
 
 class Engine:
@@ -49,7 +50,7 @@ class Engine:
         """Add a request; returns the copy that it has gone to."""
         name = f"r{len(self.adds)}"
         params = SamplingParams(seed=0, max_tokens=max_tokens)
-        self.adds[name] = add = Add(name, pack_tokens(prompt), params, (END,))
+        self.adds[name] = add = Add(name, pack_prompt(prompt, BLOCK_SIZE), params, (END,))
         self.outputs[name] = []
         self.copies.add(add)
         (copy,) = (i for i, scheduler in enumerate(self.schedulers) if scheduler.has(name))
@@ -160,7 +161,7 @@ def test_what_cannot_run_and_what_is_there_is_refused() -> None:
     engine.add([1, 2, 3], 4)
     with pytest.raises(RequestError, match="at most 40"):
         engine.copies.add(
-            Add("long", pack_tokens([1] * 40), SamplingParams(seed=0, max_tokens=1), ())
+            Add("long", pack_prompt([1] * 40, None), SamplingParams(seed=0, max_tokens=1), ())
         )
     with pytest.raises(RequestError, match="'r0' is in use"):
         engine.copies.add(engine.adds["r0"])

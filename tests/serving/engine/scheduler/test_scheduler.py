@@ -28,7 +28,8 @@ from weft.errors import RequestError
 from weft.models.interface import FINITE, Int32, StepInput, StepOutput
 from weft.models.spec.pooling import PoolingKind
 from weft.serving.engine.grammar.matcher import GrammarMatcher
-from weft.serving.engine.protocol import Add, TokenOutput, pack_tokens
+from weft.serving.engine.prefix_keys import pack_prompt
+from weft.serving.engine.protocol import Add, TokenOutput
 from weft.serving.engine.sampling_params import SamplingParams
 from weft.serving.engine.scheduler.block_manager import BlockManager
 from weft.serving.engine.scheduler.scheduler import Scheduler
@@ -43,11 +44,13 @@ def make_add(
     max_tokens: int,
     priority: int = 0,
     pooling: PoolingKind | None = None,
+    *,
+    block_size: int | None = 4,
     **params: Any,
 ) -> Add:
     return Add(
         request_id=request_id,
-        prompt=pack_tokens(prompt),
+        prompt=pack_prompt(prompt, block_size),
         params=SamplingParams(**({"seed": 0} | params), max_tokens=max_tokens),
         end_token_ids=(END,),
         priority=priority,
@@ -56,7 +59,7 @@ def make_add(
 
 
 def prompt_of(add: Add) -> list[int]:
-    return np.frombuffer(add.prompt, np.int32).tolist()
+    return np.frombuffer(add.prompt.tokens, np.int32).tolist()
 
 
 def embedding(prompt: Sequence[int], pooling: PoolingKind) -> list[float]:
@@ -114,13 +117,13 @@ class Engine:
         self.adds: dict[str, Add] = {}
         self.outputs: dict[str, list[TokenOutput]] = {}
 
-    def add(self, add: Add, *, guided: bool = False) -> None:
-        guide = None
-        if guided:
+    def add(self, add: Add, *, constrained: bool = False) -> None:
+        matcher = None
+        if constrained:
             seed = add.params.seed or 0
             script = Script(expected(prompt_of(add), MAX_MODEL_LEN, seed=seed))
-            guide = GrammarMatcher(script, VOCAB_SIZE, add.end_token_ids)
-        self.scheduler.add(add, guide)
+            matcher = GrammarMatcher(script, VOCAB_SIZE, add.end_token_ids)
+        self.scheduler.add(add, matcher)
         self.adds[add.request_id] = add
         self.outputs[add.request_id] = []
 
@@ -242,7 +245,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_logprobs=st.sampled_from([None, None, 0, 2]),
         seed=st.integers(0, 1),
         bad=st.sampled_from([False] * 9 + [True]),
-        guided=st.sampled_from([False, False, True]),
+        constrained=st.sampled_from([False, False, True]),
         pooling=st.sampled_from([None, None, "mean", "last"]),
     )
     def add(
@@ -252,16 +255,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens: int,
         priority: int,
         bad: bool,
-        guided: bool,
+        constrained: bool,
         pooling: PoolingKind | None,
         **params: Any,
     ) -> None:
         self.count += 1
         tokens = [1] * shared + prompt + ([NOT_FINITE_TOKEN] if bad else [])
         if pooling is not None:
-            guided, params = False, {}
+            constrained, params = False, {}
         add = make_add(f"r{self.count}", tokens, max_tokens, priority, pooling, **params)
-        self.engine.add(add, guided=guided)
+        self.engine.add(add, constrained=constrained)
 
     @precondition(lambda self: self.engine.outputs)
     @rule(data=st.data(), more=st.lists(st.integers(1, 2), min_size=1, max_size=3))
@@ -555,10 +558,10 @@ def test_no_row_is_wasted_when_the_length_ends_a_request() -> None:
     assert engine.runner.tokens_computed == 3 + 4
 
 
-def test_only_who_is_guided_waits_for_its_token() -> None:
+def test_only_requests_with_a_grammar_wait_for_their_token() -> None:
     engine = Engine(num_blocks=40, budget=64, depth=2)
     engine.add(make_add("free", [1, 2, 3], 20))
-    engine.add(make_add("guided", [4, 5, 6], 20), guided=True)
+    engine.add(make_add("constrained", [4, 5, 6], 20), constrained=True)
     rows = []
     for _ in range(6):
         while engine.submit():
@@ -570,7 +573,7 @@ def test_only_who_is_guided_waits_for_its_token() -> None:
 
 def test_what_its_grammar_does_not_allow_ends_a_request_alone() -> None:
     engine = Engine(num_blocks=40, budget=64, depth=2)
-    engine.add(make_add("good", [1, 2, 3], 8), guided=True)
+    engine.add(make_add("good", [1, 2, 3], 8), constrained=True)
     engine.add(make_add("bad", [4, 5, 6], 8))
     wrong = [token + 1 for token in expected([4, 5, 6], 8)]
     engine.scheduler._live["bad"].matcher = GrammarMatcher(Script(wrong), VOCAB_SIZE, [END])
@@ -623,7 +626,7 @@ def decode_step_bytecodes(running: int) -> tuple[int, int]:
     kv = BlockManager(running * 2, 32, running, 64)
     scheduler = Scheduler(kv, max_num_batched_tokens=8192, max_model_len=64)
     for i in range(running):
-        scheduler.add(make_add(str(i), range(1, 9), 20))
+        scheduler.add(make_add(str(i), range(1, 9), 20, block_size=None))
     while scheduler.stats().waiting or scheduler.stats().steps < 3:
         batch = scheduler.schedule()
         assert batch is not None

@@ -1,0 +1,68 @@
+"""Prompts as bytes, and the keys of their blocks in the prefix cache.
+
+A key is the hash of its parent's key and of the block's own tokens, so it stands for the whole
+prefix up to the block's end. Keys are 128-bit BLAKE2b: equal keys mean equal tokens.
+
+The API process packs each prompt and computes its keys. The engine core, which the model waits
+for, then looks at no single token of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from struct import pack
+
+import msgspec
+
+TOKEN_BYTES = 4
+KEY_BYTES = 16
+ROOT_KEY = bytes(KEY_BYTES)
+"""The parent of a prompt's first block."""
+
+
+class Prompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A packed prompt.
+
+    Attributes:
+        tokens: int32 tokens.
+        keys: keys of its full blocks, concatenated; empty if nobody needs them.
+    """
+
+    tokens: bytes
+    keys: bytes = b""
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens) // TOKEN_BYTES
+
+    def block_keys(self) -> list[bytes]:
+        """Return the keys of its full blocks in order, as far as they were computed."""
+        keys = self.keys
+        return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
+
+
+def pack_prompt(token_ids: Sequence[int], block_size: int | None) -> Prompt:
+    """Pack a prompt.
+
+    Args:
+        token_ids: its tokens.
+        block_size: number of tokens in a block; None if there is no prefix cache.
+    """
+    tokens = pack(f"{len(token_ids)}i", *token_ids)
+    keys = b"" if block_size is None else b"".join(block_keys(tokens, block_size))
+    return Prompt(tokens, keys)
+
+
+def block_keys(tokens: bytes, block_size: int, parent: bytes = ROOT_KEY) -> Iterator[bytes]:
+    """Yield the key of each full block of `tokens`, in order.
+
+    Args:
+        tokens: int32 tokens that start at a block's beginning.
+        block_size: number of tokens in a block.
+        parent: key of the block before.
+    """
+    size = block_size * TOKEN_BYTES
+    for end in range(size, len(tokens) + 1, size):
+        parent = blake2b(parent + tokens[end - size : end], digest_size=KEY_BYTES).digest()
+        yield parent
