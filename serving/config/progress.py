@@ -1,7 +1,7 @@
-"""A progress display on stderr: a bar for people, lines for a log file.
+"""How far a list of requests has come, on stderr: a bar for people, lines for a log file.
 
-On a terminal, rich draws a bar with the count, the rate and the remaining time. Else a plain line
-appears every ten seconds. stdout stays clean.
+On a terminal rich draws a bar with the count, the rate and the time left; else
+a plain line is written every ten seconds. stdout is never touched.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
 
-LINE_EVERY = 10.0  # seconds between two lines
+LINE_EVERY = 10.0  # seconds between two lines of a log
 
 
 class Progress:
-    """A counter for items and output tokens; `with` shows it.
+    """Counts items and output tokens; show it with `with`.
 
     Args:
-        title: name of the work.
-        total: number of items.
-        unit: word for items.
-        quiet: count, but show nothing.
+        title: what is being done.
+        total: items to do.
+        unit: what an item is called.
+        quiet: show nothing, only count.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Progress:
         return self.tokens / max(self.seconds, 1e-9)
 
     def advance(self, tokens: int) -> None:
-        """Count one finished item, with its output tokens."""
+        """One item is done, with so many output tokens."""
         self.done += 1
         self.tokens += tokens
         if self._bar is not None and self._task is not None:
