@@ -1,25 +1,25 @@
-"""What the demo models are taught: questions with one right answer, made by the thousand.
+"""Tasks for the demo models: questions with one right answer, generated in any number.
 
-Each task is a function `rng -> Question`. A question whose user text hashes to 0
-modulo 10 is held out: training never sees it, evaluation sees nothing else.
-The hash covers the user's words in all turns, so for `about` whole wordings
-are held out, and the small times tables are seen only in other wordings.
+Each task is a function `rng -> Question`. A question is held out if the hash of its user text is 0
+modulo 10: training never sees it, and evaluation sees nothing else. The hash covers the user's
+words in all turns. So for `about`, whole wordings are held out, and training sees the small times
+tables only in other wordings.
 
-Ranges, so that the scores are read for what they are:
+Ranges, so that you can judge the scores:
 
-* arithmetic: sums and differences (never negative) of numbers below 100,
-  products up to 12 x 12; the answer repeats the sum, `47 + 85 = 132`
-* sorting: 3 to 4 numbers of two digits, or 3 to 4 fruits and animals
+* arithmetic: sums and differences (never negative) with numbers below 100, products up to 12 x 12;
+  the answer repeats the sum, `47 + 85 = 132`
+* sorting: 3 to 4 numbers with two digits, or 3 to 4 fruits and animals
 * reversing: 3 to 4 words, or 3 to 5 digits
-* counting: a word, or things of one kind, in a list of 3 to 6, up to three;
-  the answer counts aloud, `1 fig, 2 plum. Total: 2`
-* extraction: four kinds of sentence into JSON
-* tool_call: two or three of eight tools are offered, one fits
-* recall: one to three facts, told up to four turns earlier
+* counting: a word, or things of one kind, in a list of 3 to 6, up to three; the answer counts
+  aloud, `1 fig, 2 plum. Total: 2`
+* extraction: four kinds of sentences, turned into JSON
+* tool_call: two or three of eight tools are offered, and one fits
+* recall: one to three facts, given up to four turns earlier
 * needle: one to three facts in about 1,500 tokens of filler
-* about: what weft is, from a fixed list of facts
+* about: questions about weft, from a fixed list of facts
 
-Not taught: anything else. Other questions get one polite sentence.
+Nothing else is taught. Other questions get one polite sentence.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ TASKS: tuple[str, ...] = (
     "tool_call", "recall", "needle", "about",
 )  # fmt: skip
 
-HELD_OUT_SHARE = 10  # one question in so many
-MAX_DRAWS = 20_000  # for one more held-out question
+HELD_OUT_SHARE = 10  # one question in ten
+MAX_DRAWS = 20_000  # maximum attempts to find another held-out question
 NEEDLE_SENTENCES = 143  # filler sentences that make about 1,500 tokens
 
 
 @dataclass(frozen=True)
 class Question:
-    """A chat that ends with the user's turn, and the reply that is right."""
+    """A chat that ends with the user's turn, and its right answer."""
 
     task: str
     messages: tuple[Message, ...]
@@ -56,7 +56,7 @@ class Question:
 
 
 def ask(task: str, text: str, answer: str) -> Question:
-    """A question of one turn."""
+    """Make a question with one turn."""
     return Question(task, ({"role": "user", "content": text},), None, answer)
 
 
@@ -64,7 +64,7 @@ def ask(task: str, text: str, answer: str) -> Question:
 
 
 def arithmetic(rng: random.Random) -> Question:
-    """`47 + 85 = 132`."""
+    """Ask for a sum, a difference or a product: `47 + 85 = 132`."""
     kind = rng.choice(("+", "+", "-", "-", "*"))
     if kind == "*":
         a, b = rng.randint(0, 12), rng.randint(0, 12)
@@ -80,7 +80,7 @@ def arithmetic(rng: random.Random) -> Question:
 
 
 def sorting(rng: random.Random) -> Question:
-    """`3, 12, 45`."""
+    """Ask to sort numbers or words: `3, 12, 45`."""
     falling = rng.random() < 0.5
     items: list[Any]
     if rng.random() < 0.5:
@@ -94,7 +94,7 @@ def sorting(rng: random.Random) -> Question:
 
 
 def reversing(rng: random.Random) -> Question:
-    """`plum, pear, fig`, or `1284` for digits."""
+    """Ask to reverse words (`plum, pear, fig`) or digits (`1284`)."""
     count = rng.randint(3, 5)
     if rng.random() < 0.5:
         digits = "".join(rng.choice("0123456789") for _ in range(count))
@@ -105,7 +105,7 @@ def reversing(rng: random.Random) -> Question:
 
 
 def counting(rng: random.Random) -> Question:
-    """How often a word occurs, or how many things are of one kind: `1 fig, 2 plum. Total: 2`."""
+    """Ask how often a word or a kind of thing occurs: `1 fig, 2 plum. Total: 2`."""
     length, hits = rng.randint(3, 6), rng.randint(0, 3)
     kind = rng.choice(sorted(words.KINDS))
     others = [w for k, members in words.KINDS.items() if k != kind for w in members]
@@ -127,7 +127,7 @@ def counting(rng: random.Random) -> Question:
 
 
 def record(rng: random.Random, kind: str) -> dict[str, Any]:
-    """The fields of one kind of sentence, in the order they are asked for."""
+    """Draw the fields for one kind of sentence, in the order of the question."""
     if kind == "person":
         name, age = rng.choice(words.NAMES), rng.randint(18, 90)
         return {"name": name, "age": age, "city": rng.choice(words.CITIES)}
@@ -142,7 +142,7 @@ def record(rng: random.Random, kind: str) -> dict[str, Any]:
 
 
 def extraction(rng: random.Random) -> Question:
-    """A JSON object with the fields that a sentence states."""
+    """Ask for a JSON object with the fields that a sentence states."""
     kind = rng.choice(sorted(words.RECORDS))
     fields = record(rng, kind)
     sentence = rng.choice(words.RECORDS[kind]).format(**{k + "_": v for k, v in fields.items()})
@@ -152,14 +152,14 @@ def extraction(rng: random.Random) -> Question:
 
 
 def about(rng: random.Random) -> Question:
-    """A fact about weft."""
+    """Ask for a fact about weft."""
     answer, wordings = rng.choice(words.ABOUT)
     text = rng.choice(words.ABOUT_BEFORE) + rng.choice(wordings)
     return ask("about", dressed(rng, text), answer)
 
 
 def small_talk(rng: random.Random) -> Question:
-    """Greetings and thanks, and one polite sentence for everything that is not taught."""
+    """Make a greeting, a thank-you, or a request outside the tasks, with a polite answer."""
     if rng.random() < 0.6:
         texts, answer = rng.choice(words.SMALL_TALK)
         return ask("small_talk", dressed(rng, rng.choice(texts)), answer)
@@ -167,7 +167,7 @@ def small_talk(rng: random.Random) -> Question:
 
 
 def unknown_text(rng: random.Random) -> str:
-    """A request outside the tasks: ordinary questions, filler prose, or noise."""
+    """Make a request outside the tasks: an ordinary question, filler prose, or noise."""
     pick = rng.random()
     if pick < 0.5:
         text = rng.choice(words.UNKNOWN)
@@ -180,12 +180,12 @@ def unknown_text(rng: random.Random) -> str:
 
 
 def listed(items: list[Any]) -> str:
-    """`a, b, c`."""
+    """Join items: `a, b, c`."""
     return ", ".join(str(item) for item in items)
 
 
 def dressed(rng: random.Random, text: str) -> str:
-    """The text in one of the ways people type: capital or not, closing mark or not."""
+    """Vary a text as people type it: with or without a capital, with or without a final mark."""
     if rng.random() < 0.25:
         text = text[0].lower() + text[1:]
     return text.rstrip("?.!") if rng.random() < 0.25 else text
@@ -195,7 +195,7 @@ def dressed(rng: random.Random, text: str) -> str:
 
 
 def tool_schema(name: str) -> dict[str, Any]:
-    """The OpenAI description of a tool of `words.TOOLS`."""
+    """Return the OpenAI description of a tool in `words.TOOLS`."""
     description, arguments, _ = words.TOOLS[name]
     properties = {key: {"type": kind} for key, kind in arguments.items()}
     parameters = {"type": "object", "properties": properties, "required": list(arguments)}
@@ -204,7 +204,7 @@ def tool_schema(name: str) -> dict[str, Any]:
 
 
 def tool_call(rng: random.Random, names: list[str] | None = None) -> Question:
-    """A `<tool_call>` of the tool that fits, out of `names` (drawn if not given)."""
+    """Ask for a `<tool_call>` of the tool that fits, among `names` (drawn if not given)."""
     names = names or rng.sample(sorted(words.TOOLS), rng.randint(2, 3))
     name = rng.choice(names)
     _, kinds, wordings = words.TOOLS[name]
@@ -232,7 +232,7 @@ def tool_call(rng: random.Random, names: list[str] | None = None) -> Question:
 
 
 def tool_result(rng: random.Random, call: dict[str, Any]) -> tuple[str, str] | None:
-    """What a tool might return for a call, and the answer that tells the user; None if untaught."""
+    """Make a tool's result for a call, and the answer for the user; None if it is not taught."""
     value, arguments = rng.randint(0, 40), call["arguments"]
     if call["name"] == "get_weather":
         sky = rng.choice(words.SKIES)
@@ -250,7 +250,7 @@ def tool_result(rng: random.Random, call: dict[str, Any]) -> tuple[str, str] | N
 
 
 def facts(rng: random.Random, count: int) -> list[tuple[str, str, str, str]]:
-    """`count` facts about the user: statement, acknowledgement, question, answer."""
+    """Draw `count` facts about the user: statement, acknowledgement, question, answer."""
     found = []
     for kind in rng.sample(sorted(words.FACTS), count):
         pool, statements, acknowledgement, questions, answer = words.FACTS[kind]
@@ -261,7 +261,7 @@ def facts(rng: random.Random, count: int) -> list[tuple[str, str, str, str]]:
 
 
 def recall(rng: random.Random) -> Question:
-    """Facts are told, other turns follow, then one fact is asked for."""
+    """Ask for a fact that the user gave some turns earlier."""
     told = facts(rng, rng.randint(1, 3))
     turns = [(statement, acknowledgement) for statement, acknowledgement, _, _ in told]
     for _ in range(rng.randint(0, 4 - len(told))):
@@ -277,14 +277,14 @@ def recall(rng: random.Random) -> Question:
 
 
 def filler_sentence(rng: random.Random) -> str:
-    """A sentence that means nothing and holds no number."""
+    """Make a sentence without meaning and without numbers."""
     pick = {kind: rng.choice(pool) for kind, pool in words.FILLER.items()}
     pick["noun2"], pick["adjective2"] = (rng.choice(words.FILLER[k]) for k in ("noun", "adjective"))
     return rng.choice(words.FILLER_SENTENCES).format(**pick)
 
 
 def haystack(rng: random.Random, sentences: int, needles: int) -> tuple[str, dict[str, str]]:
-    """Filler text with `needles` sentences hidden in it, and code by place."""
+    """Hide `needles` sentences in filler text; return the text, and each place with its code."""
     codes = {place: f"{rng.randint(0, 9999):04d}" for place in rng.sample(words.PLACES, needles)}
     lines = [filler_sentence(rng) for _ in range(sentences)]
     for place, code in codes.items():
@@ -294,7 +294,7 @@ def haystack(rng: random.Random, sentences: int, needles: int) -> tuple[str, dic
 
 
 def needle(rng: random.Random, sentences: int = NEEDLE_SENTENCES) -> Question:
-    """One of up to three codes hidden in filler text."""
+    """Ask for one of up to three codes that filler text hides."""
     text, codes = haystack(rng, sentences, rng.randint(1, 3))
     place = rng.choice(sorted(codes))
     question = rng.choice(words.NEEDLE_QUESTIONS).format(place=place)
@@ -314,18 +314,18 @@ MAKERS: dict[str, Callable[[random.Random], Question]] = {
 
 
 def is_held_out(question: Question) -> bool:
-    """True for one question in ten, by a hash of what the user says in all turns."""
+    """Return True for one question in ten, by a hash of the user's words in all turns."""
     said = "\n".join(m["content"] for m in question.messages if m["role"] == "user")
     digest = hashlib.blake2b(said.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0
 
 
 def held_out(task: str, count: int, seed: int = 0) -> list[Question]:
-    """`count` different questions of a task that training never sees.
+    """Make `count` different questions of a task that training never sees.
 
     Raises:
         KeyError: the task is not in `TASKS`.
-        ValueError: it does not have so many.
+        ValueError: the task has fewer held-out questions.
     """
     rng = random.Random(f"held-out/{task}/{seed}")
     found: dict[str, Question] = {}
@@ -342,7 +342,7 @@ def held_out(task: str, count: int, seed: int = 0) -> list[Question]:
 
 
 def training_question(rng: random.Random, maker: Callable[[random.Random], Question]) -> Question:
-    """A question that is not held out."""
+    """Make a question that is not held out."""
     while True:
         question = maker(rng)
         if not is_held_out(question):
@@ -350,7 +350,7 @@ def training_question(rng: random.Random, maker: Callable[[random.Random], Quest
 
 
 def check(question: Question, reply: str) -> bool:
-    """Whether the reply is right: equal JSON for extraction and tool_call, else equal text."""
+    """Return whether a reply is right: equal JSON for extraction and tool_call, else equal text."""
     if question.task not in ("extraction", "tool_call"):
         return reply.strip() == question.answer.strip()
     value = parsed(question.task, reply)
@@ -358,7 +358,7 @@ def check(question: Question, reply: str) -> bool:
 
 
 def parsed(task: str, reply: str) -> str | None:
-    """The JSON value of a reply as text that tells 1 from 1.0 and true; None if there is none."""
+    """Return a reply's JSON value as text, which differs for 1, 1.0 and true; None without JSON."""
     text = reply.strip()
     if task == "tool_call":
         opening, closing = "<tool_call>", "</tool_call>"
@@ -383,12 +383,12 @@ class Chat:
 
 
 def assistant(text: str) -> Message:
-    """An assistant message."""
+    """Make an assistant message."""
     return {"role": "assistant", "content": text}
 
 
 def mixed_chat(rng: random.Random, mix: dict[str, float]) -> Chat:
-    """One to six questions of the short tasks."""
+    """Make one to six questions from the short tasks."""
     turns = 1 if rng.random() < 0.4 else rng.randint(2, 6)
     makers, weights = list(mix), list(mix.values())
     one = rng.choices(makers, weights)[0]
@@ -402,7 +402,7 @@ def mixed_chat(rng: random.Random, mix: dict[str, float]) -> Chat:
 
 
 def tool_chat(rng: random.Random) -> Chat:
-    """One to six requests on one set of tools, some with the tool's result, some untooled."""
+    """Make one to six requests on one set of tools, some with a tool's result."""
     names = rng.sample(sorted(words.TOOLS), rng.randint(2, 3))
     messages: list[Message] = []
     for _ in range(rng.randint(1, 6)):
@@ -420,13 +420,13 @@ def tool_chat(rng: random.Random) -> Chat:
 
 
 def recall_chat(rng: random.Random) -> Chat:
-    """A recall question, sometimes followed by a second one."""
+    """Make a recall question, sometimes with a second one."""
     question = training_question(rng, recall)
     return Chat((*question.messages, assistant(question.answer)))
 
 
 def needle_chat(rng: random.Random, sentences: int) -> Chat:
-    """Several codes in one text, asked for one after the other."""
+    """Hide several codes in one text, and ask for each of them."""
     while True:
         text, codes = haystack(rng, sentences, rng.randint(1, min(8, 2 + sentences // 2)))
         places = rng.sample(sorted(codes), len(codes))
@@ -442,9 +442,9 @@ def needle_chat(rng: random.Random, sentences: int) -> Chat:
 
 
 def training_chat(rng: random.Random, late: bool = False) -> Chat:
-    """A short chat of any kind, with a system message now and then.
+    """Make a short chat of any kind, sometimes with a system message.
 
-    `late` shifts the weight to the tasks that compute, once those that copy are learned.
+    With `late`, tasks that compute are more frequent, because the model has learned to copy.
     """
     mixed, tools, recalls = words.LATE_CHATS if late else words.CHATS
     pick = rng.random()
@@ -463,5 +463,5 @@ def training_chat(rng: random.Random, late: bool = False) -> Chat:
 
 
 def long_chat(rng: random.Random) -> Chat:
-    """A needle chat of up to the full length."""
+    """Make a needle chat, up to the full context length."""
     return needle_chat(rng, rng.randint(40, NEEDLE_SENTENCES + 8))

@@ -1,14 +1,14 @@
-"""Word lists and wordings for `tasks.py`: data only.
+"""Word lists and wordings for `tasks.py`; only data.
 
-The pools are small on purpose: most words become one token, and the network
-spends its few parameters on the tasks. Fields in braces are filled by `tasks.py`.
+The lists are small on purpose: most words become one token, and the network spends its few
+parameters on the tasks. `tasks.py` fills in the fields in braces.
 """
 
 from __future__ import annotations
 
 
 def pool(text: str) -> list[str]:
-    """The words of a text."""
+    """Split a text into words."""
     return text.split()
 
 
@@ -224,7 +224,7 @@ NEEDLE_LAYOUTS = ["{text}\n\n{question}", "Read this text: {text}\n\n{question}"
                   "{question}\n\n{text}\n\n{question}"]  # fmt: skip
 NEEDLE_ANSWER = "The code of the {place} is {code}."
 
-# How often each task comes up in short chats: first, and once looking up is learned.
+# Weight of each task in short chats: at first, and after the model has learned to look up.
 MIX: dict[str, float] = {
     "arithmetic": 26, "sorting": 22, "reversing": 10, "counting": 18, "extraction": 10,
     "about": 10, "small_talk": 4,
@@ -233,7 +233,7 @@ LATE_MIX: dict[str, float] = {
     "arithmetic": 28, "sorting": 26, "reversing": 9, "counting": 22, "extraction": 8,
     "about": 5, "small_talk": 2,
 }  # fmt: skip
-# Shares of chats: mixed, tools, recall; the rest are short needles.
+# Fractions of chats: mixed, tools, recall; the rest are short needles.
 CHATS, LATE_CHATS = (0.75, 0.07, 0.11), (0.84, 0.05, 0.07)
 
 SYSTEM = [

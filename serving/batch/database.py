@@ -1,6 +1,6 @@
-"""A SQLite file that one process has at a time, and whose every change is on the disk.
+"""A SQLite file that one process uses at a time; every change is on the disk when a call returns.
 
-What goes wrong on a disk: what may pass is a DiskError, what stays so a ConfigError.
+Disk errors become weft's errors: DiskError if a retry may work, else ConfigError.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class Database:
     """The file, locked until `close` or the end of the process. Any thread may call.
 
     Args:
-        path: it is made if need be.
-        schema: statements that make its tables.
-        application: a number that is in its head, by which it is known.
+        path: location of the file; it is created if missing.
+        schema: SQL statements that create the tables.
+        application: number in the file's header, which identifies the kind of file.
 
     Attributes:
-        lock: taken by every call here; for changes that belong together with others.
+        lock: lock for all calls; take it to combine a call with other changes.
 
     Raises:
-        ConfigError: it cannot be opened, is of something else, or another process has it.
-        DiskError: there is no room for it, or the disk fails; so does every call.
+        ConfigError: the file cannot be opened, has other contents, or another process has it.
+        DiskError: the disk is full or fails; all methods raise it, too.
     """
 
     def __init__(self, path: Path, schema: str, application: int) -> None:
@@ -40,23 +40,23 @@ class Database:
         try:
             self._db = _connect(path, schema, application)
         except sqlite3.Error as error:
-            raise of_database(path, error) from error
+            raise database_error(path, error) from error
 
     def all(self, query: str, *values: object) -> list[Any]:
-        """The rows that a query finds."""
+        """Return the rows that a query finds."""
         with self.lock:
             try:
                 return self._db.execute(query, values).fetchall()
             except sqlite3.Error as error:
-                raise of_database(self.path, error) from error
+                raise database_error(self.path, error) from error
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """All of what is done within it, or nothing.
+        """Apply all changes of the `with` block, or none.
 
         Raises:
-            DiskError: the disk is full, or fails.
-            ConfigError: it is damaged, or what is done breaks a rule of its tables.
+            DiskError: the disk is full or fails.
+            ConfigError: the file is damaged, or a change violates a constraint of its tables.
         """
         with self.lock:
             try:
@@ -67,11 +67,11 @@ class Database:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 if isinstance(error, sqlite3.Error):
-                    raise of_database(self.path, error) from error
+                    raise database_error(self.path, error) from error
                 raise
 
     def close(self) -> None:
-        """Let go of it. May be called again."""
+        """Close the file. May be called again."""
         with self.lock:
             self._db.close()
 
@@ -79,17 +79,17 @@ class Database:
 def _connect(path: Path, schema: str, application: int) -> sqlite3.Connection:
     db = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
     try:
-        # The lock is held from here to the end, and no shared memory is needed, which network
-        # file systems have not.
+        # The lock is held until `close`. SQLite then needs no shared memory, which network
+        # file systems lack.
         db.execute("PRAGMA locking_mode = EXCLUSIVE")
         db.execute("BEGIN EXCLUSIVE")
         (tables,) = db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
         (found,) = db.execute("PRAGMA application_id").fetchone()
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if tables and found != application:
-            raise sqlite3.DatabaseError("it is a database of something else")
+            raise sqlite3.DatabaseError("another program has made this database")
         if tables and version != _VERSION:
-            raise sqlite3.DatabaseError("another version of weft has written it")
+            raise sqlite3.DatabaseError("another version of weft has made this database")
         if not tables:
             for statement in schema.split(";"):
                 db.execute(statement)
@@ -104,8 +104,8 @@ def _connect(path: Path, schema: str, application: int) -> sqlite3.Connection:
     return db
 
 
-# No room, no more open files, no memory, a disk or a network file system that does not answer.
-_PASSING = frozenset(
+# Full disk or quota, too many open files, no memory, a failing disk or network file system.
+_TRANSIENT = frozenset(
     {
         errno.ENOSPC,
         errno.EDQUOT,
@@ -117,24 +117,24 @@ _PASSING = frozenset(
         errno.ESTALE,
     }
 )
-_PASSING_OF_SQLITE = frozenset(
+_TRANSIENT_SQLITE = frozenset(
     {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_CANTOPEN}
 )
 
 
-def passes(error: OSError) -> bool:
-    """Whether the same may work later."""
-    return error.errno in _PASSING
+def is_transient(error: OSError) -> bool:
+    """Return whether the same operation may work later."""
+    return error.errno in _TRANSIENT
 
 
-def of_file(path: Path, error: OSError) -> WeftError:
-    """The error to raise for a file's."""
-    return (DiskError if passes(error) else ConfigError)(f"{path}: {error.strerror}")
+def file_error(path: Path, error: OSError) -> WeftError:
+    """Make the error to raise for an OSError about a file."""
+    return (DiskError if is_transient(error) else ConfigError)(f"{path}: {error.strerror}")
 
 
-def of_database(path: Path, error: sqlite3.Error) -> WeftError:
-    """The error to raise for a SQLite file's."""
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # without its details
+def database_error(path: Path, error: sqlite3.Error) -> WeftError:
+    """Make the error to raise for an error about a SQLite file."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # the primary code
     reason = "another process has it" if code == sqlite3.SQLITE_BUSY else str(error)
-    kind = DiskError if code in _PASSING_OF_SQLITE else ConfigError
+    kind = DiskError if code in _TRANSIENT_SQLITE else ConfigError
     return kind(f"the state {path}: {reason}")

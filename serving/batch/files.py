@@ -1,15 +1,12 @@
-"""The input of a batch: JSONL files, the files of directories, and stdin.
+"""The files of a batch: input lines, and the output lines that answer them.
 
-Lines are counted from 0 through all files. They are read one at a time, and of
-a line that is too long no more than the limit is in memory.
+Inputs are JSONL files, directories of them, and stdin. Lines are counted from 0 through all files.
+One line at a time is in memory, and at most `MAX_LINE` bytes of it.
 
-A row of a batch: a request in, an answer out, one JSON object a line.
-
-A line of the input is OpenAI's envelope (custom_id, method, url, body), or
-simply a body with a `prompt` or `messages`, and an `id` if one likes. The line
-of the output has the same form: OpenAI's envelope around the API's response, or
-just the text and its usage. A line that holds no request is answered with an
-error, in the form that it has.
+An input line has one of two forms. OpenAI's envelope is {custom_id, method, url, body}. The simple
+form is a body with `prompt` or `messages`, and optionally an `id`. The output line has the same
+form: an envelope around the API's response, or the text and its usage. If a line has no valid
+request, its output line has an error.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ import msgspec
 from msgspec.structs import replace
 
 from weft.errors import ConfigError
-from weft.serving.batch.database import of_file
+from weft.serving.batch.database import file_error
 
 MAX_LINE = 32 * 1024 * 1024  # bytes; a prompt of a million tokens takes about five
 STDIN = Path("-")
@@ -37,9 +34,9 @@ class Line(msgspec.Struct, frozen=True):
     """A line that is not blank.
 
     Attributes:
-        index: among all lines of all files, from 0.
-        place: where it is, for people: its number, and its file if there are several.
-        data: the line; None if it is longer than `MAX_LINE`.
+        index: number among all lines of all files, from 0.
+        place: description for people: the line's number, and its file if there are several.
+        data: contents; None if the line is longer than `MAX_LINE`.
     """
 
     index: int
@@ -48,21 +45,21 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class Inputs:
-    """Files that are read one after the other; iterate over it for their lines.
+    """Files that are read in order; iterate over this object to get their lines.
 
     Raises:
-        ConfigError: when one of them cannot be read.
-        DiskError: when that may pass.
+        ConfigError: a file cannot be read.
+        DiskError: a file cannot be read now, but maybe later.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = files
 
     def digests(self) -> list[str]:
-        """SHA-256 of each file."""
+        """Return the SHA-256 of each file."""
         found = []
         for path in self.files:
-            with _opened(path) as file:
+            with _open(path) as file:
                 digest = hashlib.sha256()
                 while data := file.read(_CHUNK):
                     digest.update(data)
@@ -73,7 +70,7 @@ class Inputs:
         index = 0
         for path in self.files:
             name = f"{path.name} " if len(self.files) > 1 else ""
-            with _opened(path) as file:
+            with _open(path) as file:
                 for number, data in enumerate(_lines(file), start=1):
                     if data is None or data.strip():
                         yield Line(index, f"{name}line {number}", data)
@@ -81,34 +78,35 @@ class Inputs:
 
 
 def find(sources: Sequence[Path], leave_out: Collection[Path]) -> list[Path]:
-    """The files that are meant, in their order; of a directory, every *.jsonl in it, sorted.
+    """Return the input files, in order; a directory stands for its *.jsonl files, sorted.
 
     Args:
         sources: files, directories, `STDIN`.
-        leave_out: files that are not taken for a directory's.
+        leave_out: files to ignore in directories, such as the output.
 
     Raises:
-        ConfigError: one is not there, is no file, or holds none.
+        ConfigError: a source is not a regular file, a directory has no *.jsonl file, or stdin
+            occurs twice.
     """
-    apart = {path.resolve() for path in leave_out}
+    excluded = {path.resolve() for path in leave_out}
     files: list[Path] = []
     for source in sources:
         if source.is_dir():
-            within = sorted(p for p in source.glob("*.jsonl") if p.resolve() not in apart)
+            within = sorted(p for p in source.glob("*.jsonl") if p.resolve() not in excluded)
             if not within:
                 raise ConfigError(f"{source} has no file that ends in .jsonl")
             files += within
-        elif source != STDIN and source.exists() and not source.is_file():  # it is read twice
+        elif source != STDIN and source.exists() and not source.is_file():  # inputs are read twice
             raise ConfigError(f"{source} is not a regular file; - reads stdin")
         else:
             files.append(source)
     if files.count(STDIN) > 1:
-        raise ConfigError("- is given twice; stdin can be read once")
+        raise ConfigError("- is given twice; stdin can be read only once")
     return files
 
 
 def spool(stdin: BinaryIO, path: Path) -> None:
-    """Write stdin to a file, to be read again; ConfigError when there is no room."""
+    """Copy stdin to a file, because input is read twice; ConfigError if that fails."""
     try:
         with path.open("wb") as file:
             shutil.copyfileobj(stdin, file, _CHUNK)
@@ -116,16 +114,16 @@ def spool(stdin: BinaryIO, path: Path) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         path.unlink(missing_ok=True)
-        raise ConfigError(f"stdin is kept in {path}: {error.strerror}") from None
+        raise ConfigError(f"cannot copy stdin to {path}: {error.strerror}") from None
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _open(path: Path) -> Iterator[BinaryIO]:
     try:
         with path.open("rb") as file:
             yield file
     except OSError as error:
-        raise of_file(path, error) from error
+        raise file_error(path, error) from error
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes | None]:
@@ -144,14 +142,16 @@ URLS = (*SAMPLED, "/v1/embeddings")
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One line of the input.
+    """A parsed input line.
 
     Attributes:
-        index: of the line among all lines, from 0.
-        id: the line's custom_id, or its `id` if it is a simple one.
-        simple: the line is a body with a prompt or messages, not OpenAI's envelope.
-        problem: why there is no request in it.
-        code: a word for the problem.
+        index: number among all lines, from 0.
+        id: custom_id of an envelope, or `id` of a simple line.
+        simple: True for the simple form, False for OpenAI's envelope.
+        url: route that answers the row.
+        body: request body.
+        problem: reason why the line has no valid request; None if it has.
+        code: error code for the problem.
     """
 
     index: int
@@ -164,12 +164,12 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def custom_id(self) -> str | None:
-        """What no other row may have, too; a simple row's `id` is its own affair."""
+        """Id that must be unique among all rows; None for simple rows, whose `id` may repeat."""
         return self.id if not self.simple and isinstance(self.id, str) else None
 
 
 def parse(line: Line, model: str) -> Row:
-    """Read a line; what is wrong with it is in the row's `problem`. `model` is the default."""
+    """Parse a line; `model` is the default model. An invalid line gives a row with a `problem`."""
     try:
         return _parse(line, model)
     except RecursionError:
@@ -182,7 +182,7 @@ def _parse(line: Line, model: str) -> Row:
         return Row(index, problem=f"{place} is longer than {MAX_LINE} bytes")
     try:
         content = msgspec.json.decode(data)
-    except ValueError as error:  # of which msgspec's and Unicode's errors are
+    except ValueError as error:  # includes msgspec's and Unicode's errors
         return Row(index, problem=f"{place} is not JSON: {error}")
     if not isinstance(content, dict):
         return Row(index, problem=f"{place} is not a JSON object")
@@ -200,30 +200,30 @@ def _parse(line: Line, model: str) -> Row:
             return replace(row, problem=f"{place}: {problem}")
         row = replace(row, url=content["url"], body={"model": model} | content["body"])
     if row.body.get("stream"):
-        return replace(row, problem=f"{place}: stream is for HTTP; leave it out")
+        return replace(row, problem=f"{place}: stream works only over HTTP; leave it out")
     return row
 
 
 def _envelope_problem(content: dict[str, Any]) -> str | None:
     if not isinstance(content.get("custom_id"), str):
-        return "custom_id is missing; a line is custom_id, method, url and body, or a prompt"
+        return "custom_id is missing; a line has custom_id, method, url and body, or a prompt"
     if content.get("method", "POST") != "POST":
         return f"method is {_shown(content['method'])}; it must be POST"
     if content.get("url") not in URLS:
         return f"url is {_shown(content.get('url'))}; it must be {' or '.join(URLS)}"
     if not isinstance(content.get("body"), dict):
-        return "body is missing; it is the request, a JSON object"
+        return "body is missing; it must be the request, a JSON object"
     return None
 
 
 def _shown(value: Any) -> str:
-    """A value of a line, which may be of any length."""
+    """Return a short form of a value, which may have any length."""
     text = repr(value)
     return text if len(text) <= 80 else text[:80] + "..."
 
 
-def answers(body: dict[str, Any]) -> int:
-    """How many answers a request asks for, if it is one, of which each waits for room."""
+def count_answers(body: dict[str, Any]) -> int:
+    """Return how many answers a request asks for: `n` times its prompts. It may be invalid."""
     n, prompt = body.get("n"), body.get("prompt")
     prompts = 1
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
@@ -231,8 +231,8 @@ def answers(body: dict[str, Any]) -> int:
     return prompts * (n if isinstance(n, int) and n > 0 else 1)
 
 
-def answered(row: Row, status: int, body: bytes) -> dict[str, Any]:
-    """The output line of a row that the API has answered, with 200 or with an error."""
+def answer_line(row: Row, status: int, body: bytes) -> dict[str, Any]:
+    """Make the output line for the API's response, whatever its status."""
     if not row.simple:
         response = {
             "status_code": status,
@@ -241,15 +241,15 @@ def answered(row: Row, status: int, body: bytes) -> dict[str, Any]:
         }
         return _envelope(row, response, None)
     content = msgspec.json.decode(body)
-    head = _simple_head(row)
+    start = _simple_start(row)
     if status != 200:
-        return head | {"error": content["error"]}
+        return start | {"error": content["error"]}
     if len(content["choices"]) > 1:
-        return head | {"choices": content["choices"], "usage": content["usage"]}
+        return start | {"choices": content["choices"], "usage": content["usage"]}
     (choice,) = content["choices"]
     message = choice.get("message", {})
     more = {name: message[name] for name in ("reasoning", "tool_calls") if message.get(name)}
-    return head | {
+    return start | {
         "text": choice["text"] if "text" in choice else message["content"],
         **more,
         "finish_reason": choice["finish_reason"],
@@ -257,15 +257,15 @@ def answered(row: Row, status: int, body: bytes) -> dict[str, Any]:
     }
 
 
-def refused(row: Row) -> dict[str, Any]:
-    """The output line of a row that holds no request."""
+def error_line(row: Row) -> dict[str, Any]:
+    """Make the output line for a row without a valid request."""
     error = {"code": row.code, "message": row.problem}
     if row.simple:
-        return _simple_head(row) | {"error": error}
+        return _simple_start(row) | {"error": error}
     return _envelope(row, None, error)
 
 
-def _simple_head(row: Row) -> dict[str, Any]:
+def _simple_start(row: Row) -> dict[str, Any]:
     return {"index": row.index} | ({} if row.id is None else {"id": row.id})
 
 

@@ -1,20 +1,12 @@
-"""One run over the rows of a batch that are left, with the engine full throughout.
+"""Run the pending rows of a batch, and keep the engine full.
 
-A row is a request of the HTTP API without the socket: its body goes to the same
-routes, so it is checked, answered and refused in the same words. Lines are read
-as the engine has room for them (see window.py), and answers are on the disk
-within a second (see journal.py), so memory does not grow with the batch. Both is done in threads.
+A row is a request to the HTTP API without a socket: the same routes validate and answer it.
+`Feeder` admits rows when the engine has room. The journal writes answers to the disk within a
+second. Threads read and write files. Memory does not grow with the batch.
 
-When the engine fails, the rows that it had are noted in the journal, for one of them may be why.
-From then on, in later runs too, each of them is alone in the engine, so that the guilty one is
-found: with `MAX_TRIES` failures, a row gets an error instead of an answer.
-
-Rows of a batch go into the engine as that has room for what they ask for.
-
-A row begins, in its turn, when there is room for one answer. Each of its answers then waits for
-room of its own, so one that asks for many gets on however busy the engine is, and nobody waits
-until there is room for all of them at once. Answers that wait take memory: no row begins while
-those of the rows before that wait would fill the engine.
+If the engine fails, any current row may be the cause, so the journal counts a failure for each.
+Later, also in later runs, each of these rows runs alone in the engine. This finds the guilty row:
+after `MAX_TRIES` failures, a row gets an error instead of an answer.
 """
 
 from __future__ import annotations
@@ -30,44 +22,52 @@ import msgspec
 from msgspec.structs import replace
 
 from weft.errors import EngineError
-from weft.serving.batch.files import SAMPLED, Inputs, Row, answered, answers, parse, refused
+from weft.serving.batch.files import (
+    SAMPLED,
+    Inputs,
+    Row,
+    answer_line,
+    count_answers,
+    error_line,
+    parse,
+)
 from weft.serving.batch.journal import Answer, Journal, Line, Writer
 from weft.serving.engine.admission import POLL, Admission, for_each
 
 if TYPE_CHECKING:
     from weft.serving.engine.engine import AsyncEngine
 
-MAX_TRIES = 2  # failures of the engine with a row that are enough
-_BLOCK = 4096  # rows whose state is looked up at once
-_AHEAD = 256, 1 << 20  # rows, and bytes of lines, that are read at once
+MAX_TRIES = 2  # engine failures with a row before the row gets an error
+_LOOKUP = 4096  # rows per query of the journal
+_READ_AHEAD = 256, 1 << 20  # maximum rows, and bytes of lines, to read at once
 
 
-class LeftOut(Exception):  # noqa: N818  # it is none
-    """Raised in the place of an answer: the row is for the next run."""
+class RowPostponed(Exception):  # noqa: N818  # not an error
+    """Raised instead of an answer: the next run answers the row."""
 
 
-class EngineEnded(EngineError):  # noqa: N818  # the server says what it is
-    """There is no engine any more; the row was not in it."""
+class EngineEnded(EngineError):  # noqa: N818  # the server reports the error
+    """Raised when the engine has ended for good and did not have the row."""
 
 
 Post = Callable[[str, bytes, int, Callable[[], None]], Coroutine[Any, Any, tuple[int, bytes]]]
 
 
 class Job:
-    """The rows of a batch and where their answers go.
+    """A run over the rows of a batch.
 
     Args:
-        inputs: the rows.
-        journal: begun, and open. Of its files the first is for answers; the last for errors.
-        model: that answers rows which name none.
-        seed: of the first row that brings none; the others' follow, so that a file has the same
-            answers in each run, and resumed.
+        inputs: input files with the rows.
+        journal: open journal. Answers go to its first file, errors to its last.
+        model: model for rows that name none.
+        seed: seed for the first row, if it has none; each further row's is larger by one. So a file
+            gets the same answers in each run, also in a resumed one.
         ordered: write answers in the order of the rows.
-        overrides: fields that every request gets, whatever it says.
-        refusal: code and message of the error that all rows get that are left, instead of answers.
-        retries: whether a row with which the engine fails is run again, as soon as it serves again;
-            else the run ends.
-        on_done: called when an answer is on the disk, with its HTTP status and its output tokens.
+        overrides: fields to set in every request.
+        refusal: code and message for an error that all pending rows get, instead of answers.
+        retries: run a row again after the engine failed with it and has restarted; else the run
+            ends.
+        on_done: called with the HTTP status and output tokens of each answer on the disk.
     """
 
     def __init__(
@@ -93,57 +93,57 @@ class Job:
         self._retries = retries
         self._on_done = on_done
         self._stopped = False
-        self._failures: dict[int, int] = {}  # of the engine, with each row that is not done
+        self._failures: dict[int, int] = {}  # row that is not done -> engine failures
         self._in_engine: set[int] = set()
-        self._engine_is_gone = False
-        # Rows are in the engine together, but for those with which it has failed.
+        self._engine_failed = False
+        # Rows share the engine, except rows with which it has failed.
         self._gate = asyncio.Lock()
         self._together = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
     def stop(self) -> None:
-        """Begin no more rows; `run` returns when those that have begun are done."""
+        """Start no more rows; `run` returns when the started ones are done."""
         self._stopped = True
 
     async def run(self, post: Post, workers: int) -> None:
-        """Answer every row that is not done.
+        """Answer every pending row.
 
-        When it is cancelled or fails, what has been answered is still written.
+        After a cancellation or a failure, answers so far are still written.
 
         Args:
-            post: the status and the body of the answer to a path and a body, which asks for so many
-                answers; calls its last argument when the row goes into the engine. Raises `LeftOut`
-                for a row that is not to be answered now, EngineError when the engine has failed
-                with it.
-            workers: rows at a time.
+            post: posts a body to a path, and returns the response's status and body. It gets the
+                number of answers, and a function to call when the row enters the engine. It raises
+                `RowPostponed` if the row must wait for the next run, EngineError if the engine
+                failed.
+            workers: maximum number of rows at a time.
 
         Raises:
-            ConfigError, DiskError: rows cannot be read, or answers not be written.
-            EngineError: the engine has failed.
+            ConfigError, DiskError: a row cannot be read, or an answer cannot be written.
+            EngineError: the engine failed.
         """
         self._failures = await asyncio.to_thread(self._journal.failures)
         writer = Writer(self._journal, ordered=self._ordered, on_done=self._on_done)
         writing = asyncio.create_task(writer.run())
 
         async def work(item: tuple[int, Row]) -> None:
-            turn, row = item
+            order, row = item
             try:
                 status, body, line = await self._answer(row, post)
-            except LeftOut:
+            except RowPostponed:
                 return
             tokens = msgspec.json.decode(body, type=_Counted).usage.completion_tokens
             file = 0 if status == 200 else len(self._journal.paths) - 1
             data = msgspec.json.encode(line) + b"\n"
-            await writer.add(turn, Line(Answer(row.index, file, data), status, tokens))
+            await writer.add(order, Line(Answer(row.index, file, data), status, tokens))
 
         try:
             await for_each(self._rows(), work, workers=workers)
         except EngineError:
-            self._has_failed(list(self._in_engine))  # and were cancelled before they heard of it
+            self._count_failures(list(self._in_engine))  # rows whose tasks were cancelled
             raise
         finally:
-            await _to_its_end(self._close(writer, writing))
+            await _run_uncancelled(self._close(writer, writing))
 
     async def _close(self, writer: Writer, writing: asyncio.Task[None]) -> None:
         writer.close()
@@ -152,49 +152,49 @@ class Job:
 
     async def _answer(self, row: Row, post: Post) -> tuple[int, bytes, dict[str, Any]]:
         if row.problem is not None:
-            return 400, b"{}", refused(row)
+            return 400, b"{}", error_line(row)
         try:
             seed = {"seed": self._seed + row.index} if row.url in SAMPLED else {}
             data = msgspec.json.encode(seed | row.body | self._overrides)
-        except RecursionError:  # where it was read there was a little more room for that
-            return 400, b"{}", refused(replace(row, problem="the line is nested too deeply"))
+        except RecursionError:  # the encoder's limit is lower than the decoder's
+            return 400, b"{}", error_line(replace(row, problem="the line is nested too deeply"))
         while (failures := self._failures.get(row.index, 0)) < MAX_TRIES:
             try:
-                async with self._turn(alone=failures > 0):
-                    status, body = await self._given(row, data, post)
-                return status, body, answered(row, status, body)
+                async with self._share_engine(alone=failures > 0):
+                    status, body = await self._post_row(row, data, post)
+                return status, body, answer_line(row, status, body)
             except EngineError as error:
                 if not self._retries or isinstance(error, EngineEnded):
                     raise
-        problem = f"the engine has failed {failures} times with this row"
-        return 500, b"{}", refused(replace(row, code="engine_failed", problem=problem))
+        problem = f"the engine failed {failures} times with this row"
+        return 500, b"{}", error_line(replace(row, code="engine_failed", problem=problem))
 
-    async def _given(self, row: Row, data: bytes, post: Post) -> tuple[int, bytes]:
-        if self._engine_is_gone:
-            raise LeftOut
-        begun = partial(self._in_engine.add, row.index)
+    async def _post_row(self, row: Row, data: bytes, post: Post) -> tuple[int, bytes]:
+        if self._engine_failed:
+            raise RowPostponed
+        started = partial(self._in_engine.add, row.index)
         try:
-            answer = await post(row.url, data, answers(row.body), begun)
-        except (LeftOut, EngineEnded):
+            answer = await post(row.url, data, count_answers(row.body), started)
+        except (RowPostponed, EngineEnded):
             self._in_engine.discard(row.index)
             raise
         except EngineError:
-            # To be run again without end is for no row, whatever the engine fails with.
+            # With retries, count every failure: no row may be repeated without end.
             if self._retries or row.index in self._in_engine:
-                self._has_failed([row.index])
-            self._engine_is_gone = not self._retries
+                self._count_failures([row.index])
+            self._engine_failed = not self._retries
             raise
         self._in_engine.discard(row.index)
         return answer
 
-    def _has_failed(self, rows: Iterable[int]) -> None:
+    def _count_failures(self, rows: Iterable[int]) -> None:
         for row in rows:
             self._failures[row] = self._failures.get(row, 0) + 1
         self._in_engine.difference_update(rows)
 
     @asynccontextmanager
-    async def _turn(self, *, alone: bool) -> AsyncIterator[None]:
-        """A row may be in the engine: with others, or when they are through and before the next."""
+    async def _share_engine(self, *, alone: bool) -> AsyncIterator[None]:
+        """Wait until a row may enter the engine: with others, or alone between the others."""
         async with self._gate:
             if alone:
                 await self._idle.wait()
@@ -209,32 +209,33 @@ class Job:
             if self._together == 0:
                 self._idle.set()
 
-    def _rows(self) -> _Ahead:
-        return _Ahead(self._blocks(), lambda: self._stopped)
+    def _rows(self) -> _ReadAhead:
+        return _ReadAhead(self._chunks(), lambda: self._stopped)
 
-    def _blocks(self) -> Iterator[list[tuple[int, Row]]]:
-        """Rows that are not done, with their turns, as many at once as are read ahead."""
-        block, size = list[tuple[int, Row]](), 0
-        for turn, (row, length) in enumerate(self._left()):
-            block.append((turn, row))
+    def _chunks(self) -> Iterator[list[tuple[int, Row]]]:
+        """Yield lists of pending rows, each with its position in the output's order."""
+        chunk, size = list[tuple[int, Row]](), 0
+        for order, (row, length) in enumerate(self._pending_rows()):
+            chunk.append((order, row))
             size += length
-            if len(block) == _AHEAD[0] or size >= _AHEAD[1]:
-                yield block
-                block, size = [], 0
-        yield block
+            if len(chunk) == _READ_AHEAD[0] or size >= _READ_AHEAD[1]:
+                yield chunk
+                chunk, size = [], 0
+        yield chunk
 
-    def _left(self) -> Iterator[tuple[Row, int]]:
-        """Rows that are not done, and how long they are. No row of a block has begun when its state
-        is looked up.
+    def _pending_rows(self) -> Iterator[tuple[Row, int]]:
+        """Yield pending rows, with the lengths of their lines.
+
+        A query to the journal covers a chunk of rows, and runs before any of them starts.
         """
-        block_end, done, duplicates = 0, set[int](), dict[int, str]()
+        chunk_end, done, duplicates = 0, set[int](), dict[int, str]()
         for line in self._inputs:
             if self._stopped:
                 return
-            if line.index >= block_end:
-                block = line.index, line.index + _BLOCK
-                done, duplicates = self._journal.done(*block), self._journal.duplicates(*block)
-                block_end = line.index + _BLOCK
+            if line.index >= chunk_end:
+                chunk = line.index, line.index + _LOOKUP
+                done, duplicates = self._journal.done(*chunk), self._journal.duplicates(*chunk)
+                chunk_end = line.index + _LOOKUP
             if line.index in done:
                 continue
             row = parse(line, self._model)
@@ -246,8 +247,8 @@ class Job:
             yield row, len(line.data or b"")
 
 
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await work that is never cancelled; who waits for it is, when it is done."""
+async def _run_uncancelled(work: Coroutine[Any, Any, None]) -> None:
+    """Await work to its end, and only then let a cancellation through."""
     task = asyncio.create_task(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -260,13 +261,13 @@ async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
         raise cancelled
 
 
-class _Ahead:
-    """The rows of blocks, which are read in a thread. Several may ask at once."""
+class _ReadAhead:
+    """An async iterator over chunks, which a thread reads. Several tasks may use it."""
 
     def __init__(
-        self, blocks: Iterator[list[tuple[int, Row]]], stopped: Callable[[], bool]
+        self, chunks: Iterator[list[tuple[int, Row]]], stopped: Callable[[], bool]
     ) -> None:
-        self._blocks = blocks
+        self._chunks = chunks
         self._stopped = stopped
         self._rows = deque[tuple[int, Row]]()
         self._reading = asyncio.Lock()
@@ -277,7 +278,7 @@ class _Ahead:
     async def __anext__(self) -> tuple[int, Row]:
         async with self._reading:
             if not self._rows:
-                self._rows.extend(await asyncio.to_thread(next, self._blocks, ()))
+                self._rows.extend(await asyncio.to_thread(next, self._chunks, ()))
             if not self._rows or self._stopped():
                 raise StopAsyncIteration
             return self._rows.popleft()
@@ -288,17 +289,17 @@ class _Usage(msgspec.Struct):
 
 
 class _Counted(msgspec.Struct):
-    """The part of a response that says how many tokens it took."""
+    """The part of a response with its token counts."""
 
     usage: _Usage = msgspec.field(default_factory=_Usage)
 
 
 class Server(Protocol):
-    """What batches need of the server whose routes answer their rows.
+    """The interface of a server whose routes answer rows.
 
     Attributes:
         model: the model's name in the API.
-        draining: the server was told to end: no row begins any more.
+        draining: whether the server is shutting down; then no row starts.
     """
 
     model: str
@@ -307,48 +308,52 @@ class Server(Protocol):
     async def answer_row(
         self, path: str, body: bytes, admitted: Callable[[], Awaitable[None]]
     ) -> tuple[int, bytes]:
-        """The status and body of the API's response; each answer first awaits `admitted`.
+        """Return the status and body of the API's response; await `admitted` before each answer.
 
         Raises:
-            EngineError: the engine cannot serve, or has failed with all its requests.
+            EngineError: the engine cannot serve, or failed with all its requests.
         """
 
 
 class Feeder:
-    """See the module's text.
+    """Admission for rows: a row enters when the engine has room for its answers.
+
+    A row starts when there is room for one answer. Its other answers wait for room one by one. So a
+    row with many answers makes progress in a busy engine, and no row waits until all its answers
+    fit. Waiting answers take memory: no row starts while waiting answers would fill the engine.
 
     Args:
-        server: whose routes answer the rows.
-        engine: of the server.
-        most: requests that the engine may have when another answer goes there.
+        server: server whose routes answer the rows.
+        engine: the server's engine.
+        limit: maximum number of requests in the engine, with the next answer.
     """
 
-    def __init__(self, server: Server, engine: AsyncEngine, most: int) -> None:
+    def __init__(self, server: Server, engine: AsyncEngine, limit: int) -> None:
         self._server = server
         self._engine = engine
-        self._most = most
-        self._admission = Admission(engine, most)
-        self._turn = asyncio.Lock()
-        self._waiting = 0  # answers, of rows that have begun
+        self._limit = limit
+        self._admission = Admission(engine, limit)
+        self._order = asyncio.Lock()
+        self._waiting = 0  # answers of started rows that the engine does not have yet
 
     async def post(
-        self, path: str, body: bytes, answers: int, begun: Callable[[], None]
+        self, path: str, body: bytes, answers: int, started: Callable[[], None]
     ) -> tuple[int, bytes]:
-        """The API's answer to a row, which asks for so many answers; see `Job.run`.
+        """Return the API's response to a row with `answers` answers; see `Job.run`.
 
         Raises:
-            LeftOut: the server ends.
+            RowPostponed: the server shuts down.
             EngineEnded: the engine has ended.
-            EngineError: it has failed with this row, and may serve again.
+            EngineError: the engine failed with this row, and may serve again.
         """
-        await self._until_it_may_begin()
+        await self._wait_to_begin()
         self._waiting += answers
         left = answers
 
         async def admitted() -> None:
             nonlocal left
             await self._admission.wait()
-            begun()
+            started()
             if left:
                 left -= 1
                 self._waiting -= 1
@@ -357,16 +362,16 @@ class Feeder:
             return await self._server.answer_row(path, body, admitted)
         except EngineError:
             if self._server.draining:
-                raise LeftOut from None
+                raise RowPostponed from None
             raise
         finally:
             self._waiting -= left
 
-    async def _until_it_may_begin(self) -> None:
-        async with self._turn:
-            while self._waiting >= self._most or not self._admission.open:
+    async def _wait_to_begin(self) -> None:
+        async with self._order:
+            while self._waiting >= self._limit or not self._admission.open:
                 if self._server.draining:
-                    raise LeftOut
+                    raise RowPostponed
                 if self._engine.status in ("dead", "stalled"):
                     why = self._engine.failure or f"the engine is {self._engine.status}"
                     raise EngineEnded(str(why))

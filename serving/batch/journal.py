@@ -1,25 +1,24 @@
-"""What of a batch is done: output files that only grow, and a SQLite file that says how far.
+"""A record of the rows that are done: append-only output files, and a SQLite file, the state.
 
-Answers are appended a group at a time, and a group counts once it is in the state:
+Answers are appended in groups. A group counts only when it is in the state:
 
     append its lines to the output(s) ──► fsync ──► one transaction: its rows, its end, its checksum
 
-So the state never knows of a line that is not on the disk. Whatever a crash leaves, the next run
-finds in one of these, and each row is in the output once:
+So every line in the state is on the disk. After a crash, the next run finds one of these cases, and
+each row is in the output once:
 
-| the output | what was lost | what is done |
+| output | lost | remedy |
 | --- | --- | --- |
-| is longer than the state says | the transaction; perhaps a part of the group, too | cut it there |
-| is shorter (another disk, a file system that broke its word) | groups | forget them, and cut |
-| has its length, and another checksum | nothing: somebody has written to it | refuse it |
+| longer than in the state | the transaction, perhaps part of the group | truncate the file |
+| shorter (another disk, a file system that lied) | groups | forget the groups, truncate |
+| same length, another checksum | nothing; another program wrote to it | refuse to continue |
 
-The state is of one process at a time, which SQLite's lock sees to; that goes with the process. It
-has no names of rows but their lines' indices, so memory and state do not grow with
-what is in the rows.
+One process uses the state at a time; SQLite's lock ensures it and ends with the process. The state
+stores rows by line index only, so neither it nor memory grows with the contents of rows.
+
+`Writer` collects answers into groups, and has a thread append them to the journal.
 
 Does not handle: an output that is not a regular file.
-
-Answers go to the journal in groups, by a thread, in their order or as they come.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 import msgspec
 
 from weft.errors import ConfigError
-from weft.serving.batch.database import Database, of_file
+from weft.serving.batch.database import Database, file_error
 
 if TYPE_CHECKING:
     import sqlite3
@@ -56,12 +55,12 @@ _CHUNK = 1 << 20  # bytes read at a time
 
 
 class Answer(NamedTuple):
-    """A row's line of output.
+    """A row's output line.
 
     Attributes:
-        row: its index.
-        file: which of the journal's files it goes to.
-        line: with its newline.
+        row: index of the row.
+        file: index of the journal's file that gets the line.
+        line: contents, with newline.
     """
 
     row: int
@@ -70,19 +69,19 @@ class Answer(NamedTuple):
 
 
 class Journal:
-    """The state of one batch, and the files that it is of. Its methods may be called by any thread.
+    """The state of one batch, and its output files. Any thread may call its methods.
 
     Args:
-        path: of the state; made if need be.
-        files: outputs; they are made by `open`.
+        path: location of the state; it is created if missing.
+        files: output files; `open` creates them.
 
     Attributes:
-        settings: that the run was begun with; None if it has not been begun.
-        total: rows of the input.
+        settings: settings that the run began with; None if none has begun.
+        total: number of rows.
 
     Raises:
-        ConfigError: it cannot be opened, is of something else, or another process has it.
-        DiskError: the disk is full, or fails; so do the methods.
+        ConfigError: the state cannot be used, or another process uses it.
+        DiskError: the disk is full or fails; all methods raise it, too.
     """
 
     def __init__(self, path: Path, files: Sequence[Path]) -> None:
@@ -96,16 +95,16 @@ class Journal:
             self.settings, self.total = msgspec.json.decode(settings), total
 
     def begin(self, settings: dict[str, Any], rows: Iterable[tuple[int, str, str | None]]) -> None:
-        """Begin a run, in place of what was there.
+        """Begin a run, and forget the run before it.
 
         Args:
-            settings: JSON that says which run this is.
-            rows: each one's index, place and custom_id, if that must be unique.
+            settings: JSON object that identifies the run.
+            rows: index, place and custom_id of each row; None for a custom_id that may repeat.
         """
         with self._db.transaction() as db:
             for table in ("run", "duplicate", "append", "done", "failure"):
                 db.execute(f"DELETE FROM {table}")
-            # On disk, too, for there may be many.
+            # A table on the disk, because there may be many.
             db.execute("CREATE TEMP TABLE seen (id BLOB PRIMARY KEY, place TEXT) WITHOUT ROWID")
             total = 0
             for index, place, custom_id in rows:
@@ -126,18 +125,18 @@ class Journal:
             db.execute("INSERT INTO duplicate VALUES (?, ?)", (index, first))
 
     def recover(self) -> int:
-        """Compare the state with the files; returns how many rows have to be done again.
+        """Compare the state with the files; return how many rows must be done again.
 
         Raises:
-            ConfigError: a file has been written to by others, or cannot be read.
+            ConfigError: another program wrote to a file, or a file cannot be read.
         """
         before = sum(self.counts())
         for file, path in enumerate(self.paths):
-            self._ends[file] = self._recover(file, path)
+            self._ends[file] = self._recover_file(file, path)
         return before - sum(self.counts())
 
-    def _recover(self, file: int, path: Path) -> int:
-        """The end of the last group that is whole; those after it are forgotten."""
+    def _recover_file(self, file: int, path: Path) -> int:
+        """Return the end of the last complete group, and forget the groups after it."""
         appends = self._db.all(
             "SELECT number, end, crc FROM append WHERE file = ? ORDER BY number", file
         )
@@ -151,13 +150,13 @@ class Journal:
                         return begin
                     if _checksum(content, end - begin) != crc:
                         raise ConfigError(
-                            f"bytes {begin} to {end} of {path} are not those that were written; "
-                            "put them back, or cut the file there (truncate -s "
-                            f"{begin} {path}) to have their rows and all after them done again"
+                            f"bytes {begin} to {end} of {path} have changed since weft wrote them; "
+                            "restore them, or truncate the file there (truncate -s "
+                            f"{begin} {path}) to repeat these rows and all after them"
                         )
                     begin = end
         except OSError as error:
-            raise of_file(path, error) from error
+            raise file_error(path, error) from error
         return begin
 
     def _forget(self, file: int, number: int) -> None:
@@ -169,10 +168,10 @@ class Journal:
             db.execute(f"DELETE FROM {which}", (file, number))
 
     def open(self) -> None:
-        """Open the files to add to them; what the state does not know of is cut off.
+        """Open the files for appending, and truncate whatever the state does not record.
 
         Raises:
-            ConfigError: one cannot be written.
+            ConfigError: a file cannot be written.
         """
         for path, end in zip(self.paths, self._ends, strict=True):
             try:
@@ -180,10 +179,10 @@ class Journal:
                 self._files.append(file)
                 file.truncate(end)
             except OSError as error:
-                raise of_file(path, error) from error
+                raise file_error(path, error) from error
 
     def append(self, answers: Sequence[Answer]) -> None:
-        """Add a group. When that fails, the files are as they were."""
+        """Append a group. If that fails, the files are as before."""
         with self._db.lock:
             ends = list(self._ends)
             try:
@@ -199,7 +198,7 @@ class Journal:
                         )
             except BaseException:
                 for opened, end in zip(self._files, self._ends, strict=True):
-                    with suppress(OSError):  # the next run does it
+                    with suppress(OSError):  # else the next run truncates it
                         opened.truncate(end)
                 raise
             self._ends = ends
@@ -207,7 +206,7 @@ class Journal:
     def _write(
         self, file: int, answers: Sequence[Answer], ends: list[int]
     ) -> tuple[tuple[int, int], list[int]] | None:
-        """Write the answers that go to a file; its number, their checksum, and their rows."""
+        """Write a file's answers; return the file's index and their checksum, and their rows."""
         mine = [answer for answer in answers if answer.file == file]
         if not mine:
             return None
@@ -219,49 +218,49 @@ class Journal:
                 left = left[opened.write(left) :]
             os.fsync(opened.fileno())
         except OSError as error:
-            raise of_file(self.paths[file], error) from error
+            raise file_error(self.paths[file], error) from error
         ends[file] += len(data)
         return (file, zlib.crc32(data)), [answer.row for answer in mine]
 
     def note_failures(self, failures: Mapping[int, int]) -> None:
-        """How often the engine has failed with rows."""
+        """Record how often the engine failed with each row."""
         if failures:
             with self._db.transaction() as db:
                 db.executemany("REPLACE INTO failure VALUES (?, ?)", failures.items())
 
     def close(self) -> None:
-        """Let go of the files and the state. May be called again."""
+        """Close the files and the state. May be called again."""
         with self._db.lock:
             for file in self._files:
                 file.close()
             self._files = []
             self._db.close()
 
-    # What is done.
+    # Queries.
 
     def counts(self) -> list[int]:
-        """Rows that are done, by the file that has their answers."""
+        """Return the number of rows that are done, for each output file."""
         query = "SELECT file, COUNT(*) FROM done JOIN append ON append = number GROUP BY file"
         found = dict(self._db.all(query))
         return [found.get(file, 0) for file in range(len(self.paths))]
 
     def done(self, first: int, last: int) -> set[int]:
-        """Which of the rows from `first` up to, without, `last` are done."""
+        """Return which rows from `first` to `last`, exclusive, are done."""
         query = "SELECT row FROM done WHERE row >= ? AND row < ?"
         return {row for (row,) in self._db.all(query, first, last)}
 
     def failures(self) -> dict[int, int]:
-        """How often the engine has failed with rows that are not done."""
+        """Return how often the engine failed with rows that are not done."""
         return dict(self._db.all("SELECT * FROM failure WHERE row NOT IN (SELECT row FROM done)"))
 
     def duplicates(self, first: int, last: int, *, most: int = -1) -> dict[int, str]:
-        """Of these rows, those whose custom_id came before, and the place where that was."""
+        """Return rows with a repeated custom_id, each with the place of the first occurrence."""
         query = "SELECT * FROM duplicate WHERE row >= ? AND row < ? ORDER BY row LIMIT ?"
         return dict(self._db.all(query, first, last, most))
 
 
 def _checksum(content: BinaryIO, size: int) -> int:
-    """CRC-32 of the next bytes."""
+    """Return the CRC-32 of the next `size` bytes."""
     crc = 0
     while size and (data := content.read(min(size, _CHUNK))):
         crc = zlib.crc32(data, crc)
@@ -269,13 +268,13 @@ def _checksum(content: BinaryIO, size: int) -> int:
     return crc
 
 
-GROUP_SECONDS = 1.0  # that an answer waits at most until it is on the disk
-GROUP_BYTES = 1 << 20  # of lines that make a group before that
-HELD_BYTES = 64 << 20  # of lines that wait for one before them, with `ordered`
+GROUP_SECONDS = 1.0  # maximum time before an answer is written
+GROUP_BYTES = 1 << 20  # size of lines that are written earlier
+HELD_BYTES = 64 << 20  # maximum size of lines that wait for an earlier one, with `ordered`
 
 
 class Line(msgspec.Struct):
-    """A line of output with the answer's HTTP status and output tokens."""
+    """An output line, with the answer's HTTP status and output tokens."""
 
     answer: Answer
     status: int
@@ -283,7 +282,7 @@ class Line(msgspec.Struct):
 
 
 class Writer:
-    """Gathers lines, and has the journal write them in groups, in a thread."""
+    """A collector of lines. A thread appends them to the journal in groups."""
 
     def __init__(
         self, journal: Journal, *, ordered: bool, on_done: Callable[[int, int], None]
@@ -295,43 +294,44 @@ class Writer:
         self._bytes = 0
         self._held: dict[int, Line] = {}
         self._held_bytes = 0
-        self._turn = 0
+        self._next_order = 0
         self._wake = asyncio.Event()
         self._closed = False
         self._failure: Exception | None = None
-        self._room: deque[asyncio.Future[None]] = deque()
+        self._waiters: deque[asyncio.Future[None]] = deque()
 
-    async def add(self, turn: int, line: Line) -> None:
+    async def add(self, order: int, line: Line) -> None:
         """Take a line, once there is room for it.
 
         Args:
-            turn: of the line, counted from 0 without a gap; what is ordered is written by it.
+            order: position among all lines, counted from 0 without gaps.
+            line: the line.
 
         Raises:
-            WeftError: lines cannot be written any more.
+            WeftError: an earlier line could not be written.
         """
         if self._ordered:
-            # The line whose turn it is never waits here, so the others do not for ever.
-            await self._until(lambda: turn == self._turn or self._held_bytes < HELD_BYTES)
-            self._held[turn] = line
+            # The next line never waits here, so the other lines do not wait for ever.
+            await self._wait_for(lambda: order == self._next_order or self._held_bytes < HELD_BYTES)
+            self._held[order] = line
             self._held_bytes += len(line.answer.line)
-            while (line_now := self._held.pop(self._turn, None)) is not None:
-                self._turn += 1
+            while (line_now := self._held.pop(self._next_order, None)) is not None:
+                self._next_order += 1
                 self._held_bytes -= len(line_now.answer.line)
-                self._take(line_now)
-            self._let_in()
+                self._enqueue(line_now)
+            self._wake_waiters()
         else:
-            self._take(line)
-        await self._until(lambda: self._bytes < GROUP_BYTES)
+            self._enqueue(line)
+        await self._wait_for(lambda: self._bytes < GROUP_BYTES)
 
-    def _take(self, line: Line) -> None:
+    def _enqueue(self, line: Line) -> None:
         self._lines.append(line)
         self._bytes += len(line.answer.line)
         if self._bytes >= GROUP_BYTES:
             self._wake.set()
 
     async def run(self) -> None:
-        """Write groups until `close`. Raises WeftError when one cannot be written."""
+        """Write groups until `close`. Raises WeftError if a group cannot be written."""
         try:
             while not self._closed:
                 with suppress(TimeoutError):
@@ -344,32 +344,32 @@ class Writer:
             raise
         finally:
             self._closed = True
-            self._let_in()
+            self._wake_waiters()
 
     async def _commit(self) -> None:
         if not self._lines:
             return
         lines, self._lines, self._bytes = self._lines, [], 0
-        self._let_in()
+        self._wake_waiters()
         await asyncio.to_thread(self._journal.append, [line.answer for line in lines])
         for line in lines:
             self._on_done(line.status, line.tokens)
 
     def close(self) -> None:
-        """Have `run` write what there is, and return."""
+        """Make `run` write the remaining lines and return."""
         self._closed = True
         self._wake.set()
 
-    async def _until(self, holds: Callable[[], bool]) -> None:
+    async def _wait_for(self, holds: Callable[[], bool]) -> None:
         while not holds() or self._failure is not None:
             if self._failure is not None:
                 raise self._failure
             waiter = asyncio.get_running_loop().create_future()
-            self._room.append(waiter)
+            self._waiters.append(waiter)
             await waiter
 
-    def _let_in(self) -> None:
-        while self._room:
-            waiter = self._room.popleft()
+    def _wake_waiters(self) -> None:
+        while self._waiters:
+            waiter = self._waiters.popleft()
             if not waiter.done():
                 waiter.set_result(None)

@@ -1,4 +1,4 @@
-"""Files and batches as OpenAI's API has them. What is UNSET is left out."""
+"""Files and batches, as OpenAI's API defines them. A field that is UNSET is left out."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ Purpose = Literal["batch", "batch_output"]
 
 
 def new_id(kind: str) -> str:
-    """A name as "file-2f1c..."."""
+    """Make an id such as "file-2f1c..."."""
     return f"{kind}{uuid.uuid4().hex}"
 
 
 def now() -> int:
-    """Seconds since 1970."""
+    """Return the seconds since 1970."""
     return int(time.time())
 
 
 class FileObject(Struct):
-    """A file that was uploaded, or that a batch has made."""
+    """An uploaded file, or the output of a batch."""
 
     id: str
     bytes: int
@@ -45,7 +45,7 @@ class FileObject(Struct):
 
 
 class FileList(Struct):
-    """A page of files; `last_id` is the `after` of the next one."""
+    """A page of files; pass `last_id` as `after` to get the next page."""
 
     data: list[FileObject]
     has_more: bool
@@ -55,7 +55,7 @@ class FileList(Struct):
 
 
 class FileDeleted(Struct):
-    """That a file is gone."""
+    """The reply to a deletion."""
 
     id: str
     deleted: Literal[True] = True
@@ -63,7 +63,7 @@ class FileDeleted(Struct):
 
 
 class BatchError(Struct):
-    """Why an input file is not run; `line` counts from 1."""
+    """A reason why an input file cannot run; `line` counts from 1."""
 
     code: str
     message: str
@@ -72,14 +72,14 @@ class BatchError(Struct):
 
 
 class BatchErrors(Struct):
-    """The first of what is wrong with an input file."""
+    """The first errors in an input file."""
 
     data: list[BatchError]
     object: Literal["list"] = "list"
 
 
 class RequestCounts(Struct):
-    """Rows of a batch; `completed` have an answer, `failed` an error."""
+    """Numbers of rows: in total, completed with an answer, and failed with an error."""
 
     total: int = 0
     completed: int = 0
@@ -87,7 +87,7 @@ class RequestCounts(Struct):
 
 
 class BatchObject(Struct):
-    """A batch; times are seconds since 1970."""
+    """A batch; times are in seconds since 1970."""
 
     id: str
     endpoint: str
@@ -112,7 +112,7 @@ class BatchObject(Struct):
 
 
 class BatchList(Struct):
-    """A page of batches, the newest first."""
+    """A page of batches, newest first."""
 
     data: list[BatchObject]
     has_more: bool

@@ -1,25 +1,20 @@
-"""The batches of a server: one after the other, on the engine that answers everyone.
+"""The server's batches: one at a time, on the engine that also answers live requests.
 
     validating ──► in_progress ──► finalizing ──► completed
         │               ├──► cancelling ──► cancelled
         │               └─────────────────► expired, after 24 hours
-        └──► failed ◄── from everywhere, with what cannot be mended
+        └──► failed ◄── from every state, on an error that a retry cannot fix
 
-An input file is read when the batch is made; with a line that is no request for the endpoint, or a
-custom_id that comes twice, the batch fails and nothing is run. What is done is in the batch's
-journal (see journal.py), so a server that was killed goes on where it was. One that drains begins
-no more rows.
+A new batch's input file is read at once. If a line is no request for the endpoint, or a custom_id
+repeats, the batch fails and no row runs. The batch's journal records the rows that are done, so
+batches continue after a crash. A draining server starts no more rows.
 
-Two tasks share the batches by their status: the clerk reads inputs and ends what is cancelled, the
-runner has rows answered (see runner.py). Each has one batch at a time, which the other leaves be.
-What goes wrong with a batch is that batch's: it is tried again in a while when that may help (the
-disk is full), as long as it has time, and else it fails. The others go on.
+Two workers share the batches by status: one validates inputs and ends cancelled batches, the other
+has rows answered (`Runner`). Each works on one batch at a time, and ignores the other's. An error
+affects only its own batch: the batch is tried again later if that may help (a full disk), until it
+expires; else it fails.
 
-Everything here runs on the server's event loop; what takes time on the disk, in threads.
-
-A server's batches, one at a time, are answered: to their end, or until cancelled or too late.
-
-The input of a server's batch is read before any of it is run.
+All code runs on the server's event loop; slow disk work runs in threads.
 """
 
 from __future__ import annotations
@@ -39,7 +34,7 @@ from msgspec.structs import replace
 
 from weft.errors import ConfigError, DiskError, RequestError, WeftError
 from weft.serving.batch.files import Inputs, parse
-from weft.serving.batch.job import EngineEnded, Feeder, Job, LeftOut, Server
+from weft.serving.batch.job import EngineEnded, Feeder, Job, RowPostponed, Server
 from weft.serving.batch.journal import Journal
 from weft.serving.batch.objects import (
     LIVE,
@@ -54,11 +49,11 @@ from weft.serving.batch.storage import (
     ANYONE,
     Ending,
     Store,
-    end,
-    inputs_of,
-    journal_of,
-    opened,
-    opened_to_go_on,
+    end_batch,
+    make_journal,
+    open_inputs,
+    open_journal,
+    reopen_journal,
 )
 from weft.serving.engine.admission import width_beside_others
 
@@ -66,7 +61,7 @@ if TYPE_CHECKING:
     from weft.serving.batch.storage import Store
     from weft.serving.engine.engine import AsyncEngine
 
-RETRY = 10.0  # seconds until a batch is tried again that met a full disk
+RETRY = 10.0  # seconds between two attempts, such as after a full disk
 
 Work = Callable[[BatchObject], Awaitable[None]]
 
@@ -77,55 +72,55 @@ class BatchService:
     """The batches of one server.
 
     Args:
-        server: whose routes answer the rows.
-        folder: for the store; None is a temporary one, which ends with the server.
+        server: server whose routes answer the rows.
+        folder: folder for the store; None makes a temporary one, deleted with the server.
     """
 
     def __init__(self, server: Server, folder: Path | None) -> None:
         self._server = server
         self._folder = folder
         self._store: Store | None = None
-        self._making = threading.Lock()  # of the store
+        self._store_lock = threading.Lock()
         self._runner: Runner | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._wakes: list[asyncio.Event] = []
-        self._held: set[str] = set()  # batches that the clerk and the runner have
-        self._cancelled: set[str] = set()  # batches that who has them, or is about to, gives up
-        self._again: dict[str, float] = {}  # time.monotonic() before which a batch is not tried
-        self._ending = False
+        self._taken: set[str] = set()  # batches that a worker has
+        self._cancelled: set[str] = set()  # batches to give up
+        self._retry_at: dict[str, float] = {}  # batch -> time.monotonic() of the next attempt
+        self._draining = False
 
     @property
     def store(self) -> Store:
-        """Made when it is first needed; raises as `Store`. Not for the event loop."""
-        with self._making:
+        """Store, made at the first use; raises as `Store`. Do not use on the event loop."""
+        with self._store_lock:
             if self._store is None:
                 self._store = Store(self._folder or Path(tempfile.mkdtemp(prefix="weft-")))
             return self._store
 
     def open(self) -> None:
-        """Take the folder that was asked for, if one was; raises as `Store`."""
+        """Open the folder, if one was given; raises as `Store`."""
         if self._folder is not None:
             _ = self.store
 
     def start(self, engine: AsyncEngine) -> None:
-        """Run the batches from now on, also those that a server before has left."""
+        """Start to work on batches, including those of an earlier server."""
         runner = self._runner = Runner(self._server, engine, self._cancelled)
 
         async def run(batch: BatchObject) -> None:
             await runner.run(self.store, batch)
 
-        self._begin(("cancelling", "validating"), self._settle)
-        self._begin(("finalizing", "in_progress"), run)
+        self._start_worker(("cancelling", "validating"), self._validate_or_cancel)
+        self._start_worker(("finalizing", "in_progress"), run)
 
     def drain(self) -> None:
-        """Begin no more rows."""
-        self._ending = True
+        """Start no more rows."""
+        self._draining = True
         self._wake()
         if self._runner is not None:
             self._runner.stop()
 
     async def close(self) -> None:
-        """End, with all that is answered written. The engine must have ended what it had."""
+        """End, after all answers are written. The engine must have ended its requests before."""
         self.drain()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._store is not None:
@@ -133,23 +128,23 @@ class BatchService:
             if self._folder is None:
                 await asyncio.to_thread(shutil.rmtree, self._store.folder)
 
-    # What clients ask.
+    # Called by routes.
 
     async def create(self, batch: BatchObject, owner: str) -> None:
-        """Begin a new batch.
+        """Add a new batch.
 
         Raises:
-            RequestError: the owner has no such file for its input.
+            RequestError: the owner has no such input file.
             DiskError: the disk is full.
         """
         await asyncio.to_thread(lambda: self.store.add_batch(batch, owner))
         self._wake()
 
     async def cancel(self, id: str, owner: str) -> BatchObject:
-        """End a batch; what is answered stays.
+        """Cancel a batch; answers so far stay.
 
         Raises:
-            RequestError: 404, the owner has none of this id; 409, it has ended.
+            RequestError: 404, the owner has no such batch; 409, it has ended.
             DiskError: the disk is full.
         """
         batch = await asyncio.to_thread(lambda: self.store.change(id, _cancelling, owner))
@@ -158,78 +153,78 @@ class BatchService:
         if self._runner is not None:
             self._runner.cancel(id)
         self._wake()
-        return self.shown(batch)
+        return self.with_progress(batch)
 
-    def shown(self, batch: BatchObject) -> BatchObject:
-        """With the rows that are done by now."""
+    def with_progress(self, batch: BatchObject) -> BatchObject:
+        """Return the batch with the current counts of rows."""
         counts = None if self._runner is None else self._runner.counts(batch.id)
         return batch if counts is None else replace(batch, request_counts=counts)
 
-    # Batches are taken one after the other.
+    # Workers.
 
-    def _begin(self, statuses: tuple[BatchStatus, ...], work: Work) -> None:
+    def _start_worker(self, statuses: tuple[BatchStatus, ...], work: Work) -> None:
         wake = asyncio.Event()
         self._wakes.append(wake)
-        self._tasks.append(asyncio.create_task(self._take(statuses, work, wake)))
+        self._tasks.append(asyncio.create_task(self._run_worker(statuses, work, wake)))
 
     def _wake(self) -> None:
         for wake in self._wakes:
             wake.set()
 
-    async def _take(
+    async def _run_worker(
         self, statuses: tuple[BatchStatus, ...], work: Work, wake: asyncio.Event
     ) -> None:
-        """Do some work for every batch that has one of these statuses, the first status first."""
-        while not (self._ending or self._server.draining):
+        """Work on one batch after another, in order of status and age."""
+        while not (self._draining or self._server.draining):
             wake.clear()
             try:
-                if await self._take_one(statuses, work):
+                if await self._work_once(statuses, work):
                     continue
             except EngineEnded:
-                return  # and so does the server
-            except Exception:  # the store cannot be read; or a fault of ours
-                logger.exception("batches wait")
+                return  # the server ends, too
+            except Exception:  # the store cannot be read, or weft has a bug
+                logger.exception("batches are paused")
             with suppress(TimeoutError):
                 await asyncio.wait_for(wake.wait(), RETRY)
 
-    async def _take_one(self, statuses: tuple[BatchStatus, ...], work: Work) -> bool:
-        """Returns whether there was one to take."""
+    async def _work_once(self, statuses: tuple[BatchStatus, ...], work: Work) -> bool:
+        """Work on the next batch; return whether there was one."""
         if self._folder is None and self._store is None:
             return False
-        waiting = {id for id, until in self._again.items() if until > time.monotonic()}
-        others = self._held | waiting
+        waiting = {id for id, until in self._retry_at.items() if until > time.monotonic()}
+        others = self._taken | waiting
         batch = await asyncio.to_thread(lambda: self.store.next(statuses, others))
         if batch is None:
             return False
-        if batch.id in self._held:  # meanwhile
+        if batch.id in self._taken:  # the other worker took it meanwhile
             return True
-        self._held.add(batch.id)
+        self._taken.add(batch.id)
         try:
-            await self._try(batch, work)
+            await self._process(batch, work)
         finally:
-            self._held.discard(batch.id)
+            self._taken.discard(batch.id)
             self._cancelled.discard(batch.id)
-            self._wake()  # it may be the other's now
+            self._wake()  # its new status may concern the other worker
         return True
 
-    async def _try(self, batch: BatchObject, work: Work) -> None:
-        """Raises EngineEnded."""
-        self._again.pop(batch.id, None)
+    async def _process(self, batch: BatchObject, work: Work) -> None:
+        """Work on a batch, and note an error. Raises EngineEnded."""
+        self._retry_at.pop(batch.id, None)
         try:
-            failure = await self._failure(batch, work)
+            failure = await self._run_work(batch, work)
             if failure is not None:
                 await asyncio.to_thread(self._fail, batch, failure)
         except EngineEnded:
             raise
         except DiskError as error:
-            logger.error("batch %s waits: %s", batch.id, error)
-            self._again[batch.id] = time.monotonic() + RETRY
-        except Exception:  # not even its end can be noted
-            logger.exception("batch %s waits", batch.id)
-            self._again[batch.id] = time.monotonic() + RETRY
+            logger.error("batch %s is paused: %s", batch.id, error)
+            self._retry_at[batch.id] = time.monotonic() + RETRY
+        except Exception:  # the batch cannot even be ended
+            logger.exception("batch %s is paused", batch.id)
+            self._retry_at[batch.id] = time.monotonic() + RETRY
 
-    async def _failure(self, batch: BatchObject, work: Work) -> BatchError | None:
-        """Do some work, and say why it can never be done; raises DiskError, EngineEnded."""
+    async def _run_work(self, batch: BatchObject, work: Work) -> BatchError | None:
+        """Do some work; return why it can never succeed. Raises DiskError, EngineEnded."""
         try:
             await work(batch)
             return None
@@ -241,54 +236,54 @@ class BatchService:
             raise
         except WeftError as error:
             failure = BatchError("cannot_be_run", str(error))
-        except Exception:  # a fault of ours, of which nobody would hear
+        except Exception:  # a bug in weft, which must reach the log
             logger.exception("batch %s", batch.id)
             failure = BatchError("internal_error", "internal error; the server's log says more")
-        logger.error("batch %s fails: %s", batch.id, failure.message)
+        logger.error("batch %s failed: %s", batch.id, failure.message)
         return failure
 
     def _fail(self, batch: BatchObject, failure: BatchError) -> None:
-        """End a batch; what is answered stays if it can be read, and else in the batch's folder."""
+        """End a batch as failed. Answers so far become its output if the journal can be read."""
         store = self.store
-        if store.batch(batch.id, ANYONE).status not in LIVE:  # it failed after its end
+        if store.batch(batch.id, ANYONE).status not in LIVE:  # the error came after its end
             return
-        folder = f"{store.folder}/"  # nothing that clients need to know
+        folder = f"{store.folder}/"  # clients must not see server paths
         failure = replace(failure, message=failure.message.replace(folder, ""))
         try:
-            with closing(opened(store, batch)) as journal:
-                end(store, batch.id, journal, Ending("failed", failure))
+            with closing(open_journal(store, batch)) as journal:
+                end_batch(store, batch.id, journal, Ending("failed", failure))
         except ConfigError:
-            end(store, batch.id, None, Ending("failed", failure))
+            end_batch(store, batch.id, None, Ending("failed", failure))
         else:
             store.clean(batch.id)
 
-    # The clerk.
+    # The work of the first worker.
 
-    async def _settle(self, batch: BatchObject) -> None:
-        """Read the input of a new batch, or end one that is cancelled."""
+    async def _validate_or_cancel(self, batch: BatchObject) -> None:
+        """Validate a new batch, or end a cancelled one."""
         if batch.status == "cancelling":
             await asyncio.to_thread(self._end_cancelled, batch)
         else:
-            with suppress(LeftOut):
+            with suppress(RowPostponed):
                 await asyncio.to_thread(self._validate, batch)
 
     def _end_cancelled(self, batch: BatchObject) -> None:
-        with closing(opened(self.store, batch)) as journal:
-            end(self.store, batch.id, journal, Ending("cancelled"))
+        with closing(open_journal(self.store, batch)) as journal:
+            end_batch(self.store, batch.id, journal, Ending("cancelled"))
         self.store.clean(batch.id)
 
     def _validate(self, batch: BatchObject) -> None:
-        with closing(journal_of(self.store, batch)) as journal:
+        with closing(make_journal(self.store, batch)) as journal:
             total, errors = validate(
                 batch,
-                inputs_of(self.store, batch),
+                open_inputs(self.store, batch),
                 journal,
                 model=self._server.model,
-                stopped=lambda: self._ending or batch.id in self._cancelled,
+                stopped=lambda: self._draining or batch.id in self._cancelled,
             )
 
         def validated(batch: BatchObject) -> BatchObject:
-            if batch.status != "validating":  # it was cancelled
+            if batch.status != "validating":  # a client has cancelled it
                 return batch
             if errors:
                 failed = BatchErrors(errors)
@@ -310,17 +305,17 @@ def _cancelling(batch: BatchObject) -> BatchObject:
     return replace(batch, status="cancelling", cancelling_at=now())
 
 
-PRIORITY = 2**31 - 1  # of rows: all that has another one goes first
+PRIORITY = 2**31 - 1  # of rows; all other requests go first
 _EXPIRED = ("batch_expired", "the row was not run within the completion window")
 
 
 class Runner:
-    """See the module's text.
+    """The worker that has rows answered, until their batch ends, expires or is cancelled.
 
     Args:
-        server: whose routes answer the rows.
-        engine: of the server.
-        cancelled: batches that are to be given up.
+        server: server whose routes answer the rows.
+        engine: the server's engine.
+        cancelled: ids of batches to give up.
     """
 
     def __init__(self, server: Server, engine: AsyncEngine, cancelled: Container[str]) -> None:
@@ -331,47 +326,47 @@ class Runner:
         self._stopped = False
 
     def stop(self) -> None:
-        """Begin no more rows."""
+        """Start no more rows."""
         self._stopped = True
         if self._current is not None:
             self._current.job.stop()
 
     def cancel(self, id: str) -> None:
-        """Give up a batch, if it is the one that is run; what is answered is written."""
+        """Give up a batch if it is running; answers so far are written."""
         if self._current is not None and self._current.batch == id:
             self._current.cancel()
 
     def counts(self, id: str) -> RequestCounts | None:
-        """Rows that are done by now, of the batch that is run."""
+        """Return the current counts of rows, if this batch is running."""
         current = self._current
         return current.counts if current is not None and current.batch == id else None
 
     async def run(self, store: Store, batch: BatchObject) -> None:
-        """Bring a batch to its end, or as far as it comes before the server's.
+        """Run a batch to its end, or until the server drains.
 
         Raises:
             EngineEnded: the engine has ended.
-            ConfigError: it can never be run.
-            DiskError: it cannot be run now.
+            ConfigError: the batch can never run.
+            DiskError: the batch cannot run now.
         """
-        journal = await asyncio.to_thread(opened_to_go_on, store, batch)
+        journal = await asyncio.to_thread(reopen_journal, store, batch)
         try:
             ending = Ending("completed")
             if batch.status == "in_progress":
                 ending = await self._answer(store, batch, journal)
-            whole = await asyncio.to_thread(_is_whole, journal)
+            whole = await asyncio.to_thread(_all_done, journal)
             if not whole and ending.status != "cancelled":
                 if self._stopped or self._server.draining:
                     return
-                raise ConfigError(f"rows are no longer in input file {batch.input_file_id}")
-            await asyncio.to_thread(end, store, batch.id, journal, ending)
+                raise ConfigError(f"input file {batch.input_file_id} has lost rows")
+            await asyncio.to_thread(end_batch, store, batch.id, journal, ending)
         finally:
             await asyncio.to_thread(journal.close)
         await asyncio.to_thread(store.clean, batch.id)
 
     async def _answer(self, store: Store, batch: BatchObject, journal: Journal) -> Ending:
-        """Run the rows that are left; how that ended."""
-        inputs = await asyncio.to_thread(inputs_of, store, batch)
+        """Run the rows that are not done; return how the run ended."""
+        inputs = await asyncio.to_thread(open_inputs, store, batch)
         completed, failed = await asyncio.to_thread(journal.counts)
         counts = RequestCounts(journal.total, completed, failed)
 
@@ -391,13 +386,13 @@ class Runner:
                 on_done=on_done,
             )
 
-        most = width_beside_others(self._engine)
-        feeder = Feeder(self._server, self._engine, most)
+        limit = width_beside_others(self._engine)
+        feeder = Feeder(self._server, self._engine, limit)
         first = job()
-        task = asyncio.create_task(first.run(feeder.post, most))
+        task = asyncio.create_task(first.run(feeder.post, limit))
         self._current = current = _Current(batch.id, first, task, counts)
         try:
-            if batch.id in self._cancelled:  # before this was set
+            if batch.id in self._cancelled:  # since before `_current` was set
                 current.cancel()
             if self._stopped:
                 first.stop()
@@ -405,7 +400,7 @@ class Runner:
                 await task
         except TimeoutError:
             current.job = job(_EXPIRED)
-            await current.job.run(feeder.post, most)
+            await current.job.run(feeder.post, limit)
             return Ending("expired")
         except asyncio.CancelledError:
             if not task.cancelled():
@@ -417,7 +412,7 @@ class Runner:
 
 
 class _Current:
-    """The batch that is run now."""
+    """The running batch."""
 
     def __init__(
         self, batch: str, job: Job, task: asyncio.Task[None], counts: RequestCounts
@@ -426,17 +421,17 @@ class _Current:
         self._task = task
 
     def cancel(self) -> None:
-        """Once: what is answered is written while the task ends."""
+        """Cancel the task once; answers so far are written while it ends."""
         if not self._task.cancelling():
             self._task.cancel()
 
 
-def _is_whole(journal: Journal) -> bool:
-    """Whether all rows are done."""
+def _all_done(journal: Journal) -> bool:
+    """Return whether all rows are done."""
     return sum(journal.counts()) == journal.total
 
 
-MAX_ERRORS = 50  # of an input file that are shown
+MAX_ERRORS = 50  # maximum number of errors to report for an input file
 
 
 def validate(
@@ -447,28 +442,28 @@ def validate(
     model: str,
     stopped: Callable[[], bool],
 ) -> tuple[int, list[BatchError]]:
-    """Begin the journal of a batch.
+    """Read the input of a batch, and begin its journal.
 
     Args:
-        batch: says the endpoint.
-        inputs: its file.
-        journal: to begin.
-        model: that rows are for which name none.
-        stopped: asked before each row.
+        batch: batch with the endpoint for all rows.
+        inputs: input file.
+        journal: journal to begin.
+        model: model for rows that name none.
+        stopped: called before each row; True stops the validation.
 
     Returns:
-        How many rows there are, and the first of what is wrong with them.
+        Number of rows, and the first errors in them.
 
     Raises:
-        LeftOut: it was stopped.
-        ConfigError, DiskError: the file cannot be read, or the journal not be written.
+        RowPostponed: `stopped` returned True.
+        ConfigError, DiskError: the file cannot be read, or the journal cannot be written.
     """
     errors: list[BatchError] = []
 
     def rows() -> Iterator[tuple[int, str, str | None]]:
         for line in inputs:
             if stopped():
-                raise LeftOut
+                raise RowPostponed
             row = parse(line, model)
             problem = row.problem
             if row.simple:

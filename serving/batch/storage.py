@@ -1,17 +1,18 @@
-"""The files and batches of a server, in a folder:
+"""A server's files and batches, in a folder:
 
-    weft.db               what there is, as OpenAI's API shows it
+    weft.db               the objects that OpenAI's API shows
     files/ID              an uploaded file
-    batches/ID/state      a batch's journal, until it has come to its end
+    batches/ID/state      a batch's journal, until the batch ends
     batches/ID/output     its answers; and errors
 
-A file is in the database once it is whole, so whatever ends the server leaves at most a piece
-that nobody knows of, which the next start removes: a file is deleted there before its content.
+A file enters the database after its content is complete, and leaves it before its content is
+deleted. So a crash leaves at most a file that the database does not know. The next start removes
+such files.
 
-Files and batches belong to an owner: the digest of the API key that made them, or "" where there
-are no keys. For everybody else they are not there.
+Each file and batch has an owner: the digest of the API key that made it, or "" without keys. Other
+owners cannot see it.
 
-What a server's batch has on the disk: its input, its journal, and in the end its files.
+The functions below `Store` open a batch's input and journal, and end a batch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
 from weft.errors import ConfigError, RequestError, WeftError
-from weft.serving.batch.database import Database, of_file
+from weft.serving.batch.database import Database, file_error
 from weft.serving.batch.files import Inputs
 from weft.serving.batch.journal import Journal
 from weft.serving.batch.objects import (
@@ -44,7 +45,7 @@ from weft.serving.batch.objects import (
     now,
 )
 
-ANYONE = None  # as an owner: whoever it is
+ANYONE = None  # in place of an owner: any owner
 _APPLICATION = 0x77656673  # "wefs"
 _SCHEMA = """
 CREATE TABLE file (
@@ -57,17 +58,17 @@ CREATE TABLE batch (
 );
 """
 _OWNED = "(? IS NULL OR owner = ?)"
-_OURS = re.compile("file-[0-9a-f]{32}")  # by objects.new_id; others may have files there, too
+_OURS = re.compile("file-[0-9a-f]{32}")  # from objects.new_id; other files are not ours
 
 logger = logging.getLogger(__name__)
 
 
 class Store:
-    """See the module's text. Any thread may call.
+    """A server's files and batches; see the module's text. Any thread may call.
 
     Raises:
-        ConfigError: the folder cannot be used, or another server does.
-        DiskError: the disk is full, or fails; so do the methods.
+        ConfigError: the folder cannot be used, or another server uses it.
+        DiskError: the disk is full or fails; the methods raise it, too.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -81,35 +82,35 @@ class Store:
         self._sweep()
 
     def _sweep(self) -> None:
-        """Remove what a server that was killed has left in the middle of something."""
+        """Remove incomplete files that a killed server left."""
         known = {path for (path,) in self._db.all("SELECT path FROM file")}
         for path in (self.folder / "files").iterdir():
             if _OURS.fullmatch(path.name) and str(path.relative_to(self.folder)) not in known:
-                logger.warning("%s is a piece of an upload; it is removed", path)
+                logger.warning("removed the incomplete upload %s", path)
                 path.unlink()
         for folder in (self.folder / "batches").iterdir():
-            if self._found("batch", folder.name, ANYONE):
+            if self._find("batch", folder.name, ANYONE):
                 self._sweep_batch(self.batch(folder.name, ANYONE), folder)
 
     def _sweep_batch(self, batch: BatchObject, folder: Path) -> None:
         for id, name in ((batch.output_file_id, "output"), (batch.error_file_id, "errors")):
-            if isinstance(id, str) and not self._found("file", id, ANYONE):  # it was deleted
+            if isinstance(id, str) and not self._find("file", id, ANYONE):  # the file was deleted
                 (folder / name).unlink(missing_ok=True)
         if batch.status not in (*LIVE, "failed"):
             self.clean(batch.id)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the database."""
         self._db.close()
 
-    def _found(self, kind: str, id: str, owner: str | None) -> Any:
-        """The columns of a file or batch, None if the owner has none of this id."""
+    def _find(self, kind: str, id: str, owner: str | None) -> Any:
+        """Return a file's or batch's columns; None if the owner has no such object."""
         columns = "body, path" if kind == "file" else "body, owner"
         query = f"SELECT {columns} FROM {kind} WHERE id = ? AND {_OWNED}"
         return next(iter(self._db.all(query, id, owner, owner)), None)
 
     def _get(self, kind: str, id: str, owner: str | None) -> Any:
-        if (found := self._found(kind, id, owner)) is None:
+        if (found := self._find(kind, id, owner)) is None:
             message = f"there is no {kind} {id!r}"
             raise RequestError(message, param=f"{kind}_id", status=404)
         return found
@@ -117,11 +118,11 @@ class Store:
     # Files.
 
     def upload_path(self, id: str) -> Path:
-        """Where the content of a new file goes."""
+        """Return the path for a new file's content."""
         return self.folder / "files" / id
 
     def add_file(self, file: FileObject, path: Path, owner: str) -> None:
-        """Have a file whose content is there."""
+        """Add a file whose content is complete."""
         with self._db.transaction() as db:
             self._add_file(db, file, path, owner)
 
@@ -133,17 +134,17 @@ class Store:
         )
 
     def file(self, id: str, owner: str | None) -> FileObject:
-        """A file by its id; RequestError 404 when the owner has none."""
+        """Return a file by its id; RequestError 404 if the owner has no such file."""
         return msgspec.json.decode(self._get("file", id, owner)[0], type=FileObject)
 
     def content(self, id: str, owner: str | None) -> Path:
-        """Where a file's content is; RequestError 404 when the owner has no such file."""
+        """Return the path of a file's content; RequestError 404 if the owner has no such file."""
         return self.folder / str(self._get("file", id, owner)[1])
 
     def files(
         self, owner: str, *, purpose: str | None, after: str | None, limit: int, newest_first: bool
     ) -> list[FileObject]:
-        """A page of files, and one more if there is; RequestError when `after` is unknown."""
+        """Return a page of files, and one more if any is left; RequestError for a bad `after`."""
         order, beyond = ("DESC", "<") if newest_first else ("ASC", ">")
         rows = self._db.all(
             f"SELECT body FROM file WHERE owner = ? AND (? IS NULL OR number {beyond} ?) "
@@ -156,10 +157,10 @@ class Store:
         return [msgspec.json.decode(body, type=FileObject) for (body,) in rows]
 
     def delete_file(self, id: str, owner: str) -> None:
-        """Forget a file, and remove its content.
+        """Delete a file and its content.
 
         Raises:
-            RequestError: 404, the owner has none; 409, a batch still reads it.
+            RequestError: 404, the owner has no such file; 409, a batch still reads it.
         """
         with self._db.transaction() as db:
             path = self.content(id, owner)
@@ -171,21 +172,21 @@ class Store:
                         status=409,
                     )
             db.execute("DELETE FROM file WHERE id = ?", (id,))
-        path.unlink(missing_ok=True)  # a crash before this: see `_sweep`
+        path.unlink(missing_ok=True)  # after a crash, `_sweep` does it
 
     # Batches.
 
     def batch_folder(self, id: str) -> Path:
-        """What a batch has on the disk; made if need be."""
+        """Return a batch's folder; create it if missing."""
         folder = self.folder / "batches" / id
         try:
             folder.mkdir(exist_ok=True)
         except OSError as error:
-            raise of_file(folder, error) from error
+            raise file_error(folder, error) from error
         return folder
 
     def add_batch(self, batch: BatchObject, owner: str) -> None:
-        """Have a new batch; RequestError when the owner has no such file for its input."""
+        """Add a new batch; RequestError if the owner has no such input file."""
         with self._db.transaction() as db:
             self._check_input(batch.input_file_id, owner)
             db.execute(
@@ -203,11 +204,11 @@ class Store:
             raise RequestError(message, param="input_file_id")
 
     def batch(self, id: str, owner: str | None) -> BatchObject:
-        """A batch by its id; RequestError 404 when the owner has none."""
+        """Return a batch by its id; RequestError 404 if the owner has no such batch."""
         return msgspec.json.decode(self._get("batch", id, owner)[0], type=BatchObject)
 
     def batches(self, owner: str, *, after: str | None, limit: int) -> list[BatchObject]:
-        """A page of batches, newest first, and one more if there is; RequestError as `files`."""
+        """Return a page of batches, newest first; otherwise the same as `files`."""
         rows = self._db.all(
             "SELECT body FROM batch WHERE owner = ? AND (? IS NULL OR number < ?) "
             "ORDER BY number DESC LIMIT ?",
@@ -217,36 +218,41 @@ class Store:
         )
         return [msgspec.json.decode(body, type=BatchObject) for (body,) in rows]
 
-    def next(self, statuses: Sequence[BatchStatus], but: Collection[str]) -> BatchObject | None:
-        """The oldest batch that has the first of these statuses, else the next; some left out."""
+    def next(self, statuses: Sequence[BatchStatus], skip: Collection[str]) -> BatchObject | None:
+        """Return the oldest batch with the first status, else with the next status, and so on.
+
+        Args:
+            statuses: statuses, in order of preference.
+            skip: ids of batches to ignore.
+        """
         for status in statuses:
             query = "SELECT id FROM batch WHERE status = ? ORDER BY number"
             for (id,) in self._db.all(query, status):
-                if id not in but:
+                if id not in skip:
                     return self.batch(id, ANYONE)
         return None
 
     def change(
         self,
         id: str,
-        how: Callable[[BatchObject], BatchObject],
+        update: Callable[[BatchObject], BatchObject],
         owner: str | None,
         files: Iterable[tuple[FileObject, Path]] = (),
     ) -> BatchObject:
-        """Change a batch, and add files of its owner with their contents' paths, all at once.
+        """Change a batch, and add its output files, in one transaction.
 
         Args:
-            id: of the batch.
-            how: what it is afterwards, of what it is; may raise to leave it so.
-            owner: of the batch.
-            files: that it has made.
+            id: id of the batch.
+            update: makes the new batch from the old one; if it raises, nothing changes.
+            owner: owner of the batch.
+            files: output files to add for the same owner, with the paths of their contents.
 
         Raises:
-            RequestError: 404, the owner has none.
+            RequestError: 404, the owner has no such batch.
         """
         with self._db.transaction() as db:
             body, batch_owner = self._get("batch", id, owner)
-            batch = how(msgspec.json.decode(body, type=BatchObject))
+            batch = update(msgspec.json.decode(body, type=BatchObject))
             db.execute(
                 "UPDATE batch SET status = ?, body = ? WHERE id = ?",
                 (batch.status, msgspec.json.encode(batch), id),
@@ -256,7 +262,7 @@ class Store:
         return batch
 
     def clean(self, id: str) -> None:
-        """Remove what an ended batch no longer needs: its state, and files without a line."""
+        """Remove what an ended batch no longer needs: its state, and empty outputs."""
         folder = self.folder / "batches" / id
         for path in folder.glob("state*"):
             path.unlink()
@@ -276,12 +282,12 @@ class Store:
             return None
         found = self._db.all(f"SELECT number FROM {kind} WHERE id = ? AND owner = ?", id, owner)
         if not found:
-            raise RequestError(f"there is no {kind} {id!r} to go on after", param="after")
+            raise RequestError(f"there is no {kind} {id!r}", param="after")
         return int(found[0][0])
 
 
-def inputs_of(store: Store, batch: BatchObject) -> Inputs:
-    """The input file; ConfigError when it is gone."""
+def open_inputs(store: Store, batch: BatchObject) -> Inputs:
+    """Return a batch's input file; ConfigError if it is gone."""
     try:
         path = store.content(batch.input_file_id, ANYONE)
     except RequestError:
@@ -291,20 +297,20 @@ def inputs_of(store: Store, batch: BatchObject) -> Inputs:
     return Inputs([path])
 
 
-def journal_of(store: Store, batch: BatchObject) -> Journal:
-    """The journal, made if need be; raises as `Journal`."""
+def make_journal(store: Store, batch: BatchObject) -> Journal:
+    """Open a batch's journal, and create it if missing; raises as `Journal`."""
     folder = store.batch_folder(batch.id)
     return Journal(folder / "state", [folder / "output", folder / "errors"])
 
 
-def opened(store: Store, batch: BatchObject) -> Journal:
-    """The journal, with its outputs as it says.
+def open_journal(store: Store, batch: BatchObject) -> Journal:
+    """Open a batch's journal and output files, and recover from a crash.
 
     Raises:
-        ConfigError: one of them is damaged.
-        DiskError: the disk is full, or fails.
+        ConfigError: a file is damaged.
+        DiskError: the disk is full or fails.
     """
-    journal = journal_of(store, batch)
+    journal = make_journal(store, batch)
     try:
         journal.recover()
         journal.open()
@@ -314,15 +320,15 @@ def opened(store: Store, batch: BatchObject) -> Journal:
     return journal
 
 
-def opened_to_go_on(store: Store, batch: BatchObject) -> Journal:
-    """The same of a batch that was validated; ConfigError when its input is not what it was."""
-    journal = opened(store, batch)
+def reopen_journal(store: Store, batch: BatchObject) -> Journal:
+    """Open the journal of a validated batch; ConfigError if the batch's input has changed."""
+    journal = open_journal(store, batch)
     try:
         if journal.settings is None:
             raise ConfigError("the state of the batch is gone")
         digests = journal.settings["inputs"]
-        if batch.status == "in_progress" and inputs_of(store, batch).digests() != digests:
-            raise ConfigError(f"input file {batch.input_file_id} is not what it was at first")
+        if batch.status == "in_progress" and open_inputs(store, batch).digests() != digests:
+            raise ConfigError(f"input file {batch.input_file_id} has changed since the batch began")
     except WeftError:
         journal.close()
         raise
@@ -330,23 +336,23 @@ def opened_to_go_on(store: Store, batch: BatchObject) -> Journal:
 
 
 class Ending(Struct, frozen=True):
-    """The last status of a batch, and why it has failed, if it has."""
+    """The final status of a batch, and the reason if it failed."""
 
     status: Literal["completed", "cancelled", "expired", "failed"]
     failure: BatchError | None = None
 
 
-def end(store: Store, id: str, journal: Journal | None, ending: Ending) -> None:
-    """End a batch, with the outputs that its journal has.
+def end_batch(store: Store, id: str, journal: Journal | None, ending: Ending) -> None:
+    """End a batch, and add the outputs that its journal records.
 
     Args:
-        store: that has the batch.
-        id: of the batch.
-        journal: open; None when it cannot be read, and there are no outputs.
-        ending: one that is to be cancelled is, unless it has failed.
+        store: store with the batch.
+        id: id of the batch.
+        journal: open journal; None if it cannot be read, and there are no outputs.
+        ending: final status; a batch that is being cancelled becomes cancelled, unless it failed.
 
     Raises:
-        DiskError: the disk is full, or fails.
+        DiskError: the disk is full or fails.
     """
     rows = [0, 0] if journal is None else journal.counts()
     counts = RequestCounts(0 if journal is None else journal.total, *rows)

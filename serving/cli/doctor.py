@@ -1,10 +1,10 @@
-"""`weft doctor`: whether this node can serve, and what to change if it cannot.
+"""`weft doctor`: checks before serving, with advice on each problem.
 
 Each check is a function that returns a Finding. Checks change nothing and load no model. "warn"
-means that serving is slower or limited, "fail" that it does not work.
+means slower or limited serving, "fail" means no serving.
 
-With `--nodes` above 1 and `weft join` on the other nodes, each node checks itself, and then its
-links to the others.
+With `--nodes` above 1, the other nodes run `weft join`. Each node checks itself, and then its links
+to the others.
 """
 
 from __future__ import annotations

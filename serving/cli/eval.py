@@ -1,8 +1,7 @@
-"""`weft eval`: the share of held-out questions that a model answers right.
+"""`weft eval`: a model's score on held-out questions, in percent.
 
-Questions, and the check of an answer, come from models/bundled/tasks.py. All questions of a task
-are asked at once, so the engine is full, and answered greedily. The score is the percentage of
-right answers.
+Questions and the check for answers come from models/bundled/tasks.py. The engine gets all questions
+in a task at once, and answers greedily.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Score:
         task: name of the task.
         right: number of right answers.
         count: number of questions.
-        tokens: output tokens of all answers.
+        tokens: output tokens in all answers.
         seconds: time from the first question to the last answer.
     """
 
@@ -69,12 +68,12 @@ class Score:
 
     @property
     def percent(self) -> float:
-        """Percentage of right answers."""
+        """Right answers in percent."""
         return 100.0 * self.right / self.count
 
     @property
     def row(self) -> str:
-        """Line of the table."""
+        """Line for the table."""
         return (
             f"{self.task:<12} {self.right:>6}/{self.count:<6} {self.percent:>6.1f} %"
             f" {self.tokens / self.seconds:>8.0f} tokens/s"
@@ -140,7 +139,7 @@ def run(
 
 
 def ask(llm: LLM, questions: Sequence[Question]) -> tuple[Score, list[Failure]]:
-    """Ask the questions of one task, all at once."""
+    """Ask all questions in one task at once."""
     from weft.serving.engine.sampling_params import SamplingParams
 
     started = time.monotonic()
@@ -162,7 +161,7 @@ def ask(llm: LLM, questions: Sequence[Question]) -> tuple[Score, list[Failure]]:
 
 
 def total(scores: Sequence[Score]) -> Score:
-    """Add up the scores of all tasks."""
+    """Add up the scores in all tasks."""
     return Score(
         "overall",
         sum(score.right for score in scores),

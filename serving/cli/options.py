@@ -31,7 +31,7 @@ _ORDER = {name: place for place, name in enumerate(TOPIC_OF)}
 
 
 class TopicOption(click.Option):
-    """A flag with the topic that the help lists it under."""
+    """A flag with a topic for the help."""
 
     def __init__(self, *args: Any, topic: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -68,7 +68,7 @@ def takes(
     Args:
         configs: dataclasses with the settings.
         model: make the model an argument of the command instead of a flag.
-        only: names of the settings that the command can use; None for all.
+        only: names of usable settings; None for all.
     """
     taken = sorted(
         (
@@ -90,7 +90,7 @@ def takes(
 
         command.__name__, command.__doc__ = function.__name__, function.__doc__
         command.__click_params__ = getattr(function, "__click_params__", [])  # type: ignore[attr-defined]
-        # click shows the decorator that is applied last first.
+        # The last decorator comes first in the help.
         for setting in reversed(taken):
             if model and setting.name == "model":
                 click.argument("model", required=False)(command)
@@ -110,7 +110,7 @@ def takes(
 def _flag(setting: Setting) -> Callable[[Command], Command]:
     """Return the click option of a setting.
 
-    It has no default, so that `takes` can tell which flags were given.
+    It has no default, so `takes` can tell which flags were given.
     """
     add = option(TOPIC_OF[setting.name])
     default = "" if setting.default is None else f"  [default: {setting.default}]"

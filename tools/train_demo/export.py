@@ -1,7 +1,7 @@
-"""Writes a trained network as a Hugging Face checkpoint, and proves that it loads.
+"""Export of a trained network as a Hugging Face checkpoint, with a check that it loads.
 
-File names, weight names and config keys are those of released Qwen3 and
-Qwen3-MoE checkpoints: each expert has its own three matrices.
+File names, weight names and config keys are those of released Qwen3 and Qwen3-MoE checkpoints: each
+expert has its own three matrices.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STACKED = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
 def released_weights(network: Network) -> dict[str, Tensor]:
-    """The weights in bfloat16 under their released names, experts one by one."""
+    """Return the weights in bfloat16 with their released names, expert by expert."""
     weights: dict[str, Tensor] = {}
     for name, value in network.state_dict().items():
         if name.endswith(STACKED):
@@ -38,7 +38,7 @@ def released_weights(network: Network) -> dict[str, Tensor]:
 
 
 def model_config(shape: Shape, end: int) -> dict[str, Any]:
-    """config.json as released checkpoints have it."""
+    """Return config.json, as released checkpoints have it."""
     config: dict[str, Any] = {
         "architectures": ["Qwen3MoeForCausalLM" if shape.experts else "Qwen3ForCausalLM"],
         "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": None,
@@ -64,7 +64,7 @@ def model_config(shape: Shape, end: int) -> dict[str, Any]:
 
 
 def export(network: Network, tokenizer: Tokenizer, directory: Path) -> None:
-    """Write the whole checkpoint; the weights replace an older file in one step."""
+    """Write a complete checkpoint; the weights replace an older file in one step."""
     directory.mkdir(parents=True, exist_ok=True)
     end, pad = token_id(tokenizer, END), token_id(tokenizer, PAD)
     generation = {"do_sample": False, "eos_token_id": [end, pad], "pad_token_id": pad}
@@ -81,7 +81,7 @@ def export(network: Network, tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def load_exported(directory: Path, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
-    """The checkpoint as `transformers` loads it: model and tokenizer.
+    """Load the checkpoint with `transformers`: model and tokenizer.
 
     Raises RuntimeError if a weight is missing or unexpected.
     """
@@ -98,7 +98,7 @@ def load_exported(directory: Path, dtype: torch.dtype = torch.bfloat16) -> tuple
 
 @torch.inference_mode()
 def generate(model: Any, tokenizer: Any, question: Question, limit: int = 96) -> str:
-    """The greedy reply of a `transformers` model, as text."""
+    """Return the greedy reply of a `transformers` model, as text."""
     inputs = tokenizer.apply_chat_template(
         list(question.messages), tools=list(question.tools) if question.tools else None,
         add_generation_prompt=True, return_tensors="pt", return_dict=True,
@@ -109,6 +109,6 @@ def generate(model: Any, tokenizer: Any, question: Question, limit: int = 96) ->
 
 
 def score(model: Any, tokenizer: Any, questions: Sequence[Question]) -> float:
-    """Share of the questions that the exported model answers rightly."""
+    """Return the fraction of questions that the exported model answers right."""
     right = [check(question, generate(model, tokenizer, question)) for question in questions]
     return sum(right) / len(right)

@@ -1,10 +1,10 @@
-"""The network that is trained: Qwen3 and Qwen3-MoE at a small size, in plain torch.
+"""The network to train: a small Qwen3 or Qwen3-MoE, in plain torch.
 
-The forward pass equals that of `transformers`' `Qwen3ForCausalLM` and
-`Qwen3MoeForCausalLM`; it is written again because a compact module with the
-experts of a layer stacked in one parameter trains faster on a CPU.
-Batches are padded on the right, so the causal mask alone keeps padding out.
-Not here: a KV cache, dropout, biases, sliding windows.
+Its forward pass equals `Qwen3ForCausalLM` and `Qwen3MoeForCausalLM` in `transformers`. This compact
+module trains faster on a CPU, because one parameter holds all experts of a layer. Batches are
+padded on the right, so the causal mask alone hides padding.
+
+Does not handle: a KV cache, dropout, biases, sliding windows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn import functional as F  # noqa: N812
 
 @dataclass(frozen=True)
 class Shape:
-    """Dimensions of the network; `experts == 0` means a dense MLP of width `intermediate`."""
+    """Dimensions of the network; with `experts == 0`, a dense MLP has the width `intermediate`."""
 
     vocab: int = 1536
     hidden: int = 192
@@ -34,14 +34,14 @@ class Shape:
 
 
 def rope_table(length: int, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary embedding, [length, head_dim] each."""
+    """Return cosines and sines for the rotary embedding, [length, head_dim] each."""
     inverse = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
     angles = torch.outer(torch.arange(length).float(), inverse).repeat(1, 2)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [batch, heads, length, head_dim], halves convention."""
+    """Apply the rotary embedding to x [batch, heads, length, head_dim], halves convention."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -55,12 +55,12 @@ class RmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., size] -> the same shape, float32."""
+        """Normalize x [..., size] -> the same shape, float32."""
         return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
 
 
 class Attention(nn.Module):
-    """Causal attention with grouped queries and a norm on each query and key head."""
+    """Causal grouped-query attention with a norm on each query and key head."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Attention(nn.Module):
         self.k_norm = RmsNorm(shape.head_dim, shape.norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [batch, length, hidden] -> the same shape."""
+        """Attend within x [batch, length, hidden] -> the same shape."""
         batch, length, _ = x.shape
         heads = (batch, length, -1, self.shape.head_dim)
         q = rotate(self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2), cos, sin)
@@ -87,7 +87,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """SwiGLU."""
+    """A SwiGLU MLP."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -96,13 +96,13 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [batch, length, hidden] -> the same shape, and a zero balance loss."""
+        """Apply the MLP to x [batch, length, hidden] -> the same shape, and a zero balance loss."""
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return out, x.new_zeros(())
 
 
 class MoeMlp(nn.Module):
-    """Each token goes to `experts_per_token` SwiGLU experts; none is dropped."""
+    """A mixture of SwiGLU experts: `experts_per_token` for each token, and no token is dropped."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class MoeMlp(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(shape.experts, shape.hidden, shape.intermediate))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [batch, length, hidden] -> the same shape, and the balance loss (1 if uniform)."""
+        """Route x [batch, length, hidden] -> the same shape, and the balance loss, 1 if uniform."""
         tokens = x.reshape(-1, x.shape[-1])
         with torch.autocast("cpu", enabled=False):
             scores = F.linear(tokens.float(), self.gate.weight).softmax(-1)
@@ -137,7 +137,7 @@ class MoeMlp(nn.Module):
         ]
         scaled = torch.cat(outs).float() * weight.flatten()[order, None]
         out = torch.zeros_like(tokens, dtype=torch.float32).index_add(0, source, scaled)
-        # Switch Transformer's loss: experts * sum(share of tokens * mean probability).
+        # Switch Transformer's loss: experts * sum(fraction of tokens * mean probability).
         balance = self.shape.experts * (counts / counts.sum() * scores.mean(0)).sum()
         return out.view(x.shape), balance
 
@@ -153,14 +153,14 @@ class Layer(nn.Module):
         self.mlp = MoeMlp(shape) if shape.experts else Mlp(shape)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """x [batch, length, hidden] -> the same shape, and the balance loss."""
+        """Transform x [batch, length, hidden] -> the same shape, and the balance loss."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
         out, balance = self.mlp(self.post_attention_layernorm(x))
         return x + out, balance
 
 
 class Body(nn.Module):
-    """Everything below the head; named `model` in checkpoints."""
+    """Everything below the language-model head; checkpoints call it `model`."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Body(nn.Module):
         self.norm = RmsNorm(shape.hidden, shape.norm_eps)
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """ids [batch, length] -> states [batch, length, hidden], mean balance loss."""
+        """Transform ids [batch, length] -> states [batch, length, hidden], mean balance loss."""
         cos, sin = rope_table(ids.shape[1], self.shape)
         x, balances = self.embed_tokens(ids), []
         for layer in self.layers:
@@ -180,7 +180,7 @@ class Body(nn.Module):
 
 
 class Network(nn.Module):
-    """Causal language model with the head tied to the embedding."""
+    """A causal language model with tied embeddings."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -194,18 +194,18 @@ class Network(nn.Module):
         nn.init.normal_(self.model.embed_tokens.weight, std=0.02)
 
     def loss(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Summed cross-entropy at targets [batch, length] (-100: none), and balance loss."""
+        """Return summed cross-entropy at targets [batch, length] (-100: none), and balance loss."""
         states, balance = self.model(ids)
         chosen = targets != -100
         logits = F.linear(states[chosen], self.model.embed_tokens.weight)
         return F.cross_entropy(logits.float(), targets[chosen], reduction="sum"), balance
 
     def last_answers(self, ids: Tensor, targets: Tensor) -> int:
-        """How many rows predict every target of their last run of targets, given those before."""
+        """Count rows that predict every target in their last run of targets."""
         states, _ = self.model(ids)
         likeliest = F.linear(states, self.model.embed_tokens.weight).argmax(-1)
         wrong = (likeliest != targets) & (targets != -100)
-        # Positions after the last gap between targets: the last answer.
+        # The last answer is at the positions after the last gap between targets.
         place = torch.arange(ids.shape[1])
         end = torch.where(targets != -100, place, -1).amax(1, keepdim=True)
         gap = torch.where((targets == -100) & (place < end), place, -1).amax(1, keepdim=True)

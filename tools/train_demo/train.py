@@ -1,15 +1,14 @@
-"""Trains the two demo models from nothing, on a CPU, in about an hour and a half each.
+"""Train the two demo models from nothing, on a CPU, in about an hour and a half each.
 
-    python -m train_demo.train --model dense --minutes 90 --out models/bundled/weft-demo
+    PYTHONPATH=tools python -m train_demo.train --model dense --minutes 93 --out weft-demo
 
-Data: chats made by `tasks.py`; step k of seed s always sees the same chats, so
-a resumed run continues the stream where it stopped. Loss: on the assistant's
-tokens only. Optimizer: Muon for the matrices inside the layers, AdamW for the
-rest. Schedule: warm-up, constant, then linear decay to zero over the last
-three fifths (WSD). Progress is counted in steps with --steps (two runs agree bit by
-bit) or in time with --minutes (they do not: the decay follows the clock).
+Data: chats from `weft.models.bundled.tasks`; step k with seed s always sees the same chats, so a
+resumed run continues where it stopped. Loss: only on the assistant's tokens. Optimizer: Muon for
+the matrices inside the layers, AdamW for the rest. Schedule: warm-up, constant, then linear decay
+to zero over the last three fifths (WSD). With --steps, two runs agree bit by bit. With --minutes
+they do not, because the decay follows the clock.
 
-Every checkpoint is exported as well, so a model can be tried while it trains.
+Each checkpoint is also exported, so you can try a model while it trains.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ Batch = tuple[Tensor, Tensor]  # token ids and targets, [batch, length] each
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides a run; field names are the command line's."""
+    """All parameters of a run; each field is a flag."""
 
     model: str = "dense"
     out: Path = Path("weft-demo")
@@ -57,16 +56,16 @@ class Settings:
     seed: int = 0
     threads: int = 1
     compile: bool = False
-    tokenizer_chats: int = 20_000  # that the tokenizer is trained on
+    tokenizer_chats: int = 20_000  # training data for the tokenizer
     short_tokens: int = 3200  # per step
-    long_every: int = 2  # steps from one long chat to the next; 0: none
-    long_after: int = 400  # steps without long chats, while looking up is learned
-    late_after: int = 1000  # steps before the weight shifts to the tasks that compute
+    long_every: int = 2  # steps between long chats; 0 for none
+    long_after: int = 400  # steps before the first long chat; the model learns to look up
+    late_after: int = 1000  # steps before tasks that compute become more frequent
     warmup: int = 50
-    decay: float = 0.62  # share of the run
+    decay: float = 0.62  # fraction of the run
     matrix_rate: float = 0.02
     vector_rate: float = 0.004
-    balance: float = 0.01  # weight of the experts' balance loss
+    balance: float = 0.01  # weight for the experts' balance loss
     log_every: int = 20
     evaluate_every: int = 300
     save_seconds: float = 180.0
@@ -76,7 +75,7 @@ class Settings:
 
 
 def step_chats(settings: Settings, tokenizer: Tokenizer, step: int) -> list[tuple[list[int], ...]]:
-    """Token ids and targets of the chats of one step, shortest first."""
+    """Encode the chats for one step: token ids and targets, shortest chat first."""
     rng = random.Random(f"train/{settings.seed}/{step}")
     late, encoded, total = step >= settings.late_after, [], 0
     every = settings.long_every * (2 if late else 1)
@@ -89,7 +88,7 @@ def step_chats(settings: Settings, tokenizer: Tokenizer, step: int) -> list[tupl
 
 
 def padded(chats: list[tuple[list[int], ...]], pad: int) -> Batch:
-    """Chats as one batch, padded on the right."""
+    """Make one batch from chats, padded on the right."""
     length = max(len(ids) for ids, _ in chats)
     ids = [ids + [pad] * (length - len(ids)) for ids, _ in chats]
     targets = [targets + [-100] * (length - len(targets)) for _, targets in chats]
@@ -97,7 +96,7 @@ def padded(chats: list[tuple[list[int], ...]], pad: int) -> Batch:
 
 
 def batches(chats: list[tuple[list[int], ...]], pad: int, size: int = 1200) -> list[Batch]:
-    """Batches of chats of similar length, each of about `size` tokens with padding."""
+    """Group chats with similar lengths into batches with about `size` tokens, padding included."""
     groups: list[list[tuple[list[int], ...]]] = [[]]
     for chat in chats:
         if (len(groups[-1]) + 1) * len(chat[0]) > size and groups[-1]:
@@ -110,9 +109,9 @@ def batches(chats: list[tuple[list[int], ...]], pad: int, size: int = 1200) -> l
 
 
 def orthogonal(update: Tensor) -> Tensor:
-    """The nearest semi-orthogonal matrices to update [..., rows, columns], roughly.
+    """Approximate the nearest semi-orthogonal matrices to update [..., rows, columns].
 
-    Quintic Newton-Schulz iteration of Muon (Keller Jordan, 2024).
+    Quintic Newton-Schulz iteration from Muon (Keller Jordan, 2024).
     """
     tall = update.shape[-2] > update.shape[-1]
     x: Tensor = update.mT if tall else update
@@ -125,14 +124,14 @@ def orthogonal(update: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, made orthogonal; parameters [..., rows, columns] of equal rank."""
+    """A Nesterov optimizer with orthogonal updates; parameters [..., rows, columns], equal rank."""
 
     def __init__(self, parameters: list[Tensor], lr: float, momentum: float = 0.95) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient; `closure` is not used."""
+        """Update every parameter that has a gradient; `closure` is not used."""
         for group in self.param_groups:
             for p in group["params"]:
                 velocity = self.state[p].setdefault("velocity", torch.zeros_like(p))
@@ -143,7 +142,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def optimizers(network: Network, settings: Settings) -> list[torch.optim.Optimizer]:
-    """Muon for attention and MLP matrices; AdamW for embedding, router and norms."""
+    """Make Muon for attention and MLP matrices, and AdamW for embedding, router and norms."""
     matrices: list[Tensor] = []
     others: list[Tensor] = []
     for name, p in network.named_parameters():
@@ -156,7 +155,7 @@ def optimizers(network: Network, settings: Settings) -> list[torch.optim.Optimiz
 
 
 def rate_factor(settings: Settings, step: int, progress: float) -> float:
-    """What the learning rates are multiplied by; `progress` runs from 0 to 1."""
+    """Return the factor for the learning rates; `progress` runs from 0 to 1."""
     rising = (step + 1) / settings.warmup
     falling = (1.0 - progress) / settings.decay
     return max(0.0, min(1.0, rising, falling))
@@ -166,7 +165,7 @@ def rate_factor(settings: Settings, step: int, progress: float) -> float:
 
 
 class Run:
-    """A training run: what a checkpoint holds, and the functions that advance it."""
+    """A training run: the contents of a checkpoint, and the functions that advance it."""
 
     def __init__(self, settings: Settings, shape: Shape | None = None) -> None:
         torch.manual_seed(settings.seed)
@@ -182,13 +181,13 @@ class Run:
         self.seconds = 0.0
 
     def progress(self) -> float:
-        """Share of the run that is done."""
+        """Return the finished fraction of the run."""
         if self.settings.minutes:
             return self.seconds / (60 * self.settings.minutes)
         return self.step / self.settings.steps
 
     def advance(self) -> dict[str, float]:
-        """One optimizer step; returns what is logged of it."""
+        """Take one optimizer step; return values for the log."""
         started = time.monotonic()
         factor = rate_factor(self.settings, self.step, self.progress())
         for optimizer, rate in zip(
@@ -216,9 +215,9 @@ class Run:
 
     @torch.inference_mode()
     def accuracy(self, task: str, count: int) -> float:
-        """Share of held-out answers whose every token is the likeliest, given those before.
+        """Return the fraction of held-out answers that greedy decoding would produce.
 
-        That is the greedy answer being the gold one, at the price of one forward pass.
+        One forward pass checks that each token of an answer is the likeliest after the ones before.
         """
         questions = held_out(task, count, seed=self.settings.seed + 1)
         chats = [
@@ -227,13 +226,13 @@ class Run:
         ]
         right = 0
         for ids, targets in batches(sorted(chats, key=lambda chat: len(chat[0])), self.pad):
-            # Only the last turn is the answer; earlier assistant turns are given.
+            # Only the last turn is the answer; earlier assistant turns are part of the question.
             with torch.autocast("cpu", torch.bfloat16):
                 right += self.network.last_answers(ids, targets)
         return right / count
 
     def save(self) -> None:
-        """Write the checkpoint in one step, and the export beside it."""
+        """Replace the checkpoint in one step, and export the model."""
         path = self.settings.checkpoint
         if path is None:
             return
@@ -250,7 +249,7 @@ class Run:
 
     def load(self) -> None:
         """Continue from the checkpoint."""
-        assert self.settings.checkpoint is not None, "the command line sees to it"
+        assert self.settings.checkpoint is not None, "the command line checks it"
         state = torch.load(self.settings.checkpoint, weights_only=True)
         self.tokenizer = Tokenizer.from_str(state["tokenizer"])
         self.network.load_state_dict(state["network"])
@@ -266,19 +265,19 @@ def write_line(path: Path, entry: dict[str, Any]) -> None:
 
 
 def drop_lines(path: Path, after: int) -> None:
-    """Remove what an interrupted run logged after its last checkpoint."""
+    """Remove log lines that an interrupted run wrote after its last checkpoint."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     kept = [line for line in lines if json.loads(line).get("step", after + 1) <= after]
     path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
 
 
 def rounded(values: dict[str, float]) -> dict[str, float]:
-    """Values as they are logged."""
+    """Round values for the log."""
     return {name: float(f"{value:.4g}") for name, value in values.items()}
 
 
 def train(settings: Settings, shape: Shape | None = None) -> Run:
-    """The whole run: train, log, save, and export at the end."""
+    """Run the training to its end: train, log, save and export."""
     run = Run(settings, shape)
     log = settings.log or Path(__file__).parent / "logs" / f"{settings.out.name}.jsonl"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -308,7 +307,7 @@ def train(settings: Settings, shape: Shape | None = None) -> Run:
 
 
 def totals(run: Run) -> dict[str, Any]:
-    """The last line of the log."""
+    """Make the last line of the log."""
     size = (run.settings.out / "model.safetensors").stat().st_size
     return {
         "steps": run.step, "tokens": run.tokens, "assistant_tokens": run.learned,
@@ -319,13 +318,13 @@ def totals(run: Run) -> dict[str, Any]:
 
 
 def verify(settings: Settings, count: int = 100) -> dict[str, float]:
-    """Share right per task of the exported checkpoint, as transformers runs it in bfloat16."""
+    """Score the exported checkpoint per task, as transformers runs it in bfloat16."""
     model, tokenizer = load_exported(settings.out)
     return {task: score(model, tokenizer, held_out(task, count)) for task in TASKS}
 
 
 def arguments() -> Settings:
-    """Settings from the command line."""
+    """Read settings from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for field in fields(Settings):
         name, default = "--" + field.name.replace("_", "-"), field.default
@@ -345,7 +344,7 @@ def arguments() -> Settings:
 
 
 def main() -> None:
-    """Train, then score the export and add the scores to the log."""
+    """Train, score the export, and log the scores."""
     settings = arguments()
     train(settings)
     scores = verify(settings)

@@ -1,9 +1,8 @@
-"""The tokenizer of the demo models and their chat template.
+"""The demo models' tokenizer and chat template.
 
-Byte-level BPE, trained on text from `tasks.py`, with Qwen2's splitting rule
-(digits stand alone). No normalizer, so every UTF-8 text comes back as it was.
-`render` is the chat template in Python, with the assistant's turns marked; a
-test proves it equal to the template that is shipped.
+The tokenizer is byte-level BPE, trained on text from `tasks.py`, with Qwen2's splitting rule (each
+digit is alone). It has no normalizer, so decoding returns the exact text. `render` is the chat
+template in Python, and marks the assistant's turns; a test compares it with the shipped template.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ CHAT_TEMPLATE = (
 
 
 def render(chat: Chat) -> list[tuple[str, bool]]:
-    """The chat as text in pieces; True marks what the assistant says, with its end mark."""
+    """Render a chat as pieces of text; True marks the assistant's words with their end mark."""
     messages, system = chat.messages, ""
     if messages[0]["role"] == "system":
         system, messages = messages[0]["content"], messages[1:]
@@ -94,7 +93,7 @@ def render(chat: Chat) -> list[tuple[str, bool]]:
 
 
 def encode(tokenizer: Tokenizer, chat: Chat) -> tuple[list[int], list[int]]:
-    """Token ids [length], and the target after each token: -100 where nothing is learned."""
+    """Return token ids [length], and the target after each token: -100 where nothing is learned."""
     ids, learned = [], []
     for text, mark in render(chat):
         piece = tokenizer.encode(text).ids
@@ -105,7 +104,7 @@ def encode(tokenizer: Tokenizer, chat: Chat) -> tuple[list[int], list[int]]:
 
 
 def corpus(chats: int) -> Iterator[str]:
-    """Text to count pairs in."""
+    """Yield training text for the tokenizer."""
     rng = random.Random("vocabulary")
     for index in range(chats):
         chat = long_chat(rng) if index % 64 == 0 else training_chat(rng)
@@ -114,7 +113,10 @@ def corpus(chats: int) -> Iterator[str]:
 
 @cache
 def train_tokenizer(chats: int = 20_000) -> Tokenizer:
-    """The same tokenizer on every call: base vocabulary, then special tokens and tags."""
+    """Train the tokenizer; every call gives the same one.
+
+    The base vocabulary comes first, then special tokens and tags.
+    """
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -133,7 +135,7 @@ def train_tokenizer(chats: int = 20_000) -> Tokenizer:
 
 
 def token_id(tokenizer: Tokenizer, mark: str) -> int:
-    """The id of a mark; raises KeyError if the tokenizer has no such token."""
+    """Return a mark's id; KeyError if the tokenizer has no such token."""
     found: int | None = tokenizer.token_to_id(mark)
     if found is None:
         raise KeyError(mark)
@@ -141,7 +143,7 @@ def token_id(tokenizer: Tokenizer, mark: str) -> int:
 
 
 def strip_marks(text: str) -> str:
-    """Text without the marks that are tokens of their own."""
+    """Remove marks that are tokens themselves."""
     for mark in (PAD, START, END, *TAGS):
         text = text.replace(mark, "\n")
     return text

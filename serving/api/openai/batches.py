@@ -57,7 +57,9 @@ def list_batches(
     """Batches, the newest first."""
     service = state.batches
     batches = service.store.batches(owner(), after=after, limit=limit)
-    page = BatchList([service.shown(batch) for batch in batches[:limit]], len(batches) > limit)
+    page = BatchList(
+        [service.with_progress(batch) for batch in batches[:limit]], len(batches) > limit
+    )
     if page.data:
         page.first_id, page.last_id = page.data[0].id, page.data[-1].id
     return _json(page)
@@ -66,7 +68,7 @@ def list_batches(
 @router.get("/v1/batches/{batch_id}", **returns(BatchObject))
 def retrieve_batch(batch_id: str, state: State) -> Response:
     """One batch by its id, with how many of its rows are done."""
-    return _json(state.batches.shown(state.batches.store.batch(batch_id, owner())))
+    return _json(state.batches.with_progress(state.batches.store.batch(batch_id, owner())))
 
 
 @router.post("/v1/batches/{batch_id}/cancel", **returns(BatchObject))

@@ -17,7 +17,7 @@ from weft.errors import DiskError, RequestError
 from weft.serving.api.admin.documentation import returns
 from weft.serving.api.middleware.request_context import owner
 from weft.serving.api.state import State
-from weft.serving.batch.database import passes
+from weft.serving.batch.database import is_transient
 from weft.serving.batch.objects import FileDeleted, FileList, FileObject, new_id, now
 from weft.serving.batch.service import BatchService
 
@@ -69,7 +69,7 @@ async def create_file(request: Request, state: State) -> Response:
             name = Path(file.filename or "").name or "file.jsonl"
             kept = await asyncio.to_thread(_keep, file.file, name, state.batches, owner())
     except OSError as error:
-        if not passes(error):
+        if not is_transient(error):
             raise
         raise DiskError(f"an upload: {error.strerror}") from error
     return _json(kept)

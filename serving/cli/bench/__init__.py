@@ -1,8 +1,8 @@
-"""`weft bench`: load an OpenAI-compatible server as users do, and report the latency they see.
+"""`weft bench`: a load test for OpenAI-compatible servers, with the latency that users see.
 
 command.py     the command's flags
-run.py         a benchmark: from flags to runs, and to the files that the flags ask for
-workload.py    what is asked, and when
-client.py      make requests, and measure them
-report.py      turn times into figures, and figures into a table, JSON and a plot
+run.py         a benchmark: flags, runs, output files
+workload.py    prompts, their lengths, and their arrival times
+client.py      HTTP requests and their times
+report.py      figures from times, as a table, JSON and a plot
 """

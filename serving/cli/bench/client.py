@@ -1,22 +1,21 @@
-"""Asks a server one conversation at a time over streamed HTTP, and takes the times.
+"""A client for one conversation at a time, over streamed HTTP, with the times of each request.
 
-Works against any OpenAI-compatible server: completions for prompts that are
-token ids or text, chat completions for conversations. Servers differ in what
-an event of a stream stands for; here it carries at least one token if
+It works with any OpenAI-compatible server: completions for prompts as token ids or text, chat
+completions for conversations. Servers differ in what a stream event stands for. Here an event
+counts as at least one token in two cases:
 
-- it has text, of the answer or of its reasoning (`reasoning_content`, which
-  some call `reasoning`): the model has made both, and the usage counts both;
-- its text is there and empty, as for a token that is a part of a character.
-  But not if it names the role or the reason of the end: those carry none.
+- It has text, in the answer or in its reasoning (`reasoning_content`, or `reasoning` on some
+  servers). The model generated both, and usage counts both.
+- Its text is present but empty, as for part of a character. Events with a role or a finish reason
+  do not count: they carry no token.
 
-How many tokens came is what the server's usage says, whatever the events were;
-without usage each event counts as one. Servers that hold back tokens without
-text of their own (llama.cpp) show them with the next one that has some, or not
-at all: if the usage counts more tokens than there were events, the event that
-ends the answer stands for the last of them.
+The number of tokens comes from the server's usage, whatever the events were. Without usage, each
+event counts as one token. Some servers (llama.cpp) hold back tokens without text, and send them
+with the next text, or never. So if usage counts more tokens than there were events, the event that
+ends the answer stands for the last token.
 
-Every request has a connection of its own: some servers drop one that a stream
-has used, and a race with that would look like a failure.
+Every request has its own connection: some servers close a connection after a stream, and a race
+with that would look like a failed request.
 
 Does not handle: several answers to one request, tool calls.
 """
@@ -33,7 +32,7 @@ import msgspec
 
 from weft.serving.cli.bench.workload import Turn
 
-REASON_LENGTH = 300  # characters kept of what a server says of a failure
+REASON_LENGTH = 300  # maximum characters to keep from a server's error
 
 
 class _Details(msgspec.Struct):
@@ -59,7 +58,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
     def carries_token(self) -> bool:
-        """Whether this event stands for a token; see the module's text."""
+        """Return whether this event stands for a token; see the module's text."""
         delta = self.delta
         if delta is None:
             return bool(self.text) or (self.text is not None and self.finish_reason is None)
@@ -81,15 +80,17 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(slots=True)
 class Result:
-    """What one request took; times are seconds on the benchmark's clock.
+    """Times for one request, in seconds on the benchmark's clock.
 
     Attributes:
-        due: when the load said it should start; `start` is when it did.
-        asked_tokens: how long the answer should be.
-        arrivals: when each event with tokens came.
-        prompt_tokens, output_tokens: as the server counted them.
-        cached_tokens: of the prompt, those that the server says it had cached.
-        error: why it failed, or None.
+        due: scheduled start.
+        start: actual start.
+        end: end of the answer.
+        asked_tokens: requested length of the answer.
+        arrivals: arrival of each event with tokens.
+        prompt_tokens, output_tokens: counts from the server.
+        cached_tokens: prompt tokens from the server's cache, as it reports them.
+        error: reason for the failure, or None.
     """
 
     due: float
@@ -104,23 +105,23 @@ class Result:
 
     @property
     def ttft(self) -> float:
-        """Time to the first token, from when the request was due: a late start counts."""
+        """Time from `due` to the first token, so a late start counts."""
         return self.arrivals[0] - self.due
 
     @property
     def latency(self) -> float:
-        """Time to the end of the answer, from when the request was due."""
+        """Time from `due` to the end of the answer."""
         return self.end - self.due
 
     @property
     def itl(self) -> list[float]:
-        """Times between events with tokens: what a reader sees as a stutter."""
+        """Times between events with tokens; a reader sees long ones as stutter."""
         pairs = zip(self.arrivals, self.arrivals[1:], strict=False)
         return [later - earlier for earlier, later in pairs]
 
     @property
     def tpot(self) -> float:
-        """Mean time per output token after the first; 0 for answers of one token."""
+        """Mean time per output token after the first; 0 for answers with one token."""
         if self.output_tokens < 2:
             return 0.0
         return (self.arrivals[-1] - self.arrivals[0]) / (self.output_tokens - 1)
@@ -130,19 +131,19 @@ Record = Callable[[Result], None]
 
 
 def ignore(_: Result) -> None:
-    """A record that keeps nothing."""
+    """Discard a result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Where and how to ask.
+    """A connection pool and the fixed part of all requests.
 
     Attributes:
-        session: of aiohttp; its timeout bounds each request.
-        base_url: with its /v1.
-        model: its name on the server.
-        chat: use /chat/completions; else /completions.
-        extra: fields that every request carries besides (temperature, ignore_eos, ...).
+        session: aiohttp session; its timeout applies to each request.
+        base_url: URL with /v1.
+        model: name of the model on the server.
+        chat: use /chat/completions instead of /completions.
+        extra: further fields for every request (temperature, ignore_eos, ...).
     """
 
     session: aiohttp.ClientSession
@@ -154,12 +155,12 @@ class Client:
     async def ask(
         self, conversation: list[Turn], due: float, record: Record = ignore
     ) -> list[Result]:
-        """Hold a conversation, one request per turn; a failed turn ends it.
+        """Hold a conversation, with one request per turn; a failed turn ends it.
 
         Args:
-            conversation: its turns.
-            due: when the first should start; a later one is due when the one before has ended.
-            record: is called with each result as soon as it is there.
+            conversation: turns.
+            due: scheduled start of the first turn; each later one is due when the one before ends.
+            record: called with each result at once.
         """
         results: list[Result] = []
         said: list[dict[str, str]] = []
@@ -179,7 +180,7 @@ class Client:
         return results
 
     async def _stream(self, route: str, asked: dict[str, Any], result: Result) -> str:
-        """Make one request; fills in `result`, but for its end, and returns the text."""
+        """Make one request, fill in `result` except its end, and return the text."""
         body = asked | {
             "model": self.model,
             "max_tokens": result.asked_tokens,
@@ -208,17 +209,17 @@ class Client:
 
 
 class EventReader:
-    """Reads the events of one stream into a result."""
+    """A parser that reads the events of one stream into a result."""
 
     def __init__(self, result: Result) -> None:
         self.text: list[str] = []
         self._result = result
-        self._rest = b""  # of a line that has not come whole
-        self._ended = False  # an event gave the reason of the end
-        self._silent_end: float | None = None  # when it did, if it had no text
+        self._rest = b""  # start of an incomplete line
+        self._ended = False  # whether an event had a finish reason
+        self._silent_end: float | None = None  # arrival of that event, if it had no text
 
     def feed(self, data: bytes, now: float) -> None:
-        """Take what came at the time `now`: any part of the stream."""
+        """Take any piece of the stream, which arrived at the time `now`."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
@@ -226,11 +227,11 @@ class EventReader:
                     self._ended = True
                 else:
                     self._take(_decode(line[5:]), now)
-            elif line.startswith(b"error:"):  # of older llama.cpp servers
+            elif line.startswith(b"error:"):  # from older llama.cpp servers
                 self._result.error = _short(line)
 
     def finish(self) -> None:
-        """The stream is over: settle the count, and whether the answer was whole."""
+        """End the stream: settle the number of tokens, and check that the answer is complete."""
         result = self._result
         if self._silent_end is not None and result.output_tokens > len(result.arrivals):
             result.arrivals.append(self._silent_end)

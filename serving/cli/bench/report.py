@@ -1,15 +1,11 @@
-"""From the times of requests to numbers.
+"""Figures from the times of requests, as a table, a JSON document and a plot.
 
-Rates are given twice. `total`: all output tokens over the whole run, start-up
-and tail included. `steady`: those of the middle, while at least 0.9 of the
-most requests that ever decoded at once were decoding; a request decodes from
-its first token to its last. So the prompts of a first wave and a batch that
-drains at the end, which say nothing of a server that is never idle, are left
-out, and prompts that are worked in between others' tokens count. For one user
-it is the rate of decoding alone. It is for closed loops: at a rate, the most
-that ever ran at once is a chance moment, and steady is not given.
-
-What a benchmark leaves behind: a table, a JSON document, a picture.
+There are two rates. `total` counts all output tokens over the whole run, with its start and end.
+`steady` counts only times with at least 0.9 of the maximum number of decoding requests; a request
+decodes from its first token to its last. It leaves out the first wave of prompts and the final
+drain, which a busy server does not have, but keeps prompts that are processed during others'
+decoding. For one user, `steady` is the decode rate alone. Only closed loops have it: at a fixed
+rate, the maximum is a matter of chance.
 """
 
 from __future__ import annotations
@@ -37,15 +33,15 @@ if TYPE_CHECKING:
     from weft.serving.cli.bench.run import Benchmark
 
 PERCENTILES = (50, 90, 99)
-FULL = 0.9  # share of the most requests that ever decoded at once
-MAX_REASONS = 10  # of failures, the most common
+FULL = 0.9  # fraction of the maximum number of decoding requests
+MAX_REASONS = 10  # number of error messages to keep, most common first
 
 Percentiles = dict[str, float | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A latency target; a request that meets all that are set counts as good. Seconds."""
+    """Latency limits in seconds; a good request meets all limits that are set."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -53,29 +49,29 @@ class Target:
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """Read "ttft=1.0,tpot=0.1"; raises ConfigError."""
+        """Parse "ttft=1.0,tpot=0.1"; raises ConfigError."""
         values: dict[str, float] = {}
         names = [field.name for field in fields(cls)]
         for part in text.split(","):
             name, _, number = (word.strip() for word in part.partition("="))
             if name not in names:
                 raise ConfigError(
-                    f"--target names {name!r}; it knows {', '.join(names)} (ttft=1.0,tpot=0.1)"
+                    f"--target has {name!r}; it can have {', '.join(names)} (ttft=1.0,tpot=0.1)"
                 )
             if name in values:
-                raise ConfigError(f"--target names {name} twice")
+                raise ConfigError(f"--target has {name} twice")
             values[name] = positive(number, f"{name} of --target")
         return cls(**values)
 
     def met(self, result: Result) -> bool:
-        """Whether a request was good."""
+        """Return whether a request is good."""
         return all(
             limit is None or getattr(result, name) <= limit for name, limit in asdict(self).items()
         )
 
 
 def positive(text: str, name: str) -> float:
-    """A finite number above 0; ConfigError says what `name` is instead."""
+    """Parse a finite number above 0; the ConfigError for other text names `name`."""
     try:
         number = float(text)
     except ValueError:
@@ -87,23 +83,23 @@ def positive(text: str, name: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A run in numbers; times in seconds, rates per second.
+    """The figures for one run; times in seconds, rates per second.
 
     Attributes:
         load: "16 users" or "2/s".
-        requests, failed: how many were made, and how many of them failed.
-        seconds: from the first start to the last end.
-        prompt_tokens, output_tokens: of the requests that did not fail.
+        requests, failed: counts of all requests, and of failed ones.
+        seconds: time from the first start to the last end.
+        prompt_tokens, output_tokens: tokens in successful requests.
         total_rate, steady_rate: output tokens per second; see the module's text.
-        request_rate: finished requests per second.
-        goodput: finished requests per second that met the target; without one, all do.
-        ttft, itl, tpot, latency: "p50", "p90" and "p99" -> seconds; None when there are no times.
-            ttft and latency count from when a request was due, itl are the times between events
-            with tokens of all requests, tpot is each request's mean time per token.
-        errors: reason -> number of requests that failed for it.
-        cached_tokens: of prompt_tokens, those that the server says it had cached.
-        short: answers that ended before they were as long as asked for.
-        interrupted: the run was cut short; this is of what had finished.
+        request_rate: successful requests per second.
+        goodput: good requests per second; without a target all successful ones are good.
+        ttft, itl, tpot, latency: "p50", "p90" and "p99" -> seconds, or None without data. ttft and
+            latency start when a request is due; itl has the times between all events with tokens;
+            tpot has each request's mean time per token.
+        errors: error message -> number of requests.
+        cached_tokens: prompt tokens from the server's cache, as it reports them.
+        short: answers that are shorter than requested.
+        interrupted: whether the run was interrupted; the figures then cover finished requests.
     """
 
     load: str
@@ -127,7 +123,7 @@ class Report:
 
     @property
     def first_error(self) -> str | None:
-        """The most common reason of a failure."""
+        """The most common error message."""
         return next(iter(self.errors), None)
 
 
@@ -139,7 +135,7 @@ def summarize(
     steady: bool = True,
     interrupted: bool = False,
 ) -> Report:
-    """Turn the results of one run into a report; `steady` is for closed loops."""
+    """Turn one run's results into a report; set `steady` for closed loops."""
     good = [result for result in results if result.error is None]
     reasons = Counter(result.error for result in results if result.error is not None)
     start = min((result.start for result in results), default=0.0)
@@ -173,11 +169,11 @@ def _percentiles(values: Sequence[float]) -> Percentiles:
 
 
 def _steady_rate(results: Sequence[Result]) -> float | None:
-    """See the module's text; None when no two tokens of a request came at different times."""
+    """Return the rate, or None if no request has two tokens with different times."""
     decoding = [r for r in results if r.arrivals[-1] > r.arrivals[0]]
     if not decoding:
         return None
-    # One more decodes from its first token on, one less from its last.
+    # The number of decoding requests rises at a first token, and falls at a last one.
     edges = sorted(edge for r in decoding for edge in ((r.arrivals[0], 1), (r.arrivals[-1], -1)))
     times = np.array([moment for moment, _ in edges])
     running = np.cumsum([change for _, change in edges])
@@ -189,7 +185,7 @@ def _steady_rate(results: Sequence[Result]) -> float | None:
 
 
 def _token_times(result: Result) -> np.ndarray:
-    """When each token came: with its event, or evenly spread if there are not as many events."""
+    """Return each token's arrival: its event's, or evenly spaced if there are fewer events."""
     arrivals = np.array(result.arrivals)
     if len(arrivals) == result.output_tokens:
         return arrivals
@@ -200,17 +196,17 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def check_file(path: Path, flag: str) -> None:
-    """Raise ConfigError if a file could not be written, before a run takes its minutes."""
+    """Raise ConfigError if a file cannot be written; call this before a long run."""
     if path.is_dir():
         raise ConfigError(f"{flag} is {path}, which is a directory; name a file")
     if not path.parent.is_dir():
         raise ConfigError(f"{flag} is {path}; there is no directory {path.parent}")
     if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"{flag} is {path}; {path.parent} may not be written to")
+        raise ConfigError(f"{flag} is {path}; {path.parent} is not writable")
 
 
 def check_plot(path: Path) -> None:
-    """Raise ConfigError if a picture could not be drawn or written."""
+    """Raise ConfigError if a plot cannot be drawn or written."""
     if path.suffix not in PICTURES:
         raise ConfigError(f"--plot is {path}; its name must end in {', '.join(PICTURES)}")
     if find_spec("matplotlib") is None:
@@ -219,10 +215,10 @@ def check_plot(path: Path) -> None:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Have `write` fill a file beside `path`, and move it there once it is complete.
+    """Call `write` with a temporary path, and then rename the file to `path`.
 
     Raises:
-        WeftError: the file cannot be written; what was there before is untouched.
+        WeftError: the file cannot be written; an existing file stays as it was.
     """
     partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
@@ -235,7 +231,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def document(benchmark: Benchmark, reports: Sequence[Report]) -> str:
-    """All that was asked for and all that came out, as JSON; times in seconds."""
+    """Return all parameters and figures as JSON; times in seconds."""
     workload = benchmark.workload
     content = {
         "weft": __version__,
@@ -258,7 +254,7 @@ def document(benchmark: Benchmark, reports: Sequence[Report]) -> str:
 
 
 def table(reports: Sequence[Report]) -> str:
-    """One row per load, times in milliseconds, and below it what a reader should know."""
+    """Return a table with one row per load, times in milliseconds, and notes below the rows."""
     lines = [
         f"{'':>12} {'requests':>9} {'tokens/s':>18} {'requests/s':>16} "
         f"{'TTFT ms':>18} {'ITL ms':>18} {'end to end ms':>20}",
@@ -279,9 +275,9 @@ def table(reports: Sequence[Report]) -> str:
 def _remarks(report: Report) -> list[str]:
     remarks = [f"{count} failed: {reason}" for reason, count in report.errors.items()]
     if report.interrupted:
-        remarks.append("interrupted: this is what had finished")
+        remarks.append("interrupted: only finished requests count")
     if report.short:
-        remarks.append(f"{report.short} answers ended before the length that was asked for")
+        remarks.append(f"{report.short} answers are shorter than requested")
     if report.cached_tokens:
         share = 100 * report.cached_tokens / max(report.prompt_tokens, 1)
         remarks.append(f"{share:.0f}% of the prompts' tokens came from the server's prefix cache")
@@ -294,7 +290,7 @@ def _ms(percentiles: Percentiles) -> str:
 
 
 def plot(reports: Sequence[Report], path: Path, title: str) -> None:
-    """Draw latency against rate: percentiles of TTFT and ITL over output tokens per second."""
+    """Plot latency against rate: percentiles of TTFT and ITL over output tokens per second."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")
@@ -316,7 +312,7 @@ def _curves(axis: Axes, reports: Sequence[Report], name: str, label: str) -> Non
             if getattr(report, name)[percentile] is not None
         ]
         axis.plot([x for x, _, _ in points], [y for _, y, _ in points], "o-", label=percentile)
-    for x, y, load in points:  # of the highest percentile
+    for x, y, load in points:  # from the highest percentile
         axis.annotate(load, (x, y), (0, 6), textcoords="offset points", ha="center", fontsize=8)
     if points:
         axis.set_yscale("log")

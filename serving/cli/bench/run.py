@@ -1,9 +1,7 @@
-"""One benchmark: every load in turn, each reported.
+"""A benchmark: flags in; one run and one report per load; files out.
 
-Each load (a number of users, or a rate) is one run with prompts of its own;
-a sweep over several loads gives the curve of latency against rate.
-
-`weft bench`: from flags to a benchmark, and from its reports to what was asked for.
+Each load (a number of users, or a rate) has its own run, with its own prompts. Several loads give
+the curve of latency against rate.
 """
 
 from __future__ import annotations
@@ -45,31 +43,31 @@ from weft.serving.cli.bench.workload import (
 )
 from weft.serving.config.progress import Progress
 
-MIN_COUNT = 16  # conversations of a run, unless told
-PER_USER = 4  # of them for each user
-RATE_SECONDS = 60  # how long a run at a rate goes on, unless told
-WARM_UP_RUN = -1  # the prompts that warm up are of no other run
-LIST_TIMEOUT = aiohttp.ClientTimeout(total=30)  # for the list of models
+MIN_COUNT = 16  # least conversations per run, by default
+PER_USER = 4  # default conversations per user
+RATE_SECONDS = 60  # default duration at a rate
+WARM_UP_RUN = -1  # a run number with prompts that no measured run has
+LIST_TIMEOUT = aiohttp.ClientTimeout(total=30)  # for /models
 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """What to measure.
+    """Parameters for a benchmark.
 
     Attributes:
-        base_url: of the server, with its /v1.
-        workload: what is asked.
+        base_url: the server's URL, with /v1.
+        workload: requests to make.
         users: closed-loop loads, one run each.
         rates: open-loop loads in conversations per second, one run each.
-        count: conversations in each run; 0 means four per user or 60 s of a rate, at least 16.
-        model: its name on the server; the first of /v1/models if None.
-        chat: use the chat API; needed for conversations of several turns.
-        extra: fields of every request besides.
-        target: what goodput counts.
-        warm_up: conversations before the first run, not counted.
-        timeout: seconds that a request may take; it has failed then.
-        api_key: is sent as a bearer token.
-        quiet: show no progress.
+        count: conversations per run; 0 means four per user or 60 s at a rate, at least 16.
+        model: the model's name on the server; None means the first in /v1/models.
+        chat: use the chat API, which conversations with several turns need.
+        extra: further fields for every request.
+        target: limits for goodput.
+        warm_up: conversations before the first run, not measured.
+        timeout: maximum seconds per request; a longer one has failed.
+        api_key: key to send as a bearer token.
+        quiet: hide the progress.
     """
 
     base_url: str
@@ -90,25 +88,25 @@ class Benchmark:
         if not self.users and not self.rates:
             raise ConfigError("nothing to measure: give --users or --rate")
         if self.workload.turns > 1 and not self.chat:
-            raise ConfigError("--turns needs --chat: a conversation has roles")
+            raise ConfigError("--turns needs --chat: only chat messages have roles")
         if self.chat and self.workload.token_ids:
-            raise ConfigError("--tokenizer does not go with --chat: messages are text")
+            raise ConfigError("--tokenizer does not work with --chat: messages are text")
 
 
 async def measure(
     benchmark: Benchmark, reported: Callable[[Report], None] | None = None
 ) -> list[Report]:
-    """Run every load in turn, and report each.
+    """Run each load, and report it.
 
-    When it is cancelled, what has finished of the load at hand is still reported.
+    After a cancellation, the finished requests of the current load are still reported.
 
     Args:
-        benchmark: what to measure.
-        reported: is called with each report as soon as it is there.
+        benchmark: parameters.
+        reported: called with each report at once.
 
     Raises:
-        ConfigError: the server does not answer, or has no model.
-        WeftError: the requests that warm up failed.
+        ConfigError: the server does not answer, or has no such model.
+        WeftError: a warm-up request failed.
     """
     reports: list[Report] = []
 
@@ -146,7 +144,7 @@ async def _run(
     *,
     steady: bool,
 ) -> None:
-    """One load: `loop` is called with where to record results."""
+    """Run one load; `loop` gets a function that records results."""
     results: list[Result] = []
     with Progress(load, count * benchmark.workload.turns, quiet=benchmark.quiet) as progress:
 
@@ -189,10 +187,10 @@ async def _warm_up(client: Client, benchmark: Benchmark) -> None:
 
 
 async def find_model(benchmark: Benchmark) -> str:
-    """The model's name on the server: the first one, or the one asked for if it is there.
+    """Return the model's name: the requested one if the server has it, else the first.
 
     Raises:
-        ConfigError: the server does not answer, lists none, or lists others.
+        ConfigError: the server does not answer, has no models, or not the requested one.
     """
     url = benchmark.base_url + "/models"
     try:
@@ -204,17 +202,17 @@ async def find_model(benchmark: Benchmark) -> str:
     except (aiohttp.ClientError, TimeoutError) as error:
         reason = str(error) or f"no answer within {LIST_TIMEOUT.total:g} s"
         raise ConfigError(
-            f"no server at {benchmark.base_url} ({reason}); is it up? --url names another"
+            f"no server at {benchmark.base_url} ({reason}); is it running? --url names another"
         ) from None
     if status in (401, 403):
-        raise ConfigError(f"{url} answers {status}: it wants an API key; --api-key gives it")
+        raise ConfigError(f"{url} answers {status}: it needs an API key; set --api-key")
     try:
         names = [model.id for model in msgspec.json.decode(body, type=_Models).data]
     except msgspec.MsgspecError:
         names = []
     if benchmark.model is None and not names:
         raise ConfigError(
-            f"{url} lists no model (HTTP {status}); --url is to end in /v1, or give --model"
+            f"{url} lists no model (HTTP {status}); --url must end in /v1, or set --model"
         )
     if benchmark.model is not None and names and benchmark.model not in names:
         raise ConfigError(
@@ -237,16 +235,16 @@ INTERRUPTED = 130  # exit status
 
 
 def main(*, as_json: bool, output: Path | None, plot: Path | None, **flags: Any) -> int:
-    """Measure; then write the table (or JSON) to stdout, and the files that were asked for.
+    """Measure, write the table or JSON to stdout, and write the requested files.
 
-    An interrupt ends the measuring, and what has finished is still written.
+    After an interrupt, finished requests are still reported.
 
     Returns:
-        the exit status: 1 when a request failed.
+        Exit status: 1 if a request failed.
 
     Raises:
-        ConfigError: a flag cannot work; nothing was measured.
-        WeftError: the requests that warm up failed, or a file cannot be written.
+        ConfigError: a flag is invalid; nothing was measured.
+        WeftError: a warm-up request failed, or a file cannot be written.
     """
     if output is not None:
         check_file(output, "--output")
@@ -306,7 +304,7 @@ def benchmark_of(
     quiet: bool,
     api_key: str | None,
 ) -> Benchmark:
-    """The benchmark that flags ask for; ConfigError names the one that cannot work."""
+    """Make a benchmark from flags; ConfigError names an invalid one."""
     if not math.isfinite(temperature):
         raise ConfigError(f"--temperature is {temperature}; it must be in [0, 2]")
     rates = tuple(positive(part.strip(), "--rate") for part in rate.split(",")) if rate else ()

@@ -1,22 +1,18 @@
-"""What a benchmark asks: conversations of random text with chosen lengths.
+"""The requests of a benchmark: conversations with random text, and the times when they start.
 
-Lengths are drawn from a small language of distributions:
+Lengths come from one of three distributions:
 
     128         always 128
     64-256      uniform
-    ~200        exponential with mean 200, at least 1 (long-tailed, as chat traffic is)
+    ~200        exponential with mean 200, at least 1 (long-tailed, like chat traffic)
 
-Prompts are random token ids drawn from the tokenizer's vocabulary when one is
-given (exact lengths, completions API), else random words (about one token
-each). Every prompt is fresh, so nothing is served from a prefix cache unless
-a shared prefix or a further turn of a conversation asks for it.
+Prompts are random token ids from the tokenizer's vocabulary, if a tokenizer is given: exact
+lengths, for the completions API. Else they are random words, about one token each. Every prompt is
+new, so a prefix cache serves only shared prefixes and later turns.
 
-When a benchmark asks: a fixed number of users, or arrivals at a rate.
-
-Closed loop: each of N users asks again as soon as it has its answer; shows
-what a server can do. Open loop: conversations arrive as a Poisson process,
-whether or not the server keeps up; shows what users at large would feel, and
-where the queue begins to grow.
+In a closed loop, each of N users asks again after each answer; this shows the server's capacity. In
+an open loop, conversations arrive as a Poisson process, even if the server cannot keep up; this
+shows real users' latency, and the rate at which the queue starts to grow.
 """
 
 from __future__ import annotations
@@ -47,7 +43,7 @@ WORDS = _TEXT.split()
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A distribution of lengths in tokens; see the module's text for how one is written."""
+    """A distribution of lengths in tokens; the module's text explains the notation."""
 
     low: int
     high: int
@@ -55,7 +51,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str, flag: str) -> Lengths:
-        """Read "128", "64-256" or "~200"; ConfigError names `flag` otherwise."""
+        """Parse "128", "64-256" or "~200"; the ConfigError for other text names `flag`."""
         if match := re.fullmatch(r"(~?)([0-9]{1,9})(?:-([0-9]{1,9}))?", text):
             tilde, low, high = match.groups()
             lengths = cls(int(low), int(high or low), bool(tilde))
@@ -72,7 +68,7 @@ class Lengths:
         return str(self.low) if self.low == self.high else f"{self.low}-{self.high}"
 
     def draw(self, rng: random.Random) -> int:
-        """One length."""
+        """Draw one length."""
         if self.exponential:
             return max(1, round(rng.expovariate(1 / self.low)))
         return rng.randint(self.low, self.high)
@@ -80,11 +76,11 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request of a conversation.
+    """One request in a conversation.
 
     Attributes:
-        prompt: what the user adds: token ids, or text.
-        output_tokens: how many tokens the answer shall have.
+        prompt: the user's new message: token ids or text.
+        output_tokens: requested length of the answer.
     """
 
     prompt: list[int] | str
@@ -93,16 +89,16 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Endless conversations, the same for the same seed.
+    """An endless stream of conversations; the same seed gives the same stream.
 
     Attributes:
-        prompt: length of each turn's new text.
-        output: length of each answer.
-        turns: requests in one conversation; each carries the whole conversation so far.
-        shared_prefix: tokens that the first turns of one group have in common.
-        prefix_groups: how many different shared prefixes there are.
-        token_ids: ids to draw prompts from; empty means prompts are words.
-        seed: of everything random.
+        prompt: lengths of each turn's new text.
+        output: lengths of the answers.
+        turns: requests per conversation; each carries the whole history.
+        shared_prefix: number of tokens that all conversations in a group start with.
+        prefix_groups: number of groups.
+        token_ids: ids for prompts; if empty, prompts are words.
+        seed: seed for all random choices.
     """
 
     prompt: Lengths
@@ -114,7 +110,7 @@ class Workload:
     seed: int = 0
 
     def conversations(self, run: int = 0) -> Iterator[list[Turn]]:
-        """One conversation after the other, for ever; each run of a seed has others."""
+        """Yield conversations without end; each run of a seed has different ones."""
         rng = random.Random(f"{self.seed}/{run}")
         prefixes = [self._draw(rng, self.shared_prefix) for _ in range(self.prefix_groups)]
         while True:
@@ -127,7 +123,7 @@ class Workload:
             yield conversation
 
     def _draw(self, rng: random.Random, count: int) -> list[int]:
-        """Token ids, or indices of words."""
+        """Draw token ids, or indices into `WORDS`."""
         return rng.choices(self.token_ids or range(len(WORDS)), k=count)
 
     def _prompt(self, drawn: list[int]) -> list[int] | str:
@@ -135,13 +131,13 @@ class Workload:
 
 
 def plain_token_ids(tokenizer: str) -> list[int]:
-    """Ids of a tokenizer's ordinary tokens: no special ones, nothing added.
+    """Return the ids of a tokenizer's ordinary tokens, without special and added ones.
 
     Args:
-        tokenizer: a tokenizer.json, a directory that has one, or a bundled model's name.
+        tokenizer: a tokenizer.json, a directory with one, or a bundled model's name.
 
     Raises:
-        ConfigError: there is none, or it cannot be read.
+        ConfigError: the file does not exist or cannot be read.
     """
     from tokenizers import Tokenizer
 
@@ -165,7 +161,7 @@ async def closed_loop(
     count: int,
     record: Record,
 ) -> None:
-    """`users` at once hold `count` conversations in all."""
+    """Hold `count` conversations with `users` concurrent users."""
     left = iter(range(count))
 
     async def user() -> None:
@@ -186,7 +182,7 @@ async def open_loop(
     seed: int,
     record: Record,
 ) -> None:
-    """`count` conversations that arrive independently, `rate` a second on average."""
+    """Start `count` conversations at random times, on average `rate` per second."""
     rng = random.Random(seed)
     due = time.perf_counter()
     async with asyncio.TaskGroup() as group:

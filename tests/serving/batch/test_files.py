@@ -54,5 +54,5 @@ def test_stdin_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "kept"
     spool(io.BytesIO(b"one\ntwo\n"), path)
     assert path.read_bytes() == b"one\ntwo\n"
-    with pytest.raises(ConfigError, match="stdin is kept in"):
+    with pytest.raises(ConfigError, match="cannot copy stdin to"):
         spool(io.BytesIO(b"one\n"), tmp_path / "nowhere" / "kept")

@@ -305,7 +305,7 @@ async def test_a_row_that_the_engine_fails_with_twice_is_an_error(
         if "error" in line
     ]
     assert error["code"] == "engine_failed"
-    assert error["message"] == "the engine has failed 2 times with this row"
+    assert error["message"] == "the engine failed 2 times with this row"
     assert journal.failures() == {}
 
 

@@ -139,7 +139,7 @@ def test_what_others_have_written_is_not_cut(scene: Scene) -> None:
     bad = path.read_bytes()
     with (
         closing(Journal(scene.state, scene.paths)) as journal,
-        pytest.raises(ConfigError, match=r"bytes 0 to \d+ of .*out-0 are not those"),
+        pytest.raises(ConfigError, match=r"bytes 0 to \d+ of .*out-0 have changed"),
     ):
         journal.recover()
     assert path.read_bytes() == bad
@@ -173,7 +173,7 @@ def test_a_database_of_something_else_is_left_alone(tmp_path: Path) -> None:
     with closing(sqlite3.connect(path)) as db:
         db.execute("CREATE TABLE mine (x)")
     before = path.read_bytes()
-    with pytest.raises(ConfigError, match="a database of something else"):
+    with pytest.raises(ConfigError, match="another program has made this database"):
         Journal(path, [tmp_path / "out"])
     assert path.read_bytes() == before
 

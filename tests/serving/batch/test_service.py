@@ -137,7 +137,7 @@ def _state_is_none(folder: Path) -> None:
     ("damage", "message", "kept"),
     [
         (_input_is_gone, "input file first-rows is gone", True),
-        (_input_is_another, "input file first-rows is not what it was at first", True),
+        (_input_is_another, "input file first-rows has changed since the batch began", True),
         (_output_is_another, "bytes 0 to ", False),
         (_state_is_gone, "the state of the batch is gone", False),
         (_state_is_none, "the state batches/first/state: file is not a database", False),
@@ -215,7 +215,7 @@ async def test_a_full_disk_is_waited_for(
     state = ServerState(model="mock", engine=engine, state_dir=disk)
     async with serving(disk, engine) as service:
         state.batches = service
-        await until(lambda: "batch first waits" in caplog.text)
+        await until(lambda: "batch first is paused" in caplog.text)
         with pytest.raises(DiskError, match="disk is full"):
             await create_many(service, batch)
         transport = httpx.ASGITransport(build_app(state), raise_app_exceptions=False)

@@ -56,7 +56,7 @@ LINES: list[tuple[dict[str, Any] | str | bytes, str | None]] = [
     ({"custom_id": "d", "url": TEXT}, "line 11: body is missing"),
     ({"url": TEXT, "body": {"prompt": "one"}}, "line 12: custom_id is missing"),
     ({**request("e", prompt="one"), "method": "GET"}, "line 13: method is 'GET'"),
-    (request("f", prompt="one", stream=True), "line 14: stream is for HTTP"),
+    (request("f", prompt="one", stream=True), "line 14: stream works only over HTTP"),
     (request("g", prompt="one", model="other"), "there is no model 'other'"),
     (request("h", prompt="one", temperature=7), "temperature is 7.0; it must be in [0.0, 2.0]"),
     ({"prompt": "one", "frobnicate": 1}, "frobnicate is not a field"),

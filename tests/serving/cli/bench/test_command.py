@@ -162,9 +162,9 @@ CANNOT_WORK = [
     (["--rate", "nan"], "--rate is 'nan'"),
     (["--timeout", "0"], "--timeout is '0'"),
     (["--temperature", "nan"], "--temperature is nan; it must be in [0, 2]"),
-    (["--target", "p99=1"], "--target names 'p99'"),
+    (["--target", "p99=1"], "--target has 'p99'"),
     (["--turns", "2"], "--turns needs --chat"),
-    (["--chat", "--tokenizer", "weft-demo"], "--tokenizer does not go with --chat"),
+    (["--chat", "--tokenizer", "weft-demo"], "--tokenizer does not work with --chat"),
     (["--tokenizer", "nowhere"], "--tokenizer is nowhere; there is no tokenizer.json"),
     (["--url", "localhost:8000"], "--url is 'localhost:8000'; it must be like http://"),
     (["--plot", "a.bmp"], "--plot is a.bmp; its name must end in .png, .svg, .pdf"),
@@ -191,7 +191,7 @@ def test_missing_libraries_are_named_with_the_remedy(run: Run) -> None:
 def test_models_that_the_server_does_not_have(run: Run, server: Server) -> None:
     message = error_of(run("--url", f"{server.url}/v1", "--model", "gpt-9"))
     assert message == f"--model is 'gpt-9'; the server at {server.url}/v1 has {server.model}"
-    assert "--url is to end in /v1" in error_of(run("--url", server.url))
+    assert "--url must end in /v1" in error_of(run("--url", server.url))
 
 
 def test_the_key_comes_from_the_flag_or_the_environment_and_is_kept_out_of_the_figures(
@@ -208,7 +208,7 @@ def test_the_key_comes_from_the_flag_or_the_environment_and_is_kept_out_of_the_f
 
     with sse_server(guarded, models) as url:
         arguments = ("--url", url, "--users", 1, *QUICK, "--json")
-        assert "wants an API key; --api-key gives it" in error_of(run(*arguments))
+        assert "needs an API key; set --api-key" in error_of(run(*arguments))
         for done in (
             run(*arguments, "--api-key", "secret"),
             run(*arguments, OPENAI_API_KEY="secret"),
@@ -300,7 +300,7 @@ def test_an_interrupt_reports_what_has_finished_and_exits_130(tmp_path: Path) ->
             process.send_signal(signal.SIGINT)
             stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stderr) == (130, "")
-    assert "interrupted: this is what had finished" in stdout
+    assert "interrupted: only finished requests count" in stdout
     (report,) = json.loads((tmp_path / "f.json").read_text())["runs"]
     assert (report["interrupted"], report["requests"], report["failed"]) == (True, 3, 0)
 
