@@ -18,7 +18,7 @@ from weft.errors import WeftError
 
 _BARRIER = re.compile(r"\b(?:bar|barrier)(?:\.cta)?\.sync\b|\bs_barrier\b")
 _STORE = re.compile(r"\bst\.(?!shared|local|async)|\bglobal_store|\bbuffer_store|\bflat_store")
-_LABEL = re.compile(r"^(?:\$L__BB|\.LBB)\w+:")  # others are for debuggers
+_LABEL = re.compile(r"^(?:\$L__BB|\.LBB)\w+:")  # other labels are for debuggers
 # At system scope. PTX: an atomic, reduction or store with release semantics, or a fence. AMD: the
 # write-back of the L2 cache that the memory model puts before each of them.
 _RELEASE = re.compile(
@@ -147,7 +147,7 @@ class Signals:
         elif "scf.for" in operation.text or "scf.while" in operation.text:
             for region in 2 * operation.regions:
                 ends.append(self._follow(region, *ends[-1]))
-        else:  # of a function, or of what a reduction does with two numbers
+        else:  # a function, or a reduction's combine
             for region in operation.regions:
                 ends = [self._follow(region, *ends[-1])]
         return all(end[0] for end in ends), frozenset[int]().union(*(end[1] for end in ends))

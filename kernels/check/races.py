@@ -116,8 +116,8 @@ class RaceDetector:
         self.findings: list[str] = []
         self._watched: list[_WatchedTensor] = []
         self._events: list[Event] = []
-        self._host: dict[int, Clock] = {}  # of the stream that the rank launches on
-        self._other: dict[int, Clock] = {}  # of its other stream
+        self._host: dict[int, Clock] = {}  # clock of the rank's current stream
+        self._other: dict[int, Clock] = {}  # clock of its other stream
         self._stream: dict[int, Stream] = {}
         self._launch: dict[Stream, int] = {}
         self._now: dict[int, tuple[Task, Clock]] = {}
@@ -126,7 +126,7 @@ class RaceDetector:
         self._barriers: list[Clock] = []
         self._arrivals: dict[int, int] = {}
         self._carried: dict[int, Clock] = {}
-        self._pending: dict[int, list[_PendingOverwrite]] = {}  # of the rank whose program loaded
+        self._pending: dict[int, list[_PendingOverwrite]] = {}  # by the loading program's rank
         self._puts: list[Put] = []
         self._seen: set[tuple[str, str]] = set()
 
@@ -376,7 +376,7 @@ class RaceDetector:
                 else:
                     pending.append((rank, other, here))
         for rank, other, here in pending:
-            if not taken[here].all():  # taken or not, there is no order
+            if not taken[here].all():  # without an order, taken or not
                 self._report_pair(watched, cells[here & ~taken], other, store)
             overwrite = _PendingOverwrite(watched, cells[here & taken], other, store)
             self._pending.setdefault(rank, []).append(overwrite)

@@ -128,7 +128,7 @@ class Ranks:
         self._ranks[rank].finished = True
         ended = all(r.finished for r in self._ranks)
         while ended and self.failure is None and self.network.puts:
-            self.network.deliver()  # though nobody waits for it
+            self.network.deliver()  # although nobody waits for it
         if ended or self.failure is not None:
             self._release_all()
         else:
@@ -281,7 +281,7 @@ class Memory:
         at = bisect_right(self._starts, entry[0])
         self._starts.insert(at, entry[0])
         self._tensors.insert(at, entry)
-        self._of_rank[rank].append(local)  # what is put may come after the rank has ended
+        self._of_rank[rank].append(local)  # puts may arrive after the rank has ended
 
     def of_peer(self, rank: int, address: int, nbytes: int, peer: int) -> int:
         """Return a peer's address for a rank's address; 0 if it is not symmetric."""

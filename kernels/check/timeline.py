@@ -87,9 +87,9 @@ class _Step:
     kernel: str
     activity: Activity = "compute"
     cost: int = 0
-    posted: Lane | None = None  # the stream goes on; this lane does it
+    posted: Lane | None = None  # the lane that does it while the stream continues
     sends: tuple[int, ...] = ()  # addresses of signals
-    waits_for: tuple[tuple[int, int], ...] = ()  # address, how often it must have been sent
+    waits_for: tuple[tuple[int, int], ...] = ()  # (address, number of sends)
     after: tuple[Stream, int] | None = None  # number of steps on another stream of the rank
 
 
@@ -102,7 +102,7 @@ class _Recorder(RaceDetector):
         self.stream: dict[int, Stream] = defaultdict(lambda: "main")
         self._owners: list[tuple[int, int, int, int]] = []
         self._changes: dict[int, int] = defaultdict(int)
-        self._put: dict[int, list[int]] = defaultdict(list)  # of each rank, signals
+        self._put: dict[int, list[int]] = defaultdict(list)  # by rank: signals
 
     def watch(self, rank: int, tensor: SymmetricTensor) -> None:
         start = tensor.local.data_ptr()
@@ -160,7 +160,7 @@ class _Recorder(RaceDetector):
     def put(self, rank: int, addresses: Array, signal: int) -> int:
         start = int(addresses[0])
         itemsize = next(size for begin, end, _, size in self._owners if begin <= start < end)
-        cost = len(addresses) // itemsize * NETWORK_COST  # of every byte
+        cost = len(addresses) // itemsize * NETWORK_COST  # addresses are per byte
         sends = (signal,) if signal else ()
         self._put[rank] += sends
         self.add(rank, _Step(_kernel(), "communication", cost, posted="network", sends=sends))
@@ -264,9 +264,9 @@ def _multiplying() -> Iterator[set[str]]:
 
 def _replay(steps: dict[tuple[int, Stream], list[_Step]]) -> list[Span]:
     """Run all streams side by side: always the step that can begin first."""
-    ends: dict[tuple[int, Stream], list[int]] = {key: [] for key in steps}  # of steps done
-    busy: dict[tuple[int, Lane], int] = defaultdict(int)  # until when a rank's links are
-    sent: dict[int, list[int]] = defaultdict(list)  # when, by address
+    ends: dict[tuple[int, Stream], list[int]] = {key: [] for key in steps}  # when steps ended
+    busy: dict[tuple[int, Lane], int] = defaultdict(int)  # by lane: when it becomes free
+    sent: dict[int, list[int]] = defaultdict(list)  # by address: send times
     lanes: dict[tuple[int, Lane], list[Span]] = defaultdict(list)
 
     def begins(key: tuple[int, Stream]) -> int | None:
