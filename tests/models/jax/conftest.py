@@ -1,4 +1,4 @@
-"""jax on parts of the CPU, so that a mesh has devices; told before anything imports jax."""
+"""jax on parts of the CPU, so that a mesh has devices; configured before anything imports jax."""
 
 import os
 
