@@ -323,7 +323,7 @@ def test_a_copy_that_is_one_number_too_long_is_found(tmp_path: Path) -> None:
 
 
 def test_signals_whose_place_depends_on_the_shape_are_found(tmp_path: Path) -> None:
-    """One call's signal from a rank is the next call's signal from another, which may come first."""
+    """One call's signal from a rank is the next call's from another, which may come first."""
     packed = planted(
         all_gather,
         tmp_path,

@@ -288,7 +288,7 @@ def test_other_types_are_not_packed() -> None:
 
 @st.composite
 def weights(draw: st.DrawFn) -> Tensor:
-    """Draw bfloat16 [N, K]: normal, over many scales, with zeros, or with any bits, including NaN."""
+    """Draw bfloat16 [N, K]: normal, over many scales, with zeros, or any bits, including NaN."""
     n, k = draw(st.integers(1, 130)), draw(st.integers(1, 130))
     torch.manual_seed(draw(st.integers(0, 2**31)))
     if draw(st.booleans()):
