@@ -1,12 +1,11 @@
 """Looks for the barriers beside signals, in assembly and in Triton's IR.
 
-One thread releases a signal: the others' stores must come before it. One thread
-acquires it: the others' loads must come after. A barrier of the program's threads
-orders both, and none shows in the interpreter, where a program has no threads.
+One thread releases a signal; the other threads' stores must come before it. One thread acquires it;
+the other threads' loads must come after it. A barrier among the program's threads orders both. The
+interpreter cannot show that, because its programs have no threads.
 
-In the assembly (PTX, or AMD's) a barrier stands directly before each
-release, whoever put it there. Triton's IR has those of the source and no others;
-there, all ways through the kernel are followed.
+In the assembly (PTX, or AMD's), a barrier stands directly before each release, whoever inserted it.
+Triton's IR has only the source's barriers; there, all paths through the kernel are followed.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from weft.errors import WeftError
 
 _BARRIER = re.compile(r"\b(?:bar|barrier)(?:\.cta)?\.sync\b|\bs_barrier\b")
 _STORE = re.compile(r"\bst\.(?!shared|local|async)|\bglobal_store|\bbuffer_store|\bflat_store")
-_LABEL = re.compile(r"^(?:\$L__BB|\.LBB)\w+:")  # others are for debuggers
-# At system scope. PTX: an atomic, reduction or store with release semantics, or a fence. AMD: what
-# the memory model puts before each of them, a write-back of the L2 cache.
+_LABEL = re.compile(r"^(?:\$L__BB|\.LBB)\w+:")  # other labels are for debuggers
+# At system scope. PTX: an atomic, reduction or store with release semantics, or a fence. AMD: the
+# write-back of the L2 cache that the memory model puts before each of them.
 _RELEASE = re.compile(
     r"\b(?:atom|red|st|multimem|fence)\.(?=\S*\bsys\b)\S*(?:release|acq_rel)"
     r"|\bbuffer_wbl2 sc0 sc1\b"
@@ -29,10 +28,10 @@ _RELEASE = re.compile(
 
 
 def count_releases(assembly: str) -> tuple[int, int]:
-    """Releases at system scope, and how many have no barrier directly before them.
+    """Count releases at system scope, and the releases without a barrier directly before them.
 
-    Directly: neither a store to global memory nor a place that is jumped to stands between, so
-    that there is no way to the release around the barrier.
+    Directly means that no store to global memory and no jump target comes between. No path to the
+    release can then avoid the barrier.
     """
     releases, unordered, ordered = 0, 0, False
     for line in assembly.splitlines():
@@ -47,7 +46,7 @@ def count_releases(assembly: str) -> tuple[int, int]:
     return releases, unordered
 
 
-# The same in Triton's IR. A put of NVSHMEM's takes what all threads have stored, as a release does.
+# The same in Triton's IR. Like a release, an NVSHMEM put publishes all threads' stores.
 _TTIR_BARRIER = re.compile(r"\b(?:ttg|gpu)\.barrier\b")
 _TTIR_RELEASE = re.compile(
     r"\btt\.atomic\w* .*\b(?:release|acq_rel), sys\b"
@@ -71,16 +70,16 @@ _TTIR_LOCATION = re.compile(r"\s*loc\([^()]*(?:\([^()]*\))?\)$")
 
 
 class Signals:
-    """The barriers beside the signals of a kernel, in Triton's IR: as in its source, inlined.
+    """The barriers beside a kernel's signals, in Triton's IR: as in its source, inlined.
 
-    All ways through the kernel are followed, and loops round twice. A scalar is stored by one
-    thread, so that what `signals.wait` writes when it gives up needs no barrier before it.
+    All paths through the kernel are followed, and loops are followed twice. One thread stores a
+    scalar, so a write by `signals.wait` on giving up needs no barrier before it.
 
     Attributes:
         releases, acquires: their lines.
-        bare_releases: those to which a way leads from a store, or from the beginning, that has no
-            barrier on it.
-        bare_acquires: those from which such a way leads to a load, or a store of a block.
+        bare_releases: releases that a path reaches from a store, or from the beginning, without a
+            barrier.
+        bare_acquires: acquires from which such a path reaches a load, or a block's store.
     """
 
     def __init__(self, ttir: str) -> None:
@@ -95,60 +94,61 @@ class Signals:
             raise WeftError(f"Triton's IR is not understood: {self._lines[end]!r} ends nothing")
         self._follow(body, False, frozenset())
 
-    def _parse(self, at: int) -> tuple[list[_Operation], int]:
-        """The operations from a line on, to the end of their region."""
+    def _parse(self, line: int) -> tuple[list[_Operation], int]:
+        """Parse operations from a line on, to the end of their region."""
         operations: list[_Operation] = []
-        while at < len(self._lines) and not self._lines[at].startswith("}"):
-            first, regions = at, []
-            while self._lines[at].endswith("{"):
-                region, at = self._parse(at + 1)
+        while line < len(self._lines) and not self._lines[line].startswith("}"):
+            first, regions = line, []
+            while self._lines[line].endswith("{"):
+                region, line = self._parse(line + 1)
                 regions.append(region)
             operations.append(_Operation(first, self._lines[first], regions))
-            at += 1
-        return operations, at
+            line += 1
+        return operations, line
 
     def _follow(
         self, operations: Sequence[_Operation], ordered: bool, acquired: frozenset[int]
     ) -> tuple[bool, frozenset[int]]:
-        """Whether a barrier is behind, and which acquires have had none; at the end, if so before.
+        """Follow operations; return `ordered` and `acquired` at their end.
 
         Args:
-            ordered: a barrier comes after all stores up to here.
-            acquired: no barrier comes after these.
+            operations: a region's operations.
+            ordered: a barrier comes after all stores so far.
+            acquired: acquires without a barrier after them so far.
         """
-        for one in operations:
-            if one.regions:
-                ordered, acquired = self._follow_regions(one, ordered, acquired)
+        for operation in operations:
+            if operation.regions:
+                ordered, acquired = self._follow_regions(operation, ordered, acquired)
                 continue
-            if _TTIR_BARRIER.search(one.text):
+            if _TTIR_BARRIER.search(operation.text):
                 ordered, acquired = True, frozenset()
-            if _TTIR_RELEASE.search(one.text):
-                self.releases.add(one.line)
+            if _TTIR_RELEASE.search(operation.text):
+                self.releases.add(operation.line)
                 if not ordered:
-                    self.bare_releases.add(one.line)
-            stores = _TTIR_STORE.search(one.text) is not None
+                    self.bare_releases.add(operation.line)
+            stores = _TTIR_STORE.search(operation.text) is not None
             if stores:
                 ordered = False
-            if _TTIR_LOAD.search(one.text) or (stores and "tensor<" in one.text):
+            if _TTIR_LOAD.search(operation.text) or (stores and "tensor<" in operation.text):
                 self.bare_acquires |= acquired
-            if _TTIR_ACQUIRE.search(one.text):
-                self.acquires.add(one.line)
-                acquired |= {one.line}
+            if _TTIR_ACQUIRE.search(operation.text):
+                self.acquires.add(operation.line)
+                acquired |= {operation.line}
         return ordered, acquired
 
     def _follow_regions(
-        self, one: _Operation, ordered: bool, acquired: frozenset[int]
+        self, operation: _Operation, ordered: bool, acquired: frozenset[int]
     ) -> tuple[bool, frozenset[int]]:
         ends = [(ordered, acquired)]
-        if "scf.if" in one.text:
-            ends = [self._follow(region, ordered, acquired) for region in one.regions]
+        if "scf.if" in operation.text:
+            ends = [self._follow(region, ordered, acquired) for region in operation.regions]
             if len(ends) == 1:
                 ends.append((ordered, acquired))
-        elif "scf.for" in one.text or "scf.while" in one.text:
-            for region in 2 * one.regions:
+        elif "scf.for" in operation.text or "scf.while" in operation.text:
+            for region in 2 * operation.regions:
                 ends.append(self._follow(region, *ends[-1]))
-        else:  # of a function, or of what a reduction does with two numbers
-            for region in one.regions:
+        else:  # a function, or a reduction's combine
+            for region in operation.regions:
                 ends = [self._follow(region, *ends[-1])]
         return all(end[0] for end in ends), frozenset[int]().union(*(end[1] for end in ends))
 

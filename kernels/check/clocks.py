@@ -1,10 +1,9 @@
-"""What happened before what: events, and what each program knows of (vector clocks).
+"""Vector clocks: event order, and each program's knowledge about it.
 
-A program of a launch is a thread of its own, as on a GPU. Launches of one stream
-follow each other, so a program that knows of one launch of a stream knows of all
-that came before it: a clock counts launches, and names single programs only of
-those launches that are not known to be over (Lamport 1978; FastTrack: Flanagan and
-Freund 2009).
+A program in a launch is a thread of its own, as on a GPU. Launches on one stream follow each other,
+so knowledge about one launch includes all earlier ones. A clock therefore counts
+launches. It names single programs only in launches not known to be over (Lamport 1978;
+FastTrack: Flanagan and Freund 2009).
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from typing import Literal
 from weft.kernels.interpreter.gpu import Program
 
 Stream = tuple[int, int]
-"""(rank, 0 or 1); or (rank, NETWORK), whose launches are what the rank has put."""
+"""(rank, 0 or 1); or (rank, NETWORK), whose launches are the rank's puts."""
 
 NETWORK = 2
-LEAVES, COMES, SIGNALS = (0, 0, 0), (1, 0, 0), (2, 0, 0)
-"""Programs of a put: what reads its source, what stores its data, and what sets its signal."""
+READS_SOURCE, STORES_DATA, SETS_SIGNAL = (0, 0, 0), (1, 0, 0), (2, 0, 0)
+"""A put's programs: reading its source, storing its data, and setting its signal."""
 
 Task = tuple[Stream, int, Program]
 """A program: (stream, launch, index)."""
@@ -30,18 +29,18 @@ Access = Literal["load", "store", "atomic", "poll", "take"]
 
 @dataclass(slots=True)
 class Clock:
-    """What has happened before, as far as one program knows.
+    """One program's knowledge about earlier events.
 
     Attributes:
-        launches: of each stream, how many launches are over.
-        tasks: of programs in launches that are not known to be over, how many events.
+        launches: for each stream, how many launches are over.
+        tasks: for each program in a launch not known to be over, how many events it had.
     """
 
     launches: dict[Stream, int] = field(default_factory=dict)
     tasks: dict[Task, int] = field(default_factory=dict)
 
     def join(self, other: Clock) -> None:
-        """Know what `other` knows, too."""
+        """Add the knowledge of `other`."""
         for stream, count in other.launches.items():
             self.launches[stream] = max(count, self.launches.get(stream, 0))
         for task, time in other.tasks.items():
@@ -51,14 +50,14 @@ class Clock:
         return Clock(dict(self.launches), dict(self.tasks))
 
     def knows(self, event: Event) -> bool:
-        """Whether the event is over."""
+        """Whether the event is known to be over."""
         stream, launch, _ = event.task
         return self.launches.get(stream, 0) > launch or self.tasks.get(event.task, -1) >= event.time
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An access: which program's, the how manieth, and where in its code."""
+    """An access: its program, its number in that program, and its place in the code."""
 
     task: Task
     time: int
@@ -78,7 +77,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """One over the network, knowing what was known when it was issued."""
+    """A put over the network, with the clock at its start."""
 
     stream: Stream
     number: int
@@ -89,7 +88,7 @@ class Put:
         return Event((self.stream, self.number, program), 0, kind, self.where)
 
     def after(self, *programs: Program) -> Clock:
-        """What is known when these programs of it are through."""
+        """Return the clock after these put programs."""
         clock = self.clock.copy()
         clock.tasks.update(((self.stream, self.number, program), 0) for program in programs)
         return clock

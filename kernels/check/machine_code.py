@@ -1,12 +1,10 @@
-"""What a compiled kernel takes of a GPU: registers, stack, and what of it is spilled.
+"""A compiled kernel's resources: registers, stack, and spilled registers.
 
-A thread's stack is memory, and slow. There are two uses of it. Registers that did
-not fit are spilled to it: nowhere do we want that where a product multiplies, over
-and over. The compiler may choose to spill a few more of what lies idle meanwhile,
-addresses for the end of a tile, so that more programs fit on a processor: that costs
-nothing one can measure. And functions of a library (NVSHMEM) have local variables
-there that they take the address of: requests to the network card, as they are filled
-in. ptxas tells how much is which.
+A thread's stack is slow memory, with three uses. First, surplus registers are spilled to it; this
+must not happen in multiplying loops. Second, the compiler may choose to spill a few idle values,
+such as addresses for the end of a tile, so that more programs fit on a processor. This has no
+measurable cost. Third, library functions (NVSHMEM) keep local variables there if they need their
+address, such as requests to the network card. ptxas reports the shares.
 """
 
 from __future__ import annotations
@@ -22,18 +20,18 @@ from weft.errors import WeftError
 
 _STACK_ACCESS = re.compile(r"\b(?:STL|LDL)\b")
 _PRODUCT = re.compile(r"\b(?:HMMA|QMMA|HGMMA|QGMMA|UTC\w*MMA)\b")
-"""Tensor-core instructions of NVIDIA's machine code, from sm_80 to sm_100."""
+"""NVIDIA's tensor-core instructions, from sm_80 to sm_100."""
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """A kernel as a target has it.
+class MachineCode:
+    """A kernel compiled for a target.
 
     Attributes:
-        registers: of a thread.
-        stack: bytes of memory of a thread.
-        spills: how many of them are for registers.
-        looped_spills: loads and stores of the stack in the innermost loop that multiplies.
+        registers: registers per thread.
+        stack: bytes of stack per thread.
+        spills: bytes of stack with spilled registers.
+        looped_spills: stack loads and stores in the innermost multiplying loops.
         assembly: PTX, or AMD's.
     """
 
@@ -44,12 +42,13 @@ class Machine:
     assembly: str
 
 
-def read_nvidia(binary: Any, target: str, *, linked: bool) -> Machine:
-    """Of Triton's compiled kernel.
+def read_nvidia(binary: Any, target: str, *, linked: bool) -> MachineCode:
+    """Read Triton's compiled kernel.
 
     Args:
-        target: sm_90, or another.
-        linked: with a library, that has local variables.
+        binary: the compiled kernel.
+        target: such as sm_90.
+        linked: whether it is linked with a library, which has local variables.
     """
     import triton
 
@@ -62,13 +61,13 @@ def read_nvidia(binary: Any, target: str, *, linked: bool) -> Machine:
         if found is None:
             raise WeftError(f"cuobjdump says nothing of resources:\n{usage[:500]}")
         stack = int(found[2]) + int(found[3])
-        # To take the machine code apart takes longer than to compile it.
+        # Disassembling takes longer than compiling, so it is done only if needed.
         listing = _output([str(tools / "nvdisasm"), "-c", "-ndf", file.name]) if stack else ""
-    # A kernel may have a stack that it makes no use of: what is spilled is stored and loaded.
+    # A kernel may have an unused stack: spilled registers are stored and loaded.
     if not _STACK_ACCESS.search(listing):
         stack = 0
     spills = _spills_beside_variables(binary, target, stack) if stack and linked else stack
-    return Machine(
+    return MachineCode(
         registers=int(found[1]),
         stack=stack,
         spills=spills,
@@ -77,8 +76,8 @@ def read_nvidia(binary: Any, target: str, *, linked: bool) -> Machine:
     )
 
 
-def read_amd(binary: Any) -> Machine:
-    """The same; where its scratch memory is used is not looked at."""
+def read_amd(binary: Any) -> MachineCode:
+    """Read AMD's compiled kernel; where it uses its scratch memory is not examined."""
     assembly = binary.asm["amdgcn"]
 
     def number(name: str) -> int:
@@ -88,13 +87,13 @@ def read_amd(binary: Any) -> Machine:
         return int(found[1])
 
     scratch = number("private_segment_fixed_size")
-    return Machine(number("vgpr_count"), scratch, scratch, scratch, assembly)
+    return MachineCode(number("vgpr_count"), scratch, scratch, scratch, assembly)
 
 
 def count_in_loops(listing: str) -> int:
-    """Loads and stores of the stack in those innermost loops that have a tensor-core instruction.
+    """Count stack loads and stores in innermost loops with a tensor-core instruction.
 
-    A loop is from a label to the last branch back to it.
+    A loop reaches from a label to the last branch back to it.
     """
     lines = listing.splitlines()
     labels = {line.strip(" :"): at for at, line in enumerate(lines) if line.startswith(".L")}
@@ -119,9 +118,9 @@ def count_in_loops(listing: str) -> int:
 
 
 def _spills_beside_variables(binary: Any, target: str, stack: int) -> int:
-    """Bytes that ptxas, asked again as Triton asked it, says are of spilled registers.
+    """Return the bytes of spilled registers, from another run of ptxas with Triton's options.
 
-    All of the stack, if it should come out with another one.
+    If this run has another stack size, the whole stack counts.
     """
     from triton.backends.nvidia import compiler
 

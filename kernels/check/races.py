@@ -1,30 +1,27 @@
-"""Finds races between ranks: accesses to symmetric memory with no order between them.
+"""Finds races between ranks: accesses to symmetric memory without an order between them.
 
-Every program of a launch is a thread of its own here, as on a GPU, whatever the
-order in which the interpreter ran them. Order comes from four things (as vector
-clocks: clocks.py):
+Every program in a launch counts as its own thread, as on a GPU, whatever order the interpreter
+used. Order comes from four sources (vector clocks: clocks.py):
 
-- a rank's launches on one stream follow each other: a program comes after all
-  programs of the launches before it. What is launched beside is on a second
-  stream, until they join (Home.beside), though the interpreter runs it at once;
-- a release on a signal, and every acquire that sees it or something later;
-- a put over the network, its signal, and a quiet (network.py);
-- the barrier of a home, which waits for the device, too.
+- A rank's launches on one stream follow each other: a program comes after all programs in earlier
+  launches. Launches made beside are on a second stream until the streams join (Home.beside),
+  although the interpreter runs them at once.
+- A release on a signal, and every acquire that sees it or a later value.
+- A put over the network, its signal, and a quiet (network.py).
+- A home's barrier, which also waits for the device.
 
-Two accesses to the same bytes, one of them a store, from programs without an
-order between them are a race, also when the values came out right; so are an
-atomic and a plain access, one of which changes what is there. Reported too:
-memory that is loaded before anyone has stored to it, accesses just outside a
-tensor, signals that order nothing because they are relaxed or reach only this
-GPU, and signals that are set again too early.
+Two accesses to the same bytes, at least one of them a store, are a race if their programs have no
+order, even if the values came out right. So are an atomic and a plain access, if one of them
+changes the value. Also reported: loads of memory before any store, accesses just outside a tensor,
+signals that order nothing because they are relaxed or reach only this GPU, and signals set again
+too early.
 
-What is kept of each cell is enough to find the first race on it (FastTrack,
-sections 3 and 4). Of the stores the last one: those before are ordered before
-it, or a race was found then; so what has no order after one of them has none
-after the last. Of the loads, all that are not ordered before another load that
-is kept: there may be one from each program, and a store must come after every
-one of them. They are dropped at a store, which stands for them from then on.
-Atomics are kept as loads are. Accesses within one program are in order.
+Each cell keeps enough to find the first race on it (FastTrack, sections 3 and 4). Of the stores, it
+keeps the last one: earlier stores are ordered before it, or a race was found then. Any access
+unordered with an earlier store is therefore unordered with the last one. Of the loads, it keeps all
+that are not ordered before another kept load. There may be one from each program, and a store must
+come after every one of them. A store drops them and stands for them from then on. Atomics are kept
+like loads. Accesses within one program are in order.
 """
 
 from __future__ import annotations
@@ -36,10 +33,10 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.kernels.check.clocks import (
-    COMES,
-    LEAVES,
     NETWORK,
-    SIGNALS,
+    READS_SOURCE,
+    SETS_SIGNAL,
+    STORES_DATA,
     Access,
     Clock,
     Event,
@@ -60,7 +57,7 @@ CONFLICTS: dict[Access, tuple[Access, ...]] = {
     "poll": ("store",),
     "take": ("store",),
 }
-"""What an access must have an order with."""
+"""Earlier accesses with which each kind of access needs an order."""
 
 ACQUIRES = ("acquire", "acquire_release")
 RELEASES = ("release", "acquire_release")
@@ -72,14 +69,17 @@ GUARD = 1 << 16
 
 
 @dataclass(slots=True)
-class _Watched:
-    """One rank's symmetric tensor, and what was last done to each of its elements.
+class _WatchedTensor:
+    """One rank's symmetric tensor, and the last accesses to each of its elements.
 
     Attributes:
-        last: of each kind of access, columns of event numbers; an element's entries are those
-            events that none of the others is after.
-        polling: of each rank, the load by its running program of words that carry their own
-            signal; it may yet find that they have not come, and load them again.
+        start, end: its addresses.
+        rank, name, itemsize: its owner, name and element size.
+        last: for each kind of access, columns of event numbers; an element's entries are the events
+            without a later one among them.
+        polling: for each rank, its running program's load of words with their own signal. The
+            program may still find that they have not arrived, and load them again.
+        initialised: elements with a store so far.
     """
 
     start: int
@@ -92,32 +92,32 @@ class _Watched:
     initialised: npt.NDArray[np.bool_]
 
     def column(self) -> Int32:
-        """Of no events."""
+        """Return a column without events."""
         return np.full(len(self.initialised), NOBODY, np.int32)
 
 
 @dataclass(slots=True)
-class _Doubt:
-    """Words that were stored over after a running program had loaded them.
+class _PendingOverwrite:
+    """Words that were overwritten after a running program had loaded them.
 
-    It is a race unless the program loads them again: then it was not these that it took.
+    It is a race unless the program loads them again, because then it did not take these words.
     """
 
-    watched: _Watched
+    watched: _WatchedTensor
     cells: Array
     take: int
     store: Event
 
 
 class RaceDetector:
-    """Told of everything that the ranks do; `findings` is what is wrong with it."""
+    """Receives every operation of the ranks; `findings` lists the problems."""
 
     def __init__(self) -> None:
         self.findings: list[str] = []
-        self._watched: list[_Watched] = []
+        self._watched: list[_WatchedTensor] = []
         self._events: list[Event] = []
-        self._host: dict[int, Clock] = {}  # of the stream that the rank launches on
-        self._other: dict[int, Clock] = {}  # of its other stream
+        self._host: dict[int, Clock] = {}  # clock of the rank's current stream
+        self._other: dict[int, Clock] = {}  # clock of its other stream
         self._stream: dict[int, Stream] = {}
         self._launch: dict[Stream, int] = {}
         self._now: dict[int, tuple[Task, Clock]] = {}
@@ -126,15 +126,15 @@ class RaceDetector:
         self._barriers: list[Clock] = []
         self._arrivals: dict[int, int] = {}
         self._carried: dict[int, Clock] = {}
-        self._doubts: dict[int, list[_Doubt]] = {}  # of the rank whose program loaded
+        self._pending: dict[int, list[_PendingOverwrite]] = {}  # by the loading program's rank
         self._puts: list[Put] = []
         self._seen: set[tuple[str, str]] = set()
 
     def watch(self, rank: int, tensor: SymmetricTensor) -> None:
-        """Look at all accesses to a tensor from now on, and to GUARD bytes on either side."""
+        """Check all accesses to a tensor from now on, and to GUARD bytes on either side."""
         start, count = int(tensor.addresses[rank]), tensor.local.numel()
         self._watched.append(
-            _Watched(
+            _WatchedTensor(
                 start=start,
                 end=start + tensor.local.nbytes,
                 rank=rank,
@@ -147,7 +147,7 @@ class RaceDetector:
         )
 
     def arrived(self, rank: int) -> None:
-        """A rank is at a barrier, and so is all that it has launched."""
+        """A rank reached a barrier, with all its launches."""
         number = self._arrivals[rank] = self._arrivals.get(rank, 0) + 1
         if number > len(self._barriers):
             self._barriers.append(Clock())
@@ -155,35 +155,35 @@ class RaceDetector:
             self._barriers[number - 1].join(clocks.setdefault(rank, Clock()))
 
     def met(self, rank: int) -> None:
-        """All ranks have arrived at the rank's last barrier: what was before is over for it."""
+        """All ranks reached the rank's last barrier; everything before is over for it."""
         self._host[rank].join(self._barriers[self._arrivals[rank] - 1])
 
     def fork(self, rank: int) -> None:
-        """The rank's next launches are beside the first stream, after what is there."""
+        """The rank's next launches are beside the first stream, after its current launches."""
         first = self._host.setdefault(rank, Clock())
         second = self._other.get(rank, Clock())
         second.join(first)
         self._host[rank], self._other[rank] = second, first
         self._stream[rank] = (rank, 1)
 
-    def back(self, rank: int) -> None:
+    def unfork(self, rank: int) -> None:
         """The rank launches on the first stream again."""
         self._host[rank], self._other[rank] = self._other[rank], self._host[rank]
         self._stream[rank] = (rank, 0)
 
     def join(self, rank: int) -> None:
-        """The first stream goes on after the second."""
+        """The first stream waits for the second."""
         self._host[rank].join(self._other.get(rank, Clock()))
 
     def launched(self, rank: int) -> None:
-        """A kernel is launched, knowing what its stream knows."""
+        """A kernel is launched, with its stream's knowledge."""
         self._host.setdefault(rank, Clock())
         stream = self._stream.setdefault(rank, (rank, 0))
         self._launch[stream] = self._launch.get(stream, -1) + 1
         self._after_launch[rank] = self._host[rank].copy()
 
     def finished(self, rank: int) -> None:
-        """The stream goes on knowing what each program knew."""
+        """The stream continues with every program's knowledge."""
         self._end_program(rank)
         stream, clock = self._stream[rank], self._after_launch.pop(rank)
         clock.launches[stream] = self._launch[stream] + 1
@@ -191,7 +191,7 @@ class RaceDetector:
         self._host[rank] = clock
 
     def program(self, rank: int, index: Program) -> None:
-        """A program begins, knowing what was known at the launch."""
+        """A program begins, with the launch's knowledge."""
         self._end_program(rank)
         stream = self._stream[rank]
         task = (stream, self._launch[stream], index)
@@ -204,29 +204,29 @@ class RaceDetector:
             return
         _, clock = self._now.pop(rank)
         self._after_launch[rank].join(clock)
-        for doubt in self._doubts.pop(rank, ()):
-            self._report_pair(doubt.watched, doubt.cells, doubt.take, doubt.store)
+        for overwrite in self._pending.pop(rank, ()):
+            self._report_pair(overwrite.watched, overwrite.cells, overwrite.take, overwrite.store)
         for watched in self._watched:
             column = watched.polling.pop(rank, None)
             for number in () if column is None else _distinct(column):
                 self._remember(watched, "take", np.flatnonzero(column == number), number, clock)
 
     def access(self, rank: int, kind: Kind, addresses: Array, itemsize: int) -> None:
-        """A load or a store is about to be done: uint64 addresses [n]."""
+        """A load or a store is about to happen: uint64 addresses [n]."""
         assert kind != "atomic"
         if rank in self._now and (near := self._near(addresses, itemsize)):
             self._access(self._event(rank, kind), self._now[rank][1], near)
 
-    def _access(self, event: Event, clock: Clock, near: list[tuple[_Watched, Array]]) -> None:
-        """A load or a store of these places, by one who knows so much."""
-        number = self._happens(event)
+    def _access(self, event: Event, clock: Clock, near: list[tuple[_WatchedTensor, Array]]) -> None:
+        """Check and record a load or a store by a program with this clock."""
+        number = self._add_event(event)
         for watched, places in near:
             cells = self._cells(watched, places, number)
             self._check(watched, cells, number, clock)
             self._record(watched, cells, number, clock)
 
     def atomic(self, rank: int, atomic: Atomic) -> None:
-        """Signals: a release adds what its program knows; an acquire takes what was added."""
+        """A signal: a release adds its program's knowledge; an acquire takes that knowledge."""
         if rank not in self._now:
             return
         task, clock = self._now[rank]
@@ -250,10 +250,12 @@ class RaceDetector:
                 )
 
     def _atomic(
-        self, event: Event, clock: Clock, watched: _Watched, places: Array, atomic: Atomic
+        self, event: Event, clock: Clock, watched: _WatchedTensor, places: Array, atomic: Atomic
     ) -> bool:
-        """An atomic by one who knows so much; whether it is in the tensor."""
-        number = self._happens(event)
+        """Check and record an atomic by a program with this clock; return whether it is in the
+        tensor.
+        """
+        number = self._add_event(event)
         cells = self._cells(watched, places, number)
         if not len(cells):
             return False
@@ -264,14 +266,14 @@ class RaceDetector:
         return True
 
     def _check_set_again(
-        self, watched: _Watched, cells: Array, number: int, clock: Clock, atomic: Atomic
+        self, watched: _WatchedTensor, cells: Array, number: int, clock: Clock, atomic: Atomic
     ) -> None:
-        """A signal is set: to be seen by those who wait for what it was, it may only grow.
+        """Check a signal that is set: it may only grow, so that waits for earlier values see it.
 
-        Whoever sets it must know of the last time it was set: then a wait for that is ended by
-        this, too, and sees what came before either. Otherwise the two may come in any order, and
-        a wait for the one be ended by the other. Who lowers it must know that all waits are over.
-        What is added to a signal takes nothing from those who wait.
+        The setter must know about the last set. This set then also ends a wait for the earlier
+        value, and makes everything before either visible. Otherwise the two may come in any order,
+        and one's wait may be ended by the other. Lowering a signal requires knowing that all waits
+        are over. Adding to a signal takes nothing from its waits.
         """
         kinds: tuple[Access, ...] = ("atomic", "poll") if atomic.now < atomic.was else ("atomic",)
         for other in self._without_order(watched, kinds, cells, number, clock):
@@ -284,7 +286,7 @@ class RaceDetector:
             )
 
     def put(self, rank: int, addresses: Array, signal: int) -> int:
-        """The program that runs begins a put, to these addresses; its number."""
+        """The running program begins a put to these addresses; return the put's number."""
         task, clock = self._now[rank]
         number = len(self._puts)
         put = Put((rank, NETWORK), number, clock.copy(), interpreter.where())
@@ -292,45 +294,45 @@ class RaceDetector:
         clock.tasks[task] += 1
         return number
 
-    def left(self, number: int, addresses: Array) -> None:
-        """The source of a put has been read."""
+    def source_read(self, number: int, addresses: Array) -> None:
+        """A put's source has been read."""
         put = self._puts[number]
-        self._access(put.event(LEAVES, "load"), put.clock, self._near(addresses, 1))
+        self._access(put.event(READS_SOURCE, "load"), put.clock, self._near(addresses, 1))
 
-    def came(self, number: int, addresses: Array) -> None:
-        """Its data is stored."""
+    def data_stored(self, number: int, addresses: Array) -> None:
+        """A put's data is stored."""
         put = self._puts[number]
-        self._access(put.event(COMES, "store"), put.clock, self._near(addresses, 1))
+        self._access(put.event(STORES_DATA, "store"), put.clock, self._near(addresses, 1))
 
     def signalled(self, number: int, atomic: Atomic) -> None:
-        """Its signal is set: who acquires it knows of the data, and not that the source is free."""
+        """A put's signal is set; acquiring it implies the data, but not that the source is free."""
         put = self._puts[number]
-        known = put.after(COMES, SIGNALS)
+        known = put.after(STORES_DATA, SETS_SIGNAL)
         address = np.array([atomic.address], np.uint64)
         for watched, places in self._near(address, atomic.itemsize):
-            self._atomic(put.event(SIGNALS, "atomic"), known, watched, places, atomic)
+            self._atomic(put.event(SETS_SIGNAL, "atomic"), known, watched, places, atomic)
         self._signals.setdefault(atomic.address, Clock()).join(known)
 
     def quiet(self, rank: int) -> None:
-        """All that the rank has put has come."""
+        """All the rank's puts have arrived."""
         _, clock = self._now[rank]
         for put in self._puts:
             if put.stream[0] == rank:
-                clock.join(put.after(LEAVES, COMES, SIGNALS))
+                clock.join(put.after(READS_SOURCE, STORES_DATA, SETS_SIGNAL))
 
     def words(self, rank: int, kind: Kind, addresses: Array, itemsize: int) -> None:
-        """Words that carry their own signal (gpu/low_latency.py) are loaded or stored.
+        """Words that carry their own signal (gpu/runtime/low_latency.py) are loaded or stored.
 
-        They may be loaded while they are stored: their flags tell. But what is in one may be
-        stored over only by who knows that it has been taken: the last load of it by each program
-        that loads it, for those before were in vain or showed the same. Between the ends of
-        launches words order, too: after the launch that loads a word comes what is after all the
-        launches before the one that stored it.
+        They may be loaded while they are stored, because their flags tell. But a word may be
+        overwritten only by a program that knows it has been taken. The last load by each loading
+        program counts, because earlier loads were in vain or saw the same. Words also order across
+        the ends of launches. Consider the launch that loads a word: whatever comes after it comes
+        after all launches before the one that stored the word.
         """
         if rank not in self._now or not (near := self._near(addresses, itemsize)):
             return
         _, clock = self._now[rank]
-        number = self._happens(self._event(rank, "store" if kind == "store" else "take"))
+        number = self._add_event(self._event(rank, "store" if kind == "store" else "take"))
         for watched, places in near:
             cells = self._cells(watched, places, number)
             writers = watched.last["store"][0][cells] if watched.last["store"] else None
@@ -346,17 +348,17 @@ class RaceDetector:
                 self._check_stored_over(watched, cells[carried], number, clock)
                 self._record(watched, cells, number, clock)
             else:
-                for doubt in self._doubts.get(rank, ()):
-                    if doubt.watched is watched:
-                        doubt.cells = np.setdiff1d(doubt.cells, cells)
+                for overwrite in self._pending.get(rank, ()):
+                    if overwrite.watched is watched:
+                        overwrite.cells = np.setdiff1d(overwrite.cells, cells)
                 self._check(watched, cells[~carried], number, clock, reads=True)
                 polling = watched.polling.setdefault(rank, watched.column())
                 polling[cells[carried]] = number
 
     def _check_stored_over(
-        self, watched: _Watched, cells: Array, number: int, clock: Clock
+        self, watched: _WatchedTensor, cells: Array, number: int, clock: Clock
     ) -> None:
-        """Words are stored where words are: someone has taken those, and all who did are known."""
+        """Check words stored over words: the old ones were taken, and all takers are known."""
         store = self._events[number]
         taken = np.zeros(len(cells), bool)
         for column in watched.last["take"]:
@@ -365,19 +367,19 @@ class RaceDetector:
             self._report_pair(
                 watched, self._where_last(watched, "take", cells, other), other, store
             )
-        doubts = []
+        pending = []
         for rank, column in watched.polling.items():
             for other in _distinct(column[cells]):
                 here = column[cells] == other
                 if self._in_order(other, number, clock):
                     taken |= here
                 else:
-                    doubts.append((rank, other, here))
-        for rank, other, here in doubts:
-            if not taken[here].all():  # taken or not, there is no order
+                    pending.append((rank, other, here))
+        for rank, other, here in pending:
+            if not taken[here].all():  # without an order, taken or not
                 self._report_pair(watched, cells[here & ~taken], other, store)
-            doubt = _Doubt(watched, cells[here & taken], other, store)
-            self._doubts.setdefault(rank, []).append(doubt)
+            overwrite = _PendingOverwrite(watched, cells[here & taken], other, store)
+            self._pending.setdefault(rank, []).append(overwrite)
             taken |= here
         for column in watched.polling.values():
             column[cells] = NOBODY
@@ -388,12 +390,12 @@ class RaceDetector:
                 store.where,
             )
 
-    def _near(self, addresses: Array, itemsize: int) -> list[tuple[_Watched, Array]]:
-        """The tensors in or near which an access is, with one place per element.
+    def _near(self, addresses: Array, itemsize: int) -> list[tuple[_WatchedTensor, Array]]:
+        """Return the tensors at or near an access, with one address per element.
 
         Args:
             addresses: uint64 [n].
-            itemsize: bytes at each of them; may be several elements.
+            itemsize: bytes at each address; may cover several elements.
         """
         if not len(addresses):
             return []
@@ -413,17 +415,17 @@ class RaceDetector:
         return near
 
     def _event(self, rank: int, kind: Access) -> Event:
-        """What a rank's running program does now."""
+        """Return the event for a rank's running program at this point."""
         task, clock = self._now[rank]
         return Event(task, clock.tasks[task], kind, interpreter.where())
 
-    def _happens(self, event: Event) -> int:
-        """The number of an event that is new."""
+    def _add_event(self, event: Event) -> int:
+        """Store a new event; return its number."""
         self._events.append(event)
         return len(self._events) - 1
 
-    def _cells(self, watched: _Watched, places: Array, number: int) -> Array:
-        """Elements of a tensor at these places; those that are outside are reported."""
+    def _cells(self, watched: _WatchedTensor, places: Array, number: int) -> Array:
+        """Return the tensor's elements at these addresses; report addresses outside."""
         inside = (places >= watched.start) & (places < watched.end)
         if not inside.all():
             place = int(places[~inside][0])
@@ -441,14 +443,14 @@ class RaceDetector:
 
     def _check(
         self,
-        watched: _Watched,
+        watched: _WatchedTensor,
         cells: Array,
         number: int,
         clock: Clock,
         *,
         reads: bool | None = None,
     ) -> None:
-        """Report what this access has no order with, or that it `reads` what nobody has stored."""
+        """Report accesses without an order to this one, and `reads` of elements without a store."""
         event = self._events[number]
         if reads is None:
             reads = event.kind == "load"
@@ -464,8 +466,8 @@ class RaceDetector:
                 here = self._where_last(watched, kind, cells, other)
                 self._report_pair(watched, here, other, event)
 
-    def _record(self, watched: _Watched, cells: Array, number: int, clock: Clock) -> None:
-        """This is now among the last that was done to these elements."""
+    def _record(self, watched: _WatchedTensor, cells: Array, number: int, clock: Clock) -> None:
+        """Record this event as the last access to these elements."""
         event = self._events[number]
         if event.kind == "store":
             for columns in watched.last.values():
@@ -476,9 +478,9 @@ class RaceDetector:
         self._remember(watched, event.kind, cells, number, clock)
 
     def _remember(
-        self, watched: _Watched, kind: Access, cells: Array, number: int, clock: Clock
+        self, watched: _WatchedTensor, kind: Access, cells: Array, number: int, clock: Clock
     ) -> None:
-        """Put an event among the last of its kind, in place of all that it comes after."""
+        """Store an event among the last ones of its kind, replacing all earlier ones."""
         columns = watched.last[kind]
         for column in columns:
             for other in _distinct(column[cells]):
@@ -493,9 +495,14 @@ class RaceDetector:
             columns[-1][cells] = number
 
     def _without_order(
-        self, watched: _Watched, kinds: Iterable[Access], cells: Array, number: int, clock: Clock
+        self,
+        watched: _WatchedTensor,
+        kinds: Iterable[Access],
+        cells: Array,
+        number: int,
+        clock: Clock,
     ) -> list[int]:
-        """Numbers of the last events of these kinds that are not known to be over."""
+        """Return the last events of these kinds that are not known to be over."""
         columns = [column for kind in kinds for column in watched.last[kind]]
         others = {other for column in columns for other in _distinct(column[cells])}
         return sorted(other for other in others if not self._in_order(other, number, clock))
@@ -504,13 +511,17 @@ class RaceDetector:
         event = self._events[other]
         return event.task == self._events[number].task or clock.knows(event)
 
-    def _where_last(self, watched: _Watched, kind: Access, cells: Array, number: int) -> Array:
-        """Those of these elements to which an event was the last of its kind."""
+    def _where_last(
+        self, watched: _WatchedTensor, kind: Access, cells: Array, number: int
+    ) -> Array:
+        """Return the elements for which an event was the last of its kind."""
         return next(
             found for column in watched.last[kind] if len(found := cells[column[cells] == number])
         )
 
-    def _report_pair(self, watched: _Watched, cells: Array, number: int, event: Event) -> None:
+    def _report_pair(
+        self, watched: _WatchedTensor, cells: Array, number: int, event: Event
+    ) -> None:
         if len(cells):
             other = self._events[number]
             self._report(
@@ -520,7 +531,7 @@ class RaceDetector:
             )
 
     def _report(self, message: str, places: str) -> None:
-        """Once for each pair of places, and not without end."""
+        """Report a finding once for each pair of places, up to MAX_FINDINGS."""
         key = (message.split("[")[0], places)
         if key not in self._seen and len(self.findings) < MAX_FINDINGS:
             self._seen.add(key)

@@ -1,14 +1,12 @@
 """Runs overlapped kernels on N ranks in Triton's interpreter, taking turns by a seed.
 
-Each rank is a thread, but only one of them runs at a time: it holds the turn.
-It may lose it before any memory operation, by chance and by how slow its rank
-was made, and always loses it when it polls a signal that has not changed. So a
-seed names one interleaving, and runs it again.
+Each rank is a thread, but only one thread runs at a time: it holds the turn. Before any memory
+operation, it may lose the turn, by chance and by its rank's slowness. It always loses the turn on
+polling an unchanged signal. A seed therefore names one interleaving, and can repeat it.
 
-A rank that polls in vain is stalled until someone changes memory. When every
-rank that has not finished is stalled, or waits where ranks meet, none can go
-on: that is a hang, found without a clock, and reported as who waits where for
-which signal, who set it last, and the cycle that this makes.
+A rank polling in vain stalls until memory changes. If every unfinished rank is stalled or waits
+at a meeting, none can continue: that is a hang, found without a clock. The report shows each rank's
+wait, the rank that last set that signal, and the cycle of waits.
 
     results = run(lambda home: all_gather(..., home), world_size=4, seed=7)
 
@@ -42,19 +40,19 @@ from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 Result = TypeVar("Result")
 
 SWITCH_PROBABILITY = 0.05
-"""Of losing the turn before a memory operation."""
+"""Probability of losing the turn before a memory operation."""
 
 
 class HangError(WeftError):
-    """Every rank waits; the message says who for what."""
+    """Every rank waits; the message lists the waits."""
 
 
-NOWHERE = 1 << 16
-"""Below this address a process has no memory: what is stored at an address of 0, and after it."""
+LOWEST_ADDRESS = 1 << 16
+"""A process has no memory below this address; catches accesses at and after address 0."""
 
 
 class AddressError(WeftError):
-    """A load or a store by an address that is none."""
+    """A load or a store at an invalid address."""
 
 
 class RankError(WeftError):
@@ -62,16 +60,20 @@ class RankError(WeftError):
 
 
 class _Abandoned(BaseException):
-    """Ends the thread of a rank after another one has failed."""
+    """Ends a rank's thread after another rank has failed."""
 
 
 @dataclass(slots=True)
 class _Rank:
-    """One rank's thread: what it waits for, and whether it is through.
+    """One rank's thread: its current wait, and whether it has finished.
 
     Attributes:
-        stalled: what it waits for, in words.
-        signal: the address that it polls; None where it waits for the others to come.
+        turn: released to give it the turn.
+        stalled: its wait, in words; None if it can run.
+        signal: the address that it polls; None if it waits at a meeting.
+        finished: whether it has finished.
+        last_poll: address and place of its last poll.
+        program: its running program.
     """
 
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
@@ -82,18 +84,18 @@ class _Rank:
     program: Program | None = None
 
     @property
-    def able(self) -> bool:
+    def runnable(self) -> bool:
         return not self.finished and self.stalled is None
 
 
 class Ranks:
-    """The turn, and who may have it; also where ranks meet (virtual.Meeting).
+    """The turn, and the ranks that may take it; also their meetings (virtual.Meeting).
 
     Args:
-        world_size: ranks.
-        seed: of all choices.
-        slowness: of each rank: how many times rarer than the others it gets the turn.
-        races: told of every access, too; None to look for none.
+        world_size: number of ranks.
+        seed: decides all choices.
+        slowness: for each rank, how many times more rarely it gets the turn.
+        races: receives every access; None skips race detection.
     """
 
     def __init__(
@@ -114,7 +116,7 @@ class Ranks:
         self.network = Network(self._random, self.memory, races, self.changed, self.has_set)
 
     def start(self) -> None:
-        """Give the first turn to someone."""
+        """Give the first turn to a rank."""
         self._ranks[self._choose()].turn.release()
 
     def enter(self, rank: int) -> None:
@@ -122,24 +124,24 @@ class Ranks:
         self._wait(rank)
 
     def leave(self, rank: int) -> None:
-        """The rank is through; the turn goes on."""
+        """End a rank; the turn passes on."""
         self._ranks[rank].finished = True
         ended = all(r.finished for r in self._ranks)
         while ended and self.failure is None and self.network.puts:
-            self.network.deliver()  # though nobody waits for it
+            self.network.deliver()  # although nobody waits for it
         if ended or self.failure is not None:
             self._release_all()
         else:
             self._pass_on(rank)
 
     def fail(self, rank: int, error: BaseException) -> None:
-        """The rank's code has failed: everyone ends."""
+        """End all ranks, because this rank's code has failed."""
         if self.failure is None:
             self.failure = error
         self.leave(rank)
 
     def step(self, rank: int) -> None:
-        """Before a memory operation: the turn may go to another rank."""
+        """Perhaps pass the turn to another rank, before a memory operation."""
         state = self._ranks[rank]
         state.stalled = None
         self.network.step()
@@ -148,17 +150,17 @@ class Ranks:
             self._wait(rank)
 
     def toss(self, count: int) -> Array:
-        """`count` coins: bool."""
+        """Toss `count` coins: bool."""
         return np.array([self._random.random() < 0.5 for _ in range(count)], bool)
 
     def changed(self) -> None:
-        """Memory has changed: whoever polls may see something new, and go on."""
+        """Wake all polling ranks, because memory has changed."""
         for state in self._ranks:
             if state.last_poll is not None:
                 state.stalled = state.last_poll = None
 
     def polled(self, rank: int, address: int) -> None:
-        """An atomic of this rank has changed nothing: a wait, if the last is the same."""
+        """An atomic changed nothing; if the last one was the same, the rank waits."""
         state = self._ranks[rank]
         poll = (address, interpreter.where())
         if state.last_poll == poll:
@@ -170,18 +172,18 @@ class Ranks:
             state.last_poll = poll
 
     def has_set(self, rank: int, addresses: Sequence[int]) -> None:
-        """The rank has set signals, and may be the one to set them again."""
+        """Remember the rank as these signals' last setter."""
         self._setters.update(dict.fromkeys(addresses, rank))
 
     def progressed(self, rank: int, program: Program | None = None) -> None:
-        """The rank did something else than poll."""
+        """The rank did something other than poll."""
         state = self._ranks[rank]
         state.last_poll = None
         if program is not None:
             state.program = program
 
     def meet(self, rank: int) -> None:
-        """Wait until all ranks have come here equally often."""
+        """Wait until all ranks have met equally often."""
         self._met[rank] += 1
         while min(self._met) < self._met[rank]:
             self._ranks[rank].stalled = "the others, where ranks meet"
@@ -190,14 +192,14 @@ class Ranks:
             self._pass_on(rank)
             self._wait(rank)
         for state in self._ranks:
-            state.stalled = None  # they look again
+            state.stalled = None  # they check again
 
     def _choose(self) -> int:
-        while not (able := [i for i, r in enumerate(self._ranks) if r.able]):
+        while not (runnable := [i for i, r in enumerate(self._ranks) if r.runnable]):
             if not self.network.puts:
                 raise HangError(self._describe_hang())
             self.network.deliver()
-        return self._random.choices(able, [self._weight[i] for i in able])[0]
+        return self._random.choices(runnable, [self._weight[i] for i in runnable])[0]
 
     def _pass_on(self, rank: int) -> None:
         try:
@@ -219,7 +221,7 @@ class Ranks:
             state.turn.release()
 
     def _waits_for(self, rank: int) -> tuple[list[int], str]:
-        """The ranks that a waiting rank waits for, as far as they are known, and who they are."""
+        """Return the ranks awaited by a waiting rank, if known, and a description."""
         state = self._ranks[rank]
         if state.finished:
             return [], ""
@@ -232,7 +234,7 @@ class Ranks:
         return [setter], f"rank {setter} set it last"
 
     def _describe_hang(self) -> str:
-        """Who waits for what, who set it last, and the cycle."""
+        """Describe each rank's wait, the last setters, and the cycle."""
         lines = ["no rank can go on:"]
         waits: dict[int, list[int]] = {}
         for rank, state in enumerate(self._ranks):
@@ -245,24 +247,24 @@ class Ranks:
 
 
 def _cycle(waits: dict[int, list[int]]) -> list[int]:
-    """A rank, whom it waits for, whom that one waits for, and so on to the first; or nothing."""
-    through: set[int] = set()
+    """Find a cycle of waits, as a list of ranks; empty if there is none."""
+    visited: set[int] = set()
 
     def follow(path: list[int]) -> list[int]:
         if path[-1] in path[:-1]:
             return path[path.index(path[-1]) :]
-        if path[-1] not in through:
+        if path[-1] not in visited:
             for other in waits[path[-1]]:
                 if found := follow([*path, other]):
                     return found
-            through.add(path[-1])
+            visited.add(path[-1])
         return []
 
     return next((found for rank in waits if (found := follow([rank]))), [])
 
 
 class Memory:
-    """Names of the symmetric tensors that ranks have allocated."""
+    """The ranks' symmetric tensors, by address."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -272,17 +274,17 @@ class Memory:
         self._of_rank: dict[int, list[Tensor]] = defaultdict(list)  # in the order of allocation
 
     def add(self, rank: int, tensor: SymmetricTensor) -> None:
-        """Remember where a rank's tensor is."""
+        """Remember a rank's tensor."""
         local = tensor.local
         self.storages.add(local.untyped_storage().data_ptr())
         entry = (local.data_ptr(), local.nbytes, tensor.name, rank, local.element_size())
         at = bisect_right(self._starts, entry[0])
         self._starts.insert(at, entry[0])
         self._tensors.insert(at, entry)
-        self._of_rank[rank].append(local)  # what is put may come after the rank has ended
+        self._of_rank[rank].append(local)  # puts may arrive after the rank has ended
 
     def of_peer(self, rank: int, address: int, nbytes: int, peer: int) -> int:
-        """Where a peer has what is at this address of a rank; 0 if it is not symmetric."""
+        """Return a peer's address for a rank's address; 0 if it is not symmetric."""
         for mine, theirs in zip(self._of_rank[rank], self._of_rank[peer], strict=False):
             offset = address - mine.data_ptr()
             if offset >= 0 and offset + nbytes <= mine.nbytes:
@@ -290,11 +292,11 @@ class Memory:
         return 0
 
     def add_multicast(self, tensor: SymmetricTensor) -> None:
-        """Remember where all ranks' are."""
+        """Remember a tensor's addresses on all ranks."""
         self._multicast[tensor.multicast] = (tensor.local.nbytes, tensor.addresses.tolist())
 
     def on_all_ranks(self, addresses: Array) -> list[Array]:
-        """For multicast addresses, of one tensor, those that they stand for, of each rank."""
+        """Resolve multicast addresses in one tensor to each rank's addresses."""
         if not len(addresses):
             return []
         for start, (nbytes, tensors) in self._multicast.items():
@@ -304,7 +306,7 @@ class Memory:
         raise RankError(f"{int(addresses.min()):#x} is no multicast address of a symmetric tensor")
 
     def name(self, address: int) -> str:
-        """`name[element] of rank r`, or the address where there is none."""
+        """Return `name[element] of rank r`, or the address outside all tensors."""
         at = bisect_right(self._starts, address) - 1
         if at >= 0:
             start, nbytes, name, rank, itemsize = self._tensors[at]
@@ -314,7 +316,7 @@ class Memory:
 
 
 class CheckedHome(VirtualHome):
-    """A VirtualHome whose allocations the ranks know by name, and apart by GUARD bytes."""
+    """A VirtualHome that names its allocations, with GUARD bytes between them."""
 
     def __init__(self, world: VirtualWorld, rank: int, ranks: Ranks) -> None:
         super().__init__(world, rank)
@@ -329,7 +331,7 @@ class CheckedHome(VirtualHome):
             self._ranks.memory.add_multicast(tensor)
         if self._ranks.races is not None:
             self._ranks.races.watch(self.rank, tensor)
-        self.barrier()  # nobody stores to what is not known yet
+        self.barrier()  # nobody stores to a tensor before it is registered
         return tensor
 
     def barrier(self) -> None:
@@ -341,7 +343,9 @@ class CheckedHome(VirtualHome):
             races.met(self.rank)
 
     def compare(self, value: str) -> list[str]:
-        """Without waiting: one rank may be a call ahead of others, and that is to be seen."""
+        """Return without waiting: one rank may be a call ahead of others, and tests must cover
+        that.
+        """
         return [value] * self.world_size
 
     @contextmanager
@@ -351,15 +355,15 @@ class CheckedHome(VirtualHome):
             races.fork(self.rank)
         yield
         if races is not None:
-            races.back(self.rank)
+            races.unfork(self.rank)
 
     def rejoin(self) -> None:
         if self._ranks.races is not None:
             self._ranks.races.join(self.rank)
 
 
-class _TurnTaker:
-    """Observes one rank's kernels: takes turns, and passes on to the race detector."""
+class _RankObserver:
+    """Observes one rank's kernels: takes turns, and reports to the race detector."""
 
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self._ranks = ranks
@@ -379,10 +383,11 @@ class _TurnTaker:
             self._ranks.races.program(self._rank, index)
 
     def access(self, kind: Kind, addresses: Array, itemsize: int) -> None:
-        if len(addresses) and addresses.min() < NOWHERE:
+        if len(addresses) and addresses.min() < LOWEST_ADDRESS:
             raise AddressError(
                 f"{kind} of {int(addresses.min()):#x} at {interpreter.where()}; that is in no "
-                "memory of any rank: ranks of other nodes may have no address (gpu/nvshmem.py)"
+                "memory of any rank: ranks on other nodes may have no address "
+                "(gpu/runtime/nvshmem.py)"
             )
         self._ranks.step(self._rank)
         if kind == "atomic":
@@ -454,15 +459,16 @@ def run(
     races: RaceDetector | None = None,
     ranks_per_node: int | None = None,
 ) -> list[Result]:
-    """Call `work` with the home of each rank; their results, by rank.
+    """Call `work` with each rank's home; return the results by rank.
 
     Args:
-        work: what one rank does.
-        world_size: ranks.
+        work: one rank's work.
+        world_size: number of ranks.
         seed: names the interleaving.
-        slowness: of each rank, 1.0 for none: how many times rarer it gets the turn.
-        races: collects what it finds; None to look for none.
-        ranks_per_node: ranks reach those of other nodes by puts only; all are on one node if None.
+        slowness: for each rank, how many times more rarely it gets the turn; 1.0 for no slowness.
+        races: collects findings; None skips race detection.
+        ranks_per_node: ranks reach other nodes' ranks only by puts; None puts all ranks on one
+            node.
 
     Raises:
         HangError: all ranks wait.
@@ -480,7 +486,7 @@ def run(
     def body(rank: int) -> None:
         try:
             ranks.enter(rank)
-            observer = _TurnTaker(ranks, rank)
+            observer = _RankObserver(ranks, rank)
             interpreter.observe(observer)
             with CheckedHome(world, rank, ranks) as home, extern.HostOperators(observer):
                 results[rank] = work(home)

@@ -1,14 +1,13 @@
 """Runs every op against its oracle, on several ranks, in the interpreter, looking for races.
 
-One check is an op, a world size and a seed. The seed draws shapes, dtype, tiles,
-programs per launch, which ranks are slow, the numbers and the interleaving, so
-that a check that finds something finds it again:
+One check is an op, a world size and a seed. The seed draws shapes, dtype, tiles, programs per
+launch, slow ranks, the numbers and the interleaving. A check with a finding can therefore be
+repeated:
 
     weft check kernels --only matmul_reduce_scatter --world-size 3 --seeds 17-17
 
-Each check calls the op several times with new numbers, and with other rows,
-tiles and programs in the same workspace: most faults of a protocol show when
-its buffers and its signals are used again, and for something else.
+Each check calls the op several times with new numbers, and with other rows, tiles and programs in
+the same workspace. Most protocol faults only show when buffers and signals are reused differently.
 
 Kernels must have been imported with TRITON_INTERPRET=1.
 """
@@ -33,18 +32,18 @@ CALLS = 4
 TILES = (16, 32)
 """Sides of a tile. Workspaces are made for the smallest."""
 CHUNKS = (256, 1024)
-"""Numbers that have a signal of their own, in ops that only move and add."""
+"""Numbers per signal, in ops that only move and add."""
 LARGEST = 40
-"""Of m, n and k: up to three tiles, the last one cut off."""
+"""Maximum m, n and k: up to three tiles, with the last one cut off."""
 SLOW = 20.0
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""Absolute and relative, for sums of at most 4 x 40 products of normal numbers."""
+"""Absolute and relative tolerance, for sums of at most 4 x 40 products of normal numbers."""
 MAX_WORLD_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One op on so many ranks, by a seed."""
+    """One op with a world size and a seed."""
 
     op: Op
     world_size: int
@@ -53,11 +52,13 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a check did, and found: nothing, if all is well.
+    """A check's parameters and findings; no findings means that all is well.
 
     Attributes:
-        m: of each call.
-        slow_ranks: those that seldom got the turn.
+        op, world_size, seed: the check.
+        m: rows in each call.
+        n, k, dtype: the other sizes, and the dtype.
+        slow_ranks: ranks that seldom got the turn.
         findings: races, hangs, errors and wrong numbers.
     """
 
@@ -73,10 +74,10 @@ class Outcome:
 
 
 def checks(names: Sequence[str], world_sizes: Sequence[int], seeds: Sequence[int]) -> list[Check]:
-    """Those of the ops of these names, all ops for none.
+    """List the checks for the named ops; all ops for no names.
 
     Raises:
-        ConfigError: there is no such op, or a world size is out of range.
+        ConfigError: an op does not exist, or a world size is out of range.
     """
     for size in world_sizes:
         if not 1 <= size <= MAX_WORLD_SIZE:
@@ -157,7 +158,7 @@ def perform(check: Check) -> Outcome:
 def _differences(
     call: int, got: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float
 ) -> list[str]:
-    """Of each rank whose numbers are not the oracle's."""
+    """Describe each rank whose numbers differ from the oracle's."""
     found = []
     for rank, (ours, oracle) in enumerate(zip(got, expected, strict=True)):
         where = f"call {call}, rank {rank}"

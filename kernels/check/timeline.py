@@ -1,20 +1,16 @@
-"""Draws how an op hides communication: per rank, what its streams and its links do and when.
+"""Draws how an op hides communication: the activity of each rank's streams and links over time.
 
-The op runs once on all ranks in the interpreter, which is asked only for what
-each stream of each rank does and in which order: numbers loaded and stored in
-its own memory, those that go to or come from another rank's, and which signal
-it waits for. The interpreter itself runs one thing at a time; so the streams
-are then replayed side by side (a list schedule). A number of its own memory
-takes one unit of time, one over a link LINK_COST, and a wait lasts until its
-signal has come. Stores to other ranks are posted: the program goes on, and the
-rank's links carry them one after the other, the signals that follow them too.
-What is put to ranks that have no address goes over the rank's network, in
-NETWORK_COST a number.
+The op runs once on all ranks in the interpreter. It records each stream's activity in order:
+numbers loaded and stored in the rank's own memory, numbers that go to or come from another rank,
+and waits for signals. The interpreter runs one operation at a time, so the streams are then
+replayed side by side (a list schedule). A number in own memory takes one unit of time, a number
+over a link LINK_COST, and a wait lasts until its signal arrives. Stores to other ranks are posted:
+the program continues, and the rank's links carry them in order, as well as the signals after them.
+Puts to ranks without an address go over the rank's network, at NETWORK_COST per number.
 
-Moving numbers is called compute in kernels that multiply, and copying in others.
+Moving numbers counts as compute in kernels that multiply, and as copying in others.
 
-So this shows the order of the protocol, and what waits for what. It does not
-show how long anything takes on a GPU.
+The timeline thus shows the protocol's order and its waits. It does not show durations on a GPU.
 """
 
 from __future__ import annotations
@@ -45,10 +41,10 @@ Stream = Literal["main", "beside"]
 Lane = Literal["network", "links", "main", "beside"]
 
 LINK_COST = 7
-"""Of a number over a link, in those of memory: as NVLink 4 and HBM3 of an H100."""
+"""Cost of a number over a link, relative to memory: NVLink 4 and HBM3 in an H100."""
 
 NETWORK_COST = 67
-"""The same over a network card of 400 Gb/s."""
+"""The same for a 400 Gb/s network card."""
 
 _FOLDER = Path(__file__).parent
 _NOT_KERNELS = (
@@ -67,10 +63,12 @@ COLORS: dict[Activity, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One thing that a stream of a rank does, or its links.
+    """One activity of a rank's stream, or of its links.
 
     Attributes:
-        kernel: that does it.
+        rank, lane: the rank, and its stream or links.
+        activity: the kind of activity.
+        kernel: the kernel that causes it.
         start, end: in units of virtual time.
     """
 
@@ -84,19 +82,19 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Of a stream's program: take time, wait for a signal or a stream, or send a signal."""
+    """A step in a stream's program: take time, wait for a signal or a stream, or send a signal."""
 
     kernel: str
     activity: Activity = "compute"
     cost: int = 0
-    posted: Lane | None = None  # the stream goes on; this lane does it
+    posted: Lane | None = None  # the lane that does it while the stream continues
     sends: tuple[int, ...] = ()  # addresses of signals
-    waits_for: tuple[tuple[int, int], ...] = ()  # address, how often it must have been sent
-    after: tuple[Stream, int] | None = None  # so many steps of another stream of the rank
+    waits_for: tuple[tuple[int, int], ...] = ()  # (address, number of sends)
+    after: tuple[Stream, int] | None = None  # number of steps on another stream of the rank
 
 
 class _Recorder(RaceDetector):
-    """Is where ranks.run tells a RaceDetector of everything; keeps the steps of each stream."""
+    """Records each stream's steps; replaces the RaceDetector."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +102,7 @@ class _Recorder(RaceDetector):
         self.stream: dict[int, Stream] = defaultdict(lambda: "main")
         self._owners: list[tuple[int, int, int, int]] = []
         self._changes: dict[int, int] = defaultdict(int)
-        self._put: dict[int, list[int]] = defaultdict(list)  # of each rank, signals
+        self._put: dict[int, list[int]] = defaultdict(list)  # by rank: signals
 
     def watch(self, rank: int, tensor: SymmetricTensor) -> None:
         start = tensor.local.data_ptr()
@@ -112,25 +110,25 @@ class _Recorder(RaceDetector):
         self._owners.append((start, start + local.nbytes, rank, local.element_size()))
 
     def forget(self, rank: int) -> None:
-        """What a rank has done so far is not of the op."""
+        """Drop a rank's steps so far, because they are not the op's."""
         self.steps[rank, "main"].clear()
 
     def add(self, rank: int, step: _Step) -> None:
-        """What a rank does next on the stream that it is on."""
+        """Add a step to a rank's current stream."""
         self.steps[rank, self.stream[rank]].append(step)
 
     def fork(self, rank: int) -> None:
         self.stream[rank] = "beside"
         self._after(rank, "main")
 
-    def back(self, rank: int) -> None:
+    def unfork(self, rank: int) -> None:
         self.stream[rank] = "main"
 
     def join(self, rank: int) -> None:
         self._after(rank, "beside")
 
     def _after(self, rank: int, other: Stream) -> None:
-        """The stream that a rank is on waits for what another has to do up to now."""
+        """Let a rank's current stream wait for another stream's steps so far."""
         self.add(rank, _Step("", "waiting", after=(other, len(self.steps[rank, other]))))
 
     def access(self, rank: int, kind: Kind, addresses: Array, itemsize: int) -> None:
@@ -149,7 +147,7 @@ class _Recorder(RaceDetector):
             self._wait(rank, [atomic.address])
 
     def words(self, rank: int, kind: Kind, addresses: Array, itemsize: int) -> None:
-        """Data that carries its own signal is both."""
+        """Record words that carry their own signal, as data and signal."""
         words = addresses.tolist()
         if kind == "load":
             self._wait(rank, words)
@@ -162,7 +160,7 @@ class _Recorder(RaceDetector):
     def put(self, rank: int, addresses: Array, signal: int) -> int:
         start = int(addresses[0])
         itemsize = next(size for begin, end, _, size in self._owners if begin <= start < end)
-        cost = len(addresses) // itemsize * NETWORK_COST  # of every byte
+        cost = len(addresses) // itemsize * NETWORK_COST  # addresses are per byte
         sends = (signal,) if signal else ()
         self._put[rank] += sends
         self.add(rank, _Step(_kernel(), "communication", cost, posted="network", sends=sends))
@@ -175,12 +173,14 @@ class _Recorder(RaceDetector):
         self._wait(rank, self._put[rank])
 
     def _wait(self, rank: int, addresses: list[int]) -> None:
-        """For as many signals as have been sent by now: the last poll sees what it waits for."""
+        """Wait for the signals sent so far: the last poll sees the awaited value."""
         wanted = tuple((address, self._changes[address]) for address in addresses)
         self.add(rank, _Step(_kernel(), "waiting", waits_for=wanted))
 
     def arrived(self, rank: int) -> None:
-        """Ranks meet before and after the op, not in it; nor are the following looked at."""
+        """Ignored: ranks meet before and after the op, not in it. The same holds for the methods
+        below.
+        """
 
     def met(self, rank: int) -> None: ...
 
@@ -190,23 +190,23 @@ class _Recorder(RaceDetector):
 
     def program(self, rank: int, index: Program) -> None: ...
 
-    def left(self, number: int, addresses: Array) -> None: ...
+    def source_read(self, number: int, addresses: Array) -> None: ...
 
-    def came(self, number: int, addresses: Array) -> None: ...
+    def data_stored(self, number: int, addresses: Array) -> None: ...
 
     def _owner(self, address: int) -> int | None:
         return next((rank for start, end, rank, _ in self._owners if start <= address < end), None)
 
 
 def _move(numbers: int, remote: bool, *, posted: Lane | None) -> _Step:
-    """Of numbers in the own memory, or over a link."""
+    """Move numbers in own memory, or over a link."""
     if remote:
         return _Step(_kernel(), "communication", cost=numbers * LINK_COST, posted=posted)
     return _Step(_kernel(), "copying", cost=numbers)
 
 
 def _kernel() -> str:
-    """The kernel that this thread runs: the outermost function that Triton has called."""
+    """Return this thread's kernel: the outermost function called by Triton."""
     frame, name = sys._getframe(1), ""
     while frame.f_back is not None:
         called_by = frame.f_back
@@ -218,7 +218,7 @@ def _kernel() -> str:
 
 
 def record(op: Op, sizes: Sizes, seed: int = 0) -> list[Span]:
-    """One call of an op, in virtual time.
+    """Record one call of an op, in virtual time.
 
     Kernels must have been imported with TRITON_INTERPRET=1.
     """
@@ -247,15 +247,15 @@ def record(op: Op, sizes: Sizes, seed: int = 0) -> list[Span]:
 
 @contextmanager
 def _multiplying() -> Iterator[set[str]]:
-    """Within, the kernels that multiply are put into the set."""
+    """Collect the names of multiplying kernels in a set, within the context."""
     products: set[str] = set()
     create_dot = RankBuilder.create_dot
 
-    def told(builder: RankBuilder, *args: Any) -> Any:
+    def recording_dot(builder: RankBuilder, *args: Any) -> Any:
         products.add(_kernel())
         return create_dot(builder, *args)
 
-    RankBuilder.create_dot = told  # type: ignore[assignment, method-assign]
+    RankBuilder.create_dot = recording_dot  # type: ignore[assignment, method-assign]
     try:
         yield products
     finally:
@@ -264,13 +264,13 @@ def _multiplying() -> Iterator[set[str]]:
 
 def _replay(steps: dict[tuple[int, Stream], list[_Step]]) -> list[Span]:
     """Run all streams side by side: always the step that can begin first."""
-    ends: dict[tuple[int, Stream], list[int]] = {key: [] for key in steps}  # of steps done
-    busy: dict[tuple[int, Lane], int] = defaultdict(int)  # until when a rank's links are
-    sent: dict[int, list[int]] = defaultdict(list)  # when, by address
+    ends: dict[tuple[int, Stream], list[int]] = {key: [] for key in steps}  # when steps ended
+    busy: dict[tuple[int, Lane], int] = defaultdict(int)  # by lane: when it becomes free
+    sent: dict[int, list[int]] = defaultdict(list)  # by address: send times
     lanes: dict[tuple[int, Lane], list[Span]] = defaultdict(list)
 
     def begins(key: tuple[int, Stream]) -> int | None:
-        """When the stream's next step has what it waits for; None if that is not known yet."""
+        """Return the earliest start of the stream's next step; None if it is not known yet."""
         done = ends[key]
         step, times = steps[key][len(done)], done[-1:]
         for address, count in step.waits_for:
@@ -302,7 +302,7 @@ def _replay(steps: dict[tuple[int, Stream], list[_Step]]) -> list[Span]:
 
 
 def _append(spans: list[Span], span: Span) -> None:
-    """Add a span that takes time, or make the last one longer."""
+    """Append a span unless it is empty, or extend the last one."""
     if span.start == span.end:
         return
     last = spans[-1] if spans else None
@@ -317,7 +317,7 @@ def _append(spans: list[Span], span: Span) -> None:
 
 
 def hidden(spans: Sequence[Span]) -> float:
-    """The share of communication during which the rank computes."""
+    """Return the share of communication during which the rank computes."""
     computing: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for span in sorted(spans, key=lambda span: span.start):
         if span.activity == "compute":
@@ -336,7 +336,7 @@ def hidden(spans: Sequence[Span]) -> float:
 
 
 def write(spans: Sequence[Span], title: str, path: Path) -> None:
-    """As an SVG, or as a trace that Perfetto and chrome://tracing open, by the path's suffix.
+    """Write an SVG, or a trace for Perfetto and chrome://tracing, by the path's suffix.
 
     Raises:
         ConfigError: the path ends in neither .svg nor .json.
@@ -347,7 +347,7 @@ def write(spans: Sequence[Span], title: str, path: Path) -> None:
 
 
 def to_trace(spans: Sequence[Span]) -> str:
-    """Chrome's trace event format: a process for each rank, a thread for each row."""
+    """Convert to Chrome's trace event format: a process for each rank, a thread for each row."""
     lanes = sorted({(span.rank, span.lane) for span in spans}, key=_row)
     threads = {key: number for number, key in enumerate(lanes)}
     names = [
@@ -372,16 +372,16 @@ def to_trace(spans: Sequence[Span]) -> str:
 
 
 def _row(row: tuple[int, Lane]) -> tuple[int, int]:
-    """The order of rows: by rank, and the links first."""
+    """Sort rows by rank, links first."""
     return row[0], get_args(Lane).index(row[1])
 
 
 WIDTH, LEFT, ROW, GAP, TOP = 960, 130, 16, 12, 56
-"""Of the picture, in pixels: all of it; labels; a row; between ranks; title and legend."""
+"""Pixels: the picture's width, labels, a row, the gap between ranks, title and legend."""
 
 
 def to_svg(spans: Sequence[Span], title: str) -> str:
-    """A row for each rank's links and streams, from left to right in virtual time."""
+    """Draw a row for each rank's links and streams, from left to right in virtual time."""
     total = max((span.end for span in spans), default=1)
     scale = (WIDTH - LEFT - 20) / total
     drawn, y, tops = [], TOP, {}
@@ -395,10 +395,10 @@ def to_svg(spans: Sequence[Span], title: str) -> str:
         y += GAP
     for span in spans:
         x, width = LEFT + span.start * scale, (span.end - span.start) * scale
-        says = " ".join((span.kernel, f"{span.activity}, {span.start} to {span.end}")).strip()
+        tooltip = " ".join((span.kernel, f"{span.activity}, {span.start} to {span.end}")).strip()
         drawn.append(
             f'<rect x="{x:.2f}" y="{tops[span.rank, span.lane]}" width="{width:.2f}" '
-            f'height="{ROW}" fill="{COLORS[span.activity]}"><title>{escape(says)}</title></rect>'
+            f'height="{ROW}" fill="{COLORS[span.activity]}"><title>{escape(tooltip)}</title></rect>'
         )
     for place, activity in enumerate(get_args(Activity)):
         x = LEFT + 140 * place

@@ -270,7 +270,7 @@ def _top_exponent(parts: Sequence[Tensor]) -> int:
         start = (start - part.numel()) % stride
     sample = torch.cat(samples).to(torch.int32)
     counts = torch.bincount(sample >> 8 & 0x7F, minlength=128)
-    counts[0] = 0  # has a code of its own
+    counts[0] = 0  # zero has its own code
     windows = counts.unfold(0, native.EXPONENT_CODES, 1).sum(dim=1)
     return int(windows.argmax()) + native.EXPONENT_CODES - 1
 

@@ -1,17 +1,15 @@
-"""What reaches memory by other ways than the interpreter's: assembly, libraries, torch.
+"""Memory accesses that bypass the interpreter: assembly, library functions, torch.
 
+Triton's interpreter supports no inline assembly. INSTRUCTIONS implements the kernels' instructions
+(gpu/runtime/multimem.py). A multicast address belongs to no real memory; the Observer resolves it
+to each rank's address.
 
-Triton's interpreter knows no inline assembly. What each instruction that the
-kernels use means is in INSTRUCTIONS (gpu/multimem.py). A multicast address is
-one that no memory has; the Observer knows which addresses it stands for.
+It supports no library functions either. FUNCTIONS implements the kernels' NVSHMEM functions
+(gpu/runtime/nvshmem.py); puts go to the Observer's network (network.py).
 
-Nor does it know functions of libraries. Those of NVSHMEM that the kernels call
-are in FUNCTIONS (gpu/nvshmem.py); what is put goes to the Observer's network
-(network.py).
-
-What the host queues by torch (copies, products, sums) does not go through the
-interpreter at all: `HostOperators` tells the Observer of it, each operator on
-symmetric memory as a launch of its own, which is what it is on a stream.
+The host's torch operators (copies, products, sums) bypass the interpreter entirely.
+`HostOperators` reports them to the Observer. Each operator on symmetric memory counts as its own
+launch, as it is on a stream.
 """
 
 from __future__ import annotations
@@ -30,11 +28,11 @@ from triton._C.libtriton import interpreter as memory
 Array = npt.NDArray[Any]
 
 MULTICAST = 1 << 62
-"""Added to an address of rank 0 it is that of all ranks."""
+"""Offset from rank 0's address to the multicast address."""
 
 
 class Observer(Protocol):
-    """What is needed of interpreter.Observer."""
+    """The part of gpu.Observer needed here."""
 
     def launched(self) -> None: ...
 
@@ -47,37 +45,37 @@ class Observer(Protocol):
     ) -> None: ...
 
     def on_all_ranks(self, addresses: Array) -> Sequence[Array]:
-        """For multicast addresses, uint64 [n]: those that they stand for, of each rank."""
+        """Resolve multicast addresses, uint64 [n], to each rank's addresses."""
 
     def is_symmetric(self, storage: int) -> bool:
-        """Whether a storage of torch's, by its address, is symmetric memory."""
+        """Whether a torch storage, given by its address, is symmetric memory."""
 
     def put(self, to: int, source: int, nbytes: int, signal: int, value: int, peer: int) -> None:
-        """Memory is put to a peer; a signal of 0: a blocking put without one."""
+        """Memory is put to a peer; signal 0 means a blocking put without a signal."""
 
     def fetched(self, signal: int, value: int) -> None:
-        """A signal of 8 bytes was looked at, which orders nothing."""
+        """A signal of 8 bytes was read without ordering."""
 
     def waited(self, signal: int, value: int) -> None:
-        """A signal of 8 bytes is what was waited for, and is acquired."""
+        """A signal of 8 bytes has its awaited value, and is acquired."""
 
     def quiet(self) -> None:
-        """Returns once what the rank has put has come."""
+        """Return once all the rank's puts have arrived."""
 
 
 def run(assembly: str, values: Sequence[Array], observer: Observer) -> list[Array]:
-    """Do what inline assembly says.
+    """Execute inline assembly.
 
     Args:
-        assembly: as the kernel gives it.
-        values: of its inputs, [n] each.
-        observer: of this thread.
+        assembly: the kernel's text.
+        values: its inputs, [n] each.
+        observer: this thread's observer.
 
     Returns:
         its outputs, [n] each.
 
     Raises:
-        NotImplementedError: it has no instruction of INSTRUCTIONS.
+        NotImplementedError: it is none of INSTRUCTIONS.
     """
     for name, instruction in INSTRUCTIONS.items():
         if name in assembly:
@@ -90,10 +88,10 @@ def run(assembly: str, values: Sequence[Array], observer: Observer) -> list[Arra
 def _multimem_store(observer: Observer, address: Array, *rest: Array) -> list[Array]:
     *words, mask = rest
     inside = mask.astype(bool)
-    for place in observer.on_all_ranks(address[inside].astype(np.uint64)):
-        observer.access("store", _every_two_bytes(place), 2)
+    for addresses in observer.on_all_ranks(address[inside].astype(np.uint64)):
+        observer.access("store", _every_two_bytes(addresses), 2)
         for i, word in enumerate(words):
-            memory.store(place + np.uint64(4 * i), word[inside], np.ones(len(place), bool))
+            memory.store(addresses + np.uint64(4 * i), word[inside], np.ones(len(addresses), bool))
     return [np.zeros(address.shape, np.int32)]
 
 
@@ -103,9 +101,9 @@ def _multimem_sum(
     inside = mask.astype(bool)
     count = int(inside.sum())
     numbers = torch.zeros(count, 16 // dtype.itemsize)
-    for place in observer.on_all_ranks(address[inside].astype(np.uint64)):
-        observer.access("load", _every_two_bytes(place), 2)
-        words = place[:, None] + np.arange(0, 16, 4, dtype=np.uint64)
+    for addresses in observer.on_all_ranks(address[inside].astype(np.uint64)):
+        observer.access("load", _every_two_bytes(addresses), 2)
+        words = addresses[:, None] + np.arange(0, 16, 4, dtype=np.uint64)
         none = np.zeros(words.shape, np.int32)
         loaded = memory.load(words, np.ones(words.shape, bool), none, np.dtype(np.int32))
         numbers += torch.from_numpy(loaded).view(dtype).float()
@@ -116,7 +114,7 @@ def _multimem_sum(
 
 
 def _every_two_bytes(addresses: Array) -> Array:
-    """Of 16 bytes at each address: so that elements of any size are found."""
+    """Return every second byte's address in 16 bytes, so that elements of any size are found."""
     return (addresses[:, None] + np.arange(0, 16, 2, dtype=np.uint64)).ravel()
 
 
@@ -130,12 +128,12 @@ INSTRUCTIONS: dict[str, Callable[..., list[Array]]] = {
 
 
 def call(name: str, values: Sequence[Array], observer: Observer) -> int:
-    """Do what a function of a library does.
+    """Execute a library function.
 
     Args:
-        name: as the kernel gives it.
-        values: of its arguments, a number each.
-        observer: of this thread.
+        name: the function's name in the kernel.
+        values: its arguments, a number each.
+        observer: this thread's observer.
 
     Returns:
         its result; 0 for none.
@@ -205,13 +203,13 @@ FUNCTIONS: dict[str, Callable[..., int]] = {
 
 
 class HostOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within, the observer is told of this thread's operators of torch on symmetric memory.
+    """Reports this thread's torch operators on symmetric memory to the observer.
 
-    Their tensors are loaded as a whole, unless they are overwritten; those that an operator
-    changes are stored. Views, and templates of shape and dtype, are neither.
+    Operands are loaded as a whole, unless they are overwritten. An operator's changed tensors are
+    stored. Views, and templates for shape and dtype, are neither.
 
     Args:
-        observer: of this thread.
+        observer: this thread's observer.
     """
 
     def __init__(self, observer: Observer) -> None:
@@ -228,9 +226,9 @@ class HostOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._observer.launched()
         self._observer.program((0, 0, 0))
         for tensor in loaded:
-            self._observer.access("load", _places(tensor), tensor.itemsize)
+            self._observer.access("load", _element_addresses(tensor), tensor.itemsize)
         for tensor in stored:
-            self._observer.access("store", _places(tensor), tensor.itemsize)
+            self._observer.access("store", _element_addresses(tensor), tensor.itemsize)
         out = func(*args, **kwargs)
         self._observer.finished()
         return out
@@ -238,12 +236,12 @@ class HostOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _operands(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Tensors in symmetric memory that an operator loads, and those that it stores."""
+        """Return an operator's loaded and stored symmetric tensors."""
         name = func._schema.name.removeprefix("aten::")
         if func.is_view or torch.Tag.inplace_view in func.tags or name in TEMPLATES:
             return [], []
         if name == "copy_" and args[0].data_ptr() == args[1].data_ptr():
-            return [], []  # Triton's interpreter, which hands a kernel's arguments back
+            return [], []  # Triton's interpreter returning a kernel's arguments
         loaded, stored = [], []
         for number, argument in enumerate(func._schema.arguments):
             value = args[number] if number < len(args) else kwargs.get(argument.name)
@@ -257,26 +255,26 @@ class HostOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 OVERWRITES = ("copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "bernoulli_")
-"""Operators that do not load what they change."""
+"""Operators that overwrite tensors without loading them."""
 
 TEMPLATES = (
-    *(f"new_{what}" for what in ("empty", "empty_strided", "zeros", "ones", "full")),
-    *(f"{what}_like" for what in ("empty", "zeros", "ones", "full", "rand", "randn")),
+    *(f"new_{prefix}" for prefix in ("empty", "empty_strided", "zeros", "ones", "full")),
+    *(f"{prefix}_like" for prefix in ("empty", "zeros", "ones", "full", "rand", "randn")),
 )
-"""Operators that take a tensor for its shape, dtype and device only."""
+"""Operators with a tensor argument only for its shape, dtype and device."""
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of an argument: one, a list of them, or none."""
+    """Yield an argument's tensors: one, a list of them, or none."""
     for item in value if isinstance(value, (list, tuple)) else (value,):
         if isinstance(item, torch.Tensor):
             yield item
 
 
-def _places(tensor: torch.Tensor) -> Array:
-    """Addresses of a tensor's elements, uint64 [numel]; its strides may be any."""
-    places = np.array(tensor.data_ptr(), np.uint64)
+def _element_addresses(tensor: torch.Tensor) -> Array:
+    """Return the addresses of a tensor's elements, uint64 [numel], for any strides."""
+    addresses = np.array(tensor.data_ptr(), np.uint64)
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         steps = np.arange(size, dtype=np.uint64) * np.uint64(stride * tensor.itemsize)
-        places = places[..., None] + steps
-    return places.ravel()
+        addresses = addresses[..., None] + steps
+    return addresses.ravel()

@@ -1,22 +1,18 @@
-"""Triton's interpreter, made fit for several ranks in one process.
+"""Triton's interpreter, extended to several ranks in one process.
 
-Stock Triton runs kernels on NumPy with TRITON_INTERPRET=1. For overlapped
-kernels that is not enough, and `installed` puts a builder of ours in its place
-that
+Stock Triton runs kernels on NumPy with TRITON_INTERPRET=1. Overlapped kernels need more, so
+`installed` replaces its builder. The new builder
 
-- computes bfloat16, which Triton 3.6 to 3.9 keep as uint16 and add as such, and
-  rounds to fp8 as GPUs do;
-- sums int32 in 32 bits, where Triton goes on with 64 and writes as many to an int32;
-- keeps the running program's index for each thread, so that ranks can be
-  threads;
-- tells an Observer of every load, store and atomic, with the addresses, before
-  it happens (atomics: and after), which is where ranks take turns (ranks.py)
-  and where races are seen (races.py).
+- computes bfloat16, which Triton 3.6 to 3.9 store as uint16 and add as such, and rounds to fp8 as
+  GPUs do;
+- sums int32 in 32 bits, where Triton switches to 64 and writes 64 bits to an int32;
+- keeps the running program's index per thread, so that ranks can be threads;
+- reports every load, store and atomic to an Observer, with the addresses, before it happens
+  (atomics also afterwards). There, ranks take turns (ranks.py) and races are detected (races.py).
 
-Nothing of Triton is changed on disk, and what was in place comes back at the
-end. The interpreter runs the programs of a launch one after the other, and
-ignores warps: a barrier that is missing inside a program is not seen here, but
-in the assembly (aot.py).
+Triton's files stay unchanged, and the original builder returns at the end. The interpreter runs a
+launch's programs in sequence and ignores warps. It therefore cannot detect a missing barrier inside
+a program; aot.py looks for that in the assembly.
 """
 
 from __future__ import annotations
@@ -49,14 +45,14 @@ Handle: TypeAlias = interpreter.TensorHandle
 
 @dataclass(frozen=True, slots=True)
 class Atomic:
-    """An atomic that has been done.
+    """A completed atomic operation.
 
     Attributes:
-        address, itemsize: of what it was done to.
+        address, itemsize: its target.
         sem: relaxed, acquire, release or acquire_release.
         scope: cta, gpu or system.
-        was, now: what was there before and after.
-        sets: it exchanges, and does not add to what was there.
+        was, now: the value before and after.
+        sets: whether it exchanges the value instead of adding to it.
     """
 
     address: int
@@ -69,58 +65,58 @@ class Atomic:
 
     @property
     def changed(self) -> bool:
-        """Whether it left another value."""
+        """Whether it changed the value."""
         return self.was != self.now
 
 
 class Observer(Protocol):
-    """Is told of each memory operation of the thread that it runs in."""
+    """Receives every memory operation in its thread."""
 
     def launched(self) -> None:
-        """A kernel is about to run all of its programs."""
+        """A kernel is about to run all its programs."""
 
     def finished(self) -> None:
-        """The kernel's programs have all run."""
+        """All the kernel's programs have run."""
 
     def program(self, index: Program) -> None:
-        """The next operations are of this program."""
+        """The next operations belong to this program."""
 
     def access(self, kind: Kind, addresses: Array, itemsize: int) -> None:
         """Memory is about to be loaded or stored: uint64 addresses [n]."""
 
     def atomic(self, atomic: Atomic) -> None:
-        """An atomic has been done."""
+        """An atomic was completed."""
 
     def words(self, kind: Kind, addresses: Array, itemsize: int) -> None:
-        """Words that carry their own signal have been loaded, or are about to be stored."""
+        """Words with their own signal were loaded, or are about to be stored."""
 
     def arrive_first(self, count: int) -> Array:
-        """Of `count` stores that nothing orders, which come first: bool [count]."""
+        """Choose the first among `count` unordered stores: bool [count]."""
 
     def on_all_ranks(self, addresses: Array) -> Sequence[Array]:
-        """For multicast addresses, uint64 [n]: those that they stand for, of each rank."""
+        """Resolve multicast addresses, uint64 [n], to each rank's addresses."""
 
     def is_symmetric(self, storage: int) -> bool:
-        """Whether a storage of torch's, by its address, is symmetric memory."""
+        """Whether a torch storage, given by its address, is symmetric memory."""
 
     def put(self, to: int, source: int, nbytes: int, signal: int, value: int, peer: int) -> None:
-        """Memory is put to a peer; a signal of 0: a blocking put without one."""
+        """Memory is put to a peer; signal 0 means a blocking put without a signal."""
 
     def fetched(self, signal: int, value: int) -> None:
-        """A signal of 8 bytes was looked at, which orders nothing."""
+        """A signal of 8 bytes was read without ordering."""
 
     def waited(self, signal: int, value: int) -> None:
-        """A signal of 8 bytes is what was waited for, and is acquired."""
+        """A signal of 8 bytes has its awaited value, and is acquired."""
 
     def quiet(self) -> None:
-        """Returns once what the rank has put has come."""
+        """Return once all the rank's puts have arrived."""
 
 
 _state = threading.local()
 
 
 def observe(observer: Observer | None) -> None:
-    """Tell `observer` of what this thread runs from now on."""
+    """Report this thread's operations to `observer` from now on."""
     _state.observer = observer
 
 
@@ -133,7 +129,7 @@ _NOT_KERNELS = (
 
 
 def where() -> str:
-    """File and line of the kernel's code that runs now, in this thread."""
+    """Return file and line of this thread's running kernel code."""
     frame = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_KERNELS):
         frame = frame.f_back  # type: ignore[assignment]
@@ -141,12 +137,12 @@ def where() -> str:
 
 
 def to_float32(bits: Array) -> Array:
-    """bfloat16 as uint16 -> float32."""
+    """Convert bfloat16 as uint16 to float32."""
     return (np.ascontiguousarray(bits).astype(np.uint32) << 16).view(np.float32)
 
 
 def to_bfloat16(numbers: Array) -> Array:
-    """float32 -> bfloat16 as uint16, rounded to nearest, ties to even."""
+    """Convert float32 to bfloat16 as uint16, rounded to nearest, ties to even."""
     numbers = np.ascontiguousarray(numbers, dtype=np.float32)
     bits = numbers.view(np.uint32)
     rounded = ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
@@ -154,7 +150,7 @@ def to_bfloat16(numbers: Array) -> Array:
 
 
 def to_float8(numbers: Array) -> Array:
-    """Floats -> float8e4nv as uint8, as GPUs do: to nearest, ties to even, at most 448.
+    """Convert floats to float8e4nv as uint8, as GPUs do: to nearest, ties to even, at most 448.
 
     Triton's interpreter rounds ties up, and loses the carry into the exponent.
     """
@@ -171,15 +167,15 @@ def _widened(handle: Handle) -> Handle:
 
 
 class RankBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
-    """The builder that `installed` puts in place; see the module's text."""
+    """The builder that `installed` uses; see the module's text."""
 
     def __init__(self) -> None:
         super().__init__()
-        # Triton would work out for each operator whether it overflows, which is half of the time,
-        # and then say nothing, for that it does with `debug` only.
+        # By default, Triton checks each operator for overflow. That takes half of the time, and it
+        # reports overflows only with `debug`.
         self.options: Any = interpreter.InterpreterOptions(sanitize_overflow=False)
 
-    # The grid, of each thread its own.
+    # The grid, separate for each thread.
     @property
     def grid_idx(self) -> Program:
         return _state.grid_idx  # type: ignore[no-any-return]
@@ -203,42 +199,44 @@ class RankBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
         return cache_modifier
 
     def create_masked_load(self, ptrs: Handle, mask: Handle, *rest: Any, **named: Any) -> Handle:
-        if named["is_volatile"] if "is_volatile" in named else rest[-1]:  # gpu/low_latency.py
-            _tell("atomic", ptrs, mask)
+        if (
+            named["is_volatile"] if "is_volatile" in named else rest[-1]
+        ):  # gpu/runtime/low_latency.py
+            _notify("atomic", ptrs, mask)
             loaded = super().create_masked_load(ptrs, mask, *rest, **named)
-            _tell_words("load", ptrs, mask)
+            _notify_words("load", ptrs, mask)
             return loaded
-        _tell("load", ptrs, mask)
+        _notify("load", ptrs, mask)
         return super().create_masked_load(ptrs, mask, *rest, **named)
 
     def create_masked_store(
         self, ptrs: Handle, value: Handle, mask: Handle, *rest: Any, **named: Any
     ) -> Any:
-        if "wt" in str(rest).lower():  # write through: gpu/low_latency.py
+        if "wt" in str(rest).lower():  # write through: gpu/runtime/low_latency.py
             for part in _arrivals(mask):
-                _tell("atomic", ptrs, part)
-                _tell_words("store", ptrs, part)
+                _notify("atomic", ptrs, part)
+                _notify_words("store", ptrs, part)
                 super().create_masked_store(ptrs, value, part, *rest, **named)
             return None
-        _tell("store", ptrs, mask)
+        _notify("store", ptrs, mask)
         return super().create_masked_store(ptrs, value, mask, *rest, **named)
 
     def create_atomic_cas(self, ptr: Handle, cmp: Handle, val: Handle, sem: Any, scope: Any) -> Any:
-        _tell("atomic", ptr, None)
+        _notify("atomic", ptr, None)
         old = super().create_atomic_cas(ptr, cmp, val, sem, scope)
         new = np.where(old.data == cmp.data, val.data, old.data)
-        _tell_atomic(ptr, old, new, None, sem, scope, sets=True)
+        _notify_atomic(ptr, old, new, None, sem, scope, sets=True)
         return old
 
     def create_atomic_rmw(
         self, op: Any, ptr: Handle, val: Handle, mask: Handle, sem: Any, scope: Any
     ) -> Handle:
-        _tell("atomic", ptr, mask)
+        _notify("atomic", ptr, mask)
         old = super().create_atomic_rmw(op, ptr, val, mask, sem, scope)
         new = _UPDATES[op.name](old.data, val.data)
         if _observer() is None and np.array_equal(old.data, new):
-            os.sched_yield()  # a poll: whoever is waited for may want this processor
-        _tell_atomic(ptr, old, new, mask, sem, scope, sets=op.name == "XCHG")
+            os.sched_yield()  # a poll: the awaited rank may need this processor
+        _notify_atomic(ptr, old, new, mask, sem, scope, sets=op.name == "XCHG")
         return old
 
     def create_inline_asm(self, assembly: str, _: str, values: list[Handle], *rest: Any) -> Any:
@@ -302,7 +300,7 @@ _UPDATES: dict[str, Callable[[Array, Array], Array]] = {
     "UMAX": np.maximum,
     "UMIN": np.minimum,
 }
-"""What atomics leave, by Triton's names of them."""
+"""Results of atomics, by Triton's names."""
 
 
 def _bfloat16(numbers: Array) -> Handle:
@@ -313,7 +311,7 @@ def _observer() -> Observer | None:
     return getattr(_state, "observer", None)
 
 
-def _tell(kind: Kind, ptrs: Handle, mask: Handle | None) -> None:
+def _notify(kind: Kind, ptrs: Handle, mask: Handle | None) -> None:
     if observer := _observer():
         addresses = np.atleast_1d(ptrs.data)
         if mask is not None:
@@ -322,16 +320,16 @@ def _tell(kind: Kind, ptrs: Handle, mask: Handle | None) -> None:
         observer.access(kind, addresses.ravel(), max(1, bits // 8))
 
 
-def _tell_words(kind: Kind, ptrs: Handle, mask: Handle) -> None:
+def _notify_words(kind: Kind, ptrs: Handle, mask: Handle) -> None:
     if observer := _observer():
         bits = ptrs.get_element_ty().primitive_bitwidth
         observer.words(kind, ptrs.data[mask.data].ravel(), bits // 8)
 
 
 def _arrivals(mask: Handle) -> list[Handle]:
-    """A store's elements, as two that come one after the other.
+    """Split a store's elements into two parts that arrive separately.
 
-    What is 16 words wide is lines of 128 bytes, which come as a whole.
+    Rows of 16 words are lines of 128 bytes, which arrive as a whole.
     """
     observer = _observer()
     if observer is None:
@@ -341,7 +339,7 @@ def _arrivals(mask: Handle) -> list[Handle]:
     return [Handle((lines & part).reshape(mask.data.shape), tl.int1) for part in (first, ~first)]
 
 
-def _tell_atomic(
+def _notify_atomic(
     ptr: Handle, old: Handle, new: Array, mask: Handle | None, sem: Any, scope: Any, *, sets: bool
 ) -> None:
     if observer := _observer():
@@ -360,7 +358,7 @@ def _tell_atomic(
 
 
 class _Results:
-    """Outputs of inline assembly, as the builder gives them."""
+    """Outputs of inline assembly, in the builder's format."""
 
     def __init__(self, outputs: list[Array]) -> None:
         self._outputs = outputs
@@ -370,7 +368,7 @@ class _Results:
 
 
 def _sum(operation: Any, x: Any) -> Any:
-    """A sum in the dtype of what is added, as on a GPU; NumPy widens integers."""
+    """Sum in the operand's dtype, as on a GPU; NumPy widens integers."""
     data = x.handle.data
     total = np.sum(data, axis=operation.axis, keepdims=operation.keep_dims, dtype=data.dtype)
     return operation.to_tensor(total, x.dtype)
@@ -400,7 +398,7 @@ _np_dtypes: dict[str, np.dtype[Any]] = {}
 
 
 def _np_dtype(dtype: Any) -> np.dtype[Any]:
-    """As Triton's own, which makes a table of all types in each call."""
+    """Return the same as Triton's own function, which builds a table of all types in each call."""
     name = dtype.name
     if name not in _np_dtypes:
         _np_dtypes[name] = _stock_np_dtype(dtype)
@@ -409,14 +407,15 @@ def _np_dtype(dtype: Any) -> np.dtype[Any]:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Within, kernels that were imported with TRITON_INTERPRET=1 run on a RankBuilder."""
+    """Run kernels imported with TRITON_INTERPRET=1 on a RankBuilder, within the context."""
     module: Any = interpreter
     before = (module.interpreter_builder, module.interpreter_semantic, module._patch_lang)
     sums = (module.ReduceOps.sum, module.ScanOps.cumsum)
     module.interpreter_builder = RankBuilder()
     module.interpreter_semantic = TritonSemantic(module.interpreter_builder)
     module._get_np_dtype = _np_dtype
-    # Once for all threads: each launch would otherwise patch the language and undo it at its end.
+    # Patch once for all threads; otherwise each launch would patch the language and undo it at its
+    # end.
     scope = before[2](_probe)
     module._patch_builtin(nvshmem, module.interpreter_builder, scope)
     module._patch_lang = lambda fn: module._LangPatchScope()
@@ -432,8 +431,8 @@ def installed() -> Iterator[None]:
         scope.restore()
 
 
-_core = tl.core  # of which Triton's own jitted functions are made: tl.zeros
+_core = tl.core  # Triton's own jitted functions use it: tl.zeros
 
 
 def _probe() -> None:
-    """A function that sees `tl` and `core`, which Triton looks for in a kernel's globals."""
+    """A function with `tl` and `core` in its globals, where Triton looks for them."""

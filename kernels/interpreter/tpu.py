@@ -1,25 +1,27 @@
-"""Pallas' TPU interpreter, made strict: what it would print or pass over is an error here.
+"""Pallas' TPU interpreter, made strict: problems that it prints or ignores are errors here.
 
-The interpreter runs a kernel on forced CPU devices with remote DMA, semaphores and vector clocks,
-poisons memory with NaN, and raises when a kernel reads or writes out of bounds. `strict` adds:
+The interpreter runs a kernel on forced CPU devices with remote DMA, semaphores and vector clocks.
+It poisons memory with NaN, and raises on reads and writes out of bounds. `strict` adds checks:
 
-    races       It prints them, and forgets them when the next kernel starts. Here they stay.
-    leftovers   It prints semaphores that do not end at zero, and looks before other devices are
-                done. Here all of them are looked at when the last device is.
-    entry       A device may touch another one's buffers and semaphores only after it has heard
-                from it, directly or through others, in this kernel: until then XLA may use that
-                memory for something else. The interpreter does not see that a barrier is missing.
-                Here each remote DMA, and each signal to a semaphore that is not the barrier's,
-                asks the vector clocks: has anything of the target happened before?
-    exit        The barrier's semaphore outlives the kernel. A device that leaves while one that it
-                has signalled there still waits could signal it again, from the next call, and be
-                taken for another one. Asked of the vector clocks when a device leaves.
-    deadlock    It waits for ever. Here a thread watches: if every device is done or waits, none of
-                them for something that is there, and nothing has happened between two looks, they
-                are named with what they wait for.
+    races       The interpreter prints races and forgets them when the next kernel starts. `strict`
+                keeps them.
+    leftovers   The interpreter prints semaphores that do not end at zero, but looks before other
+                devices are done. `strict` looks at all of them when the last device is done.
+    entry       A device may touch another device's buffers and semaphores only after it has heard
+                from it in this kernel, directly or through others. Until then, XLA may use that
+                memory otherwise. The interpreter does not detect a missing barrier. `strict` asks
+                the vector clocks at each remote DMA, and at each signal to a semaphore other than
+                the barrier's: has anything on the target happened before?
+    exit        The barrier's semaphore outlives the kernel. Suppose a device exits while a device
+                that it signalled there still waits. It could signal again from the next call, and
+                that signal would be mistaken for another device's. The vector clocks are asked when
+                a device exits.
+    deadlock    The interpreter waits forever. In `strict`, a watchdog thread looks for this state:
+                every device is done or waits, none of them for something available, and nothing
+                has happened between two looks. It then names the devices and their waits.
 
-This reaches into jax._src, for there is no public way; jax is pinned in constraints.txt. One
-process interprets under `strict` for its whole life (worker.py): after an error its state is lost.
+This uses jax._src, because there is no public interface; constraints.txt pins jax. A process stays
+under `strict` for its whole life (worker.py), because an error destroys the interpreter's state.
 """
 
 from __future__ import annotations
@@ -35,21 +37,21 @@ from jax._src.pallas.mosaic.interpret import race_detection_state, shared_memory
 from jax.experimental.pallas import tpu as pltpu
 
 DmaMode = Literal["eager", "on_wait"]
-"""When a DMA happens: as it is started, or as late as somebody waits for it."""
+"""When a DMA happens: as soon as it starts, or as late as its first wait."""
 
 CLOCKS = 64
-"""Entries of a vector clock. Those beyond the devices are DMAs'; few would hide races."""
+"""Entries of a vector clock. DMAs use those beyond the devices; too few would hide races."""
 
-LOOK = 0.5
-"""Seconds between two looks of the watchdog."""
+WATCH_INTERVAL = 0.5
+"""Seconds between two looks by the watchdog."""
 
 
 class ProtocolError(Exception):
-    """A kernel does what is not allowed, or devices wait for what never comes."""
+    """A kernel breaks a rule, or devices wait forever."""
 
 
 class _State:
-    """What was found in one kernel, and who waits for what."""
+    """Findings in one kernel, and the current waits."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -57,8 +59,8 @@ class _State:
         self.events = 0
         self.waiting: dict[int, tuple[shared_memory.Semaphore, int, str]] = {}
         self.done: set[int] = set()
-        self.signalled: dict[int, set[int]] = {}  # on the barrier semaphore, by core: which cores
-        self.passed: dict[int, int] = {}  # the own clock of a core when it has passed the barrier
+        self.signalled: dict[int, set[int]] = {}  # by core: targets of its barrier signals
+        self.passed: dict[int, int] = {}  # a core's own clock when it passed the barrier
 
     def report(self, finding: str) -> None:
         with self.lock:
@@ -67,11 +69,11 @@ class _State:
 
 
 def params(mode: DmaMode, cores: int = 1) -> pltpu.InterpretParams:
-    """What `strict` needs the interpreter to be told.
+    """Return the interpreter's parameters for `strict`.
 
     Args:
         mode: when DMAs happen.
-        cores: of a device; 2 for a chip with megacore.
+        cores: cores per device; 2 for a chip with megacore.
     """
     return pltpu.InterpretParams(
         dma_execution_mode=mode,
@@ -83,23 +85,23 @@ def params(mode: DmaMode, cores: int = 1) -> pltpu.InterpretParams:
     )
 
 
-def be(cores: int) -> None:
-    """Have kernels see a chip whose devices have so many cores: 1 is a v5e, 2 a v5p."""
+def emulate_chip(cores: int) -> None:
+    """Emulate a chip with this number of cores per device: 1 is a v5e, 2 a v5p."""
     chip = pltpu.ChipVersion("v5e" if cores == 1 else "v5p")
     tpu_info.registry["cpu"] = lambda: tpu_info.get_tpu_info_for_chip(chip, cores)
     pltpu.get_tpu_info.cache_clear()
 
 
 def strict() -> Callable[[], list[str]]:
-    """Make the interpreter strict for the rest of this process; what gives the findings so far."""
+    """Make the interpreter strict for this process; return a function for the findings."""
     state = _State()
-    race_detection_state.print = lambda text: state.report(_race(text))
+    race_detection_state.print = lambda text: state.report(_race_finding(text))
     replaced = {
-        (ipc, "dma_start"): _touching(state, ipc.dma_start, sem=9, target=11),
-        (ipc, "semaphore_signal"): _touching(state, ipc.semaphore_signal, sem=3, target=5),
-        (ipc, "_validate"): _leaving(state),
-        (ipc, "_clear_shared_memory"): _clearing(state, ipc._clear_shared_memory),
-        (shared_memory.Semaphore, "wait"): _waiting(state, shared_memory.Semaphore.wait),
+        (ipc, "dma_start"): _check_entry(state, ipc.dma_start, sem=9, target=11),
+        (ipc, "semaphore_signal"): _check_entry(state, ipc.semaphore_signal, sem=3, target=5),
+        (ipc, "_validate"): _check_exit(state),
+        (ipc, "_clear_shared_memory"): _check_leftovers(state, ipc._clear_shared_memory),
+        (shared_memory.Semaphore, "wait"): _track_waits(state, shared_memory.Semaphore.wait),
     }
     for (owner, name), value in replaced.items():
         setattr(owner, name, value)
@@ -107,18 +109,18 @@ def strict() -> Callable[[], list[str]]:
     return lambda: list(state.findings)
 
 
-def _race(text: str) -> str:
-    """What the detector prints, without the clocks, of which no two runs have the same."""
+def _race_finding(text: str) -> str:
+    """Remove the clocks from the detector's output, because they differ between runs."""
     accesses = [
         line.strip() for line in text.splitlines() if line.startswith(("  read", "  write"))
     ]
     return f"race: {' and '.join(accesses)}"
 
 
-def _touching(
+def _check_entry(
     state: _State, call: Callable[..., Any], *, sem: int, target: int
 ) -> Callable[..., Any]:
-    """`call`, after a look whether the device has heard from the one it touches."""
+    """Wrap `call`: first check that the device has heard from its target."""
 
     def touch(*args: Any, **kwargs: Any) -> Any:
         memory = ipc._get_shared_memory()
@@ -145,7 +147,7 @@ def _touching(
     return touch
 
 
-def _leaving(state: _State) -> Callable[..., Any]:
+def _check_exit(state: _State) -> Callable[..., Any]:
     def validate(token: Any, device_id: Any) -> Any:
         memory = ipc._get_shared_memory()
         cores = memory.get_global_core_ids(int(device_id))
@@ -165,8 +167,8 @@ def _leaving(state: _State) -> Callable[..., Any]:
     return validate
 
 
-def _clearing(state: _State, clear: Callable[[], None]) -> Callable[[], None]:
-    """All devices are done: what has a count that nobody waited for?"""
+def _check_leftovers(state: _State, clear: Callable[[], None]) -> Callable[[], None]:
+    """Wrap `clear`: when all devices are done, report semaphores with unused counts."""
 
     def clean_up() -> None:
         memory = ipc._get_shared_memory()
@@ -182,7 +184,7 @@ def _clearing(state: _State, clear: Callable[[], None]) -> Callable[[], None]:
     return clean_up
 
 
-def _waiting(state: _State, wait: Callable[..., None]) -> Callable[..., None]:
+def _track_waits(state: _State, wait: Callable[..., None]) -> Callable[..., None]:
     def waited(
         self: shared_memory.Semaphore, value: int, global_core_id: int, **kwargs: Any
     ) -> None:
@@ -206,8 +208,8 @@ def _waiting(state: _State, wait: Callable[..., None]) -> Callable[..., None]:
     return waited
 
 
-def _stuck(state: _State) -> str:
-    """Who waits for what, if none can go on; else nothing."""
+def _describe_deadlock(state: _State) -> str:
+    """Describe all waits if no device can continue; otherwise return an empty string."""
     memory = ipc._shared_memory
     if memory is None or not state.waiting:
         return ""
@@ -224,9 +226,9 @@ def _stuck(state: _State) -> str:
 def _watch(state: _State) -> None:
     before, seen = "", -1
     while True:
-        time.sleep(LOOK)
+        time.sleep(WATCH_INTERVAL)
         with state.lock:
-            now, events = _stuck(state), state.events
+            now, events = _describe_deadlock(state), state.events
         if now and now == before and events == seen:
             state.report(f"deadlock: {now}")
             memory = ipc._get_shared_memory()

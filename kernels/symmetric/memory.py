@@ -170,7 +170,7 @@ class Home(ABC):
     ) -> None:
         if error is None:
             self.close()
-        elif not self._closed:  # the others may never come
+        elif not self._closed:  # the others may never arrive
             self._closed = True
             self._release()
 

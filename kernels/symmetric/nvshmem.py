@@ -6,7 +6,7 @@ so a kernel with one version reads garbage from a host library with another. The
 compared before anything is initialised.
 
 In the address table, a peer that NVLink does not reach is 0. Kernels send to such a peer with the
-puts in gpu/nvshmem.py, to their own address.
+puts in gpu/runtime/nvshmem.py, to their own address.
 
 Not handled: more than one home in a process, because NVSHMEM has one world per process.
 """

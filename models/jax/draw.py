@@ -76,7 +76,7 @@ def draw(logits: jax.Array, rows: Shaping) -> jax.Array:
     weights = lax.cond(by_p.any(), lambda: keep(by_p, weights, nucleus), lambda: weights)
     weights = jnp.where(scaled >= rows.min_log_weight[:, None], weights, 0)
     total = weights.sum(axis=1)
-    target = jnp.minimum(share_of(rows.u, total), total - 1)  # -1 of nothing
+    target = jnp.minimum(share_of(rows.u, total), total - 1)  # -1 if the total is 0
     index = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     return _smallest_key(PLACE_BITS, index, weights, lambda sums: sums > target)
 

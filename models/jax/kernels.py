@@ -137,6 +137,6 @@ def interpreting_on_cpu(mesh: Mesh) -> Iterator[None]:
         return
     from weft.kernels.interpreter import tpu as interpreter
 
-    interpreter.be(cores=1)
+    interpreter.emulate_chip(cores=1)
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(dma_execution_mode="eager")):
         yield

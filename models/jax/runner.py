@@ -98,7 +98,7 @@ class JaxRunner:
 
         Args:
             path: the checkpoint's directory.
-            spec: the checkpoint's model, from `checkpoint.read_spec`.
+            spec: the checkpoint's model, from `checkpoint.locate.read_spec`.
             devices: `layout.tp` jax devices, from this process and others that do the same.
             layout: tp and ep, which divides tp.
             dtype: dtype for computing and for the KV cache: "auto", "bfloat16", "float32".

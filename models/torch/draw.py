@@ -159,7 +159,7 @@ def draw(logits: Logits, settings: Sequence[SlotSampling], u: Tensor) -> Tensor:
     if whole_rows:
         whole_rows.sort()
         token_ids[whole_rows] = _draw_from_whole_rows(rows.select(whole_rows))
-    return token_ids.clamp_(0, vocab_size - 1)  # an index, whatever the logits are
+    return token_ids.clamp_(0, vocab_size - 1)  # a valid index, whatever the logits are
 
 
 def _num_candidates(top_k: int, settings: SlotSampling, vocab_size: int) -> int:
@@ -216,7 +216,7 @@ def _draw_from_candidates(rows: _Rows, width: int) -> tuple[Tensor, Tensor, _Who
     values, ids, unlisted = logits.candidates(width)
     largest, last_place = values[:, 0], values.shape[1] - 1
     scaled = rows.scale(values, largest)
-    other = rows.scale(unlisted[:, None], largest)[:, 0]  # what others have at most
+    other = rows.scale(unlisted[:, None], largest)[:, 0]  # upper bound for all other tokens
     weights = weigh(scaled)
     by_k = rows.top_k < vocab_size
     kth = scaled.gather(1, (rows.top_k - 1).clamp(max=last_place)[:, None])[:, 0]

@@ -302,7 +302,7 @@ class Overlapped:
         """See Exchange."""
         epilogue = Epilogue(bias=linear.bias, residual=residual)
         (weight,) = linear.weights
-        if self._workspaces is None:  # each rank has all of it
+        if self._workspaces is None:  # each rank has the whole product
             return matmul(x, weight, epilogue=epilogue)
         self._count()
         if not sharded:

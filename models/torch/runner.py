@@ -153,7 +153,7 @@ class TorchRunner:
 
         Args:
             path: the checkpoint's directory.
-            spec: the checkpoint's model, from `checkpoint.read_spec`.
+            spec: the checkpoint's model, from `checkpoint.locate.read_spec`.
             dtype: dtype for computing and for the KV cache: "auto", "bfloat16", "float32".
             block_size: tokens in a KV cache block, on each rank that shares it.
             max_num_seqs: number of slots.

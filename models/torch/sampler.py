@@ -211,7 +211,7 @@ class Sampler:
                 for s in (settings[i] for i in rows)
             ]
         )
-        penalties[:, 0].clamp_(min=torch.finfo(torch.float32).tiny)  # else -inf x 0
+        penalties[:, 0].clamp_(min=torch.finfo(torch.float32).tiny)  # avoids -inf x 0
         repetition, presence, frequency = penalties[entry].to(self._device).unbind(-1)
         logit = logits.local[row, token]
         repeated = torch.where(logit > 0, logit / repetition, logit * repetition)

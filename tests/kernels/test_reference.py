@@ -1,4 +1,4 @@
-"""The oracles, against torch and transformers: who checks the checkers."""
+"""The oracles, against torch and transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention as the checks call it."""
+"""Check entries for attention."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from weft.kernels.symmetric.memory import Home
 
 HEADS, KV_HEADS, PAGE, SCALE = 4, 2, 16, 0.2
 CONTEXTS = (40, 1, 17, 90)
-"""Of the requests that decode, in turns."""
+"""Context lengths of decoding requests, used in turn."""
 
 
 def _head_dim(s: Sizes) -> int:
@@ -38,9 +38,9 @@ def _head_dim(s: Sizes) -> int:
 
 
 def _step(m: int, decodes: bool, world: int = 1) -> tuple[Any, Any, Any]:
-    """query_start, context_len and block_table of a step with m queries; the latter of each rank.
+    """Build query_start, context_len and block_table (on each rank) for a step with m queries.
 
-    They are m decodes, or a chunk of a prefill and another one, which is empty if m is 1.
+    The step has m decodes, or two prefill chunks; the second is empty if m is 1.
     """
     queries = [1] * m if decodes else [m - m // 2, m // 2]
     contexts = [CONTEXTS[b % 4] if decodes else count + 7 for b, count in enumerate(queries)]
@@ -50,7 +50,7 @@ def _step(m: int, decodes: bool, world: int = 1) -> tuple[Any, Any, Any]:
 
 
 def _cast_to_fp8(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """The cache in fp8, and all that attention has besides."""
+    """Cast the cache to fp8, and use all other attention options."""
     half, sinks = torch.full((KV_HEADS,), 0.5), torch.arange(HEADS) / HEADS
     scales = {"k_scale": half.to(keys.device), "v_scale": 2 * half.to(keys.device)}
     more = {"sliding_window": 9, "softcap": 2.0, "sinks": sinks.to(keys.device), **scales}
@@ -58,12 +58,12 @@ def _cast_to_fp8(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, dict[str
 
 
 def _common(q: Tensor) -> Tensor:
-    """The same on all ranks."""
+    """Return the same queries on all ranks."""
     return torch.arange(q.numel(), device=q.device).sin().to(q.dtype).view(q.shape)
 
 
 def _attention(name: str, decodes: bool, fp8: bool = False, **options: Any) -> Op:
-    """One of the attention ops, over a cache [blocks, KV_HEADS, PAGE, D]."""
+    """Make an entry for an attention op, over a cache [blocks, KV_HEADS, PAGE, D]."""
     shared = name == "distributed_decode_attention"
 
     def attend(
@@ -103,7 +103,7 @@ def _attention(name: str, decodes: bool, fp8: bool = False, **options: Any) -> O
             out.append(reference.paged_attention(q, k, v, *step, scale=SCALE, **more))
         return out
 
-    def rows(s: Sizes) -> int:  # fewer, for each has programs of its own
+    def rows(s: Sizes) -> int:  # fewer rows, because each has its own programs
         return -(-s.m // (8 if decodes else 2))
 
     def shapes(s: Sizes) -> Shapes:
@@ -122,7 +122,7 @@ def _attention(name: str, decodes: bool, fp8: bool = False, **options: Any) -> O
 
 
 def _latents(s: Sizes) -> tuple[int, int, int]:
-    """H, R and P: those of DeepSeek-V2 on one rank or on 8, or small ones."""
+    """Choose H, R and P: DeepSeek-V2's on one rank or on 8, or small ones."""
     return (128 if s.k > 512 else 16, 512, 64) if s.k > 128 else (HEADS, s.k, 8)
 
 
@@ -171,7 +171,7 @@ def _mla_decode_attention(fp8: bool = False) -> Op:
 
 
 def _sequence_parallel_attention(zigzag: bool) -> Op:
-    """Of one sequence, or of three by zigzag; m is even."""
+    """Make an entry with one sequence, or with three and zigzag; m is even."""
 
     def starts(m: int, world: int) -> Any:
         return [0, m * world // 3, m * world // 2] if zigzag else None

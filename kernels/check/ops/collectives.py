@@ -1,4 +1,4 @@
-"""The collectives as the checks call them: what only moves and adds."""
+"""Check entries for collectives, which only move and add."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ METHOD_TARGETS = {"ll128": NVIDIA, "multimem": HOPPER}
 
 
 def _whole_units(numel: int) -> int:
-    """At least as many, that fill units of 16 bytes."""
+    """Round up to whole units of 16 bytes."""
     return -(-numel // 8) * 8
 
 

@@ -1,4 +1,4 @@
-"""Expert parallelism's exchange as the checks call it: there, through simple experts, and back."""
+"""Check entries for the expert-parallel exchange: dispatch, simple experts, combine."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ from weft.kernels.symmetric.memory import Home
 
 
 def _top_k(world_size: int) -> int:
-    """Experts of a token, in the ops that route."""
+    """Choose the experts per token, in routing ops."""
     return min(8, world_size + 1)
 
 
 def _few(m: int) -> int:
-    """Tokens of a rank in decode: fewer than other ops have rows."""
+    """Choose a rank's tokens in a decode, fewer than other ops have rows."""
     return -(-m // 4)
 
 
 def _placement(world_size: int) -> Placement:
-    """Of one expert more than ranks, in two slots of each rank: most have a replica."""
+    """Place one expert more than ranks in two slots per rank, so that most have a replica."""
     return balanced([1.0] * (world_size + 1), world_size, 2)
 
 
 def _route(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The ids and weights of the best experts: int32 and float32 [m, k]."""
+    """Return ids and weights of the best experts: int32 and float32 [m, k]."""
     best = scores.float().topk(_top_k(scores.shape[1] - 1))
     return best.indices.to(torch.int32), best.values.softmax(dim=1)
 
 
 def _as_experts(rows: Tensor, offsets: Tensor, experts: Sequence[int]) -> Tensor:
-    """Experts that multiply by their number and 1."""
+    """Run experts; each multiplies by its number plus 1."""
     at = torch.arange(len(rows), device=rows.device, dtype=torch.int32)
     slots = torch.searchsorted(offsets, at, right=True).clamp(1, len(experts)) - 1
     factors = torch.tensor(experts, device=rows.device)[slots] + 1
@@ -61,21 +61,21 @@ def _as_experts(rows: Tensor, offsets: Tensor, experts: Sequence[int]) -> Tensor
 
 
 def _outputs(sent: Arrived, workspace: ExpertWorkspace) -> Tensor:
-    """What such experts make of what has come to a rank."""
+    """Run these experts on a rank's received rows."""
     rows = sent.rows if sent.scales is None else restored((sent.rows, sent.scales))
     experts = workspace.placement.experts(workspace.rank)
     return _as_experts(rows.to(workspace.dtype), sent.offsets, experts)
 
 
 def _moe(x: Tensor, scores: Tensor, workspace: LowLatencyWorkspace) -> Tensor:
-    """moe_dispatch, such experts, and moe_combine."""
+    """Run moe_dispatch, these experts, and moe_combine."""
     ids, weights = _route(scores)
     sent = moe_dispatch(x, ids, workspace)
     return moe_combine(_outputs(sent, workspace), weights, sent, workspace)
 
 
 def _moe_two_level(x: Tensor, scores: Tensor, workspace: TwoLevelExpertWorkspace) -> Tensor:
-    """The same by way of one rank of each node."""
+    """Run the same over one rank per node."""
     sent = moe_dispatch_two_level(x, *_route(scores), workspace)
     return moe_combine_two_level(_outputs(sent, workspace), sent, workspace)
 
@@ -96,7 +96,7 @@ def _moe_fp8_oracle(xs: Sequence[Tensor], scores: Sequence[Tensor]) -> list[Tens
 
 
 def _all_to_all(name: str, *, two_level: bool = False, fp8: bool = False, far: bool = False) -> Op:
-    """Expert parallelism's; rows are wide where they have several scales."""
+    """Make an entry for the exchange; with fp8, rows are wide enough for several scales."""
     width, wire = (16, FP8) if fp8 else (1, None)
 
     def workspace(home: Home, s: Sizes) -> Workspace:

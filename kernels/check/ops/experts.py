@@ -1,4 +1,4 @@
-"""The products of experts as the checks call them: of one rank, and split by columns over ranks."""
+"""Check entries for expert products: on one rank, and split by columns over ranks."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ EXPERTS, TOP_K = 4, 2
 
 
 def _wide(k: int) -> int:
-    """Columns with several scales."""
+    """Round up to columns with several scales."""
     return k if k > GROUP else k + GROUP
 
 
 def _plans(world: int, m: int, device: torch.device | None = None) -> Tensor:
-    """Where the tokens of all ranks go, by their number alone: each to TOP_K experts."""
+    """Assign all ranks' tokens to TOP_K experts each, as a function of m alone."""
     numbers = torch.Generator().manual_seed(m)
     scores = torch.rand(world, m, EXPERTS, generator=numbers)
     weights, ids = scores.topk(TOP_K, dim=2)
@@ -45,7 +45,7 @@ def _plans(world: int, m: int, device: torch.device | None = None) -> Tensor:
 
 
 def _grouped(x: Tensor, *ws: Any, **options: Any) -> Tensor:
-    """grouped_matmul of one weight, or of gate and up, where a plan of m tokens sends them."""
+    """Run grouped_matmul on one weight, or on gate and up, with a plan for m tokens."""
     *weights, _ = ws
     offsets = _plans(1, len(x) // TOP_K, x.device)[0, : EXPERTS + 1].clone()
     offsets[-1] = len(x)
@@ -65,7 +65,7 @@ def _grouped_oracle(xs: Sequence[Tensor], *ws: Sequence[Tensor]) -> list[Tensor]
 
 
 def _to_fp8(w: Tensor) -> Tensor:
-    """e4m3, the transposes of [N, K]."""
+    """Cast to e4m3, as the transpose of [N, K]."""
     return w.mT.contiguous().to(FP8).mT
 
 
@@ -76,14 +76,14 @@ def _grouped_fp8(x: Tensor, w: Tensor, workspace: Workspace, **options: Any) -> 
 
 
 def _scales(x: Tensor) -> Tensor:
-    """Of each row and 128 columns: float32, at most 1."""
+    """Make a scale for each row and 128 columns: float32, at most 1."""
     row = torch.arange(len(x), device=x.device)[:, None]
     group = torch.arange(-(-x.shape[1] // GROUP), device=x.device)
     return (1 + (row + group) % 4) / 4
 
 
 def _grouped_scaled(x: Tensor, *ws: Any, **options: Any) -> Tensor:
-    """As what moe_dispatch delivers: fp8 with scales of 128 columns; of gate and up."""
+    """Run gate and up on rows as moe_dispatch delivers them: fp8 with scales per 128 columns."""
     gate, up, workspace = ws
     epilogue = Epilogue(_scales(x), silu_multiply=True, out_dtype=x.dtype)
     weights = (_to_fp8(gate), _to_fp8(up), workspace)
@@ -96,7 +96,7 @@ def _grouped_scaled_oracle(xs: Sequence[Tensor], *ws: Sequence[Tensor]) -> list[
 
 
 def _gather_experts(x: Tensor, *ws: Any, **options: Any) -> Tensor:
-    """all_gather_grouped_matmul of one weight, or of gate and up."""
+    """Run all_gather_grouped_matmul on one weight, or on gate and up."""
     *weights, workspace = ws
     plan = _plans(workspace.world_size, len(x), x.device)[workspace.rank]
     silu = Epilogue(silu_multiply=len(weights) > 1)
@@ -137,10 +137,10 @@ def _scatter_experts_fp8(x: Tensor, w: Tensor, workspace: Any, **options: Any) -
     return _scatter_experts(x.to(FP8), _to_fp8(w), workspace, **options)
 
 
-def _of_experts(
+def _expert_op(
     name: str, function: Callable[..., Tensor], weights: int = 1, *, fp8: bool = False
 ) -> Op:
-    """An op of tensor-parallel experts, or of the experts of one rank."""
+    """Make an entry for tensor-parallel experts, or for one rank's experts."""
     gathers, scatters = "all_gather" in name, "reduce_scatter" in name
     oracle: Callable[..., list[Tensor]] = _grouped_oracle
     if gathers or scatters:
@@ -168,9 +168,9 @@ def _of_experts(
 
 
 EXPERT_PRODUCTS = (
-    _of_experts("grouped_matmul", _grouped),
-    _of_experts("grouped_gate_up", _grouped, 2),
-    _of_experts("grouped_matmul_fp8", _grouped_fp8, fp8=True),
+    _expert_op("grouped_matmul", _grouped),
+    _expert_op("grouped_gate_up", _grouped, 2),
+    _expert_op("grouped_matmul_fp8", _grouped_fp8, fp8=True),
     Op(
         "grouped_gate_up_scaled_fp8",
         _grouped_scaled,
@@ -181,9 +181,9 @@ EXPERT_PRODUCTS = (
         targets=HOPPER,
         tolerance=FP8_TOLERANCE,
     ),
-    _of_experts("all_gather_grouped_matmul", _gather_experts),
-    _of_experts("all_gather_grouped_gate_up", _gather_experts, 2),
-    _of_experts("all_gather_grouped_matmul_fp8", _gather_experts_fp8, fp8=True),
-    _of_experts("grouped_matmul_reduce_scatter", _scatter_experts),
-    _of_experts("grouped_matmul_reduce_scatter_fp8", _scatter_experts_fp8, fp8=True),
+    _expert_op("all_gather_grouped_matmul", _gather_experts),
+    _expert_op("all_gather_grouped_gate_up", _gather_experts, 2),
+    _expert_op("all_gather_grouped_matmul_fp8", _gather_experts_fp8, fp8=True),
+    _expert_op("grouped_matmul_reduce_scatter", _scatter_experts),
+    _expert_op("grouped_matmul_reduce_scatter_fp8", _scatter_experts_fp8, fp8=True),
 )

@@ -1,4 +1,4 @@
-"""What the checks know of an op: the sizes of a call, and how to make one."""
+"""An op's description for the checks: a call's sizes, and how to make one."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ Shapes = Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What one call of an op is made for.
+    """One call's sizes.
 
     Attributes:
-        world: ranks.
-        m: rows that a rank has, or will have.
-        n, k: columns of the weight, and its rows, on one rank.
-        tile: BLOCK_M, BLOCK_N, BLOCK_K; what the op takes by itself if empty.
-        programs: of the product; what the op takes by itself if 0.
-        chunk: numbers that have a signal of their own; what the op takes by itself if 0.
+        world: number of ranks.
+        m: rows per rank, before or after the op.
+        n, k: one rank's weight, its columns and rows.
+        dtype: the operands' dtype.
+        tile: BLOCK_M, BLOCK_N, BLOCK_K; the op's default if empty.
+        programs: programs for the product; the op's default if 0.
+        chunk: numbers per signal; the op's default if 0.
     """
 
     world: int
@@ -39,24 +40,25 @@ class Sizes:
 
     @property
     def chunks(self) -> dict[str, int]:
-        """For the workspaces that are told of it."""
+        """Keyword arguments for workspaces with a chunk size."""
         return {"chunk": self.chunk} if self.chunk else {}
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One op, with what is needed to call it at any sizes.
+    """One op, and how to call it at any sizes.
 
     Attributes:
+        name: the entry's name.
         function: (*tensors, workspace, **options) -> result, on each rank.
-        oracle: of each tensor a list by rank -> results by rank.
-        shapes: of the tensors, on one rank.
-        workspace: made on each rank.
-        tiled: takes `blocks` and `programs`.
-        options: further ones.
-        targets: of aot.py, that have what it takes; all if empty.
-        far: ranks have no address of those of other nodes, and put to them.
-        tolerance: absolute and relative, where it is more than suite.py's.
+        oracle: a list by rank for each tensor -> results by rank.
+        shapes: one rank's tensor shapes.
+        workspace: makes each rank's workspace.
+        tiled: whether it takes `blocks` and `programs`.
+        options: further options.
+        targets: aot.py's targets with the needed hardware; all if empty.
+        far: ranks have no addresses on other nodes, and put to them.
+        tolerance: absolute and relative tolerance, if larger than suite.py's.
     """
 
     name: str
@@ -71,11 +73,11 @@ class Op:
     tolerance: float = 0.0
 
     def reach(self, world_size: int) -> int | None:
-        """Of how many ranks, its node's, a rank has addresses; None for all."""
+        """Return how many ranks on a node have addresses; None for all."""
         return node_size(world_size) if self.far else None
 
     def call(self, tensors: Sequence[Tensor], workspace: Workspace, sizes: Sizes) -> Tensor:
-        """One rank's result."""
+        """Run one rank's call."""
         options = dict(self.options)
         if self.tiled and sizes.tile:
             options |= {"blocks": sizes.tile, "programs": sizes.programs}
@@ -85,11 +87,11 @@ class Op:
 NVIDIA = ("sm_80", "sm_90", "sm_100")
 HOPPER = ("sm_90", "sm_100")
 CONVERTS = (*HOPPER, "gfx942")
-"""That have fp8, be it to store it only."""
+"""Targets with fp8, at least for storage."""
 FP8_TOLERANCE = 0.07
-"""Of numbers that are rounded to 3 bits behind the leading one."""
+"""Tolerance for numbers rounded to 3 bits after the leading one."""
 
 
 def node_size(world_size: int) -> int:
-    """Ranks of a node, for the methods of several nodes: as many nodes as there can be."""
+    """Return the ranks per node for multi-node methods, with as many nodes as possible."""
     return 2 if world_size % 2 == 0 and world_size > 2 else 1

@@ -1,4 +1,4 @@
-"""The matrix products as the checks call them: overlapped, decomposed, and one rank's own."""
+"""Check entries for matrix products: overlapped, decomposed, and on one rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from weft.kernels.gpu.runtime.workspace import Workspace
 
 
 def _product_beside_rows(x: Tensor, w: Tensor, workspace: Any, **options: Any) -> Tensor:
-    """all_gather_matmul with the gathered rows, of one dtype, as columns to the right of it."""
+    """Run all_gather_matmul, and append the gathered rows as columns on the right."""
     gathered = x.new_empty(workspace.world_size * len(x), x.shape[1])
     out = all_gather_matmul(x, w, workspace, gathered=gathered, **options)
     return torch.cat([out, gathered], dim=1)
@@ -48,7 +48,7 @@ def _gather_gate_up(
     workspace: GatherWorkspace,
     **options: Any,
 ) -> Tensor:
-    """all_gather_matmul of two weights, and all that may follow."""
+    """Run all_gather_matmul with two weights and all epilogues."""
     epilogue = Epilogue(silu_multiply=True, residual=residual)
     return all_gather_matmul(x, (gate, up), workspace, epilogue=epilogue, **options)
 
@@ -65,10 +65,11 @@ def _gather_gate_up_oracle(
 
 
 def in_fp8(op: Op, *, gathers: bool) -> Op:
-    """The same of e4m3 operands, scaled by row and by column; the weight is transposed.
+    """Convert an entry to e4m3 operands, scaled by row and by column, with a transposed weight.
 
     Args:
-        gathers: x travels, and not a product of it.
+        op: the entry.
+        gathers: x travels, and not a product.
     """
 
     def function(
@@ -106,7 +107,7 @@ def in_fp8(op: Op, *, gathers: bool) -> Op:
 
 
 def _positive(scale: Tensor) -> Tensor:
-    """At most 1, so that a sum is no less exact than without: float32."""
+    """Make scales of at most 1, so that sums stay as exact as without: float32."""
     return scale.float().sigmoid()
 
 

@@ -1,4 +1,4 @@
-"""What goes row by row as the checks call it: on one rank alone, but for all_reduce_rms_norm."""
+"""Check entries for row-wise ops: on one rank, except all_reduce_rms_norm."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CANDIDATES = 24
 
 
 class RowOp(NamedTuple):
-    """One op; its oracle takes the same tensors, and gives what it gives in float32."""
+    """One op; its oracle takes the same tensors and returns the same results in float32."""
 
     name: str
     function: Callable[..., Tensor]
@@ -46,12 +46,12 @@ class RowOp(NamedTuple):
 
 
 def beside(parts: Sequence[Tensor]) -> Tensor:
-    """Several results [T, ...] as one: float32 [T, n]."""
+    """Concatenate several results [T, ...] to float32 [T, n]."""
     return torch.cat([part.float().reshape(len(part), -1) for part in parts], dim=1)
 
 
 def restored(quantized: tuple[Tensor, Tensor]) -> Tensor:
-    """What fp8 numbers [T, N] stand for, by their scales [T] or [T, groups]."""
+    """Restore fp8 numbers [T, N] by their scales [T] or [T, groups]."""
     out, scale = quantized
     columns = scale[:, None] if scale.dim() == 1 else scale.repeat_interleave(GROUP, dim=1)
     return out.float() * columns[:, : out.shape[1]]
@@ -62,7 +62,7 @@ def _routed(choose: Callable[..., Sequence[Tensor]], logits: Tensor) -> Tensor:
 
 
 def _routed_by_groups(choose: Callable[..., Sequence[Tensor]], logits: Tensor) -> Tensor:
-    """2 of 4 groups. Scores are 0.5 and 1, and sums with them exact: rounding decides nothing."""
+    """Route to 2 of 4 groups. Scores are 0.5 and 1 with exact sums, so rounding decides nothing."""
     logits = 200 * (logits > 0).to(logits.dtype)
     experts = logits.shape[1]
     options: dict[str, Any] = {"normalize": True, "scoring": "sigmoid", "scale": 2.5}
@@ -71,7 +71,7 @@ def _routed_by_groups(choose: Callable[..., Sequence[Tensor]], logits: Tensor) -
 
 
 def _by_expert(sort: Callable[..., Sequence[Tensor]], x: Tensor) -> Tensor:
-    """Of ids that are made of numbers; some may be out of range."""
+    """Sort ids made from the numbers; some may be out of range."""
     ids = (x[:, :8].float() * 2).abs().to(torch.int32)
     return torch.cat([part.float().flatten() for part in sort(ids, x.shape[1])])
 
@@ -94,13 +94,13 @@ def _rms_norm_fp8(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _turns(tokens: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Positions, and radians per position."""
+    """Return positions, and radians per position."""
     each = torch.arange(dim // 2, device=device)
     return torch.arange(tokens, device=device) * 7, 100.0 ** (-each / dim)
 
 
 def _rotated(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, *, fp8: bool = False) -> Tensor:
-    """Queries, and what the cache then has of keys and values."""
+    """Return the queries, and the cache's new keys and values."""
     (_, dim), tokens, device = q_norm.shape, len(qkv), qkv.device
     place = torch.arange(tokens, device=device)
     pages, slots = place // BLOCK_SIZE, place % BLOCK_SIZE
@@ -135,7 +135,7 @@ def _rotated_shapes(s: Sizes) -> Shapes:
 
 
 def _drawing(rows: int) -> tuple[list[tuple[int, int]], dict[str, list[float]]]:
-    """Seed and index, and the settings, of each row."""
+    """Return seed and index, and the settings, for each row."""
     numbers = range(rows)
     return [(7 * row - 3, row) for row in numbers], {
         "temperature": [0.5 + row % 3 for row in numbers],
@@ -260,7 +260,7 @@ def _all_reduce_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, workspace:
 def _all_reduce_rms_norm_oracle(
     xs: Sequence[Tensor], residuals: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Here, each rank has a weight of its own."""
+    """Run the oracle with each rank's own weight."""
     return [
         beside(reference.all_reduce_rms_norm(xs, residuals, weight[0], EPS)[rank])
         for rank, weight in enumerate(weights)

@@ -1,9 +1,8 @@
-"""The overlapped ops as the checks call them: one entry of OPS each.
+"""OPS, the table of checked ops.
 
-`weft check kernels` (suite.py) runs each entry against its oracle, `weft check
-aot` (aot.py) compiles every kernel that it launches, and `weft check timeline`
-(timeline.py) draws it. A new op, or another method of one, is a new entry in the
-file of its family.
+`weft check kernels` (suite.py) runs each entry against its oracle, `weft check aot` (aot.py)
+compiles every kernel that it launches, and `weft check timeline` (timeline.py) draws it. Add a new
+op, or another method of one, as an entry in its family's file.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ OPS = (*COLLECTIVES, *PRODUCTS, *EXPERT_PRODUCTS, *ROWS, *ATTENTION, *EXCHANGES)
 
 
 def named(names: Sequence[str]) -> tuple[Op, ...]:
-    """The ops of these names, all for none.
+    """Return the named ops; all ops for no names.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: an op does not exist.
     """
     known = [op.name for op in OPS]
     for name in names:

@@ -1,8 +1,8 @@
-"""Compiles an op for a TPU that is not here, with the compiler that a TPU's host runs (libtpu).
+"""Compiles an op for a detached TPU, with libtpu, the compiler on TPU hosts.
 
-What it refuses, a TPU would: blocks that do not fit VMEM, slices and DMAs off the tiles, casts that
-there are none of, arrays that do not fit HBM. `memory_analysis` says what HBM a chip needs. What
-`cost_analysis` says of time is not used: with collectives it is negative.
+It refuses the same as a TPU: blocks beyond VMEM, slices and DMAs off the tiles, unsupported
+casts, arrays beyond HBM. `memory_analysis` reports a chip's HBM use. The times from `cost_analysis`
+are not used, because they are negative with collectives.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from weft.kernels.check.tpu.entry import missing_barriers
 CALL = re.compile(
     r'custom_call_target="tpu_custom_call".*?"used_scoped_memory_configs":\[(.*?)\]', re.DOTALL
 )
-"""A Mosaic kernel in HLO, and the memories that it needs while it runs."""
+"""A Mosaic kernel in HLO, and its memory needs at run time."""
 
 VMEM = re.compile(r'"memory_space":"1","offset":"\d+","size":"(\d+)"')
 
 
 def compile_for(case: Case, topology: str) -> dict[str, Any]:
-    """What the compiler says of an op.
+    """Compile an op and return the compiler's report.
 
     Args:
-        case: whose mesh has as many devices as the topology.
-        topology: "v5e:2x4".
+        case: its mesh must have as many devices as the topology.
+        topology: such as "v5e:2x4".
 
     Returns:
-        findings: why it does not compile, barriers that are missing (entry.py), no Mosaic kernel.
+        findings: compile errors, missing barriers (entry.py), no Mosaic kernel.
         kernels: Mosaic kernels in the program.
-        vmem_bytes: of the one that needs most.
-        temporary_bytes: of HBM, beyond arguments and results.
-        flops, bytes_accessed: what the kernels' cost estimates and XLA's own say.
+        vmem_bytes: VMEM of the largest one.
+        temporary_bytes: HBM beyond arguments and results.
+        flops, bytes_accessed: from the kernels' cost estimates and XLA's own.
     """
     description = topologies.get_topology_desc(platform="tpu", topology_name=topology)
     shape = tuple(case.axes.values())

@@ -1,4 +1,4 @@
-"""Ragged batches over a paged cache, to check attention with."""
+"""Ragged batches over a paged cache, for attention checks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Batch:
     """A ragged batch over a paged cache.
 
     Attributes:
-        queries, contexts: of each request; contexts include the queries.
-        padding: tokens behind them.
-        heads, kv_heads, depth, page: of the cache.
+        queries, contexts: one number per request; contexts include the queries.
+        padding: tokens after the last request.
+        heads, kv_heads, depth, page: head counts, head size, page size.
     """
 
     queries: Sequence[int]
@@ -37,8 +37,10 @@ class Batch:
         return sum(self.queries) + self.padding
 
     def table(self, devices: int) -> np.ndarray:
-        """Whose pages are where, of devices that share them: [devices, B, n]. Entries that no
-        context reaches are out of the pool."""
+        """Assign pages on devices that share them: [devices, B, n].
+
+        Entries beyond a request's context are out of the pool.
+        """
         requests = len(self.queries)
         width = -(-max(self.contexts) // (self.page * devices))
         rng = np.random.default_rng(5)
@@ -49,7 +51,7 @@ class Batch:
         return np.where(place < pages[:, None], table, 1 << 20)
 
     def pool(self, rng: np.random.Generator, devices: int) -> np.ndarray:
-        """Pages [devices * B * n, Hk, page, 2 D]; NaN where no context has a token."""
+        """Make pages [devices * B * n, Hk, page, 2 D]; NaN outside all contexts."""
         table = self.table(devices)
         _, requests, width = table.shape
         pool = np.full((devices, requests * width, self.kv_heads, self.page, 2 * self.depth),
@@ -63,7 +65,7 @@ class Batch:
         return pool.reshape(-1, *pool.shape[2:])
 
     def inputs(self, dtype: Any, axis: str | None, devices: int) -> list[Input]:
-        """kv_pages, query_start, context_len, block_table; devices share the pages."""
+        """Return kv_pages, query_start, context_len, block_table; devices share the pages."""
         table = self.table(devices)
         _, requests, width = table.shape
         start = np.concatenate([[0], np.cumsum(self.queries)])

@@ -1,4 +1,4 @@
-"""What a check of a TPU op is made of: its arguments, its mesh, and what it has to equal."""
+"""A TPU op's check: its arguments, its mesh, and its oracle."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 Draw = Callable[[np.random.Generator], np.ndarray]
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "int32": 0.0}
-"""Absolute, and relative to the largest number of the oracle's result."""
+"""Absolute tolerance, and relative to the largest number in the oracle's result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """An argument, as all devices have it together.
+    """An argument, over all devices together.
 
     Attributes:
-        draw: makes it; normal numbers if None.
+        shape, dtype: its shape and dtype.
+        spec: how devices share it.
+        draw: makes its numbers; None draws normal numbers.
     """
 
     shape: tuple[int, ...]
@@ -32,7 +34,7 @@ class Input:
     draw: Draw | None = None
 
     def make(self, rng: np.random.Generator) -> np.ndarray:
-        """Its numbers."""
+        """Make its numbers."""
         value = rng.standard_normal(self.shape) if self.draw is None else self.draw(rng)
         return np.asarray(jnp.asarray(value, self.dtype))
 
@@ -42,11 +44,14 @@ class Case:
     """An op at one shape on one mesh.
 
     Attributes:
-        axes: of the mesh, and their sizes.
-        kernel, oracle: what runs in `shard_map`, with the same arguments and results.
-        out_specs: of the results.
-        cores: of a device when it is interpreted.
-        donated: arguments whose memory the result may take, when it is compiled.
+        op: the op's name.
+        axes: the mesh axes and their sizes.
+        kernel, oracle: run in `shard_map`, with the same arguments and results.
+        inputs: the arguments.
+        out_specs: the results' specs.
+        cores: cores per device in the interpreter.
+        note: tells it from other cases.
+        donated: arguments whose memory the result may reuse, when compiled.
     """
 
     op: str
@@ -61,19 +66,19 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The op, the mesh, and what else tells it from others."""
+        """The op, the mesh, and the note."""
         sizes = ",".join(f"{axis}={size}" for axis, size in self.axes.items())
         return " ".join(part for part in (self.op, sizes, self.note) if part)
 
     @property
     def size(self) -> int:
-        """Devices of the mesh."""
+        """Devices in the mesh."""
         return math.prod(self.axes.values())
 
     def mapped(
         self, function: Callable[..., Any], mesh: Mesh, donated: tuple[int, ...] = ()
     ) -> Any:
-        """A function of whole arrays that runs `function` on every device."""
+        """Make a function over whole arrays, to run `function` on every device."""
         return jax.jit(
             jax.shard_map(
                 function,
@@ -86,7 +91,7 @@ class Case:
         )
 
     def compare(self) -> list[str]:
-        """Run both on this process's devices: how the results differ, if they do."""
+        """Run both on this process's devices; describe how the results differ."""
         devices = np.array(jax.devices()[: self.size]).reshape(tuple(self.axes.values()))
         mesh = Mesh(devices, tuple(self.axes))
         rng = np.random.default_rng(7)

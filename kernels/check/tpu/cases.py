@@ -1,4 +1,4 @@
-"""Every TPU op at the shapes it is checked at: small to be interpreted, real to be compiled."""
+"""Every TPU op at its checked shapes: small ones to interpret, real ones to compile."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _ring(axis: str, direction: int) -> list[tuple[int, int]]:
 def collectives(
     axes: dict[str, int], rows: int, columns: int, dtype: Any, slots: int = 2
 ) -> list[Case]:
-    """The ops that move or add, over all axes; each device has [rows, columns]."""
+    """List the ops that move or add, over all axes; each device has [rows, columns]."""
     order = tuple(axes)
     devices = int(np.prod(list(axes.values())))
     mine = Input((devices * rows, columns), P(order), dtype)
@@ -97,8 +97,10 @@ def collectives(
 
 
 def products(axes: dict[str, int], m: int, k: int, n: int, dtype: Any) -> list[Case]:
-    """The products, over all axes: [m, k] rows of a device before, or [m, n] after; n is a device's
-    part of the weight of the first, k of the second.
+    """List the products, over all axes.
+
+    Each device has rows [m, k] before, or [m, n] after. Its part of the weight has n columns in the
+    first op, and k rows in the second.
     """
     order = tuple(axes)
     devices = int(np.prod(list(axes.values())))
@@ -137,7 +139,7 @@ def products(axes: dict[str, int], m: int, k: int, n: int, dtype: Any) -> list[C
 def attention(
     batch: Batch, devices: int, dtype: Any, note: str = "", alike: int = 1, **options: Any
 ) -> Case:
-    """Attention of a batch, on several devices that share it, or on one, or `alike` that do so."""
+    """Make an attention case: on devices that share the batch, on one, or `alike` on several."""
     axes, options = {"x": max(devices, alike)}, {"scale": batch.depth**-0.5} | options
     plain = {name: value for name, value in options.items() if name not in ("block_q", "block_k")}
     inputs = [
@@ -160,7 +162,7 @@ def attention(
 
 
 def writing(batch: Batch, dtype: Any, note: str = "", alike: int = 1) -> Case:
-    """New keys and values of a batch into its pages."""
+    """Make a case that writes a batch's new keys and values into its pages."""
     pages, *lengths = batch.inputs(dtype, None, 1)
     new = Input((batch.tokens, batch.kv_heads, batch.depth), P(), dtype)
     inputs = [replace(pages, draw=None), new, new, *lengths]
@@ -179,7 +181,7 @@ def experts(
     dtype: Any,
     idle: bool = False,
 ) -> list[Case]:
-    """Experts [k, n] that devices share, `tokens` on each device; `idle`: all go to the first."""
+    """Make cases with experts [k, n], shared by devices; `idle` sends all tokens to the first."""
     order = tuple(axes)
     devices = int(np.prod(list(axes.values())))
     rows = devices * tokens
@@ -253,7 +255,7 @@ def experts(
 
 
 def on_two_cores(cases: Sequence[Case]) -> list[Case]:
-    """The same, each device with two cores."""
+    """Copy cases, with two cores per device."""
     return [replace(case, cores=2, note=f"{case.note} megacore".strip()) for case in cases]
 
 
@@ -296,7 +298,7 @@ TOPOLOGIES: dict[str, dict[str, int]] = {
     "v6e:2x4": {"x": 2, "y": 4},
     "tpu7x:2x2x1": {"x": 4, "y": 2},  # a device for each of a chip's two cores
 }
-"""What ops are compiled for, and the two axes that their devices are."""
+"""Topologies for compilation, and their two mesh axes."""
 
 
 MIXED = Batch([512] + [1] * 63, [4096] * 64, 0, 32, 8, 128, 64)
@@ -304,7 +306,7 @@ SMALL = Batch([1] * 16, [1024] * 16, 0, 14, 2, 64, 16)
 
 
 def compiled(topology: str) -> list[Case]:
-    """The ops at sizes of a model of 8 billion parameters, over one axis and over two."""
+    """List the ops at an 8-billion-parameter model's sizes, over one axis and over two."""
     two = TOPOLOGIES[topology]
     one = {"x": int(np.prod(list(two.values())))}
     return [
@@ -325,6 +327,6 @@ def compiled(topology: str) -> list[Case]:
 
 
 def named(name: str, topology: str | None = None) -> Case:
-    """A case by its name, among those that are interpreted or compiled for a topology."""
+    """Return a case by name, from the interpreted cases or from those for a topology."""
     cases = INTERPRETED if topology is None else compiled(topology)
     return next(case for case in cases if case.name == name)

@@ -1,14 +1,13 @@
-"""Is there a barrier before a kernel first touches another device? Read from its jaxpr.
+"""Checks that a barrier precedes a kernel's first access to another device, from its jaxpr.
 
 A remote DMA, or a signal to another device's semaphore, is safe only after that device has entered
-the kernel. So on every path from the kernel's start there must first be a signal to other devices'
-barrier semaphore, and a wait on the own one. A kernel without `collective_id` needs none: Mosaic
-puts a barrier of all devices before it.
+the kernel. So every path from the kernel's start must first signal other devices' barrier
+semaphore, and wait on its own. A kernel without `collective_id` needs none, because Mosaic puts a
+barrier among all devices before it.
 
-Order is that of the program; a barrier in one branch of a `cond` counts only behind it if all
-branches have it, and what is in a loop's body is taken to run at least once. That the devices of
-the barrier are those that are touched is not read here, but asked of the vector clocks when the
-kernel is interpreted (interpreter.py).
+Program order counts. A barrier in one branch of a `cond` counts after it only if all branches have
+one. A loop's body is assumed to run at least once. Whether the barrier's devices are the accessed
+ones is not checked here: the interpreter's vector clocks check that (kernels/interpreter/tpu.py).
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from jax._src import core
 
 @dataclass(frozen=True, slots=True)
 class _Barrier:
-    """What the path to here has: own semaphores, a signal to others, a wait."""
+    """Barrier state on a path: a signal to others, a wait."""
 
     signalled: bool = False
     waited: bool = False
 
 
 def missing_barriers(jaxpr: jax.core.ClosedJaxpr) -> list[str]:
-    """What the kernels in a traced function touch too early."""
+    """List early accesses in a traced function's kernels."""
     return [finding for kernel in _kernels(jaxpr.jaxpr) for finding in _check(kernel)]
 
 
@@ -55,10 +54,13 @@ def _check(kernel: core.JaxprEqn) -> list[str]:
 def _walk(
     jaxpr: core.Jaxpr, barriers: dict[core.Var, bool], at: _Barrier, findings: list[str]
 ) -> _Barrier:
-    """What the path has after a jaxpr.
+    """Follow a jaxpr and return the barrier state after it.
 
     Args:
-        barriers: variables of this jaxpr that are barrier semaphores.
+        jaxpr: the code.
+        barriers: its barrier semaphores.
+        at: the state before it.
+        findings: receives early accesses.
     """
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -103,6 +105,6 @@ def _inner(
 
 
 def _target(eqn: core.JaxprEqn, place: int) -> Any:
-    """The device that a signal or a DMA goes to; None for this one."""
+    """Return a signal's or a DMA's target device; None for this one."""
     key = "tree" if "tree" in eqn.params else "args_tree"
     return jax.tree.unflatten(eqn.params[key], eqn.invars)[place]

@@ -1,4 +1,4 @@
-"""What the TPU ops that are no collective of `jax.lax` have to equal: in plain jax, all at once."""
+"""Oracles for TPU ops that are not collectives in `jax.lax`: plain jax, all devices at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jax import lax
 
 
 def times(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x @ w in float32."""
+    """Multiply x @ w in float32."""
     return jnp.einsum(
         "...k,kn->...n", x, w, preferred_element_type=jnp.float32, precision="highest"
     )
@@ -28,14 +28,14 @@ def paged_attention(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `ragged_paged_attention` of pages that are all here."""
+    """Compute `ragged_paged_attention` over local pages."""
     (tokens, heads, depth), (_, kv_heads, page, _) = q.shape, kv_pages.shape
     request, position, real = _positions(query_start, context_len, tokens)
     key = jnp.arange(block_table.shape[1] * page)[None]
     sees = (key <= position[:, None]) & real[:, None]
     pool = kv_pages.at[block_table[request]].get(mode="clip").astype(jnp.float32)
     pool = pool.swapaxes(1, 2).reshape(tokens, kv_heads, -1, 2 * depth)
-    pool = jnp.where(sees[:, None, :, None], pool, 0)  # what is not seen may be NaN
+    pool = jnp.where(sees[:, None, :, None], pool, 0)  # invisible tokens may be NaN
     keys, values = jnp.split(jnp.repeat(pool, heads // kv_heads, axis=1), 2, axis=-1)
     scores = jnp.einsum("thd,thnd->thn", q.astype(jnp.float32), keys, precision="highest") * scale
     if softcap is not None:
@@ -55,7 +55,7 @@ def paged_attention(
 def _positions(
     query_start: jax.Array, context_len: jax.Array, tokens: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of each token the request, the position in it, and whether it has one."""
+    """Return each token's request, its position there, and whether it belongs to one."""
     token = jnp.arange(tokens)
     request = jnp.searchsorted(query_start[1:], token, side="right")
     request = jnp.minimum(request, len(context_len) - 1)
@@ -73,7 +73,7 @@ def shared_attention(
     axes: tuple[str, ...],
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `distributed_decode_attention`: page p of a request is entry p // W of device p % W."""
+    """Compute `distributed_decode_attention`: page p is entry p // W on device p % W."""
     devices = lax.axis_size(axes)
     pool = lax.all_gather(kv_pages, axes, tiled=True)
     tables = lax.all_gather(block_table, axes).reshape(devices, *block_table.shape)
@@ -91,7 +91,7 @@ def write_pages(
     context_len: jax.Array,
     block_table: jax.Array,
 ) -> jax.Array:
-    """As the op of that name: XLA's scatter."""
+    """Write pages by XLA's scatter."""
     pages, _, page, _ = kv_pages.shape
     request, position, real = _positions(query_start, context_len, len(k))
     target = jnp.where(real, block_table[request, position // page], pages)
@@ -102,7 +102,7 @@ def write_pages(
 def moe_dispatch(
     x: jax.Array, expert_ids: jax.Array, experts: int, axes: tuple[str, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """The rows of this device's experts, in the order of devices and tokens; and their offsets."""
+    """Return this device's expert rows, ordered by device and token, and their offsets."""
     devices, k = lax.axis_size(axes), expert_ids.shape[1]
     local = experts // devices
     rows = lax.all_gather(x, axes, tiled=True)
@@ -118,14 +118,14 @@ def moe_dispatch(
 def experts(
     x: jax.Array, expert_ids: jax.Array, weights: jax.Array, w: jax.Array, axes: tuple[str, ...]
 ) -> jax.Array:
-    """Each token's experts, weighed and added; a device has some of w [E / W, K, N]."""
+    """Run each token's experts, weighted and added; w is split over devices, [E / W, K, N]."""
     every = lax.all_gather(w, axes, tiled=True)[expert_ids].astype(jnp.float32)
     outs = jnp.einsum("tk,tjkn->tjn", x.astype(jnp.float32), every, precision="highest")
     return jnp.einsum("tj,tjn->tn", weights, outs).astype(x.dtype)
 
 
 def grouped_matmul(x: jax.Array, w: jax.Array, offsets: jax.Array) -> jax.Array:
-    """Each row times its group's weight."""
+    """Multiply each row by its group's weight."""
     group = jnp.searchsorted(offsets[1:], jnp.arange(len(x)), side="right")
     inside = group < len(w)
     each = w[jnp.minimum(group, len(w) - 1)].astype(jnp.float32)
@@ -136,7 +136,7 @@ def grouped_matmul(x: jax.Array, w: jax.Array, offsets: jax.Array) -> jax.Array:
 def grouped_gate_up(
     x: jax.Array, gate: jax.Array, up: jax.Array, offsets: jax.Array, transposed: bool = False
 ) -> jax.Array:
-    """Each row times its group's two weights: silu of the one, times the other."""
+    """Multiply each row by its group's two weights: silu(first) * second."""
     if transposed:
         gate, up = gate.swapaxes(1, 2), up.swapaxes(1, 2)
     rows = x.astype(jnp.float32)

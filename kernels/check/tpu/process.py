@@ -1,4 +1,4 @@
-"""Runs jobs in worker processes, and outlives what they do: hang, crash, or lose their state."""
+"""Runs jobs in worker processes, and survives their hangs, crashes and lost state."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ from collections.abc import Sequence
 from typing import IO, Any
 
 DEVICES = 16
-"""CPU devices of a worker. Meshes are smaller: with a thread of XLA for each device of a mesh and
-no more, the interpreter's callbacks find none and hang."""
+"""CPU devices in a worker. Meshes are smaller, because the interpreter's callbacks hang if XLA has
+only one thread per device in the mesh.
+"""
 
 DEADLINE = 300.0
-"""Seconds that a job may take, before its worker is ended. Deadlocks are found much sooner."""
+"""Seconds for a job before its worker is killed. Deadlocks are found much sooner."""
 
 WORKER = (sys.executable, "-m", "weft.kernels.check.tpu.worker")
 
 
 class Workers:
-    """Answers jobs, with a worker as long as nothing is found: then its state is lost, and the next
-    job has a new one.
+    """Answers jobs with one worker, until a finding destroys the worker's state.
+
+    The next job then gets a new worker.
     """
 
     def __init__(self, command: Sequence[str] = WORKER, deadline: float = DEADLINE) -> None:
-        """Start nothing yet.
+        """Store the arguments; the first job starts a worker.
 
         Args:
-            command: of a worker.
+            command: the worker's command.
             deadline: seconds for a job.
         """
         self._command = command
@@ -46,7 +48,7 @@ class Workers:
         self._end()
 
     def ask(self, job: dict[str, Any]) -> dict[str, Any]:
-        """The outcome of a job (worker.py): what was found, and the job."""
+        """Run a job (worker.py); return its findings, and the job."""
         if self._process is None:
             self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - `_end` closes it
             self._process = start(self._command, self._errors)
@@ -58,7 +60,7 @@ class Workers:
     def _answer(self, process: subprocess.Popen[str], job: dict[str, Any]) -> dict[str, Any]:
         assert process.stdin is not None
         assert process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # it is dead, as its silence will tell
+        with contextlib.suppress(BrokenPipeError):  # the worker is dead; reading reports it
             process.stdin.write(json.dumps(job) + "\n")
             process.stdin.flush()
         with selectors.DefaultSelector() as selector:
@@ -79,7 +81,7 @@ class Workers:
     def _end(self) -> None:
         if self._process is not None:
             self._process.kill()
-            with contextlib.suppress(BrokenPipeError):  # of a job that it has not read
+            with contextlib.suppress(BrokenPipeError):  # it may not have read its last job
                 self._process.communicate()
             self._process = None
         if self._errors is not None:
@@ -92,11 +94,11 @@ def _found(finding: str) -> dict[str, Any]:
 
 
 def start(command: Sequence[str], errors: IO[str] | None = None) -> subprocess.Popen[str]:
-    """A worker, with the environment that it needs.
+    """Start a worker with its environment.
 
     Args:
-        command: of it.
-        errors: where its stderr goes; this process's by default.
+        command: the worker's command.
+        errors: receives its stderr; this process's stderr by default.
     """
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",

@@ -1,9 +1,10 @@
-"""The process in which kernels are interpreted or compiled: a job a line in, an outcome a line out.
+"""The worker process for interpreting or compiling kernels: one job per line in, one outcome per
+line out.
 
     {"case": "all_gather x=4", "mode": "eager"}            interpret it, against its oracle
-    {"case": "all_gather x=4", "topology": "v5e:2x4"}      compile it for that
+    {"case": "all_gather x=4", "topology": "v5e:2x4"}      compile it for that topology
 
-process.py starts it with the environment that both need.
+process.py starts it with the environment for both.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from weft.kernels.interpreter import tpu as interpreter
 def main() -> None:
     """Answer the jobs on stdin, until it ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed does not go between the answers
+    os.dup2(2, 1)  # other output goes to stderr, not between the answers
     findings = None
     for line in sys.stdin:
         job = json.loads(line)
@@ -41,7 +42,7 @@ def main() -> None:
 
 
 def _interpret(case: Case, mode: interpreter.DmaMode) -> list[str]:
-    interpreter.be(case.cores)
+    interpreter.emulate_chip(case.cores)
     try:
         with pltpu.force_tpu_interpret_mode(interpreter.params(mode, case.cores)):
             return case.compare()

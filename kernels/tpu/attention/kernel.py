@@ -118,7 +118,7 @@ class _VisiblePages(NamedTuple):
 
     first_page: jax.Array
     num_pages: jax.Array
-    last_position: jax.Array  # of the last visible token
+    last_position: jax.Array  # position of the last visible token
 
 
 @dataclass(frozen=True, slots=True)

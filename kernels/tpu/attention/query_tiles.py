@@ -113,7 +113,7 @@ def make_config(
     group = heads // kv_heads
     if block_q is None:
         block_q = 1 if tokens == len(block_table) else tile_queries(heads, kv_heads, dim)
-    registers = 32 // q.dtype.itemsize  # rows of a register
+    registers = 32 // q.dtype.itemsize  # rows per register
     if block_k is None:
         block_k = min(MAX_BLOCK_K, BUFFER_BYTES // (2 * kv_heads * both * q.dtype.itemsize))
     return KernelConfig(
@@ -186,7 +186,7 @@ def plan_tiles(
     queries = jnp.diff(query_start)
     ends = jnp.cumsum(_tiles_per_request(query_start, block_q))
     request = jnp.minimum(segment_of(ends, tile), requests - 1)
-    before = (tile - jnp.append(0, ends)[request]) * block_q  # of the request's queries
+    before = (tile - jnp.append(0, ends)[request]) * block_q  # earlier queries in the request
     first = (context_len - queries)[request] + before
     in_tile = jnp.clip(queries[request] - before, 0, block_q)
     return Tiles(*(x.astype(jnp.int32) for x in (ends[-1:], request, first, in_tile)))
@@ -235,7 +235,7 @@ def scatter_results(
     tiles = jnp.cumsum(_tiles_per_request(query_start, config.block_q)) - _tiles_per_request(
         query_start, config.block_q
     )
-    index = tiles[request] * config.block_q + before  # tiles of a request follow each other
+    index = tiles[request] * config.block_q + before  # a request's tiles are consecutive
     rows = config.block_q * config.group
     sizes = (len(out), config.kv_heads, config.block_q, config.group)
     heads = config.kv_heads * config.group

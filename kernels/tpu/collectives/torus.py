@@ -60,11 +60,11 @@ def over_two(
     h = m // NUM_LANES
     free = [min(slots, count - 1) for count in sizes]
     shapes: list[tuple[int, ...]] = [(2, 2, h, n)]
-    for first, second in ((0, 1), (1, 0)):  # the axes of a half's rings
+    for first, second in ((0, 1), (1, 0)):  # axes of a half's rings
         shapes.append((2, sizes[second], h, n))
         shapes.append((free[first], 2, sizes[second], h, n))
         shapes.append((free[second], 2, h, n))
-    hops = devices - 1  # of m rows, all lanes together
+    hops = devices - 1  # each with m rows, over all lanes
     sent = hops * m * n * x.dtype.itemsize
     tall, wide, _ = tiles(h, n, k) if weights else (SUBLANES, 128, 0)
     hbm = pl.BlockSpec(memory_space=pl.ANY)
@@ -126,7 +126,7 @@ def _kernel(*refs: jax.Ref, axes: tuple[str, ...], product: bool) -> None:
         def begin(lane: Lane, chunk: jax.Array) -> jax.Ref:
             if w is None:
                 return rows(lane, chunk)
-            partial = parts.at[lane.index]  # which is written again only at the end
+            partial = parts.at[lane.index]  # written again only at the end
             multiply(rows(lane, chunk), w, partial, accumulator)
             return partial
 

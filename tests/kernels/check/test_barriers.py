@@ -1,4 +1,4 @@
-"""Barriers beside signals: that they are looked for on all ways, and that each is missed."""
+"""Barriers beside signals: all paths are searched, and each missing barrier is found."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_what_is_not_understood_is_an_error() -> None:
 
 
 def barriers() -> list[tuple[str, str, int]]:
-    """Module, function and line of each tl.debug_barrier of the kernels."""
+    """Module, function and line of each tl.debug_barrier in the kernels."""
     return [
         (path.stem, kernel.name, call.lineno)
         for path in sorted(Path(gpu.__path__[0]).rglob("*.py"))
@@ -233,7 +233,7 @@ Barrier = tuple[str, str, int]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Barrier | None, list[str]]:
-    """Problems, if one barrier were not there; of None, if none is missing."""
+    """Problems after removing one barrier; with key None, after removing none."""
     folder = tmp_path_factory.mktemp("planted")
     path = folder / "without.py"
     path.write_text(WITHOUT_A_BARRIER)
@@ -254,7 +254,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Barrier | None, list
 def test_each_barrier_that_is_dropped_is_found(
     barrier: Barrier, found: dict[Barrier | None, list[str]]
 ) -> None:
-    """Also where the compiler would have put one by itself."""
+    """Also if the compiler would have inserted one itself."""
     assert found[barrier]
     assert all("without tl.debug_barrier" in problem for problem in found[barrier])
 

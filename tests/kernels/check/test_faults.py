@@ -1,4 +1,4 @@
-"""Each fault that is planted in an op is found: a check that cannot fail is none."""
+"""Every fault planted in an op is found: a check that cannot fail proves nothing."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ TELL = "notify(signals, peer, index * WORLD + rank, call)"
 
 
 def findings(module: ModuleType, op: Op) -> Iterator[str]:
-    """What the checker reports, one interleaving after the other; a hang is a finding, too."""
+    """Yield the checker's findings over several interleavings; a hang is a finding, too."""
     for seed in SEEDS:
         races = RaceDetector()
         try:

@@ -1,4 +1,4 @@
-"""What is read of machine code: spills where a product multiplies, and those elsewhere."""
+"""Reading machine code: spills in loops that multiply, and spills elsewhere."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The network between nodes: that puts come as late as OpenSHMEM allows; and ops that use it.
+"""The network between nodes: puts arrive as late as OpenSHMEM allows; and the ops that use it.
 
-Each planted fault relies on something that is not promised, and must be found.
+Each planted fault relies on something that OpenSHMEM does not promise, and must be found.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_two_level_methods_between_nodes(
     slowness: list[float],
     seed: int,
 ) -> None:
-    """Both ops in turn, each call of another shape, some ranks late."""
+    """Both ops in turn, each call with another shape, some ranks late."""
     size, node = nodes
     torch.manual_seed(seed)
     shards = [[torch.randn(shape).to(dtype) for _ in range(size)] for shape in shapes]
@@ -88,12 +88,12 @@ def test_two_level_methods_between_nodes(
             torch.testing.assert_close(mine.float(), oracle, atol=tolerance, rtol=tolerance)
 
 
-# What the network promises, and what it does not.
+# Guarantees of the network, and their limits.
 
 
 @triton.jit
 def send(x, signals, value, rank, QUIET: tl.constexpr, AGAIN: tl.constexpr):
-    """Put two rows of 16 to the next of two ranks, and perhaps store to the first one again."""
+    """Put two rows of 16 to the other rank, and perhaps store to the first one again."""
     at = tl.arange(0, 16)
     for row in range(2):
         tl.store(x + row * 16 + at, value + row)
@@ -125,7 +125,7 @@ def receive_other(out, x, signals, value, rank, fault, WAITED: tl.constexpr):
 
 @triton.jit
 def receive_relaxed(out, x, signals, value, rank, fault, WAITED: tl.constexpr):
-    """Look at the signal, and never wait as NVSHMEM wants it."""
+    """Read the signal, but never wait as NVSHMEM requires."""
     signal, at = (signals + WAITED).to(tl.int64), tl.arange(0, 16)
     seen = nvshmem._signal_fetch(signal)
     while seen < value:
@@ -136,7 +136,7 @@ def receive_relaxed(out, x, signals, value, rank, fault, WAITED: tl.constexpr):
 def exchange(
     kernel: object, seed: int, waited: int = 0, *, quiet: bool = False, again: bool = False
 ) -> tuple[list[int], list[str]]:
-    """What came on each of two ranks, and what races were found."""
+    """Return the data received on each of two ranks, and the races found."""
 
     def work(home: Home) -> int:
         x = home.zeros("x", (4, 16), torch.int32)
@@ -187,7 +187,7 @@ def test_a_source_is_read_until_the_quiet() -> None:
 
 @triton.jit
 def answer(x, signals, rank, fault, QUIET: tl.constexpr):
-    """Store to a source again once the other rank has answered that it has the data."""
+    """Store to a source again after the other rank has answered that it has the data."""
     at, one = tl.arange(0, 16), tl.full((), 1, tl.int64)
     source, nbytes = x.to(tl.int64), tl.full((), 64, tl.int64)
     tl.store(x + at, 1)
@@ -242,7 +242,7 @@ def test_a_signal_is_set_again_after_a_quiet(quiet: bool) -> None:
 
 @triton.jit
 def put_blocking(x, rank):
-    """The source of a put without a signal is free when it returns."""
+    """The source of a put without a signal is free when the put returns."""
     at = tl.arange(0, 16)
     tl.store(x + at, 3)
     nvshmem.put(x.to(tl.int64) + 64, x.to(tl.int64), tl.full((), 64, tl.int64), 1 - rank)
@@ -279,7 +279,7 @@ NUMEL = 40
 
 
 def symptoms(faulty: ModuleType, op: str, wanted: str = "") -> set[str]:
-    """Of 2 nodes of 2 ranks."""
+    """Run with 2 nodes of 2 ranks."""
     gathers = op == "all_gather"
     return collectives.symptoms(
         getattr(faulty, op),
@@ -319,7 +319,7 @@ def test_nothing_is_found_without_a_fault(op: str) -> None:
         # a missing wait
         ("all_gather", WAIT_PASSED_ON, "", "race"),
         ("reduce_scatter", WAIT_NODES, "            pass\n", "race"),
-        # a source that is used again before the quiet
+        # a source that is reused before the quiet
         ("all_gather", QUIET, "        pass\n", "race"),
         ("reduce_scatter", QUIET, "        pass\n", "race"),
         # the signal with the first numbers, the rest after it
@@ -339,7 +339,7 @@ def test_nothing_is_found_without_a_fault(op: str) -> None:
         ),
         # data without a signal
         ("all_gather", PUT, "nvshmem.put(source, source, nbytes, peer)", "hang"),
-        # the last call's signal, and one of another chunk
+        # the last call's signal, and another chunk's signal
         ("all_gather", "signal, call.to(tl.int64)", "signal, call.to(tl.int64) - 1", "hang"),
         ("reduce_scatter", "8 * (index * nodes + node)", "8 * node", "hang"),
         # a slot reused one call early

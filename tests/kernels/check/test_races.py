@@ -1,4 +1,4 @@
-"""What the race detector knows of order: small kernels, each with a fault and without."""
+"""The race detector's knowledge of order: small kernels, each with and without a fault."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def load_from(buffers, out, peer, at):
 
 @triton.jit
 def load_and_tell(buffers, signals, out, rank, peer, FIRST: tl.constexpr):
-    """Each program loads number 0; those from FIRST on tell a rank. Grid: (n,)."""
+    """Each program loads number 0; programs from FIRST on signal a rank. Grid: (n,)."""
     tl.store(out, tl.load(peer_pointer(buffers, rank, tl.float32)))
     if tl.program_id(0) >= FIRST:
         notify(signals, peer, tl.program_id(0), 1)
@@ -56,7 +56,7 @@ def wait_for(signals, fault, rank, index, value):
 
 @triton.jit
 def wait_and_set_back(signals, fault, rank, index, value):
-    """The first program sets back the signal that all wait for. Grid: (n,)."""
+    """The first program resets the signal for which all wait. Grid: (n,)."""
     wait(signals, rank, index, value, fault, 1 << 20)
     if tl.program_id(0) == 0:
         notify(signals, rank, index, 0)
@@ -64,7 +64,7 @@ def wait_and_set_back(signals, fault, rank, index, value):
 
 @triton.jit
 def add_one(signals, peer):
-    """Count a signal up. Grid: any."""
+    """Increment a signal. Grid: any."""
     tl.atomic_add(peer_pointer(signals, peer, tl.int32), 1, sem="release", scope="sys")
 
 
@@ -85,7 +85,7 @@ def get_word(buffers, out, fault, rank, at, call):
 
 
 class Bench:
-    """A buffer, signals and what kernels need, on one rank."""
+    """A buffer, signals and the kernels' other arguments, on one rank."""
 
     def __init__(self, home: Home, numel: int = 8, dtype: torch.dtype = torch.float32) -> None:
         self.buffer: SymmetricTensor = home.zeros("bench.buffer", (numel,), dtype)
@@ -96,13 +96,13 @@ class Bench:
 
 
 def no_order(found: list[str], *parts: str) -> bool:
-    """A race is among the findings, with these parts in its text."""
+    """Whether the findings include a race with these parts in its text."""
     return any("no order between" in text and all(part in text for part in parts) for text in found)
 
 
 @pytest.mark.parametrize("telling", [3, 1])
 def test_each_program_that_loads_must_be_known_before_a_store(telling: int) -> None:
-    """Three programs of a rank load a number; the last ones tell the rank that stores over it."""
+    """Three programs on a rank load a number; the last ones signal the rank that stores over it."""
 
     def work(home: Home) -> None:
         bench = Bench(home)
@@ -154,7 +154,7 @@ def test_a_barrier_orders_what_was_before_and_nothing_after() -> None:
 
 
 def test_the_host_has_to_wait_for_what_it_has_launched() -> None:
-    """An exchange of values on the host does not: launches may be under way yet."""
+    """An exchange of values on the host does not wait: launches may still be running."""
 
     def work(home: Home) -> None:
         bench = Bench(home)
@@ -168,7 +168,7 @@ def test_the_host_has_to_wait_for_what_it_has_launched() -> None:
 
 
 def test_an_access_of_several_elements_is_one_of_each() -> None:
-    """Rank 0 stores 8 bytes; in the upper 4 is what rank 1 stores."""
+    """Rank 0 stores 8 bytes; the upper 4 overlap with rank 1's store."""
 
     def work(home: Home) -> None:
         bench = Bench(home)
@@ -216,7 +216,7 @@ def test_signals_that_begin_as_anything_are_found() -> None:
 
 @pytest.mark.parametrize("joined", [True, False])
 def test_all_who_take_a_word_must_be_known_before_it_is_stored_over(joined: bool) -> None:
-    """Rank 1 takes a word on both its streams, and answers for one of them or both."""
+    """Rank 1 takes a word on both its streams, and answers for one or both."""
 
     def work(home: Home) -> None:
         bench = Bench(home, dtype=torch.int64)
@@ -241,7 +241,7 @@ def test_all_who_take_a_word_must_be_known_before_it_is_stored_over(joined: bool
 
 
 def test_a_word_that_is_polled_in_vain_may_be_stored_over() -> None:
-    """Rank 1 waits for the second word while the first, which it has taken, is still there."""
+    """Rank 1 waits for the second word while the first, already taken, is still there."""
 
     def work(home: Home) -> None:
         bench = Bench(home, dtype=torch.int64)
@@ -293,7 +293,7 @@ def test_a_signal_that_is_none_is_found() -> None:
 
 
 def gather(numels: list[int], home: Home, module: object = all_gather, chunk: int = 8) -> None:
-    """An all_gather of each size."""
+    """Run an all_gather of each size."""
     workspace = module.all_gather_workspace(home, 40, torch.float32, chunk=chunk)  # type: ignore[attr-defined]
     for numel in numels:
         module.all_gather(torch.full((numel,), 1.0), workspace)  # type: ignore[attr-defined]
@@ -323,7 +323,7 @@ def test_a_copy_that_is_one_number_too_long_is_found(tmp_path: Path) -> None:
 
 
 def test_signals_whose_place_depends_on_the_shape_are_found(tmp_path: Path) -> None:
-    """One call's signal of a rank is the next one's of another, which may come first."""
+    """One call's signal from a rank is the next call's from another, which may come first."""
     packed = planted(
         all_gather,
         tmp_path,
@@ -344,7 +344,7 @@ def test_signals_whose_place_depends_on_the_shape_are_found(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("waiting", [1, 2])
 def test_a_signal_that_is_set_back_before_the_last_wait_is_found(waiting: int) -> None:
-    """Two programs wait for a signal, and the first one sets it back to zero."""
+    """Two programs wait for a signal, and the first one resets it to zero."""
 
     def work(home: Home) -> None:
         bench = Bench(home)
@@ -368,7 +368,7 @@ def test_a_signal_that_is_set_back_before_the_last_wait_is_found(waiting: int) -
 
 @pytest.mark.parametrize("answered", [True, False])
 def test_a_signal_that_is_set_back_must_be_known_to_be_free(answered: bool) -> None:
-    """A flag of 0 and 1: rank 1 sets it, rank 0 sets it back, and rank 1 sets it once more."""
+    """A flag of 0 and 1: rank 1 sets it, rank 0 resets it, and rank 1 sets it once more."""
 
     def work(home: Home) -> None:
         bench = Bench(home)
@@ -386,7 +386,7 @@ def test_a_signal_that_is_set_back_must_be_known_to_be_free(answered: bool) -> N
 
 
 def test_a_signal_may_be_set_again_before_a_wait_for_less() -> None:
-    """The next call's number ends the wait for this one's, and stands for all before it."""
+    """The next call's number also ends this call's wait, and implies all earlier numbers."""
 
     def work(home: Home) -> None:
         bench = Bench(home)
@@ -414,7 +414,7 @@ def test_a_signal_may_count_what_several_ranks_add() -> None:
     assert findings(work, 3, SEEDS) == []
 
 
-# Operators of torch.
+# torch operators.
 
 
 OPERATORS: dict[str, Callable[[Tensor], object]] = {
@@ -435,7 +435,7 @@ NO_OPERATORS: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("name", [*OPERATORS, *NO_OPERATORS])
 def test_operators_of_torch_on_symmetric_memory_are_seen(name: str) -> None:
-    """Rank 1 stores to number 9 of rank 0, in row 3 and column 0, and nothing orders them."""
+    """Rank 1 stores to number 9 on rank 0, in row 3 and column 0, without any order."""
 
     def work(home: Home) -> None:
         bench = Bench(home, 12)

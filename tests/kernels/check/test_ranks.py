@@ -52,14 +52,14 @@ def test_ranks_that_disagree_are_told_alike() -> None:
 
 @triton.jit
 def pass_round(signals, fault, rank, call, SEND: tl.constexpr, WORLD: tl.constexpr):
-    """Tell the next rank, and wait for the one before. Grid: (1,)."""
+    """Signal the next rank, and wait for the one before. Grid: (1,)."""
     if SEND:
         notify(signals, (rank + 1) % WORLD, 0, call)
     wait(signals, rank, 0, call, fault, 1 << 20)
 
 
 def rounds(home: Home, silent: Sequence[int], calls: int = 2) -> None:
-    """The ranks pass on a signal; in the last call some only wait for theirs."""
+    """The ranks pass on a signal; in the last call, some only wait for theirs."""
     signals = home.zeros("round.signals", (1,), torch.int32)
     fault = torch.full((4,), -1, dtype=torch.int32)
     for call in range(1, calls + 1):
@@ -68,7 +68,7 @@ def rounds(home: Home, silent: Sequence[int], calls: int = 2) -> None:
 
 
 def test_a_hang_tells_the_cycle() -> None:
-    """Rank r waits for rank r - 1, who set its signal in the call before."""
+    """Rank r waits for rank r - 1, which set its signal in the call before."""
     with pytest.raises(HangError) as hang:
         run(lambda home: rounds(home, silent=[0, 1, 2]), 3)
     lines = str(hang.value).splitlines()
@@ -82,7 +82,7 @@ def test_a_hang_tells_the_cycle() -> None:
 
 
 def test_a_cycle_may_go_through_a_barrier() -> None:
-    """Rank 0 waits for a signal of rank 2, and rank 2 for rank 0 to end."""
+    """Rank 0 waits for a signal from rank 2, and rank 2 waits for rank 0 to end."""
     with pytest.raises(HangError) as hang:
         run(lambda home: rounds(home, silent=[2]), 3)
     lines = str(hang.value).splitlines()

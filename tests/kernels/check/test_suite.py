@@ -1,4 +1,4 @@
-"""What `weft check kernels` runs: nothing is found in the ops, and planted faults are."""
+"""The checks in `weft check kernels`: ops have no findings, and planted faults do."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GATHER = OPS[0]
 
 
 def communicates(op: Op) -> bool:
-    """Whether it is an op of several ranks: those of one have a workspace of nothing."""
+    """Whether the op runs on several ranks; an op on one rank has an empty workspace."""
     sizes = Sizes(1, 16, 16, 16, torch.float32, (16, 16, 16))
     (workspace,) = run(lambda home: op.workspace(home, sizes), 1)
     return (workspace.numel, workspace.num_signals) != (1, 1)
@@ -39,7 +39,7 @@ def communicates(op: Op) -> bool:
 TOGETHER = [op for op in OPS if communicates(op)]
 MANY_RANKS = [op for op in TOGETHER if "matmul" not in op.name and "gate_up" not in op.name]
 SMALLER = 20
-"""Of m, n and k: up to two tiles."""
+"""Maximum m, n and k: up to two tiles."""
 
 
 @pytest.mark.sweep
@@ -49,8 +49,8 @@ SMALLER = 20
     ids=lambda op: op.name,
 )
 def test_nothing_is_found_in_the_ops(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On three ranks, or on one where each is by itself; variants that their own tests have are
-    in the long run.
+    """On three ranks, or on one for single-rank ops; variants with their own tests run in the long
+    run.
     """
     monkeypatch.setattr(suite, "LARGEST", SMALLER)
     assert perform(Check(op, 3 if op in TOGETHER else 1, 0)).findings == ()
@@ -79,7 +79,7 @@ def test_a_check_draws_the_same_again() -> None:
 
 
 def test_calls_differ_in_rows_tiles_and_programs() -> None:
-    """In one workspace, which is made for the largest."""
+    """In one workspace, made for the largest call."""
     seen = []
 
     def record(*tensors: Tensor, **options: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Timelines: what an op does is on them, in an order that its signals allow."""
+"""Timelines: an op's activity appears, in an order that its signals allow."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from weft.kernels.gpu.matmul.matmul import matmul
 
 SIZES = Sizes(3, m=32, n=16, k=16, dtype=torch.float32, tile=(16, 16, 16), programs=1)
 PUSHED = SIZES.m * SIZES.k * LINK_COST
-"""What one shard takes to one other rank."""
+"""Time that one shard takes to one other rank."""
 
 (GATHER_MATMUL,) = named(["all_gather_matmul"])
 
@@ -52,7 +52,7 @@ DRAWN = {
     *("all_gather_two_level", "reduce_scatter", "matmul_all_reduce", "all_gather_grouped_matmul"),
     *("distributed_decode_attention", "moe_dispatch_combine"),
 }
-"""One of each kind; in the long run all."""
+"""One of each kind; all in the long run."""
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_each_row_shows_one_thing_at_a_time(op: Op) -> None:
     rows = defaultdict(list)
     for span in record(op, SIZES):
         assert span.start < span.end
-        # what a kernel fetches from another rank takes the kernel's own time
+        # a kernel's own time includes its fetches from other ranks
         assert span.lane not in ("links", "network") or span.activity == "communication"
         rows[span.rank, span.lane].append(span)
     assert {rank for rank, _ in rows} == {0, 1, 2}
@@ -76,7 +76,7 @@ def test_each_row_shows_one_thing_at_a_time(op: Op) -> None:
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 1000))
 def test_what_travels_is_what_the_protocol_says(seed: int) -> None:
-    """Each rank sends its shard to both others, whatever the interleaving."""
+    """Each rank sends its shard to both others, in every interleaving."""
     spans = record(GATHER_MATMUL, SIZES, seed)
     chunks = SIZES.m // SIZES.tile[0]
     for rank in range(3):
@@ -99,7 +99,7 @@ def test_heads_are_sent_while_the_next_are_attended() -> None:
 
 
 def test_a_tile_begins_after_its_rows_were_sent() -> None:
-    """The own shard is computed at once; the last one when its rank has sent it."""
+    """The own shard is computed at once; each other shard after its rank has sent it."""
     spans = record(GATHER_MATMUL, SIZES)
     sent = max(span.end for span in spans if span.activity == "communication")
     products = [span for span in spans if span.activity == "compute"]
@@ -126,7 +126,7 @@ def test_what_is_hidden_is_what_is_sent_while_the_rank_computes() -> None:
 
 
 def gather_then_multiply(x: Tensor, w: Tensor, workspace: AllGatherWorkspace) -> Tensor:
-    """The same product without overlap."""
+    """Compute the same product without overlap."""
     return matmul(all_gather(x, workspace), w, blocks=(16, 16, 16), programs=1)
 
 
@@ -148,7 +148,7 @@ FAR = ["reduce_scatter_two_level_far"]
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_what_crosses_nodes_overlaps_the_scatter_and_the_sums_of_the_next(seed: int) -> None:
-    """Three nodes of two ranks: the part of one node crosses while the next one's is made."""
+    """Three nodes of two ranks: one node's part crosses while the next one is computed."""
     spans = record(named(FAR)[0], Sizes(6, m=8, n=16, k=64, dtype=torch.float32), seed)
     part = 8 * 64
     for rank in range(6):
@@ -158,13 +158,13 @@ def test_what_crosses_nodes_overlaps_the_scatter_and_the_sums_of_the_next(seed: 
         first = (crossing.start, crossing.start + part * NETWORK_COST)
         assert shared(mine, "scatter_local", "links", first) > part
         assert shared(mine, "reduce_local", "main", first) > part
-        # and the sums are made while parts are still scattered
+        # and the sums are computed while parts are still scattered
         scattered = [s for s in mine if s.kernel == "scatter_local" and s.lane == "links"]
         assert shared(mine, "reduce_local", "main", (0, scattered[-1].end)) > part
 
 
 def shared(spans: list[Span], kernel: str, lane: Lane, time: tuple[int, int]) -> int:
-    """How long a kernel moves numbers in a lane within this time."""
+    """Return how long a kernel moves numbers in a lane within this time."""
     return sum(
         max(0, min(span.end, time[1]) - max(span.start, time[0]))
         for span in spans

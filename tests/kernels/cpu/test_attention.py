@@ -32,14 +32,14 @@ class Shape:
 
 
 class Cache:
-    """One layer's pages, all NaN at first, and requests whose pages are drawn at random."""
+    """One layer's pages, all NaN at first, and requests with randomly drawn pages."""
 
     def __init__(self, shape: Shape, num_blocks: int, seed: int = 0) -> None:
         self.shape = shape
         size = (num_blocks, shape.kv_heads, shape.block_size, shape.dim)
         self.keys = torch.full(size, torch.nan, dtype=shape.dtype)
         self.values = self.keys.clone()
-        # Page 0 is never given out: tables are padded with 0.
+        # Page 0 is never assigned, because tables are padded with 0.
         self.free = (np.random.default_rng(seed).permutation(num_blocks - 1) + 1).tolist()
 
     def take(self, tokens: int) -> list[int]:
@@ -48,7 +48,8 @@ class Cache:
     def step(
         self, requests: list[tuple[list[int], int, int]], poison: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Run one step of (pages, computed tokens, new tokens): (ours, the oracle's).
+        """Run one step with (pages, computed tokens, new tokens); return our result and the
+        oracle's.
 
         The keys and values of request `poison` are NaN.
         """
@@ -90,7 +91,7 @@ class Cache:
         rank: int = 0,
         ranks: int = 1,
     ) -> tuple[Tensor, Tensor]:
-        """One step of a rank: result and LSE."""
+        """Run one rank's step; return result and LSE."""
         plan = AttentionPlan.build(
             *(query_start, context_len, table),
             block_size=self.shape.block_size,
@@ -109,7 +110,7 @@ class Cache:
 
 
 def table_of(pages: list[list[int]]) -> Int32:
-    """A request's pages in each row."""
+    """Return a table with one request's pages per row."""
     table = np.zeros((len(pages), max(map(len, pages))), np.int32)
     for row, own in zip(table, pages, strict=True):
         row[: len(own)] = own
@@ -150,7 +151,7 @@ limits = st.sampled_from(
 def test_equals_the_reference(
     shape: Shape, chunks: list[list[int]], limits: dict[str, int], compiled: bool, seed: int
 ) -> None:
-    """Requests are computed chunk by chunk, together; those with fewer chunks drop out."""
+    """Requests are computed chunk by chunk, together; requests with fewer chunks drop out."""
     torch.manual_seed(seed)
     cache = Cache(shape, num_blocks=450, seed=seed)
     pages = [cache.take(sum(sizes)) for sizes in chunks]
@@ -181,7 +182,7 @@ def test_equals_the_reference(
 def test_ranks_that_share_pages_equal_one_that_has_them_all(
     ranks: int, shape: Shape, chunks: list[list[int]], limits: dict[str, int], seed: int
 ) -> None:
-    """Each writes and reads its own positions only; parts are merged by their LSE."""
+    """Each rank writes and reads only its own positions; parts are merged by their LSE."""
     torch.manual_seed(seed)
     whole = Cache(shape, num_blocks=450, seed=seed)
     parts = [Cache(shape, num_blocks=250, seed=seed) for _ in range(ranks)]
@@ -240,7 +241,7 @@ def test_what_a_page_held_before_is_not_seen(dtype: torch.dtype, compiled: bool)
         ours, _ = cache.step([(pages, 0, 7), (others, 0, 5)], poison=0)
         assert ours[:7].isnan().all()
         assert ours[7:].isfinite().all()
-        # The failed request's pages go to another one, that decodes with a longer neighbour.
+        # The failed request's pages go to another request, which decodes with a longer neighbour.
         for batch in ([(pages, 0, 2), (others, 5, 24)], [(pages, 2, 1), (others, 29, 1)]):
             torch.testing.assert_close(*cache.step(batch), atol=tolerance, rtol=tolerance)
 

@@ -1,4 +1,4 @@
-"""Int8 weights against the product with what they stand for."""
+"""Int8 weights against the product with the weights they represent."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_rounds_to_the_nearest_of_127_steps(
     integers, scales = quantize(weight)
     assert integers.dtype == torch.int8
     assert scales.dtype == dtype
-    # Half a step, and what a scale in bfloat16 cuts off at 127 steps.
+    # Half a step, plus the rounding error of a bfloat16 scale at 127 steps.
     error = (integers.float() * scales.float()[:, None] - weight.float()).abs()
     assert (error <= scales.float()[:, None] * (0.51 if dtype == torch.float32 else 1.0)).all()
 

@@ -1,4 +1,4 @@
-"""Halves of a layer, and layers, in one call give what their kernels give one after the other."""
+"""Layers and their halves in one call give the same results as their kernels in sequence."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_mlp(tokens: int, hidden: int, inner: int, seed: int) -> None:
 
 
 def small_layer(hidden: int, window: int | None) -> tuple[NativeAttention, NativeMlp]:
-    """Of two heads that share keys of 8 numbers."""
+    """Make a layer with two heads that share keys of 8 numbers."""
     attention = NativeAttention(
         *(NativeLinear(normal(4 * 8, hidden)), NativeLinear(normal(hidden, 2 * 8))),
         *(RMSNorm(normal(hidden), 1e-5), None),
@@ -132,7 +132,7 @@ def test_layers(new: list[int], windows: list[int | None], hidden: int, seed: in
         np.arange(len(new) * 3, dtype=np.int32).reshape(len(new), 3),
         block_size=4,
     )
-    # Pages that hold what was there before: each layer must write its own.
+    # Pages with their old contents: each layer must write its own.
     cache = [(normal(9, 1, 4, 8), normal(9, 1, 4, 8)) for _ in windows]
     other = [(keys.clone(), values.clone()) for keys, values in cache]
     x = normal(sum(new), hidden)

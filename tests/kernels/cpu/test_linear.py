@@ -32,7 +32,7 @@ def expected(
     *,
     gated: bool,
 ) -> Tensor:
-    """What a layer gives, in float32."""
+    """Compute a layer's result in float32."""
     if norm is not None:
         x = reference.rms_norm(x, norm.weight, norm.eps).to(x.dtype)
     out = reference.linear(x, weight, bias)
@@ -52,7 +52,7 @@ def test_rows_are_padded_to_few_sizes() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_does_not_grow_with_the_numbers_of_rows(dtype: str) -> None:
-    """Prompts have any length. Unpadded, a layer takes 0.8 MB for each one."""
+    """Prompts have any length. Without padding, a layer takes 0.8 MB for each length."""
     program = f"""
 import psutil, torch
 from weft.kernels.cpu.linear import PackedLinear, matmul_transposed
@@ -132,7 +132,7 @@ def test_equals_the_reference(
 def test_a_compiled_row_does_not_depend_on_its_company(
     rows: int, n: int, k: int, gated: bool, compress: bool, seed: int
 ) -> None:
-    """Not in its last bit."""
+    """Not even in its last bit."""
     torch.manual_seed(seed)
     weight = torch.randn(2 * n if gated else n, k).bfloat16()
     with compiled_kernels(True):
@@ -196,7 +196,7 @@ def test_a_weight_may_be_in_parts(
     way: str,
     dtype: torch.dtype,
 ) -> None:
-    """Its layer is that of the whole, to the last bit; `copied`: the parts are not contiguous."""
+    """The layer equals that of the whole weight bit by bit; `copied`: parts are not contiguous."""
     if gated:
         heights = [*heights, sum(heights)]
     if way in ("compressed", "plain", "int8"):
@@ -225,7 +225,7 @@ def test_a_weight_may_be_in_parts(
 @settings(max_examples=30, deadline=None)
 @given(heights=st.lists(st.integers(0, 900), min_size=2, max_size=4), k=st.integers(33, 130))
 def test_parts_are_compressed_as_the_whole_is(heights: list[int], k: int) -> None:
-    """Also where the exponents are guessed from a sample."""
+    """Also if the exponents are guessed from a sample."""
     n = sum(heights)
     weight = torch.randn(n, k) * torch.exp2(torch.randint(-14, 1, (n, 1)))
     with compiled_kernels(True), pytest.MonkeyPatch.context() as patch:
@@ -288,7 +288,7 @@ def test_other_types_are_not_packed() -> None:
 
 @st.composite
 def weights(draw: st.DrawFn) -> Tensor:
-    """bfloat16 [N, K]: normal, over many scales, with zeros, or of any bits, NaN among them."""
+    """Draw bfloat16 [N, K]: normal, over many scales, with zeros, or any bits, including NaN."""
     n, k = draw(st.integers(1, 130)), draw(st.integers(1, 130))
     torch.manual_seed(draw(st.integers(0, 2**31)))
     if draw(st.booleans()):
@@ -306,7 +306,7 @@ def bits(weight: Tensor) -> Tensor:
 @settings(max_examples=150, deadline=None)
 @given(weight=weights(), compress=st.booleans())
 def test_rows_of_a_packed_weight_are_those_that_were_packed(weight: Tensor, compress: bool) -> None:
-    """To the last bit, however many numbers are escapes; also the sign of a zero."""
+    """Bit by bit, for any number of escapes; also the sign of a zero."""
     index = torch.randint(len(weight), (17,))
     with compiled_kernels(True), pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MAX_ESCAPES", 1.0)
@@ -326,7 +326,7 @@ def test_rows_of_a_packed_weight_are_those_that_were_packed(weight: Tensor, comp
 def test_a_compressed_layer_computes_what_a_plain_one_does(
     rows: int, n: int, k: int, gated: bool, seed: int
 ) -> None:
-    """But for the order in which escapes are added: here a tenth of the numbers, the large ones."""
+    """Except for the order of adding escapes: here a tenth of the numbers, the large ones."""
     torch.manual_seed(seed)
     weight = torch.randn(2 * n if gated else n, k)
     weight = torch.where(torch.rand(weight.shape) < 0.1, weight, weight * 1e-6).bfloat16()
@@ -368,7 +368,7 @@ def test_rows_of_other_weights_are_refused() -> None:
 
 @pytest.mark.parametrize("k", [33, 896])
 def test_all_columns_tell_the_exponents(k: int) -> None:
-    """Also where the sample's stride is a multiple of the row's length."""
+    """Also if the sample's stride is a multiple of the row's length."""
     weight = torch.randn(16384, k)
     weight[:, 0] = 0
     with compiled_kernels(True):

@@ -25,7 +25,7 @@ def random_experts(count: int, inner: int, hidden: int, dtype: torch.dtype) -> l
 
 
 def random_routes(tokens: int, experts: int, k: int) -> tuple[Tensor, Tensor]:
-    """Distinct experts for each token; the first ones are the more popular."""
+    """Draw distinct experts for each token; the first experts are more popular."""
     popularity = torch.arange(experts, 0, -1).float().expand(tokens, -1) ** 2
     ids = popularity.multinomial(k) if tokens else torch.empty(0, k, dtype=torch.int64)
     return ids, torch.rand(tokens, k)
@@ -109,7 +109,7 @@ def test_routes_to_the_most_probable(
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("parts", [(0, 2, 6), (0, 0, 5, 6)])
 def test_experts_elsewhere_add_nothing(parts: tuple[int, ...], compiled: bool) -> None:
-    """So that what each rank's experts give adds up to what all give."""
+    """The results of each rank's experts then add up to the results of all."""
     gate, up, down = random_experts(6, 48, 64, torch.bfloat16)
     x = torch.randn(9, 64).bfloat16()
     ids, scale = random_routes(9, 6, 3)

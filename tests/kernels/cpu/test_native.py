@@ -1,4 +1,4 @@
-"""The compiled kernels are there where they can be, and share torch's threads."""
+"""The compiled kernels exist wherever they can, and share torch's threads."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_library_of_other_sources_is_refused(
 
 
 def test_they_run_in_the_threads_of_torch() -> None:
-    """A second pool would compete with the first, both of them spinning."""
+    """A second pool would compete with the first, with both spinning."""
     if not native.supports(torch.bfloat16):
         pytest.skip("no compiled kernels for this CPU")
     script = """
@@ -96,7 +96,7 @@ print(len({line.split()[-1] for line in maps.splitlines() if "gomp" in line or "
     ["Matrix", "Rows", "RopeStep", "AttentionStep", "Batch", "AttentionLayer", "MlpLayer"],
 )
 def test_structures_are_those_of_the_header(structure: str) -> None:
-    """Same names, same order, same sizes: nothing else checks what goes through ctypes."""
+    """Same names, same order, same sizes: nothing else checks data that goes through ctypes."""
     header = (CSRC / "weft.h").read_text()
     match = re.search(rf"struct {structure} {{(.*?)\n}};", header, re.DOTALL)
     assert match is not None

@@ -100,7 +100,7 @@ def test_no_other_slot_is_written(compiled: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_other_ranks_have_is_not_written(dtype: torch.dtype) -> None:
-    """Six tokens, in pages of two: the second page is of the second rank."""
+    """Six tokens in pages of two: the second page belongs to the second rank."""
     step = np.array([0, 6], np.int32), np.array([6], np.int32), np.array([[1, 2]], np.int32)
     plan = AttentionPlan.build(*step, block_size=2, rank=1, world_size=2)
     qkv = torch.randn(6, 48).to(dtype)

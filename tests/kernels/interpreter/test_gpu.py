@@ -1,4 +1,4 @@
-"""What stock Triton's interpreter has wrong, and ours has not."""
+"""Faults of stock Triton's interpreter that ours does not have."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""NVSHMEM: versions, what is said when they do not fit, and kernels that link its bitcode.
+"""NVSHMEM: versions, errors about mismatches, and kernels that link its bitcode.
 
-The library itself needs GPUs. Its Python interface is played by a stand-in here, which shows
-that the home calls it in the right order and hands addresses on as they are; that the bitcode
-links and compiles is shown with the real one, where NVIDIA's wheel is installed.
+The library itself needs GPUs. A stand-in plays its Python interface here. It shows that the home
+calls the library in the right order and passes addresses on unchanged. The real library, where
+NVIDIA's wheel is installed, shows that the bitcode links and compiles.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HEADER = """
 
 @pytest.fixture
 def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """NVIDIA's wheel as it lies on disk."""
+    """NVIDIA's wheel, as on disk."""
     folder = tmp_path / "nvidia" / "nvshmem"
     (folder / "include" / "non_abi").mkdir(parents=True)
     (folder / "lib").mkdir()
@@ -45,9 +45,9 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Library:
-    """Stands in for nvshmem4py on one rank: remembers what was asked of it.
+    """Stands in for nvshmem4py on one rank: records all calls.
 
-    Memory is the CPU's; ranks of other nodes, two to a node, have no address.
+    Memory is the CPU's; ranks on other nodes, two to a node, have no address.
     """
 
     def __init__(self, version: str = "3.8.0") -> None:
@@ -192,7 +192,7 @@ def test_memory_is_left_to_the_process_after_an_error(
 def test_all_ranks_get_the_first_ones_id_and_far_peers_have_no_address(
     wheel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four ranks, two to a node; threads, so that one library stands in for all."""
+    """Four ranks, two to a node; they are threads, so that one library stands in for all."""
     lock = threading.local()
     libraries = [Library() for _ in range(4)]
 
@@ -303,13 +303,13 @@ for kernel in (send, send_and_wait):
 
 
 DRIVER_HAS = {"__assertfail", "vprintf"}
-"""Functions that every GPU driver brings."""
+"""Functions in every GPU driver."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_kernels_link_the_bitcode_for_sm_90(tmp_path: Path) -> None:
-    """Nothing of NVSHMEM is left to be found when the kernel is loaded."""
+    """No NVSHMEM function is left to be found when the kernel is loaded."""
     try:
         nvshmem.bitcode(9, 0)
     except SymmetricMemoryError as error:

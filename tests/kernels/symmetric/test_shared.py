@@ -1,4 +1,4 @@
-"""Symmetric memory between real processes, and what is left when one of them is killed."""
+"""Symmetric memory between real processes, and its remains after one of them is killed."""
 
 from __future__ import annotations
 

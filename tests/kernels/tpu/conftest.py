@@ -1,4 +1,4 @@
-"""One worker interprets, and one compiles, for all tests of this folder that a process runs."""
+"""One worker interprets, and one compiles, for all of a process's tests in this folder."""
 
 from __future__ import annotations
 

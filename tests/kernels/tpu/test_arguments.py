@@ -1,4 +1,4 @@
-"""What ops refuse, and what they do where there is nothing to send."""
+"""Arguments that ops refuse, and results when there is nothing to send."""
 
 from __future__ import annotations
 

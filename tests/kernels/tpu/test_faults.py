@@ -1,4 +1,4 @@
-"""Each fault that is planted in a kernel is found: a check that cannot fail is none."""
+"""Every fault planted in a kernel is found: a check that cannot fail proves nothing."""
 
 from __future__ import annotations
 
@@ -108,17 +108,17 @@ DEFAULT = (
     "stale pages",
     "deadlock",
 )
-"""One of each kind, which the default run plants; the rest is slow."""
+"""One fault of each kind, planted in the default run; the rest are slow."""
 
 LATE = ("out of bounds", "deadlock")
-"""What the default run plants where DMAs happen as late as somebody waits for them."""
+"""Faults that the default run plants with DMAs that happen as late as their first wait."""
 
 Plant = Callable[..., list[str]]
 
 
 @pytest.fixture(scope="module")
 def plant() -> Iterator[Plant]:
-    """What is found in a case with faults."""
+    """Run a case with planted faults, and return its findings."""
     with start([sys.executable, str(WORKER)]) as process:
         assert process.stdin is not None
         assert process.stdout is not None

@@ -23,7 +23,7 @@ QUICK = {
     "grouped_gate_up x=2": "eager",
     "moe_combine x=2": "on_wait",  # and so moe_dispatch and grouped_matmul
 }
-"""What the default run interprets; the rest is slow."""
+"""Cases interpreted in the default run; the rest are slow."""
 
 RUNS = [
     pytest.param(case.name, mode, marks=() if QUICK.get(case.name) == mode else pytest.mark.slow)
@@ -47,7 +47,7 @@ QUICK_COMPILED = {
     "ragged_paged_attention x=8 64 numbers a head",
     "distributed_decode_attention x=8",
 }
-"""What the default run compiles, beside write_pages."""
+"""Cases compiled in the default run, besides write_pages."""
 
 
 COMPILATIONS = [

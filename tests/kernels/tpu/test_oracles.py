@@ -1,4 +1,4 @@
-"""The oracles in jax equal those in torch, which kernels on other devices are held to."""
+"""The jax oracles equal the torch oracles, which check kernels on other devices."""
 
 from __future__ import annotations
 

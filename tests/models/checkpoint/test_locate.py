@@ -1,4 +1,4 @@
-"""Finding checkpoints, and reading config.json without running anything."""
+"""Finding checkpoints, and reading config.json without running code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading: what a checkpoint may lack or have too much of, and the memory that loading takes."""
+"""Loading: missing and unexpected tensors, and the memory that loading takes."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ print(memory("VmHWM") - before, memory("VmRSS") - before)
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_loading_takes_the_model_and_one_tensor(tmp_path: Path) -> None:
-    """Peak and resting memory, in a process of its own; the tied table is held once."""
+    """Peak and resting memory, in a separate process; the tied table is held once."""
     tiny = make_checkpoint(tmp_path / "tiny", "llama", dtype="bfloat16")
     large = tmp_path / "large"
     large.mkdir()

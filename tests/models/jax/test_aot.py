@@ -1,4 +1,4 @@
-"""Steps compiled for TPU slices that are not here; in a process of its own, for libtpu's sake."""
+"""Steps compiled for detached TPU slices; in a separate process, because of libtpu."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = Path(tpu_steps.__file__)
 def compile_for(
     folder: Path, config: dict[str, Any], topology: str, *flags: str
 ) -> subprocess.CompletedProcess[str]:
-    """`weft compile` of a model that is nothing but a config.json."""
+    """Run `weft compile` on a model that has only a config.json."""
     (folder / "config.json").write_text(json.dumps(config))
     command = [sys.executable, "-m", "weft", "compile", str(folder), "--for", topology]
     return subprocess.run(
@@ -44,7 +44,7 @@ STEP_CASES = [
 
 
 def compile_largest(model: str, topology: str, kernels: str) -> dict[str, Any]:
-    """What benchmarks/tpu_steps.py tells of a step."""
+    """Return the report of benchmarks/tpu_steps.py for a step."""
     command = [sys.executable, str(STEPS), "--model", model, "--target", topology, "--json"]
     done = subprocess.run([*command, "--kernels", kernels], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -55,7 +55,7 @@ def compile_largest(model: str, topology: str, kernels: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("model", "topology"), STEP_CASES)
 @pytest.mark.timeout(900)
 def test_a_step_compiles_and_hides_its_traffic(model: str, topology: str) -> None:
-    """Of layers of Llama, at least 90% of the bytes that chips exchange are beside products."""
+    """In Llama's layers, at least 90% of the bytes between chips travel beside products."""
     step = compile_largest(model, topology, "auto")
     found = step["collectives"]
     assert found
@@ -73,7 +73,7 @@ def test_a_step_compiles_and_hides_its_traffic(model: str, topology: str) -> Non
 @pytest.mark.parametrize(("model", "topology"), STEP_CASES)
 @pytest.mark.timeout(900)
 def test_a_step_compiles_with_overlapped_kernels(model: str, topology: str) -> None:
-    """Of Llama, all traffic but that of the embedding and of sampled rows is in kernels."""
+    """In Llama, all traffic is in kernels, except for the embedding and the sampled rows."""
     step = compile_largest(model, topology, "overlapped")
     config, ep = tpu_steps.MODELS[model]
     layers = config["num_hidden_layers"]

@@ -1,4 +1,4 @@
-"""Two processes with one mesh: who reads what, what they agree on, where they listen."""
+"""Two processes with one mesh: the weights each reads, their agreement, and their sockets."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ leave()
 
 
 def _run(path: Path, counts: list[int], *layout: str) -> list[dict[str, Any]]:
-    """What each process says."""
+    """Return each process's output."""
     (path / "port").unlink(missing_ok=True)
     processes = [
         subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Which parts of a step are kernels: the rule, at its edges; and what demo models say with them."""
+"""The choice of kernels for a step, at its limits; and the demo models' output with them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_rule_for_models_and_long_tables(spec: ModelSpec) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", ["weft-demo", "weft-demo-moe"])
 def test_demo_models_say_the_same_with_kernels(name: str, tp: int) -> None:
-    """The first 16 tokens, after a prompt that is dealt out to devices if there are several."""
+    """The first 16 tokens, after a prompt that is sharded if there are several devices."""
     path = Path(locate(name))
     outputs = []
     for kernels in ("plain", "overlapped"):

@@ -1,4 +1,4 @@
-"""What is counted as hidden in a schedule, and what is not."""
+"""Which bytes count as hidden in a schedule."""
 
 from __future__ import annotations
 

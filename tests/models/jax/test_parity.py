@@ -1,5 +1,6 @@
-"""Every family gives the float32 logits of transformers, however a step is cut, on any mesh; and so
-do the kernels for TPUs, which Pallas interprets here.
+"""Every family gives transformers' float32 logits, for any division into steps, on any mesh.
+
+So do the TPU kernels, which Pallas interprets here.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ BIASES = {"attention_bias": True, "mlp_bias": True}
 slow = pytest.mark.slow
 PLAIN = Kernels()
 
-# A family, fields of its config, tp and ep.
+# A family, some config fields, tp and ep.
 CASES = [
     pytest.param("llama", BIASES | {"rope_parameters": LLAMA3}, 2, 1, id="llama, biases, tp 2"),
     pytest.param("mistral", {"sliding_window": 6}, 1, 1, id="mistral, window"),
@@ -45,7 +46,7 @@ CASES = [
     pytest.param("qwen3", ONE_HEAD | {"head_dim": 24}, 2, 1, id="qwen3, tp 2, one KV head"),
     pytest.param("qwen3_moe", {"mlp_only_layers": [0]}, 4, 2, id="qwen3_moe, tp 4, ep 2"),
     pytest.param("mixtral", {"sliding_window": 9}, 2, 2, id="mixtral, window, tp 2, ep 2"),
-    # 128 tokens are so many that weights travel in their place.
+    # With 128 tokens, the weights travel instead of the tokens.
     pytest.param("llama", BIASES | {"intermediate_size": 52}, 4, 1, id="llama, weights gathered"),
     pytest.param("llama", {}, 1, 1, marks=slow, id="llama"),
     pytest.param("qwen3_moe", {"norm_topk_prob": True}, 1, 1, marks=slow, id="qwen3_moe"),
@@ -61,9 +62,9 @@ CASES = [
 ]
 
 WIDE = {"head_dim": 64, "hidden_size": 128}
-"""What attention and the exchange of tokens have kernels for."""
+"""Configs for which attention and the token exchange have kernels."""
 
-# The same, and the parts that are kernels in a step that deals out tokens, and in others.
+# The same, and the kernels used in steps that shard tokens, and in other steps.
 KERNEL_CASES = [
     pytest.param("mistral", WIDE | {"sliding_window": 6}, 1, 1, "attention", id="mistral, window"),
     pytest.param(
@@ -86,8 +87,8 @@ KERNEL_CASES = [
 
 NUM_BLOCKS = 64
 LENGTHS = (90, 5, 21)
-# Steps: (request, how many of its next tokens). All are of one bucket, of 128 tokens: with so
-# many, a mesh of 2 or 4 deals out tokens between blocks; FEW is of 32, which it does not.
+# Steps: (request, number of its next tokens). All are in one bucket of 128 tokens, which a mesh of
+# 2 or 4 shards between blocks; FEW is in a bucket of 32, which is not sharded.
 MANY = [[(0, 53), (1, 5)], [(2, 13), (0, 1)], [(0, 36), (2, 8)]]
 FEW = [[(0, 20), (1, 5)], [(2, 13), (0, 1)], [(0, 23), (2, 7)], [(2, 1), (0, 30)], [(0, 16)]]
 
@@ -134,10 +135,11 @@ def _run(
     ep: int,
     kernels: Kernels = PLAIN,
 ) -> list[np.ndarray[Any, Any]]:
-    """The logits after every token of every request; the cache starts out full of NaN.
+    """Return the logits after every token of every request; the cache is full of NaN at first.
 
     Args:
-        kernels: that must be what --kernels overlapped chooses; blocks are smaller without.
+        kernels: the choice that --kernels overlapped must make; without kernels, blocks are
+            smaller.
     """
     block_size = 4 if kernels is PLAIN else 16
     spec, layout = read_spec(path), Layout(tp, ep)
@@ -184,7 +186,7 @@ def _step(
     step: Sequence[tuple[int, int]],
     block_size: int,
 ) -> StepInput:
-    """A step in which every token is sampled, in scattered blocks."""
+    """Make a step in which every token is sampled, in scattered blocks."""
     deal = np.random.default_rng(0).permutation(NUM_BLOCKS).astype(np.int32)
     blocks = np.split(deal, np.cumsum([-(-length // block_size) for length in LENGTHS]))
     table = np.zeros((len(step), max(map(len, blocks[: len(requests)]))), np.int32)

@@ -46,7 +46,7 @@ MIXED: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with one token that makes NaN of all that sees it."""
+    """A checkpoint with one token that makes NaN of every token that sees it."""
     path = make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_moe", norm_topk_prob=True)
     tensors = load_file(path / "model.safetensors")
     tensors["model.embed_tokens.weight"][POISON] = torch.nan
@@ -56,7 +56,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runner(path: Path) -> JaxRunner:
-    """On two devices; tests share its cache, and none relies on what is in there."""
+    """A runner on two devices; tests share its cache, and none relies on its contents."""
     told: list[tuple[int, int]] = []
     runner = JaxRunner.load(
         *(path, read_spec(path)),
@@ -122,7 +122,7 @@ def test_torch_and_jax_give_the_same_tokens_and_log_probabilities(
 
 
 def test_steps_are_dispatched_before_the_last_one_is_read(runner: JaxRunner) -> None:
-    """Eight decodes are under way at once; none has been waited for."""
+    """Eight decodes are in flight at once; none has been waited for."""
     expected = _generate(driver := _driver(runner), driver.add(_prompt(6), 20), 9)
     driver = _driver(runner)
     request = driver.add(_prompt(6), 20)
@@ -186,7 +186,7 @@ def test_bfloat16_computes_in_bfloat16(path: Path) -> None:
 
 
 def test_sums_of_hidden_states(path: Path, runner: JaxRunner) -> None:
-    """Of one token, of chunks, and with so many tokens that the mesh deals them out."""
+    """For one token, for chunks, and for enough tokens that the mesh shards them."""
     theirs = TorchRunner.load(path, read_spec(path), threads=1, **SIZES)
     theirs.allocate_kv_cache(NUM_BLOCKS)
     found: list[list[Any]] = []

@@ -1,4 +1,4 @@
-"""The devices sample what models/torch/sampler.py samples, row by row and draw by draw."""
+"""Sampling on devices equals models/torch/sampler.py, row by row and draw by draw."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def on_devices(
     index: list[int],
     masks: Masks | None = None,
 ) -> tuple[Sampled, State]:
-    """One row per slot, of fresh state."""
+    """Sample one row per slot, with fresh state."""
     settings = Settings(VOCAB, VOCAB, ROWS)
     state = empty_state()
     with jax.enable_x64(True):
@@ -154,7 +154,7 @@ def test_rows_are_sampled_as_by_torch(
 
 
 def test_penalties_see_what_was_sampled_before() -> None:
-    """A token that is sampled is less likely in the next step, without the host's help."""
+    """A sampled token is less likely in the next step, without the host's help."""
     slot = SlotSampling(0, frequency_penalty=2.0)
     settings = Settings(VOCAB, VOCAB, ROWS)
     marks = settings.set_slot(slot)
@@ -193,7 +193,7 @@ def test_uniform_numbers_are_those_of_torch() -> None:
 
 @given(st.integers(0, draw.ONE), st.integers(0, 2**63 - 1))
 def test_shares_are_exact(share: int, total: int) -> None:
-    """With no float64, which TPUs have not."""
+    """Without float64, which TPUs lack."""
     with jax.enable_x64(True):
         high, low = draw.digits_of(np.array([share], np.uint64))
         ours = jitted_share(high, low, np.array([total]))

@@ -1,4 +1,4 @@
-"""What a step's temporary tensors are counted as."""
+"""Estimates for a step's temporary tensors."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_mixture_of_experts_counts_the_experts_of_a_token() -> None:
 def test_sampling_on_a_tpu_is_counted(
     rows: int, vocab_size: int, tp: int, temporaries: int
 ) -> None:
-    """As libtpu 0.0.42 tells of sampling that many rows."""
+    """As libtpu 0.0.42 reports for sampling that many rows."""
     sizes = spec(vocab_size=vocab_size)
     counted = jax_activations(sizes, "bfloat16", LargestStep(rows, rows, 128), tp=tp)
     assert temporaries <= counted < 2.5 * temporaries + 2**24

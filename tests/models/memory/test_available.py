@@ -1,4 +1,4 @@
-"""What this machine has free, by its cgroups."""
+"""Free memory on this node, by its cgroups."""
 
 from __future__ import annotations
 

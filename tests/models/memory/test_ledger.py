@@ -1,4 +1,4 @@
-"""The memory ledger: what it adds up to, what it refuses, and that its advice works."""
+"""The memory ledger: its sums, its refusals, and its advice, which works."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_stages_share_weights_and_cache(quantization: str) -> None:
     table = 2 * SPEC.embedding.size
     weights = [stage.weight_bytes("auto", quantization) for stage in stages]
     last = table if quantization == "none" else SPEC.embedding.size + 2 * SPEC.vocab_size
-    # The table is with the first one, to look tokens up, and with the last, as its head.
+    # The table is on the first stage, for embedding tokens, and on the last, as the LM head.
     assert sum(weights) == SPEC.weight_bytes("auto", quantization) + table
     norm = 2 * SPEC.hidden_size
     assert weights[0] - table == weights[1] == weights[2] - last - norm

@@ -1,4 +1,4 @@
-"""Every number of a model is with a rank, and with no more of them than the layout says."""
+"""Every number in a model is on a rank, and on no more ranks than the layout says."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelSpec]:
 
 
 def holders(axis: str, tp: int, ep: int, cp: int, kv_heads: int) -> int:
-    """Ranks that have the same part of an axis, if it is the only one that is cut."""
+    """Count the ranks with the same part of an axis, if only that axis is cut."""
     parts = {
         "hidden": 1,
         "head_dim": 1,

@@ -1,4 +1,4 @@
-"""How a checkpoint wants its embeddings made."""
+"""Pooling as checkpoints configure it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which device a rank takes."""
+"""The choice of a rank's device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decodes that are padded and replayed; on a CPU a replay is a call on the same buffers."""
+"""Padded and replayed decodes; on a CPU, a replay is a call on the same buffers."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def test_what_cannot_be_recorded(layout: Layout) -> None:
 
 
 def run(path: Path, *, cuda_graphs: bool) -> tuple[list[list[int]], int]:
-    """Tokens of five requests, one of which is sampled; and how many steps were replayed.
+    """Return the tokens of five requests, one of them sampled; and the number of replayed steps.
 
-    Pages that are nobody's hold NaN before and after. All replays leave their results in one place.
+    Unassigned pages hold NaN before and after. All replays store their results in the same memory.
     """
     runner = TorchRunner.load(
         path,

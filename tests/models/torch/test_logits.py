@@ -1,4 +1,4 @@
-"""Logits that ranks share: all are told what one rank alone would be."""
+"""Logits shared by ranks: all ranks get the same results as one rank alone."""
 
 from __future__ import annotations
 

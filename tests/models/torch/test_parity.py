@@ -1,4 +1,4 @@
-"""Every family and option gives the logits that `transformers` gives, however a step is cut."""
+"""Every family and option gives transformers' logits, for any division into steps."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ SCHEDULES = {"whole": WHOLE, "chunks": CHUNKS, "mixed": MIXED, "token by token":
 
 
 class Case(NamedTuple):
-    """A loaded checkpoint, requests, and the logits that transformers gives for them."""
+    """A loaded checkpoint, requests, and transformers' logits for them."""
 
     model: CpuModel
     spec: ModelSpec
@@ -97,7 +97,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=MODELS.values(), ids=MODELS.keys())
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """Each of `MODELS`."""
+    """One case for each of `MODELS`."""
     family, overrides = request.param
     path = make_checkpoint(tmp_path_factory.mktemp("model"), family, **overrides)
     spec = read_spec(path)
@@ -119,7 +119,7 @@ def test_logits_equal_those_of_transformers(case: Case, steps: list[Step]) -> No
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
 def test_bfloat16_is_as_exact_as_transformers(family: str, tmp_path: Any) -> None:
-    """Against float32 on the same weights; and it picks the same tokens where there is no tie."""
+    """Against float32 on the same weights; without ties, it also picks the same tokens."""
     path = make_checkpoint(tmp_path, family, dtype="bfloat16")
     spec = read_spec(path)
     requests = _requests()

@@ -1,4 +1,4 @@
-"""Stages: hidden states arrive in order, and each step's tokens before a step that names them."""
+"""Stages: hidden states arrive in order, and a step's tokens arrive before a step names them."""
 
 from __future__ import annotations
 

@@ -67,13 +67,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runner(path: Path) -> ModelRunner:
-    """A runner of it; tests share its cache, and none relies on what is in there."""
+    """A runner for it; tests share its cache, and none relies on its contents."""
     return _load(path)
 
 
 @pytest.fixture(scope="module")
 def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with one token that makes NaN of all that sees it."""
+    """A checkpoint with one token that makes NaN of every token that sees it."""
     path = make_checkpoint(tmp_path_factory.mktemp("poisoned"), "llama")
     tensors = load_file(path / "model.safetensors")
     tensors["model.embed_tokens.weight"][POISON] = torch.nan
@@ -150,7 +150,7 @@ def test_tokens_do_not_depend_on_how_steps_are_cut(
 def test_compiled_kernels_give_the_same_bits_however_steps_are_cut(
     tmp_path: Path, family: str
 ) -> None:
-    """Alone and at once, or in chunks among others: bfloat16 logprobs agree to the last bit."""
+    """Alone and at once, or in chunks among others: bfloat16 logprobs agree bit by bit."""
     with compiled_kernels(True):
         runner = _load(make_checkpoint(tmp_path, family), dtype="bfloat16")
         alone, among = _driver(runner), _driver(runner)
@@ -323,7 +323,7 @@ def test_closing_releases_the_weights(path: Path) -> None:
 
 
 def test_sums_of_hidden_states(poisoned: Path) -> None:
-    """In chunks, beside a request that is sampled; what is not finite stays in its own sum."""
+    """In chunks, beside a sampled request; non-finite numbers stay in their own sum."""
     from transformers import AutoModel
 
     prompts = [_prompt(9, 1), _prompt(6, 2), [3, POISON, 4]]

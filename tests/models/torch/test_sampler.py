@@ -55,7 +55,7 @@ def run(
 
 
 def mask_of(rows: dict[int, list[int]], vocab_size: int) -> Masks:
-    """Row -> the tokens that it may have."""
+    """Make masks from a map of rows to their allowed tokens."""
     allowed = np.zeros((len(rows), -(-vocab_size // 32) * 32), np.uint8)
     for mask, tokens in zip(allowed, rows.values(), strict=True):
         mask[tokens] = 1
@@ -64,7 +64,7 @@ def mask_of(rows: dict[int, list[int]], vocab_size: int) -> Masks:
 
 
 def expected_token(logits: Tensor, slot: SlotSampling, index: int) -> set[int]:
-    """What the oracle's distribution gives for the row's random number, rounding allowed for."""
+    """Return the oracle's token for the row's random number, allowing for rounding."""
     cdf = sampling_distribution(
         logits,
         temperature=slot.temperature,
@@ -85,7 +85,7 @@ def test_frequencies_follow_the_oracle(shape: dict[str, Any]) -> None:
     counts = np.bincount(run(row.expand(draws, -1), slots).token_ids, minlength=60)
     probs = sampling_distribution(row, **shape).numpy()
     assert counts[probs == 0].sum() == 0
-    # Rare tokens are pooled: the statistic wants five expected draws in each cell.
+    # Rare tokens are pooled, because the statistic needs five expected draws per cell.
     rare = probs * draws < 5
     seen = np.append(counts[~rare], counts[rare].sum())
     want = np.append(probs[~rare], probs[rare].sum()) * draws
@@ -118,7 +118,7 @@ slot_settings = st.builds(
 def test_each_row_is_the_inverse_cdf_of_the_oracle(
     slots: list[SlotSampling], vocab: int, dtype: torch.dtype, data: int, first: int
 ) -> None:
-    # bfloat16 makes ties, at the k-th token too.
+    # bfloat16 makes ties, also at the k-th token.
     generator = torch.Generator().manual_seed(data)
     logits = (torch.randn(len(slots), vocab, generator=generator) * 3).to(dtype)
     index = [first + i for i in range(len(slots))]
@@ -180,7 +180,7 @@ def test_ties_at_the_kth_token_beyond_the_cut_are_all_kept() -> None:
 
 
 def test_rows_of_every_kind_in_one_batch() -> None:
-    """A row whose ties do not fit its cut is drawn after the others, and still is itself."""
+    """A row with more ties than its cut is drawn after the others, and its token stays the same."""
     logits = torch.randn(6, 5000, generator=torch.Generator().manual_seed(8))
     logits[0] = 0.0
     logits[4] = logits[4].round()
@@ -209,7 +209,7 @@ def test_seed_and_index_name_the_number() -> None:
     assert numbers.max() < 1
     assert len(numbers.unique()) == numbers.numel()
     assert abs(numbers.mean() - 0.5) < 0.01
-    # Neither along a stream nor across seeds are numbers correlated.
+    # Numbers are uncorrelated, along a stream and across seeds.
     for a, b in ((numbers[:, 1:], numbers[:, :-1]), (numbers[1:], numbers[:-1])):
         assert abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]) < 0.03
 
@@ -219,7 +219,7 @@ OUTPUT = [8, 5, 5, 5, 2]
 
 
 def penalised(logits: Tensor, **penalties: Any) -> Tensor:
-    """The logits after the sampler's own processing of a request with PROMPT and OUTPUT."""
+    """Return the logits after processing a request with PROMPT and OUTPUT."""
     sampler = Sampler(logits.shape[1], 2)
     slot = SlotSampling(
         1, prompt_token_ids=tuple(PROMPT), output_token_ids=tuple(OUTPUT), **penalties
@@ -257,7 +257,7 @@ def test_repetition_comes_before_the_others() -> None:
 
 @pytest.mark.parametrize("width", [0, 300], ids=["short", "longer than the first buffer"])
 def test_history_follows_the_sampled_tokens(width: int) -> None:
-    """A penalised request samples as it does when its history is sent again in full."""
+    """A penalised request samples the same tokens as with its full history sent again."""
     generator = torch.Generator().manual_seed(4)
     slot = SlotSampling(
         1,
@@ -424,7 +424,7 @@ def test_a_masked_row_is_sampled_from_its_tokens_and_no_other_row_changes(
             assert token in rows[row]
         else:
             assert token == free[row]
-    # As if the other tokens had never been likely: what is masked leaves no trace.
+    # As if the other tokens had never been likely: masked tokens leave no trace.
     for row, tokens in rows.items():
         only = torch.full_like(logits[row], -torch.inf)
         only[tokens] = logits[row, tokens]

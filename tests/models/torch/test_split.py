@@ -1,4 +1,4 @@
-"""A model that ranks share gives the tokens that the whole one gives."""
+"""A model shared by ranks gives the same tokens as the whole model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ INTERPRETED: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_hidden_layers": 1}),
     "window": ("mistral", {"sliding_window": 6, "num_hidden_layers": 1}),
 }
-"""For Triton's interpreter, which is slow: of one layer, or of two, where there are stages."""
+"""Small models for Triton's slow interpreter: one layer, or two with pipeline stages."""
 
 CASES: list[Case] = [
     *((model, "float32", Layout(tp=2)) for model in MODELS),
@@ -98,14 +98,14 @@ def make_all(
 
 @cache
 def alone(path: Path, dtype: str, copy: int, decodes: int) -> tuple[Any, Any, Any]:
-    """What one rank alone gives for the requests of a copy of attention."""
+    """Compute one rank's results for the requests of a data-parallel attention group."""
     return generate(path, dtype, Layout(), ALONE, inputs=steps(copy, decodes))
 
 
 def each_copy(
     path: Path, dtype: str, layout: Layout, decodes: int = DECODES
 ) -> list[tuple[Any, Any, Any]]:
-    """The same of each copy."""
+    """Compute them for each data-parallel attention group."""
     return [alone(path, dtype, copy, decodes) for copy in range(layout.dp_size)]
 
 
@@ -146,7 +146,7 @@ def test_tokens_are_those_of_one_rank(
                 assert abs(their_logprobs[0] - logprobs[0]).max() < close, name
                 close = 1e-4 if dtype == "float32" else 0.5
                 assert abs(their_sums - sums).max() < close, name
-            # By which the rank of a stage is found that is behind.
+            # These counts identify a rank that lags in its stage.
             assert all(len(of_stage) == 1 for of_stage in counts.values())
 
 
@@ -178,7 +178,7 @@ MORE_OVERLAPPED: dict[int, list[tuple[str, Layout]]] = {
 def test_overlapped_kernels_give_the_tokens_of_plain_ones(
     size: int, layouts: list[tuple[str, Layout]], interpreted: dict[str, Path]
 ) -> None:
-    """Prefill is split between the products, decode is not."""
+    """Prefill is sharded between the products, decode is not."""
     compare(size, layouts, interpreted)
 
 
@@ -204,7 +204,7 @@ def compare(
     *,
     overlapped: bool = True,
 ) -> None:
-    """Triton kernels, in the interpreter, against those for CPUs on one rank."""
+    """Compare Triton kernels, in the interpreter, with CPU kernels on one rank."""
     cases = [
         (f"{model} {layout}", checkpoints[model], (model, "float32", layout))
         for model, layout in layouts
@@ -225,7 +225,7 @@ def compare(
                 assert abs(their_logprobs - logprobs).max() < 1e-4, name
                 assert abs(their_sums - sums).max() < 1e-4, name
             assert len(counts) == 1  # by which the rank is found that is behind
-            # In each layer of a stage, and each step.
+            # In each of a stage's layers, and each step.
             layers = len(read_spec(path).layers) // layout.pp
             ran = layers * (2 + INTERPRETED_DECODES)
             assert counts.pop() >= (ran if layout.stage_size > 1 else 0)

@@ -1,4 +1,4 @@
-"""Ranks that share a vocabulary sample what one rank alone samples, and exchange little for it."""
+"""Ranks that share a vocabulary sample the same tokens as one rank, with little communication."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Ask = Callable[[int, Sampling], list[tuple[list[Any], int]]]
 
 @pytest.fixture(scope="module")
 def ask() -> Iterator[Ask]:
-    """Has so many ranks sample: what each was told, and the bytes that it was told it in."""
+    """Let ranks sample; return each rank's result, and the bytes that it received."""
     with running(RANKS, sample_parts, RANKS) as pipes:
 
         def asked(ranks: int, sampling: Sampling) -> list[tuple[list[Any], int]]:
@@ -76,7 +76,7 @@ def samplings(draw: st.DrawFn) -> Sampling:
 
 
 def same_scores(found: Logprobs | None, wanted: Logprobs | None, finite: Any) -> None:
-    """But for the rounding of a sum, and which of the tokens that tie are named."""
+    """Compare, except for a sum's rounding, and for the choice among tied tokens."""
     if found is None or wanted is None:
         assert found is wanted
         return
@@ -135,7 +135,7 @@ def test_every_rank_samples_what_one_alone_does(ranks: int, sampling: Sampling, 
     ids=["greedy", "seeded", "penalised", "top-k", "top-p", "wide top-p", "logprobs"],
 )
 def test_what_is_exchanged(most: int, kind: SlotSampling, ask: Ask) -> None:
-    """Bytes that a rank of 4 is told of a row of 151,936 logits; the row itself is 600 KB."""
+    """Bytes that a rank of 4 receives for a row of 151,936 logits; the row itself is 600 KB."""
     rows = 4
     slots = tuple(replace(kind, slot=i, seed=i) for i in range(rows))
     sampling = Sampling(151_936, torch.float32, 3.0, 0, False, slots, steps=1)

@@ -1,4 +1,4 @@
-"""How many times kernels are compiled, over steps of many sizes: by the keys that Triton keeps."""
+"""Number of kernel compilations over steps of many sizes, by Triton's cache keys."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ print(json.dumps([count(*each) for each in json.loads(sys.argv[2])]))
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_kernels_are_not_compiled_for_each_number_of_rows(family: str, tmp_path: Path) -> None:
-    """Of one tile, which divides none of them; 16 divides some."""
+    """For one tile that divides none of the sizes; 16 divides some."""
     path = make_checkpoint(tmp_path / "model", family, num_hidden_layers=1, dtype="bfloat16")
     script = tmp_path / "count.py"
     script.write_text(COUNT_VARIANTS)
