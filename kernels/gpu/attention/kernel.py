@@ -59,13 +59,13 @@ class Cache(NamedTuple):
     """A paged cache of keys and values: one argument of a kernel (peers.py).
 
     Attributes:
-        keys: [num_blocks, KV_HEADS, PAGE, D + ROPE].
-        values: [num_blocks, KV_HEADS, PAGE, D], or None: the first D numbers of each key.
+        k: keys [num_blocks, KV_HEADS, PAGE, D + ROPE].
+        v: values [num_blocks, KV_HEADS, PAGE, D], or None: the first D numbers of each key.
         k_scale, v_scale: float32 [KV_HEADS], or None.
     """
 
-    keys: Tensor
-    values: Tensor | None
+    k: Tensor
+    v: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
 
@@ -352,14 +352,14 @@ def attend_tile(
     table = batch.block_table + tl.cast(request, tl.int64) * table_width
     for block in range(inner_first, inner_last):
         total, top, weight, bad = attend_block(
-            block_q, q_rope, total, top, weight, bad, cache.keys, cache.values, table, num_blocks,
+            block_q, q_rope, total, top, weight, bad, cache.k, cache.v, table, num_blocks,
             head, block * BLOCK_N, begin, end, position, scale, rank, WORLD, False, FORM,
         )  # fmt: skip
     interior = inner_last - inner_first
     for edge in range(first_block, end_block - interior):
         block = edge + tl.where(edge >= inner_first, interior, 0)
         total, top, weight, bad = attend_block(
-            block_q, q_rope, total, top, weight, bad, cache.keys, cache.values, table, num_blocks,
+            block_q, q_rope, total, top, weight, bad, cache.k, cache.v, table, num_blocks,
             head, block * BLOCK_N, begin, end, position, scale, rank, WORLD, True, FORM,
         )  # fmt: skip
 

@@ -402,7 +402,8 @@ def all_gather_matmul(
             WORLD=size,
             NODE=node,
             BLOCK_M=tiling.block_m,
-            BLOCK=RESIDENT_BLOCK,
+            # Of one rank all is its own, and where so much is copied at once registers spill.
+            BLOCK=RESIDENT_BLOCK if size > 1 else RESIDENT_BLOCK // 2,
             num_warps=RESIDENT_WARPS,
         )
     workspace.rejoin()

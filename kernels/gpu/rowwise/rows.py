@@ -22,7 +22,7 @@ FP8_MAX = tl.constexpr(448.0)
 
 
 def row_blocks(columns: int) -> tuple[int, int]:
-    """BLOCK and num_warps of a kernel whose programs hold a row each: 16 numbers a thread, or more."""
+    """BLOCK and num_warps for programs that hold a row each: 16 numbers a thread, or more."""
     block = triton.next_power_of_2(max(1, columns))
     return block, min(16, max(1, block // 512))
 

@@ -5,7 +5,7 @@ A kernel takes a NamedTuple as one argument and reads its members by name, as in
 machine code is the same as for separate arguments. This works in the compiler, the launcher
 and the interpreter of Triton 3.6 and 3.9, for NVIDIA's and AMD's targets.
 
-Three limits of Triton decide what belongs into a tuple (3.6 and 3.9 alike, unless noted):
+Four limits of Triton decide what belongs into a tuple (3.6 and 3.9 alike, unless noted):
 
 - `do_not_specialize` does not reach the members. An int in a tuple is therefore always
   specialised for 1 and for multiples of 16, and each of them is a binary of its own. So `rank`
@@ -13,6 +13,7 @@ Three limits of Triton decide what belongs into a tuple (3.6 and 3.9 alike, unle
 - Compile-time constants are grouped as the value of one `tl.constexpr` parameter, whose name is
   in capitals. Triton 3.6 gives its members as bare numbers, which not all of its operations
   take, so a kernel first names those that it uses: `BLOCK_M: tl.constexpr = FORM.block_m`.
+- A member must not be called `values` or `type`, which are attributes of Triton's own tuples.
 - Triton 3.6 does not find TMA descriptors within tuples when it launches a kernel. They stay
   parameters.
 """
