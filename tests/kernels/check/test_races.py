@@ -404,7 +404,7 @@ def test_a_signal_may_count_what_several_ranks_add() -> None:
         bench = Bench(home)
         for call in (1, 2):
             store_to[(1,)](bench.at, 0, home.rank, 1.0, dtype=tl.float32)
-            add_one[(1,)](bench.to_signals, 0)
+            add_one[(1,)](bench.signals.addresses, 0)
             if home.rank == 0:
                 wait_for[(1,)](bench.peers, 0, 0, 3 * call)
                 for rank in range(3):
