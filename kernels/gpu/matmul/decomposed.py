@@ -122,8 +122,9 @@ class _Parts:
     def receive(self, part: int, rows: int, columns: int) -> Tensor:
         """A part of this rank's buffer, once it has been written: [rows, columns]."""
         workspace = self.workspace
-        index = workspace.world_size + part
-        wait_for[(1,)](peers=workspace.peers(), rank=workspace.rank, index=index)
+        wait_for[(1,)](
+            peers=workspace.peers(), rank=workspace.rank, index=workspace.world_size + part
+        )
         begin = part * self._numel
         return workspace.buffer.local[0][begin : begin + rows * columns].view(rows, columns)
 
