@@ -430,13 +430,22 @@ def has_bitcode(target: str) -> bool:
     return True
 
 
+def constants_of(launch: Launch) -> dict[str, str]:
+    """Name the values of a launch's constexpr arguments; those of a group by its fields' names."""
+    constants: dict[str, str] = {}
+    for parameter in launch.kernel.params:
+        if parameter.is_constexpr and parameter.name in launch.kwargs:
+            value = launch.kwargs[parameter.name]
+            if hasattr(value, "_asdict"):
+                constants |= {name.upper(): str(x) for name, x in value._asdict().items()}
+            else:
+                constants[parameter.name] = str(value)
+    return constants
+
+
 def describe(op: str, target: str, launch: Launch, case: str = "") -> Compiled:
     """What became of a launch."""
-    constants = {
-        parameter.name: str(launch.kwargs[parameter.name])
-        for parameter in launch.kernel.params
-        if parameter.is_constexpr and parameter.name in launch.kwargs
-    }
+    constants = constants_of(launch)
     name, result = launch.kernel.fn.__name__, launch.result
     if isinstance(result, Exception):
         cause = result.__cause__ or result
@@ -446,7 +455,7 @@ def describe(op: str, target: str, launch: Launch, case: str = "") -> Compiled:
     signals = Signals(result.asm["ttir"])
     low = int(constants.get("BLOCK_M", LOWEST_TILE)) < LOWEST_TILE
     cores = LOW_TILES.get(target, TENSOR_CORES[target]) if low else TENSOR_CORES[target]
-    linked = "extern_libs" in launch.kwargs
+    linked = bool(launch.kwargs.get("extern_libs"))
     if target.startswith("sm_"):
         machine = read_nvidia(result, target, linked=linked)
     else:

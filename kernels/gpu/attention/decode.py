@@ -212,7 +212,14 @@ def launch_split(
     """Launch `attend`, and `merge_splits` where there is something to merge; all is checked."""
     if splits == 1 or not q.numel():
         launch_attend(
-            *(q, keys, values, batch, out, lse, tile, options),
+            q,
+            keys,
+            values,
+            batch,
+            out,
+            lse,
+            tile,
+            options,
             sinks=sinks,
             rank=rank,
             world_size=world_size,
@@ -222,14 +229,26 @@ def launch_split(
     parts = torch.empty((splits, *out.shape), dtype=torch.float32, device=q.device)
     parts_lse = torch.empty((splits, tokens, heads), dtype=torch.float32, device=q.device)
     launch_attend(
-        *(q, keys, values, batch, parts, parts_lse, tile, options),
+        q,
+        keys,
+        values,
+        batch,
+        parts,
+        parts_lse,
+        tile,
+        options,
         splits=splits,
         sinks=False,
         rank=rank,
         world_size=world_size,
     )
     merge_splits[(tokens * heads,)](
-        *(parts, parts_lse, options.sinks if sinks else None, out, lse, tokens * heads),
+        parts=parts,
+        parts_lse=parts_lse,
+        sinks=options.sinks if sinks else None,
+        out=out,
+        lse=lse,
+        rows=tokens * heads,
         HEADS=heads,
         D=dim,
         SPLITS=splits,

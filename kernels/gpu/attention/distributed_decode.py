@@ -44,13 +44,22 @@ from torch import Tensor
 
 from weft.kernels.gpu.attention.decode import MAX_SPLITS, choose_splits
 from weft.kernels.gpu.attention.inputs import ON_ANOTHER_RANK, Options, PagedBatch, check_attention
-from weft.kernels.gpu.attention.kernel import LN2, LOG2E, attend_tile, store_rows
+from weft.kernels.gpu.attention.kernel import (
+    LN2,
+    LOG2E,
+    Batch,
+    Cache,
+    Form,
+    attend_tile,
+    store_rows,
+)
 from weft.kernels.gpu.attention.tile import checked_tile, heads_of_tile
 from weft.kernels.gpu.matmul.epilogue import RESULTS
 from weft.kernels.gpu.runtime.arguments import require_counts
 from weft.kernels.gpu.runtime.low_latency import get_ll, put_ll
+from weft.kernels.gpu.runtime.peers import SLOTS
 from weft.kernels.gpu.runtime.signals import count_off, peer_pointer
-from weft.kernels.gpu.runtime.workspace import SLOTS, Workspace, agreed, triton_type
+from weft.kernels.gpu.runtime.workspace import Workspace, agreed, triton_type
 from weft.kernels.symmetric.memory import Home
 
 COLLECTED_WORDS = 256
@@ -150,18 +159,12 @@ def send_rows(
 @triton.jit(do_not_specialize=["rank", "rows", "table_width", "num_blocks", "rank_words"])
 def attend_and_send(
     q,  # [B, HEADS, D]; a request's is q_stride numbers after the one before
-    keys,  # [num_blocks, KV_HEADS, PAGE, D]
-    values,
-    context_len,  # int32 [B]
-    block_table,  # int32 [B, table_width]; of this rank's pages
-    status,  # int32 [B]
-    k_scale,  # float32 [KV_HEADS], or None
-    v_scale,
+    cache,  # Cache
+    batch,  # Batch
     parts,  # float32 [SPLITS, rows, D], or None if there is one split
     parts_lse,  # float32 [SPLITS, rows], likewise
     done,  # int64 [W]; addresses of int32 [rows], of which each tile has one
-    buffers,  # int64 [W]; addresses of int64 [2, W, rank_words]
-    calls,  # int32 [1]
+    peers,  # buffers int64 [2, W, rank_words]
     scale,
     rank,
     rows,  # B * HEADS
@@ -171,33 +174,25 @@ def attend_and_send(
     rank_words,  # at least rows * (WORDS + 1): the parts' words, and then those of their LSEs
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,  # heads of a tile, which share a KV head
-    PAGE: tl.constexpr,
-    D: tl.constexpr,
     WORDS: tl.constexpr,  # of 4 bytes, in D numbers
-    WINDOW: tl.constexpr,  # 0 for none
-    SOFTCAP: tl.constexpr,  # 0 for none
     SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Some heads of a request, over a split of its keys. Grid: (B * SPLITS, HEADS / GROUP)."""
-    call = tl.load(calls)
+    HEADS: tl.constexpr = FORM.heads
+    GROUP: tl.constexpr = FORM.group
+    D: tl.constexpr = FORM.dim
+    BLOCK_D: tl.constexpr = FORM.block_d
+    call = tl.load(peers.calls)
     tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     total, log_sum, request, head, stored = attend_tile(
-        q, keys, values, None, context_len, block_table, status, None, k_scale, v_scale,
-        scale, rows // HEADS, table_width, num_blocks, q_stride, rank,
-        tile, tl.program_id(1) * GROUP, split,
-        WORLD, HEADS, KV_HEADS, GROUP, PAGE, D, 0, WINDOW, SOFTCAP, True, SPLITS,
-        BLOCK_M, BLOCK_N, BLOCK_D, 16,
+        q, cache, batch, None, scale, rows // HEADS, table_width, num_blocks, q_stride, rank,
+        tile, tl.program_id(1) * GROUP, split, WORLD, SPLITS, FORM,
     )  # fmt: skip
     row = request * HEADS + head
     if SPLITS == 1:
         send_rows(
-            total, log_sum, row, stored, buffers, call, rank, rows, rank_words,
+            total, log_sum, row, stored, peers.buffers, call, rank, rows, rank_words,
             dtype, WORLD, WORDS,
         )  # fmt: skip
     else:
@@ -207,7 +202,7 @@ def attend_and_send(
         if count_off(done, rank, number, SPLITS):
             merged, merged_lse = merge_tile(parts, parts_lse, row, stored, rows, D, SPLITS, BLOCK_D)
             send_rows(
-                merged, merged_lse, row, stored, buffers, call, rank, rows, rank_words,
+                merged, merged_lse, row, stored, peers.buffers, call, rank, rows, rank_words,
                 dtype, WORLD, WORDS,
             )  # fmt: skip
 
@@ -218,9 +213,7 @@ def collect_and_merge(
     out,  # [rows, D]
     lse,  # float32 [rows], or None
     status,  # int32 [rows / HEADS]
-    buffers,  # int64 [W]; addresses of int64 [2, W, rank_words]
-    calls,  # int32 [1]
-    fault,  # int32 [4]
+    peers,  # buffers int64 [2, W, rank_words]
     rank,
     rows,
     rank_words,
@@ -230,12 +223,11 @@ def collect_and_merge(
     WORDS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_W: tl.constexpr,
-    max_polls,
 ):
     """Take rows of all ranks, and merge them. Grid: (programs,), persistent."""
     WIDE: tl.constexpr = dtype == tl.float32
     PER_WORD: tl.constexpr = 1 if WIDE else 2
-    call = tl.load(calls)
+    call = tl.load(peers.calls)
     slot = (call % 2) * WORLD * tl.cast(rank_words, tl.int64)
     place = tl.arange(0, ROWS * BLOCK_W)
     column = place % BLOCK_W
@@ -253,14 +245,12 @@ def collect_and_merge(
             weight = tl.zeros((ROWS,), tl.float32)
         flagged = tl.zeros((ROWS,), tl.int32)
         for source in range(WORLD):
-            come = peer_pointer(buffers, rank, tl.int64) + slot
+            come = peer_pointer(peers.buffers, rank, tl.int64) + slot
             come += source * tl.cast(rank_words, tl.int64)
             first = source * rank_words + item * ROWS * WORDS
-            got = get_ll(come + word, call, sent, fault, rank, first, max_polls)
+            got = get_ll(come + word, call, sent, peers, rank, first)
             first = source * rank_words + rows * WORDS + item * ROWS
-            logs = get_ll(
-                come + rows * WORDS + row, call, row < rows, fault, rank, first, max_polls
-            )
+            logs = get_ll(come + rows * WORDS + row, call, row < rows, peers, rank, first)
             if WIDE:
                 numbers = got.to(tl.float32, bitcast=True)
             else:
@@ -390,44 +380,61 @@ def distributed_decode_attention(
         parts = torch.empty((splits, rows, dim), dtype=torch.float32, device=q.device)
         parts_lse = torch.empty((splits, rows), dtype=torch.float32, device=q.device)
     out = torch.empty_like(q)
-    common = {
-        "rank": workspace.rank,
-        "rows": rows,
-        "rank_words": workspace.rank_words,
-        "dtype": triton_type(q.dtype),
-        "WORLD": size,
-        "HEADS": heads,
-        "WORDS": workspace.words,
-    }
+    peers, dtype = workspace.peers(workspace.ll), triton_type(q.dtype)
     workspace.begin()
     attend_and_send[(requests * splits, heads // group)](
-        *(q, keys, values, batch.context_len, batch.block_table, batch.status, k_scale, v_scale),
-        *(parts, parts_lse, workspace.done.addresses, workspace.ll.addresses, workspace.calls),
+        q=q,
+        cache=Cache(keys, values, k_scale, v_scale),
+        batch=Batch(None, batch.context_len, batch.block_table, batch.status),
+        parts=parts,
+        parts_lse=parts_lse,
+        done=workspace.done.addresses,
+        peers=peers,
         scale=scale,
+        rank=workspace.rank,
+        rows=rows,
         table_width=batch.block_table.shape[1],
         num_blocks=len(keys),
         q_stride=q.stride(0),
-        **common,
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        PAGE=keys.shape[2],
-        D=dim,
-        WINDOW=sliding_window or 0,
-        SOFTCAP=softcap or 0.0,
+        rank_words=workspace.rank_words,
+        dtype=dtype,
+        WORLD=size,
+        WORDS=workspace.words,
         SPLITS=splits,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        FORM=Form(
+            heads=heads,
+            kv_heads=kv_heads,
+            group=group,
+            page=keys.shape[2],
+            dim=dim,
+            rope=0,
+            window=sliding_window or 0,
+            softcap=softcap or 0.0,
+            single=True,
+            block_m=tile.block_m,
+            block_n=tile.block_n,
+            block_d=max(16, triton.next_power_of_2(dim)),
+            block_r=16,
+        ),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
     block_w = max(16, triton.next_power_of_2(workspace.words))
     at_once = max(1, COLLECTED_WORDS // block_w)
     collect_and_merge[(workspace.resident(-(-rows // at_once)),)](
-        *(sinks, out, lse, batch.status, workspace.ll.addresses, workspace.calls, workspace.fault),
-        **common,
+        sinks=sinks,
+        out=out,
+        lse=lse,
+        status=batch.status,
+        peers=peers,
+        rank=workspace.rank,
+        rows=rows,
+        rank_words=workspace.rank_words,
+        dtype=dtype,
+        WORLD=size,
+        HEADS=heads,
+        WORDS=workspace.words,
         ROWS=at_once,
         BLOCK_W=block_w,
-        max_polls=workspace.max_polls,
     )
     return out

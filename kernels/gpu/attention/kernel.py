@@ -35,8 +35,11 @@ Not handled: attention that is not causal, gradients.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from weft.kernels.gpu.attention.inputs import (
     LONGER_THAN_TABLE,
@@ -50,6 +53,68 @@ _SHORTER = tl.constexpr(SHORTER_THAN_QUERIES)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+
+
+class Cache(NamedTuple):
+    """A paged cache of keys and values: one argument of a kernel (peers.py).
+
+    Attributes:
+        k: keys [num_blocks, KV_HEADS, PAGE, D + ROPE].
+        v: values [num_blocks, KV_HEADS, PAGE, D], or None: the first D numbers of each key.
+        k_scale, v_scale: float32 [KV_HEADS], or None.
+    """
+
+    k: Tensor
+    v: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+
+class Batch(NamedTuple):
+    """The requests of a step: one argument of a kernel (peers.py).
+
+    Attributes:
+        query_start: int32 [requests + 1]; None where each request has one query.
+        context_len: int32 [requests].
+        block_table: int32 [requests, table_width]; of this rank's pages.
+        status: int32 [requests].
+    """
+
+    query_start: Tensor | None
+    context_len: Tensor
+    block_table: Tensor
+    status: Tensor
+
+
+class Form(NamedTuple):
+    """The constants that attention is compiled with: FORM, one argument of its kernel (peers.py).
+
+    Attributes:
+        heads, kv_heads: HEADS and KV_HEADS.
+        group: heads of a tile, which share a KV head.
+        page: PAGE, tokens of a page.
+        dim: D, numbers of a value.
+        rope: ROPE, numbers of a key that follow the first D.
+        window: keys that a query sees at most; 0 for all.
+        softcap: of the scores; 0 for none.
+        single: each request has one query.
+        block_m, block_n: rows of a tile; keys that it goes over at a time.
+        block_d, block_r: D and ROPE rounded up to powers of two of at least 16.
+    """
+
+    heads: int
+    kv_heads: int
+    group: int
+    page: int
+    dim: int
+    rope: int
+    window: int
+    softcap: float
+    single: bool
+    block_m: int
+    block_n: int
+    block_d: int
+    block_r: int
 
 
 @triton.jit
@@ -143,18 +208,19 @@ def attend_block(
     scale,
     rank,
     WORLD: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
-    D: tl.constexpr,
-    ROPE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     EDGE: tl.constexpr,  # some row may not see some key
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """One block of keys and values: a step of the online softmax."""
+    KV_HEADS: tl.constexpr = FORM.kv_heads
+    PAGE: tl.constexpr = FORM.page
+    D: tl.constexpr = FORM.dim
+    ROPE: tl.constexpr = FORM.rope
+    WINDOW: tl.constexpr = FORM.window
+    SOFTCAP: tl.constexpr = FORM.softcap
+    BLOCK_N: tl.constexpr = FORM.block_n
+    BLOCK_D: tl.constexpr = FORM.block_d
+    BLOCK_R: tl.constexpr = FORM.block_r
     at = start + tl.arange(0, BLOCK_N)
     needed = (at >= begin) & (at < end)
     if EDGE:  # before begin and from end on there may be no page, or what another request left
@@ -194,15 +260,9 @@ def attend_block(
 @triton.jit
 def attend_tile(
     q,  # [tokens, HEADS, D + ROPE]; a token is q_stride numbers after the one before
-    keys,  # [num_blocks, KV_HEADS, PAGE, D + ROPE]
-    values,  # [num_blocks, KV_HEADS, PAGE, D], or None: the first D numbers of each key
-    query_start,  # int32 [requests + 1]
-    context_len,  # int32 [requests]
-    block_table,  # int32 [requests, table_width]; of this rank's pages
-    status,  # int32 [requests]
+    cache,  # Cache
+    batch,  # Batch
     sinks,  # [HEADS], or None
-    k_scale,  # float32 [KV_HEADS], or None
-    v_scale,
     scale,
     requests,
     table_width,
@@ -213,20 +273,8 @@ def attend_tile(
     first_head,
     split,
     WORLD: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,  # heads of a tile, which share a KV head
-    PAGE: tl.constexpr,
-    D: tl.constexpr,
-    ROPE: tl.constexpr,
-    WINDOW: tl.constexpr,  # 0 for none
-    SOFTCAP: tl.constexpr,  # 0 for none
-    SINGLE: tl.constexpr,  # each request has one query
     SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """One tile of GROUP heads, over a split of its keys.
 
@@ -234,16 +282,26 @@ def attend_tile(
         float32 [BLOCK_M, BLOCK_D], zeros if the request is flagged; its LSE, float32 [BLOCK_M];
         of each row, int32 [BLOCK_M], the token and the head; bool [BLOCK_M], which rows count.
     """
-    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    head = first_head // (HEADS // KV_HEADS)
-    if SINGLE:
+    GROUP: tl.constexpr = FORM.group
+    PAGE: tl.constexpr = FORM.page
+    D: tl.constexpr = FORM.dim
+    ROPE: tl.constexpr = FORM.rope
+    WINDOW: tl.constexpr = FORM.window
+    BLOCK_M: tl.constexpr = FORM.block_m
+    BLOCK_N: tl.constexpr = FORM.block_n
+    BLOCK_D: tl.constexpr = FORM.block_d
+    BLOCK_R: tl.constexpr = FORM.block_r
+    BLOCK_Q: tl.constexpr = FORM.block_m // FORM.group
+    SHARED: tl.constexpr = FORM.heads // FORM.kv_heads
+    head = first_head // SHARED
+    if FORM.single:
         request, first_row, first, queries = tile, tile, 0, 1
     else:
-        request = find_request(query_start, tile, requests, BLOCK_Q)
-        first_row = tl.load(query_start + request)
-        queries = tl.load(query_start + request + 1) - first_row
+        request = find_request(batch.query_start, tile, requests, BLOCK_Q)
+        first_row = tl.load(batch.query_start + request)
+        queries = tl.load(batch.query_start + request + 1) - first_row
         first = (tile - first_row // BLOCK_Q - request) * BLOCK_Q
-    context = tl.load(context_len + request)
+    context = tl.load(batch.context_len + request)
     fault = tl.where(local_length(context, rank, WORLD, PAGE) > table_width * PAGE, _LONGER, 0)
     fault = fault | tl.where(context < queries, _SHORTER, 0)
 
@@ -280,8 +338,8 @@ def attend_tile(
     if ROPE > 0:
         q_rope = load_block(q + D, q_rows, stored, ROPE, True, BLOCK_R)
     position = context - queries + query
-    if k_scale is not None:
-        scale = scale * tl.load(k_scale + head)
+    if cache.k_scale is not None:
+        scale = scale * tl.load(cache.k_scale + head)
 
     total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     if sinks is not None:
@@ -291,27 +349,25 @@ def attend_tile(
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         weight = tl.zeros((BLOCK_M,), tl.float32)
     bad = tl.zeros((BLOCK_N,), tl.int32)
-    table = block_table + tl.cast(request, tl.int64) * table_width
+    table = batch.block_table + tl.cast(request, tl.int64) * table_width
     for block in range(inner_first, inner_last):
         total, top, weight, bad = attend_block(
-            block_q, q_rope, total, top, weight, bad, keys, values, table, num_blocks, head,
-            block * BLOCK_N, begin, end, position, scale, rank,
-            WORLD, KV_HEADS, PAGE, D, ROPE, WINDOW, SOFTCAP, False, BLOCK_N, BLOCK_D, BLOCK_R,
+            block_q, q_rope, total, top, weight, bad, cache.k, cache.v, table, num_blocks,
+            head, block * BLOCK_N, begin, end, position, scale, rank, WORLD, False, FORM,
         )  # fmt: skip
     interior = inner_last - inner_first
     for edge in range(first_block, end_block - interior):
         block = edge + tl.where(edge >= inner_first, interior, 0)
         total, top, weight, bad = attend_block(
-            block_q, q_rope, total, top, weight, bad, keys, values, table, num_blocks, head,
-            block * BLOCK_N, begin, end, position, scale, rank,
-            WORLD, KV_HEADS, PAGE, D, ROPE, WINDOW, SOFTCAP, True, BLOCK_N, BLOCK_D, BLOCK_R,
+            block_q, q_rope, total, top, weight, bad, cache.k, cache.v, table, num_blocks,
+            head, block * BLOCK_N, begin, end, position, scale, rank, WORLD, True, FORM,
         )  # fmt: skip
 
     fault = fault | tl.where(tl.max(bad, axis=0) > 0, _OUT_OF_POOL, 0)
     if fault != 0:
-        tl.atomic_or(status + request, fault, sem="relaxed", scope="gpu")
-    if v_scale is not None:
-        total = total * tl.load(v_scale + head)
+        tl.atomic_or(batch.status + request, fault, sem="relaxed", scope="gpu")
+    if cache.v_scale is not None:
+        total = total * tl.load(cache.v_scale + head)
     unseen = weight == 0
     weight = tl.where(unseen, 1.0, weight)
     total = tl.where(fault == 0, total / weight[:, None], 0.0)
@@ -332,15 +388,9 @@ def store_rows(out, lse, total, log_sum, place, stored, D: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens", "requests", "table_width", "num_blocks", "rank"])
 def attend(
     q,  # as the next ones, of `attend_tile`
-    keys,
-    values,
-    query_start,
-    context_len,
-    block_table,
-    status,
+    cache,
+    batch,
     sinks,
-    k_scale,
-    v_scale,
     out,  # [SPLITS, tokens, HEADS, D]
     lse,  # float32 [SPLITS, tokens, HEADS], or None
     scale,
@@ -351,29 +401,17 @@ def attend(
     q_stride,
     rank,
     WORLD: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PAGE: tl.constexpr,
-    D: tl.constexpr,
-    ROPE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SINGLE: tl.constexpr,
     SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """One tile over a split of its keys. Grid: (tiles, HEADS / GROUP, SPLITS)."""
+    HEADS: tl.constexpr = FORM.heads
+    GROUP: tl.constexpr = FORM.group
+    D: tl.constexpr = FORM.dim
     tile, split = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(2)
     total, log_sum, token, head, stored = attend_tile(
-        q, keys, values, query_start, context_len, block_table, status, sinks, k_scale, v_scale,
-        scale, requests, table_width, num_blocks, q_stride, rank,
-        tile, tl.program_id(1) * GROUP, split,
-        WORLD, HEADS, KV_HEADS, GROUP, PAGE, D, ROPE, WINDOW, SOFTCAP, SINGLE, SPLITS,
-        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_R,
+        q, cache, batch, sinks, scale, requests, table_width, num_blocks, q_stride, rank,
+        tile, tl.program_id(1) * GROUP, split, WORLD, SPLITS, FORM,
     )  # fmt: skip
     place = (tl.cast(split, tl.int64) * tokens + token) * HEADS + head
     store_rows(out, lse, total, log_sum, place, stored, D)

@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 from weft.kernels.gpu.attention.inputs import Options, PagedBatch, check_attention
-from weft.kernels.gpu.attention.kernel import attend
+from weft.kernels.gpu.attention.kernel import Batch, Cache, Form, attend
 from weft.kernels.gpu.attention.tile import (
     Tile,
     checked_tile,
@@ -81,9 +81,7 @@ def paged_attention(
         config = choice.of_attention(q, keys, batch.max_queries, batch.max_context)
     tile = checked_tile(check, q, keys, batch, blocks, warps, stages, config)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    launch_attend(
-        *(q, keys, values, batch, out, lse, tile, options), rank=rank, world_size=world_size
-    )
+    launch_attend(q, keys, values, batch, out, lse, tile, options, rank=rank, world_size=world_size)
     return out
 
 
@@ -117,25 +115,36 @@ def launch_attend(
     dim = out.shape[-1]
     group = heads_of_tile(heads // kv_heads, tile)
     attend[(count_tiles(q, batch, tile, group), heads // group, splits)](
-        *(q, keys, values, batch.query_start, batch.context_len, batch.block_table, batch.status),
-        *(options.sinks if sinks else None, options.k_scale, options.v_scale),
-        *(out, lse, options.scale, tokens, len(batch.context_len), batch.block_table.shape[1]),
-        *(num_blocks, q.stride(0), rank),
+        q=q,
+        cache=Cache(keys, values, options.k_scale, options.v_scale),
+        batch=Batch(batch.query_start, batch.context_len, batch.block_table, batch.status),
+        sinks=options.sinks if sinks else None,
+        out=out,
+        lse=lse,
+        scale=options.scale,
+        tokens=tokens,
+        requests=len(batch.context_len),
+        table_width=batch.block_table.shape[1],
+        num_blocks=num_blocks,
+        q_stride=q.stride(0),
+        rank=rank,
         WORLD=world_size,
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        PAGE=page,
-        D=dim,
-        ROPE=width - dim,
-        WINDOW=options.sliding_window or 0,
-        SOFTCAP=options.softcap or 0.0,
-        SINGLE=is_decode(q, batch),
         SPLITS=splits,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)),
-        BLOCK_R=max(16, triton.next_power_of_2(width - dim)),
+        FORM=Form(
+            heads=heads,
+            kv_heads=kv_heads,
+            group=group,
+            page=page,
+            dim=dim,
+            rope=width - dim,
+            window=options.sliding_window or 0,
+            softcap=options.softcap or 0.0,
+            single=is_decode(q, batch),
+            block_m=tile.block_m,
+            block_n=tile.block_n,
+            block_d=max(16, triton.next_power_of_2(dim)),
+            block_r=max(16, triton.next_power_of_2(width - dim)),
+        ),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

@@ -108,10 +108,7 @@ def push_parts(
     keys,  # [PARTS * length, row]; this rank's
     values,
     query_start,  # int32 [entries], or None
-    buffers,  # int64 [W]; addresses of [2, 2, half]
-    signals,  # int64 [W]; addresses of int32 [met + W]
-    calls,  # int32 [1]
-    fault,  # int32 [4]
+    peers,  # buffers [2, 2, half]; signals int32 [met + W]
     rank,
     entries,
     length,  # tokens of a part
@@ -123,13 +120,12 @@ def push_parts(
     WORLD: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    max_polls,
 ):
     """Send the ranks what they need, a chunk at a time. Grid: (programs,), persistent."""
-    call = tl.load(calls)
+    call = tl.load(peers.calls)
     if tl.program_id(0) == 0:
         for step in range(1, WORLD):
-            notify(signals, (rank + step) % WORLD, met + rank, call)
+            notify(peers, (rank + step) % WORLD, met + rank, call)
     chunks = tl.cdiv(length, chunk)
     for item in range(tl.program_id(0), (WORLD - 1) * PARTS * chunks, tl.num_programs(0)):
         peer = (rank + 1 + item // (PARTS * chunks)) % WORLD
@@ -142,14 +138,14 @@ def push_parts(
             begin = beginning_of(second * length, query_start, entries)
             needed = needed | is_needed(part, second, begin, length)
         if needed:
-            wait(signals, rank, met + peer, call - 1, fault, max_polls)
+            wait(peers, rank, met + peer, call - 1)
             own = tl.cast(index * length, tl.int64) * row
             there = tl.cast(rank * PARTS * length, tl.int64) * row + own
-            to = peer_pointer(buffers, peer, dtype) + (call % 2) * 2 * tl.cast(half, tl.int64)
+            to = peer_pointer(peers.buffers, peer, dtype) + (call % 2) * 2 * tl.cast(half, tl.int64)
             to += there
             copy_chunk(to, keys + own, number, length * row, chunk * row, BLOCK)
             copy_chunk(to + half, values + own, number, length * row, chunk * row, BLOCK)
-            notify(signals, peer, (index * chunks + number) * WORLD + rank, call)
+            notify(peers, peer, (index * chunks + number) * WORLD + rank, call)
 
 
 @triton.jit
@@ -195,10 +191,7 @@ def attend_parts(
     query_start,  # int32 [entries], or None
     out,  # [PARTS * length, HEADS, D]
     lse,  # float32 [PARTS * length, HEADS], or None
-    buffers,  # int64 [W]; addresses of [2, 2, half]
-    signals,  # int64 [W]; addresses of int32 [chunks, W], and more
-    calls,  # int32 [1]
-    fault,  # int32 [4]
+    peers,  # buffers [2, 2, half]; signals int32 [chunks, W], and more
     scale,
     rank,
     entries,
@@ -215,14 +208,13 @@ def attend_parts(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    max_polls,
 ):
     """Tiles of the result, of a KV head each. Grid: (programs,), persistent."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     ROW: tl.constexpr = KV_HEADS * D
-    call = tl.load(calls)
-    gathered = peer_pointer(buffers, rank, dtype) + (call % 2) * 2 * tl.cast(half, tl.int64)
+    call = tl.load(peers.calls)
+    gathered = peer_pointer(peers.buffers, rank, dtype) + (call % 2) * 2 * tl.cast(half, tl.int64)
     tiles, chunks = tl.cdiv(length, BLOCK_Q), tl.cdiv(length, chunk)
     row, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     for item in range(tl.program_id(0), PARTS * tiles * KV_HEADS, tl.num_programs(0)):
@@ -262,7 +254,7 @@ def attend_parts(
             for number in range(low // chunk, tl.cdiv(high, chunk)):
                 if step > 0:
                     signal = (of_source * chunks + number) * WORLD + source
-                    wait(signals, rank, signal, call, fault, max_polls)
+                    wait(peers, rank, signal, call)
                 # Not flattened: loads must stay behind the wait. In blocks from the chunk's first.
                 base = number * chunk
                 low_here, high_here = tl.maximum(low, base), tl.minimum(high, base + chunk)
@@ -453,9 +445,7 @@ def sequence_parallel_attention(
         return out
     parts = 2 if zigzag else 1
     length = m // parts
-    memory = (workspace.buffer.addresses, workspace.signals.addresses, workspace.calls)
-    order = {"dtype": triton_type(q.dtype), "WORLD": size, "PARTS": parts}
-    order["max_polls"] = workspace.max_polls
+    peers, dtype = workspace.peers(), triton_type(q.dtype)
     begun = None
     with workspace.beside():
         workspace.begin()
@@ -465,18 +455,43 @@ def sequence_parallel_attention(
             items = (size - 1) * parts * -(-length // workspace.chunk)
             few = senders or max(1, workspace.processors // SENDERS)
             push_parts[(workspace.resident(min(items, few)),)](
-                *(k, v, query_start, *memory, workspace.fault, workspace.rank, entries),
-                *(length, k.stride(0), workspace.half, workspace.chunk, workspace.met),
-                **order,
+                keys=k,
+                values=v,
+                query_start=query_start,
+                peers=peers,
+                rank=workspace.rank,
+                entries=entries,
+                length=length,
+                row=k.stride(0),
+                half=workspace.half,
+                chunk=workspace.chunk,
+                met=workspace.met,
+                dtype=dtype,
+                WORLD=size,
+                PARTS=parts,
                 BLOCK=BLOCK,
             )
     if begun is not None:
         torch.cuda.current_stream(q.device).wait_event(begun)
     items = parts * -(-length // (tile.block_m // group)) * workspace.kv_heads
     attend_parts[(min(items, programs or available),)](
-        *(q, k, v, query_start, out, lse, *memory, workspace.fault, scale, workspace.rank),
-        *(entries, length, q.stride(0), workspace.half, workspace.chunk),
-        **order,
+        q=q,
+        keys=k,
+        values=v,
+        query_start=query_start,
+        out=out,
+        lse=lse,
+        peers=peers,
+        scale=scale,
+        rank=workspace.rank,
+        entries=entries,
+        length=length,
+        q_stride=q.stride(0),
+        half=workspace.half,
+        chunk=workspace.chunk,
+        dtype=dtype,
+        WORLD=size,
+        PARTS=parts,
         HEADS=heads,
         KV_HEADS=workspace.kv_heads,
         D=dim,

@@ -47,26 +47,25 @@ from weft.kernels.gpu.collectives.chunks import BLOCK, CHUNK, copy_chunk, push_c
 from weft.kernels.gpu.collectives.collective import (
     LOW_LATENCY,
     MAX_LL_BYTES,
+    RESIDENT_BLOCK,
+    RESIDENT_WARPS,
     UNITS,
     CollectiveWorkspace,
     count_chunks,
-    waiting,
 )
 from weft.kernels.gpu.runtime.multimem import load_16_bytes, multimem_store
+from weft.kernels.gpu.runtime.peers import SLOTS
 from weft.kernels.gpu.runtime.signals import meet, notify, peer_pointer, tell, wait
-from weft.kernels.gpu.runtime.workspace import SLOTS
+from weft.kernels.gpu.runtime.workspace import triton_type
 from weft.kernels.symmetric.memory import Home
 
 
 @triton.jit(do_not_specialize=["rank"])
 def publish_chunks(
     x,  # [numel]; this rank's shard
-    buffers,  # int64 [W]; addresses of [2, W, numel]
-    signals,  # int64 [W]; addresses of int32 [chunks, W]
-    calls,  # int32 [1]
+    peers,  # buffers [2, W, numel]; signals int32 [chunks, W]
     rank,
     numel,
-    slot_numel,
     chunk,
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
@@ -74,23 +73,20 @@ def publish_chunks(
 ):
     """Copy one chunk to this rank's own slot and tell all ranks. Grid: (chunks,)."""
     index = tl.program_id(0)
-    call = tl.load(calls)
-    to = peer_pointer(buffers, rank, dtype) + (call % 2) * slot_numel + rank * numel
+    call = tl.load(peers.calls)
+    to = peer_pointer(peers.buffers, rank, dtype) + (call % 2) * peers.slot_numel + rank * numel
     copy_chunk(to, x, index, numel, chunk, BLOCK)
     for step in range(WORLD):
-        notify(signals, (rank + step) % WORLD, index * WORLD + rank, call)
+        notify(peers, (rank + step) % WORLD, index * WORLD + rank, call)
 
 
 @triton.jit(do_not_specialize=["rank"])
 def collect_chunks(
     out,  # [W, numel]
-    buffers,  # int64 [W]; addresses of [2, W, numel]
-    signals,  # int64 [W]; addresses of int32 [chunks, W], and from `passed` on of as many again
-    calls,  # int32 [1]
-    fault,  # int32 [4]
+    # buffers [2, W, numel]; signals int32 [chunks, W], and from `passed` on of as many again
+    peers,
     rank,
     numel,
-    slot_numel,
     chunk,
     passed,  # the first of the signals of what comes through another rank of the node
     dtype: tl.constexpr,
@@ -98,20 +94,20 @@ def collect_chunks(
     NODE: tl.constexpr,  # ranks of a node, each of which passes on; 1 if none does
     PULL: tl.constexpr,  # from the slot of the rank whose shard it is, not from the own slot
     BLOCK: tl.constexpr,
-    max_polls,
 ):
     """Wait for chunks and copy them out of the buffer. Grid: (programs,), persistent.
 
     In the order in which they come: rank r - d sends to rank r in its d-th place, itself last.
     """
-    call = tl.load(calls)
+    call = tl.load(peers.calls)
     for item in range(tl.program_id(0), WORLD * tl.cdiv(numel, chunk), tl.num_programs(0)):
         source = (rank + WORLD - 1 - item % WORLD) % WORLD
         index = item // WORLD
         first = tl.where(source % NODE == rank % NODE, 0, passed)
-        wait(signals, rank, first + index * WORLD + source, call, fault, max_polls)
+        wait(peers, rank, first + index * WORLD + source, call)
         holder = source if PULL else rank
-        shard = peer_pointer(buffers, holder, dtype) + (call % 2) * slot_numel + source * numel
+        shard = peer_pointer(peers.buffers, holder, dtype) + (call % 2) * peers.slot_numel
+        shard += source * numel
         copy_chunk(out + source * numel, shard, index, numel, chunk, BLOCK)
 
 
@@ -119,8 +115,7 @@ def collect_chunks(
 def multicast_chunks(
     x,  # int32 [words]; this rank's shard, in words of 4 bytes
     multicast,  # int64; address of int32 [2, W, words] of all ranks
-    signals,  # int64 [W]; addresses of int32 [chunks, W]
-    calls,  # int32 [1]
+    peers,  # signals int32 [chunks, W]
     rank,
     words,  # of a shard; a multiple of 4
     slot_words,  # of a slot of the buffer; a multiple of 4
@@ -130,7 +125,7 @@ def multicast_chunks(
 ):
     """Store one chunk to all ranks and tell them. Grid: (chunks,)."""
     index = tl.program_id(0)
-    call = tl.load(calls)
+    call = tl.load(peers.calls)
     to = multicast + 4 * ((call % 2) * tl.cast(slot_words, tl.int64) + rank * words)
     begin = index * chunk // 4
     end = tl.minimum(begin + chunk // 4, words // 4)
@@ -139,22 +134,19 @@ def multicast_chunks(
         a, b, c, d = load_16_bytes(x, at, at < end)
         multimem_store(to + 16 * at, a, b, c, d, at < end)
     for step in range(WORLD):
-        notify(signals, (rank + step) % WORLD, index * WORLD + rank, call)
+        notify(peers, (rank + step) % WORLD, index * WORLD + rank, call)
 
 
 @triton.jit(do_not_specialize=["rank"])
 def wait_for_all(
-    signals,  # int64 [W]; addresses of int32 [W]
-    calls,  # int32 [1]
-    fault,  # int32 [4]
+    peers,  # signals int32 [W]
     rank,
     WORLD: tl.constexpr,
-    max_polls,
 ):
     """Wait for the first chunk of each rank. Grid: (1,)."""
-    call = tl.load(calls)
+    call = tl.load(peers.calls)
     for source in range(WORLD):
-        wait(signals, rank, source, call, fault, max_polls)
+        wait(peers, rank, source, call)
 
 
 class AllGatherWorkspace(CollectiveWorkspace):
@@ -268,54 +260,84 @@ def all_gather(
 
 
 def _push(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
-    numel = x.numel()
-    chunks, tables, sizes, constants = workspace.chunked(numel)
+    size, numel = workspace.world_size, x.numel()
     workspace.begin()
-    push_chunks[(workspace.world_size * chunks,)](x, *tables, *sizes, 0, numel, **constants)
+    push_chunks[(size * count_chunks(numel, workspace.chunk),)](
+        x=x,
+        peers=workspace.peers(),
+        rank=workspace.rank,
+        numel=numel,
+        chunk=workspace.chunk,
+        stride=0,
+        total=numel,
+        dtype=triton_type(x.dtype),
+        WORLD=size,
+        BLOCK=BLOCK,
+    )
     _collect(out, workspace, numel)
 
 
 def _pull(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
-    chunks, tables, sizes, constants = workspace.chunked(x.numel())
+    numel = x.numel()
     workspace.begin()
-    publish_chunks[(chunks,)](x, *tables, *sizes, **constants)
-    _collect(out, workspace, x.numel(), pull=True)
+    publish_chunks[(count_chunks(numel, workspace.chunk),)](
+        x=x,
+        peers=workspace.peers(),
+        rank=workspace.rank,
+        numel=numel,
+        chunk=workspace.chunk,
+        dtype=triton_type(x.dtype),
+        WORLD=workspace.world_size,
+        BLOCK=BLOCK,
+    )
+    _collect(out, workspace, numel, pull=True)
 
 
 def _collect(
     out: Tensor, workspace: AllGatherWorkspace, numel: int, *, pull: bool = False, node: int = 1
 ) -> None:
-    chunks, tables, sizes, constants = workspace.chunked(numel)
-    collect_chunks[(workspace.resident(workspace.world_size * chunks),)](
-        *(out, *tables, workspace.fault, *sizes, workspace.passed),
-        **{**constants, **waiting(workspace), "PULL": pull, "NODE": node},
+    size, chunks = workspace.world_size, count_chunks(numel, workspace.chunk)
+    collect_chunks[(workspace.resident(size * chunks),)](
+        out=out,
+        peers=workspace.peers(),
+        rank=workspace.rank,
+        numel=numel,
+        chunk=workspace.chunk,
+        passed=workspace.passed,
+        dtype=triton_type(out.dtype),
+        WORLD=size,
+        NODE=node,
+        PULL=pull,
+        BLOCK=RESIDENT_BLOCK,
+        num_warps=RESIDENT_WARPS,
     )
 
 
 def _copy_engine(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
     size, rank, numel = workspace.world_size, workspace.rank, x.numel()
-    signals, calls = workspace.signals.addresses, workspace.calls
-    waits = (signals, calls, workspace.fault, rank)
-    constants = {"WORLD": size, "max_polls": workspace.max_polls}
+    peers = workspace.peers()
     workspace.begin()
-    meet[(1,)](*waits, workspace.met, **constants)
+    meet[(1,)](peers=peers, rank=rank, first=workspace.met, WORLD=size)
     for step in range(size):
         peer = (rank + step) % size
         row = workspace.copied.peers[peer][rank * numel : (rank + 1) * numel]
         row.copy_(x.view(-1), non_blocking=True)
-        tell[(1,)](signals, calls, peer, rank)
-    wait_for_all[(1,)](*waits, **constants)
+        tell[(1,)](peers=peers, peer=peer, index=rank)
+    wait_for_all[(1,)](peers=peers, rank=rank, WORLD=size)
     out.view(-1).copy_(workspace.copied.local[: size * numel], non_blocking=True)
 
 
 def _multimem(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
     numel, itemsize = x.numel(), x.itemsize
-    chunks = -(-numel // workspace.chunk)
     workspace.begin()
-    multicast_chunks[(chunks,)](
-        *(x.view(-1).view(torch.int32), workspace.buffer.multicast),
-        *(workspace.signals.addresses, workspace.calls, workspace.rank),
-        *(n * itemsize // 4 for n in (numel, workspace.numel, workspace.chunk)),
+    multicast_chunks[(count_chunks(numel, workspace.chunk),)](
+        x=x.view(-1).view(torch.int32),
+        multicast=workspace.buffer.multicast,
+        peers=workspace.peers(),
+        rank=workspace.rank,
+        words=numel * itemsize // 4,
+        slot_words=workspace.numel * itemsize // 4,
+        chunk=workspace.chunk * itemsize // 4,
         WORLD=workspace.world_size,
         BLOCK=BLOCK // 4,
     )

@@ -35,33 +35,29 @@ if TYPE_CHECKING:
 def gather_ll(
     x,  # int32 or int16 [numel]; this rank's shard
     out,  # the same [W, numel]
-    buffers,  # int64 [W]; addresses of int64 [2, W, words]
-    calls,  # int32 [1]
-    fault,  # int32 [4]
+    peers,  # buffers int64 [2, W, words]
     rank,
     numel,
     words,  # of 4 bytes, in a shard
-    slot_words,
     WORLD: tl.constexpr,
     WIDE: tl.constexpr,  # elements of 4 bytes
     BLOCK: tl.constexpr,
-    max_polls,
 ):
     """Send blocks to all ranks, then take theirs. Grid: (programs,), persistent."""
-    call = tl.load(calls)
-    slot = (call % 2) * slot_words
+    call = tl.load(peers.calls)
+    slot = (call % 2) * peers.slot_numel
     items = WORLD * tl.cdiv(words, BLOCK)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         peer = (rank + item) % WORLD
         at = item // WORLD * BLOCK + tl.arange(0, BLOCK)
-        to = peer_pointer(buffers, peer, tl.int64) + slot + rank * words
+        to = peer_pointer(peers.buffers, peer, tl.int64) + slot + rank * words
         put_ll(to + at, load_words(x, at, numel, WIDE), call, at < words)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         source = (rank + WORLD - item % WORLD) % WORLD
         first = item // WORLD * BLOCK
         at = first + tl.arange(0, BLOCK)
-        come = peer_pointer(buffers, rank, tl.int64) + slot + source * words
-        got = get_ll(come + at, call, at < words, fault, rank, source * words + first, max_polls)
+        come = peer_pointer(peers.buffers, rank, tl.int64) + slot + source * words
+        got = get_ll(come + at, call, at < words, peers, rank, source * words + first)
         store_words(out + source * numel, at, got, numel, WIDE)
 
 
@@ -69,21 +65,17 @@ def gather_ll(
 def gather_ll128(
     x,  # int64 [words]; this rank's shard
     out,  # int64 [W, words]
-    buffers,  # int64 [W]; addresses of int64 [2, W, lines, 16]
-    calls,  # int32 [1]
-    fault,  # int32 [4]
+    peers,  # buffers int64 [2, W, lines, 16]
     rank,
     words,  # of 8 bytes, in a shard
     lines,  # of 15 words
-    slot_lines,
     WORLD: tl.constexpr,
     LINES: tl.constexpr,
-    max_polls,
 ):
     """Send lines to all ranks, then take theirs. Grid: (programs,), persistent."""
-    call = tl.load(calls)
+    call = tl.load(peers.calls)
     column = tl.arange(0, 16)[None, :]
-    slot = (call % 2) * slot_lines
+    slot = (call % 2) * peers.slot_numel
     items = WORLD * tl.cdiv(lines, LINES)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         peer = (rank + item) % WORLD
@@ -91,15 +83,15 @@ def gather_ll128(
         line = first + tl.arange(0, LINES)
         at = line[:, None] * 15 + column
         inside = (column < 15) & (at < words)
-        to = peer_pointer(buffers, peer, tl.int64) + (slot + rank * lines + first) * 16
+        to = peer_pointer(peers.buffers, peer, tl.int64) + slot + (rank * lines + first) * 16
         put_ll128(to, tl.load(x + at, mask=inside, other=0), call, line < lines)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         source = (rank + WORLD - item % WORLD) % WORLD
         first = item // WORLD * LINES
         line = first + tl.arange(0, LINES)
         at = line[:, None] * 15 + column
-        come = peer_pointer(buffers, rank, tl.int64) + (slot + source * lines + first) * 16
-        got = get_ll128(come, call, line < lines, fault, rank, source * lines + first, max_polls)
+        come = peer_pointer(peers.buffers, rank, tl.int64) + slot + (source * lines + first) * 16
+        got = get_ll128(come, call, line < lines, peers, rank, source * lines + first)
         tl.store(out + source * words + at, got, mask=(column < 15) & (at < words))
 
 
@@ -109,12 +101,15 @@ def run_ll(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
     words = -(-x.nbytes // 4)
     workspace.begin()
     gather_ll[(workspace.resident(size * -(-words // LL_BLOCK)),)](
-        *(x.view(bits), out.view(bits), workspace.ll.addresses, workspace.calls, workspace.fault),
-        *(workspace.rank, x.numel(), words, size * workspace.ll_words),
+        x=x.view(bits),
+        out=out.view(bits),
+        peers=workspace.peers(workspace.ll),
+        rank=workspace.rank,
+        numel=x.numel(),
+        words=words,
         WORLD=size,
         WIDE=x.itemsize == 4,
         BLOCK=LL_BLOCK,
-        max_polls=workspace.max_polls,
     )
 
 
@@ -124,10 +119,12 @@ def run_ll128(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
     lines = -(-words // 15)
     workspace.begin()
     gather_ll128[(workspace.resident(size * -(-lines // LL128_LINES)),)](
-        *(x.view(-1).view(torch.int64), out.view(-1).view(torch.int64)),
-        *(workspace.ll128.addresses, workspace.calls, workspace.fault),
-        *(workspace.rank, words, lines, size * workspace.ll128_lines),
+        x=x.view(-1).view(torch.int64),
+        out=out.view(-1).view(torch.int64),
+        peers=workspace.peers(workspace.ll128),
+        rank=workspace.rank,
+        words=words,
+        lines=lines,
         WORLD=size,
         LINES=LL128_LINES,
-        max_polls=workspace.max_polls,
     )

@@ -20,10 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.gpu.collectives.chunks import copy_chunk
-from weft.kernels.gpu.collectives.collective import waiting
+from weft.kernels.gpu.collectives.chunks import BLOCK, copy_chunk
+from weft.kernels.gpu.collectives.collective import RESIDENT_BLOCK, RESIDENT_WARPS, count_chunks
 from weft.kernels.gpu.runtime import nvshmem
 from weft.kernels.gpu.runtime.signals import notify, peer_pointer
+from weft.kernels.gpu.runtime.workspace import triton_type
 
 if TYPE_CHECKING:
     from weft.kernels.gpu.collectives.all_gather import AllGatherWorkspace
@@ -32,13 +33,11 @@ if TYPE_CHECKING:
 @triton.jit(do_not_specialize=["rank"])
 def push_across(
     x,  # [numel]; this rank's shard
-    buffers,  # int64 [W]; addresses of [2, W, numel], 0 for ranks that NVLink does not reach
-    signals,  # int64 [W]; addresses of int32 [chunks, W]
+    # buffers [2, W, numel], 0 for ranks that NVLink does not reach
+    peers,  # signals int32 [chunks, W]
     across,  # int64 [W]; addresses of int64 [chunks, W / NODE]
-    calls,  # int32 [1]
     rank,
     numel,
-    slot_numel,
     chunk,
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
@@ -51,15 +50,15 @@ def push_across(
     To the own slot first: puts send from there.
     """
     index = tl.program_id(0)
-    call = tl.load(calls)
-    row = (call % 2) * slot_numel + rank * numel
-    own = peer_pointer(buffers, rank, dtype) + row
+    call = tl.load(peers.calls)
+    row = (call % 2) * peers.slot_numel + rank * numel
+    own = peer_pointer(peers.buffers, rank, dtype) + row
     copy_chunk(own, x, index, numel, chunk, BLOCK)
-    notify(signals, rank, index * WORLD + rank, call)
+    notify(peers, rank, index * WORLD + rank, call)
     nodes: tl.constexpr = WORLD // NODE
     for distance in range(1, nodes):
         peer = (rank + distance * NODE) % WORLD
-        address = tl.load(buffers + peer)
+        address = tl.load(peers.buffers + peer)
         if FAR:
             begin = index * chunk
             count = (tl.minimum(begin + chunk, numel) - begin).to(tl.int64)
@@ -69,20 +68,18 @@ def push_across(
             if address == 0:
                 nvshmem.put_signal(source, source, nbytes, signal, call.to(tl.int64), peer)
         if address != 0:
-            copy_chunk(peer_pointer(buffers, peer, dtype) + row, x, index, numel, chunk, BLOCK)
-            notify(signals, peer, index * WORLD + rank, call)
+            to = peer_pointer(peers.buffers, peer, dtype) + row
+            copy_chunk(to, x, index, numel, chunk, BLOCK)
+            notify(peers, peer, index * WORLD + rank, call)
 
 
 @triton.jit(do_not_specialize=["rank"])
 def fan_out(
-    buffers,  # int64 [W]; addresses of [2, W, numel], 0 for ranks that NVLink does not reach
-    signals,  # int64 [W]; addresses of int32 [chunks, W], and from `passed` on of as many again
+    # buffers [2, W, numel], 0 for ranks that NVLink does not reach
+    peers,  # signals int32 [chunks, W], and from `passed` on of as many again
     across,  # int64 [W]; addresses of int64 [chunks, W / NODE]
-    calls,  # int32 [1]
-    fault,  # int32 [4]
     rank,
     numel,
-    slot_numel,
     chunk,
     passed,  # the first of the signals of what is passed on
     dtype: tl.constexpr,
@@ -90,13 +87,12 @@ def fan_out(
     NODE: tl.constexpr,  # ranks of a node
     FAR: tl.constexpr,  # there are ranks without an address
     BLOCK: tl.constexpr,
-    max_polls,
 ):
     """Pass chunks on to the other ranks of the node. Grid: (programs,), persistent.
 
     And tell this rank itself of what came by a put.
     """
-    call = tl.load(calls)
+    call = tl.load(peers.calls)
     nodes: tl.constexpr = WORLD // NODE
     first: tl.constexpr = 0 if FAR else 1  # of the steps from this rank to the others of its node
     steps: tl.constexpr = NODE - first
@@ -105,30 +101,57 @@ def fan_out(
         source = (rank + WORLD - distance * NODE) % WORLD
         peer = rank // NODE * NODE + (rank + first + item % steps) % NODE
         index = item // (nodes * steps)
-        if (peer != rank) | (tl.load(buffers + source) == 0):
+        if (peer != rank) | (tl.load(peers.buffers + source) == 0):
             at, at_across = index * WORLD + source, index * nodes + source // NODE
             nvshmem.wait_across(
-                buffers, source, signals, at, across, at_across, rank, call, fault, FAR, max_polls
+                peers.buffers, source, peers, at, across, at_across, rank, call, FAR
             )
-            row = (call % 2) * slot_numel + source * numel
-            shard = peer_pointer(buffers, rank, dtype) + row
+            row = (call % 2) * peers.slot_numel + source * numel
+            shard = peer_pointer(peers.buffers, rank, dtype) + row
             if peer != rank:
-                to = peer_pointer(buffers, peer, dtype) + row
+                to = peer_pointer(peers.buffers, peer, dtype) + row
                 copy_chunk(to, shard, index, numel, chunk, BLOCK)
-            notify(signals, peer, at + tl.where(peer == rank, 0, passed), call)
+            notify(peers, peer, at + tl.where(peer == rank, 0, passed), call)
 
 
 def send_two_level(x: Tensor, workspace: AllGatherWorkspace) -> None:
     """Launch all of a call of method two_level but what copies out of the buffer."""
-    chunks, (buffers, signals, calls), sizes, constants = workspace.chunked(x.numel())
-    tables = (buffers, signals, workspace.across.addresses, calls)
+    numel, chunk, size = x.numel(), workspace.chunk, workspace.world_size
+    chunks, peers, across = (
+        count_chunks(numel, chunk),
+        workspace.peers(),
+        workspace.across.addresses,
+    )
     node, far = workspace.ranks_per_node, workspace.far
-    constants |= {"NODE": node, "FAR": far, **workspace.link}
     if far:
-        nvshmem.quiet[(1,)](num_warps=1, **workspace.link)
-    push_across[(chunks,)](x, *tables, *sizes, **constants)
-    if steps := workspace.world_size if far else workspace.world_size // node * (node - 1):
+        nvshmem.quiet[(1,)](num_warps=1, extern_libs=workspace.extern_libs)
+    push_across[(chunks,)](
+        x=x,
+        peers=peers,
+        across=across,
+        rank=workspace.rank,
+        numel=numel,
+        chunk=chunk,
+        dtype=triton_type(x.dtype),
+        WORLD=size,
+        NODE=node,
+        FAR=far,
+        BLOCK=BLOCK,
+        extern_libs=workspace.extern_libs,
+    )
+    if steps := size if far else size // node * (node - 1):
         fan_out[(workspace.resident(steps * chunks),)](
-            *(*tables, workspace.fault, *sizes, workspace.passed),
-            **{**constants, **waiting(workspace)},
+            peers=peers,
+            across=across,
+            rank=workspace.rank,
+            numel=numel,
+            chunk=chunk,
+            passed=workspace.passed,
+            dtype=triton_type(x.dtype),
+            WORLD=size,
+            NODE=node,
+            FAR=far,
+            BLOCK=RESIDENT_BLOCK,
+            num_warps=RESIDENT_WARPS,
+            extern_libs=workspace.extern_libs,
         )

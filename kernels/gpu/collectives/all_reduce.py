@@ -43,81 +43,72 @@ from weft.kernels.gpu.collectives.chunks import BLOCK, CHUNK, copy_chunk, push_c
 from weft.kernels.gpu.collectives.collective import (
     MAX_LL_BYTES,
     RESIDENT_BLOCK,
+    RESIDENT_WARPS,
     CollectiveWorkspace,
     count_chunks,
-    waiting,
 )
 from weft.kernels.gpu.collectives.reduce_scatter import add_rows
 from weft.kernels.gpu.runtime.low_latency import LL_BLOCK, get_ll, load_words, put_ll, store_words
 from weft.kernels.gpu.runtime.multimem import multimem_store, multimem_sum
+from weft.kernels.gpu.runtime.peers import SLOTS, Slots
 from weft.kernels.gpu.runtime.signals import notify, peer_pointer, wait
-from weft.kernels.gpu.runtime.workspace import SLOTS, triton_type
+from weft.kernels.gpu.runtime.workspace import triton_type
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
 
 @triton.jit(do_not_specialize=["rank"])
 def reduce_and_send(
-    buffers,  # int64 [W]; addresses of [2, W, numel]
-    sums,  # int64 [W]; addresses of [2, W, numel]
-    signals,  # int64 [W]; addresses of int32 [first + chunks * W]
-    calls,  # int32 [1]
-    fault,  # int32 [4]
+    peers,  # buffers [2, W, numel]; signals int32 [first + chunks * W]
+    sums,  # Slots [2, W, numel]
     rank,
     length,  # of this rank's part; at most numel
     numel,
-    slot_numel,
-    sums_slot_numel,
     chunk,
     first,  # of the second signals
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
-    max_polls,
 ):
     """Add chunks of this rank's part, send them to all and tell. Grid: (programs,), persistent."""
-    call = tl.load(calls)
-    rows = peer_pointer(buffers, rank, dtype) + (call % 2) * slot_numel
-    place = (call % 2) * sums_slot_numel + rank * numel
+    call = tl.load(peers.calls)
+    rows = peer_pointer(peers.buffers, rank, dtype) + (call % 2) * peers.slot_numel
+    place = (call % 2) * sums.numel + rank * numel
     for index in range(tl.program_id(0), tl.cdiv(numel, chunk), tl.num_programs(0)):
         for source in range(WORLD):
-            wait(signals, rank, index * WORLD + source, call, fault, max_polls)
+            wait(peers, rank, index * WORLD + source, call)
         begin = index * chunk
         end = tl.minimum(begin + chunk, length)
         for start in range(begin, end, BLOCK):
             at = start + tl.arange(0, BLOCK)
             total = sum_rows(rows, at, numel, end, WORLD, BLOCK).to(dtype)
             for step in range(WORLD):
-                to = peer_pointer(sums, (rank + 1 + step) % WORLD, dtype) + place
+                to = peer_pointer(sums.addresses, (rank + 1 + step) % WORLD, dtype) + place
                 tl.store(to + at, total, mask=at < end)
         for step in range(WORLD):
-            notify(signals, (rank + 1 + step) % WORLD, first + index * WORLD + rank, call)
+            notify(peers, (rank + 1 + step) % WORLD, first + index * WORLD + rank, call)
 
 
 @triton.jit(do_not_specialize=["rank"])
 def collect_parts(
     out,  # [total]
-    sums,  # int64 [W]; addresses of [2, W, numel]
-    signals,  # int64 [W]; addresses of int32 [first + chunks * W]
-    calls,  # int32 [1]
-    fault,  # int32 [4]
+    peers,  # buffers [2, W, numel], of sums; signals int32 [first + chunks * W]
     rank,
     total,
     numel,  # of a part
-    slot_numel,
     chunk,
     first,  # of the second signals
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
-    max_polls,
 ):
     """Wait for chunks of the parts of the sum and copy them out. Grid: (programs,), persistent."""
-    call = tl.load(calls)
+    call = tl.load(peers.calls)
     for item in range(tl.program_id(0), WORLD * tl.cdiv(numel, chunk), tl.num_programs(0)):
         part = (rank + WORLD - item % WORLD) % WORLD
         index = item // WORLD
-        wait(signals, rank, first + index * WORLD + part, call, fault, max_polls)
-        come = peer_pointer(sums, rank, dtype) + (call % 2) * slot_numel + part * numel
+        wait(peers, rank, first + index * WORLD + part, call)
+        come = peer_pointer(peers.buffers, rank, dtype) + (call % 2) * peers.slot_numel
+        come += part * numel
         length = tl.minimum(numel, total - part * numel)
         copy_chunk(out + part * numel, come, index, length, chunk, BLOCK)
 
@@ -126,29 +117,25 @@ def collect_parts(
 def reduce_ll(
     x,  # int32 or int16 [numel], the bits of dtype
     out,  # the same
-    buffers,  # int64 [W]; addresses of int64 [2, W, words]
-    calls,  # int32 [1]
-    fault,  # int32 [4]
+    peers,  # buffers int64 [2, W, words]
     rank,
     numel,
     words,  # of 4 bytes, in x
-    slot_words,
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
-    max_polls,
 ):
     """Send blocks to all ranks, take the same ones from all, add. Grid: (programs,), persistent."""
     WIDE: tl.constexpr = dtype == tl.float32
-    call = tl.load(calls)
-    slot = (call % 2) * slot_words
+    call = tl.load(peers.calls)
+    slot = (call % 2) * peers.slot_numel + rank * words
     for block in range(tl.program_id(0), tl.cdiv(words, BLOCK), tl.num_programs(0)):
         at = block * BLOCK + tl.arange(0, BLOCK)
         mine = load_words(x, at, numel, WIDE)
         for step in range(WORLD):
-            to = peer_pointer(buffers, (rank + 1 + step) % WORLD, tl.int64) + slot + rank * words
+            to = peer_pointer(peers.buffers, (rank + 1 + step) % WORLD, tl.int64) + slot
             put_ll(to + at, mine, call, at < words)
-    come = peer_pointer(buffers, rank, tl.int64) + slot
+    come = peer_pointer(peers.buffers, rank, tl.int64) + (call % 2) * peers.slot_numel
     for block in range(tl.program_id(0), tl.cdiv(words, BLOCK), tl.num_programs(0)):
         first = block * BLOCK
         at = first + tl.arange(0, BLOCK)
@@ -156,7 +143,7 @@ def reduce_ll(
         high = tl.zeros((BLOCK,), tl.float32)
         for source in range(WORLD):
             row = source * words
-            got = get_ll(come + row + at, call, at < words, fault, rank, row + first, max_polls)
+            got = get_ll(come + row + at, call, at < words, peers, rank, row + first)
             if WIDE:
                 low += got.to(tl.float32, bitcast=True)
             else:
@@ -173,13 +160,10 @@ def reduce_ll(
 @triton.jit(do_not_specialize=["rank"])
 def publish_parts(
     x,  # [total]
-    buffers,  # int64 [W]; addresses of [2, W, numel]
-    signals,  # int64 [W]; addresses of int32 [chunks, W]
-    calls,  # int32 [1]
+    peers,  # buffers [2, W, numel]; signals int32 [chunks, W]
     rank,
     total,
     numel,  # of a part
-    slot_numel,
     chunk,
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
@@ -188,19 +172,17 @@ def publish_parts(
     """Copy a chunk of a part to this rank's own slot and tell the part's. Grid: (chunks * W,)."""
     part = (rank + 1 + tl.program_id(0)) % WORLD
     index = tl.program_id(0) // WORLD
-    call = tl.load(calls)
-    to = peer_pointer(buffers, rank, dtype) + (call % 2) * slot_numel + part * numel
+    call = tl.load(peers.calls)
+    to = peer_pointer(peers.buffers, rank, dtype) + (call % 2) * peers.slot_numel + part * numel
     length = tl.minimum(numel, total - part * numel)
     copy_chunk(to, x + part * numel, index, length, chunk, BLOCK)
-    notify(signals, part, index * WORLD + rank, call)
+    notify(peers, part, index * WORLD + rank, call)
 
 
 @triton.jit(do_not_specialize=["rank"])
 def reduce_multimem(
     multicast,  # int64; address of [2, W, numel] of all ranks
-    signals,  # int64 [W]; addresses of int32 [first + chunks * W]
-    calls,  # int32 [1]
-    fault,  # int32 [4]
+    peers,  # signals int32 [first + chunks * W]
     rank,
     length,  # of this rank's part, in units of 16 bytes; at most `units`
     units,  # in a part
@@ -210,14 +192,13 @@ def reduce_multimem(
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
-    max_polls,
 ):
     """Let the switch add chunks of this rank's part and tell. Grid: (programs,), persistent."""
-    call = tl.load(calls)
+    call = tl.load(peers.calls)
     part = multicast + 16 * ((call % 2) * tl.cast(slot_units, tl.int64) + rank * units)
     for index in range(tl.program_id(0), tl.cdiv(units, chunk), tl.num_programs(0)):
         for source in range(WORLD):
-            wait(signals, rank, index * WORLD + source, call, fault, max_polls)
+            wait(peers, rank, index * WORLD + source, call)
         begin = index * chunk
         end = tl.minimum(begin + chunk, length)
         for start in range(begin, end, BLOCK):
@@ -225,7 +206,7 @@ def reduce_multimem(
             a, b, c, d = multimem_sum(part + 16 * at, at < end, dtype)
             multimem_store(part + 16 * at, a, b, c, d, at < end)
         for step in range(WORLD):
-            notify(signals, (rank + step) % WORLD, first + index * WORLD + rank, call)
+            notify(peers, (rank + step) % WORLD, first + index * WORLD + rank, call)
 
 
 class AllReduceWorkspace(CollectiveWorkspace):
@@ -324,68 +305,116 @@ def all_reduce(x: Tensor, workspace: AllReduceWorkspace, *, method: str | None =
 
 def _one_shot(x: Tensor, out: Tensor, workspace: AllReduceWorkspace) -> None:
     numel = x.numel()
-    chunks, tables, sizes, constants = workspace.chunked(numel)
     workspace.begin()
-    push_chunks[(workspace.world_size * chunks,)](x, *tables, *sizes, 0, numel, **constants)
+    _push(x, workspace, numel, stride=0)
     add_rows(out, workspace)
+
+
+def _push(x: Tensor, workspace: AllReduceWorkspace, numel: int, stride: int) -> None:
+    size = workspace.world_size
+    push_chunks[(size * count_chunks(numel, workspace.chunk),)](
+        x=x,
+        peers=workspace.peers(),
+        rank=workspace.rank,
+        numel=numel,
+        chunk=workspace.chunk,
+        stride=stride,
+        total=x.numel(),
+        dtype=triton_type(x.dtype),
+        WORLD=size,
+        BLOCK=BLOCK,
+    )
 
 
 def _two_shot(x: Tensor, out: Tensor, workspace: AllReduceWorkspace) -> None:
     size, rank, total = workspace.world_size, workspace.rank, x.numel()
     chunk, numel = workspace.chunk, part_numel(total, size)
-    length = max(0, min(numel, total - rank * numel))
-    chunks, tables, sizes, constants = workspace.chunked(numel)
-    (buffers, *signals), sums = tables, workspace.sums.addresses
     workspace.begin()
-    push_chunks[(size * chunks,)](x, *tables, *sizes, numel, total, **constants)
-    reduce_and_send[(workspace.resident(chunks),)](
-        *(buffers, sums, *signals, workspace.fault, rank, length, numel, workspace.numel),
-        *(workspace.sums_numel, chunk, workspace.second),
-        **{**constants, **waiting(workspace)},
+    _push(x, workspace, numel, stride=numel)
+    reduce_and_send[(workspace.resident(count_chunks(numel, chunk)),)](
+        peers=workspace.peers(),
+        sums=Slots.of(workspace.sums),
+        rank=rank,
+        length=max(0, min(numel, total - rank * numel)),
+        numel=numel,
+        chunk=chunk,
+        first=workspace.second,
+        dtype=triton_type(x.dtype),
+        WORLD=size,
+        BLOCK=RESIDENT_BLOCK,
+        num_warps=RESIDENT_WARPS,
     )
-    collect_parts[(workspace.resident(size * chunks),)](
-        *(out, sums, *signals, workspace.fault, rank, total, numel),
-        *(workspace.sums_numel, chunk, workspace.second),
-        **{**constants, **waiting(workspace)},
+    _collect(out, workspace, numel, workspace.sums)
+
+
+def _collect(
+    out: Tensor, workspace: AllReduceWorkspace, numel: int, sums: SymmetricTensor | None = None
+) -> None:
+    size, chunk = workspace.world_size, workspace.chunk
+    collect_parts[(workspace.resident(size * count_chunks(numel, chunk)),)](
+        out=out,
+        peers=workspace.peers(sums),
+        rank=workspace.rank,
+        total=out.numel(),
+        numel=numel,
+        chunk=chunk,
+        first=workspace.second,
+        dtype=triton_type(out.dtype),
+        WORLD=size,
+        BLOCK=RESIDENT_BLOCK,
+        num_warps=RESIDENT_WARPS,
     )
 
 
 def _ll(x: Tensor, out: Tensor, workspace: AllReduceWorkspace) -> None:
-    size, bits = workspace.world_size, torch.int32 if x.itemsize == 4 else torch.int16
+    bits = torch.int32 if x.itemsize == 4 else torch.int16
     words = -(-x.nbytes // 4)
     workspace.begin()
     reduce_ll[(workspace.resident(-(-words // LL_BLOCK)),)](
-        *(x.view(bits), out.view(bits), workspace.ll.addresses, workspace.calls, workspace.fault),
-        *(workspace.rank, x.numel(), words, size * workspace.ll_words),
+        x=x.view(bits),
+        out=out.view(bits),
+        peers=workspace.peers(workspace.ll),
+        rank=workspace.rank,
+        numel=x.numel(),
+        words=words,
         dtype=triton_type(x.dtype),
-        WORLD=size,
+        WORLD=workspace.world_size,
         BLOCK=LL_BLOCK,
-        max_polls=workspace.max_polls,
     )
 
 
 def _multimem(x: Tensor, out: Tensor, workspace: AllReduceWorkspace) -> None:
     size, rank, total = workspace.world_size, workspace.rank, x.numel()
     chunk, numel = workspace.chunk, part_numel(total, size)
-    chunks, length = -(-numel // chunk), max(0, min(numel, total - rank * numel))
-    buffers = workspace.buffer.addresses
-    signals = (workspace.signals.addresses, workspace.calls)
-    constants = {"dtype": triton_type(x.dtype), "WORLD": size, "BLOCK": BLOCK}
+    chunks, length = count_chunks(numel, chunk), max(0, min(numel, total - rank * numel))
+    unit = 16 // x.itemsize
     workspace.begin()
     publish_parts[(size * chunks,)](
-        *(x, buffers, *signals, rank, total, numel, workspace.numel, chunk), **constants
+        x=x,
+        peers=workspace.peers(),
+        rank=rank,
+        total=total,
+        numel=numel,
+        chunk=chunk,
+        dtype=triton_type(x.dtype),
+        WORLD=size,
+        BLOCK=BLOCK,
     )
     reduce_multimem[(workspace.resident(chunks),)](
-        *(workspace.buffer.multicast, *signals, workspace.fault, rank),
-        *(n * x.itemsize // 16 for n in (length, numel, workspace.numel, chunk)),
-        workspace.second,
-        **{**constants, **waiting(workspace), "BLOCK": RESIDENT_BLOCK // 8},
+        multicast=workspace.buffer.multicast,
+        peers=workspace.peers(),
+        rank=rank,
+        length=length // unit,
+        units=numel // unit,
+        slot_units=workspace.numel // unit,
+        chunk=chunk // unit,
+        first=workspace.second,
+        dtype=triton_type(x.dtype),
+        WORLD=size,
+        BLOCK=RESIDENT_BLOCK // 8,
+        num_warps=RESIDENT_WARPS,
     )
-    collect_parts[(workspace.resident(size * chunks),)](
-        *(out, buffers, *signals, workspace.fault, rank, total, numel),
-        *(workspace.numel, chunk, workspace.second),
-        **{**constants, **waiting(workspace)},
-    )
+    _collect(out, workspace, numel)
 
 
 METHODS: dict[str, Callable[[Tensor, Tensor, AllReduceWorkspace], None]] = {

@@ -35,8 +35,9 @@ from weft.kernels.gpu.matmul.epilogue import RESULTS
 from weft.kernels.gpu.rowwise.norm import normalize
 from weft.kernels.gpu.rowwise.rows import require_rows, row_blocks
 from weft.kernels.gpu.runtime.arguments import require_counts, require_tensor
+from weft.kernels.gpu.runtime.peers import SLOTS
 from weft.kernels.gpu.runtime.signals import notify, peer_pointer, wait
-from weft.kernels.gpu.runtime.workspace import SLOTS, Workspace, agreed, triton_type
+from weft.kernels.gpu.runtime.workspace import Workspace, agreed, triton_type
 from weft.kernels.symmetric.memory import Home
 
 MAX_BYTES = 1 << 15
@@ -50,37 +51,33 @@ def reduce_and_normalize(
     x,  # [T, N]
     residual,  # [T, N]
     weight,  # [N]
-    buffers,  # int64 [W]; addresses of [2, W, numel]
-    signals,  # int64 [W]; addresses of int32 [rows, W]
-    calls,  # int32 [1]
-    fault,  # int32 [4]
+    peers,  # buffers [2, W, numel]; signals int32 [rows, W]
     rank,
     eps,
     rows,  # T
     N,
     numel,  # of a rank, in a slot
-    slot_numel,
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
-    max_polls,
 ):
     """Send rows to all ranks; add what came, and normalise. Grid: (programs,), persistent."""
-    call = tl.load(calls)
-    slot = (call % 2) * slot_numel
+    call = tl.load(peers.calls)
+    slot = (call % 2) * peers.slot_numel
+    mine_in_slot = slot + rank * numel
     column = tl.arange(0, BLOCK)
     inside = column < N
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         mine = tl.load(x + row * N + column, mask=inside)
         for step in range(WORLD):
-            to = peer_pointer(buffers, (rank + 1 + step) % WORLD, dtype) + slot + rank * numel
+            to = peer_pointer(peers.buffers, (rank + 1 + step) % WORLD, dtype) + mine_in_slot
             tl.store(to + row * N + column, mine, mask=inside)
         for step in range(WORLD):
-            notify(signals, (rank + 1 + step) % WORLD, row * WORLD + rank, call)
-    come = peer_pointer(buffers, rank, dtype) + slot
+            notify(peers, (rank + 1 + step) % WORLD, row * WORLD + rank, call)
+    come = peer_pointer(peers.buffers, rank, dtype) + slot
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         for source in range(WORLD):
-            wait(signals, rank, row * WORLD + source, call, fault, max_polls)
+            wait(peers, rank, row * WORLD + source, call)
         at = row * N + column
         value = sum_rows(come, at, numel, (row + 1) * N, WORLD, BLOCK)
         value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
@@ -171,16 +168,23 @@ def all_reduce_rms_norm(
         check("eps", eps, eps > 0, "be positive")
     out, total = torch.empty_like(x), torch.empty_like(x)
     if rows:
-        size, blocks = workspace.world_size, row_blocks(columns)
-        blocks["num_warps"] = max(4, blocks["num_warps"])
+        block, warps = row_blocks(columns)
         workspace.begin()
         reduce_and_normalize[(workspace.resident(rows),)](
-            *(out, total, x, residual, weight, workspace.buffer.addresses),
-            *(workspace.signals.addresses, workspace.calls, workspace.fault, workspace.rank),
-            *(float(eps), rows, columns, workspace.max_numel, size * workspace.max_numel),
+            out=out,
+            total=total,
+            x=x,
+            residual=residual,
+            weight=weight,
+            peers=workspace.peers(),
+            rank=workspace.rank,
+            eps=float(eps),
+            rows=rows,
+            N=columns,
+            numel=workspace.max_numel,
             dtype=triton_type(x.dtype),
-            WORLD=size,
-            max_polls=workspace.max_polls,
-            **blocks,
+            WORLD=workspace.world_size,
+            BLOCK=block,
+            num_warps=max(4, warps),
         )
     return Reduced(out, total)

@@ -31,12 +31,9 @@ def copy_chunk(to, x, index, numel, chunk, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["rank"])
 def push_chunks(
     x,  # [total]; for rank p numel numbers from p * stride on, fewer or none where x ends before
-    buffers,  # int64 [W]; addresses of [2, W, numel]
-    signals,  # int64 [W]; addresses of int32 [chunks, W]
-    calls,  # int32 [1]
+    peers,  # buffers [2, W, numel]; signals int32 [chunks, W]
     rank,
     numel,
-    slot_numel,  # of a slot of the buffer
     chunk,  # numbers of a chunk
     stride,  # 0 if all ranks get the same
     total,
@@ -50,11 +47,11 @@ def push_chunks(
     """
     peer = (rank + 1 + tl.program_id(0)) % WORLD
     index = tl.program_id(0) // WORLD
-    call = tl.load(calls)
-    to = peer_pointer(buffers, peer, dtype) + (call % 2) * slot_numel + rank * numel
+    call = tl.load(peers.calls)
+    to = peer_pointer(peers.buffers, peer, dtype) + (call % 2) * peers.slot_numel + rank * numel
     length = tl.minimum(numel, total - peer * stride)
     copy_chunk(to, x + peer * stride, index, length, chunk, BLOCK)
-    notify(signals, peer, index * WORLD + rank, call)
+    notify(peers, peer, index * WORLD + rank, call)
 
 
 @triton.jit

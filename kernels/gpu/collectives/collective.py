@@ -7,15 +7,14 @@ be used with, and each call says which.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.kernels.gpu.collectives.chunks import BLOCK
 from weft.kernels.gpu.runtime import nvshmem
 from weft.kernels.gpu.runtime.arguments import require_counts
-from weft.kernels.gpu.runtime.workspace import SLOTS, Workspace, agreed, triton_type
+from weft.kernels.gpu.runtime.peers import SLOTS
+from weft.kernels.gpu.runtime.workspace import Workspace, agreed
 from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.symmetric.memory import Home
 
@@ -34,12 +33,6 @@ MAX_NUMEL = 2**31 - 1
 
 RESIDENT_BLOCK, RESIDENT_WARPS = 8192, 16
 """Of kernels that wait: each has one program on a processor, which keeps much in flight."""
-
-
-def waiting(workspace: Workspace) -> dict[str, int]:
-    """Arguments of a kernel that waits and then moves data."""
-    polls = {"max_polls": workspace.max_polls}
-    return {"BLOCK": RESIDENT_BLOCK, "num_warps": RESIDENT_WARPS, **polls}
 
 
 class CollectiveWorkspace(Workspace):
@@ -100,7 +93,7 @@ class CollectiveWorkspace(Workspace):
         first = home.rank // node * node
         near = range(first, first + node) if set(methods) == {"two_level"} else None
         super().__init__(home, name, numel, dtype, num_signals, near)
-        self.link = nvshmem.link_options() if self.far else {}
+        self.extern_libs = nvshmem.link_options() if self.far else None
         if self.far and home.device.type == "cuda":
             nvshmem.register_modules()
         self.max_numel = max_numel
@@ -120,20 +113,6 @@ class CollectiveWorkspace(Workspace):
         with agreed(name, {}, home.exchange) as check:
             for method in self.methods:
                 check("method", repr(method), *able.get(method, (True, "")))
-
-    def chunked(
-        self, numel: int
-    ) -> tuple[int, tuple[Tensor, ...], tuple[int, ...], dict[str, Any]]:
-        """What kernels that move rows of so many numbers, chunk by chunk, are launched with.
-
-        Returns:
-            How many chunks a row has; tables: the addresses of buffers and signals, and the count
-            of calls; sizes: this rank, numbers of a row, of a slot and of a chunk; constants.
-        """
-        tables = (self.buffer.addresses, self.signals.addresses, self.calls)
-        sizes = (self.rank, numel, self.numel, self.chunk)
-        constants = {"dtype": triton_type(self.dtype), "WORLD": self.world_size, "BLOCK": BLOCK}
-        return -(-numel // self.chunk), tables, sizes, constants
 
     def choose_method(self, x: Tensor, rows: int) -> str:
         """What was tuned for this device, world size, shape and dtype, else what the model prefers.

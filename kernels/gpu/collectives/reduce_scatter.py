@@ -31,43 +31,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.gpu.collectives.chunks import CHUNK, add_chunk, push_chunks
+from weft.kernels.gpu.collectives.chunks import BLOCK, CHUNK, add_chunk, push_chunks
 from weft.kernels.gpu.collectives.collective import (
     RESIDENT_BLOCK,
+    RESIDENT_WARPS,
     CollectiveWorkspace,
     count_chunks,
-    waiting,
 )
 from weft.kernels.gpu.collectives.reduce_scatter_two_level import run_two_level
+from weft.kernels.gpu.runtime.peers import SLOTS
 from weft.kernels.gpu.runtime.signals import peer_pointer, wait
-from weft.kernels.gpu.runtime.workspace import SLOTS, triton_type
+from weft.kernels.gpu.runtime.workspace import triton_type
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
 
 @triton.jit(do_not_specialize=["rank"])
 def reduce_chunks(
     out,  # [length]
-    buffers,  # int64 [W]; addresses of [2, COUNT, numel]
-    signals,  # int64 [W]; addresses of int32 [first + chunks * COUNT]
-    calls,  # int32 [1]
-    fault,  # int32 [4]
+    peers,  # buffers [2, COUNT, numel]; signals int32 [first + chunks * COUNT]
     rank,
     length,  # of the sum; at most numel
     numel,
-    slot_numel,
     chunk,
     first,  # of the signals
     dtype: tl.constexpr,
     COUNT: tl.constexpr,  # rows
     BLOCK: tl.constexpr,
-    max_polls,
 ):
     """Wait for chunks of all rows and add them. Grid: (programs,), persistent."""
-    call = tl.load(calls)
-    rows = peer_pointer(buffers, rank, dtype) + (call % 2) * slot_numel
+    call = tl.load(peers.calls)
+    rows = peer_pointer(peers.buffers, rank, dtype) + (call % 2) * peers.slot_numel
     for index in range(tl.program_id(0), tl.cdiv(length, chunk), tl.num_programs(0)):
         for row in range(COUNT):
-            wait(signals, rank, first + index * COUNT + row, call, fault, max_polls)
+            wait(peers, rank, first + index * COUNT + row, call)
         add_chunk(out, rows, index, length, numel, chunk, dtype, COUNT, BLOCK)
 
 
@@ -176,19 +172,36 @@ def add_rows(out: Tensor, workspace: CollectiveWorkspace) -> None:
     numel, chunk = out.numel(), workspace.chunk
     # Of one rank there is nothing to add, and where so much is copied at once registers spill.
     block = RESIDENT_BLOCK if workspace.world_size > 1 else RESIDENT_BLOCK // 2
-    constants = {"dtype": triton_type(out.dtype), "COUNT": workspace.world_size}
-    reduce_chunks[(workspace.resident(-(-numel // chunk)),)](
-        *(out, workspace.buffer.addresses, workspace.signals.addresses, workspace.calls),
-        *(workspace.fault, workspace.rank, numel, numel, workspace.numel, chunk, 0),
-        **{**constants, **waiting(workspace), "BLOCK": block},
+    reduce_chunks[(workspace.resident(count_chunks(numel, chunk)),)](
+        out=out,
+        peers=workspace.peers(),
+        rank=workspace.rank,
+        length=numel,
+        numel=numel,
+        chunk=chunk,
+        first=0,
+        dtype=triton_type(out.dtype),
+        COUNT=workspace.world_size,
+        BLOCK=block,
+        num_warps=RESIDENT_WARPS,
     )
 
 
 def _push(x: Tensor, out: Tensor, workspace: ReduceScatterWorkspace) -> None:
-    numel = out.numel()
-    chunks, tables, sizes, constants = workspace.chunked(numel)
+    size, numel = workspace.world_size, out.numel()
     workspace.begin()
-    push_chunks[(workspace.world_size * chunks,)](x, *tables, *sizes, numel, x.numel(), **constants)
+    push_chunks[(size * count_chunks(numel, workspace.chunk),)](
+        x=x,
+        peers=workspace.peers(),
+        rank=workspace.rank,
+        numel=numel,
+        chunk=workspace.chunk,
+        stride=numel,
+        total=x.numel(),
+        dtype=triton_type(x.dtype),
+        WORLD=size,
+        BLOCK=BLOCK,
+    )
     add_rows(out, workspace)
 
 

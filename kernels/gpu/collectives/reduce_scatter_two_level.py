@@ -28,10 +28,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.gpu.collectives.chunks import add_chunk, copy_chunk
-from weft.kernels.gpu.collectives.collective import RESIDENT_BLOCK, waiting
+from weft.kernels.gpu.collectives.chunks import BLOCK, add_chunk, copy_chunk
+from weft.kernels.gpu.collectives.collective import RESIDENT_BLOCK, RESIDENT_WARPS, count_chunks
 from weft.kernels.gpu.runtime import nvshmem
+from weft.kernels.gpu.runtime.peers import Slots
 from weft.kernels.gpu.runtime.signals import notify, peer_pointer, wait
+from weft.kernels.gpu.runtime.workspace import triton_type
 
 if TYPE_CHECKING:
     from weft.kernels.gpu.collectives.reduce_scatter import ReduceScatterWorkspace
@@ -40,12 +42,9 @@ if TYPE_CHECKING:
 @triton.jit(do_not_specialize=["rank"])
 def scatter_local(
     x,  # [W, numel]
-    buffers,  # int64 [W]; addresses of [2, W, numel]
-    signals,  # int64 [W]; addresses of int32 [scattered + chunks * W]
-    calls,  # int32 [1]
+    peers,  # buffers [2, W, numel]; signals int32 [scattered + chunks * W]
     rank,
     numel,
-    slot_numel,
     chunk,
     scattered,  # the first of the signals
     dtype: tl.constexpr,
@@ -64,25 +63,20 @@ def scatter_local(
     peer = node * NODE + to_local
     row = to_node * NODE + local
     index = tl.program_id(0) // NODE % chunks
-    call = tl.load(calls)
-    to = peer_pointer(buffers, peer, dtype) + (call % 2) * slot_numel + row * numel
+    call = tl.load(peers.calls)
+    to = peer_pointer(peers.buffers, peer, dtype) + (call % 2) * peers.slot_numel + row * numel
     copy_chunk(to, x + (to_node * NODE + to_local) * numel, index, numel, chunk, BLOCK)
-    notify(signals, peer, scattered + index * WORLD + row, call)
+    notify(peers, peer, scattered + index * WORLD + row, call)
 
 
 @triton.jit(do_not_specialize=["rank"])
 def reduce_local(
-    buffers,  # int64 [W]; addresses of [2, W, numel]
-    sums,  # int64 [W]; addresses of [2, W / NODE, numel], 0 for ranks that NVLink does not reach
+    peers,  # buffers [2, W, numel]; signals int32 [first + chunks * W / NODE]
+    sums,  # Slots [2, W / NODE, numel]; addresses are 0 for ranks that NVLink does not reach
     sent,  # [W / NODE, numel]; symmetric, this rank's; what is put
-    signals,  # int64 [W]; addresses of int32 [first + chunks * W / NODE]
     across,  # int64 [W]; addresses of int64 [chunks, W / NODE]
-    calls,  # int32 [1]
-    fault,  # int32 [4]
     rank,
     numel,
-    slot_numel,
-    sums_slot_numel,
     chunk,
     scattered,  # the first of the signals that are waited for
     first,  # of those that are set
@@ -91,7 +85,6 @@ def reduce_local(
     NODE: tl.constexpr,
     FAR: tl.constexpr,  # there are ranks without an address
     BLOCK: tl.constexpr,
-    max_polls,
 ):
     """Add chunks, send each to its node and tell. Grid: (programs,), persistent.
 
@@ -100,19 +93,19 @@ def reduce_local(
     chunks = tl.cdiv(numel, chunk)
     nodes: tl.constexpr = WORLD // NODE
     node = rank // NODE
-    call = tl.load(calls)
-    row_of_sums = (call % 2) * sums_slot_numel + node * numel
+    call = tl.load(peers.calls)
+    row_of_sums = (call % 2) * sums.numel + node * numel
     for item in range(tl.program_id(0), nodes * chunks, tl.num_programs(0)):
         to_node = (node + 1 + item // chunks) % nodes
         peer = to_node * NODE + rank % NODE
         index = item % chunks
         for local in range(NODE):
             row = to_node * NODE + local
-            wait(signals, rank, scattered + index * WORLD + row, call, fault, max_polls)
-        rows = peer_pointer(buffers, rank, dtype) + (call % 2) * slot_numel
+            wait(peers, rank, scattered + index * WORLD + row, call)
+        rows = peer_pointer(peers.buffers, rank, dtype) + (call % 2) * peers.slot_numel
         rows += to_node * NODE * numel
-        address = tl.load(sums + peer)
-        to = peer_pointer(sums, peer, dtype) + row_of_sums
+        address = tl.load(sums.addresses + peer)
+        to = peer_pointer(sums.addresses, peer, dtype) + row_of_sums
         if FAR:
             staged = sent + to_node * numel
             if address == 0:
@@ -122,26 +115,23 @@ def reduce_local(
             size: tl.constexpr = dtype.primitive_bitwidth // 8
             begin = index * chunk
             nbytes = (tl.minimum(begin + chunk, numel) - begin).to(tl.int64) * size
-            row = tl.load(sums + rank) + (row_of_sums + begin).to(tl.int64) * size
+            row = tl.load(sums.addresses + rank) + (row_of_sums + begin).to(tl.int64) * size
             source = (to + begin).to(tl.int64)
             signal = tl.load(across + rank) + 8 * (index * nodes + node)
             if address == 0:
                 nvshmem.put_signal(row, source, nbytes, signal, call.to(tl.int64), peer)
         if address != 0:
-            notify(signals, peer, first + index * nodes + node, call)
+            notify(peers, peer, first + index * nodes + node, call)
 
 
 @triton.jit(do_not_specialize=["rank"])
 def reduce_nodes(
     out,  # [numel]
-    sums,  # int64 [W]; addresses of [2, W / NODE, numel], 0 for ranks that NVLink does not reach
-    signals,  # int64 [W]; addresses of int32 [first + chunks * W / NODE]
+    # buffers [2, W / NODE, numel], of sums, 0 for ranks that NVLink does not reach
+    peers,  # signals int32 [first + chunks * W / NODE]
     across,  # int64 [W]; addresses of int64 [chunks, W / NODE]
-    calls,  # int32 [1]
-    fault,  # int32 [4]
     rank,
     numel,
-    sums_slot_numel,
     chunk,
     first,  # of the signals
     dtype: tl.constexpr,
@@ -149,43 +139,74 @@ def reduce_nodes(
     NODE: tl.constexpr,
     FAR: tl.constexpr,  # there are ranks without an address
     BLOCK: tl.constexpr,
-    max_polls,
 ):
     """Wait for chunks of all nodes' sums and add them. Grid: (programs,), persistent."""
     nodes: tl.constexpr = WORLD // NODE
-    call = tl.load(calls)
-    rows = peer_pointer(sums, rank, dtype) + (call % 2) * sums_slot_numel
+    call = tl.load(peers.calls)
+    rows = peer_pointer(peers.buffers, rank, dtype) + (call % 2) * peers.slot_numel
     for index in range(tl.program_id(0), tl.cdiv(numel, chunk), tl.num_programs(0)):
         for node in range(nodes):
             sender, at = node * NODE + rank % NODE, index * nodes + node
             nvshmem.wait_across(
-                sums, sender, signals, first + at, across, at, rank, call, fault, FAR, max_polls
+                peers.buffers, sender, peers, first + at, across, at, rank, call, FAR
             )
         add_chunk(out, rows, index, numel, numel, chunk, dtype, nodes, BLOCK)
 
 
 def run_two_level(x: Tensor, out: Tensor, workspace: ReduceScatterWorkspace) -> None:
     """One call of method two_level."""
-    chunks, tables, sizes, constants = workspace.chunked(out.numel())
-    (buffers, signals, calls), (rank, numel, slot_numel, chunk) = tables, sizes
-    size, node, fault = workspace.world_size, workspace.ranks_per_node, workspace.fault
-    sums, across, far = workspace.sums.addresses, workspace.across.addresses, workspace.far
-    constants["NODE"] = node
-    waits = {**constants, "FAR": far, **waiting(workspace), **workspace.link}
-    waits["BLOCK"] = RESIDENT_BLOCK // 2  # of which several rows are in registers
+    size, node, far = workspace.world_size, workspace.ranks_per_node, workspace.far
+    numel, chunk, rank = out.numel(), workspace.chunk, workspace.rank
+    chunks, across = count_chunks(numel, chunk), workspace.across.addresses
+    block = RESIDENT_BLOCK // 2  # of which several rows are in registers
     workspace.begin()
     with workspace.beside():
-        scatter_local[(size * chunks,)](x, *tables, *sizes, workspace.scattered, **constants)
+        scatter_local[(size * chunks,)](
+            x=x,
+            peers=workspace.peers(),
+            rank=rank,
+            numel=numel,
+            chunk=chunk,
+            scattered=workspace.scattered,
+            dtype=triton_type(x.dtype),
+            WORLD=size,
+            NODE=node,
+            BLOCK=BLOCK,
+        )
     if far:
-        nvshmem.quiet[(1,)](num_warps=1, **workspace.link)
+        nvshmem.quiet[(1,)](num_warps=1, extern_libs=workspace.extern_libs)
     reduce_local[(min(size // node * chunks, max(1, workspace.processors - 1)),)](
-        *(buffers, sums, workspace.sent.local, signals, across, calls, fault, rank, numel),
-        *(slot_numel, workspace.sums_numel, chunk, workspace.scattered, workspace.second),
-        **waits,
+        peers=workspace.peers(),
+        sums=Slots.of(workspace.sums),
+        sent=workspace.sent.local,
+        across=across,
+        rank=rank,
+        numel=numel,
+        chunk=chunk,
+        scattered=workspace.scattered,
+        first=workspace.second,
+        dtype=triton_type(x.dtype),
+        WORLD=size,
+        NODE=node,
+        FAR=far,
+        BLOCK=block,
+        num_warps=RESIDENT_WARPS,
+        extern_libs=workspace.extern_libs,
     )
     workspace.rejoin()
     reduce_nodes[(workspace.resident(chunks),)](
-        *(out, sums, signals, across, calls, fault, rank, numel),
-        *(workspace.sums_numel, chunk, workspace.second),
-        **waits,
+        out=out,
+        peers=workspace.peers(workspace.sums),
+        across=across,
+        rank=rank,
+        numel=numel,
+        chunk=chunk,
+        first=workspace.second,
+        dtype=triton_type(x.dtype),
+        WORLD=size,
+        NODE=node,
+        FAR=far,
+        BLOCK=block,
+        num_warps=RESIDENT_WARPS,
+        extern_libs=workspace.extern_libs,
     )

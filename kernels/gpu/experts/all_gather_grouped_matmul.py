@@ -43,7 +43,7 @@ no tokens here; a pair that is out of range is read as pair 0. Either is reporte
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import torch
 import triton
@@ -51,8 +51,8 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.gpu.collectives.chunks import copy_chunk
-from weft.kernels.gpu.collectives.collective import waiting
-from weft.kernels.gpu.experts.grouped_matmul import constants_of, group_of, group_sizes, report
+from weft.kernels.gpu.collectives.collective import RESIDENT_BLOCK, RESIDENT_WARPS
+from weft.kernels.gpu.experts.grouped_matmul import group_of, group_sizes, padded, report
 from weft.kernels.gpu.matmul.all_gather_matmul import (
     BLOCK,
     Topology,
@@ -63,17 +63,17 @@ from weft.kernels.gpu.matmul.all_gather_matmul import (
 )
 from weft.kernels.gpu.matmul.epilogue import NOTHING, Epilogue
 from weft.kernels.gpu.matmul.matmul import (
-    GROUP,
     Weights,
     choose_tiling,
     count_columns,
-    evenness,
+    form_of,
     multiply_and_finish,
     tile_at,
 )
 from weft.kernels.gpu.runtime.arguments import KernelError, require_counts, require_tensor
+from weft.kernels.gpu.runtime.peers import SLOTS, Slots
 from weft.kernels.gpu.runtime.signals import count_off, notify, peer_pointer, wait
-from weft.kernels.gpu.runtime.workspace import SLOTS, Workspace, agreed, require_dtype, triton_type
+from weft.kernels.gpu.runtime.workspace import Workspace, agreed, require_dtype, triton_type
 from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
@@ -104,25 +104,34 @@ def plan_length(experts: int, pairs: int) -> int:
     return experts + 1 + 2 * pairs
 
 
+class Ranks(NamedTuple):
+    """How kernels take the ranks in turn: RANKS, a constant of theirs (peers.py).
+
+    Attributes:
+        world: W, number of ranks.
+        node: ranks of a node.
+        steps: a power of two, at least W.
+    """
+
+    world: int
+    node: int
+    steps: int
+
+
 @triton.jit(do_not_specialize=["rank", "m"])
 def push_shard(
     x,  # [m, K]; this rank's shard
     x_scale,  # float32 [scales_count], or None
     plan,  # int32 [length]
-    buffers,  # int64 [W]; addresses of [2, W, m, K]
-    scales,  # int64 [W]; addresses of float32 [2, W, m]
-    plans,  # int64 [W]; addresses of int32 [2, W, length]
+    peers,  # buffers [2, W, m, K]; signals int32 [W]
+    scales,  # Slots: float32 [2, W, m]
+    plans,  # Slots: int32 [2, W, length]
     sent,  # int64 [W]; addresses of int32 [W]
-    signals,  # int64 [W]; addresses of int32 [W]
-    calls,  # int32 [1]
     rank,
     m,
     numel,  # m * K
     length,
     scales_count,
-    slot_numel,  # of a slot of the buffer
-    slot_rows,  # of a slot of the scales
-    slot_plans,  # of a slot of the plans
     chunk,
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
@@ -131,23 +140,24 @@ def push_shard(
     BLOCK: tl.constexpr,
 ):
     """Send all that a rank has to the other ranks, in parts. Grid: (programs,), persistent."""
-    call = tl.load(calls)
+    call = tl.load(peers.calls)
     parts = 1 + tl.cdiv(numel, chunk)
     for item in range(tl.program_id(0), (WORLD - 1) * parts, tl.num_programs(0)):
         step, part = step_and_part(parts + item, parts, WORLD, MESH)
         peer = behind(rank, step, WORLD, NODE)
         if part == 0:
-            to_plan = peer_pointer(plans, peer, tl.int32) + (call % 2) * slot_plans
+            to_plan = peer_pointer(plans.addresses, peer, tl.int32) + (call % 2) * plans.numel
             copy_chunk(to_plan + rank * length, plan, 0, length, length, BLOCK)
             if x_scale is not None:
-                to_scales = peer_pointer(scales, peer, tl.float32) + (call % 2) * slot_rows
+                to_scales = peer_pointer(scales.addresses, peer, tl.float32)
+                to_scales += (call % 2) * scales.numel
                 copy_chunk(to_scales + rank * m, x_scale, 0, scales_count, scales_count, BLOCK)
         else:
-            place = (call % 2) * slot_numel + tl.cast(rank, tl.int64) * numel
-            to = peer_pointer(buffers, peer, dtype) + place
+            place = (call % 2) * peers.slot_numel + tl.cast(rank, tl.int64) * numel
+            to = peer_pointer(peers.buffers, peer, dtype) + place
             copy_chunk(to, x, part - 1, numel, chunk, BLOCK)
         if count_off(sent, rank, peer, parts):
-            notify(signals, peer, rank, call)
+            notify(peers, peer, rank, call)
 
 
 @triton.jit
@@ -179,24 +189,15 @@ def pick(values, index, GROUPS: tl.constexpr):
 def multiply_gathered_groups(
     x,  # [m, K]; this rank's shard
     plan,  # int32 [length]; this rank's
-    w0,  # [E, K, n0], or [E, n0, K] if TRANSPOSED
-    w1,
-    w2,
-    n0,
-    n1,
-    n2,
-    x_scale,  # float32 [m] or [1], or None
-    w_scale,  # float32 [E, n0 + n1 + n2], [E, 1] or [1], or None
+    weights,  # three: [E, K, n], or [E, n, K] if FORM.transposed, or None
+    widths,  # n of each
+    # EpilogueOperands: x_scale float32 [m] or [1]; w_scale float32 [E, N], [E, 1] or [1];
+    epilogue,  # bias [E, N]; residual [W * pairs, N']
     scale_stride,  # of w_scale, from one expert to the next
-    bias,  # [E, n0 + n1 + n2], or None
-    residual,  # [W * pairs, N'], or None
     out,  # [W * pairs, N']
-    buffers,  # int64 [W]; addresses of [2, W, m, K]
-    scales,  # int64 [W]; addresses of float32 [2, W, m]
-    plans,  # int64 [W]; addresses of int32 [2, W, length]
-    signals,  # int64 [W]; addresses of int32 [W]
-    calls,  # int32 [1]
-    fault,  # int32 [4]
+    peers,  # buffers [2, W, m, K]; signals int32 [W]
+    scales,  # Slots: float32 [2, W, m]
+    plans,  # Slots: int32 [2, W, length]
     status,  # int32 [1]
     rank,
     m,
@@ -205,35 +206,27 @@ def multiply_gathered_groups(
     pairs,  # m * top_k
     top_k,
     out_columns,  # N'
-    slot_numel,
-    slot_rows,
-    slot_plans,
     dtype: tl.constexpr,
-    WORLD: tl.constexpr,
-    STEPS: tl.constexpr,  # a power of two, at least WORLD
-    NODE: tl.constexpr,
+    RANKS: tl.constexpr,
     GROUPS: tl.constexpr,  # a power of two, at least E
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    WEIGHTS: tl.constexpr,
-    SILU: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,  # each row of x has a scale of its own
     ALIGNED: tl.constexpr,  # rows of x begin at multiples of 16 bytes
-    max_polls,
+    FORM: tl.constexpr,
 ):
     """Tiles of the products, each after its tokens have come. Grid: (programs,), persistent."""
-    call = tl.load(calls)
+    WORLD: tl.constexpr = RANKS.world
+    NODE: tl.constexpr = RANKS.node
+    STEPS: tl.constexpr = RANKS.steps
+    BLOCK_M: tl.constexpr = FORM.block_m
+    GROUP: tl.constexpr = FORM.group
+    n0, n1, n2 = widths[0], widths[1], widths[2]
+    call = tl.load(peers.calls)
     length = groups + 1 + 2 * pairs
-    columns = count_columns(n0, n1, n2, BLOCK_N, WEIGHTS, SILU and WEIGHTS == 2)
-    gathered = peer_pointer(buffers, rank, dtype) + (call % 2) * slot_numel
-    gathered_scales = peer_pointer(scales, rank, tl.float32) + (call % 2) * slot_rows
-    gathered_plans = peer_pointer(plans, rank, tl.int32) + (call % 2) * slot_plans
+    columns = count_columns(widths, FORM)
+    gathered = peer_pointer(peers.buffers, rank, dtype) + (call % 2) * peers.slot_numel
+    gathered_scales = peer_pointer(scales.addresses, rank, tl.float32)
+    gathered_scales += (call % 2) * scales.numel
+    gathered_plans = peer_pointer(plans.addresses, rank, tl.int32) + (call % 2) * plans.numel
     steps = tl.arange(0, STEPS)
     shards = ahead_of(rank, steps, WORLD, NODE)
     by_step = tl.where(steps > 0, gathered_plans + shards * length, plan)
@@ -244,7 +237,7 @@ def multiply_gathered_groups(
     for stage in range(WORLD):
         shard = ahead_of(rank, stage, WORLD, NODE)
         if stage > 0:
-            wait(signals, rank, shard, call, fault, max_polls)
+            wait(peers, rank, shard, call)
         offsets = tl.where(stage > 0, gathered_plans + shard * length, plan)
         size, wrong = group_sizes(offsets, groups, pairs, GROUPS)
         if wrong < GROUPS:
@@ -276,26 +269,24 @@ def multiply_gathered_groups(
             left = tl.where(step > 0, gathered + (source * m + token).to(tl.int64) * K, own)
             if ALIGNED:  # which Triton loses sight of, where there is a choice of pointers
                 left = tl.multiple_of(left, 16)
-            row_scale = x_scale
-            if x_scale is not None:
+            row_scale = epilogue.x_scale
+            if epilogue.x_scale is not None:
                 # One scale of a whole shard, of each shard another, stands for all of its rows.
                 at_scale = token if SCALE_ROWS else token * 0
                 come = gathered_scales + source * m + at_scale
-                row_scale = tl.where(step > 0, come, x_scale + at_scale)
+                row_scale = tl.where(step > 0, come, epilogue.x_scale + at_scale)
             to = (source * pairs + place).to(tl.int64) * out_columns
             matrix = tl.cast(expert, tl.int64) * K
             multiply_and_finish(
                 left, 0, rows - first, column,
-                w0 + matrix * n0,
-                None if w1 is None else w1 + matrix * n1,
-                None if w2 is None else w2 + matrix * n2,
-                n0, n1, n2, row_scale,
-                None if w_scale is None else w_scale + expert * scale_stride,
-                None if bias is None else bias + expert * (n0 + n1 + n2),
-                None if residual is None else residual + to,
-                out + to,
-                K, BLOCK_M, BLOCK_N, BLOCK_K, WEIGHTS, SILU, TRANSPOSED, True, SCALE_COLUMNS,
-                EVEN_M=False, EVEN_N=EVEN_N, EVEN_K=EVEN_K, TMA=False,
+                weights[0] + matrix * n0,
+                None if weights[1] is None else weights[1] + matrix * n1,
+                None if weights[2] is None else weights[2] + matrix * n2,
+                widths, row_scale,
+                None if epilogue.w_scale is None else epilogue.w_scale + expert * scale_stride,
+                None if epilogue.bias is None else epilogue.bias + expert * (n0 + n1 + n2),
+                None if epilogue.residual is None else epilogue.residual + to,
+                out + to, K, FORM,
             )  # fmt: skip
             tile += tl.num_programs(0)
         tile -= tiles
@@ -468,19 +459,8 @@ def all_gather_grouped_matmul(
         if plans is not None:
             plans.copy_(plan)  # without tokens all are the same
         return out
-    x_scale, rank = epilogue.x_scale, workspace.rank
-    memory = {
-        "buffers": workspace.buffer.addresses,
-        "scales": workspace.scales.addresses,
-        "plans": workspace.plans.addresses,
-        "signals": workspace.signals.addresses,
-        "calls": workspace.calls,
-        "slot_numel": workspace.numel,
-        "slot_rows": workspace.slot_rows,
-        "slot_plans": workspace.slot_plans,
-        "dtype": triton_type(x_shard.dtype),
-    }
-    mine = {"x": x_shard, "plan": plan, "rank": rank, "m": m, "WORLD": size, "NODE": node}
+    x_scale, rank, dtype = epilogue.x_scale, workspace.rank, triton_type(x_shard.dtype)
+    all_scales, all_plans = Slots.of(workspace.scales), Slots.of(workspace.plans)
     begun = None
     with workspace.beside():
         workspace.begin()
@@ -489,53 +469,73 @@ def all_gather_grouped_matmul(
         if size > 1:
             parts = (size - 1) * (1 + -(-m * k // CHUNK))
             push_shard[(min(parts, senders or parts),)](
-                **{**mine, **memory, "x_scale": x_scale, "sent": workspace.sent.addresses},
+                x=x_shard,
+                x_scale=x_scale,
+                plan=plan,
+                peers=workspace.peers(),
+                scales=all_scales,
+                plans=all_plans,
+                sent=workspace.sent.addresses,
+                rank=rank,
+                m=m,
                 numel=m * k,
                 length=length,
                 scales_count=0 if x_scale is None else x_scale.numel(),
                 chunk=CHUNK,
+                dtype=dtype,
+                WORLD=size,
+                NODE=node,
                 MESH=topology == "mesh",
                 BLOCK=BLOCK,
             )
     if begun is not None:
         torch.cuda.current_stream(x_shard.device).wait_event(begun)
-    even = evenness(tiling, m, weights.widths, k)
+    form = form_of(tiling, weights, epilogue, m, k)
     tiles = (size * pairs // tiling.block_m + experts) * weights.column_tiles(tiling.block_n, silu)
     itemsize = x_shard.itemsize
     places = (x_shard.data_ptr(), k * itemsize, workspace.numel * itemsize)
     multiply_gathered_groups[(max(1, min(tiles, programs or available)),)](
-        **{**mine, **memory, **weights.arguments(silu), **constants_of(experts)},
-        **{**epilogue.scales(), "scale_stride": epilogue.scale_stride()},
+        x=x_shard,
+        plan=plan,
+        weights=weights.three,
+        widths=weights.three_widths,
+        epilogue=epilogue.operands,
+        scale_stride=epilogue.scale_stride(),
         out=out,
-        out_columns=columns,
+        peers=workspace.peers(),
+        scales=all_scales,
+        plans=all_plans,
+        status=workspace.status,
+        rank=rank,
+        m=m,
         K=k,
+        groups=experts,
         pairs=pairs,
         top_k=top_k,
-        bias=epilogue.bias,
-        residual=epilogue.residual,
-        fault=workspace.fault,
-        status=workspace.status,
-        max_polls=workspace.max_polls,
-        STEPS=triton.next_power_of_2(size),
-        GROUP=GROUP,
-        BLOCK_M=tiling.block_m,
-        BLOCK_N=tiling.block_n,
-        BLOCK_K=tiling.block_k,
-        EVEN_N=even["EVEN_N"],
-        EVEN_K=even["EVEN_K"],
+        out_columns=columns,
+        dtype=dtype,
+        RANKS=Ranks(size, node, triton.next_power_of_2(size)),
+        GROUPS=padded(experts),
+        SCALE_ROWS=epilogue.scales_rows,
         ALIGNED=all(place % 16 == 0 for place in places),
+        FORM=form._replace(scale_rows=True, even_m=False),  # a row's scale is found by address
         num_warps=tiling.warps,
         num_stages=tiling.stages,
     )
     if plans is not None:  # a plan is a shard of one row
         collect_rows[(workspace.resident(size),)](
-            *(plan, plans, workspace.plans.addresses, workspace.signals.addresses),
-            *(workspace.calls, workspace.fault, rank, 1, length, workspace.slot_plans),
+            x=plan,
+            out=plans,
+            peers=workspace.peers(workspace.plans),
+            rank=rank,
+            m=1,
+            K=length,
             dtype=tl.int32,
             WORLD=size,
             NODE=node,
             BLOCK_M=16,
-            **waiting(workspace),
+            BLOCK=RESIDENT_BLOCK,
+            num_warps=RESIDENT_WARPS,
         )
     workspace.rejoin()
     return out

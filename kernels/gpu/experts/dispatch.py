@@ -69,17 +69,16 @@ from weft.kernels.gpu.experts.expert_tokens import (
 )
 from weft.kernels.gpu.experts.placement import Placement
 from weft.kernels.gpu.runtime.arguments import require, require_tensor
+from weft.kernels.gpu.runtime.peers import SLOTS
 from weft.kernels.gpu.runtime.signals import notify, peer_pointer, wait
-from weft.kernels.gpu.runtime.workspace import SLOTS
+from weft.kernels.gpu.runtime.workspace import triton_type
 from weft.kernels.symmetric.memory import Home
 
 
 @triton.jit
 def send_chunk(
     x,  # [T, K]
-    expert_ids,  # int32 [T, k]
-    replicas,  # int32 [E, width]
-    counts,  # int32 [E]
+    routing,  # Routing
     status,  # int32 [T]
     to,  # [C, K]; this rank's part of the peer's slot
     to_scales,  # float32 [C, ceil(K / COLUMNS)], or None; likewise
@@ -89,59 +88,48 @@ def send_chunk(
     rank,
     num_tokens,  # T
     K,
-    num_experts,
-    width,
-    num_slots,  # of a rank
-    TOKENS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    CHOICES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Store at a peer which choices of a chunk are its own, and the tokens that have one."""
+    TOKENS: tl.constexpr = FORM.tokens
+    TOP_K: tl.constexpr = FORM.top_k
+    CHOICES: tl.constexpr = FORM.choices
+    BLOCK: tl.constexpr = FORM.block
     tokens, entries, asked = chunk_entries(index, TOKENS, TOP_K, CHOICES)
     given = asked & (tokens[:, None] < num_tokens)
-    ids = tl.load(expert_ids + entries, mask=given, other=-1)
-    slots = choose_slots(ids, tokens, replicas, counts, rank, num_experts, width)
-    first = peer * num_slots
-    theirs = (slots >= first) & (slots < first + num_slots)
+    ids = tl.load(routing.expert_ids + entries, mask=given, other=-1)
+    slots = choose_slots(ids, tokens, routing, rank)
+    first = peer * routing.num_slots
+    theirs = (slots >= first) & (slots < first + routing.num_slots)
     tl.store(wanted + entries, tl.where(theirs, slots - first, -1), mask=asked)
     goes = tl.max(theirs.to(tl.int32), axis=1) > 0
     send_rows(to, to_scales, tokens, x, tokens, goes, K, TOKENS, BLOCK)
     if peer == rank:
-        flag_tokens(status, ids, tokens, num_tokens, num_experts)
+        flag_tokens(status, ids, tokens, num_tokens, routing.num_experts)
 
 
 @triton.jit(do_not_specialize=["rank", "num_tokens"])
 def exchange_tokens(
     x,  # [T, K]
-    expert_ids,  # int32 [T, k]
-    replicas,  # int32 [E, width]
-    counts,  # int32 [E]
+    routing,  # Routing
     status,  # int32 [T]
     tokens_of,  # int32 [W, chunks, L]
-    buffers,  # int64 [W]; addresses of [2, W, C, K]
+    peers,  # buffers [2, W, C, K]; signals int32 [chunks, W]
     scales,  # int64 [W]; addresses of float32 [2, W, C, ceil(K / COLUMNS)], or None
     wanted,  # int64 [W]; addresses of int32 [2, W, C, k]
-    signals,  # int64 [W]; addresses of int32 [chunks, W]
-    calls,  # int32 [1]
-    fault,  # int32 [4]
     rank,
     num_tokens,  # T
     K,
-    num_experts,
-    width,
-    num_slots,  # L
-    chunks,  # C / TOKENS
+    chunks,  # C / FORM.tokens
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
-    TOKENS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    CHOICES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    max_polls,
+    FORM: tl.constexpr,
 ):
     """Send chunks to all ranks; then wait for theirs and count. Grid: (programs,), persistent."""
-    call = tl.load(calls)
+    TOKENS: tl.constexpr = FORM.tokens
+    TOP_K: tl.constexpr = FORM.top_k
+    CHOICES: tl.constexpr = FORM.choices
+    call = tl.load(peers.calls)
     slot = (call % 2) * (WORLD * chunks * TOKENS)  # rows before this call's
     own = slot + rank * chunks * TOKENS
     groups = tl.cdiv(K, COLUMNS)
@@ -150,11 +138,9 @@ def exchange_tokens(
         index = item // WORLD
         send_chunk(
             x,
-            expert_ids,
-            replicas,
-            counts,
+            routing,
             status,
-            peer_pointer(buffers, peer, dtype) + own * K,
+            peer_pointer(peers.buffers, peer, dtype) + own * K,
             None if scales is None else peer_pointer(scales, peer, tl.float32) + own * groups,
             peer_pointer(wanted, peer, tl.int32) + own * TOP_K,
             index,
@@ -162,22 +148,18 @@ def exchange_tokens(
             rank,
             num_tokens,
             K,
-            num_experts,
-            width,
-            num_slots,
-            TOKENS,
-            TOP_K,
-            CHOICES,
-            BLOCK,
+            FORM,
         )
-        notify(signals, peer, index * WORLD + rank, call)
+        notify(peers, peer, index * WORLD + rank, call)
 
     for item in range(tl.program_id(0), chunks * WORLD, tl.num_programs(0)):
         source = (rank + WORLD - 1 - item % WORLD) % WORLD
         index = item // WORLD
-        wait(signals, rank, index * WORLD + source, call, fault, max_polls)
+        wait(peers, rank, index * WORLD + source, call)
         names = peer_pointer(wanted, rank, tl.int32) + (slot + source * chunks * TOKENS) * TOP_K
-        count_chunk(tokens_of, names, source, index, num_slots, chunks, TOKENS, TOP_K, CHOICES)
+        count_chunk(
+            tokens_of, names, source, index, routing.num_slots, chunks, TOKENS, TOP_K, CHOICES
+        )
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -185,21 +167,21 @@ def return_tokens(
     y,  # [R, K]
     positions,  # int32 [W, C, k]
     returned,  # int64 [W]; addresses of [2, C, k, K]
-    signals,  # int64 [W]; addresses of int32 [combined + chunks * W]
-    number,  # int32 [1]; of the call
+    peers,  # signals int32 [combined + chunks * W]
     rank,
     K,
     chunks,
     combined,  # the first of the signals
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
-    TOKENS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    CHOICES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Store the outputs for one chunk of one rank's tokens there. Grid: (chunks * W,)."""
-    call = tl.load(number)
+    TOKENS: tl.constexpr = FORM.tokens
+    TOP_K: tl.constexpr = FORM.top_k
+    CHOICES: tl.constexpr = FORM.choices
+    BLOCK: tl.constexpr = FORM.block
+    call = tl.load(peers.calls)
     peer = (rank + 1 + tl.program_id(0)) % WORLD
     index = tl.program_id(0) // WORLD
     capacity = chunks * TOKENS
@@ -209,7 +191,7 @@ def return_tokens(
     for choice in range(TOP_K):
         row = pick(place, choice, CHOICES)
         copy_rows(to, tokens * TOP_K + choice, y, row, row >= 0, K, BLOCK)
-    notify(signals, peer, combined + index * WORLD + rank, call)
+    notify(peers, peer, combined + index * WORLD + rank, call)
 
 
 @triton.jit(do_not_specialize=["rank", "num_tokens"])
@@ -218,9 +200,7 @@ def sum_tokens(
     weights,  # float32 [T, k]
     expert_ids,  # int32 [T, k]
     returned,  # int64 [W]; addresses of [2, C, k, K]
-    signals,  # int64 [W]; addresses of int32 [combined + chunks * W]
-    number,  # int32 [1]; of the call
-    fault,  # int32 [4]
+    peers,  # signals int32 [combined + chunks * W]
     rank,
     num_tokens,  # T
     K,
@@ -229,20 +209,20 @@ def sum_tokens(
     combined,
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
-    TOKENS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    max_polls,
+    FORM: tl.constexpr,
 ):
     """Wait for all outputs of a chunk, and add some columns. Grid: (programs,), persistent."""
-    call = tl.load(number)
+    TOKENS: tl.constexpr = FORM.tokens
+    TOP_K: tl.constexpr = FORM.top_k
+    BLOCK: tl.constexpr = FORM.block
+    call = tl.load(peers.calls)
     came = peer_pointer(returned, rank, dtype) + (call % 2) * (chunks * TOKENS * TOP_K * K)
     columns = tl.cdiv(K, BLOCK)
     for item in range(tl.program_id(0), tl.cdiv(num_tokens, TOKENS) * columns, tl.num_programs(0)):
         index = item // columns
         for step in range(WORLD):
             source = (rank + step) % WORLD
-            wait(signals, rank, combined + index * WORLD + source, call, fault, max_polls)
+            wait(peers, rank, combined + index * WORLD + source, call)
         tokens = index * TOKENS + tl.arange(0, TOKENS)
         at = item % columns * BLOCK + tl.arange(0, BLOCK)[None, :]
         total = tl.zeros((TOKENS, BLOCK), tl.float32)
@@ -335,18 +315,25 @@ def moe_dispatch(x: Tensor, expert_ids: Tensor, workspace: LowLatencyWorkspace) 
     with workspace.agreed("moe_dispatch", {}):
         workspace.require_tokens(partial(require, "moe_dispatch"), x, expert_ids)
     tokens, size, chunks = len(x), workspace.world_size, workspace.chunks
-    slots, experts = workspace.placement.slots_per_rank, workspace.placement.num_experts
+    slots = workspace.placement.slots_per_rank
     status = expert_ids.new_empty(tokens)
     tokens_of = expert_ids.new_empty(size, chunks, slots)
     workspace.begin()
     exchange_tokens[(workspace.resident(chunks * size),)](
-        *(x, expert_ids, workspace.replicas, workspace.replica_counts, status, tokens_of),
-        *(workspace.buffer.addresses, addresses(workspace.scales), workspace.wanted.addresses),
-        *(workspace.signals.addresses, workspace.calls, workspace.fault, workspace.rank, tokens),
-        *(workspace.width, experts, workspace.replicas.shape[1], slots, chunks),
-        **workspace.constants(workspace.wire),
-        **workspace.choices,
-        max_polls=workspace.max_polls,
+        x=x,
+        routing=workspace.routing(expert_ids),
+        status=status,
+        tokens_of=tokens_of,
+        peers=workspace.peers(),
+        scales=addresses(workspace.scales),
+        wanted=workspace.wanted.addresses,
+        rank=workspace.rank,
+        num_tokens=tokens,
+        K=workspace.width,
+        chunks=chunks,
+        dtype=triton_type(workspace.wire),
+        WORLD=size,
+        FORM=workspace.form(workspace.wire),
     )
     arrived, _ = workspace.place(tokens_of)
     return Dispatched(**arrived, status=status, expert_ids=expert_ids)
@@ -378,19 +365,35 @@ def moe_combine(
     size, chunks, width = workspace.world_size, workspace.chunks, workspace.width
     tokens = len(weights)
     out = y.new_empty(tokens, width)
-    constants = workspace.constants(workspace.dtype)
-    tables = (workspace.returned.addresses, workspace.signals.addresses, sent.call)
+    form, peers = workspace.form(workspace.dtype), workspace.peers(calls=sent.call)
     return_tokens[(chunks * size,)](
-        *(y, sent.positions, *tables, workspace.rank, width, chunks, workspace.combined),
-        **constants,
-        **workspace.choices,
+        y=y,
+        positions=sent.positions,
+        returned=workspace.returned.addresses,
+        peers=peers,
+        rank=workspace.rank,
+        K=width,
+        chunks=chunks,
+        combined=workspace.combined,
+        dtype=triton_type(workspace.dtype),
+        WORLD=size,
+        FORM=form,
     )
-    items = -(-tokens // workspace.chunk) * -(-width // constants["BLOCK"])
+    items = -(-tokens // workspace.chunk) * -(-width // form.block)
     sum_tokens[(workspace.resident(items),)](
-        *(out, weights, sent.expert_ids, *tables, workspace.fault, workspace.rank, tokens, width),
-        *(workspace.placement.num_experts, chunks, workspace.combined),
-        **constants,
-        TOP_K=workspace.top_k,
-        max_polls=workspace.max_polls,
+        out=out,
+        weights=weights,
+        expert_ids=sent.expert_ids,
+        returned=workspace.returned.addresses,
+        peers=peers,
+        rank=workspace.rank,
+        num_tokens=tokens,
+        K=width,
+        num_experts=workspace.placement.num_experts,
+        chunks=chunks,
+        combined=workspace.combined,
+        dtype=triton_type(workspace.dtype),
+        WORLD=size,
+        FORM=form,
     )
     return out

@@ -76,7 +76,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -100,8 +100,9 @@ from weft.kernels.gpu.experts.expert_tokens import (
 from weft.kernels.gpu.experts.placement import Placement
 from weft.kernels.gpu.runtime import nvshmem
 from weft.kernels.gpu.runtime.arguments import require, require_tensor
+from weft.kernels.gpu.runtime.peers import SLOTS
 from weft.kernels.gpu.runtime.signals import notify, peer_pointer, wait
-from weft.kernels.gpu.runtime.workspace import SLOTS
+from weft.kernels.gpu.runtime.workspace import triton_type
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
 CHUNK = 16
@@ -112,6 +113,20 @@ WARPS = 8
 
 NAMES, ROWS, SCALES, HOME = (tl.constexpr(kind) for kind in range(4))
 """The signals that follow puts of names, rows and scales, and of sums."""
+
+
+class Sent(NamedTuple):
+    """What `cross_nodes` puts from: symmetric memory of this rank (peers.py).
+
+    Attributes:
+        rows: [NODES, C, K].
+        scales: float32 [NODES, C, ceil(K / COLUMNS)], or None.
+        names: int32 [NODES, C, 2, k].
+    """
+
+    rows: Tensor
+    scales: Tensor | None
+    names: Tensor
 
 
 @triton.jit
@@ -138,40 +153,33 @@ def put_rows(
 @triton.jit(do_not_specialize=["rank", "num_tokens"])
 def cross_nodes(
     x,  # [T, K]
-    expert_ids,  # int32 [T, k]
+    routing,  # Routing
     weights,  # float32 [T, k]
-    replicas,  # int32 [E, width]
-    counts,  # int32 [E]
     status,  # int32 [T]
     packed,  # int32 [NODES, C]; the row of a token on a node, or -1
     crossed,  # int64 [W]; addresses of [2, NODES, C, K], 0 for ranks that NVLink does not reach
     scales,  # int64 [W]; addresses of float32 [2, NODES, C, ceil(K / COLUMNS)], or None
     names,  # int64 [W]; addresses of int32 [2, NODES, C, 2, k]
-    sent,  # [NODES, C, K]; symmetric, this rank's, as the next two; what is put
-    sent_scales,  # float32 [NODES, C, ceil(K / COLUMNS)], or None
-    sent_names,  # int32 [NODES, C, 2, k]
-    signals,  # int64 [W]; addresses of int32 [chunks, NODES], and more
+    sent,  # Sent
+    peers,  # signals int32 [chunks, NODES], and more
     across,  # int64 [W]; addresses of int64 [4, chunks, NODES]
-    calls,  # int32 [1]
     rank,
     num_tokens,  # T
     K,
-    num_experts,
-    width,
-    num_slots,  # L
     chunks,
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     NODE: tl.constexpr,  # ranks of a node
     FAR: tl.constexpr,  # there are ranks without an address
-    TOKENS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    CHOICES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Send one chunk to one node, the next one first. Grid: (chunks * NODES,)."""
+    TOKENS: tl.constexpr = FORM.tokens
+    TOP_K: tl.constexpr = FORM.top_k
+    CHOICES: tl.constexpr = FORM.choices
+    BLOCK: tl.constexpr = FORM.block
     nodes: tl.constexpr = WORLD // NODE
-    call = tl.load(calls)
+    call = tl.load(peers.calls)
     own = rank // NODE
     node = (own + 1 + tl.program_id(0)) % nodes
     index = tl.program_id(0) // nodes
@@ -182,17 +190,17 @@ def cross_nodes(
 
     tokens, entries, asked = chunk_entries(index, TOKENS, TOP_K, CHOICES)
     given = asked & (tokens[:, None] < num_tokens)
-    ids = tl.load(expert_ids + entries, mask=given, other=-1)
-    slots = choose_slots(ids, tokens, replicas, counts, rank, num_experts, width)
-    first = node * NODE * num_slots
-    theirs = (slots >= first) & (slots < first + NODE * num_slots)
+    ids = tl.load(routing.expert_ids + entries, mask=given, other=-1)
+    slots = choose_slots(ids, tokens, routing, rank)
+    first = node * NODE * routing.num_slots
+    theirs = (slots >= first) & (slots < first + NODE * routing.num_slots)
     share = tl.load(weights + entries, mask=given & theirs, other=0.0)
     goes = tl.max(theirs.to(tl.int32), axis=1)
     place = index * TOKENS + tl.cumsum(goes, axis=0) - goes
     count = tl.sum(goes, axis=0)
     tl.store(packed + node * capacity + tokens, tl.where(goes > 0, place, -1))
     if peer == rank:
-        flag_tokens(status, ids, tokens, num_tokens, num_experts)
+        flag_tokens(status, ids, tokens, num_tokens, routing.num_experts)
 
     row = (call % 2) * (nodes * capacity) + own * capacity  # of the peer's
     address = tl.load(names + peer)
@@ -202,10 +210,10 @@ def cross_nodes(
     if FAR:
         staged = node * capacity
         if address == 0:
-            to_names = sent_names + staged * (2 * TOP_K)
-            to = sent + staged * K
+            to_names = sent.names + staged * (2 * TOP_K)
+            to = sent.rows + staged * K
         if scales is not None:
-            staged_scales = sent_scales + staged * groups
+            staged_scales = sent.scales + staged * groups
             if address == 0:
                 to_scales = staged_scales
     name = entries + tokens[:, None] * TOP_K
@@ -215,7 +223,7 @@ def cross_nodes(
 
     at = index * nodes + own
     if address != 0:
-        notify(signals, peer, at, call)
+        notify(peers, peer, at, call)
     if FAR:
         begin = index * TOKENS
         kinds = chunks * nodes
@@ -246,14 +254,11 @@ def pass_on(
     crossed,  # int64 [W]; addresses of [2, NODES, C, K], 0 for ranks that NVLink does not reach
     crossed_scales,  # int64 [W]; addresses of float32 [2, NODES, C, ceil(K / COLUMNS)], or None
     names,  # int64 [W]; addresses of int32 [2, NODES, C, 2, k]
-    buffers,  # int64 [W]; addresses of [2, W, C, K]
+    peers,  # buffers [2, W, C, K]; signals int32 [chunks, NODES], and [chunks, W] from `passed` on
     scales,  # int64 [W]; addresses of float32 [2, W, C, ceil(K / COLUMNS)], or None
     wanted,  # int64 [W]; addresses of int32 [2, W, C, k]
     shares,  # int64 [W]; addresses of float32 [2, W, C, k]
-    signals,  # int64 [W]; addresses of int32 [chunks, NODES], and [chunks, W] from `passed` on
     across,  # int64 [W]; addresses of int64 [4, chunks, NODES]
-    calls,  # int32 [1]
-    fault,  # int32 [4]
     rank,
     K,
     num_slots,  # L
@@ -263,15 +268,15 @@ def pass_on(
     WORLD: tl.constexpr,
     NODE: tl.constexpr,
     FAR: tl.constexpr,
-    TOKENS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    CHOICES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    max_polls,
+    FORM: tl.constexpr,
 ):
     """Pass chunks on in this node; then wait for the others' and count. Grid: (programs,)."""
+    TOKENS: tl.constexpr = FORM.tokens
+    TOP_K: tl.constexpr = FORM.top_k
+    CHOICES: tl.constexpr = FORM.choices
+    BLOCK: tl.constexpr = FORM.block
     nodes: tl.constexpr = WORLD // NODE
-    call = tl.load(calls)
+    call = tl.load(peers.calls)
     own, mine = rank // NODE, rank % NODE
     capacity = chunks * TOKENS
     kinds = chunks * nodes
@@ -283,10 +288,7 @@ def pass_on(
         index = item // WORLD
         source, peer = node * NODE + mine, own * NODE + local
         at = index * nodes + node
-        nvshmem.wait_across(
-            names, source, signals, at, across, NAMES * kinds + at, rank, call, fault, FAR,
-            max_polls,
-        )  # fmt: skip
+        nvshmem.wait_across(names, source, peers, at, across, NAMES * kinds + at, rank, call, FAR)
         begin = (call % 2) * (nodes * capacity) + node * capacity
         tokens, entries, asked = chunk_entries(index, TOKENS, TOP_K, CHOICES)
         name = peer_pointer(names, rank, tl.int32) + begin * (2 * TOP_K)
@@ -297,10 +299,10 @@ def pass_on(
         if FAR:
             follows = tl.load(across + rank) + 8 * (ROWS * kinds + at)
             if (tl.load(names + source) == 0) & (tl.sum(came, axis=0) > 0):
-                nvshmem.wait(follows, call.to(tl.int64), rank, at, fault, max_polls)
+                nvshmem.wait(follows, call.to(tl.int64), peers, rank, at)
                 if scales is not None:
                     follows = tl.load(across + rank) + 8 * (SCALES * kinds + at)
-                    nvshmem.wait(follows, call.to(tl.int64), rank, at, fault, max_polls)
+                    nvshmem.wait(follows, call.to(tl.int64), peers, rank, at)
 
         first = local * num_slots
         theirs = (slots >= first) & (slots < first + num_slots)
@@ -312,19 +314,19 @@ def pass_on(
         share = tl.load(name + TOP_K, mask=theirs, other=0).to(tl.float32, bitcast=True)
         tl.store(peer_pointer(shares, peer, tl.float32) + row * TOP_K + entries, share, mask=theirs)
         came_rows = peer_pointer(crossed, rank, dtype) + begin * K
-        to = peer_pointer(buffers, peer, dtype) + row * K
+        to = peer_pointer(peers.buffers, peer, dtype) + row * K
         copy_rows(to, tokens, came_rows, place, goes > 0, K, BLOCK)
         if scales is not None:
             came_scales = peer_pointer(crossed_scales, rank, tl.float32) + begin * groups
             to_scales = peer_pointer(scales, peer, tl.float32) + row * groups
             copy_rows(to_scales, tokens, came_scales, place, goes > 0, groups, GROUPS)
-        notify(signals, peer, passed + index * WORLD + source, call)
+        notify(peers, peer, passed + index * WORLD + source, call)
 
     for item in range(tl.program_id(0), chunks * WORLD, tl.num_programs(0)):
         node = (own + nodes - item % WORLD // NODE) % nodes
         source = node * NODE + (mine + NODE - 1 - item % NODE) % NODE
         index = item // WORLD
-        wait(signals, rank, passed + index * WORLD + source, call, fault, max_polls)
+        wait(peers, rank, passed + index * WORLD + source, call)
         wanted_here = peer_pointer(wanted, rank, tl.int32) + (slot + source * capacity) * TOP_K
         count_chunk(
             tokens_of, wanted_here, source, index, num_slots, chunks, TOKENS, TOP_K, CHOICES
@@ -337,8 +339,7 @@ def return_sums(
     row_weights,  # float32 [R]
     positions,  # int32 [W, C, k]
     returned,  # int64 [W]; addresses of [2, W, C, K]
-    signals,  # int64 [W]; addresses of int32 [first + chunks * W]
-    number,  # int32 [1]; of the call
+    peers,  # signals int32 [first + chunks * W]
     rank,
     K,
     chunks,
@@ -346,17 +347,18 @@ def return_sums(
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     NODE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    CHOICES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Weigh and add what this rank has for one chunk, and store it to who has passed it on.
 
     Grid: (chunks * W,). Other nodes first: what is for them has further to go.
     """
+    TOKENS: tl.constexpr = FORM.tokens
+    TOP_K: tl.constexpr = FORM.top_k
+    CHOICES: tl.constexpr = FORM.choices
+    BLOCK: tl.constexpr = FORM.block
     nodes: tl.constexpr = WORLD // NODE
-    call = tl.load(number)
+    call = tl.load(peers.calls)
     own, mine = rank // NODE, rank % NODE
     node = (own + 1 + tl.program_id(0) % WORLD // NODE) % nodes
     local = (mine + 1 + tl.program_id(0) % NODE) % NODE
@@ -378,7 +380,7 @@ def return_sums(
             row_of_y = y + output.to(tl.int64) * K + at
             total += weight * tl.load(row_of_y, mask=mask, other=0.0).to(tl.float32)
         tl.store(to + at, total.to(dtype), mask=some & (at < K))
-    notify(signals, peer, first + index * WORLD + node * NODE + mine, call)
+    notify(peers, peer, first + index * WORLD + node * NODE + mine, call)
 
 
 @triton.jit
@@ -408,10 +410,8 @@ def cross_back(
     returned,  # int64 [W]; addresses of [2, W, C, K]
     homecoming,  # int64 [W]; addresses of [2, NODES, C, K], 0 for ranks that NVLink does not reach
     sent,  # [NODES, C, K]; symmetric, this rank's; what is put
-    signals,  # int64 [W]; addresses of int32 [home + chunks * NODES]
+    peers,  # signals int32 [home + chunks * NODES]
     across,  # int64 [W]; addresses of int64 [4, chunks, NODES]
-    number,  # int32 [1]; of the call
-    fault,  # int32 [4]
     rank,
     K,
     chunks,
@@ -421,14 +421,14 @@ def cross_back(
     WORLD: tl.constexpr,
     NODE: tl.constexpr,
     FAR: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    max_polls,
+    FORM: tl.constexpr,
 ):
     """Add this node's sums for chunks of other nodes, and send them. Grid: (programs,)."""
+    TOKENS: tl.constexpr = FORM.tokens
+    BLOCK: tl.constexpr = FORM.block
     nodes: tl.constexpr = WORLD // NODE
     others: tl.constexpr = nodes - 1
-    call = tl.load(number)
+    call = tl.load(peers.calls)
     own, mine = rank // NODE, rank % NODE
     capacity = chunks * TOKENS
     size: tl.constexpr = dtype.primitive_bitwidth // 8
@@ -441,7 +441,7 @@ def cross_back(
         tokens = index * TOKENS + tl.arange(0, TOKENS)
         for local in range(NODE):
             sender = node * NODE + local
-            wait(signals, rank, first + index * WORLD + sender, call, fault, max_polls)
+            wait(peers, rank, first + index * WORLD + sender, call)
             came |= tl.load(kept + sender * capacity + tokens)
         place = index * TOKENS + tl.cumsum(came, axis=0) - came
         begin = node * NODE * capacity
@@ -459,7 +459,7 @@ def cross_back(
             mask = (came > 0)[:, None] & (at < K)
             tl.store(to + place[:, None] * K + at, total.to(dtype), mask=mask)
         if address != 0:
-            notify(signals, peer, home + index * nodes + own, call)
+            notify(peers, peer, home + index * nodes + own, call)
         if FAR:
             count = tl.sum(came, axis=0)
             if (address == 0) & (count > 0):
@@ -477,10 +477,8 @@ def sum_nodes(
     kept,  # int32 [NODES, NODE, C]
     returned,  # int64 [W]; addresses of [2, W, C, K]
     homecoming,  # int64 [W]; addresses of [2, NODES, C, K], 0 for ranks that NVLink does not reach
-    signals,  # int64 [W]; addresses of int32 [home + chunks * NODES]
+    peers,  # signals int32 [home + chunks * NODES]
     across,  # int64 [W]; addresses of int64 [4, chunks, NODES]
-    number,  # int32 [1]; of the call
-    fault,  # int32 [4]
     rank,
     num_tokens,  # T
     K,
@@ -491,13 +489,13 @@ def sum_nodes(
     WORLD: tl.constexpr,
     NODE: tl.constexpr,
     FAR: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    max_polls,
+    FORM: tl.constexpr,
 ):
     """Wait for all sums of a chunk, and add some columns. Grid: (programs,), persistent."""
+    TOKENS: tl.constexpr = FORM.tokens
+    BLOCK: tl.constexpr = FORM.block
     nodes: tl.constexpr = WORLD // NODE
-    call = tl.load(number)
+    call = tl.load(peers.calls)
     own, mine = rank // NODE, rank % NODE
     capacity = chunks * TOKENS
     begin = own * NODE * capacity
@@ -513,7 +511,7 @@ def sum_nodes(
             if node == own:
                 for local in range(NODE):
                     signal = first + index * WORLD + own * NODE + local
-                    wait(signals, rank, signal, call, fault, max_polls)
+                    wait(peers, rank, signal, call)
                 total += add_kept(parts, kept + begin, tokens, at, K, capacity, NODE, TOKENS, BLOCK)
             else:
                 place = tl.load(packed + node * capacity + tokens)
@@ -521,9 +519,8 @@ def sum_nodes(
                     sender, chunk = node * NODE + mine, index * nodes + node
                     put = HOME * chunks * nodes + chunk
                     nvshmem.wait_across(
-                        homecoming, sender, signals, home + chunk, across, put, rank, call, fault,
-                        FAR, max_polls,
-                    )  # fmt: skip
+                        homecoming, sender, peers, home + chunk, across, put, rank, call, FAR
+                    )
                 row = (node * capacity + place)[:, None]
                 mask = (place >= 0)[:, None] & (at < K)
                 total += tl.load(came + row * K + at, mask=mask, other=0.0).to(tl.float32)
@@ -568,7 +565,7 @@ class TwoLevelExpertWorkspace(ExpertWorkspace):
         self.passed = chunks * nodes  # the first signals of each kind; those of crossed are first
         self.back = self.passed + chunks * size
         self.home = self.back + chunks * size
-        self.link = nvshmem.link_options() if self.far else {}
+        self.extern_libs = nvshmem.link_options() if self.far else None
         if self.far and home.device.type == "cuda":
             nvshmem.register_modules()
 
@@ -589,16 +586,10 @@ class TwoLevelExpertWorkspace(ExpertWorkspace):
         self.sent_sums = empty("sent_sums", (*staged, width), dtype)
         self.across = home.zeros(f"{name}.across", (4, chunks, staged[0]), torch.int64)
 
-    @property
-    def of_nodes(self) -> dict[str, Any]:
-        """Constants and options of kernels that cross nodes."""
-        node = {"NODE": self.ranks_per_node, "FAR": self.far}
-        return {**node, "num_warps": WARPS, **self.link}
-
     def quiet(self) -> None:
         """What is put from may be stored to by the next launch."""
         if self.far:
-            nvshmem.quiet[(1,)](num_warps=1, **self.link)
+            nvshmem.quiet[(1,)](num_warps=1, extern_libs=self.extern_libs)
 
 
 def moe_two_level_workspace(
@@ -661,34 +652,65 @@ def moe_dispatch_two_level(
         require_tensor(check, "weights", weights, expert_ids.shape, workspace.device, torch.float32)
     tokens, size, node = len(x), workspace.world_size, workspace.ranks_per_node
     chunks, capacity, nodes = workspace.chunks, workspace.capacity, workspace.nodes
-    slots, experts = workspace.placement.slots_per_rank, workspace.placement.num_experts
+    slots = workspace.placement.slots_per_rank
     new = expert_ids.new_empty
     status, tokens_of = new(tokens), new(size, chunks, slots)
     packed, kept = new(nodes, capacity), new(nodes, node, capacity)
-    crossed = (workspace.crossed.addresses, addresses(workspace.crossed_scales))
-    names, shares = workspace.names.addresses, workspace.shares
-    signals = (workspace.signals.addresses, workspace.across.addresses, workspace.calls)
-    constants = {
-        **workspace.constants(workspace.wire),
-        **workspace.choices,
-        **workspace.of_nodes,
-    }
-    staged = workspace.sent_scales
+    names, shares, staged = workspace.names.addresses, workspace.shares, workspace.sent_scales
+    dtype, form = triton_type(workspace.wire), workspace.form(workspace.wire)
     workspace.begin()
     workspace.quiet()
     cross_nodes[(chunks * nodes,)](
-        *(x, expert_ids, weights, workspace.replicas, workspace.replica_counts, status, packed),
-        *(*crossed, names, workspace.sent.local, staged.local if staged else None),
-        *(workspace.sent_names.local, *signals, workspace.rank, tokens, workspace.width, experts),
-        *(workspace.replicas.shape[1], slots, chunks),
-        **constants,
+        x=x,
+        routing=workspace.routing(expert_ids),
+        weights=weights,
+        status=status,
+        packed=packed,
+        crossed=workspace.crossed.addresses,
+        scales=addresses(workspace.crossed_scales),
+        names=names,
+        sent=Sent(
+            rows=workspace.sent.local,
+            scales=staged.local if staged else None,
+            names=workspace.sent_names.local,
+        ),
+        peers=workspace.peers(),
+        across=workspace.across.addresses,
+        rank=workspace.rank,
+        num_tokens=tokens,
+        K=workspace.width,
+        chunks=chunks,
+        dtype=dtype,
+        WORLD=size,
+        NODE=node,
+        FAR=workspace.far,
+        FORM=form,
+        num_warps=WARPS,
+        extern_libs=workspace.extern_libs,
     )
     pass_on[(workspace.resident(chunks * size),)](
-        *(kept, tokens_of, *crossed, names, workspace.buffer.addresses),
-        *(addresses(workspace.scales), workspace.wanted.addresses, shares.addresses, *signals),
-        *(workspace.fault, workspace.rank, workspace.width, slots, chunks, workspace.passed),
-        **constants,
-        max_polls=workspace.max_polls,
+        kept=kept,
+        tokens_of=tokens_of,
+        crossed=workspace.crossed.addresses,
+        crossed_scales=addresses(workspace.crossed_scales),
+        names=names,
+        peers=workspace.peers(),
+        scales=addresses(workspace.scales),
+        wanted=workspace.wanted.addresses,
+        shares=shares.addresses,
+        across=workspace.across.addresses,
+        rank=workspace.rank,
+        K=workspace.width,
+        num_slots=slots,
+        chunks=chunks,
+        passed=workspace.passed,
+        dtype=dtype,
+        WORLD=size,
+        NODE=node,
+        FAR=workspace.far,
+        FORM=form,
+        num_warps=WARPS,
+        extern_libs=workspace.extern_libs,
     )
     arrived, row_weights = workspace.place(tokens_of, shares)
     own: dict[str, Any] = {"status": status, "row_weights": row_weights}
@@ -720,28 +742,67 @@ def moe_combine_two_level(
     nodes, rank = workspace.nodes, workspace.rank
     tokens = len(sent.status)
     out = y.new_empty(tokens, width)
-    constants = workspace.constants(workspace.dtype)
-    across = {**constants, **workspace.of_nodes, "max_polls": workspace.max_polls}
+    dtype, form = triton_type(workspace.dtype), workspace.form(workspace.dtype)
     returned, homecoming = workspace.returned.addresses, workspace.homecoming.addresses
-    signals = workspace.signals.addresses
-    waits = (signals, workspace.across.addresses, sent.call, workspace.fault, rank)
-    sizes = (width, chunks, workspace.back, workspace.home)
+    peers, across = workspace.peers(calls=sent.call), workspace.across.addresses
     return_sums[(chunks * size,)](
-        *(y, sent.row_weights, sent.positions, returned, signals, sent.call),
-        *(rank, width, chunks, workspace.back),
+        y=y,
+        row_weights=sent.row_weights,
+        positions=sent.positions,
+        returned=returned,
+        peers=peers,
+        rank=rank,
+        K=width,
+        chunks=chunks,
+        first=workspace.back,
+        dtype=dtype,
+        WORLD=size,
         NODE=workspace.ranks_per_node,
-        **constants,
-        **workspace.choices,
+        FORM=form,
     )
     if nodes > 1:
         workspace.quiet()
         cross_back[(workspace.resident(chunks * (nodes - 1)),)](
-            *(sent.kept, returned, homecoming, workspace.sent_sums.local, *waits, *sizes),
-            **across,
+            kept=sent.kept,
+            returned=returned,
+            homecoming=homecoming,
+            sent=workspace.sent_sums.local,
+            peers=peers,
+            across=across,
+            rank=rank,
+            K=width,
+            chunks=chunks,
+            first=workspace.back,
+            home=workspace.home,
+            dtype=dtype,
+            WORLD=size,
+            NODE=workspace.ranks_per_node,
+            FAR=workspace.far,
+            FORM=form,
+            num_warps=WARPS,
+            extern_libs=workspace.extern_libs,
         )
-    items = -(-tokens // workspace.chunk) * -(-width // constants["BLOCK"])
+    items = -(-tokens // workspace.chunk) * -(-width // form.block)
     sum_nodes[(workspace.resident(items),)](
-        *(out, sent.packed, sent.kept, returned, homecoming, *waits, tokens, *sizes),
-        **across,
+        out=out,
+        packed=sent.packed,
+        kept=sent.kept,
+        returned=returned,
+        homecoming=homecoming,
+        peers=peers,
+        across=across,
+        rank=rank,
+        num_tokens=tokens,
+        K=width,
+        chunks=chunks,
+        first=workspace.back,
+        home=workspace.home,
+        dtype=dtype,
+        WORLD=size,
+        NODE=workspace.ranks_per_node,
+        FAR=workspace.far,
+        FORM=form,
+        num_warps=WARPS,
+        extern_libs=workspace.extern_libs,
     )
     return out

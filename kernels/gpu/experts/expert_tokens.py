@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -33,8 +33,9 @@ from weft.kernels.gpu.matmul.epilogue import FP8
 from weft.kernels.gpu.rowwise.activation import GROUP
 from weft.kernels.gpu.rowwise.rows import cast, fp8_scale, require_fp8
 from weft.kernels.gpu.runtime.arguments import Require, require_counts, require_tensor
+from weft.kernels.gpu.runtime.peers import SLOTS
 from weft.kernels.gpu.runtime.signals import peer_pointer
-from weft.kernels.gpu.runtime.workspace import SLOTS, Workspace, agreed, triton_type
+from weft.kernels.gpu.runtime.workspace import Workspace, agreed, triton_type
 from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
@@ -48,6 +49,42 @@ EXPERTS, BLOCKS = tl.constexpr(16), tl.constexpr(16)
 
 COLUMNS, GROUPS = tl.constexpr(GROUP), tl.constexpr(64)
 """That have a scale of their own; scales of a token that are moved at a time."""
+
+
+class Routing(NamedTuple):
+    """Which slots a rank's tokens go to: one argument of a kernel (peers.py).
+
+    Attributes:
+        expert_ids: int32 [T, k].
+        replicas: int32 [E, width]; the slots of each expert.
+        counts: int32 [E]; number of slots of each expert.
+        num_experts: E.
+        width: columns of replicas.
+        num_slots: L, slots of a rank.
+    """
+
+    expert_ids: Tensor
+    replicas: Tensor
+    counts: Tensor
+    num_experts: int
+    width: int
+    num_slots: int
+
+
+class ChunkForm(NamedTuple):
+    """Constants of kernels that move chunks of tokens: FORM, one argument (peers.py).
+
+    Attributes:
+        tokens: of a chunk.
+        top_k: k, choices of a token.
+        choices: k rounded up to a power of two.
+        block: columns that are moved at a time.
+    """
+
+    tokens: int
+    top_k: int
+    choices: int
+    block: int
 
 
 @triton.jit
@@ -66,17 +103,14 @@ def chunk_entries(index, TOKENS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.
 def choose_slots(
     ids,  # int32 [TOKENS, CHOICES]; experts
     tokens,  # int32 [TOKENS]
-    replicas,  # int32 [E, width]
-    counts,  # int32 [E]
+    routing,  # Routing
     rank,  # of the tokens
-    num_experts,
-    width,
 ):
     """The slot that each choice goes to, among all ranks'; -1 for what is no expert."""
-    known = (ids >= 0) & (ids < num_experts)
-    count = tl.load(counts + ids, mask=known, other=1)
+    known = (ids >= 0) & (ids < routing.num_experts)
+    count = tl.load(routing.counts + ids, mask=known, other=1)
     turn = (rank + tokens[:, None]) % count
-    return tl.load(replicas + ids * width + turn, mask=known, other=-1)
+    return tl.load(routing.replicas + ids * routing.width + turn, mask=known, other=-1)
 
 
 @triton.jit
@@ -179,12 +213,11 @@ def place_tokens(
     offsets,  # int32 [L + 1]
     positions,  # int32 [W, C, k]
     number,  # int32 [1]; becomes the call's
+    peers,  # buffers [2, W, C, K]
     tokens_of,  # int32 [W, chunks, L]
-    buffers,  # int64 [W]; addresses of [2, W, C, K]
     scales,  # int64 [W]; addresses of float32 [2, W, C, ceil(K / COLUMNS)], or None
     weights,  # int64 [W]; addresses of float32 [2, W, C, k], or None
     wanted,  # int64 [W]; addresses of int32 [2, W, C, k]
-    calls,  # int32 [1]
     rank,
     num_rows,  # R
     K,
@@ -192,14 +225,15 @@ def place_tokens(
     chunks,
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
-    TOKENS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    CHOICES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Copy one chunk from one rank to its places among all. Grid: (W * chunks,)."""
+    TOKENS: tl.constexpr = FORM.tokens
+    TOP_K: tl.constexpr = FORM.top_k
+    CHOICES: tl.constexpr = FORM.choices
+    BLOCK: tl.constexpr = FORM.block
     block = tl.program_id(0)
-    call = tl.load(calls)
+    call = tl.load(peers.calls)
     slot = (call % 2) * (WORLD * chunks * TOKENS)  # rows before this call's
     tokens, entries, asked = chunk_entries(block, TOKENS, TOP_K, CHOICES)  # of all ranks' tokens
     names = peer_pointer(wanted, rank, tl.int32) + slot * TOP_K
@@ -235,7 +269,7 @@ def place_tokens(
         share = peer_pointer(weights, rank, tl.float32) + slot * TOP_K + entries
         placed = asked & (place >= 0)
         tl.store(row_weights + place, tl.load(share, mask=placed), mask=placed)
-    came = peer_pointer(buffers, rank, dtype) + slot * K
+    came = peer_pointer(peers.buffers, rank, dtype) + slot * K
     for choice in range(TOP_K):
         row = pick(place, choice, CHOICES)
         copy_rows(rows, row, came, tokens, row >= 0, K, BLOCK)
@@ -370,20 +404,26 @@ class ExpertWorkspace(Workspace):
             table.copy_(values)
         self.placement = placement
 
-    def constants(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Of kernels that move rows of this dtype."""
+    def form(self, dtype: torch.dtype) -> ChunkForm:
+        """Constants of kernels that move rows of this dtype."""
         least = GROUP if dtype == FP8 else 1
-        return {
-            "dtype": triton_type(dtype),
-            "WORLD": self.world_size,
-            "TOKENS": self.chunk,
-            "BLOCK": max(least, min(triton.next_power_of_2(self.width), TILE // self.chunk)),
-        }
+        return ChunkForm(
+            tokens=self.chunk,
+            top_k=self.top_k,
+            choices=triton.next_power_of_2(self.top_k),
+            block=max(least, min(triton.next_power_of_2(self.width), TILE // self.chunk)),
+        )
 
-    @property
-    def choices(self) -> dict[str, int]:
-        """More, of kernels that look at all choices of a token at once."""
-        return {"TOP_K": self.top_k, "CHOICES": triton.next_power_of_2(self.top_k)}
+    def routing(self, expert_ids: Tensor) -> Routing:
+        """Where tokens with these experts go: int32 [T, k]."""
+        return Routing(
+            expert_ids=expert_ids,
+            replicas=self.replicas,
+            counts=self.replica_counts,
+            num_experts=self.placement.num_experts,
+            width=self.replicas.shape[1],
+            num_slots=self.placement.slots_per_rank,
+        )
 
     def require_tokens(self, check: Require, x: Tensor, expert_ids: Tensor) -> None:
         """Refuse what is no [T, K] and no [T, k] of at most `max_tokens`."""
@@ -422,11 +462,25 @@ class ExpertWorkspace(Workspace):
         scales = empty(len(rows), self.groups, dtype=torch.float32) if self.scales else None
         row_weights = empty(len(rows), dtype=torch.float32) if weights else None
         place_tokens[(size * chunks,)](
-            *(rows, scales, row_weights, offsets, positions, call, tokens_of),
-            *(self.buffer.addresses, addresses(self.scales), addresses(weights)),
-            *(self.wanted.addresses, self.calls, self.rank, len(rows), self.width, slots, chunks),
-            **self.constants(self.wire),
-            **self.choices,
+            rows=rows,
+            row_scales=scales,
+            row_weights=row_weights,
+            offsets=offsets,
+            positions=positions,
+            number=call,
+            peers=self.peers(),
+            tokens_of=tokens_of,
+            scales=addresses(self.scales),
+            weights=addresses(weights),
+            wanted=self.wanted.addresses,
+            rank=self.rank,
+            num_rows=len(rows),
+            K=self.width,
+            num_slots=slots,
+            chunks=chunks,
+            dtype=triton_type(self.wire),
+            WORLD=size,
+            FORM=self.form(self.wire),
         )
         self.dispatches += 1
         arrived = {"rows": rows, "scales": scales, "offsets": offsets, "positions": positions}

@@ -37,12 +37,11 @@ from torch import Tensor
 
 from weft.kernels.gpu.matmul.epilogue import NOTHING, Epilogue
 from weft.kernels.gpu.matmul.matmul import (
-    GROUP,
     Weights,
     choose_tiling,
     count_columns,
     count_processors,
-    evenness,
+    form_of,
     multiply_and_finish,
     tile_at,
 )
@@ -94,44 +93,32 @@ def report(status, value):
 @triton.jit(do_not_specialize=["T"])
 def multiply_groups(
     x,  # [T, K]
-    w0,  # [E, K, n0], or [E, n0, K] if TRANSPOSED
-    w1,  # or None, as w2
-    w2,
+    weights,  # three: [E, K, n], or [E, n, K] if FORM.transposed, or None
+    widths,  # n of each
     offsets,  # int32 [E + 1]
     T,
-    n0,
-    n1,
-    n2,
     K,
     groups,  # E
-    x_scale,  # float32 [T] or [1], or [T, ceil(K / SCALE_GROUP)] if that is not 0, or None
-    w_scale,  # float32 [E, n0 + n1 + n2], [E, 1] or [1], or None
+    # EpilogueOperands: x_scale float32 [T] or [1], or [T, ceil(K / FORM.scale_group)];
+    epilogue,  # w_scale float32 [E, N], [E, 1] or [1]; bias [E, N]; residual [T, N']
     scale_stride,  # of w_scale, from one group to the next
-    bias,  # [E, n0 + n1 + n2], or None
-    residual,  # [T, N'], or None
     out,  # [T, N']
     out_columns,  # N'
     status,  # int32 [1], or None
     GROUPS: tl.constexpr,  # a power of two, at least E
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    WEIGHTS: tl.constexpr,
-    SILU: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr,
-    SCALE_GROUP: tl.constexpr,  # columns of x that share a scale, or 0
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """All tiles of the result. Grid: (programs,), persistent."""
+    BLOCK_M: tl.constexpr = FORM.block_m
+    GROUP: tl.constexpr = FORM.group
+    SCALE_ROWS: tl.constexpr = FORM.scale_rows
+    SCALE_GROUP: tl.constexpr = FORM.scale_group
+    n0, n1, n2 = widths[0], widths[1], widths[2]
     size, wrong = group_sizes(offsets, groups, T, GROUPS)
     if wrong < GROUPS:
         report(status, 1 + wrong)
     through = tl.cumsum(tl.cdiv(size, BLOCK_M), 0)
-    columns = count_columns(n0, n1, n2, BLOCK_N, WEIGHTS, SILU and WEIGHTS == 2)
+    columns = count_columns(widths, FORM)
     tiles = tl.max(through, 0) * columns
     scales_of_row = tl.cdiv(K, SCALE_GROUP) if SCALE_GROUP > 0 else 1 if SCALE_ROWS else 0
     # Flattened: the next tile's first blocks are on their way while this one is stored.
@@ -144,17 +131,15 @@ def multiply_groups(
         matrix = tl.cast(group, tl.int64) * K
         multiply_and_finish(
             x + first * K, row * BLOCK_M, rows, column,
-            w0 + matrix * n0,
-            None if w1 is None else w1 + matrix * n1,
-            None if w2 is None else w2 + matrix * n2,
-            n0, n1, n2,
-            None if x_scale is None else x_scale + first * scales_of_row,
-            None if w_scale is None else w_scale + group * scale_stride,
-            None if bias is None else bias + group * (n0 + n1 + n2),
-            None if residual is None else residual + first * out_columns,
-            out + first * out_columns,
-            K, BLOCK_M, BLOCK_N, BLOCK_K, WEIGHTS, SILU, TRANSPOSED, SCALE_ROWS, SCALE_COLUMNS,
-            EVEN_M=False, EVEN_N=EVEN_N, EVEN_K=EVEN_K, TMA=False, SCALE_GROUP=SCALE_GROUP,
+            weights[0] + matrix * n0,
+            None if weights[1] is None else weights[1] + matrix * n1,
+            None if weights[2] is None else weights[2] + matrix * n2,
+            widths,
+            None if epilogue.x_scale is None else epilogue.x_scale + first * scales_of_row,
+            None if epilogue.w_scale is None else epilogue.w_scale + group * scale_stride,
+            None if epilogue.bias is None else epilogue.bias + group * (n0 + n1 + n2),
+            None if epilogue.residual is None else epilogue.residual + first * out_columns,
+            out + first * out_columns, K, FORM,
         )  # fmt: skip
 
 
@@ -168,9 +153,9 @@ def require_offsets(check: Require, offsets: Tensor, x: Tensor) -> int:
     return len(offsets) - 1
 
 
-def constants_of(groups: int) -> dict[str, int]:
-    """Arguments of kernels that call `group_sizes`."""
-    return {"groups": groups, "GROUPS": max(LEAST_GROUPS, triton.next_power_of_2(groups))}
+def padded(groups: int) -> int:
+    """GROUPS of kernels that call `group_sizes`: a power of two, at least `groups`."""
+    return max(LEAST_GROUPS, int(triton.next_power_of_2(groups)))
 
 
 def grouped_matmul(
@@ -247,23 +232,22 @@ def grouped_matmul(
         return out
     columns = weights.column_tiles(tiling.block_n, silu)
     tiles = (most // tiling.block_m + groups) * columns  # at most
-    even = evenness(tiling, most, weights.widths, k)
+    form = form_of(tiling, weights, epilogue, most, k)
     multiply_groups[(min(tiles, programs or count_processors(x.device)),)](
-        **{"x": x, "T": most, "K": k, "out": out, **weights.arguments(silu)},
+        x=x,
+        weights=weights.three,
+        widths=weights.three_widths,
         offsets=offsets,
-        status=status,
+        T=most,
+        K=k,
+        groups=groups,
+        epilogue=epilogue.operands,
+        scale_stride=epilogue.scale_stride(),
+        out=out,
         out_columns=out.shape[1],
-        **{**epilogue.scales(), "scale_stride": epilogue.scale_stride()},
-        SCALE_GROUP=SCALE_GROUP if scaled else 0,
-        **constants_of(groups),
-        bias=epilogue.bias,
-        residual=epilogue.residual,
-        BLOCK_M=tiling.block_m,
-        BLOCK_N=tiling.block_n,
-        BLOCK_K=tiling.block_k,
-        EVEN_N=even["EVEN_N"],
-        EVEN_K=even["EVEN_K"],
-        GROUP=GROUP,
+        status=status,
+        GROUPS=padded(groups),
+        FORM=form._replace(even_m=False, scale_group=SCALE_GROUP if scaled else 0),
         num_warps=tiling.warps,
         num_stages=tiling.stages,
     )

@@ -47,21 +47,24 @@ from torch import Tensor
 
 from weft.kernels.gpu.experts.all_gather_grouped_matmul import (
     PlannedWorkspace,
+    Ranks,
     find_rows,
     pick,
     plan_length,
 )
-from weft.kernels.gpu.experts.grouped_matmul import constants_of, group_of, group_sizes, report
+from weft.kernels.gpu.experts.grouped_matmul import group_of, group_sizes, padded, report
 from weft.kernels.gpu.matmul.all_gather_matmul import ahead_of
 from weft.kernels.gpu.matmul.epilogue import NOTHING, Epilogue
 from weft.kernels.gpu.matmul.matmul import (
     GROUP,
     Weights,
     choose_tiling,
+    form_of,
     multiply_and_finish,
     tile_at,
 )
 from weft.kernels.gpu.matmul.matmul_reduce_scatter import (
+    for_sum,
     reduce_partials,
     result_shape,
     tile_offsets,
@@ -113,37 +116,33 @@ def find_pairs(
 @triton.jit(do_not_specialize=["rank", "pairs"])
 def multiply_pairs(
     x,  # [W * pairs, K]
-    w,  # [E, K, N], or [E, N, K] if TRANSPOSED
+    w,  # [E, K, N], or [E, N, K] if FORM.transposed
     x_scale,  # float32 [W * pairs] or [1], or None
     w_scale,  # float32 [E, N], [E, 1] or [1], or None
     scale_stride,  # of w_scale, from one expert to the next
     plans,  # int32 [W, length]
     products,  # [W * pairs, N]
     finished,  # int64 [W]; addresses of int32 [W]
-    signals,  # int64 [W]; addresses of the signals
-    calls,  # int32 [1]
+    peers,
     rank,
     ready,  # the first of W signals
     N,
     K,
     groups,  # E
     pairs,  # of a rank
-    WORLD: tl.constexpr,
-    STEPS: tl.constexpr,  # a power of two, at least WORLD
-    NODE: tl.constexpr,
+    RANKS: tl.constexpr,
     GROUPS: tl.constexpr,  # a power of two, at least E
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Products of all pairs, in the order in which their owners come. Grid: (programs,)."""
-    call = tl.load(calls)
+    WORLD: tl.constexpr = RANKS.world
+    NODE: tl.constexpr = RANKS.node
+    STEPS: tl.constexpr = RANKS.steps
+    BLOCK_M: tl.constexpr = FORM.block_m
+    BLOCK_N: tl.constexpr = FORM.block_n
+    GROUP: tl.constexpr = FORM.group
+    SCALE_ROWS: tl.constexpr = FORM.scale_rows
+    call = tl.load(peers.calls)
     length = groups + 1 + 2 * pairs
     columns = tl.cdiv(N, BLOCK_N)
     steps = tl.arange(0, STEPS)
@@ -165,7 +164,7 @@ def multiply_pairs(
         through = tl.cumsum(new, 0)
         tiles = tl.max(through, 0) * columns
         if (tiles == 0) & (tl.program_id(0) == 0):
-            notify(signals, rank, ready + stage, call)
+            notify(peers, rank, ready + stage, call)
         while tile < tiles:
             expert, before = group_of(tile // columns, through)
             count = pick(new, expert, GROUPS)
@@ -177,15 +176,13 @@ def multiply_pairs(
             pair = tl.where(at < rows, source * pairs + place, 0).to(tl.int64)
             multiply_and_finish(
                 x + pair * K, 0, rows - first, column,
-                w + tl.cast(expert, tl.int64) * K * N, None, None, N, 0, 0,
+                w + tl.cast(expert, tl.int64) * K * N, None, None, (N,),
                 x_scale + pair if SCALE_ROWS else x_scale,
                 None if w_scale is None else w_scale + expert * scale_stride,
-                None, None, products + pair * N,
-                K, BLOCK_M, BLOCK_N, BLOCK_K, 1, False, TRANSPOSED, SCALE_ROWS, SCALE_COLUMNS,
-                EVEN_M=False, EVEN_N=EVEN_N, EVEN_K=EVEN_K, TMA=False,
+                None, None, products + pair * N, K, FORM,
             )  # fmt: skip
             if count_off(finished, rank, stage, tiles):
-                notify(signals, rank, ready + stage, call)
+                notify(peers, rank, ready + stage, call)
             tile += tl.num_programs(0)
         tile -= tiles
         done = begun
@@ -196,27 +193,22 @@ def add_and_send(
     products,  # [W * pairs, N]
     plans,  # int32 [W, length]
     places,  # int32 [W, pairs]
-    buffers,  # int64 [W]; addresses of [2, W, m, N]
-    signals,  # int64 [W]; addresses of int32 [tiles, W], and `ready` [W]
-    calls,  # int32 [1]
-    fault,  # int32 [4]
+    peers,  # buffers [2, W, m, N]; signals int32 [tiles, W], and `ready` [W]
     rank,
     ready,  # the first of W signals
     m,  # tokens of a rank
     N,
     groups,
     top_k,
-    slot_numel,
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     NODE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
-    max_polls,
 ):
     """Add each token's products and send the sums to its owner. Grid: (programs,), persistent."""
-    call = tl.load(calls)
+    call = tl.load(peers.calls)
     pairs = m * top_k
     tiles = tl.cdiv(m, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     waited = 0
@@ -224,7 +216,7 @@ def add_and_send(
         stage, tile = work // tiles, work % tiles
         owner = ahead_of(rank, WORLD - 1 - stage, WORLD, NODE)
         while waited <= stage:  # those before, too: their tiles may have rows of this one
-            wait(signals, rank, ready + waited, call, fault, max_polls)
+            wait(peers, rank, ready + waited, call)
             waited += 1
         row, column = tile_at(tile, tl.cdiv(m, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
         row, column = row * BLOCK_M, column * BLOCK_N
@@ -240,10 +232,10 @@ def add_and_send(
             inside = there[:, None] & (at_n < N)[None, :]
             product = tl.load(rows[:, None] + at_n[None, :], mask=inside, other=0.0)
             total += bits.to(tl.float32, bitcast=True)[:, None] * product.to(tl.float32)
-        place = tile_offsets(call, rank, row, column, m, N, slot_numel, BLOCK_M, BLOCK_N)
-        to = peer_pointer(buffers, owner, dtype) + place
+        place = tile_offsets(call, rank, row, column, m, N, peers.slot_numel, BLOCK_M, BLOCK_N)
+        to = peer_pointer(peers.buffers, owner, dtype) + place
         tl.store(to, total.to(dtype), mask=(at_m < m)[:, None] & (at_n < N)[None, :])
-        notify(signals, owner, tile * WORLD + rank, call)
+        notify(peers, owner, tile * WORLD + rank, call)
 
 
 class ReduceGroupsWorkspace(PlannedWorkspace):
@@ -400,62 +392,75 @@ def grouped_matmul_reduce_scatter(
     if not out.numel():
         return out
     places = x.new_full((size, pairs), -1, dtype=torch.int32)
-    common = {"signals": workspace.signals.addresses, "calls": workspace.calls, "N": n}
-    common |= {"rank": workspace.rank, "WORLD": size, "GROUP": GROUP}
-    products = workspace.products.local
-    sent = {
-        **common,
-        "buffers": workspace.buffer.addresses,
-        "fault": workspace.fault,
-        "m": m,
-        "slot_numel": workspace.numel,
-        "dtype": triton_type(workspace.dtype),
-        "BLOCK_M": sent_m,
-        "BLOCK_N": sent_n,
-        "max_polls": workspace.max_polls,
-    }
-    counts = constants_of(experts)
+    peers, rank, wire = workspace.peers(), workspace.rank, triton_type(workspace.dtype)
+    form = form_of(tiling, weights, epilogue, m, k)
     workspace.begin()
     find_pairs[(-(-pairs // BLOCK), size)](
-        *(plans, places, workspace.status), pairs=pairs, BLOCK=BLOCK, **counts
+        plans=plans,
+        places=places,
+        status=workspace.status,
+        groups=experts,
+        pairs=pairs,
+        GROUPS=padded(experts),
+        BLOCK=BLOCK,
     )
     with workspace.beside():
         upper = (rows // tiling.block_m + experts) * -(-n // tiling.block_n)
         multiply_pairs[(min(upper, programs or available),)](
-            **{**common, **counts, **epilogue.scales(), "scale_stride": epilogue.scale_stride()},
             x=x,
             w=weights.tensors[0],
+            x_scale=epilogue.x_scale,
+            w_scale=epilogue.w_scale,
+            scale_stride=epilogue.scale_stride(),
             plans=plans,
-            products=products,
+            products=workspace.products.local,
             finished=workspace.finished.addresses,
+            peers=peers,
+            rank=rank,
             ready=workspace.ready,
+            N=n,
             K=k,
+            groups=experts,
             pairs=pairs,
-            STEPS=triton.next_power_of_2(size),
-            NODE=node,
-            TRANSPOSED=weights.transposed,
-            BLOCK_M=tiling.block_m,
-            BLOCK_N=tiling.block_n,
-            BLOCK_K=tiling.block_k,
-            EVEN_N=n % tiling.block_n == 0,
-            EVEN_K=k % tiling.block_k == 0,
+            RANKS=Ranks(size, node, triton.next_power_of_2(size)),
+            GROUPS=padded(experts),
+            FORM=form._replace(even_m=False),
             num_warps=tiling.warps,
             num_stages=tiling.stages,
         )
     add_and_send[(min(senders, size * tiles),)](
-        **{**sent, "products": products, "plans": plans, "places": places},
+        products=workspace.products.local,
+        plans=plans,
+        places=places,
+        peers=peers,
+        rank=rank,
         ready=workspace.ready,
-        NODE=node,
+        m=m,
+        N=n,
         groups=experts,
         top_k=top_k,
+        dtype=wire,
+        WORLD=size,
+        NODE=node,
+        BLOCK_M=sent_m,
+        BLOCK_N=sent_n,
+        GROUP=GROUP,
         num_warps=8,
     )
     workspace.rejoin()
     reduce_partials[(workspace.resident(tiles),)](
-        **sent,
-        **{**epilogue.ending(), "out": out},
-        EVEN_M=m % sent_m == 0,
-        EVEN_N=n % sent_n == 0,
+        bias=epilogue.bias,
+        residual=epilogue.residual,
+        out=out,
+        peers=peers,
+        rank=rank,
+        m=m,
+        N=n,
+        dtype=wire,
+        WORLD=size,
+        FORM=for_sum(form)._replace(
+            block_m=sent_m, block_n=sent_n, even_m=m % sent_m == 0, even_n=n % sent_n == 0
+        ),
         num_warps=8,
     )
     return out

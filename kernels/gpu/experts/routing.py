@@ -180,7 +180,12 @@ def route(
     weights = torch.empty(tokens, top_k, device=logits.device)
     if tokens:
         choose_experts[(tokens,)](
-            *(ids, weights, logits, bias, size, float(scale)),
+            ids=ids,
+            weights=weights,
+            logits=logits,
+            bias=bias,
+            size=size,
+            scale=float(scale),
             TOP_K=top_k,
             GROUPS=groups,
             TOP_GROUPS=top_groups,
@@ -321,14 +326,27 @@ def sort_by_expert(ids: Tensor, experts: int) -> Permutation:
     block = min(128, max(16, MATRIX // block_e))
     warps = min(16, max(1, block * block_e // 1024))
     count_pairs[(tiles,)](
-        *(counts, status, ids, tokens, k, experts, span),
+        counts=counts,
+        status=status,
+        ids=ids,
+        tokens=tokens,
+        k=k,
+        experts=experts,
+        span=span,
         BLOCK_T=max(1, block // block_k),
         BLOCK_K=block_k,
         BLOCK_E=block_e,
         num_warps=warps,
     )
     place_pairs[(tiles,)](
-        *(offsets, order, inverse, counts, ids, pairs, experts, span * k),
+        offsets=offsets,
+        order=order,
+        inverse=inverse,
+        counts=counts,
+        ids=ids,
+        pairs=pairs,
+        experts=experts,
+        span=span * k,
         BLOCK=block,
         BLOCK_E=block_e,
         num_warps=warps,

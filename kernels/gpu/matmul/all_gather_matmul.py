@@ -51,20 +51,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.gpu.collectives.collective import waiting
+from weft.kernels.gpu.collectives.collective import RESIDENT_BLOCK, RESIDENT_WARPS
 from weft.kernels.gpu.matmul.epilogue import NOTHING, Epilogue
 from weft.kernels.gpu.matmul.matmul import (
-    GROUP,
     Weights,
     choose_tiling,
     count_columns,
-    evenness,
+    form_of,
     multiply_and_finish,
     tile_at,
 )
 from weft.kernels.gpu.runtime.arguments import require_counts
+from weft.kernels.gpu.runtime.peers import SLOTS, Slots
 from weft.kernels.gpu.runtime.signals import notify, peer_pointer, wait
-from weft.kernels.gpu.runtime.workspace import SLOTS, Workspace, agreed, require_dtype, triton_type
+from weft.kernels.gpu.runtime.workspace import Workspace, agreed, require_dtype, triton_type
 from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.symmetric.memory import Home
 
@@ -106,15 +106,11 @@ def step_and_part(index, parts, WORLD: tl.constexpr, MESH: tl.constexpr):
 def push_rows(
     x,  # [m, K]; this rank's shard
     x_scale,  # float32 [m] or [1], or None
-    buffers,  # int64 [W]; addresses of [2, W, m, K]
-    scales,  # int64 [W]; addresses of float32 [2, W, m]
-    signals,  # int64 [W]; addresses of int32 [chunks, W]
-    calls,  # int32 [1]
+    peers,  # buffers [2, W, m, K]; signals int32 [chunks, W]
+    scales,  # Slots: float32 [2, W, m]
     rank,
     m,
     K,
-    slot_numel,  # of a slot of the buffer
-    slot_rows,  # of a slot of the scales
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     NODE: tl.constexpr,
@@ -124,7 +120,7 @@ def push_rows(
     BLOCK: tl.constexpr,
 ):
     """Send the shard to the other ranks, a chunk at a time. Grid: (programs,), persistent."""
-    call = tl.load(calls)
+    call = tl.load(peers.calls)
     chunks = tl.cdiv(m, BLOCK_M)
     for item in range(tl.program_id(0), (WORLD - 1) * chunks, tl.num_programs(0)):
         step, chunk = step_and_part(chunks + item, chunks, WORLD, MESH)
@@ -132,89 +128,67 @@ def push_rows(
         row = chunk * BLOCK_M
         count = tl.minimum(m - row, BLOCK_M) * K
         begin = tl.cast(row, tl.int64) * K
-        place = (call % 2) * slot_numel + tl.cast(rank * m, tl.int64) * K + begin
-        to = peer_pointer(buffers, peer, dtype) + place
+        place = (call % 2) * peers.slot_numel + tl.cast(rank * m, tl.int64) * K + begin
+        to = peer_pointer(peers.buffers, peer, dtype) + place
         for start in range(0, count, BLOCK):
             at = start + tl.arange(0, BLOCK)
             tl.store(to + at, tl.load(x + begin + at, mask=at < count), mask=at < count)
         if x_scale is not None:
             at_m = row + tl.arange(0, BLOCK_M)
-            to_scale = peer_pointer(scales, peer, tl.float32) + (call % 2) * slot_rows + rank * m
+            to_scale = peer_pointer(scales.addresses, peer, tl.float32)
+            to_scale += (call % 2) * scales.numel + rank * m
             scale = tl.load(x_scale + (at_m if SCALE_ROWS else at_m * 0), mask=at_m < m)
             tl.store(to_scale + at_m, scale, mask=at_m < m)
-        notify(signals, peer, chunk * WORLD + rank, call)
+        notify(peers, peer, chunk * WORLD + rank, call)
 
 
 @triton.jit(do_not_specialize=["rank", "m"])
 def multiply_gathered(
     x,  # [m, K]; this rank's shard
-    w0,  # [K, n0], or [n0, K] if TRANSPOSED
-    w1,
-    w2,
-    n0,
-    n1,
-    n2,
-    x_scale,  # float32 [m] or [1], or None
-    w_scale,  # float32 [n0 + n1 + n2] or [1], or None
-    bias,  # [n0 + n1 + n2], or None
-    residual,  # [W * m, N'], or None
+    weights,  # three: [K, n], or [n, K] if FORM.transposed, or None
+    widths,  # n of each
+    epilogue,  # EpilogueOperands; x_scale float32 [m] or [1], residual [W * m, N']
     out,  # [W * m, N']
-    buffers,  # int64 [W]; addresses of [2, W, m, K]
-    scales,  # int64 [W]; addresses of float32 [2, W, m]
-    signals,  # int64 [W]; addresses of int32 [cdiv(m, BLOCK_M), W]
-    calls,  # int32 [1]
-    fault,  # int32 [4]
+    peers,  # buffers [2, W, m, K]; signals int32 [cdiv(m, BLOCK_M), W]
+    scales,  # Slots: float32 [2, W, m]
     rank,
     m,  # rows of a shard
     K,
     out_columns,  # N'
-    slot_numel,
-    slot_rows,
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     NODE: tl.constexpr,
     MESH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    WEIGHTS: tl.constexpr,
-    SILU: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr,
-    EVEN_M: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    max_polls,
+    FORM: tl.constexpr,
 ):
     """Tiles of the product, each after its rows have come. Grid: (programs,), persistent."""
-    call = tl.load(calls)
+    BLOCK_M: tl.constexpr = FORM.block_m
+    GROUP: tl.constexpr = FORM.group
+    call = tl.load(peers.calls)
     chunks = tl.cdiv(m, BLOCK_M)
-    columns = count_columns(n0, n1, n2, BLOCK_N, WEIGHTS, SILU and WEIGHTS == 2)
-    gathered = peer_pointer(buffers, rank, dtype) + (call % 2) * slot_numel
-    gathered_scales = peer_pointer(scales, rank, tl.float32) + (call % 2) * slot_rows
+    columns = count_columns(widths, FORM)
+    gathered = peer_pointer(peers.buffers, rank, dtype) + (call % 2) * peers.slot_numel
+    gathered_scales = peer_pointer(scales.addresses, rank, tl.float32)
+    gathered_scales += (call % 2) * scales.numel
     # Not flattened: the loads of a tile must stay behind its wait.
     for tile in range(tl.program_id(0), WORLD * chunks * columns, tl.num_programs(0)):
         index, column = tile_at(tile, WORLD * chunks, columns, GROUP)
         step, chunk = step_and_part(index, chunks, WORLD, MESH)
         shard = ahead_of(rank, step, WORLD, NODE)
         if step > 0:
-            wait(signals, rank, chunk * WORLD + shard, call, fault, max_polls)
+            wait(peers, rank, chunk * WORLD + shard, call)
         first = tl.cast(shard * m, tl.int64)
         rows = tl.where(step > 0, gathered + first * K, x)
-        row_scale = x_scale
-        if x_scale is not None:
+        row_scale = epilogue.x_scale
+        if epilogue.x_scale is not None:
             # One scale of a whole shard lies beside each of its rows, and comes with each chunk.
-            own = 0 if SCALE_ROWS else chunk * BLOCK_M
-            row_scale = tl.where(step > 0, gathered_scales + first + own, x_scale)
+            own = 0 if FORM.scale_rows else chunk * BLOCK_M
+            row_scale = tl.where(step > 0, gathered_scales + first + own, epilogue.x_scale)
         multiply_and_finish(
-            rows, chunk * BLOCK_M, m, column,
-            w0, w1, w2, n0, n1, n2, row_scale, w_scale, bias,
-            None if residual is None else residual + first * out_columns,
-            out + first * out_columns, K,
-            BLOCK_M, BLOCK_N, BLOCK_K, WEIGHTS, SILU, TRANSPOSED, SCALE_ROWS, SCALE_COLUMNS,
-            EVEN_M, EVEN_N, EVEN_K, TMA=False,
+            rows, chunk * BLOCK_M, m, column, weights[0], weights[1], weights[2], widths,
+            row_scale, epilogue.w_scale, epilogue.bias,
+            None if epilogue.residual is None else epilogue.residual + first * out_columns,
+            out + first * out_columns, K, FORM,
         )  # fmt: skip
 
 
@@ -222,30 +196,25 @@ def multiply_gathered(
 def collect_rows(
     x,  # [m, K]; this rank's shard
     out,  # [W * m, K]
-    buffers,  # int64 [W]; addresses of [2, W, m, K]
-    signals,  # int64 [W]; addresses of int32 [chunks, W]
-    calls,  # int32 [1]
-    fault,  # int32 [4]
+    peers,  # buffers [2, W, m, K]; signals int32 [chunks, W]
     rank,
     m,
     K,
-    slot_numel,
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     NODE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
-    max_polls,
 ):
     """Copy the gathered rows out of the slot, chunk by chunk. Grid: (programs,), persistent."""
-    call = tl.load(calls)
+    call = tl.load(peers.calls)
     for item in range(tl.program_id(0), WORLD * tl.cdiv(m, BLOCK_M), tl.num_programs(0)):
         step, chunk = item % WORLD, item // WORLD
         shard = ahead_of(rank, step, WORLD, NODE)
         if step > 0:
-            wait(signals, rank, chunk * WORLD + shard, call, fault, max_polls)
+            wait(peers, rank, chunk * WORLD + shard, call)
         first = tl.cast(shard * m, tl.int64) * K
-        gathered = peer_pointer(buffers, rank, dtype) + (call % 2) * slot_numel + first
+        gathered = peer_pointer(peers.buffers, rank, dtype) + (call % 2) * peers.slot_numel + first
         rows = tl.where(step > 0, gathered, x) + tl.cast(chunk * BLOCK_M, tl.int64) * K
         to = out + first + tl.cast(chunk * BLOCK_M, tl.int64) * K
         count = tl.minimum(m - chunk * BLOCK_M, BLOCK_M) * K
@@ -372,11 +341,8 @@ def all_gather_matmul(
     out = x_shard.new_empty(size * m, columns, dtype=epilogue.dtype(x_shard.dtype))
     if not m or not (n or gathered is not None):
         return out
-    tables = (workspace.signals.addresses, workspace.calls)
-    buffers, scales = workspace.buffer.addresses, workspace.scales.addresses
+    peers, scales, rank = workspace.peers(), Slots.of(workspace.scales), workspace.rank
     dtype = triton_type(x_shard.dtype)
-    order = {"dtype": dtype, "WORLD": size, "NODE": node, "BLOCK_M": tiling.block_m}
-    x_scale, rank, room = epilogue.x_scale, workspace.rank, workspace.numel
     begun = None
     with workspace.beside():
         workspace.begin()
@@ -384,39 +350,61 @@ def all_gather_matmul(
             begun = torch.cuda.current_stream(x_shard.device).record_event()
         if size > 1:
             push_rows[(min((size - 1) * chunks, senders or (size - 1) * chunks),)](
-                *(x_shard, x_scale, buffers, scales, *tables),
-                *(rank, m, k, room, workspace.slot_rows),
-                **{**order, "MESH": topology == "mesh", "BLOCK": BLOCK},
-                SCALE_ROWS=epilogue.scales()["SCALE_ROWS"],
+                x=x_shard,
+                x_scale=epilogue.x_scale,
+                peers=peers,
+                scales=scales,
+                rank=rank,
+                m=m,
+                K=k,
+                dtype=dtype,
+                WORLD=size,
+                NODE=node,
+                MESH=topology == "mesh",
+                SCALE_ROWS=epilogue.scales_rows,
+                BLOCK_M=tiling.block_m,
+                BLOCK=BLOCK,
             )
     if begun is not None:
         torch.cuda.current_stream(x_shard.device).wait_event(begun)
     if tiles := size * chunks * weights.column_tiles(tiling.block_n, silu):
+        form = form_of(tiling, weights, epilogue, m, k)
+        group = gcd(form.group, chunks)  # no group has rows of two shards: one may be here first
         multiply_gathered[(min(tiles, programs or available),)](
-            **{"x": x_shard, "out": out, "out_columns": columns, **weights.arguments(silu)},
-            buffers=buffers,
+            x=x_shard,
+            weights=weights.three,
+            widths=weights.three_widths,
+            epilogue=epilogue.operands,
+            out=out,
+            peers=peers,
             scales=scales,
-            signals=tables[0],
-            calls=tables[1],
-            fault=workspace.fault,
             rank=rank,
             m=m,
             K=k,
-            slot_numel=room,
-            slot_rows=workspace.slot_rows,
-            **{"bias": epilogue.bias, "residual": epilogue.residual, **epilogue.scales()},
-            **{**order, "MESH": topology == "mesh", "max_polls": workspace.max_polls},
-            GROUP=gcd(GROUP, chunks),  # no group has rows of two shards: one may be here first
-            BLOCK_N=tiling.block_n,
-            BLOCK_K=tiling.block_k,
-            **evenness(tiling, m, weights.widths, k),
+            out_columns=columns,
+            dtype=dtype,
+            WORLD=size,
+            NODE=node,
+            MESH=topology == "mesh",
+            FORM=form._replace(group=group),
             num_warps=tiling.warps,
             num_stages=tiling.stages,
         )
     if gathered is not None:
         collect_rows[(workspace.resident(size * chunks),)](
-            *(x_shard, gathered, buffers, *tables, workspace.fault, rank, m, k, room),
-            **{**order, **waiting(workspace)},
+            x=x_shard,
+            out=gathered,
+            peers=peers,
+            rank=rank,
+            m=m,
+            K=k,
+            dtype=dtype,
+            WORLD=size,
+            NODE=node,
+            BLOCK_M=tiling.block_m,
+            # Of one rank all is its own, and where so much is copied at once registers spill.
+            BLOCK=RESIDENT_BLOCK if size > 1 else RESIDENT_BLOCK // 2,
+            num_warps=RESIDENT_WARPS,
         )
     workspace.rejoin()
     return out

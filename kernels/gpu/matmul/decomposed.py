@@ -80,15 +80,12 @@ def put(
 
 @triton.jit(do_not_specialize=["rank", "index"])
 def wait_for(
-    signals,  # int64 [W]; addresses of int32 [W + parts]
-    calls,  # int32 [1]
-    fault,  # int32 [4]
+    peers,  # signals int32 [W + parts]
     rank,
     index,
-    max_polls,
 ):
     """Wait for one of this rank's signals. Grid: (1,)."""
-    wait(signals, rank, index, tl.load(calls), fault, max_polls)
+    wait(peers, rank, index, tl.load(peers.calls))
 
 
 class _Parts:
@@ -99,9 +96,7 @@ class _Parts:
         self._numel = part_numel
         workspace.begin()
         meet[(1,)](
-            *(workspace.signals.addresses, workspace.calls, workspace.fault, workspace.rank, 0),
-            WORLD=workspace.world_size,
-            max_polls=workspace.max_polls,
+            peers=workspace.peers(), rank=workspace.rank, first=0, WORLD=workspace.world_size
         )
 
     def send(self, data: Tensor, peer: int, part: int) -> None:
@@ -110,7 +105,11 @@ class _Parts:
         peer %= workspace.world_size
         if numel:
             put[(-(-numel // PIECE),)](
-                *(data, workspace.buffer.addresses, peer, part * self._numel, numel),
+                x=data,
+                buffers=workspace.buffer.addresses,
+                peer=peer,
+                place=part * self._numel,
+                numel=numel,
                 dtype=triton_type(workspace.dtype),
                 PIECE=PIECE,
                 BLOCK=BLOCK,
@@ -118,15 +117,13 @@ class _Parts:
         if data.is_cuda:  # its memory is given to nobody else before this stream is through
             data.record_stream(torch.cuda.current_stream(data.device))
         index = workspace.world_size + part
-        tell[(1,)](workspace.signals.addresses, workspace.calls, peer, index)
+        tell[(1,)](peers=workspace.peers(), peer=peer, index=index)
 
     def receive(self, part: int, rows: int, columns: int) -> Tensor:
         """A part of this rank's buffer, once it has been written: [rows, columns]."""
         workspace = self.workspace
         wait_for[(1,)](
-            *(workspace.signals.addresses, workspace.calls, workspace.fault, workspace.rank),
-            workspace.world_size + part,
-            max_polls=workspace.max_polls,
+            peers=workspace.peers(), rank=workspace.rank, index=workspace.world_size + part
         )
         begin = part * self._numel
         return workspace.buffer.local[0][begin : begin + rows * columns].view(rows, columns)

@@ -19,6 +19,7 @@ program computes side by side.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -31,6 +32,19 @@ from weft.kernels.gpu.runtime.arguments import Require, require_tensor
 FP8 = torch.float8_e4m3fn
 OPERANDS = (torch.float32, torch.float16, torch.bfloat16, FP8)
 RESULTS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class EpilogueOperands(NamedTuple):
+    """The tensors of an epilogue, as one argument of a kernel: see peers.py.
+
+    Attributes:
+        x_scale, w_scale, bias, residual: as in Epilogue, or None.
+    """
+
+    x_scale: Tensor | None
+    w_scale: Tensor | None
+    bias: Tensor | None
+    residual: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,23 +125,25 @@ class Epilogue:
             shape = (out_rows, self.columns(n))
             _require_operand(require, "residual", self.residual, x, (shape,), *RESULTS)
 
-    def scales(self) -> dict[str, object]:
-        """Arguments of a kernel that calls `scale`."""
+    @property
+    def operands(self) -> EpilogueOperands:
+        """The argument `epilogue` of a product's kernel."""
+        return EpilogueOperands(self.x_scale, self.w_scale, self.bias, self.residual)
+
+    @property
+    def scales_rows(self) -> bool:
+        """Whether each row of x has a scale of its own."""
         x_scale = self.x_scale
-        return {
-            "x_scale": x_scale,
-            "w_scale": self.w_scale,
-            "SCALE_ROWS": x_scale is not None and x_scale.dim() == 1 and len(x_scale) > 1,
-            "SCALE_COLUMNS": self.w_scale is not None and self.w_scale.shape[-1] > 1,
-        }
+        return x_scale is not None and x_scale.dim() == 1 and len(x_scale) > 1
+
+    @property
+    def scales_columns(self) -> bool:
+        """Whether each column of w has a scale of its own."""
+        return self.w_scale is not None and self.w_scale.shape[-1] > 1
 
     def scale_stride(self) -> int:
         """Numbers of w_scale from one group's to the next one's."""
         return self.w_scale.shape[1] if self.w_scale is not None and self.w_scale.dim() > 1 else 0
-
-    def ending(self) -> dict[str, object]:
-        """Arguments of a kernel that calls `finish`."""
-        return {"bias": self.bias, "residual": self.residual, "SILU": self.silu_multiply}
 
     def apply(self, total: Tensor, operands: torch.dtype, *, side_by_side: bool) -> Tensor:
         """The same with torch, but for the scales: total [M, N] -> [M, N'].

@@ -62,6 +62,38 @@ class Tiling(NamedTuple):
     stages: int
 
 
+class Form(NamedTuple):
+    """The constants that a product is compiled with: FORM, one argument of its kernel (peers.py).
+
+    Attributes:
+        block_m, block_n, block_k: sides of a tile.
+        group: rows of tiles that are gone over together.
+        weights: number of weights, from 1 to 3.
+        silu: the result is silu(gate) * up; see Epilogue.
+        transposed: weights are stored as [N, K].
+        scale_rows, scale_columns: each row of x, each column of w has a scale of its own.
+        even_m, even_n, even_k: a block's side divides the matrix's, so that it needs no mask.
+        tma: x and the weights are TMA descriptors.
+        scale_group: columns of x that share a scale, of which block_k is a divisor; 0 if the
+            scales are of whole rows.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group: int
+    weights: int
+    silu: bool
+    transposed: bool
+    scale_rows: bool
+    scale_columns: bool
+    even_m: bool
+    even_n: bool
+    even_k: bool
+    tma: bool = False
+    scale_group: int = 0
+
+
 @triton.jit
 def tile_at(index, rows, columns, GROUP: tl.constexpr):
     """(row, column) of the index-th tile of rows x columns: GROUP down, then one to the right."""
@@ -112,15 +144,15 @@ def load_right(
     N,
     start,
     K,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    TMA: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """w[start : start + BLOCK_K, column : column + BLOCK_N], zeros outside."""
-    if TRANSPOSED:
+    BLOCK_N: tl.constexpr = FORM.block_n
+    BLOCK_K: tl.constexpr = FORM.block_k
+    EVEN_N: tl.constexpr = FORM.even_n
+    EVEN_K: tl.constexpr = FORM.even_k
+    TMA: tl.constexpr = FORM.tma
+    if FORM.transposed:
         block = load_left(w, column, N, start, K, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, TMA).T
     else:
         block = load_left(w, start, K, column, N, BLOCK_K, BLOCK_N, EVEN_K, EVEN_N, TMA)
@@ -171,24 +203,21 @@ def multiply_tile(
     column,  # of w where the tile begins
     N,
     K,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    EVEN_M: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    TMA: tl.constexpr,
-    x_scale=None,  # float32 [rows, ceil(K / SCALE_GROUP)]; not looked at if that is 0
-    SCALE_GROUP: tl.constexpr = 0,  # columns of x that share a scale; BLOCK_K divides it
+    x_scale,  # float32 [rows, ceil(K / SCALE_GROUP)]; not looked at if that is 0
+    FORM: tl.constexpr,
 ):
     """x[row : row + BLOCK_M] @ w[:, column : column + BLOCK_N], float32; zeros outside."""
+    BLOCK_M: tl.constexpr = FORM.block_m
+    BLOCK_N: tl.constexpr = FORM.block_n
+    BLOCK_K: tl.constexpr = FORM.block_k
+    EVEN_M: tl.constexpr = FORM.even_m
+    EVEN_K: tl.constexpr = FORM.even_k
+    TMA: tl.constexpr = FORM.tma
+    SCALE_GROUP: tl.constexpr = FORM.scale_group
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
         left = load_left(x, row, rows, start, K, BLOCK_M, BLOCK_K, EVEN_M, EVEN_K, TMA)
-        right = load_right(
-            w, column, N, start, K, BLOCK_N, BLOCK_K, TRANSPOSED, EVEN_N, EVEN_K, TMA
-        )
+        right = load_right(w, column, N, start, K, FORM)
         scales = load_scales(x_scale, row, rows, start, K, BLOCK_M, SCALE_GROUP)
         total = add_product(total, left, right, scales)
     return total
@@ -204,42 +233,43 @@ def multiply_two_tiles(
     column,
     N,
     K,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    EVEN_M: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    TMA: tl.constexpr,
-    x_scale=None,
-    SCALE_GROUP: tl.constexpr = 0,
+    x_scale,
+    FORM: tl.constexpr,
 ):
     """`multiply_tile` of two weights of the same shape, which reads x once."""
+    BLOCK_M: tl.constexpr = FORM.block_m
+    BLOCK_N: tl.constexpr = FORM.block_n
+    BLOCK_K: tl.constexpr = FORM.block_k
+    EVEN_M: tl.constexpr = FORM.even_m
+    EVEN_K: tl.constexpr = FORM.even_k
+    TMA: tl.constexpr = FORM.tma
+    SCALE_GROUP: tl.constexpr = FORM.scale_group
     first = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     second = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
         left = load_left(x, row, rows, start, K, BLOCK_M, BLOCK_K, EVEN_M, EVEN_K, TMA)
-        right = load_right(
-            gate, column, N, start, K, BLOCK_N, BLOCK_K, TRANSPOSED, EVEN_N, EVEN_K, TMA
-        )
+        right = load_right(gate, column, N, start, K, FORM)
         scales = load_scales(x_scale, row, rows, start, K, BLOCK_M, SCALE_GROUP)
         first = add_product(first, left, right, scales)
-        right = load_right(
-            up, column, N, start, K, BLOCK_N, BLOCK_K, TRANSPOSED, EVEN_N, EVEN_K, TMA
-        )
+        right = load_right(up, column, N, start, K, FORM)
         second = add_product(second, left, right, scales)
     return first, second
 
 
 @triton.jit
-def count_columns(n0, n1, n2, BLOCK_N: tl.constexpr, WEIGHTS: tl.constexpr, PAIR: tl.constexpr):
+def count_columns(
+    widths,  # of the three weights
+    FORM: tl.constexpr,
+):
     """Columns of tiles of the result of all weights."""
-    count = tl.cdiv(n0, BLOCK_N)
+    BLOCK_N: tl.constexpr = FORM.block_n
+    WEIGHTS: tl.constexpr = FORM.weights
+    PAIR: tl.constexpr = FORM.silu and FORM.weights == 2
+    count = tl.cdiv(widths[0], BLOCK_N)
     if WEIGHTS > 1 and not PAIR:
-        count += tl.cdiv(n1, BLOCK_N)
+        count += tl.cdiv(widths[1], BLOCK_N)
     if WEIGHTS > 2:
-        count += tl.cdiv(n2, BLOCK_N)
+        count += tl.cdiv(widths[2], BLOCK_N)
     return count
 
 
@@ -249,60 +279,52 @@ def multiply_and_finish(
     row,
     rows,
     index,  # which column of tiles
-    w0,  # [K, n0], or [n0, K] if TRANSPOSED
+    w0,  # [K, n0], or [n0, K] if FORM.transposed
     w1,  # or None, as w2
     w2,
-    n0,
-    n1,
-    n2,
-    x_scale,  # float32 [rows] or [1], or [rows, ceil(K / SCALE_GROUP)] if that is not 0, or None
+    widths,  # n0, n1, n2
+    # float32 [rows] or [1], or [rows, ceil(K / FORM.scale_group)] if that is not 0, or None
+    x_scale,
     w_scale,  # float32 [n0 + n1 + n2] or [1], or None
     bias,  # [n0 + n1 + n2], or None
     residual,  # [rows, N'], or None
     out,  # [rows, N']
     K,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WEIGHTS: tl.constexpr,
-    SILU: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr,
-    EVEN_M: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    TMA: tl.constexpr,
-    SCALE_GROUP: tl.constexpr = 0,  # columns of x that share a scale; BLOCK_K divides it
+    FORM: tl.constexpr,
 ):
     """One tile of the result, from its operands to memory.
 
     Where its rows do not follow each other, x, x_scale, residual and out are blocks of pointers
     [BLOCK_M] to each of them, of which the first `rows` count, and row is 0.
     """
-    row_scale = None if SCALE_GROUP > 0 else x_scale
+    BLOCK_N: tl.constexpr = FORM.block_n
+    WEIGHTS: tl.constexpr = FORM.weights
+    SILU: tl.constexpr = FORM.silu
+    SCALE_ROWS: tl.constexpr = FORM.scale_rows
+    SCALE_COLUMNS: tl.constexpr = FORM.scale_columns
+    EVEN: tl.constexpr = FORM.even_m and FORM.even_n
+    n0 = widths[0]
+    row_scale = None if FORM.scale_group > 0 else x_scale
     if SILU and WEIGHTS == 2:
         at = index * BLOCK_N
-        gate, up = multiply_two_tiles(
-            x, row, rows, w0, w1, at, n0, K,
-            BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, EVEN_M, EVEN_N, EVEN_K, TMA,
-            x_scale, SCALE_GROUP,
-        )  # fmt: skip
+        gate, up = multiply_two_tiles(x, row, rows, w0, w1, at, n0, K, x_scale, FORM)
         up_scale = w_scale + n0 if SCALE_COLUMNS else w_scale
         gate = scale(gate, row_scale, w_scale, row, rows, at, n0, SCALE_ROWS, SCALE_COLUMNS)
         up = scale(up, row_scale, up_scale, row, rows, at, n0, SCALE_ROWS, SCALE_COLUMNS)
         gate = add_bias(gate, bias, at, n0)
         up = add_bias(up, None if bias is None else bias + n0, at, n0)
         total = silu_multiply(gate, up)
-        store_tile(total, residual, out, row, rows, at, n0, n0, EVEN_M and EVEN_N)
+        store_tile(total, residual, out, row, rows, at, n0, n0, EVEN)
     else:
         w, N, first, stride = w0, n0, 0, n0
         if WEIGHTS > 1:
+            n1 = widths[1]
             later = index >= tl.cdiv(n0, BLOCK_N)
             w, N, first = tl.where(later, w1, w0), tl.where(later, n1, n0), tl.where(later, n0, 0)
             index -= tl.where(later, tl.cdiv(n0, BLOCK_N), 0)
             stride = n0 + n1
         if WEIGHTS > 2:
+            n2 = widths[2]
             last = later & (index >= tl.cdiv(n1, BLOCK_N))
             w, N, first = (
                 tl.where(last, w2, w),
@@ -312,11 +334,7 @@ def multiply_and_finish(
             index -= tl.where(last, tl.cdiv(n1, BLOCK_N), 0)
             stride = n0 + n1 + n2
         at = index * BLOCK_N
-        total = multiply_tile(
-            x, row, rows, w, at, N, K,
-            BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, EVEN_M, EVEN_N, EVEN_K, TMA,
-            x_scale, SCALE_GROUP,
-        )  # fmt: skip
+        total = multiply_tile(x, row, rows, w, at, N, K, x_scale, FORM)
         scales = w_scale + first if SCALE_COLUMNS else w_scale
         total = scale(total, row_scale, scales, row, rows, at, N, SCALE_ROWS, SCALE_COLUMNS)
         finish(
@@ -330,51 +348,34 @@ def multiply_and_finish(
             N,
             stride,
             SILU,
-            EVEN_M and EVEN_N,
+            EVEN,
         )
 
 
 @triton.jit(do_not_specialize=["M"])
 def multiply(
     x,  # [M, K]; or TMA descriptor of it
-    w0,  # [K, n0], or [n0, K] if TRANSPOSED; or TMA descriptor of it
+    w0,  # [K, n0], or [n0, K] if FORM.transposed; or TMA descriptor of it
     w1,
     w2,
+    widths,  # n0, n1, n2
     M,
-    n0,
-    n1,
-    n2,
     K,
-    x_scale,  # float32 [M] or [1], or None
-    w_scale,  # float32 [n0 + n1 + n2] or [1], or None
-    bias,  # [n0 + n1 + n2], or None
-    residual,  # [M, N'], or None
+    epilogue,  # EpilogueOperands
     out,  # [M, N']
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    WEIGHTS: tl.constexpr,
-    SILU: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr,
-    EVEN_M: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    TMA: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """All tiles of the result. Grid: (programs,), persistent."""
+    BLOCK_M: tl.constexpr = FORM.block_m
+    GROUP: tl.constexpr = FORM.group
     rows = tl.cdiv(M, BLOCK_M)
-    columns = count_columns(n0, n1, n2, BLOCK_N, WEIGHTS, SILU and WEIGHTS == 2)
+    columns = count_columns(widths, FORM)
     # Flattened: the next tile's first blocks are on their way while this one is stored.
     for tile in tl.range(tl.program_id(0), rows * columns, tl.num_programs(0), flatten=True):
         row, column = tile_at(tile, rows, columns, GROUP)
         multiply_and_finish(
-            x, row * BLOCK_M, M, column,
-            w0, w1, w2, n0, n1, n2, x_scale, w_scale, bias, residual, out, K,
-            BLOCK_M, BLOCK_N, BLOCK_K, WEIGHTS, SILU, TRANSPOSED, SCALE_ROWS, SCALE_COLUMNS,
-            EVEN_M, EVEN_N, EVEN_K, TMA,
+            x, row * BLOCK_M, M, column, w0, w1, w2, widths, epilogue.x_scale, epilogue.w_scale,
+            epilogue.bias, epilogue.residual, out, K, FORM,
         )  # fmt: skip
 
 
@@ -437,17 +438,15 @@ class Weights:
             )
         return cls(tensors, [tensor.shape[-1] for tensor in tensors], transposed)
 
-    def arguments(self, silu_multiply: bool) -> dict[str, object]:
-        """Of a kernel that calls `multiply_and_finish`."""
-        several = [*self.tensors, *[None] * (MAX_WEIGHTS - len(self.tensors))]
-        widths = [*self.widths, *[0] * (MAX_WEIGHTS - len(self.widths))]
-        return {
-            **{f"w{i}": tensor for i, tensor in enumerate(several)},
-            **{f"n{i}": width for i, width in enumerate(widths)},
-            "WEIGHTS": len(self.tensors),
-            "SILU": silu_multiply,
-            "TRANSPOSED": self.transposed,
-        }
+    @property
+    def three(self) -> tuple[Tensor | None, ...]:
+        """The argument `weights` of a kernel: three, of which those that are not there are None."""
+        return (*self.tensors, *[None] * (MAX_WEIGHTS - len(self.tensors)))
+
+    @property
+    def three_widths(self) -> tuple[int, ...]:
+        """The argument `widths` of a kernel: those of `three`, 0 for None."""
+        return (*self.widths, *[0] * (MAX_WEIGHTS - len(self.widths)))
 
     def column_tiles(self, block_n: int, silu_multiply: bool) -> int:
         """Columns of tiles of the result, as `count_columns`."""
@@ -513,13 +512,22 @@ def count_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def evenness(tiling: Tiling, m: int, widths: Sequence[int], k: int) -> dict[str, bool]:
-    """Which masks a product with m rows does without."""
-    return {
-        "EVEN_M": m % tiling.block_m == 0,
-        "EVEN_N": all(width % tiling.block_n == 0 for width in widths),
-        "EVEN_K": k % tiling.block_k == 0,
-    }
+def form_of(tiling: Tiling, weights: Weights, epilogue: Epilogue, m: int, k: int) -> Form:
+    """The constants of a product of x [m, k]."""
+    return Form(
+        block_m=tiling.block_m,
+        block_n=tiling.block_n,
+        block_k=tiling.block_k,
+        group=GROUP,
+        weights=len(weights.tensors),
+        silu=epilogue.silu_multiply,
+        transposed=weights.transposed,
+        scale_rows=epilogue.scales_rows,
+        scale_columns=epilogue.scales_columns,
+        even_m=m % tiling.block_m == 0,
+        even_n=all(width % tiling.block_n == 0 for width in weights.widths),
+        even_k=k % tiling.block_k == 0,
+    )
 
 
 def takes_tma(x: Tensor, weights: Weights, silu_multiply: bool) -> bool:
@@ -582,34 +590,35 @@ def matmul(
     out = x.new_empty(m, epilogue.columns(n), dtype=epilogue.dtype(x.dtype))
     if not out.numel():
         return out
-    arguments = weights.arguments(silu)
+    operands: tuple[Tensor | TensorDescriptor | None, ...] = (x, *weights.three)
     if tma:
-        arguments |= _descriptors(x, weights, tiling)
+        operands = _descriptors(x, weights, tiling)
     tiles = -(-m // tiling.block_m) * weights.column_tiles(tiling.block_n, silu)
     multiply[(min(tiles, programs or count_processors(x.device)),)](
-        **{"x": x, "M": m, "K": k, "out": out, **arguments},
-        **epilogue.scales(),
-        bias=epilogue.bias,
-        residual=epilogue.residual,
-        BLOCK_M=tiling.block_m,
-        BLOCK_N=tiling.block_n,
-        BLOCK_K=tiling.block_k,
-        **evenness(tiling, m, weights.widths, k),
-        GROUP=GROUP,
-        TMA=tma,
+        x=operands[0],
+        w0=operands[1],
+        w1=operands[2],
+        w2=operands[3],
+        widths=weights.three_widths,
+        M=m,
+        K=k,
+        epilogue=epilogue.operands,
+        out=out,
+        FORM=form_of(tiling, weights, epilogue, m, k)._replace(tma=tma),
         num_warps=tiling.warps,
         num_stages=tiling.stages,
     )
     return out
 
 
-def _descriptors(x: Tensor, weights: Weights, tiling: Tiling) -> dict[str, TensorDescriptor]:
+def _descriptors(
+    x: Tensor, weights: Weights, tiling: Tiling
+) -> tuple[TensorDescriptor | None, ...]:
+    """TMA descriptors of x and of three weights; None for those that are not there."""
     rows, columns, depth = tiling.block_m, tiling.block_n, tiling.block_k
     block = [columns, depth] if weights.transposed else [depth, columns]
-    return {
-        "x": TensorDescriptor.from_tensor(x, [rows, depth]),
-        **{
-            f"w{i}": TensorDescriptor.from_tensor(w.T if weights.transposed else w, block)
-            for i, w in enumerate(weights.tensors)
-        },
-    }
+    stored = [
+        None if w is None else TensorDescriptor.from_tensor(w.T if weights.transposed else w, block)
+        for w in weights.three
+    ]
+    return (TensorDescriptor.from_tensor(x, [rows, depth]), *stored)

@@ -39,10 +39,10 @@ from torch import Tensor
 from weft.kernels.gpu.matmul.all_gather_matmul import Topology, ahead_of, step_and_part
 from weft.kernels.gpu.matmul.epilogue import NOTHING, Epilogue, finish, scale
 from weft.kernels.gpu.matmul.matmul import (
-    GROUP,
+    Form,
     Weights,
     choose_tiling,
-    evenness,
+    form_of,
     multiply_tile,
     tile_at,
 )
@@ -59,11 +59,10 @@ BLOCK_M, BLOCK_N = 16, 64
 @triton.jit
 def multiply_and_send(
     x,  # this rank's rows of the owner's result: [m, K]
-    w,  # [K, N], or [N, K] if TRANSPOSED
+    w,  # [K, N], or [N, K] if FORM.transposed
     x_scale,  # float32 [m] or [1], or None
     w_scale,  # float32 [N] or [1], or None
-    buffers,
-    signals,
+    peers,
     call,
     rank,
     owner,
@@ -71,40 +70,33 @@ def multiply_and_send(
     m,
     N,
     K,
-    slot_numel,
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     PEERS: tl.constexpr,  # how many ranks get it, from the owner on
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr,
-    EVEN_M: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """One tile of this rank's partial result, to where it is added."""
+    BLOCK_M: tl.constexpr = FORM.block_m
+    BLOCK_N: tl.constexpr = FORM.block_n
+    GROUP: tl.constexpr = FORM.group
+    SCALE_ROWS: tl.constexpr = FORM.scale_rows
+    SCALE_COLUMNS: tl.constexpr = FORM.scale_columns
+    EVEN: tl.constexpr = FORM.even_m and FORM.even_n
     row, column = tile_at(tile, tl.cdiv(m, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
     row, column = row * BLOCK_M, column * BLOCK_N
-    total = multiply_tile(
-        x, row, m, w, column, N, K,
-        BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, EVEN_M, EVEN_N, EVEN_K, TMA=False,
-    )  # fmt: skip
+    total = multiply_tile(x, row, m, w, column, N, K, None, FORM)
     total = scale(total, x_scale, w_scale, row, m, column, N, SCALE_ROWS, SCALE_COLUMNS)
     part = total.to(dtype)
-    place = tile_offsets(call, rank, row, column, m, N, slot_numel, BLOCK_M, BLOCK_N)
+    place = tile_offsets(call, rank, row, column, m, N, peers.slot_numel, BLOCK_M, BLOCK_N)
     at_m, at_n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     for step in range(PEERS):
         peer = (owner + step) % WORLD
-        to = peer_pointer(buffers, peer, dtype) + place
-        if EVEN_M and EVEN_N:
+        to = peer_pointer(peers.buffers, peer, dtype) + place
+        if EVEN:
             tl.store(to, part)
         else:
             tl.store(to, part, mask=(at_m[:, None] < m) & (at_n[None, :] < N))
-        notify(signals, peer, tile * WORLD + rank, call)
+        notify(peers, peer, tile * WORLD + rank, call)
 
 
 @triton.jit
@@ -121,84 +113,68 @@ def reduce_tile(
     bias,  # [N], or None
     residual,  # [m, N'], or None
     out,  # [m, N']
-    buffers,
-    signals,
+    peers,
     call,
-    fault,
     rank,
     tile,
     m,
     N,
-    slot_numel,
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUP: tl.constexpr,
-    SILU: tl.constexpr,
-    EVEN_M: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    max_polls,
+    FORM: tl.constexpr,
 ):
     """Add the partial results of one tile, and do what comes after the sum."""
+    BLOCK_M: tl.constexpr = FORM.block_m
+    BLOCK_N: tl.constexpr = FORM.block_n
+    GROUP: tl.constexpr = FORM.group
+    SILU: tl.constexpr = FORM.silu
+    EVEN: tl.constexpr = FORM.even_m and FORM.even_n
     row, column = tile_at(tile, tl.cdiv(m, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
     row, column = row * BLOCK_M, column * BLOCK_N
-    partials = peer_pointer(buffers, rank, dtype)
+    partials = peer_pointer(peers.buffers, rank, dtype)
     at_m, at_n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for source in range(WORLD):
-        wait(signals, rank, tile * WORLD + source, call, fault, max_polls)
-        place = tile_offsets(call, source, row, column, m, N, slot_numel, BLOCK_M, BLOCK_N)
-        if EVEN_M and EVEN_N:
+        wait(peers, rank, tile * WORLD + source, call)
+        place = tile_offsets(call, source, row, column, m, N, peers.slot_numel, BLOCK_M, BLOCK_N)
+        if EVEN:
             total += tl.load(partials + place).to(tl.float32)
         else:
             inside = (at_m[:, None] < m) & (at_n[None, :] < N)
             total += tl.load(partials + place, mask=inside, other=0.0).to(tl.float32)
-    even: tl.constexpr = EVEN_M and EVEN_N
-    finish(total, bias, residual, out, row, m, column, N, N, SILU, even)
+    finish(total, bias, residual, out, row, m, column, N, N, SILU, EVEN)
 
 
 @triton.jit(do_not_specialize=["rank", "m"])
 def multiply_partial(
     x,  # [W * m, K]
-    w,  # [K, N], or [N, K] if TRANSPOSED
+    w,  # [K, N], or [N, K] if FORM.transposed
     x_scale,  # float32 [W * m] or [1], or None
     w_scale,  # float32 [N] or [1], or None
-    buffers,  # int64 [W]; addresses of [2, W, m, N]
-    signals,  # int64 [W]; addresses of int32 [cdiv(m, BLOCK_M) * cdiv(N, BLOCK_N), W]
-    calls,  # int32 [1]
+    # buffers [2, W, m, N]
+    peers,  # signals int32 [cdiv(m, BLOCK_M) * cdiv(N, BLOCK_N), W]
     rank,
     m,  # rows that a rank will have
     N,
     K,
-    slot_numel,
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     NODE: tl.constexpr,
     MESH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr,
-    EVEN_M: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Tiles of this rank's partial result, to their owners. Grid: (programs,), persistent."""
-    call = tl.load(calls)
+    BLOCK_M: tl.constexpr = FORM.block_m
+    BLOCK_N: tl.constexpr = FORM.block_n
+    call = tl.load(peers.calls)
     tiles = tl.cdiv(m, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     for work in range(tl.program_id(0), WORLD * tiles, tl.num_programs(0)):
         step, tile = step_and_part(WORLD * tiles - 1 - work, tiles, WORLD, MESH)
         owner = ahead_of(rank, step, WORLD, NODE)
         first = tl.cast(owner * m, tl.int64)
         multiply_and_send(
-            x + first * K, w, x_scale + first if SCALE_ROWS else x_scale, w_scale,
-            buffers, signals, call, rank, owner, tile, m, N, K, slot_numel,
-            dtype, WORLD, 1, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, TRANSPOSED,
-            SCALE_ROWS, SCALE_COLUMNS, EVEN_M, EVEN_N, EVEN_K,
+            x + first * K, w, x_scale + first if FORM.scale_rows else x_scale, w_scale,
+            peers, call, rank, owner, tile, m, N, K, dtype, WORLD, 1, FORM,
         )  # fmt: skip
 
 
@@ -207,81 +183,53 @@ def reduce_partials(
     bias,  # [N], or None
     residual,  # [m, N'], or None
     out,  # [m, N']
-    buffers,  # int64 [W]; addresses of [2, W, m, N]
-    signals,  # int64 [W]; addresses of int32 [tiles, W]
-    calls,  # int32 [1]
-    fault,  # int32 [4]
+    peers,  # buffers [2, W, m, N]; signals int32 [tiles, W]
     rank,
     m,
     N,
-    slot_numel,
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUP: tl.constexpr,
-    SILU: tl.constexpr,
-    EVEN_M: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    max_polls,
+    FORM: tl.constexpr,
 ):
     """Reduce the tiles of this rank's rows. Grid: (programs,), persistent."""
-    call = tl.load(calls)
+    BLOCK_M: tl.constexpr = FORM.block_m
+    BLOCK_N: tl.constexpr = FORM.block_n
+    call = tl.load(peers.calls)
     tiles = tl.cdiv(m, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        reduce_tile(
-            bias, residual, out, buffers, signals, call, fault, rank, tile, m, N, slot_numel,
-            dtype, WORLD, BLOCK_M, BLOCK_N, GROUP, SILU, EVEN_M, EVEN_N, max_polls,
-        )  # fmt: skip
+        reduce_tile(bias, residual, out, peers, call, rank, tile, m, N, dtype, WORLD, FORM)
 
 
 @triton.jit(do_not_specialize=["rank", "m"])
 def multiply_all_reduce(
     x,  # [m, K]
-    w,  # [K, N], or [N, K] if TRANSPOSED
-    x_scale,  # float32 [m] or [1], or None
-    w_scale,  # float32 [N] or [1], or None
-    bias,  # [N], or None
-    residual,  # [m, N'], or None
+    w,  # [K, N], or [N, K] if FORM.transposed
+    epilogue,  # EpilogueOperands; residual [m, N']
     out,  # [m, N']
-    buffers,  # int64 [W]; addresses of [2, W, m, N]
-    signals,  # int64 [W]; addresses of int32 [cdiv(m, BLOCK_M) * cdiv(N, BLOCK_N), W]
-    calls,  # int32 [1]
-    fault,  # int32 [4]
+    # buffers [2, W, m, N]
+    peers,  # signals int32 [cdiv(m, BLOCK_M) * cdiv(N, BLOCK_N), W]
     rank,
     m,
     N,
     K,
-    slot_numel,
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    SILU: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr,
-    EVEN_M: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    max_polls,
+    FORM: tl.constexpr,
 ):
     """Send tiles to all ranks, then reduce the same ones. Grid: (programs,), persistent."""
-    call = tl.load(calls)
+    BLOCK_M: tl.constexpr = FORM.block_m
+    BLOCK_N: tl.constexpr = FORM.block_n
+    call = tl.load(peers.calls)
     tiles = tl.cdiv(m, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         multiply_and_send(
-            x, w, x_scale, w_scale,
-            buffers, signals, call, rank, rank, tile, m, N, K, slot_numel,
-            dtype, WORLD, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, TRANSPOSED,
-            SCALE_ROWS, SCALE_COLUMNS, EVEN_M, EVEN_N, EVEN_K,
+            x, w, epilogue.x_scale, epilogue.w_scale, peers, call, rank, rank, tile, m, N, K,
+            dtype, WORLD, WORLD, FORM,
         )  # fmt: skip
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         reduce_tile(
-            bias, residual, out, buffers, signals, call, fault, rank, tile, m, N, slot_numel,
-            dtype, WORLD, BLOCK_M, BLOCK_N, GROUP, SILU, EVEN_M, EVEN_N, max_polls,
+            epilogue.bias, epilogue.residual, out, peers, call, rank, tile, m, N, dtype, WORLD,
+            FORM,
         )  # fmt: skip
 
 
@@ -400,14 +348,35 @@ def matmul_reduce_scatter(
     if call.out.numel():
         workspace.begin()
         multiply_partial[(call.programs(size * call.tiles),)](
-            **call.product,
-            **call.common,
+            x=x,
+            w=weights.tensors[0],
+            x_scale=epilogue.x_scale,
+            w_scale=epilogue.w_scale,
+            peers=workspace.peers(),
+            rank=workspace.rank,
+            m=m,
+            N=call.n,
+            K=call.k,
+            dtype=call.dtype,
+            WORLD=size,
             NODE=node,
             MESH=topology == "mesh",
-            **call.options,
+            FORM=call.form._replace(silu=False),
+            num_warps=call.warps,
+            num_stages=call.stages,
         )
         reduce_partials[(workspace.resident(call.tiles),)](
-            **call.ending, **call.common, num_warps=call.options["num_warps"]
+            bias=epilogue.bias,
+            residual=epilogue.residual,
+            out=call.out,
+            peers=workspace.peers(),
+            rank=workspace.rank,
+            m=m,
+            N=call.n,
+            dtype=call.dtype,
+            WORLD=size,
+            FORM=for_sum(call.form),
+            num_warps=call.warps,
         )
     return call.out
 
@@ -454,9 +423,29 @@ def matmul_all_reduce(
     if call.out.numel():
         workspace.begin()
         multiply_all_reduce[(call.programs(call.tiles),)](
-            **call.product, **call.ending, **call.common, **call.options
+            x=x,
+            w=weights.tensors[0],
+            epilogue=epilogue.operands,
+            out=call.out,
+            peers=workspace.peers(),
+            rank=workspace.rank,
+            m=call.m,
+            N=call.n,
+            K=call.k,
+            dtype=call.dtype,
+            WORLD=workspace.world_size,
+            FORM=call.form,
+            num_warps=call.warps,
+            num_stages=call.stages,
         )
     return call.out
+
+
+def for_sum(form: Form) -> Form:
+    """What the sum of a product of this form is compiled with: the same for any K and weights."""
+    return form._replace(
+        block_k=0, transposed=False, scale_rows=False, scale_columns=False, even_k=False
+    )
 
 
 def result_shape(x: Tensor, weights: Weights) -> dict[str, object]:
@@ -470,8 +459,9 @@ class _Call:
     Attributes:
         out: what is returned.
         tiles: of the result.
-        product, ending, common: arguments of kernels that multiply; that reduce; of both.
-        options: that the product is compiled with.
+        m, n, k: sizes of the product.
+        dtype: Triton's, that partial results travel in.
+        form: what the product is compiled with; warps and stages likewise.
     """
 
     def __init__(
@@ -502,38 +492,10 @@ class _Call:
         dtype = epilogue.out_dtype or workspace.dtype
         self.out = x.new_empty(m, epilogue.columns(n), dtype=dtype)
         self._programs = programs or workspace.processors
-        even = evenness(tiling, m, weights.widths, k)
-        self.product = {
-            "x": x,
-            "w": weights.tensors[0],
-            "K": k,
-            "TRANSPOSED": weights.transposed,
-            **epilogue.scales(),
-            "BLOCK_K": tiling.block_k,
-            "EVEN_K": even.pop("EVEN_K"),
-        }
-        self.ending = {
-            **epilogue.ending(),
-            "out": self.out,
-            "fault": workspace.fault,
-            "max_polls": workspace.max_polls,
-        }
-        self.common = {
-            "buffers": workspace.buffer.addresses,
-            "signals": workspace.signals.addresses,
-            "calls": workspace.calls,
-            "rank": workspace.rank,
-            "m": m,
-            "N": n,
-            "slot_numel": workspace.numel,
-            "dtype": triton_type(workspace.dtype),
-            "WORLD": size,
-            "BLOCK_M": tiling.block_m,
-            "BLOCK_N": tiling.block_n,
-            "GROUP": GROUP,
-            **even,
-        }
-        self.options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
+        self.m, self.n, self.k = m, n, k
+        self.dtype = triton_type(workspace.dtype)
+        self.form = form_of(tiling, weights, epilogue, m, k)
+        self.warps, self.stages = tiling.warps, tiling.stages
 
     def programs(self, tiles: int) -> int:
         """Of a persistent kernel that goes over so many tiles."""

@@ -126,14 +126,22 @@ def _launch(
     n = columns // halves
     out = x.new_empty(rows, n, dtype=x.dtype if scales is None else FP8)
     if scales == "row":
-        blocks = row_blocks(n)
-        tile = {"GROUPS": 1, "WIDTH": blocks["BLOCK"], "num_warps": blocks["num_warps"]}
+        at_once = 1
+        width, warps = row_blocks(n)
     else:
-        tile = {"GROUPS": TILE // GROUP, "WIDTH": GROUP, "num_warps": 4}
-    groups = -(-n // tile["WIDTH"])
+        at_once, width, warps = TILE // GROUP, GROUP, 4
+    groups = -(-n // width)
     scale = None if scales is None else torch.empty(rows, groups, device=x.device)
     if rows:
-        activate[(rows, -(-groups // tile["GROUPS"]))](
-            *(out, scale, x, n, groups), SILU=silu, **tile
+        activate[(rows, -(-groups // at_once))](
+            out=out,
+            scale=scale,
+            x=x,
+            N=n,
+            groups=groups,
+            SILU=silu,
+            GROUPS=at_once,
+            WIDTH=width,
+            num_warps=warps,
         )
     return out, scale

@@ -115,7 +115,17 @@ def rms_norm(
     total = None if residual is None else torch.empty_like(x)
     scale = torch.empty(rows, device=x.device) if fp8 else None
     if rows:
+        block, warps = row_blocks(columns)
         normalize_rows[(rows,)](
-            *(out, total, scale, x, residual, weight, float(eps), columns), **row_blocks(columns)
+            out=out,
+            total=total,
+            scale=scale,
+            x=x,
+            residual=residual,
+            weight=weight,
+            eps=float(eps),
+            N=columns,
+            BLOCK=block,
+            num_warps=warps,
         )
     return Normed(out, total, scale)

@@ -21,10 +21,10 @@ FP8_MAX = tl.constexpr(448.0)
 """Of float8_e4m3fn, which has no infinity."""
 
 
-def row_blocks(columns: int) -> dict[str, int]:
-    """Arguments of a kernel whose programs hold a row each: 16 numbers a thread, or more."""
+def row_blocks(columns: int) -> tuple[int, int]:
+    """BLOCK and num_warps for programs that hold a row each: 16 numbers a thread, or more."""
     block = triton.next_power_of_2(max(1, columns))
-    return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}
+    return block, min(16, max(1, block // 512))
 
 
 def require_rows(check: Require, name: str, x: Tensor, most: int = 0) -> None:

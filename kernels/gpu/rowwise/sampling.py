@@ -121,9 +121,19 @@ def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
         spans = -(-columns // SPAN)
         largest = torch.empty(rows, spans, device=x.device)
         at = torch.empty(rows, spans, dtype=torch.int32, device=x.device)
-        find_largest_of_spans[(rows, spans)](largest, at, x, columns, SPAN=SPAN, num_warps=8)
+        find_largest_of_spans[(rows, spans)](
+            largest=largest, columns=at, x=x, V=columns, SPAN=SPAN, num_warps=8
+        )
         block = triton.next_power_of_2(spans)
-        find_largest_of_rows[(rows,)](out, index, largest, at, spans, BLOCK=block, num_warps=1)
+        find_largest_of_rows[(rows,)](
+            out=out,
+            index=index,
+            largest=largest,
+            columns=at,
+            spans=spans,
+            BLOCK=block,
+            num_warps=1,
+        )
     return out, index
 
 
@@ -205,7 +215,7 @@ def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     values = torch.empty(rows, k, device=x.device)
     ids = torch.empty(rows, k, dtype=torch.int32, device=x.device)
     if rows:
-        select_top_k[(rows,)](values, ids, x, columns, k, BLOCK=BLOCK, num_warps=8)
+        select_top_k[(rows,)](values=values, ids=ids, x=x, V=columns, K=k, BLOCK=BLOCK, num_warps=8)
     return values, ids
 
 
@@ -347,7 +357,16 @@ def draw(
     if rows:
         block = max(16, triton.next_power_of_2(columns))
         draw_tokens[(rows,)](
-            *(out, values, ids, seeds, index, temperature, top_k, top_p, min_p, columns),
+            out=out,
+            values=values,
+            ids=ids,
+            seeds=seeds,
+            index=index,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            N=columns,
             BLOCK=block,
             num_warps=max(1, min(8, block // 128)),
         )

@@ -70,7 +70,7 @@ def put_ll(to, words, call, mask):
 
 
 @triton.jit
-def get_ll(at, call, mask, fault, rank, index, max_polls):
+def get_ll(at, call, mask, peers, rank, index):
     """Wait for words of `put_ll`, all of them, and take them.
 
     As NCCL's `readLL`. What the sender stored elsewhere is not seen by virtue of this.
@@ -79,9 +79,8 @@ def get_ll(at, call, mask, fault, rank, index, max_polls):
         at: int64 pointers [n], to this rank's own memory.
         call: int32, the flag to wait for.
         mask: which of them; the others are 0.
-        fault: int32 [4], of this rank.
+        peers: of this rank.
         rank, index: this one, and the first word's number; to report when it runs out.
-        max_polls: to give up after.
 
     Returns:
         int32 [n].
@@ -89,14 +88,14 @@ def get_ll(at, call, mask, fault, rank, index, max_polls):
     flagged = tl.load(at, mask=mask, other=0, volatile=True)
     missing = tl.max((((flagged >> 32).to(tl.int32) != call) & mask).to(tl.int32), axis=0)
     if missing > 0:
-        left = polls_left(fault, max_polls)
+        left = polls_left(peers)
         while (missing > 0) & (left > 0):
             flagged = tl.load(at, mask=mask, other=0, volatile=True)
             missing = tl.max((((flagged >> 32).to(tl.int32) != call) & mask).to(tl.int32), axis=0)
             left -= 1
     if missing > 0:
         seen = tl.min(tl.where(mask, (flagged >> 32).to(tl.int32), call), axis=0)
-        report(fault, rank, index, call, seen)
+        report(peers, rank, index, call, seen)
     return flagged.to(tl.int32)
 
 
@@ -124,16 +123,15 @@ def put_ll128(to, words, call, mask):
 
 
 @triton.jit
-def get_ll128(at, call, mask, fault, rank, index, max_polls):
+def get_ll128(at, call, mask, peers, rank, index):
     """Wait for lines of `put_ll128`, all of them, and take them.
 
     Args:
         at: int64 pointer, to this rank's own memory; to a multiple of 128 bytes.
         call: int32, the flag to wait for.
         mask: bool [lines]; which of them.
-        fault: int32 [4], of this rank.
+        peers: of this rank.
         rank, index: this one, and the first line's number; to report when it runs out.
-        max_polls: to give up after.
 
     Returns:
         int64 [lines, 16], of whose last column nothing is said.
@@ -145,14 +143,14 @@ def get_ll128(at, call, mask, fault, rank, index, max_polls):
     flagged = tl.load(places, mask=inside, other=0, volatile=True)
     missing = tl.max(tl.max((is_flag & (flagged != call)).to(tl.int32), axis=1), axis=0)
     if missing > 0:
-        left = polls_left(fault, max_polls)
+        left = polls_left(peers)
         while (missing > 0) & (left > 0):
             flagged = tl.load(places, mask=inside, other=0, volatile=True)
             missing = tl.max(tl.max((is_flag & (flagged != call)).to(tl.int32), axis=1), axis=0)
             left -= 1
     if missing > 0:
         flags = tl.where(is_flag, flagged.to(tl.int32), call)
-        report(fault, rank, index, call, tl.min(tl.min(flags, axis=1), axis=0))
+        report(peers, rank, index, call, tl.min(tl.min(flags, axis=1), axis=0))
     return flagged
 
 

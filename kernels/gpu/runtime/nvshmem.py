@@ -3,7 +3,7 @@
 The bitcode that NVIDIA ships (symmetric/nvshmem.py finds it) is linked into the
 kernel, which is launched with
 
-    kernel[grid](..., **link_options())
+    kernel[grid](..., extern_libs=link_options())
 
 and whose module NVSHMEM must know before it runs (`register_modules`). Addresses
 are this rank's own, of symmetric memory, sources too: NVSHMEM adds where the
@@ -129,7 +129,7 @@ def quiet():
 
 
 @triton.jit
-def wait(signal, value, rank, index, fault, max_polls):
+def wait(signal, value, peers, rank, index):
     """Wait until one of this rank's own signals has reached a value, a bounded number of polls.
 
     As OpenSHMEM's signal_wait_until with CMP_GE, which itself would wait for ever: it is called
@@ -138,19 +138,18 @@ def wait(signal, value, rank, index, fault, max_polls):
     Args:
         signal: int64, address of a uint64.
         value: int64, to wait for.
+        peers: of this rank.
         rank: this one.
         index: the signal's, for the message.
-        fault: int32 [4], of this rank; (rank, index, wanted, seen) if the polls run out.
-        max_polls: to give up after.
     """
     seen = _signal_fetch(signal)
     if seen < value:
-        left = signals.polls_left(fault, max_polls)
+        left = signals.polls_left(peers)
         while (seen < value) & (left > 0):
             seen = _signal_fetch(signal)
             left -= 1
         if seen < value:
-            signals.report(fault, rank, index, tl.cast(value, tl.int32), tl.cast(seen, tl.int32))
+            signals.report(peers, rank, index, tl.cast(value, tl.int32), tl.cast(seen, tl.int32))
     if seen >= value:
         _signal_wait_until(signal, GREATER_OR_EQUAL, value)
     tl.debug_barrier()
@@ -160,37 +159,35 @@ def wait(signal, value, rank, index, fault, max_polls):
 def wait_across(
     addresses,  # int64 [W]; of what the sender stores to, 0 for ranks that NVLink does not reach
     sender,
-    signals_of,  # int64 [W]; addresses of int32 signals, set by ranks with an address
-    index,  # of that signal
+    peers,
+    index,  # of the signal that a rank with an address sets
     across,  # int64 [W]; addresses of int64 signals, set by ranks without one
     across_index,
     rank,
     call,
-    fault,  # int32 [4]
     FAR: tl.constexpr,  # there are ranks without an address
-    max_polls,
 ):
     """Wait for a rank of another node, which sends by its address or, without one, by a put."""
     address = tl.load(addresses + sender)
     if FAR:
         signal = tl.load(across + rank) + 8 * across_index
         if address == 0:
-            wait(signal, call.to(tl.int64), rank, index, fault, max_polls)
+            wait(signal, call.to(tl.int64), peers, rank, index)
     if address != 0:
-        signals.wait(signals_of, rank, index, call, fault, max_polls)
+        signals.wait(peers, rank, index, call)
 
 
-def link_options() -> dict[str, Any]:
-    """Launch options that link the bitcode for the GPU that kernels are compiled for.
+def link_options() -> dict[str, str] | None:
+    """The launch option `extern_libs` that links the bitcode for the GPU at hand.
 
     Raises:
         SymmetricMemoryError: NVSHMEM is not installed, or has no bitcode for it.
     """
     if triton.knobs.runtime.interpret:
-        return {}
+        return None
     from triton.runtime.driver import driver
 
-    return {"extern_libs": extern_libs(*divmod(driver.active.get_current_target().arch, 10))}
+    return extern_libs(*divmod(driver.active.get_current_target().arch, 10))
 
 
 def extern_libs(major: int, minor: int) -> dict[str, str]:

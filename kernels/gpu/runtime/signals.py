@@ -52,7 +52,7 @@ def peer_pointer(addresses, rank, dtype: tl.constexpr):
 
 
 @triton.jit
-def notify(signals, rank, index, value):
+def notify(peers, rank, index, value):
     """Set a signal of another rank, after everything that this program has stored.
 
     As OpenSHMEM's put_signal with SIGNAL_SET, whose data went before: whoever acquires the value
@@ -60,66 +60,60 @@ def notify(signals, rank, index, value):
     release; Triton 3.6 does not put it there by itself.
 
     Args:
-        signals: int64 [W], addresses of the signals.
+        peers: of this rank.
         rank: who is told.
         index: which of its signals.
         value: larger than all before.
     """
     tl.debug_barrier()
-    signal = peer_pointer(signals, rank, tl.int32) + index
+    signal = peer_pointer(peers.signals, rank, tl.int32) + index
     tl.atomic_xchg(signal, value, sem="release", scope="sys")
 
 
 @triton.jit
-def polls_left(fault, max_polls):
-    """How often a wait may poll: not at all once one of this rank has run out.
-
-    Args:
-        fault: int32 [4], of this rank.
-        max_polls: of a wait.
-    """
-    first = tl.atomic_add(fault, 0, sem="relaxed", scope="gpu")  # others may store it just now
-    return tl.where(first < 0, max_polls, 0)
+def polls_left(peers):
+    """How often a wait may poll: not at all once one of this rank has run out."""
+    # Another program may store it just now.
+    first = tl.atomic_add(peers.fault, 0, sem="relaxed", scope="gpu")
+    return tl.where(first < 0, peers.max_polls, 0)
 
 
 @triton.jit
-def report(fault, rank, index, wanted, seen):
+def report(peers, rank, index, wanted, seen):
     """Say that a wait has run out, unless another one of this rank already has.
 
     Args:
-        fault: int32 [4], of this rank; its first is -1 if nothing was reported.
+        peers: of this rank.
         rank, index, wanted, seen: of the signal.
     """
-    if tl.atomic_cas(fault, -1, rank, sem="relaxed", scope="gpu") == -1:
-        tl.store(fault + 1, index)
-        tl.store(fault + 2, wanted)
-        tl.store(fault + 3, seen)
+    if tl.atomic_cas(peers.fault, -1, rank, sem="relaxed", scope="gpu") == -1:
+        tl.store(peers.fault + 1, index)
+        tl.store(peers.fault + 2, wanted)
+        tl.store(peers.fault + 3, seen)
 
 
 @triton.jit
-def wait(signals, rank, index, value, fault, max_polls):
+def wait(peers, rank, index, value):
     """Wait until one of this rank's own signals has reached a value.
 
     As OpenSHMEM's signal_wait_until with CMP_GE: what was stored before the signal was set is
     seen by the loads after this.
 
     Args:
-        signals: int64 [W], addresses of the signals.
+        peers: of this rank.
         rank: this one.
         index: which of its signals.
         value: to wait for.
-        fault: int32 [4], of this rank.
-        max_polls: to give up after.
     """
-    signal = peer_pointer(signals, rank, tl.int32) + index
+    signal = peer_pointer(peers.signals, rank, tl.int32) + index
     seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
     if seen < value:
-        left = polls_left(fault, max_polls)
+        left = polls_left(peers)
         while (seen < value) & (left > 0):
             seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
             left -= 1
         if seen < value:
-            report(fault, rank, index, value, seen)
+            report(peers, rank, index, value, seen)
     # One thread has acquired; no other may load before it has.
     tl.debug_barrier()
 
@@ -147,28 +141,24 @@ def count_off(counters, rank, index, count):
 
 @triton.jit(do_not_specialize=["rank"])
 def meet(
-    signals,  # int64 [W]; addresses of int32 [first + W]
-    calls,  # int32 [1]
-    fault,  # int32 [4]
+    peers,  # signals int32 [first + W]
     rank,
     first,  # of W signals
     WORLD: tl.constexpr,
-    max_polls,
 ):
     """Tell all ranks that this one is in this call, and wait until they are. Grid: (1,)."""
-    call = tl.load(calls)
+    call = tl.load(peers.calls)
     for step in range(WORLD):
-        notify(signals, (rank + step) % WORLD, first + rank, call)
+        notify(peers, (rank + step) % WORLD, first + rank, call)
     for step in range(WORLD):
-        wait(signals, rank, first + (rank + step) % WORLD, call, fault, max_polls)
+        wait(peers, rank, first + (rank + step) % WORLD, call)
 
 
 @triton.jit(do_not_specialize=["peer", "index"])
 def tell(
-    signals,  # int64 [W]; addresses of the signals
-    calls,  # int32 [1]
+    peers,
     peer,
     index,
 ):
     """Tell one rank that what was queued before this is there. Grid: (1,)."""
-    notify(signals, peer, index, tl.load(calls))
+    notify(peers, peer, index, tl.load(peers.calls))

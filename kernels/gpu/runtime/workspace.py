@@ -38,10 +38,8 @@ from weft.kernels.gpu.runtime.arguments import (
     require_tensor,
 )
 from weft.kernels.gpu.runtime.launches import is_loading
+from weft.kernels.gpu.runtime.peers import SLOTS, Peers, Slots
 from weft.kernels.symmetric.memory import Home, SymmetricMemoryError, SymmetricTensor
-
-SLOTS = 2
-
 
 TRITON_TYPES = {
     torch.float32: tl.float32,
@@ -232,9 +230,26 @@ class Workspace:
         """
         return max(1, min(items, self.processors))
 
+    def peers(self, buffer: SymmetricTensor | None = None, calls: Tensor | None = None) -> Peers:
+        """The argument `peers` of the op's kernels: see peers.py.
+
+        Args:
+            buffer: [SLOTS, ...], that the kernel stores to; the workspace's own if None.
+            calls: int32 [1]; the number of the call, if it is not the present one's.
+        """
+        addresses, numel = Slots.of(buffer or self.buffer)
+        return Peers(
+            buffers=addresses,
+            slot_numel=numel,
+            signals=self.signals.addresses,
+            calls=self.calls if calls is None else calls,
+            fault=self.fault,
+            max_polls=self.max_polls,
+        )
+
     def begin(self) -> None:
         """Count a call; the op's kernels come next."""
-        signals.begin_call[(1,)](self.calls)
+        signals.begin_call[(1,)](calls=self.calls)
 
     def check(self) -> None:
         """Synchronise with the device, and raise if a wait has run out since the last check.

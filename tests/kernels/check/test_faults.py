@@ -49,11 +49,11 @@ OPS = {
     "matmul_reduce_scatter": (matmul_reduce_scatter, matmul_scatter),
 }
 WAITS = {
-    "all_gather": "wait(signals, rank, first + index * WORLD + source, call, fault, max_polls)",
-    "all_gather_matmul": "wait(signals, rank, chunk * WORLD + shard, call, fault, max_polls)",
-    "matmul_reduce_scatter": "wait(signals, rank, tile * WORLD + source, call, fault, max_polls)",
+    "all_gather": "wait(peers, rank, first + index * WORLD + source, call)",
+    "all_gather_matmul": "wait(peers, rank, chunk * WORLD + shard, call)",
+    "matmul_reduce_scatter": "wait(peers, rank, tile * WORLD + source, call)",
 }
-TELL = "notify(signals, peer, index * WORLD + rank, call)"
+TELL = "notify(peers, peer, index * WORLD + rank, call)"
 
 
 def findings(module: ModuleType, op: Op) -> Iterator[str]:
@@ -86,7 +86,7 @@ def test_a_dropped_wait_is_found(name: str, tmp_path: Path) -> None:
 def test_a_slot_that_is_reused_one_call_early_is_found(name: str, tmp_path: Path) -> None:
     module, op = OPS[name]
     faulty = planted(
-        module, tmp_path, ("(call % 2) * slot_numel", "0 * slot_numel"), parts=[chunks]
+        module, tmp_path, ("(call % 2) * peers.slot_numel", "0 * peers.slot_numel"), parts=[chunks]
     )
     assert any("no order between" in finding for finding in findings(faulty, op))
 
@@ -122,7 +122,7 @@ def test_signals_that_order_nothing_are_found(
 @pytest.mark.parametrize("name", ["all_gather", "matmul_reduce_scatter"])
 def test_a_signal_to_the_wrong_rank_is_found(name: str, tmp_path: Path) -> None:
     module, op = OPS[name]
-    change = ("notify(signals, peer,", "notify(signals, (peer + WORLD - 1) % WORLD,")
+    change = ("notify(peers, peer,", "notify(peers, (peer + WORLD - 1) % WORLD,")
     faulty = planted(module, tmp_path, change, parts=[chunks])
     assert any(findings(faulty, op))
 

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import collectives
 from support.faults import planted
+from support.peers import peers_of
 from torch import Tensor
 
 from weft.kernels import reference
@@ -108,24 +109,24 @@ def send(x, signals, value, rank, QUIET: tl.constexpr, AGAIN: tl.constexpr):
 
 
 @triton.jit
-def receive(out, x, signals, value, rank, fault, WAITED: tl.constexpr):
+def receive(out, x, signals, value, rank, peers, WAITED: tl.constexpr):
     """Wait for one row, and copy it."""
     signal, at = (signals + WAITED).to(tl.int64), tl.arange(0, 16)
-    nvshmem.wait(signal, value.to(tl.int64), rank, 0, fault, 100)
+    nvshmem.wait(signal, value.to(tl.int64), peers, rank, 0)
     tl.store(out + at, tl.load(x + 32 + WAITED * 16 + at))
 
 
 @triton.jit
-def receive_other(out, x, signals, value, rank, fault, WAITED: tl.constexpr):
+def receive_other(out, x, signals, value, rank, peers, WAITED: tl.constexpr):
     """Wait for one row, and copy the other one."""
     signal, at = (signals + WAITED).to(tl.int64), tl.arange(0, 16)
-    nvshmem.wait(signal, value.to(tl.int64), rank, 0, fault, 100)
+    nvshmem.wait(signal, value.to(tl.int64), peers, rank, 0)
     tl.store(out + at, tl.load(x + 32 + (1 - WAITED) * 16 + at))
 
 
 @triton.jit
-def receive_relaxed(out, x, signals, value, rank, fault, WAITED: tl.constexpr):
-    """Read the signal, but never wait as NVSHMEM requires."""
+def receive_relaxed(out, x, signals, value, rank, peers, WAITED: tl.constexpr):
+    """Look at the signal, and never wait as NVSHMEM wants it."""
     signal, at = (signals + WAITED).to(tl.int64), tl.arange(0, 16)
     seen = nvshmem._signal_fetch(signal)
     while seen < value:
@@ -141,10 +142,10 @@ def exchange(
     def work(home: Home) -> int:
         x = home.zeros("x", (4, 16), torch.int32)
         signals = home.zeros("signals", (2,), torch.int64)
-        out, fault = torch.zeros(16, dtype=torch.int32), torch.full((4,), -1, dtype=torch.int32)
+        out, peers = torch.zeros(16, dtype=torch.int32), peers_of(signals, max_polls=100)
         send[(1,)](x.local, signals.local, 7, home.rank, QUIET=quiet, AGAIN=again)
-        kernel[(1,)](out, x.local, signals.local, 7, home.rank, fault, WAITED=waited)  # type: ignore[index]
-        assert fault.tolist() == [-1] * 4
+        kernel[(1,)](out, x.local, signals.local, 7, home.rank, peers, WAITED=waited)  # type: ignore[index]
+        assert peers.fault.tolist() == [-1] * 4
         assert len(set(out.tolist())) == 1
         return int(out[0])
 
@@ -186,16 +187,16 @@ def test_a_source_is_read_until_the_quiet() -> None:
 
 
 @triton.jit
-def answer(x, signals, rank, fault, QUIET: tl.constexpr):
-    """Store to a source again after the other rank has answered that it has the data."""
+def answer(x, signals, rank, peers, QUIET: tl.constexpr):
+    """Store to a source again once the other rank has answered that it has the data."""
     at, one = tl.arange(0, 16), tl.full((), 1, tl.int64)
     source, nbytes = x.to(tl.int64), tl.full((), 64, tl.int64)
     tl.store(x + at, 1)
     nvshmem.put_signal(source + 64, source, nbytes, signals.to(tl.int64), one, 1 - rank)
-    nvshmem.wait(signals.to(tl.int64), one, rank, 0, fault, 100)
+    nvshmem.wait(signals.to(tl.int64), one, peers, rank, 0)
     answered = (signals + 1).to(tl.int64)
     nvshmem.put_signal(source + 192, source + 128, nbytes, answered, one, 1 - rank)
-    nvshmem.wait(answered, one, rank, 1, fault, 100)
+    nvshmem.wait(answered, one, peers, rank, 1)
     if QUIET:
         nvshmem.quiet()
     tl.store(x + at, 2)
@@ -206,8 +207,8 @@ def test_an_answer_does_not_free_the_source(quiet: bool) -> None:
     def work(home: Home) -> None:
         x = home.zeros("x", (4, 16), torch.int32)
         signals = home.zeros("signals", (2,), torch.int64)
-        fault = torch.full((4,), -1, dtype=torch.int32)
-        answer[(1,)](x.local, signals.local, home.rank, fault, QUIET=quiet)
+        peers = peers_of(signals, max_polls=100)
+        answer[(1,)](x.local, signals.local, home.rank, peers, QUIET=quiet)
 
     races = RaceDetector()
     run(work, 2, seed=1, races=races, ranks_per_node=1)
@@ -293,15 +294,15 @@ def symptoms(faulty: ModuleType, op: str, wanted: str = "") -> set[str]:
     )
 
 
-QUIET = "        nvshmem.quiet[(1,)](num_warps=1, **workspace.link)\n"
+QUIET = "        nvshmem.quiet[(1,)](num_warps=1, extern_libs=workspace.extern_libs)\n"
 PUT = "nvshmem.put_signal(source, source, nbytes, signal, call.to(tl.int64), peer)"
 PUT_SUM = "nvshmem.put_signal(row, source, nbytes, signal, call.to(tl.int64), peer)"
 WAIT_PASSED_ON = """            nvshmem.wait_across(
-                buffers, source, signals, at, across, at_across, rank, call, fault, FAR, max_polls
+                peers.buffers, source, peers, at, across, at_across, rank, call, FAR
             )
 """
 WAIT_NODES = """            nvshmem.wait_across(
-                sums, sender, signals, first + at, across, at, rank, call, fault, FAR, max_polls
+                peers.buffers, sender, peers, first + at, across, at, rank, call, FAR
             )
 """
 EIGHT_BYTES = "tl.full((), 8, tl.int64)"
@@ -344,7 +345,7 @@ def test_nothing_is_found_without_a_fault(op: str) -> None:
         ("reduce_scatter", "8 * (index * nodes + node)", "8 * node", "hang"),
         # a slot reused one call early
         ("all_gather", "(call % 2)", "0", "race"),
-        ("reduce_scatter", "(call % 2) * sums_slot_numel", "0", "race"),
+        ("reduce_scatter", "(call % 2) * sums.numel", "0", "race"),
         # to the wrong place, or rank
         ("reduce_scatter", "row_of_sums + begin", "row_of_sums", "unwritten"),
         ("all_gather", PUT, PUT.replace("peer", "(peer + 1) % WORLD"), "hang"),
@@ -358,7 +359,7 @@ def test_a_fault_is_found(op: str, old: str, new: str, symptom: str, tmp_path: P
 @pytest.mark.parametrize("op", OPS)
 def test_a_plain_store_instead_of_a_put_is_found(op: str, tmp_path: Path) -> None:
     """There is no address to store to."""
-    changes = [('"FAR": far', '"FAR": False'), ("address != 0", "True")]
+    changes = [("FAR=far", "FAR=False"), ("address != 0", "True")]
     faulty = planted(OPS[op], tmp_path, *changes, parts=PARTS[op])
     with pytest.raises(RankError, match="in no memory of any rank"):
         symptoms(faulty, op)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from support.faults import planted
 from support.overlapped import findings
+from support.peers import peers_of
 from torch import Tensor
 
 from weft.kernels.gpu.collectives import all_gather, chunks
@@ -35,31 +36,31 @@ def load_from(buffers, out, peer, at):
 
 
 @triton.jit
-def load_and_tell(buffers, signals, out, rank, peer, FIRST: tl.constexpr):
-    """Each program loads number 0; programs from FIRST on signal a rank. Grid: (n,)."""
-    tl.store(out, tl.load(peer_pointer(buffers, rank, tl.float32)))
+def load_and_tell(peers, out, rank, peer, FIRST: tl.constexpr):
+    """Each program loads number 0; those from FIRST on tell a rank. Grid: (n,)."""
+    tl.store(out, tl.load(peer_pointer(peers.buffers, rank, tl.float32)))
     if tl.program_id(0) >= FIRST:
-        notify(signals, peer, tl.program_id(0), 1)
+        notify(peers, peer, tl.program_id(0), 1)
 
 
 @triton.jit
-def tell(signals, peer, index, value):
+def tell(peers, peer, index, value):
     """Set a signal. Grid: (1,)."""
-    notify(signals, peer, index, value)
+    notify(peers, peer, index, value)
 
 
 @triton.jit
-def wait_for(signals, fault, rank, index, value):
+def wait_for(peers, rank, index, value):
     """Wait for a signal. Grid: any."""
-    wait(signals, rank, index, value, fault, 1 << 20)
+    wait(peers, rank, index, value)
 
 
 @triton.jit
-def wait_and_set_back(signals, fault, rank, index, value):
-    """The first program resets the signal for which all wait. Grid: (n,)."""
-    wait(signals, rank, index, value, fault, 1 << 20)
+def wait_and_set_back(peers, rank, index, value):
+    """The first program sets back the signal that all wait for. Grid: (n,)."""
+    wait(peers, rank, index, value)
     if tl.program_id(0) == 0:
-        notify(signals, rank, index, 0)
+        notify(peers, rank, index, 0)
 
 
 @triton.jit
@@ -77,11 +78,11 @@ def put_word(buffers, peer, at, call):
 
 
 @triton.jit
-def get_word(buffers, out, fault, rank, at, call):
+def get_word(peers, out, rank, at, call):
     """Wait for a word. Grid: (1,)."""
     place = tl.arange(0, 1)
-    come = peer_pointer(buffers, rank, tl.int64) + at + place
-    tl.store(out + place, get_ll(come, call, place == 0, fault, rank, 0, 1 << 20))
+    come = peer_pointer(peers.buffers, rank, tl.int64) + at + place
+    tl.store(out + place, get_ll(come, call, place == 0, peers, rank, 0))
 
 
 class Bench:
@@ -90,8 +91,8 @@ class Bench:
     def __init__(self, home: Home, numel: int = 8, dtype: torch.dtype = torch.float32) -> None:
         self.buffer: SymmetricTensor = home.zeros("bench.buffer", (numel,), dtype)
         self.signals: SymmetricTensor = home.zeros("bench.signals", (4,), torch.int32)
-        self.at, self.to_signals = self.buffer.addresses, self.signals.addresses
-        self.fault = torch.full((4,), -1, dtype=torch.int32)
+        self.at = self.buffer.addresses
+        self.peers = peers_of(self.signals, self.buffer)
         self.out = torch.zeros(1)
 
 
@@ -107,10 +108,10 @@ def test_each_program_that_loads_must_be_known_before_a_store(telling: int) -> N
     def work(home: Home) -> None:
         bench = Bench(home)
         if home.rank == 0:
-            load_and_tell[(3,)](bench.at, bench.to_signals, bench.out, 0, 1, FIRST=3 - telling)
+            load_and_tell[(3,)](bench.peers, bench.out, 0, 1, FIRST=3 - telling)
         else:
             for index in range(3 - telling, 3):
-                wait_for[(1,)](bench.to_signals, bench.fault, 1, index, 1)
+                wait_for[(1,)](bench.peers, 1, index, 1)
             store_to[(1,)](bench.at, 0, 0, 1.0, dtype=tl.float32)
 
     found = findings(work, 2, SEEDS)
@@ -129,9 +130,9 @@ def test_loads_on_both_streams_must_be_known_before_a_store() -> None:
             load_from[(1,)](bench.at, bench.out, 0, 0)
             if joined:
                 home.rejoin()
-            tell[(1,)](bench.to_signals, 1, 0, 1)
+            tell[(1,)](bench.peers, 1, 0, 1)
         else:
-            wait_for[(1,)](bench.to_signals, bench.fault, 1, 0, 1)
+            wait_for[(1,)](bench.peers, 1, 0, 1)
             store_to[(1,)](bench.at, 0, 0, 1.0, dtype=tl.float32)
 
     assert findings(lambda home: work(home, joined=True), 2, SEEDS) == []
@@ -185,23 +186,22 @@ def test_atomics_and_plain_stores_must_have_an_order(first: str) -> None:
     def work(home: Home) -> None:
         bench = Bench(home)
         if home.rank == 0:
-            store_to[(1,)](bench.to_signals, 1, 0, 7, dtype=tl.int32)
+            store_to[(1,)](bench.signals.addresses, 1, 0, 7, dtype=tl.int32)
         elif first == "set":
-            tell[(1,)](bench.to_signals, 1, 0, 8)
+            tell[(1,)](bench.peers, 1, 0, 8)
         elif first == "poll":
-            wait_for[(1,)](bench.to_signals, bench.fault, 1, 0, 7)
+            wait_for[(1,)](bench.peers, 1, 0, 7)
         else:
-            store_to[(1,)](bench.to_signals, 1, 0, 8, dtype=tl.int32)
+            store_to[(1,)](bench.signals.addresses, 1, 0, 8, dtype=tl.int32)
 
     assert no_order(findings(work, 2, SEEDS), "bench.signals[0] of rank 1")
 
 
 def test_signals_that_begin_as_anything_are_found() -> None:
     def work(home: Home) -> None:
-        signals = home.empty("bench.garbage", (1,), torch.int32).addresses
-        fault = torch.full((4,), -1, dtype=torch.int32)
-        tell[(1,)](signals, home.rank, 0, 1)
-        wait_for[(1,)](signals, fault, home.rank, 0, 1)
+        peers = peers_of(home.empty("bench.garbage", (1,), torch.int32))
+        tell[(1,)](peers, home.rank, 0, 1)
+        wait_for[(1,)](peers, home.rank, 0, 1)
 
     def worse(home: Home) -> None:
         signals = home.empty("bench.garbage", (1,), torch.int32).addresses
@@ -223,12 +223,12 @@ def test_all_who_take_a_word_must_be_known_before_it_is_stored_over(joined: bool
         out = torch.zeros(1, dtype=torch.int32)
         if home.rank == 0:
             put_word[(1,)](bench.at, 1, 0, 1)
-            get_word[(1,)](bench.at, out, bench.fault, 0, 1, 1)
+            get_word[(1,)](bench.peers, out, 0, 1, 1)
             put_word[(1,)](bench.at, 1, 0, 2)
         else:
-            get_word[(1,)](bench.at, out, bench.fault, 1, 0, 1)
+            get_word[(1,)](bench.peers, out, 1, 0, 1)
             with home.beside():
-                get_word[(1,)](bench.at, out, bench.fault, 1, 0, 1)
+                get_word[(1,)](bench.peers, out, 1, 0, 1)
             if joined:
                 home.rejoin()
             put_word[(1,)](bench.at, 0, 1, 1)
@@ -249,9 +249,9 @@ def test_a_word_that_is_polled_in_vain_may_be_stored_over() -> None:
         for call in (1, 2, 3):
             if home.rank == 0:
                 put_word[(1,)](bench.at, 1, 0, call)
-                get_word[(1,)](bench.at, out, bench.fault, 0, 1, call)
+                get_word[(1,)](bench.peers, out, 0, 1, call)
             else:
-                get_word[(1,)](bench.at, out, bench.fault, 1, 0, call)
+                get_word[(1,)](bench.peers, out, 1, 0, call)
                 put_word[(1,)](bench.at, 0, 1, call)
 
     for slowness in ([1.0, 1.0], [20.0, 1.0], [1.0, 20.0]):
@@ -284,7 +284,7 @@ def test_an_access_just_outside_a_tensor_is_found(at: int, where: str) -> None:
 
 def test_a_signal_that_is_none_is_found() -> None:
     def work(home: Home) -> None:
-        tell[(1,)](Bench(home).to_signals, 0, 4, 1)
+        tell[(1,)](Bench(home).peers, 0, 4, 1)
 
     (found,) = findings(work, 1, 1)
     assert found.startswith("bench.signals of rank 0: access outside, at 0x")
@@ -350,13 +350,13 @@ def test_a_signal_that_is_set_back_before_the_last_wait_is_found(waiting: int) -
         bench = Bench(home)
         if home.rank == 0:
             if waiting == 1:
-                wait_and_set_back[(1,)](bench.to_signals, bench.fault, 0, 0, 1)
+                wait_and_set_back[(1,)](bench.peers, 0, 0, 1)
             else:
                 with home.beside():  # or the interpreter would end the first one before it
-                    wait_for[(1,)](bench.to_signals, bench.fault, 0, 0, 1)
-                wait_and_set_back[(1,)](bench.to_signals, bench.fault, 0, 0, 1)
+                    wait_for[(1,)](bench.peers, 0, 0, 1)
+                wait_and_set_back[(1,)](bench.peers, 0, 0, 1)
         else:
-            tell[(1,)](bench.to_signals, 0, 0, 1)
+            tell[(1,)](bench.peers, 0, 0, 1)
 
     found = findings(work, 2, SEEDS)
     if waiting == 1:
@@ -374,12 +374,12 @@ def test_a_signal_that_is_set_back_must_be_known_to_be_free(answered: bool) -> N
         bench = Bench(home)
         for call in (1, 2):
             if home.rank == 0:
-                wait_and_set_back[(1,)](bench.to_signals, bench.fault, 0, 0, 1)
-                tell[(1,)](bench.to_signals, 1, 1, call)
+                wait_and_set_back[(1,)](bench.peers, 0, 0, 1)
+                tell[(1,)](bench.peers, 1, 1, call)
             else:
-                tell[(1,)](bench.to_signals, 0, 0, 1)
+                tell[(1,)](bench.peers, 0, 0, 1)
                 if answered:
-                    wait_for[(1,)](bench.to_signals, bench.fault, 1, 1, call)
+                    wait_for[(1,)](bench.peers, 1, 1, call)
 
     found = findings(work, 2, SEEDS)
     assert (found == []) if answered else any("is reused" in text for text in found)
@@ -392,9 +392,9 @@ def test_a_signal_may_be_set_again_before_a_wait_for_less() -> None:
         bench = Bench(home)
         for call in (1, 2, 3):
             if home.rank == 0:
-                tell[(1,)](bench.to_signals, 1, 0, call)
+                tell[(1,)](bench.peers, 1, 0, call)
             else:
-                wait_for[(2,)](bench.to_signals, bench.fault, 1, 0, call)
+                wait_for[(2,)](bench.peers, 1, 0, call)
 
     assert findings(work, 2, SEEDS, [1.0, 20.0]) == []
 
@@ -404,9 +404,9 @@ def test_a_signal_may_count_what_several_ranks_add() -> None:
         bench = Bench(home)
         for call in (1, 2):
             store_to[(1,)](bench.at, 0, home.rank, 1.0, dtype=tl.float32)
-            add_one[(1,)](bench.to_signals, 0)
+            add_one[(1,)](bench.signals.addresses, 0)
             if home.rank == 0:
-                wait_for[(1,)](bench.to_signals, bench.fault, 0, 0, 3 * call)
+                wait_for[(1,)](bench.peers, 0, 0, 3 * call)
                 for rank in range(3):
                     load_from[(1,)](bench.at, bench.out, 0, rank)
             home.barrier()

@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from support.peers import peers_of
 
 from weft.kernels.check.ranks import HangError, RankError, run
 from weft.kernels.gpu.runtime.signals import notify, wait
@@ -51,20 +52,19 @@ def test_ranks_that_disagree_are_told_alike() -> None:
 
 
 @triton.jit
-def pass_round(signals, fault, rank, call, SEND: tl.constexpr, WORLD: tl.constexpr):
-    """Signal the next rank, and wait for the one before. Grid: (1,)."""
+def pass_round(peers, rank, call, SEND: tl.constexpr, WORLD: tl.constexpr):
+    """Tell the next rank, and wait for the one before. Grid: (1,)."""
     if SEND:
-        notify(signals, (rank + 1) % WORLD, 0, call)
-    wait(signals, rank, 0, call, fault, 1 << 20)
+        notify(peers, (rank + 1) % WORLD, 0, call)
+    wait(peers, rank, 0, call)
 
 
 def rounds(home: Home, silent: Sequence[int], calls: int = 2) -> None:
-    """The ranks pass on a signal; in the last call, some only wait for theirs."""
-    signals = home.zeros("round.signals", (1,), torch.int32)
-    fault = torch.full((4,), -1, dtype=torch.int32)
+    """The ranks pass on a signal; in the last call some only wait for theirs."""
+    peers = peers_of(home.zeros("round.signals", (1,), torch.int32))
     for call in range(1, calls + 1):
         send = call < calls or home.rank not in silent
-        pass_round[(1,)](signals.addresses, fault, home.rank, call, SEND=send, WORLD=3)
+        pass_round[(1,)](peers, home.rank, call, SEND=send, WORLD=3)
 
 
 def test_a_hang_tells_the_cycle() -> None:

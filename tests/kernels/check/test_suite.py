@@ -126,7 +126,7 @@ def test_wrong_results_are_found(function: Callable[..., Tensor], finding: str) 
     ("old", "new", "finding"),
     [
         ("wait(signals, rank, first + index", "pass  # (", "all_gather.buffer["),
-        ("notify(signals, peer, index", "notify(signals, rank, index", "no rank can go on"),
+        ("notify(peers, peer, index", "notify(peers, rank, index", "no rank can go on"),
         ("index * WORLD + {}", "{} * tl.num_programs(1) + index", "is reused"),
     ],
     ids=["dropped wait", "signal to itself", "signals placed by the shape"],
@@ -145,8 +145,8 @@ def test_faults_of_a_protocol_are_found(old: str, new: str, finding: str, tmp_pa
         (
             all_gather_matmul,
             "all_gather_matmul",
-            "tl.where(step > 0, gathered_scales + first + own, x_scale)",
-            "x_scale",
+            "tl.where(step > 0, gathered_scales + first + own, epilogue.x_scale)",
+            "epilogue.x_scale",
         ),
         (matmul_reduce_scatter, "matmul_reduce_scatter", "x_scale + first if", "x_scale if"),
         (

@@ -230,7 +230,7 @@ def test_nothing_is_found_without_a_fault(tmp_path: Path) -> None:
         ("total * fade[:, None] + numbers", "total + numbers", "wrong"),
         ("weight * fade + share", "weight + share", "wrong"),
         ("row % HEADS).to", "(row + 1) % HEADS).to", "wrong"),
-        ('"rank": workspace.rank', '"rank": 0', "hang"),
+        ("rank=workspace.rank", "rank=0", "hang"),
         ("word = of_word * WORDS + column", "word = of_word * WORDS", "wrong"),
         ("row[:, None] * WORDS + column", "row[:, None] * WORDS + column * 0", "hang"),
         ("done, rank, number, SPLITS)", "done, rank, number, SPLITS + 1)", "hang"),

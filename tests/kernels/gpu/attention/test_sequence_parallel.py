@@ -352,11 +352,11 @@ def test_nothing_is_found_without_a_fault(of_step: dict[str, Any]) -> None:
     assert symptoms(module, **of_step) == set()
 
 
-WAIT = "wait(signals, rank, signal, call, fault, max_polls)"
-MET = "wait(signals, rank, met + peer, call - 1, fault, max_polls)"
-NOTIFY = "notify(signals, peer, (index * chunks + number) * WORLD + rank, call)"
+WAIT = "wait(peers, rank, signal, call)"
+MET = "wait(peers, rank, met + peer, call - 1)"
+NOTIFY = "notify(peers, peer, (index * chunks + number) * WORLD + rank, call)"
 COPY = "copy_chunk(to + half, values"
-TELL = "notify(signals, (rank + step) % WORLD, met"
+TELL = "notify(peers, (rank + step) % WORLD, met"
 
 
 @pytest.mark.sweep
@@ -364,16 +364,16 @@ TELL = "notify(signals, (rank + step) % WORLD, met"
     ("old", "new", "symptom", "of_step"),
     [
         (WAIT, "pass", "race", {}),
-        (WAIT, WAIT.replace("call,", "call - 1,"), "race", {}),
+        (WAIT, WAIT.replace("call)", "call - 1)"), "race", {}),
         ("number) * WORLD + source", "0) * WORLD + source", "race", {}),
         (MET, "pass", "race", {}),
         (MET, MET.replace("call - 1", "call - 2"), "race", {}),
         (MET, MET.replace("call - 1", "call + 1"), "hang", {}),
         ("(call % 2)", "0", "race", {}),
         (COPY, f"{NOTIFY}\n            {COPY}", "race", {}),
-        (NOTIFY, NOTIFY.replace("peer,", "(peer + 1) % WORLD,"), "hang", {}),
+        (NOTIFY, NOTIFY.replace(" peer,", " (peer + 1) % WORLD,"), "hang", {}),
         (NOTIFY, f"if number == 0:\n                {NOTIFY}", "hang", {}),
-        (TELL, "notify(signals, rank, met", "hang", {}),
+        (TELL, "notify(peers, rank, met", "hang", {}),
         ("gathered + half + come", "gathered + come", "wrong", {}),
         ("key <= position[:, None]", "key <= position[:, None] + 1", "wrong", {}),
         (

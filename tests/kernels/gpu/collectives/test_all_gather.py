@@ -224,12 +224,12 @@ def symptoms(faulty: ModuleType, *methods: str, wanted: str = "", numel: int = 2
     )
 
 
-PUSH_WAIT = "        wait(signals, rank, first + index * WORLD + source, call, fault, max_polls)\n"
+PUSH_WAIT = "        wait(peers, rank, first + index * WORLD + source, call)\n"
 FAN_WAIT = """            nvshmem.wait_across(
-                buffers, source, signals, at, across, at_across, rank, call, fault, FAR, max_polls
+                peers.buffers, source, peers, at, across, at_across, rank, call, FAR
             )
 """
-TO_PEER = "notify(signals, peer, index * WORLD + rank, call)"
+TO_PEER = "notify(peers, peer, index * WORLD + rank, call)"
 PARITY = "(call % 2)"
 
 
@@ -248,23 +248,23 @@ def test_nothing_is_found_without_a_fault(method: str) -> None:
         ("multimem", PUSH_WAIT, "", "race"),
         ("two_level", PUSH_WAIT, "", "race"),
         ("two_level", FAN_WAIT, "", "race"),
-        ("copy_engine", "    wait_for_all[(1,)](*waits, **constants)\n", "", "race"),
+        ("copy_engine", "    wait_for_all[(1,)](peers=peers, rank=rank, WORLD=size)\n", "", "race"),
         # a slot reused one call early
         ("pull", PARITY, "0", "race"),
         ("two_level", PARITY, "0", "race"),
         ("multimem", PARITY, "0", "race"),
         ("ll", PARITY, "0", "race"),
         ("ll128", PARITY, "0", "race"),
-        ("copy_engine", "    meet[(1,)](*waits, workspace.met, **constants)\n", "", "race"),
+        ("copy_engine", "    meet[(1,)](", "    (lambda **_: None)(", "race"),
         # a signal to the wrong rank, or from the wrong one
-        ("two_level", TO_PEER, TO_PEER.replace("peer", "(peer + 1) % WORLD"), "hang"),
+        ("two_level", TO_PEER, TO_PEER.replace(" peer", " (peer + 1) % WORLD"), "hang"),
         ("pull", "holder = source if PULL", "holder = (source + 1) % WORLD if PULL", "unwritten"),
         ("ll", "peer = (rank + item", "peer = (rank + 0 * item", "hang"),
         ("ll128", "peer = (rank + item", "peer = (rank + 0 * item", "hang"),
         (
             "copy_engine",
-            "tell[(1,)](signals, calls, peer,",
-            "tell[(1,)](signals, calls, 0,",
+            "tell[(1,)](peers=peers, peer=peer,",
+            "tell[(1,)](peers=peers, peer=0,",
             "hang",
         ),
     ],
@@ -333,10 +333,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from weft.kernels.gpu.collectives.all_gather_ll import gather_ll128
 from weft.kernels.gpu.runtime.low_latency import LL128_LINES
+from weft.kernels.gpu.runtime.peers import Peers
 constants = {"WORLD": 8, "LINES": LL128_LINES}
-pointers = {"x": "*i64", "out": "*i64", "buffers": "*i64", "calls": "*i32", "fault": "*i32"}
+peers = Peers(
+    buffers="*i64", slot_numel="i32", signals="*i64", calls="*i32", fault="*i32", max_polls="i32"
+)
+types = {"x": "*i64", "out": "*i64", "peers": peers}
 names = gather_ll128.arg_names
-signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
+signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
 source = ASTSource(gather_ll128, signature, {(names.index(n),): v for n, v in constants.items()})
 assembly = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm
 print(assembly["ttgir"], assembly["ptx"])

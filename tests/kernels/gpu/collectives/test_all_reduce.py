@@ -122,9 +122,9 @@ def symptoms(faulty: ModuleType, method: str, wanted: str = "") -> set[str]:
     )
 
 
-WAIT = "        wait(signals, rank, index * WORLD + source, call, fault, max_polls)\n"
-WAIT_ROW = "        wait(signals, rank, first + index * COUNT + row, call, fault, max_polls)\n"
-WAIT_PART = "        wait(signals, rank, first + index * WORLD + part, call, fault, max_polls)\n"
+WAIT = "        wait(peers, rank, index * WORLD + source, call)\n"
+WAIT_ROW = "        wait(peers, rank, first + index * COUNT + row, call)\n"
+WAIT_PART = "        wait(peers, rank, first + index * WORLD + part, call)\n"
 
 
 @pytest.mark.sweep
@@ -141,14 +141,14 @@ def test_nothing_is_found_without_a_fault(method: str) -> None:
     [
         ("one_shot", WAIT_ROW, "        pass\n", "race"),
         ("one_shot", "(call % 2)", "0", "race"),
-        ("one_shot", "notify(signals, peer", "notify(signals, (peer + 1) % WORLD", "race"),
+        ("one_shot", "notify(peers, peer", "notify(peers, (peer + 1) % WORLD", "race"),
         ("two_shot", WAIT, "        pass\n", "race"),
         ("two_shot", WAIT_PART, "", "race"),
-        ("two_shot", "signals, (rank + 1 + step)", "signals, (rank + 0 * step)", "hang"),
+        ("two_shot", "peers, (rank + 1 + step)", "peers, (rank + 0 * step)", "hang"),
         ("two_shot", "+ rank * numel\n    for", "+ (rank + 1) % WORLD * numel\n    for", "wrong"),
         ("multimem", WAIT, "        pass\n", "race"),
         ("multimem", WAIT_PART, "", "race"),
-        ("multimem", "signals, part,", "signals, (part + 1) % WORLD,", "race"),
+        ("multimem", "peers, part,", "peers, (part + 1) % WORLD,", "race"),
         ("ll", "(call % 2)", "0", "race"),
         ("ll", "(rank + 1 + step) % WORLD", "(rank + step // 2) % WORLD", "hang"),
     ],

@@ -154,7 +154,7 @@ def test_nothing_is_found_without_a_fault() -> None:
     assert is_right(module)
 
 
-WAIT = "            wait(signals, rank, row * WORLD + source, call, fault, max_polls)\n"
+WAIT = "            wait(peers, rank, row * WORLD + source, call)\n"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ WAIT = "            wait(signals, rank, row * WORLD + source, call, fault, max_p
         (WAIT, "            pass\n", "no order between"),
         ("(call % 2)", "0", "no order between"),
         ("row * WORLD + rank, call", "rank, call", "waits for all_reduce_rms_norm.signals"),
-        ("notify(signals, (rank + 1 + step) % WORLD", "notify(signals, rank", "waits for"),
+        ("notify(peers, (rank + 1 + step) % WORLD", "notify(peers, rank", "waits for"),
         ("slot + rank * numel", "slot + rank * 0", "no order between"),
         ("row * WORLD + source", "row * WORLD", "no order between"),
     ],

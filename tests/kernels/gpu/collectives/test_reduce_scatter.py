@@ -134,12 +134,12 @@ def symptoms(faulty: ModuleType, *methods: str, wanted: str = "") -> set[str]:
     )
 
 
-WAIT = "        wait(signals, rank, first + index * COUNT + row, call, fault, max_polls)\n"
+WAIT = "        wait(peers, rank, first + index * COUNT + row, call)\n"
 WAIT_NODES = """            nvshmem.wait_across(
-                sums, sender, signals, first + at, across, at, rank, call, fault, FAR, max_polls
+                peers.buffers, sender, peers, first + at, across, at, rank, call, FAR
             )
 """
-WAIT_LOCAL = "wait(signals, rank, scattered + index * WORLD + row, call, fault, max_polls)\n"
+WAIT_LOCAL = "wait(peers, rank, scattered + index * WORLD + row, call)\n"
 
 
 @pytest.mark.sweep
@@ -156,10 +156,10 @@ def test_nothing_is_found_without_a_fault(method: str) -> None:
         ("two_level", WAIT_NODES, "            pass\n", "race"),
         ("two_level", WAIT_LOCAL, "pass\n", "race"),
         ("push", "(call % 2)", "0", "race"),
-        ("two_level", "(call % 2) * slot_numel", "0", "race"),
-        ("two_level", "(call % 2) * sums_slot_numel", "0", "race"),
-        ("push", "signals, peer, index", "signals, (peer + 1) % WORLD, index", "race"),
-        ("two_level", "signals, peer, first", "signals, (peer + 1) % WORLD, first", "race"),
+        ("two_level", "(call % 2) * peers.slot_numel", "0", "race"),
+        ("two_level", "(call % 2) * sums.numel", "0", "race"),
+        ("push", "peers, peer, index", "peers, (peer + 1) % WORLD, index", "race"),
+        ("two_level", "peers, peer, first", "peers, (peer + 1) % WORLD, first", "race"),
         ("two_level", "row = to_node * NODE + local\n    index", "row = local\n    index", "hang"),
         ("push", "x + peer * stride", "x + rank * stride", "wrong"),
     ],

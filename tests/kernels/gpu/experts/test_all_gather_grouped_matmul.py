@@ -295,14 +295,14 @@ def test_nothing_is_found_without_a_fault(topology: str) -> None:
 
 
 ORDER = "no order between"
-WAIT = "wait(signals, rank, shard, call, fault, max_polls)"
+WAIT = "wait(peers, rank, shard, call)"
 COUNT = "tl.atomic_add(counter, 1, sem="
 FAULTS = {
     "no wait": ([(WAIT, "pass")], ORDER),
     "another rank's wait": ([(WAIT, WAIT.replace("shard", "(shard + 1) % WORLD"))], ORDER),
     "one slot": ([("(call % 2) *", "0 *")], ORDER),
     "wrong rank": (
-        [("notify(signals, peer, rank", "notify(signals, (peer + 1) % WORLD, rank")],
+        [("notify(peers, peer, rank", "notify(peers, (peer + 1) % WORLD, rank")],
         ORDER,
     ),
     "no signal": (

@@ -464,12 +464,12 @@ def symptoms(
     return found
 
 
-DISPATCH_WAIT = "wait(signals, rank, index * WORLD + source, call, fault, max_polls)"
-COMBINE_WAIT = "wait(signals, rank, combined + index * WORLD + source, call, fault, max_polls)"
-TELL = "notify(signals, peer, index * WORLD + rank, call)"
-TELL_BACK = "notify(signals, peer, combined + index * WORLD + rank, call)"
+DISPATCH_WAIT = "wait(peers, rank, index * WORLD + source, call)"
+COMBINE_WAIT = "wait(peers, rank, combined + index * WORLD + source, call)"
+TELL = "notify(peers, peer, index * WORLD + rank, call)"
+TELL_BACK = "notify(peers, peer, combined + index * WORLD + rank, call)"
 NEXT = "(peer + 1) % WORLD"
-DTYPE = {"buffers": "dtype", "wanted": "tl.int32", "scales": "tl.float32"}
+DTYPE = {"peers.buffers": "dtype", "wanted": "tl.int32", "scales": "tl.float32"}
 
 
 @pytest.mark.sweep
@@ -487,12 +487,12 @@ def test_nothing_is_found_without_a_fault(ahead: int, only_dispatch: bool) -> No
         (DISPATCH_WAIT, "pass", "race"),
         (COMBINE_WAIT, "pass", "race"),
         # a signal to the wrong rank, or before its data
-        (TELL, TELL.replace("peer", NEXT), "any"),
-        (TELL_BACK, TELL_BACK.replace("peer", NEXT), "any"),
+        (TELL, TELL.replace(" peer", f" {NEXT}"), "any"),
+        (TELL_BACK, TELL_BACK.replace(" peer", f" {NEXT}"), "any"),
         (TELL, "pass", "hang"),
         (TELL_BACK, "pass", "hang"),
         # tokens, their slots, or outputs to the wrong rank
-        ("peer_pointer(buffers, peer", f"peer_pointer(buffers, {NEXT}", "any"),
+        ("peer_pointer(peers.buffers, peer", f"peer_pointer(peers.buffers, {NEXT}", "any"),
         ("peer_pointer(wanted, peer", f"peer_pointer(wanted, {NEXT}", "any"),
         ("peer_pointer(returned, peer", f"peer_pointer(returned, {NEXT}", "any"),
         # a wrong place
@@ -535,7 +535,7 @@ def test_a_fault_of_scales_is_found(old: str, new: str, symptom: str, tmp_path: 
 
 def test_a_slot_that_is_reused_one_call_early_is_found(tmp_path: Path) -> None:
     """Of dispatch, where no combine is between; of combine, where two are on their way."""
-    for what, width in (("buffers", "K"), ("wanted", "TOP_K"), ("scales", "groups")):
+    for what, width in (("peers.buffers", "K"), ("wanted", "TOP_K"), ("scales", "groups")):
         sent = f"peer_pointer({what}, peer, {DTYPE[what]}) + own * {width}"
         changes = [(sent, sent.replace("own", "(own - slot)"))]
         came = f"peer_pointer({what}, rank, {DTYPE[what]}) + slot * {width}"

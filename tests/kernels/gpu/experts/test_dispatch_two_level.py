@@ -436,17 +436,16 @@ def test_nothing_is_found_without_a_fault(how: str, ahead: int, only_dispatch: b
 
 
 CROSSED = """        nvshmem.wait_across(
-            names, source, signals, at, across, NAMES * kinds + at, rank, call, fault, FAR,
-            max_polls,
-        )  # fmt: skip
+            names, source, peers, at, across, NAMES * kinds + at, rank, call, FAR
+        )
 """
-PASSED = "wait(signals, rank, passed + index * WORLD + source, call, fault, max_polls)"
-RETURNED = "wait(signals, rank, first + index * WORLD + sender, call, fault, max_polls)"
-OWN_RETURNED = "wait(signals, rank, signal, call, fault, max_polls)"
-TELL_CROSSED = "notify(signals, peer, at, call)"
-TELL_PASSED = "notify(signals, peer, passed + index * WORLD + source, call)"
-TELL_RETURNED = "notify(signals, peer, first + index * WORLD + node * NODE + mine, call)"
-TELL_HOME = "notify(signals, peer, home + index * nodes + own, call)"
+PASSED = "wait(peers, rank, passed + index * WORLD + source, call)"
+RETURNED = "wait(peers, rank, first + index * WORLD + sender, call)"
+OWN_RETURNED = "wait(peers, rank, signal, call)"
+TELL_CROSSED = "notify(peers, peer, at, call)"
+TELL_PASSED = "notify(peers, peer, passed + index * WORLD + source, call)"
+TELL_RETURNED = "notify(peers, peer, first + index * WORLD + node * NODE + mine, call)"
+TELL_HOME = "notify(peers, peer, home + index * nodes + own, call)"
 ROWS = "follows = tl.load(across + rank) + 8 * (ROWS * kinds + at)\n"
 SCALES = ROWS.replace("ROWS", "SCALES")
 
@@ -465,9 +464,9 @@ FAULTS: list[tuple[str, bool, str, str, str]] = [
     ("far", True, SCALES, SCALES.replace("SCALES", "ROWS"), "race"),
     # a signal that is not set, or at the wrong rank
     ("near", False, TELL_CROSSED, "pass", "hang"),
-    ("one node", False, TELL_PASSED, TELL_PASSED.replace("peer", "rank"), "any"),
-    ("one node", False, TELL_RETURNED, TELL_RETURNED.replace("peer", "rank"), "any"),
-    ("near", False, TELL_HOME, TELL_HOME.replace("peer", "rank"), "any"),
+    ("one node", False, TELL_PASSED, TELL_PASSED.replace(" peer", " rank"), "any"),
+    ("one node", False, TELL_RETURNED, TELL_RETURNED.replace(" peer", " rank"), "any"),
+    ("near", False, TELL_HOME, TELL_HOME.replace(" peer", " rank"), "any"),
     ("far", False, "across, HOME * chunks", "across, NAMES * chunks", "any"),
     # a source that is stored to before the quiet
     ("far", False, "nvshmem.quiet[(1,)]", "(lambda **_: None)", "race"),
@@ -529,6 +528,6 @@ def test_a_slot_that_is_reused_one_call_early_is_found(
 
 def test_a_plain_store_instead_of_a_put_is_found(tmp_path: Path) -> None:
     """There is no address to store to."""
-    faulty = planted(module, tmp_path, ('"FAR": self.far', '"FAR": False'))
+    faulty = planted(module, tmp_path, ("FAR=workspace.far", "FAR=False"))
     with pytest.raises(RankError, match="in no memory of any rank"):
         symptoms(faulty, "far")

@@ -236,7 +236,7 @@ def wrong(faulty: ModuleType) -> bool:
 FAULTS = {
     "the group before": ("before = through <= row", "before = through < row"),
     "tiles of groups run together": ("tl.cdiv(size, BLOCK_M), 0)", "size // BLOCK_M, 0)"),
-    "no mask of rows": ("EVEN_M=False", "EVEN_M=True"),
+    "no mask of rows": ("even_m=False", "even_m=True"),
     "another group's weight": ("tl.cast(group, tl.int64) * K", "tl.cast(before, tl.int64) * K"),
     "rows from the start": ("first = tl.cast(begin, tl.int64)", "first = tl.cast(row, tl.int64)"),
     "tiles left out": ("tl.num_programs(0), flatten", "tl.num_programs(0) + 1, flatten"),
@@ -251,10 +251,10 @@ def test_faults_are_found(fault: str, tmp_path: Path) -> None:
 
 SCALED_FAULTS = {
     "one scale of a row": ("+ start // SCALE_GROUP", "+ start * 0"),
-    "another group's scales": ("x_scale + first * scales_of_row", "x_scale"),
+    "another group's scales": ("epilogue.x_scale + first * scales_of_row", "epilogue.x_scale"),
     "one scale of each row": ("tl.cdiv(K, SCALE_GROUP) if SCALE_GROUP > 0 else", "1 if True else"),
     "scales that count twice": (
-        "row_scale = None if SCALE_GROUP > 0 else x_scale",
+        "row_scale = None if FORM.scale_group > 0 else x_scale",
         "row_scale = x_scale",
     ),
     "the gate's scales alone": (

@@ -270,8 +270,8 @@ def test_nothing_is_found_without_a_fault() -> None:
 
 
 ORDER = "no order between"
-WAIT = "wait(signals, rank, ready + waited, call, fault, max_polls)"
-NOTIFY = "notify(signals, owner, tile * WORLD + rank, call)"
+WAIT = "wait(peers, rank, ready + waited, call)"
+NOTIFY = "notify(peers, owner, tile * WORLD + rank, call)"
 COUNTED = "if count_off(finished, rank, stage, tiles):"
 FAULTS = {
     "no wait for the products": ([(WAIT, "pass")], ORDER),

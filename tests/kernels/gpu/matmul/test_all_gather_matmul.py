@@ -303,10 +303,10 @@ def faulty_calls(faulty: ModuleType, **options: object) -> list[str]:
     return findings(work)
 
 
-WAIT = "wait(signals, rank, chunk * WORLD + shard, call, fault, max_polls)"
-NOTIFY = "notify(signals, peer, chunk * WORLD + rank, call)"
+WAIT = "wait(peers, rank, chunk * WORLD + shard, call)"
+NOTIFY = "notify(peers, peer, chunk * WORLD + rank, call)"
 PEER = "peer = behind(rank, step, WORLD, NODE)\n        row = chunk * BLOCK_M"
-PUSH_SLOT = "place = (call % 2) * slot_numel"
+PUSH_SLOT = "place = (call % 2) * peers.slot_numel"
 
 
 @pytest.mark.sweep
@@ -323,10 +323,13 @@ FAULTS = {
         ORDER,
     ),
     "one slot": (
-        [(PUSH_SLOT, "place = 0 * slot_numel"), ("(call % 2) * slot_numel", "0 * slot_numel")],
+        [
+            (PUSH_SLOT, "place = 0 * peers.slot_numel"),
+            ("(call % 2) * peers.slot_numel", "0 * peers.slot_numel"),
+        ],
         ORDER,
     ),
-    "wrong rank": ([(NOTIFY, NOTIFY.replace("peer", "(peer + 1) % WORLD"))], ORDER),
+    "wrong rank": ([(NOTIFY, NOTIFY.replace(" peer", " (peer + 1) % WORLD"))], ORDER),
     "wrong source": (
         [("= ahead_of(rank, step, WORLD", "= ahead_of(rank, step + 1, WORLD")],
         "waits for all_gather_matmul.signals",
@@ -349,8 +352,8 @@ def test_faults_are_found(fault: str, tmp_path: Path) -> None:
 
 def test_signals_that_change_hands_between_shapes_are_found(tmp_path: Path) -> None:
     changes = [
-        (NOTIFY, "notify(signals, peer, rank * chunks + chunk, call)"),
-        (WAIT, "wait(signals, rank, shard * tl.cdiv(m, BLOCK_M) + chunk, call, fault, max_polls)"),
+        (NOTIFY, "notify(peers, peer, rank * chunks + chunk, call)"),
+        (WAIT, "wait(peers, rank, shard * tl.cdiv(m, BLOCK_M) + chunk, call)"),
     ]
 
     def found(faulty: ModuleType) -> list[str]:

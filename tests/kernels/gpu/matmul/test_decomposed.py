@@ -157,8 +157,8 @@ def test_nothing_is_found_without_a_fault(name: str, method: str) -> None:
 FAULTS = {
     "no barrier": ("        meet[(1,)](", "        (lambda *a, **k: None)("),
     "no wait": (
-        "    wait(signals, rank, index, tl.load(calls)",
-        "    (signals, rank, index, (calls)",
+        "    wait(peers, rank, index, tl.load(peers.calls)",
+        "    (peers, rank, index, (peers.calls)",
     ),
     "no signal": ("        tell[(1,)](", "        (lambda *a, **k: None)("),
     "wrong part": (

@@ -249,8 +249,8 @@ def faulty_calls(faulty: ModuleType, name: str) -> list[str]:
     return findings(work)
 
 
-WAIT = "wait(signals, rank, tile * WORLD + source, call, fault, max_polls)"
-NOTIFY = "notify(signals, peer, tile * WORLD + rank, call)"
+WAIT = "wait(peers, rank, tile * WORLD + source, call)"
+NOTIFY = "notify(peers, peer, tile * WORLD + rank, call)"
 PEER = "peer = (owner + step) % WORLD"
 
 
@@ -265,7 +265,7 @@ FAULTS = {
     "no wait": ([(WAIT, "pass")], ORDER),
     "another's wait": ([(WAIT, WAIT.replace("+ source", "+ (source + 1) % WORLD"))], ORDER),
     "one slot": ([("first = (call % 2) * slot_numel", "first = 0 * slot_numel")], ORDER),
-    "wrong rank": ([(NOTIFY, NOTIFY.replace("peer", "(peer + WORLD - 1) % WORLD"))], ORDER),
+    "wrong rank": ([(NOTIFY, NOTIFY.replace(" peer", " (peer + WORLD - 1) % WORLD"))], ORDER),
     "no signal": ([(NOTIFY, f"if rank != 1:\n            {NOTIFY}")], "no rank can go on"),
     "early signal": ([(PEER, f"{PEER}\n        {NOTIFY}")], ORDER),
 }

@@ -137,7 +137,7 @@ def test_nothing_is_found_without_a_fault() -> None:
         ("row * groups + group", "row * GROUPS + group"),
         ("y = y / divisor[:, None]", "y = y / tl.max(divisor, axis=0)"),
         ("tl.program_id(1) * GROUPS", "tl.program_id(1)"),
-        ('-(-groups // tile["GROUPS"])', 'groups // tile["GROUPS"] or 1'),
+        ("-(-groups // at_once)", "groups // at_once or 1"),
     ],
 )
 def test_a_fault_is_found(old: str, new: str, tmp_path: Path) -> None:

@@ -187,11 +187,11 @@ def test_programs_that_would_keep_out_what_they_wait_for_are_refused(name: str) 
 
 
 @triton.jit
-def give_up(fault, left, max_polls):
-    tl.store(left, polls_left(fault, max_polls))
-    report(fault, 3, 14, 2, 1)
-    tl.store(left + 1, polls_left(fault, max_polls))
-    report(fault, 3, 15, 9, 8)
+def give_up(peers, left):
+    tl.store(left, polls_left(peers))
+    report(peers, 3, 14, 2, 1)
+    tl.store(left + 1, polls_left(peers))
+    report(peers, 3, 15, 9, 8)
 
 
 @pytest.fixture
@@ -204,7 +204,7 @@ def installed() -> Iterator[None]:
 def test_the_first_wait_that_runs_out_is_reported_and_the_others_do_not_poll() -> None:
     workspace = Workspace(VirtualHome(VirtualWorld(1), 0), "op", 1, F32, 1)
     left = torch.zeros(2, dtype=torch.int32)
-    give_up[(1,)](workspace.fault, left, workspace.max_polls)
+    give_up[(1,)](workspace.peers(), left)
     assert left.tolist() == [workspace.max_polls, 0]
     with pytest.raises(
         KernelError, match="op: rank 3 gave up waiting for its signal 14 to reach 2"
