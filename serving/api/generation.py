@@ -78,6 +78,7 @@ class Generation:
         self._visible = visible
         self._readers = [reader() for _ in range(self.count)]
         self._context = current.get()
+        self._key = None if self._context is None else self._context.key
         self._deadline = None if self._context is None else state.deadline(self._context)
         self._admitted = 0
         self._completion_tokens = 0
@@ -237,8 +238,8 @@ class Generation:
             self._cached_tokens[i // self._n] = delta.cached_tokens
 
     def _spend(self, tokens: int) -> None:
-        if self._context is not None and self._context.key is not None:
-            self._context.key.spend(tokens)
+        if self._key is not None:
+            self._key.spend(tokens)
 
     def _parse(self, i: int, delta: Delta) -> Answer:
         """Parse a part of an answer, or all of it; raises as `finish_reason`."""

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, cast
 import uvicorn
 
 from weft.serving.api.app import build_app
-from weft.serving.api.middleware.access_log import AccessLog
-from weft.serving.api.middleware.auth import guarded
 from weft.serving.api.middleware.keys import Keyring
 from weft.serving.api.protocol import BoundedProtocol
 from weft.serving.api.state import ServerState
@@ -50,11 +48,9 @@ class HttpServer(uvicorn.Server):
             write_timeout=config.write_timeout,
             draining=lambda: state.draining,
         )
-        app = guarded(build_app(state), config, keys)
-        log = config.log_requests or config.log_prompts
         super().__init__(
             uvicorn.Config(
-                AccessLog(app, state.metrics, tracer, log=log),
+                build_app(state, config, keys, tracer),
                 http=cast(type[BoundedProtocol], protocol),
                 ssl_context_factory=None if tls is None else lambda *_: tls,
                 ws="none",

@@ -120,9 +120,9 @@ class ServerState:
     ) -> tuple[int, bytes]:
         """Answer a row of a batch by the routes; see `weft.serving.batch.job.Server`."""
         if self._local_api is None:
-            from weft.serving.api.app import local_app  # which imports this module
+            from weft.serving.api.app import row_app  # which imports this module
 
-            self._local_api = LocalApi(local_app(self))
+            self._local_api = LocalApi(row_app(self))
         return await self._local_api.post(path, body, admitted)
 
     def answer_format(self, engine: AsyncEngine) -> AnswerFormat:

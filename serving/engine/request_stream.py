@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from itertools import chain
+
+import msgspec
 
 from weft.errors import WeftError
 from weft.serving.engine.detokenizer import Detokenizer
@@ -15,8 +16,7 @@ from weft.serving.engine.timeline import Timeline
 from weft.serving.engine.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """What is new of an answer.
 
     Attributes:
@@ -49,7 +49,7 @@ class Delta:
 def joined(deltas: Sequence[Delta]) -> Delta:
     """Join all deltas of an answer to one."""
     last = deltas[-1]
-    return replace(
+    return msgspec.structs.replace(
         last,
         text="".join(delta.text for delta in deltas),
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from starlette.datastructures import Headers
-from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft.errors import RequestError
 from weft.serving.api.admin import playground
-from weft.serving.api.anthropic.errors import AnthropicErrors
 from weft.serving.api.errors import error_response, refused
 from weft.serving.api.middleware.keys import Keyring
 from weft.serving.api.middleware.request_context import current
@@ -76,19 +74,3 @@ def _presented(headers: Headers) -> str:
     """The key in `Authorization: Bearer`, or in Anthropic's `x-api-key`."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return (key if scheme.lower() == "bearer" else headers.get("x-api-key", "")).strip()
-
-
-def guarded(app: ASGIApp, config: ServerConfig, keys: Keyring) -> ASGIApp:
-    """The application behind its keys and, outside of these, the answers to browsers."""
-    if (paths := open_paths(config)) is not None:
-        app = KeyGuard(app, keys, paths)
-    app = AnthropicErrors(app)
-    if config.cors_origins is not None:
-        app = CORSMiddleware(
-            app,
-            allow_origins=[origin.strip() for origin in config.cors_origins.split(",")],
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],
-            expose_headers=["retry-after", "x-request-id"],
-        )
-    return app

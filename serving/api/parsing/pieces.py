@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 if TYPE_CHECKING:
     from weft.serving.api.openai.replies import FinishReason
     from weft.serving.engine.protocol import TokenLogprob
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
+class Content(Struct, frozen=True, gc=False):
     """More of the text that the model writes to the user."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Reasoning:
+class Reasoning(Struct, frozen=True, gc=False):
     """More of the text that the model thinks before it answers."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallStart:
+class CallStart(Struct, frozen=True, gc=False):
     """The start of a function call."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Arguments:
+class Arguments(Struct, frozen=True, gc=False):
     """More arguments of the last call: JSON, if the model made no mistake."""
 
     text: str
@@ -43,16 +40,14 @@ class Arguments:
 Piece = Content | Reasoning | CallStart | Arguments
 
 
-@dataclass(slots=True)
-class Call:
+class Call(Struct):
     """A function call; `arguments` is JSON as the model wrote it."""
 
     name: str
     arguments: str = ""
 
 
-@dataclass(slots=True)
-class Answer:
+class Answer(Struct):
     """One answer of a request, or the part of it that is new.
 
     Attributes:
@@ -93,8 +88,10 @@ class Answer:
         return calls
 
 
-def merged(pieces: Iterable[Piece]) -> list[Piece]:
+def merged(pieces: list[Piece]) -> list[Piece]:
     """Join neighbours of one kind, and leave out empty pieces."""
+    if len(pieces) == 1 and isinstance(pieces[0], Content):  # nearly always
+        return pieces if pieces[0].text else []
     found: list[Piece] = []
     for kind, group in groupby(pieces, type):
         if kind is CallStart:

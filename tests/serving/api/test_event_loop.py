@@ -15,7 +15,8 @@ from support.engine import started
 from weft.serving.api import generation
 from weft.serving.api.app import build_app
 from weft.serving.api.local import LocalApi
-from weft.serving.api.middleware.request_context import RequestContext, current
+from weft.serving.api.middleware import access_log
+from weft.serving.api.middleware.request_context import RequestContext
 from weft.serving.api.state import ServerState
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.engine import AsyncEngine
@@ -96,7 +97,7 @@ async def test_it_is_done_in_a_thread(
         monkeypatch.setattr(owner, name, watch.over(owner, name))
     monkeypatch.setattr(tokenizer, "backend", Backend(tokenizer.backend, watch))
     context = RequestContext("one")
-    current.set(context)
+    monkeypatch.setattr(access_log, "RequestContext", lambda _: context)
     status, answer = await LocalApi(build_app(state)).post(
         path, json.dumps({"model": "echo"} | body).encode()
     )

@@ -21,7 +21,7 @@ from support.engine import FAST, mock_config
 
 from weft.errors import ConfigError, EngineError, ModelError
 from weft.serving.api import local
-from weft.serving.api.app import build_app
+from weft.serving.api.app import row_app
 from weft.serving.api.local import LocalApi
 from weft.serving.api.state import ServerState
 from weft.serving.cli.batch import run
@@ -217,7 +217,7 @@ def test_a_model_that_cannot_be_loaded_leaves_no_empty_output(source: Path, tmp_
 
 
 async def test_an_engine_that_is_gone_ends_the_run() -> None:
-    api = LocalApi(build_app(ServerState(model="tiny")))
+    api = LocalApi(row_app(ServerState(model="tiny")))
     with pytest.raises(EngineError, match="not ready"):
         await api.post(TEXT, b'{"model": "tiny", "prompt": "one"}')
 
@@ -234,7 +234,7 @@ def test_a_row_samples_the_same_in_every_run(engine_config: EngineConfig, tmp_pa
 
 async def test_an_unexpected_fault_is_that_rows_alone(caplog: pytest.LogCaptureFixture) -> None:
     """As with a server, which answers with a 500, logs the fault and goes on."""
-    app = build_app(ServerState(model="m"))
+    app = row_app(ServerState(model="m"))
 
     @app.post("/faulty")
     async def faulty() -> None:

@@ -26,7 +26,6 @@ from support.tokenizers import write_byte_level
 from weft.errors import ConfigError, EngineError, RequestError
 from weft.serving.api.app import build_app
 from weft.serving.api.middleware.access_log import request_id
-from weft.serving.api.middleware.auth import guarded
 from weft.serving.api.middleware.keys import Keyring
 from weft.serving.api.state import ServerState
 from weft.serving.api.tls import tls_context
@@ -468,7 +467,7 @@ async def test_failures_have_the_shape_of_their_route(
     failure: Exception, status: int, kind: str, anthropics: str
 ) -> None:
     state = ServerState("m", engine=cast(Any, BrokenEngine(failure)))
-    app = guarded(build_app(state), ServerConfig(), Keyring(ServerConfig()))
+    app = build_app(state)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://a") as http:
         chat = await http.post("/v1/chat/completions", json=MESSAGES | {"model": "m"})
