@@ -100,4 +100,4 @@ def spread(
         finally:
             executor.close()
             for each in agents:
-                each.wait(10)  # they end with what they took part in
+                each.wait(60)  # they end with what they took part in

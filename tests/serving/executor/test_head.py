@@ -36,7 +36,7 @@ def head() -> Iterator[Head]:
 
 
 def wait_until_turned_away(head: Head, count: int, caplog: pytest.LogCaptureFixture) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while caplog.text.count("was turned away") < count:
         assert head.wait_for(1, timeout=0.05) == []
         assert time.monotonic() < deadline
@@ -47,7 +47,7 @@ def test_who_does_not_know_the_token_is_turned_away(
 ) -> None:
     with agent(head.port, tmp_path / "bad", token="another token, guessed") as bad:
         wait_until_turned_away(head, 1, caplog)
-        assert bad.wait(20) == 1
+        assert bad.wait(60) == 1
     with agent(head.port, tmp_path / "good", name="good"):
         (joined,) = head.wait_for(1)
         assert joined.hello.name == "good"
@@ -67,7 +67,7 @@ def test_a_head_that_does_not_know_the_token_is_not_obeyed(tmp_path: Path) -> No
             peer.sendall(MAGIC + bytes(32))
             assert len(peer.recv(64, socket.MSG_WAITALL)) == 64
             peer.sendall(bytes(32))
-            assert joining.wait(20) == 1
+            assert joining.wait(60) == 1
     assert "--node-token is not the one" in (tmp_path / "log").read_text()
 
 
@@ -129,7 +129,7 @@ def test_a_machine_with_other_versions_is_refused(
     monkeypatch.setattr(head_module, "versions", lambda: versions() | {"torch": "1.0"})
     with agent(head.port, tmp_path / "log", name="old") as joining:
         wait_until_turned_away(head, 1, caplog)
-        assert joining.wait(20) == 1
+        assert joining.wait(60) == 1
     log = (tmp_path / "log").read_text()
     assert "this machine cannot take part: torch is 1.0 there and " in log
 
@@ -140,7 +140,7 @@ def test_a_machine_that_leaves_before_all_are_there_is_forgotten(
     caplog.set_level("INFO")
 
     def wait_until(text: str) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while text not in caplog.text:
             assert time.monotonic() < deadline, caplog.text
             time.sleep(0.01)
@@ -152,7 +152,7 @@ def test_a_machine_that_leaves_before_all_are_there_is_forgotten(
         wait_until("machine1 at 127.0.0.1 has left")
         for name in ("machine2", "machine3"):
             stack.enter_context(agent(head.port, tmp_path / name, name=name))
-        joined = waiting.result(20)
+        joined = waiting.result(60)
     assert sorted(each.hello.name for each in joined) == ["machine2", "machine3"]
     for each in joined:
         each.link.close()
