@@ -148,7 +148,7 @@ def test_two_hosts_are_examined_before_a_model_is_loaded(
             env=os.environ | {"WEFT_NODE_TOKEN": TOKEN},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=400,
         )
     findings = json.loads(done.stdout)
     links = [finding for finding in findings if finding["name"] == "link"]

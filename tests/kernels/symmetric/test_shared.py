@@ -48,7 +48,7 @@ def start(tmp_path: Path, size: int, body: str) -> list[subprocess.Popen[str]]:
 def finish(processes: list[subprocess.Popen[str]]) -> list[str]:
     outputs = []
     for process in processes:
-        out, error = process.communicate(timeout=120)
+        out, error = process.communicate(timeout=400)
         assert process.returncode == 0, error
         outputs.append(out.strip())
     return outputs
