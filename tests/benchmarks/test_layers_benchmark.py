@@ -30,7 +30,7 @@ PARTS = ("decode", "prefill", "latents", "sequence", "experts", "exchange", "row
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), "--tiny", *arguments]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=800, env=environment)
 
 
 def rows_of(folder: Path, *parts: str) -> list[dict[str, Any]]:

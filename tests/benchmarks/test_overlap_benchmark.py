@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "overlap.py"
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), *arguments]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=800, env=environment)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ def test_every_part_runs_and_is_written(tmp_path: Path) -> None:
         [*command, "--output", str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=800,
         env=environment,
         check=False,
     )

@@ -22,7 +22,7 @@ def command(*arguments: str | Path) -> list[str]:
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=280)
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=800)
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ def run_each(
         text=True,
         cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
-        timeout=240,
+        timeout=800,
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]

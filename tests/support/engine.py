@@ -64,6 +64,6 @@ def cores() -> list[psutil.Process]:
 
 async def idle(engine: AsyncEngine) -> None:
     """Wait until the core has nothing left."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while engine.stats.running or engine.stats.waiting or engine.stats.kv_blocks_used:
             await asyncio.sleep(0.01)

@@ -102,4 +102,4 @@ def spread(
         finally:
             executor.close()
             for each in agents:
-                each.wait(10)  # agents end with their executor
+                each.wait(60)  # agents end with their executor

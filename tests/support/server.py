@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -99,7 +100,7 @@ class Server:
 
     def raw(self, data: bytes) -> bytes:
         """What it answers to bytes on a socket; it may hang up before it has read them all."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=20) as connection:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=TIMEOUT) as connection:
             answer = b""
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 connection.sendall(data)
@@ -132,10 +133,11 @@ class Server:
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+    """A port that nobody listens at, and that the system gives to nobody who asks for any port."""
+    while True:
+        port = 10_000 + secrets.randbelow(20_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 @contextlib.contextmanager

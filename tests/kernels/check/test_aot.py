@@ -162,7 +162,7 @@ FAR = ("all_gather_two_level_far", "reduce_scatter_two_level_far", "moe_two_leve
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("target", NVIDIA)
 def test_kernels_that_put_are_linked_with_nvshmem(target: str) -> None:
     if not has_bitcode(target):

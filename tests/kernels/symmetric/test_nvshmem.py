@@ -307,7 +307,7 @@ DRIVER_HAS = {"__assertfail", "vprintf"}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_kernels_link_the_bitcode_for_sm_90(tmp_path: Path) -> None:
     """No NVSHMEM function is left to be found when the kernel is loaded."""
     try:

@@ -298,7 +298,7 @@ def test_loading_takes_the_model_and_one_tensor(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=400,
     )
     peak, rest = map(int, result.stdout.split())
     slack = 36e6  # less than the table, which must not be held twice

@@ -76,7 +76,7 @@ def _run(path: Path, counts: list[int], *layout: str) -> list[dict[str, Any]]:
         )
         for rank in range(len(counts))
     ]
-    assert [process.wait(timeout=120) for process in processes] == [0] * len(counts)
+    assert [process.wait(timeout=400) for process in processes] == [0] * len(counts)
     return [json.loads((path / f"said-{rank}").read_text()) for rank in range(len(counts))]
 
 

@@ -108,7 +108,7 @@ def test_logits_equal_those_of_transformers(
             _assert_close(actual, expected)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("family", "overrides", "tp", "ep", "parts"), KERNEL_CASES)
 def test_kernels_give_the_same_logits(
     tmp_path: Path, family: str, overrides: dict[str, Any], tp: int, ep: int, parts: str

@@ -232,16 +232,27 @@ def before_http(path: Path, loader: str) -> Iterator[tuple[subprocess.Popen[str]
             process.kill()
 
 
+def wait_until_handled(pid: int) -> None:
+    """Wait until a process has taken its signals and waits for something else again."""
+    while True:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        fields = dict(line.split(":\t", 1) for line in lines)
+        pending = int(fields["SigPnd"], 16) | int(fields["ShdPnd"], 16)
+        if not pending and fields["State"].startswith("S"):
+            return
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize(("signals", "status"), [(1, 0), (2, 1)])
 def test_a_signal_while_http_is_imported_ends_it(tmp_path: Path, signals: int, status: int) -> None:
     with before_http(tmp_path, "support.server:load_when_told") as (process, engine):
         for _ in range(signals):
             process.send_signal(signal.SIGTERM)
-            time.sleep(0.1)  # else they would be one
+            wait_until_handled(process.pid)  # else they would be one
         _, log = process.communicate("go\n", timeout=60)
         assert process.returncode == status
         assert FIRST_LINE.fullmatch(log)
-        engine.wait(timeout=10)
+        engine.wait(timeout=60)
 
 
 def test_an_engine_that_fails_before_http_is_there_ends_the_server(tmp_path: Path) -> None:
@@ -257,7 +268,7 @@ def test_no_engine_is_left_without_http(tmp_path: Path) -> None:
         _, log = process.communicate("fail\n", timeout=60)
         assert process.returncode == 1
         assert log.splitlines()[-1] == "ImportError: there is no HTTP"
-        engine.wait(timeout=10)
+        engine.wait(timeout=60)
 
 
 @pytest.mark.sweep
@@ -274,7 +285,7 @@ def test_a_signal_at_any_moment_of_the_start_ends_it(tmp_path: Path, moment: int
         status = server.process.wait(timeout=60)
         assert status == 0 if seen else status in (0, -signal.SIGTERM)
         assert FIRST_LINE.fullmatch(server.log.read_text()) or not seen
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(cwd(process) == tmp_path for process in psutil.process_iter()):
         assert time.monotonic() < deadline, "a process is left"
         time.sleep(0.05)
@@ -295,6 +306,7 @@ def test_sigterm_drains(own: Server) -> None:
             running = asyncio.create_task(events(client, LONG | {"max_tokens": 200}))
             while own.metric("requests_running") != 1:
                 await asyncio.sleep(0.01)
+            engine.suspend()  # the request ends when the checks have
             own.process.send_signal(signal.SIGTERM)
             while (ready := await client.get("/ready")).status_code == 200:
                 assert "connection" not in ready.headers
@@ -305,8 +317,10 @@ def test_sigterm_drains(own: Server) -> None:
             assert refused.status_code == 503
             assert refused.headers["retry-after"]
             assert refused.headers["connection"] == "close", "another server may be reached instead"
+            engine.resume()
             return await running
 
+    (engine,) = psutil.Process(own.process.pid).children()
     lines = asyncio.run(run())
     assert lines[-1] == "data: [DONE]"
     assert '"finish_reason":"length"' in lines[-2]

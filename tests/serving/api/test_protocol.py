@@ -46,7 +46,7 @@ class App:
                 pieces = StreamingResponse(_pieces())
                 await pieces(scope, receive, send)
             else:
-                await unless_gone(receive, asyncio.sleep(0.6))
+                await unless_gone(receive, asyncio.sleep(0.8))
                 await PlainTextResponse(f"done {path};")(scope, receive, send)
         except ClientDisconnect:
             self.gone.append(path)
@@ -55,7 +55,7 @@ class App:
 async def _pieces() -> AsyncIterator[bytes]:
     for piece in (b"one ", b"two ", b"three"):
         yield piece
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.3)
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def app() -> App:
 
 @pytest.fixture
 async def port(monkeypatch: pytest.MonkeyPatch, app: App) -> AsyncIterator[int]:
-    monkeypatch.setattr(protocol, "ARRIVAL_TIMEOUT", 0.3)
+    monkeypatch.setattr(protocol, "ARRIVAL_TIMEOUT", 0.5)
     bounded: Any = partial(protocol.BoundedProtocol, write_timeout=60.0, draining=lambda: False)
     config = uvicorn.Config(app, port=0, http=bounded, ws="none", lifespan="off", log_config=None)
     server = uvicorn.Server(config)
@@ -83,7 +83,7 @@ async def ask(port: int, *parts: bytes) -> bytes:
     for part in parts:
         writer.write(part)
         await asyncio.sleep(0.01)
-    answer = await asyncio.wait_for(reader.read(), timeout=5)
+    answer = await asyncio.wait_for(reader.read(), timeout=60)
     writer.close()
     return answer
 

@@ -53,9 +53,7 @@ def test_it_answers_503_until_it_serves_again(server: Server) -> None:
         next(lines)
         how(server, "wait")
         killed.kill()
-        since = time.monotonic()
-        *_, error, done = lines
-        assert time.monotonic() - since < 5
+        *_, error, done = lines  # although the next engine is not there yet
     assert "was killed by SIGKILL" in json.loads(error.removeprefix("data: "))["error"]["message"]
     assert done == "data: [DONE]"
 

@@ -43,7 +43,7 @@ def run(tmp_path: Path) -> Run:
             text=True,
             cwd=tmp_path,
             env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-            timeout=120,
+            timeout=400,
         )
 
     return run

@@ -120,7 +120,7 @@ def test_weft_and_transformers_give_the_same_answers(model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "count", [8, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
+    "count", [8, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
 )
 @pytest.mark.parametrize("model", BUNDLED)
 def test_the_bundled_models_reach_their_scores(

@@ -14,7 +14,7 @@ BIN = Path(__file__).parents[3] / "build" / "clients" / "bin"
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(not BIN.exists(), reason="`make test-clients` installs litellm and lm-eval"),
 ]
 

@@ -165,7 +165,7 @@ class HeldUp(MockRunner):
     release = threading.Event()
 
     def step(self, batch: StepInput) -> StepOutput:
-        self.release.wait(30)
+        self.release.wait(60)
         return super().step(batch)
 
 

@@ -12,7 +12,6 @@ from weft.serving.executor.child_process import Failed
 BASE = "inproc://test-channel"
 
 
-@pytest.mark.timeout(20)
 def test_a_core_whose_front_is_gone_ends() -> None:
     def fail_unheard(
         front: list[zmq.Socket[bytes]], context: zmq.Context[zmq.Socket[bytes]]

@@ -87,6 +87,6 @@ async def test_the_context_of_a_thread_ends_with_it(left_behind: bool) -> None:
     if left_behind:
         assert not client._context.closed, "the thread has sockets"
         told.set()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not client._context.closed:
             await asyncio.sleep(0.01)

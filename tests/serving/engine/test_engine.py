@@ -117,7 +117,7 @@ async def test_after_the_stream_is_closed_no_more_than_one_step_counts(
     step = MockRunner.step
 
     def when_allowed(runner: MockRunner, batch: StepInput) -> StepOutput:
-        assert allowed.acquire(timeout=30)
+        assert allowed.acquire(timeout=60)
         return step(runner, batch)
 
     monkeypatch.setattr(MockRunner, "step", when_allowed)

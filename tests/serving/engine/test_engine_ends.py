@@ -39,7 +39,7 @@ async def test_shutdown_drains(engine: AsyncEngine) -> None:
     readers = [asyncio.create_task(collect(engine, [1 + i], params())) for i in range(12)]
     while not engine.stats.running:
         await asyncio.sleep(0.01)
-    ending = asyncio.create_task(engine.shutdown(timeout=20))
+    ending = asyncio.create_task(engine.shutdown(timeout=60))
     await asyncio.sleep(0)
     assert engine.status == "draining"
     with pytest.raises(EngineError, match="shutting down"):
@@ -56,8 +56,9 @@ async def test_a_second_shutdown_does_not_wait_for_the_first(engine: AsyncEngine
     while not engine.stats.running:
         await asyncio.sleep(0.01)
     first = asyncio.create_task(engine.shutdown(timeout=60))
-    await asyncio.sleep(0.05)
-    await engine.shutdown(drain=False, timeout=10)
+    while engine.status != "draining":
+        await asyncio.sleep(0)
+    await engine.shutdown(drain=False, timeout=60)
     await first
     assert (await reader)[-1].finish_reason == "abort"
 
@@ -85,7 +86,7 @@ async def test_when_the_runner_raises_all_requests_end(
             await collect(engine, [CRASH_TOKEN], wish)
         with pytest.raises(EngineError, match=why):
             await reader
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while engine.status != "dead":
                 await asyncio.sleep(0.01)
         with pytest.raises(EngineError, match="dead"):
@@ -99,7 +100,7 @@ async def test_when_the_core_is_killed_all_streams_end(config: EngineConfig) -> 
         await anext(stream)
         (core,) = cores()
         core.kill()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             with pytest.raises(EngineError, match="was killed by SIGKILL"):
                 async for _ in stream:
                     pass
@@ -109,10 +110,10 @@ async def test_when_the_core_is_killed_all_streams_end(config: EngineConfig) -> 
 async def test_a_stuck_core_is_noticed_and_ended(
     config: EngineConfig, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    async with started(replace(config, stall_timeout=0.5), runner_factory=FAST) as engine:
+    async with started(replace(config, stall_timeout=2.0), runner_factory=FAST) as engine:
         (core,) = cores()
         async with asyncio.timeout(60):
-            with pytest.raises(EngineError, match=r"no step in 0\.5 s"):
+            with pytest.raises(EngineError, match=r"no step in 2 s"):
                 await collect(engine, [HANG_TOKEN], params())
             assert engine.status == "stalled"
             await engine.shutdown()
@@ -148,7 +149,7 @@ def test_no_orphan_is_left_when_the_parent_is_killed(config: EngineConfig) -> No
         assert parent.stdout.readline() == b"ready\n"
         (core,) = psutil.Process(parent.pid).children()
         os.kill(parent.pid, signal.SIGKILL)
-        core.wait(timeout=10)
+        core.wait(timeout=60)
 
 
 async def test_a_pause_of_the_machine_is_no_stall(

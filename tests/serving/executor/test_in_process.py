@@ -34,7 +34,7 @@ class Runner:
 
     def step(self, batch: StepInput) -> StepOutput:
         self.began.set()
-        self.go.wait(10)
+        self.go.wait(60)
         self.calls.append((batch.step, threading.current_thread()))
         if batch.step == 3:
             raise ValueError("step 3")
@@ -78,7 +78,7 @@ def test_steps_run_in_order_in_the_thread_that_loaded_the_model() -> None:
     steps = [executor.submit((batch(i),)) for i in range(3)]
     assert not any(step.done() for step in steps), "submit does not wait"
     runner.go.set()
-    assert [step.result(10)[0].step for step in steps] == [0, 1, 2]
+    assert [step.result(60)[0].step for step in steps] == [0, 1, 2]
     assert runner.calls == [(i, runner.loaded_in) for i in range(3)]
     assert runner.loaded_in is not threading.current_thread()
     executor.close()
@@ -90,10 +90,10 @@ def test_steps_begin_before_the_first_is_read_where_devices_work_on_their_own() 
     assert isinstance(runner, DispatchingRunner)
     steps = [executor.submit((batch(i),)) for i in range(3)]
     for _ in steps:
-        assert runner.dispatched.acquire(timeout=10)
+        assert runner.dispatched.acquire(timeout=60)
     assert not any(step.done() for step in steps)
     runner.go.set()
-    assert [step.result(10)[0].step for step in steps] == [0, 1, 2]
+    assert [step.result(60)[0].step for step in steps] == [0, 1, 2]
     executor.close()
 
 
@@ -102,8 +102,8 @@ def test_what_the_runner_raises_is_in_the_future(kind: type[Runner]) -> None:
     executor, runner = start(kind)
     runner.go.set()
     with pytest.raises(ValueError, match="step 3"):
-        executor.submit((batch(3),)).result(10)
-    assert executor.submit((batch(4),)).result(10)[0].step == 4
+        executor.submit((batch(3),)).result(60)
+    assert executor.submit((batch(4),)).result(60)[0].step == 4
     executor.close()
 
 
@@ -111,7 +111,7 @@ def test_what_the_runner_raises_is_in_the_future(kind: type[Runner]) -> None:
 def test_close_drops_what_has_not_begun(kind: type[Runner]) -> None:
     executor, runner = start(kind)
     steps: list[Future[Result]] = [executor.submit((batch(i),)) for i in range(2)]
-    assert runner.began.wait(10)
+    assert runner.began.wait(60)
     threading.Timer(0.05, runner.go.set).start()
     executor.close()
     assert steps[0].result(0)[0].step == 0

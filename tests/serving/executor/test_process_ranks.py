@@ -118,7 +118,7 @@ def test_a_rank_that_fails_is_named_and_ends_all(
         pending = [executor.submit((batch(step),)) for step in range(3)]
         assert [steps_of(each) for each in pending] == [[0], [1], [2]]
         failed: list[Pending] = []
-        while not failed or failed[-1].exception(10) is None:  # rank 0 may answer step 3
+        while not failed or failed[-1].exception(60) is None:  # rank 0 may answer step 3
             failed.append(executor.submit((batch(3 + len(failed)),)))
         with pytest.raises(EngineError, match=how.format(rank=rank)):
             failed[-1].result(0)
@@ -168,7 +168,7 @@ def test_a_rank_that_fails_in_one_copy_ends_all(rank: int, tmp_path: Path) -> No
         assert steps_of(executor.submit((batch(0), batch(0)))) == [0, 0]
         named = rf"rank {rank} \(process \d+\) was killed by SIGKILL in step 2"
         failed: list[Pending] = []
-        while not failed or failed[-1].exception(10) is None:  # the others may answer step 1
+        while not failed or failed[-1].exception(60) is None:  # the others may answer step 1
             failed.append(executor.submit((batch(1 + len(failed)),) * 2))
         with pytest.raises(EngineError, match=named):
             failed[-1].result(0)
@@ -178,13 +178,13 @@ def test_a_rank_that_fails_in_one_copy_ends_all(rank: int, tmp_path: Path) -> No
 def test_the_rank_that_others_wait_for_is_named_in_any_copy(rank: int, tmp_path: Path) -> None:
     """Exchanges within a copy do not show which rank is behind."""
     config = EngineConfig(
-        model=f"{rank} strands in 1", tokenizer=str(tmp_path), stall_timeout=0.8, **COPIES
+        model=f"{rank} strands in 1", tokenizer=str(tmp_path), stall_timeout=1.6, **COPIES
     )
     executor = ProcessExecutor(config, load, 4)
     assert steps_of(executor.submit((batch(0), batch(0)))) == [0, 0]
     named = rf"rank {rank} \(process \d+\) is stuck in step 2: .* is at exchange 0 .* are at 1"
     with pytest.raises(EngineError, match=named):
-        executor.submit((batch(1), batch(1))).result(20)
+        executor.submit((batch(1), batch(1))).result(60)
     executor.close()
     wait_until_gone(pids(executor))
 
@@ -193,12 +193,12 @@ def test_the_rank_that_others_wait_for_is_named_in_any_copy(rank: int, tmp_path:
 def test_without_progress_the_rank_behind_is_named(
     rank: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    config = EngineConfig(model=f"{rank} hangs in 1", tokenizer=str(tmp_path), stall_timeout=0.8)
+    config = EngineConfig(model=f"{rank} hangs in 1", tokenizer=str(tmp_path), stall_timeout=1.6)
     executor = ProcessExecutor(config, load, 3)
     assert steps_of(executor.submit((batch(0),))) == [0]
     pending = [executor.submit((batch(step),)) for step in range(1, 9)]  # the last waits for room
     with pytest.raises(EngineError, match=rf"rank {rank} \(process \d+\) is stuck in step 2: "):
-        pending[-1].result(20)
+        pending[-1].result(60)
     executor.close()
     wait_until_gone(pids(executor))
     assert "mock_ranks.py" in capfd.readouterr().err  # where it hangs
@@ -207,12 +207,12 @@ def test_without_progress_the_rank_behind_is_named(
 @pytest.mark.parametrize("rank", [1, 2])
 def test_the_rank_behind_is_named_among_waiting_stages(rank: int, tmp_path: Path) -> None:
     config = EngineConfig(
-        model=f"{rank} stalls in 1", tokenizer=str(tmp_path), tp=2, pp=2, stall_timeout=0.8
+        model=f"{rank} stalls in 1", tokenizer=str(tmp_path), tp=2, pp=2, stall_timeout=1.6
     )
     executor = ProcessExecutor(config, load, 4)
     pending = [executor.submit((batch(step),)) for step in range(3)]
     with pytest.raises(EngineError, match=rf"rank {rank} \(process \d+\) is stuck in step 2: "):
-        pending[-1].result(20)
+        pending[-1].result(60)
     executor.close()
     wait_until_gone(pids(executor))
 
@@ -235,13 +235,13 @@ def test_invalid_outputs_from_earlier_stages_are_ignored(tmp_path: Path) -> None
 
 
 def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
-    config = EngineConfig(model="none", tokenizer=str(tmp_path), stall_timeout=0.8)
+    config = EngineConfig(model="none", tokenizer=str(tmp_path), stall_timeout=1.6)
     executor = ProcessExecutor(config, load, 3)
     assert steps_of(executor.submit((batch(0),))) == [0]
     os.kill(pids(executor)[1], signal.SIGSTOP)
     pending = [executor.submit((batch(step),)) for step in range(1, 9)]  # the last waits for room
     with pytest.raises(EngineError, match=r"rank 1 \(process \d+\) is stopped "):
-        pending[-1].result(20)
+        pending[-1].result(60)
     executor.close()
     wait_until_gone(pids(executor))
 

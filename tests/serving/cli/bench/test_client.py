@@ -254,7 +254,8 @@ async def test_what_goes_wrong_is_a_reason_and_ends_the_conversation(
     handler: Handler, reason: str
 ) -> None:
     with sse_server(handler) as url:
-        results = await ask(url, turns=2, chat=True, timeout=0.5)
+        timeout = 0.5 if "timed out" in reason else 60.0
+        results = await ask(url, turns=2, chat=True, timeout=timeout)
     assert len(results) == 1
     assert reason in str(results[0].error)
     assert results[0].end >= results[0].start

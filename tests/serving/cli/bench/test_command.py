@@ -60,7 +60,7 @@ def run(tmp_path: Path) -> Run:
             text=True,
             cwd=tmp_path,
             env=os.environ | environment,
-            timeout=120,
+            timeout=400,
         )
 
     return run

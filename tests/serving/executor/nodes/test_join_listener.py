@@ -38,7 +38,7 @@ def listener() -> Iterator[JoinListener]:
 def wait_until_rejected(
     listener: JoinListener, count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while caplog.text.count("rejected ") < count:
         assert listener.wait_for(1, timeout=0.05) == []
         assert time.monotonic() < deadline
@@ -49,7 +49,7 @@ def test_a_node_without_the_token_is_rejected(
 ) -> None:
     with agent(listener.port, tmp_path / "bad", token="another token, guessed") as bad:
         wait_until_rejected(listener, 1, caplog)
-        assert bad.wait(20) == 1
+        assert bad.wait(60) == 1
     with agent(listener.port, tmp_path / "good", name="good"):
         (joined,) = listener.wait_for(1)
         assert joined.hello.name == "good"
@@ -69,7 +69,7 @@ def test_a_listener_that_does_not_know_the_token_is_not_obeyed(tmp_path: Path) -
             peer.sendall(MAGIC + bytes(32))
             assert len(peer.recv(64, socket.MSG_WAITALL)) == 64
             peer.sendall(bytes(32))
-            assert joining.wait(20) == 1
+            assert joining.wait(60) == 1
     assert "--node-token is not the token" in (tmp_path / "log").read_text()
 
 
@@ -139,7 +139,7 @@ def test_a_node_with_other_versions_is_refused(
     monkeypatch.setattr(listener_module, "versions", lambda: versions() | {"torch": "1.0"})
     with agent(listener.port, tmp_path / "log", name="old") as joining:
         wait_until_rejected(listener, 1, caplog)
-        assert joining.wait(20) == 1
+        assert joining.wait(60) == 1
     log = (tmp_path / "log").read_text()
     assert "this node cannot join: torch is 1.0 there and " in log
 
@@ -150,7 +150,7 @@ def test_a_node_that_leaves_before_all_are_there_is_forgotten(
     caplog.set_level("INFO")
 
     def wait_until(text: str) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while text not in caplog.text:
             assert time.monotonic() < deadline, caplog.text
             time.sleep(0.01)
@@ -162,7 +162,7 @@ def test_a_node_that_leaves_before_all_are_there_is_forgotten(
         wait_until("node1 at 127.0.0.1 has left")
         for name in ("node2", "node3"):
             stack.enter_context(agent(listener.port, tmp_path / name, name=name))
-        joined = waiting.result(20)
+        joined = waiting.result(60)
     assert sorted(each.hello.name for each in joined) == ["node2", "node3"]
     for each in joined:
         each.link.close()

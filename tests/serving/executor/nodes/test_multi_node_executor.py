@@ -79,7 +79,7 @@ def test_ranks_of_all_nodes_run_the_same_steps_in_order(
         assert len(ranks) == 2
         pending = [executor.submit((batch(step, tokens=10 + step),)) for step in range(20)]
         for step, each in enumerate(pending):
-            (output,) = each.result(10)
+            (output,) = each.result(60)
             assert output is not None
             assert output.step == step
             assert output.token_ids.tolist() == [100 * step, 100 * step + 1]
@@ -103,7 +103,7 @@ def test_three_nodes_have_the_ranks_of_the_slice(
     config = replace(config, nodes=3, **settings)  # type: ignore[arg-type]
     with spread(config, tmp_path) as (executor, agents):
         assert [len(ranks_of(each)) for each in agents] == [len(each) for each in ranks[1:]]
-        assert executor.submit((batch(0),)).result(10)[0].step == 0
+        assert executor.submit((batch(0),)).result(60)[0].step == 0
         names = ["", "node1 at 127.0.0.1", "node2 at 127.0.0.1"]
         found = [(node.where, list(node.ranks)) for node in executor._nodes]
         assert found == list(zip(names, ranks, strict=True))
@@ -128,7 +128,7 @@ def test_ranks_of_another_node_may_lag_but_not_more_than_its_agent_keeps(
     count = 3 * ahead
     with spread(replace(config, model="3 lags in 0"), tmp_path) as (executor, _):
         for step in range(count):  # only rank 0 answers, and it would be far ahead
-            executor.submit((batch(step),)).result(10)
+            executor.submit((batch(step),)).result(60)
             if step >= ahead:
                 assert step + 1 - len(notes(tmp_path, 3)) <= ahead
     assert len(notes(tmp_path, 3)) == count + 1
@@ -171,7 +171,7 @@ def test_what_a_rank_of_another_node_refuses_is_raised(
 
 def test_a_node_that_is_lost_is_named_and_ends_all(config: EngineConfig, tmp_path: Path) -> None:
     with spread(config, tmp_path) as (executor, [joined]):
-        assert executor.submit((batch(0),)).result(10)[0].step == 0
+        assert executor.submit((batch(0),)).result(60)[0].step == 0
         ranks = ranks_of(joined)
         joined.kill()
         lost = "node1 at 127.0.0.1 is lost, with rank 2, 3, after step 1: its connection has"
@@ -184,7 +184,7 @@ def test_a_node_that_is_lost_is_named_and_ends_all(config: EngineConfig, tmp_pat
 
 def test_a_node_that_says_nothing_is_named(config: EngineConfig, tmp_path: Path) -> None:
     with spread(replace(config, stall_timeout=1.6), tmp_path) as (executor, [joined]):
-        assert executor.submit((batch(0),)).result(10)[0].step == 0
+        assert executor.submit((batch(0),)).result(60)[0].step == 0
         joined.send_signal(signal.SIGSTOP)
         failure_of(executor)
         silent = "node1 at 127.0.0.1 is lost, with rank 2, 3, .*: it has said nothing for 0.8 s"
@@ -199,7 +199,7 @@ def test_a_stuck_rank_is_named_wherever_it_is(
 ) -> None:
     config = replace(config, model=f"{rank} hangs in 1", stall_timeout=1.6)
     with spread(config, tmp_path) as (executor, [joined]):
-        assert executor.submit((batch(0),)).result(10)[0].step == 0
+        assert executor.submit((batch(0),)).result(60)[0].step == 0
         on = " on node1 at 127.0.0.1" if rank == 3 else ""
         stuck = rf"rank {rank} \(process \d+{on}\) is stuck in step 2: "
         for step in range(1, 4):
@@ -214,7 +214,7 @@ def test_a_stuck_rank_is_named_wherever_it_is(
 
 def test_a_stopped_rank_of_another_node_is_named(config: EngineConfig, tmp_path: Path) -> None:
     with spread(replace(config, stall_timeout=1.6), tmp_path) as (executor, [joined]):
-        assert executor.submit((batch(0),)).result(10)[0].step == 0
+        assert executor.submit((batch(0),)).result(60)[0].step == 0
         os.kill(ranks_of(joined)[1], signal.SIGSTOP)
         executor.submit((batch(1),))
         failure_of(executor)

@@ -83,7 +83,7 @@ def test_a_node_that_does_not_take_part_is_named_and_says_why(cluster: RayCluste
     ), done.stdout
 
 
-@pytest.mark.timeout(600)  # four starts of Ray, and three of a server
+@pytest.mark.timeout(1800)  # four starts of Ray, and three of a server
 def test_two_nodes_answer_as_one_rank_and_one_that_is_lost_is_named_and_replaced(
     cluster: RayCluster, model: Path, tmp_path: Path
 ) -> None:
