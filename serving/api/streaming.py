@@ -5,8 +5,10 @@ Source: the HTML standard, section 9.2, and OpenAI's closing `data: [DONE]`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request, Response
@@ -14,8 +16,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import EngineError, RequestError
-from weft.serving.api.connection import unless_gone
 from weft.serving.api.errors import FAULT, told
+
+T = TypeVar("T")
 
 _DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -73,12 +76,14 @@ class EventStream(Response):
         It is awaited here, so that a request that fails before any output gets the status that
         says so: 429 when the queue is full, 503 when the engine has died.
         """
-        return cls(await unless_gone(request.receive, anext(events)), events, failure, done)
+        return cls(
+            await cancel_on_disconnect(request.receive, anext(events)), events, failure, done
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._rest):
             try:
-                await unless_gone(receive, self._send(send))
+                await cancel_on_disconnect(receive, self._send(send))
             except ClientDisconnect:
                 return
 
@@ -96,3 +101,30 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": failure + self._done})
             raise
         await send({"type": "http.response.body", "body": self._done})
+
+
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of the work, which is cancelled when the client disconnects.
+
+    Args:
+        receive: the request's ASGI channel, its body already read.
+
+    Raises:
+        ClientDisconnect: the client went first.
+    """
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -12,8 +12,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from weft.errors import RequestError
 from weft.serving.api.body import Body, by_type
-from weft.serving.api.openai.requests import Function, StopTexts, sampling_params
-from weft.serving.api.openai.tool_schema import Parameters
+from weft.serving.api.openai.requests import Function, Parameters, StopTexts, sampling_params
 from weft.serving.engine.sampling_params import SamplingParams
 
 

@@ -17,7 +17,6 @@ from weft.serving.api.anthropic import events as shapes
 from weft.serving.api.anthropic import requests as asked
 from weft.serving.api.anthropic.errors import anthropic_error
 from weft.serving.api.body import JsonRoute
-from weft.serving.api.connection import unless_gone
 from weft.serving.api.conversation import Conversation
 from weft.serving.api.errors import describe, told
 from weft.serving.api.generation import Generation
@@ -33,7 +32,7 @@ from weft.serving.api.openai.requests import (
 from weft.serving.api.parsing.parser import AnswerFormat
 from weft.serving.api.parsing.pieces import Answer, Arguments, CallStart, Content, Piece, Reasoning
 from weft.serving.api.state import State
-from weft.serving.api.streaming import EventStream, typed_event
+from weft.serving.api.streaming import EventStream, cancel_on_disconnect, typed_event
 
 _TOOL_MODES: dict[str, ToolMode] = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -54,7 +53,7 @@ async def create_message(request: Request, body: asked.MessagesRequest, state: S
     writer = _Writer(body.model, generation, state.answer_format(engine))
     if body.stream:
         return await EventStream.start(request, writer.stream(), failure=_failure, done=b"")
-    message = await unless_gone(request.receive, writer.whole())
+    message = await cancel_on_disconnect(request.receive, writer.whole())
     return Response(msgspec.json.encode(message), media_type="application/json")
 
 

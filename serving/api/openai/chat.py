@@ -11,7 +11,6 @@ from fastapi import APIRouter, Request, Response
 
 from weft.serving.api.admin.documentation import returns
 from weft.serving.api.body import JsonRoute
-from weft.serving.api.connection import unless_gone
 from weft.serving.api.conversation import Conversation
 from weft.serving.api.generation import Generation
 from weft.serving.api.logprobs import chat_logprobs
@@ -36,7 +35,7 @@ from weft.serving.api.openai.requests import ChatRequest, NamedTool
 from weft.serving.api.parsing.parser import AnswerFormat
 from weft.serving.api.parsing.pieces import Answer, Arguments, CallStart, Content, Piece, Reasoning
 from weft.serving.api.state import State
-from weft.serving.api.streaming import EventStream, event
+from weft.serving.api.streaming import EventStream, cancel_on_disconnect, event
 from weft.serving.engine.sampling_params import SamplingParams
 
 router = APIRouter(route_class=JsonRoute)
@@ -59,7 +58,7 @@ async def create_chat_completion(request: Request, body: ChatRequest, state: Sta
     writer = _Writer(body, generation, state.answer_format(engine))
     if body.stream:
         return await EventStream.start(request, writer.events())
-    completion = await unless_gone(request.receive, writer.whole())
+    completion = await cancel_on_disconnect(request.receive, writer.whole())
     return Response(msgspec.json.encode(completion), media_type="application/json")
 
 

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from weft.serving.api.admin.documentation import returns
 from weft.serving.api.body import JsonRoute
-from weft.serving.api.connection import unless_gone
 from weft.serving.api.generation import Generation
 from weft.serving.api.logprobs import TextLogprobs, joined
 from weft.serving.api.openai.replies import (
@@ -25,7 +24,7 @@ from weft.serving.api.openai.replies import (
 from weft.serving.api.openai.requests import CompletionRequest
 from weft.serving.api.parsing.pieces import Answer
 from weft.serving.api.state import State
-from weft.serving.api.streaming import EventStream, event
+from weft.serving.api.streaming import EventStream, cancel_on_disconnect, event
 from weft.serving.engine.sampling_params import SamplingParams
 from weft.serving.engine.tokenizer import Tokenizer
 
@@ -44,7 +43,7 @@ async def create_completion(request: Request, body: CompletionRequest, state: St
     writer = _Writer(body, engine.tokenizer, generation)
     if body.stream:
         return await EventStream.start(request, writer.events())
-    completion = await unless_gone(request.receive, writer.whole())
+    completion = await cancel_on_disconnect(request.receive, writer.whole())
     return Response(msgspec.json.encode(completion), media_type="application/json")
 
 

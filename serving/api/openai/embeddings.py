@@ -16,12 +16,12 @@ from pydantic import Field
 from weft.errors import RequestError
 from weft.serving.api.admin.documentation import returns
 from weft.serving.api.body import Body, JsonRoute
-from weft.serving.api.connection import unless_gone
 from weft.serving.api.generation import finish_reason, note_prompts
 from weft.serving.api.middleware.request_context import admit, current
 from weft.serving.api.openai.replies import Embedding, EmbeddingList, EmbeddingUsage
 from weft.serving.api.openai.requests import Priority, prompts_up_to
 from weft.serving.api.state import ServerState, State
+from weft.serving.api.streaming import cancel_on_disconnect
 from weft.serving.engine.admission import for_each
 from weft.serving.engine.checks import CheckedRequest, check_dimensions
 from weft.serving.engine.metrics import Phases
@@ -52,7 +52,7 @@ async def create_embeddings(request: Request, body: EmbeddingRequest, state: Sta
     check_dimensions(body.dimensions, engine.info)
     requests = await asyncio.to_thread(_checked, engine, body.input)
     await note_prompts(state, engine, [each.prompt_token_ids for each in requests])
-    answer = await unless_gone(request.receive, _embed(state, engine, body, requests))
+    answer = await cancel_on_disconnect(request.receive, _embed(state, engine, body, requests))
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 

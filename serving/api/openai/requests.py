@@ -23,7 +23,6 @@ from pydantic import (
 from weft.errors import RequestError
 from weft.serving.api.body import Body, only_with
 from weft.serving.api.errors import explain
-from weft.serving.api.openai.tool_schema import Parameters
 from weft.serving.api.output_format import GuidedRequest
 from weft.serving.engine.sampling_params import (
     MAX_LOGIT_BIAS,
@@ -277,6 +276,50 @@ def _have_content(messages: list[Message]) -> list[Message]:
 
 
 Messages = Annotated[list[Message], Field(min_length=1), AfterValidator(_have_content)]
+
+
+_SCHEMA_TYPES = {"array", "boolean", "integer", "null", "number", "object", "string"}
+
+
+def _check_schema(schema: Any, place: str) -> None:
+    """Raise ValueError for what is no schema; keywords that are not known here may be anything."""
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict):
+        raise ValueError(f"{place} must be a JSON schema")
+    kind = schema.get("type", [])
+    for name in kind if isinstance(kind, list) else [kind]:
+        if not isinstance(name, str) or name not in _SCHEMA_TYPES:
+            shown = str(name)[:40]
+            raise ValueError(
+                f"{place}.type is {shown!r}; a type is {', '.join(sorted(_SCHEMA_TYPES))}"
+            )
+    if not isinstance(schema.get("pattern", ""), str):
+        raise ValueError(f"{place}.pattern must be a text")
+    for key in ("properties", "$defs"):
+        inner = schema.get(key, {})
+        if not isinstance(inner, dict):
+            raise ValueError(f"{place}.{key} must be an object")
+        for name, each in inner.items():
+            _check_schema(each, f"{place}.{key}.{name[:40]}")
+    for key in ("anyOf", "oneOf", "allOf"):
+        inner = schema.get(key, [])
+        if not isinstance(inner, list):
+            raise ValueError(f"{place}.{key} must be a list")
+        for i, each in enumerate(inner):
+            _check_schema(each, f"{place}.{key}[{i}]")
+    if "items" in schema and not isinstance(schema["items"], list):  # a list: of older drafts
+        _check_schema(schema["items"], f"{place}.items")
+
+
+def _parameters(schema: dict[str, Any]) -> dict[str, Any]:
+    if schema.get("type", "object") != "object":
+        raise ValueError(f".type is {str(schema['type'])[:40]!r}; it must be 'object'")
+    _check_schema(schema, "")
+    return schema
+
+
+Parameters = Annotated[dict[str, Any], AfterValidator(_parameters)]
 
 
 class Function(Body):

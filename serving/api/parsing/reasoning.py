@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from weft.serving.api.parsing.marks import split_at
-from weft.serving.api.parsing.pieces import Content, Piece, Reasoning
+from weft.serving.api.parsing.pieces import Content, Piece, Reasoning, split_at
 
 
 @dataclass(frozen=True)

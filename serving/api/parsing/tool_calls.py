@@ -12,16 +12,16 @@ client is told by OpenAI's documents to expect it. Whitespace around calls is no
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import warnings
 from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
 from typing import Any
 
 from weft.serving.api.parsing.json_scanner import SPACE, JsonScanner
-from weft.serving.api.parsing.marks import split_at
-from weft.serving.api.parsing.pieces import Arguments, CallStart, Content, Piece
-from weft.serving.api.parsing.python_calls import python_calls
+from weft.serving.api.parsing.pieces import Arguments, CallStart, Content, Piece, split_at
 
 Reader = Generator[None, str, None]
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -99,7 +99,7 @@ class CallReader:
 
     def pythonic_end(self) -> None:
         """The answer has ended: it is a list of calls, or content."""
-        calls = python_calls("".join(self.held), self.names)
+        calls = _python_calls("".join(self.held), self.names)
         if calls is None:
             self.end()
             return
@@ -385,3 +385,36 @@ def _loads(text: str) -> Any:
 def _require(condition: bool) -> None:
     if not condition:
         raise ValueError("this is no call")
+
+
+def _python_calls(text: str, names: Collection[str]) -> list[tuple[str, str]] | None:
+    """Read calls as Python writes them, `[f(x=1), g(y="z")]`.
+
+    Names and arguments (JSON) of a list of calls; None if the text is no such list.
+
+    Args:
+        text: a Python expression, of which nothing is executed.
+        names: functions that can be called.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # "\d" is text to us
+            node = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    if not isinstance(node, ast.List) or not node.elts:
+        return None
+    calls = [_python_call(element) for element in node.elts]
+    if any(call is None or call[0] not in names for call in calls):
+        return None
+    return [call for call in calls if call is not None]
+
+
+def _python_call(node: ast.expr) -> tuple[str, str] | None:
+    if not isinstance(node, ast.Call) or node.args or not all(k.arg for k in node.keywords):
+        return None
+    try:
+        arguments = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
+        return ast.unparse(node.func), json.dumps(arguments, allow_nan=False)
+    except (ValueError, TypeError, RecursionError, MemoryError):
+        return None

@@ -13,7 +13,6 @@ from fastapi import APIRouter, Request, Response
 from weft.errors import EngineError, RequestError
 from weft.serving.api.admin.documentation import returns
 from weft.serving.api.body import JsonRoute
-from weft.serving.api.connection import unless_gone
 from weft.serving.api.conversation import Conversation
 from weft.serving.api.errors import describe, told
 from weft.serving.api.generation import Generation
@@ -24,7 +23,7 @@ from weft.serving.api.parsing.pieces import Answer, Arguments, CallStart, Conten
 from weft.serving.api.responses import events as shapes
 from weft.serving.api.responses import requests as asked
 from weft.serving.api.state import State
-from weft.serving.api.streaming import EventStream, typed_event
+from weft.serving.api.streaming import EventStream, cancel_on_disconnect, typed_event
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -40,7 +39,7 @@ async def create_response(request: Request, body: asked.ResponsesRequest, state:
     writer = _Writer(body, generation, state.answer_format(engine))
     if body.stream:
         return await EventStream.start(request, writer.stream(), failure=writer.failure, done=b"")
-    response = await unless_gone(request.receive, writer.whole())
+    response = await cancel_on_disconnect(request.receive, writer.whole())
     return Response(msgspec.json.encode(response), media_type="application/json")
 
 

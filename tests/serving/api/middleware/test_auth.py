@@ -27,8 +27,8 @@ from weft.errors import ConfigError, EngineError, RequestError
 from weft.serving.api.app import build_app
 from weft.serving.api.middleware.access_log import request_id
 from weft.serving.api.middleware.keys import Keyring
+from weft.serving.api.server import tls_context
 from weft.serving.api.state import ServerState
-from weft.serving.api.tls import tls_context
 from weft.serving.config.settings import ServerConfig
 
 ORIGINS = "https://a.example, https://b.example"

@@ -14,8 +14,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from weft.serving.api import protocol
-from weft.serving.api.connection import unless_gone
+from weft.serving.api import http
+from weft.serving.api.streaming import cancel_on_disconnect
 
 HEAD = b"POST / HTTP/1.1\r\nhost: a\r\n"
 
@@ -46,7 +46,7 @@ class App:
                 pieces = StreamingResponse(_pieces())
                 await pieces(scope, receive, send)
             else:
-                await unless_gone(receive, asyncio.sleep(0.8))
+                await cancel_on_disconnect(receive, asyncio.sleep(0.8))
                 await PlainTextResponse(f"done {path};")(scope, receive, send)
         except ClientDisconnect:
             self.gone.append(path)
@@ -65,8 +65,8 @@ def app() -> App:
 
 @pytest.fixture
 async def port(monkeypatch: pytest.MonkeyPatch, app: App) -> AsyncIterator[int]:
-    monkeypatch.setattr(protocol, "ARRIVAL_TIMEOUT", 0.5)
-    bounded: Any = partial(protocol.BoundedProtocol, write_timeout=60.0, draining=lambda: False)
+    monkeypatch.setattr(http, "ARRIVAL_TIMEOUT", 0.5)
+    bounded: Any = partial(http.BoundedProtocol, write_timeout=60.0, draining=lambda: False)
     config = uvicorn.Config(app, port=0, http=bounded, ws="none", lifespan="off", log_config=None)
     server = uvicorn.Server(config)
     running = asyncio.create_task(server.serve())
@@ -131,7 +131,7 @@ async def test_so_many_may_be_sent_ahead(
     monkeypatch: pytest.MonkeyPatch, app: App, port: int, parts: int
 ) -> None:
     """The others are not taken, and the client is told so."""
-    monkeypatch.setattr(protocol, "MAX_UNANSWERED", 3)
+    monkeypatch.setattr(http, "MAX_UNANSWERED", 3)
     sent = [b"".join(get(f"/{i}") for i in range(1000))] if parts == 1 else []
     answer = await ask(port, *(sent or [get(f"/{i}") for i in range(parts)]))
     assert app.asked == ["/0", "/1", "/2"]
@@ -143,7 +143,7 @@ async def test_so_many_may_be_sent_ahead(
 
 AHEAD = {
     "no HTTP": b"\x80\x02cposix\nsystem\n",
-    "a head too large": b"GET / HTTP/1.1\r\nx: " + b"a" * 2 * protocol.MAX_HEAD,
+    "a head too large": b"GET / HTTP/1.1\r\nx: " + b"a" * 2 * http.MAX_HEAD,
     "half a head": HEAD,
     "a letter": b"P",
     "half a body": HEAD + b"content-length: 10\r\n\r\nabc",
