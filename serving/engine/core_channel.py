@@ -35,7 +35,7 @@ def addresses(base: str) -> tuple[str, str]:
 
 
 class CoreChannel:
-    """The core's end of the connection; as a context manager it reports errors to the other end."""
+    """The core's end. As a context manager it reports errors to the other end."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], base: str) -> None:
         import zmq
@@ -43,7 +43,7 @@ class CoreChannel:
         to_core, from_core = addresses(base)
         self._inbox = context.socket(zmq.PULL)
         self._outbox = context.socket(zmq.PUSH)
-        # No limit: the API process always reads, and merges outputs that its clients leave unread.
+        # No limit: the API process always reads, and merges outputs for slow clients.
         self._inbox.setsockopt(zmq.RCVHWM, 0)
         self._outbox.setsockopt(zmq.SNDHWM, 0)
         self._inbox.connect(to_core)

@@ -48,7 +48,7 @@ from weft.serving.executor.child_process import Failed
 END_GRACE = 1.0  # seconds for the sockets to close
 ABORT_GRACE = 2.0  # seconds for a core to abort all requests and end
 TURN = 32  # messages handled before readers run, so that piled-up outputs reach them merged
-LAST_WORDS = 0.2  # seconds for the last messages of a core that has ended
+LAST_WORDS = 0.2  # seconds for the last messages after a core has ended
 STEADY = 60.0  # seconds after which an idle core counts as working
 
 logger = logging.getLogger(__name__)
@@ -98,11 +98,11 @@ class CoreClient:
 
     @property
     def live(self) -> int:
-        """Number of requests that the core has."""
+        """Number of requests in the core."""
         return len(self._streams)
 
     def grammar_bytes(self, another: Compiled) -> int:
-        """Return the size in bytes of the grammars of all its requests and of another one."""
+        """Return how many bytes the grammars of its requests and another one take together."""
         sizes = dict(s.grammar for s in self._streams.values() if s.grammar is not None)
         return sum((sizes | {another.key: len(another.data)}).values())
 
@@ -264,7 +264,7 @@ class CoreClient:
         if isinstance(self._core, CoreThread):
             self._core.leave()
         else:
-            # After a process was killed, ZeroMQ sometimes waits forever; do not wait with it.
+            # ZeroMQ sometimes waits forever for a killed process; do not wait with it.
             ending = threading.Thread(target=self._context.term, name="weft-zmq", daemon=True)
             ending.start()
             ending.join(END_GRACE)
@@ -305,7 +305,7 @@ class CoreClient:
                 if how is None and self._shutting_down:
                     return
                 raise EngineError(f"{self.name} {how or 'ended by itself'}")
-            # A message that has arrived but is not handled yet may be progress.
+            # A message may have arrived and not be handled yet; it may be progress.
             if not receive.done() and self._is_stalled():
                 await self._end_stalled(core)
 

@@ -1,7 +1,7 @@
 """Starts engine cores as child processes or threads, and notices their end.
 
 A child process reads its settings from one line on stdin. The pipe then stays open. When it
-closes, the child knows that this process is gone, so no orphan is left. Threads are for the `LLM`
+closes, this process is gone and the child ends too, so no orphan is left. Threads are for the `LLM`
 class and for tests; they cannot be killed.
 """
 
@@ -33,7 +33,7 @@ ABORT_GRACE = 2.0  # seconds for the stacks of a stuck core to be written
 def share_out(config: EngineConfig, offers: Sequence[Inventory]) -> list[EngineConfig]:
     """Return the settings of each of the `dp` cores, with its devices and its share of memory.
 
-    The share is based on the memory that is free now. A core that restarts later takes no more.
+    The share is based on the memory now free. After a restart, a core takes no more.
 
     Args:
         config: settings of the whole engine.

@@ -160,7 +160,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     rank_seconds: tuple[float, ...] = ()
 
     def __add__(self, other: EngineStats) -> EngineStats:
-        """Return the sum for two cores; ranks of the first core come first."""
+        """Return the sum for two cores; the first core's ranks come first."""
         pairs = zip(astuple(self), astuple(other), strict=True)
         return EngineStats(*(mine + theirs for mine, theirs in pairs))
 
@@ -172,7 +172,7 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """Properties of the loaded model that the API process needs.
+    """The loaded model's properties for the API process.
 
     Attributes:
         hidden_size: the model's hidden size, which is the length of an embedding.
@@ -192,7 +192,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
 
 class Waiting(msgspec.Struct, frozen=True, tag=True):
-    """Core -> API process: nodes of the engine's slice may now connect to this port.
+    """Core -> API process: other nodes in the engine's slice may now connect to this port.
 
     See executor/nodes/multi_node_executor.py.
     """

@@ -1,4 +1,4 @@
-"""Estimates when a rejected client should try again, from the rate at which requests finish."""
+"""Estimates from the rate of finished requests when a rejected client should try again."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-_LAST = 64  # number of ends that are remembered
+_LAST = 64  # number of ends to remember
 
 
 class FinishRate:
-    """Measures the rate at which requests finish while there are any.
+    """Measures how fast requests finish while there are any.
 
     Rejected clients get different times, spaced at this rate. So they return as room appears, and
     not all at once.
@@ -24,24 +24,24 @@ class FinishRate:
         self._clock = clock
         self._ends: deque[float] = deque(maxlen=_LAST)  # the first may be the time when work began
         self._live = 0
-        self._promised = 0.0  # the time that the last rejected client got
+        self._promised = 0.0  # the last rejected client's time
 
     def began(self) -> None:
-        """Count a request that begins."""
+        """Count a new request."""
         if self._live == 0:  # idle time must not count
             self._ends.clear()
             self._ends.append(self._clock())
         self._live += 1
 
     def ended(self) -> None:
-        """Count a request that has ended for any reason."""
+        """Count an ended request, whatever the reason."""
         self._live -= 1
         self._ends.append(self._clock())
 
     def retry_after(self) -> int:
         """Return seconds, at least 1 and at most the time until all present requests finish.
 
-        If none has finished yet, assume that all of them need as long again as they have run.
+        If none has finished yet, assume all of them need as long again as they have run.
         """
         now = self._clock()
         ended = len(self._ends) - 1 or self._live  # if none has, assume all

@@ -1,11 +1,11 @@
-"""Records when each request waited and when it ran, for the engine view of the admin API.
+"""Records when each request waited and when it ran, for the admin API's engine view.
 
     queued ──► prefill ──► decode ──► ended
       ▲           │          │
       └───────────┴──────────┘  preempted
 
-A request's record is a handful of numbers, written when the request changes its phase. So only
-readers of the view pay for it. Records contain no text of a request.
+A timeline is a handful of numbers, written when the request changes its phase, so recording costs
+almost nothing. It contains no text from a request.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import msgspec
 
 Phase = Literal["queued", "prefill", "decode"]
 
-MAX_LIVE = 128  # live requests that are shown at once, the oldest
-MAX_ENDED = 256  # ended requests that are remembered, the latest
+MAX_LIVE = 128  # live requests shown at once, the oldest
+MAX_ENDED = 256  # ended requests to remember, the latest
 
 
 class Timeline(msgspec.Struct):
-    """Phases of one request. Times are time.monotonic().
+    """One request's phases. Times are time.monotonic().
 
     Attributes:
         id: unique during a server's life.
@@ -41,37 +41,37 @@ class Timeline(msgspec.Struct):
     ended: float | None = None
 
     def moved(self, running: bool, at: float) -> None:
-        """Record that the request was admitted or preempted."""
+        """Record an admission or a preemption."""
         self.phases.append(("prefill" if running else "queued", at))
 
     def got(self, tokens: int) -> None:
-        """Record that tokens were sampled for the request."""
+        """Record sampled tokens."""
         self.output_tokens += tokens
-        # A preempted request may still get the token of a step that was in flight.
+        # A preempted request may still get a token from a step in flight.
         if tokens and self.phases[-1][0] == "prefill":
             self.phases.append(("decode", time.monotonic()))
 
     def end(self) -> None:
-        """Record that nothing more is computed for the request; may be called again."""
+        """Record the request's end; further calls change nothing."""
         if self.ended is None:
             self.ended = time.monotonic()
 
 
 class Timelines:
-    """Timelines of all live requests, and of the latest that ended."""
+    """Timelines for all live requests and the latest ended ones."""
 
     def __init__(self) -> None:
         self._live: dict[str, Timeline] = {}
         self._past: deque[tuple[float, Timeline]] = deque(maxlen=MAX_ENDED)
 
     def begin(self, request_id: str, prompt_tokens: int) -> Timeline:
-        """Start the timeline of a new request."""
+        """Start a new request's timeline."""
         timeline = Timeline(request_id, prompt_tokens, [("queued", time.monotonic())])
         self._live[request_id] = timeline
         return timeline
 
     def close(self, request_id: str) -> None:
-        """End the timeline of a request that nobody waits for any more."""
+        """End a request's timeline when nobody waits for it any more."""
         timeline = self._live.pop(request_id)
         timeline.end()
         self._past.append((time.monotonic(), timeline))

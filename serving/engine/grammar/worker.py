@@ -1,13 +1,14 @@
-"""A child process that compiles grammars, one after the other, until its stdin ends.
+"""The child process that compiles grammars, one at a time, until its stdin ends.
 
-Compiling is C++ on text that a client wrote: it may take for ever, all the memory, or the stack.
-Here it can be killed (compiler.py does so at a deadline), and hurts nobody when it dies.
+Compiling runs C++ on a client's text. It may take forever, all the memory, or the whole stack. A
+separate process can be killed (compiler.py does so at a deadline), and its death hurts nobody.
 
-What compiles may still be slow to match, for some grammars have very many ways to read one text.
-So each is first compiled for a vocabulary of the 256 bytes, and walked at random there; one
-whose steps take long is refused. That is a sample, no proof: see also matcher.py.
+A compiled grammar may still be slow to match, because some grammars can read one text in very many
+ways. So this process first compiles each grammar for a 256-byte vocabulary and walks through it at
+random. It rejects a grammar if the steps take too long. This sample proves nothing, so matcher.py
+limits the time as well.
 
-Both pipes carry messages as `compiler.framed` makes them.
+Both pipes carry messages from `compiler.framed`.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ from weft.serving.executor import child_process
 if TYPE_CHECKING:
     import xgrammar
 
-MAX_MEMORY = 2 << 30  # bytes that compiling may take
+MAX_MEMORY = 2 << 30  # bytes for compiling
 MAX_COMPILED = 32 << 20  # bytes of a compiled grammar
-MARKS = 256  # tokens of the small vocabulary that stand for those that a structural tag names
-END = 256 + MARKS  # the last one there
+MARKS = 256  # tokens in the small vocabulary for tokens named in a structural tag
+END = 256 + MARKS  # the small vocabulary's end token
 WALKS, STEPS = 4, 256
-SLOW_STEP, SLOW_WALK = 0.05, 0.5  # seconds of processor time; usual are 1e-5 and 3e-3
+SLOW_STEP, SLOW_WALK = 0.05, 0.5  # seconds of CPU time; 1e-5 and 3e-3 are usual
 
 
 class Compiler:
-    """Compiles for one vocabulary."""
+    """Compiles grammars for one vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         import xgrammar
@@ -69,44 +70,44 @@ class Compiler:
         )
 
     def compile(self, grammar: Grammar) -> Answer:
-        """What comes of a grammar; whatever is wrong with it is said."""
+        """Compile a grammar; the answer reports any error."""
         param = grammar.param
         try:
             form = as_format(grammar, self._token_id)
             marks: dict[int, int] = {}
             bytewise = tokens_replaced(form, lambda t: marks.setdefault(t, 256 + len(marks)))
             if len(marks) > MARKS:
-                raise RequestError(f"{param} names {len(marks)} tokens; at most {MARKS}")
+                raise RequestError(f"{param} names {len(marks)} tokens; the maximum is {MARKS}")
             with _warnings() as said:
                 self._walk(self._for_bytes.compile_structural_tag(tag_of(bytewise)), param)
             if said:
-                raise RequestError(f"{param} asks for what cannot be done: {said[0]}")
+                raise RequestError(f"{param} is not supported: {said[0]}")
             tag = tag_of(preceded(form, grammar.before))
             data = self._for_tokens.compile_structural_tag(tag).serialize_json().encode()
             if len(data) > MAX_COMPILED:
                 raise RequestError(
-                    f"{param} has {len(data)} bytes when compiled; at most {MAX_COMPILED}"
+                    f"{param} has {len(data)} bytes when compiled; the maximum is {MAX_COMPILED}"
                 )
         except RequestError as error:
-            return _refused(error.message)
+            return _rejected(error.message)
         except OSError as error:
             return Answer(fault=str(error))
         except MemoryError:
-            return _refused(f"{param} takes too much memory to compile")
+            return _rejected(f"{param} takes too much memory to compile")
         except Exception as error:  # noqa: BLE001  xgrammar's are of many kinds
-            return _refused(f"{param} cannot be compiled: {_brief(str(error))}")
+            return _rejected(f"{param} cannot be compiled: {_brief(str(error))}")
         return Answer(data)
 
     def _token_id(self, token: str | int) -> int | None:
-        """Of a token that a grammar may name."""
+        """Return a token's id; None if a grammar must not name the token."""
         number = self._tokenizer.backend.token_to_id(token) if isinstance(token, str) else token
         return None if number in self._never else number
 
     def _walk(self, grammar: xgrammar.CompiledGrammar, param: str) -> None:
-        """Take some random ways through a grammar, a byte a step.
+        """Walk through a grammar at random a few times, one byte a step.
 
         Raises:
-            RequestError: there is none, or the way is too long a time.
+            RequestError: the grammar has a dead end, or the walks take too long.
         """
         import numpy as np
         import xgrammar
@@ -124,24 +125,24 @@ class Compiler:
                 bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
                 allowed = np.flatnonzero(bits[: END + 1])
                 if not len(allowed):
-                    raise RequestError(f"{param} allows no text at all, or has dead ends")
+                    raise RequestError(f"{param} allows no text, or it has dead ends")
                 if allowed[0] == END:
                     break
-                # Half of the walks stay in a repetition for as long as they can.
+                # Every second walk stays in a repetition as long as possible.
                 if walk % 2 or not bits[token] or token == END:
                     token = int(rng.choice(allowed[allowed < END]))
                 matcher.accept_token(token)
                 now = time.thread_time()
                 if now - before > SLOW_STEP or now - begin > SLOW_WALK * WALKS:
                     raise RequestError(
-                        f"{param} is too slow to match: it has too many ways to read one text, "
-                        "such as repetitions within repetitions"
+                        f"{param} is too slow to match: it can read one text in too many ways, "
+                        "for example by repetitions within repetitions"
                     )
 
 
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """What xgrammar writes to stderr of the parts that it leaves out; complete at the end."""
+    """Collect xgrammar's warnings about ignored parts from stderr; complete after the block."""
     said: list[str] = []
     sys.stderr.flush()
     with open(os.memfd_create("stderr"), "w+b") as file:
@@ -157,12 +158,12 @@ def _warnings() -> Iterator[list[str]]:
             said += [_brief(line) for line in lines if "warning" in line.lower()]
 
 
-def _refused(error: str) -> Answer:
-    return Answer(error=error.encode(errors="replace").decode())  # it may quote half a character
+def _rejected(error: str) -> Answer:
+    return Answer(error=error.encode(errors="replace").decode())  # it may end inside a character
 
 
 def _brief(message: str) -> str:
-    """xgrammar's words, without where in its source they were said."""
+    """Return xgrammar's message without its place in the source."""
     text = message.strip().partition("\n")[0]
     for words in ("Check failed: ", "Warning: "):
         text = text.rpartition(words)[2]
@@ -172,7 +173,7 @@ def _brief(message: str) -> str:
 
 
 def _read(stream: BinaryIO) -> bytes | None:
-    """The next message; None at the end."""
+    """Return the next message; None at the end."""
     head = stream.read(HEAD)
     if len(head) < HEAD:
         return None
@@ -181,7 +182,7 @@ def _read(stream: BinaryIO) -> bytes | None:
 
 
 def main() -> None:
-    """Be the process."""
+    """Run the process."""
     child_process.ignore_signals()
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # stray prints go to stderr
@@ -190,7 +191,7 @@ def main() -> None:
     def listen() -> None:
         while (message := _read(sys.stdin.buffer)) is not None:
             messages.put(message)
-        os._exit(1)  # also in the middle of a grammar
+        os._exit(1)  # even while a grammar is being compiled
 
     threading.Thread(target=listen, name="weft-parent", daemon=True).start()
     compiler = Compiler(msgspec.msgpack.decode(messages.get(), type=Vocabulary))

@@ -2,11 +2,11 @@
 
 If experts are spread over more ranks than attention is split over, the attention weights exist
 several times (models/spec/layout.py). Each attention instance has its own requests, slots and KV
-cache, and all instances run their part of a step at the same time.
+cache, and all instances run a step at the same time.
 
-A new request goes to an instance with the fewest requests. Among several, the instance with the
-longest cached prefix of the prompt gets it, then the one that received the fewest prompt tokens so
-far. The request stays there, because keys and values do not move.
+A new request goes to an instance with the fewest requests. Among several, the longest cached
+prefix decides, then the smallest number of prompt tokens received so far. The request stays there,
+because keys and values do not move.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DpAttentionScheduler:
         self._prompt_tokens[instance] += len(add.prompt)
 
     def _choose(self, add: Add) -> int:
-        """Return the number of the attention instance for a request."""
+        """Return the attention instance's index for a request."""
         schedulers = self._schedulers
         for i, scheduler in enumerate(schedulers):
             if scheduler.has(add.request_id):
