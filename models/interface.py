@@ -1,14 +1,16 @@
-"""What a model runner is given for one step, and what it gives back.
+"""The interface between the scheduler and a model runner: one step's input and output.
 
-Everything here is NumPy, flat and ragged, and the same for every backend: the
-scheduler never sees a torch or JAX array. A batch holds B requests with T
-tokens in all; a request's tokens in this step may be a whole prompt, a chunk
-of one, or a single token to decode: the runner does not care which.
+Everything here is NumPy, flat and ragged, and the same for every backend: the scheduler never sees
+a torch or JAX array. A batch holds B requests with T tokens in total. A request's tokens in this
+step may be a whole prompt, a part of one, or a single token to decode. The runner treats them
+alike.
 
-A step is dispatched before the one ahead of it has come back, so the newest
-token of a request may not be known on the host yet. It is then named by
-where it will be on the device: `token_ids[t] = -1 - slot` stands for "the
-token that was sampled last for the request in `slot`".
+With data-parallel attention, the attention weights exist several times. Each *attention instance*
+has its own requests, slots and KV cache, and all instances run a step at the same time.
+
+A step is dispatched before the previous step has come back, so a request's newest token may not
+have reached the host yet. The step then names the token by its place on the device:
+`token_ids[t] = -1 - slot` stands for "the last token sampled for the request in `slot`".
 """
 
 from __future__ import annotations
@@ -28,36 +30,36 @@ FINITE = 0
 NOT_FINITE = 1
 
 NONE: Int32 = np.empty(0, np.int32)
-"""Of no tokens, requests or rows."""
+"""An empty array of tokens, requests or rows."""
 NO_MASK: Int32 = np.empty((0, 0), np.int32)
 NO_VECTORS: Float32 = np.empty((0, 0), np.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class SlotSampling:
-    """How the request in a slot is sampled; sent once, with its first sampled step.
+    """Sampling settings for the request in a slot, sent once with its first sampled step.
 
-    It is sent again when the request comes back after a preemption, then with
-    the tokens that it has produced so far in `output_token_ids`.
+    They are sent again when the request returns after a preemption. `output_token_ids` then holds
+    the tokens that it has produced so far.
 
     Attributes:
-        slot: the request's place in the runner's state, in [0, max_num_seqs).
+        slot: the request's row in the runner's state, in [0, max_num_seqs).
         temperature: 0 is greedy.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches it, in (0, 1].
         min_p: drop tokens less likely than min_p x the most likely one, in [0, 1].
-        repetition_penalty: divides (multiplies) positive (negative) logits of tokens that
-            occur in the prompt or output; 1 does nothing (Keskar et al. 2019, section 4.1).
-        presence_penalty: subtracted from logits of tokens that occur in the output.
-        frequency_penalty: subtracted once per occurrence in the output.
-        seed: 64-bit key of the request's own random stream: the n-th token depends on (seed, n)
+        repetition_penalty: divides (multiplies) positive (negative) logits of tokens in the
+            prompt or output; 1 does nothing (Keskar et al. 2019, section 4.1).
+        presence_penalty: subtracted from the logits of tokens in the output.
+        frequency_penalty: subtracted once for each occurrence in the output.
+        seed: 64-bit key of the request's own random stream. The n-th token depends on (seed, n)
             and the logits alone, never on the rest of the batch.
-        logit_bias: token id -> added to its logit.
-        logprobs: -1 none; 0 the sampled token's; n > 0 also those of the n most likely tokens.
+        logit_bias: token id -> value to add to its logit.
+        logprobs: -1 for none; 0 for the sampled token; n > 0 also for the n most likely tokens.
         min_tokens: `end_token_ids` cannot be sampled before this many output tokens.
         end_token_ids: tokens that end the request.
-        prompt_token_ids: the prompt, where a penalty needs it; else empty.
-        output_token_ids: tokens produced so far, where a penalty needs them; else empty.
+        prompt_token_ids: the prompt if a penalty needs it; else empty.
+        output_token_ids: tokens produced so far if a penalty needs them; else empty.
     """
 
     slot: int
@@ -78,7 +80,7 @@ class SlotSampling:
 
     @property
     def needs_history(self) -> bool:
-        """Whether any penalty looks at the tokens so far."""
+        """Return whether a penalty needs earlier tokens."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -87,11 +89,11 @@ class SlotSampling:
 
 
 class Size(NamedTuple):
-    """Of a step, for one copy of attention.
+    """A step's size for one attention instance.
 
     Attributes:
         tokens: T.
-        rows: of them, how many are sampled, scored or pooled.
+        rows: number of tokens that are sampled, scored or pooled.
     """
 
     tokens: int
@@ -99,34 +101,34 @@ class Size(NamedTuple):
 
 
 class StepInput(msgspec.Struct, frozen=True):
-    """One step of a ragged batch of B requests and T tokens, S of which are sampled.
+    """One step: a ragged batch of B requests with T tokens. S of its rows are sampled.
 
     Attributes:
-        step: counts up by one, in each copy of attention; every rank receives the steps in this
-            order.
+        step: the step's number. It counts up by one in each attention instance, and
+            every rank receives the steps in this order.
         token_ids: int32[T]; a negative entry is `-1 - slot` (see the module's text).
-        positions: int32[T]; place of each token in its request, from 0.
+        positions: int32[T]; position of each token in its request, from 0.
         query_start: int32[B + 1]; request b owns tokens query_start[b]:query_start[b + 1].
-        context_len: int32[B]; tokens of the request in the cache once this step is done.
+        context_len: int32[B]; number of the request's tokens in the cache after this step.
         block_table: int32[B, n]; the request's cache blocks in order, padded with 0. Ranks
-            that share KV heads by position (--cp) have a part of each, under the same number.
+            that share KV heads by position (--cp) hold a part of each block under the same number.
         slot: int32[B]; each request's slot.
         sample_index: int32[S]; rows of T whose next token is sampled, at most one a request.
         sample_slot: int32[S]; the slot of each sampled row.
-        output_index: int32[S]; how many tokens the request has sampled before this one.
+        output_index: int32[S]; number of tokens that the request has sampled before this one.
         new_slots: sampling settings of requests that are sampled for the first time.
-        prompt_logprob_index: int32[P]; rows of T whose next *prompt* token is scored; none of
-            them is sampled.
-        prompt_logprob_target: int32[P]; that next prompt token.
-        prompt_logprob_top: how many of the most likely tokens go with each score.
-        pool_index: int32[Q]; rows of T whose hidden states are summed, request by request; none of
-            them is sampled or scored.
-        pool_count: int32[E]; how many of them each of E sums is of.
-        masked: int32[M]; which of the S rows may not have just any token.
-        token_mask: int32[M, ceil(V / 32)]; for each of them, bit t % 32 of number t // 32 says
-            whether it may have token t. At least one is set.
-        copies: where there are several copies of attention, how large the step is for each, in
-            their order; this input is of one of them.
+        prompt_logprob_index: int32[P]; rows of T whose next *prompt* token is scored. These rows
+            are not sampled.
+        prompt_logprob_target: int32[P]; the next prompt token.
+        prompt_logprob_top: number of most likely tokens that go with each score.
+        pool_index: int32[Q]; rows of T whose hidden states are summed, request by request. These
+            rows are neither sampled nor scored.
+        pool_count: int32[E]; number of rows in each of E sums.
+        masked: int32[M]; indices of sampled rows that have a token mask.
+        token_mask: int32[M, ceil(V / 32)]; bit t % 32 of number t // 32 is set if the row may
+            sample token t. At least one bit is set in each row.
+        copies: with several attention instances, the step's size in each instance. This
+            input belongs to one of the instances.
     """
 
     step: int
@@ -151,7 +153,7 @@ class StepInput(msgspec.Struct, frozen=True):
 
     @property
     def size(self) -> Size:
-        """How large it is."""
+        """Number of tokens, and of rows with a result."""
         rows = len(self.sample_index) + len(self.prompt_logprob_index) + len(self.pool_index)
         return Size(len(self.token_ids), rows)
 
@@ -168,16 +170,16 @@ NOTHING = StepInput(
     sample_slot=NONE,
     output_index=NONE,
 )
-"""Of a copy of attention that has no tokens in a step."""
+"""The input for an attention instance without tokens in a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log probabilities of N tokens, from the model's distribution before any sampling setting.
+    """Log probabilities of N tokens in the model's distribution, before any sampling setting.
 
     Attributes:
-        chosen: float32[N]; of the token itself.
-        rank: int32[N]; 1 for the most likely token.
+        chosen: float32[N]; the token's own log probability.
+        rank: int32[N]; the token's rank in the distribution, 1 for the most likely token.
         top_ids: int32[N, k]; the k most likely tokens, most likely first.
         top: float32[N, k]; their log probabilities.
     """
@@ -189,19 +191,19 @@ class Logprobs:
 
 
 class StepOutput(msgspec.Struct, frozen=True):
-    """What one step produced.
+    """A step's result.
 
     Attributes:
-        step: the `StepInput.step` that this answers.
-        token_ids: int32[S]; the sampled tokens, if there are any.
-        status: int32[S]; FINITE, or NOT_FINITE when a row's logits held NaN or only
-            infinities: that request has failed, the others have not.
-        logprobs: of the S sampled tokens, when any request of the step asked; k is the largest
-            number asked for.
-        prompt_logprobs: of the P scored prompt tokens, when there are any.
+        step: number of the step, `StepInput.step`.
+        token_ids: int32[S]; the sampled tokens.
+        status: int32[S]; FINITE, or NOT_FINITE if a row's logits held NaN or only infinities. Then
+            this request has failed; the others have not.
+        logprobs: log probabilities of the S sampled tokens, if any request of the step asked for
+            them; k is the largest number requested.
+        prompt_logprobs: log probabilities of the P scored prompt tokens, if there are any.
         pooled: float32[E, hidden]; sums of hidden states after the final norm.
-        seconds: time that the step took on the device; of a model in stages, in the last one, what
-            it waits for others left out.
+        seconds: time that the step took on the device. With pipeline stages, time in the last
+            stage, without waiting for other stages.
     """
 
     step: int
@@ -214,30 +216,30 @@ class StepOutput(msgspec.Struct, frozen=True):
 
 
 Step = tuple[StepInput | None, ...]
-"""What all ranks do at one time: the input of each copy of attention, None if it has no tokens."""
+"""One input for each attention instance; None for an instance without tokens."""
 
 Result = tuple[StepOutput | None, ...]
-"""What a Step produced, copy by copy."""
+"""One output for each attention instance; None for an instance without tokens."""
 
 
 class ModelRunner(Protocol):
-    """Runs one model, or one rank's part of it. Not thread-safe: one thread calls `step`."""
+    """Runs a model, or one rank's part of it. Not thread-safe: one thread calls `step`."""
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes that one block of the KV cache takes over all layers on this rank."""
+        """Bytes that a KV cache block takes on this rank, in all layers together."""
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Make the cache; called once, before the first step."""
+        """Allocate the cache; called once, before the first step."""
 
     def warm_up(self) -> None:
-        """Run what the first request should not have to wait for."""
+        """Do slow work that the first request should not wait for."""
 
     def step(self, batch: StepInput) -> StepOutput:
-        """Run the model over the batch, write its keys and values, sample; blocks till done.
+        """Run the model over the batch, write keys and values, and sample; blocks until done.
 
-        With a batch of no tokens it only takes part in what the copies of attention share. A stage
-        that has not the last layers samples nothing.
+        With an empty batch, a rank only takes part in work that attention instances share. A
+        pipeline stage without the last layers samples nothing.
         """
 
     def close(self) -> None:
@@ -246,10 +248,10 @@ class ModelRunner(Protocol):
 
 @runtime_checkable
 class DispatchingRunner(ModelRunner, Protocol):
-    """A runner whose devices work on their own: a step can begin before the last one is read."""
+    """A runner with asynchronous devices: a step can begin before the last one is read."""
 
     def dispatch(self, batch: StepInput) -> Callable[[], StepOutput]:
-        """Begin a step; what is returned blocks till it is done, and may be called by a thread.
+        """Begin a step; the returned function blocks until it is done.
 
-        Steps are dispatched in their order by one thread, and waited for in their order.
+        One thread dispatches the steps in order. Any thread may wait for them, in the same order.
         """

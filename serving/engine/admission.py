@@ -1,10 +1,10 @@
-"""Keeping the engine full from a long list: a window of requests moves over it.
+"""Keeps the engine busy with a long list of requests, without filling its queue.
 
-As many workers as the engine can use each take the next item when they are
-done with one. So the engine never runs dry, its queue stays short, and items
-that are read from a file are read only as they are needed.
+A fixed number of workers each take the next item when they have finished one. So the engine never
+runs out of work, its queue stays short, and items from a file are read only when needed.
 
-Items that are several requests each, or that leave room to others, wait for it: see `Admission`.
+`Admission` limits items that make several requests each, and items that must leave room for other
+requests.
 """
 
 from __future__ import annotations
@@ -18,38 +18,41 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-POLL = 0.02  # seconds between two looks at whether the engine has room
+POLL = 0.02  # seconds between checks for room in the engine
 
 
 def width(engine: AsyncEngine) -> int:
-    """Requests to have in the engine at once: as many as run, and as many again in its queue."""
+    """Return how many requests to keep in the engine: all that can run, and as many queued."""
     running = engine.config.dp * engine.info.max_num_seqs
     return running + min(running, engine.config.max_queue)
 
 
 def width_beside_others(engine: AsyncEngine) -> int:
-    """Requests to have in an engine that others use: of eight places to run one stays free."""
+    """Return how many requests to keep in a shared engine: an eighth of its capacity stays free."""
     running = engine.config.dp * engine.info.max_num_seqs
     return max(1, running - max(1, running // 8))
 
 
 class Admission:
-    """Requests that wait, in their order, until the engine has fewer than `most`."""
+    """Lets requests wait in order until the engine has fewer than `maximum` requests."""
 
-    def __init__(self, engine: AsyncEngine, most: int) -> None:
+    def __init__(self, engine: AsyncEngine, maximum: int) -> None:
         self._engine = engine
-        self._most = most
+        self._maximum = maximum
         self._turn = asyncio.Lock()
 
     @property
     def open(self) -> bool:
-        """Whether one may be queued now."""
-        return self._engine.status == "ready" and self._engine.live < self._most
+        """Whether a request may be queued now."""
+        return self._engine.status == "ready" and self._engine.live < self._maximum
 
     async def wait(self) -> None:
-        """For `AsyncEngine.generate`: returns when a request may be queued, as it then is at once.
+        """Return when a request may be queued; the caller then queues it at once.
 
-        An engine that is started again is waited for; EngineError when it has ended.
+        This is for `AsyncEngine.generate`. If the engine restarts, wait for it.
+
+        Raises:
+            EngineError: the engine has ended.
         """
         async with self._turn:
             while not self.open:
@@ -64,10 +67,10 @@ async def for_each(
     *,
     workers: int,
 ) -> None:
-    """Do `work` for every item, `workers` at a time, in the items' order of starting.
+    """Do `work` for every item, `workers` at a time; items start in order.
 
-    The first error ends it, and cancels the others. Items that come asynchronously may be asked
-    for by several workers at once.
+    The first error cancels the other workers and is raised. Several workers may wait for an
+    asynchronous item at once.
     """
     source = aiter(items) if isinstance(items, AsyncIterable) else iter(items)
 

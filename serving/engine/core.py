@@ -1,15 +1,12 @@
-"""The engine core: token requests in, tokens out, in a process (or thread) of its own.
+"""The engine core: takes requests as token ids and returns tokens, in its own process or thread.
 
-Each turn of its loop is: receive / submit steps / finish the oldest step and
-send. Up to `DEPTH` steps are under way at once, so that the model never waits
-for the host.
+Each turn of its loop receives messages, submits steps, finishes the oldest step and sends the
+outputs. Up to `DEPTH` steps are in flight at once, so that the model never waits for the host.
 
-A request that fails ends alone. When the runner itself raises, nothing can be
-said about the cache any more: the core ends, and the front, which is told, ends
-every request with an error.
+A request that fails ends alone. If the model runner raises, the cache cannot be trusted any more.
+The core then tells the API process and ends, and the API process ends every request with an error.
 
-It is a process (`python -m weft.serving.engine.core`, see child.py) that launch.py
-starts, or a thread.
+core_process.py starts the core as a process (`python -m weft.serving.engine.core`) or as a thread.
 """
 
 from __future__ import annotations
@@ -55,24 +52,24 @@ if TYPE_CHECKING:
     import zmq
 
 DEPTH = 2
-"""Steps under way at once in a model of one stage; each further stage takes one more."""
-PREPARING = 0.002  # seconds between looks at matchers that are being made, when nothing else runs
-HEARTBEAT = 1.0  # seconds between messages when nothing happens, at most
+"""Maximum number of steps in flight with one pipeline stage; each further stage adds one."""
+PREPARING = 0.002  # seconds between checks for a matcher that is being made, if no step runs
+HEARTBEAT = 1.0  # maximum number of seconds between messages
 
 LoadModel = Callable[..., LoadedModel]
 logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """The loop.
+    """Runs the loop.
 
     Args:
-        channel: to the front.
+        channel: connection to the API process.
         executor: runs the steps.
-        scheduler: decides them, for each copy of attention.
-        matchers: makes those of requests with a grammar.
-        heartbeat: seconds between messages when nothing happens.
-        depth: steps under way at once.
+        scheduler: chooses each step's tokens.
+        matchers: makes grammar matchers.
+        heartbeat: maximum number of seconds between messages.
+        depth: maximum number of steps in flight.
     """
 
     def __init__(
@@ -98,15 +95,15 @@ class EngineCore:
         self._draining = False
 
     def run(self) -> None:
-        """Serve until told to shut down.
+        """Serve until a shutdown message.
 
         Raises:
-            EngineError: the runner failed.
+            EngineError: the model runner failed.
         """
         while not (self._draining and not self._busy):
             self._receive()
             if self._preparing:
-                self._admit()
+                self._add_prepared()
             self._submit()
             self._finish()
 
@@ -140,18 +137,18 @@ class EngineCore:
         try:
             self._scheduler.add(message, matcher)
         except RequestError as error:
-            self._refuse(message, error.message)
-        except Exception:  # a fault of ours, which must not end the others
+            self._reject(message, error.message)
+        except Exception:  # a bug here must not end other requests
             logger.exception("request %s cannot be queued", message.request_id)
-            self._refuse(message, "the request could not be queued; see the server's log")
+            self._reject(message, "the request could not be queued; see the server's log")
 
-    def _refuse(self, message: Add, error: str, *, faulty_grammar: bool = False) -> None:
+    def _reject(self, message: Add, error: str, *, faulty_grammar: bool = False) -> None:
         self._outputs.append(
             TokenOutput(message.request_id, [], "error", error=error, faulty_grammar=faulty_grammar)
         )
 
-    def _admit(self) -> None:
-        """Queue the requests whose matchers are ready."""
+    def _add_prepared(self) -> None:
+        """Queue requests with a finished grammar matcher."""
         for request_id, (message, making) in list(self._preparing.items()):
             if not making.done():
                 continue
@@ -161,7 +158,7 @@ class EngineCore:
                 self._add(message, making.result())
             else:
                 logger.warning("a grammar cannot be used", exc_info=error)
-                self._refuse(message, f"the grammar cannot be used: {error}", faulty_grammar=True)
+                self._reject(message, f"the grammar cannot be used: {error}", faulty_grammar=True)
 
     def _abort(self, request_ids: tuple[str, ...]) -> None:
         for request_id in request_ids:
@@ -177,7 +174,7 @@ class EngineCore:
             self._steps.append(self._executor.submit(step))
 
     def _finish(self) -> None:
-        """Take in the oldest step once it is done, and tell the front how things stand."""
+        """Finish the oldest step if it is done, and send outputs and statistics."""
         if not self._steps:
             if (failure := self._executor.check()) is not None:
                 self._fail(failure)
@@ -188,7 +185,7 @@ class EngineCore:
             self._send()
 
     def _is_done(self, step: Pending) -> bool:
-        """Wait for a step, for as long as the front may go without a message."""
+        """Wait for a step until the next heartbeat is due; returns whether it is done."""
         try:
             error = step.exception(self._heartbeat)
         except TimeoutError:
@@ -206,7 +203,7 @@ class EngineCore:
         self._last_sent = time.monotonic()
 
     def _fail(self, error: BaseException) -> NoReturn:
-        if isinstance(error, WeftError):  # says all that there is to say
+        if isinstance(error, WeftError):  # its message is complete
             message = f"the model runner failed: {error}"
         else:
             message = f"the model runner failed: {type(error).__name__}: {error}"
@@ -224,17 +221,17 @@ def serve(
     *,
     own_process: bool = False,
 ) -> None:
-    """Load a model and serve it until told to shut down.
+    """Load a model and serve it until a shutdown message.
 
     Args:
-        config: how to load it and how much to run at once.
-        load_model: `weft.serving.executor.loading.load_model`, or what stands in for it.
-        context: shared with the front when the address is inproc://.
-        address: the front's, see channel.py.
-        own_process: nothing else runs here, so garbage collection may be tuned for the core.
+        config: how to load the model, and limits on what runs at once.
+        load_model: `weft.serving.executor.loading.load_model`, or a substitute.
+        context: shared with the API side if the address is inproc://.
+        address: base address of the API side's sockets, see core_channel.py.
+        own_process: nothing else runs in this process, so its garbage collector may be tuned.
 
     Raises:
-        WeftError: the model cannot be loaded or run; the front has been told.
+        WeftError: the model cannot be loaded or run; the API process has been informed.
     """
     with CoreChannel(context, address) as channel:
         begin = time.monotonic()
@@ -262,21 +259,23 @@ def serve(
 def start_executor(
     config: EngineConfig, load_model: LoadModel, announce: Callable[[int], None]
 ) -> Executor:
-    """Load the model: here, or in a process for each rank. On one machine jax has one rank.
+    """Load the model in this process, or in one process for each rank.
+
+    JAX uses all devices of a node in one process.
 
     Args:
-        config: of this engine.
+        config: this engine's settings.
         load_model: see `serve`.
-        announce: told the port at which machines of the engine's slice are awaited, if any are.
+        announce: called with the port where other nodes of the engine's slice should connect.
 
     Raises:
-        WeftError: it cannot be loaded.
+        WeftError: the model cannot be loaded.
     """
     elsewhere = any(part.node for part in config.replica.slice)
     several = config.world_size > 1 and not loading.uses_jax(config)
     if several or elsewhere or config.executor == "ray":
         if load_model is loading.load_model:
-            loading.check_ranks(config)  # before so many processes are started
+            loading.check_ranks(config)  # before any process starts
         if config.executor == "ray":
             from weft.serving.executor.nodes.ray_executor import RayExecutor
 
@@ -288,7 +287,7 @@ def start_executor(
         return ProcessExecutor(config, load_model, config.world_size)
 
     def load() -> LoadedModel:
-        if config.replica.number:  # the first one says how far it is
+        if config.replica.number:  # only the first replica shows its progress
             return load_model(config, lambda done, total: None)
         with show_progress("loading") as progress:
             return load_model(config, progress)
@@ -297,7 +296,7 @@ def start_executor(
 
 
 def _scheduler(config: EngineConfig, model: ModelInfo) -> Scheduler:
-    """Of one copy of attention."""
+    """Return the scheduler for one attention instance."""
     return Scheduler(
         BlockManager(
             model.num_blocks, config.cache_block, config.max_num_seqs, model.max_model_len
@@ -324,8 +323,8 @@ def _info(config: EngineConfig, model: ModelInfo, load_seconds: float) -> Engine
 
 
 def main() -> None:
-    """Be the engine process."""
-    gc.disable()  # imports make little garbage; see child.settle_garbage_collector
+    """Run the engine process."""
+    gc.disable()  # imports make little garbage; see child_process.settle_garbage_collector
     import zmq
 
     orders = child_process.begin(Orders)
@@ -334,7 +333,7 @@ def main() -> None:
             load_model = child_process.find(orders.load_model)
             serve(orders.config, load_model, context, orders.address, own_process=True)
     except WeftError:
-        sys.exit(1)  # the front has been told, and says so
+        sys.exit(1)  # the API process has been informed and reports it
 
 
 if __name__ == "__main__":

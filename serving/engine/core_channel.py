@@ -1,9 +1,9 @@
-"""The two sockets between the API process and the engine core, and what makes them private.
+"""The two private sockets between the API process and the engine core.
 
-One carries messages to the core, one from it. Between processes they are unix
-sockets in a directory that only this user may enter; within a process they
-are queues of one ZeroMQ context. Messages are msgspec's MessagePack, decoded
-into the declared types only: no message can name code.
+One socket carries messages to the core, the other one from it. Between processes they are unix
+sockets in a directory that only this user may enter. Within a process they are queues of one
+ZeroMQ context. Messages are MessagePack, and msgspec decodes them into the declared types only, so
+no message can name code.
 """
 
 from __future__ import annotations
@@ -21,17 +21,21 @@ from weft.serving.executor.child_process import Failed
 if TYPE_CHECKING:
     import zmq
 
-LINGER = 2000  # ms that the core's last messages get to leave
-MAX_PATH = 100  # a unix socket's path has at most 107 bytes
+LINGER = 2000  # ms for the core's last messages to leave
+MAX_PATH = 100  # a unix socket's path may have 107 bytes
 
 
 def addresses(base: str) -> tuple[str, str]:
-    """ZeroMQ addresses to the core and from it. `base` is inproc://NAME or ipc://DIRECTORY."""
+    """Return the addresses of the sockets to the core and from it.
+
+    Args:
+        base: inproc://NAME or ipc://DIRECTORY.
+    """
     return f"{base}/to-core", f"{base}/from-core"
 
 
 class CoreChannel:
-    """The core's end. As a context manager it tells the front of what makes the core fail."""
+    """The core's end. As a context manager it reports errors to the other end."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], base: str) -> None:
         import zmq
@@ -39,7 +43,7 @@ class CoreChannel:
         to_core, from_core = addresses(base)
         self._inbox = context.socket(zmq.PULL)
         self._outbox = context.socket(zmq.PUSH)
-        # The front reads all the time and merges what its clients leave unread: no limit here.
+        # No limit: the API process always reads, and merges outputs for slow clients.
         self._inbox.setsockopt(zmq.RCVHWM, 0)
         self._outbox.setsockopt(zmq.SNDHWM, 0)
         self._inbox.connect(to_core)
@@ -57,13 +61,13 @@ class CoreChannel:
         trace: TracebackType | None,
     ) -> None:
         if error is not None:
-            with suppress(EngineError):  # nobody to tell
+            with suppress(EngineError):  # the other end is gone
                 self.send(Failed.of(error))
         self._inbox.close(linger=0)
         self._outbox.close(linger=LINGER)
 
     def receive(self, timeout: float) -> list[ToCore]:
-        """All messages that have come; waits up to `timeout` seconds for the first one."""
+        """Return all messages that have arrived; waits up to `timeout` seconds for the first."""
         messages: list[ToCore] = []
         while self._inbox.poll(0 if messages else int(timeout * 1000)):
             messages.append(self._decoder.decode(self._inbox.recv()))
@@ -73,11 +77,11 @@ class CoreChannel:
         """Send without waiting.
 
         Raises:
-            EngineError: the front's end is gone; ZeroMQ would wait for another one.
+            EngineError: the other end is gone; ZeroMQ would wait for a new one.
         """
         import zmq
 
         try:
             self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again as gone:
-            raise EngineError("nobody listens to the engine any more") from gone
+            raise EngineError("the API process no longer listens to the engine") from gone

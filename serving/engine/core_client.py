@@ -1,10 +1,10 @@
-"""One engine core as the front sees it: its process, its sockets, and the requests it has.
+"""The API process's client of one engine core: the core's process, sockets and requests.
 
     spawn ──► load ──────► serve ──────► close
               "loading"    "ready"       "dead", or "stalled" before
 
-It goes that way once; another core takes its place (engine.py). Nothing waits for ever: when the
-core ends, fails or is stuck, each of its streams ends with an EngineError.
+A client passes through these states once; engine.py replaces it by a new one. Nothing waits
+forever: if the core ends, fails or is stuck, each of its streams ends with an EngineError.
 """
 
 from __future__ import annotations
@@ -45,30 +45,30 @@ from weft.serving.engine.protocol import (
 from weft.serving.engine.request_stream import RequestStream
 from weft.serving.executor.child_process import Failed
 
-END_GRACE = 1.0  # seconds for the sockets to be gone
+END_GRACE = 1.0  # seconds for the sockets to close
 ABORT_GRACE = 2.0  # seconds for a core to abort all requests and end
-TURN = 32  # messages that are taken in before readers run: what has piled up reaches them merged
-LAST_WORDS = 0.2  # seconds that messages of a core that has ended may take to arrive
-STEADY = 60.0  # seconds after which a core that has had nothing to do counts as working
+TURN = 32  # messages handled before readers run, so that piled-up outputs reach them merged
+LAST_WORDS = 0.2  # seconds for the last messages after a core has ended
+STEADY = 60.0  # seconds after which an idle core counts as working
 
 logger = logging.getLogger(__name__)
 
 
 class CoreClient:
-    """A core that is yet to be spawned.
+    """Starts one engine core and talks to it.
 
     Args:
-        config: of this core.
+        config: this core's settings.
 
     Attributes:
-        config: as given; until `spawn` it may change.
-        name: in messages.
-        status: see the module's text; "stalled" when no step was done for `stall_timeout` seconds
-            with work at hand.
-        info: of the model that it has loaded.
-        stats: as of its last message; of one that has ended, what it counted.
-        load_seconds: from `spawn` to "ready".
-        latest: number of the last request that it was given.
+        config: as given; it may change until `spawn`.
+        name: the core's name in messages.
+        status: see the module's text; "stalled" if no step finished for `stall_timeout` seconds
+            while there was work.
+        info: properties of the loaded model.
+        stats: statistics from the last message; counts alone once the core has ended.
+        load_seconds: seconds from `spawn` to "ready".
+        latest: number of the last request that the core received.
     """
 
     info: EngineInfo
@@ -83,8 +83,8 @@ class CoreClient:
         self._core: Core | None = None
         self._directory: str | None = None
         self._streams: dict[str, RequestStream] = {}
-        self._grammars: LruCache[bool] = LruCache(ROOM)  # those that the core keeps
-        self._told_to_end = self._has_answered = False
+        self._grammars: LruCache[bool] = LruCache(ROOM)  # grammars that the core keeps
+        self._shutting_down = self._has_answered = False
         self._spawned = self._last_progress = time.monotonic()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromCore)
@@ -94,33 +94,40 @@ class CoreClient:
         self._inbox.setsockopt(zmq.RCVHWM, 0)
         self._outbox.setsockopt(zmq.SNDHWM, 0)
 
-    # Its requests.
+    # Requests.
 
     @property
     def live(self) -> int:
-        """Requests that it has."""
+        """Number of requests in the core."""
         return len(self._streams)
 
     def grammar_bytes(self, another: Compiled) -> int:
-        """Bytes of the grammars that its requests have, with another one."""
+        """Return how many bytes the grammars of its requests and another one take together."""
         sizes = dict(s.grammar for s in self._streams.values() if s.grammar is not None)
         return sum((sizes | {another.key: len(another.data)}).values())
 
     def add(
         self, number: int, request: Add, stream: RequestStream, grammar: Compiled | None = None
     ) -> None:
-        """Give it a request, which is the front's so manieth, with the grammar that it names."""
+        """Send a request to the core.
+
+        Args:
+            number: the request's number in this API process.
+            request: the message to send.
+            stream: receives the outputs.
+            grammar: the compiled grammar that the request names.
+        """
         if grammar is not None and self._grammars.get(grammar.key) is None:
             self._send(grammar)
             self._grammars.put(grammar.key, True, len(grammar.data))
-        self._send(request)  # what cannot be sent is not there
+        self._send(request)  # before the stream is registered: an unsent request must not be live
         if not self._streams:
             self._last_progress = time.monotonic()
         self.latest = number
         self._streams[request.request_id] = stream
 
     def drop(self, request_id: str) -> None:
-        """Nobody reads that stream any more."""
+        """Abort a request, because nobody reads its stream any more."""
         if self._streams.pop(request_id, None) is not None:
             self._send(Abort((request_id,)))
 
@@ -132,14 +139,14 @@ class CoreClient:
         if streams:
             self._send(Abort(tuple(streams)))
 
-    # Its life.
+    # Life cycle.
 
     async def spawn(self, load_model: str, *, in_process: bool = False) -> None:
-        """Start it.
+        """Start the core.
 
         Args:
             load_model: "module:function" that loads the model.
-            in_process: in a thread instead of a process.
+            in_process: start a thread instead of a process.
         """
         base = f"inproc://{uuid.uuid4().hex}"
         if not in_process:
@@ -156,20 +163,21 @@ class CoreClient:
         else:
             self._core = await CoreProcess.start(self.config, load_model, base)
 
-    async def load(self, lend: Callable[[int], None]) -> None:
-        """Wait until it is ready.
+    async def load(self, announce_port: Callable[[int], None]) -> None:
+        """Wait until the core is ready.
 
         Args:
-            lend: told at which port it waits for machines, if it does; may raise EngineError.
+            announce_port: called with the port where the core waits for other nodes, if it does;
+                it may raise EngineError.
 
         Raises:
-            ConfigError, ModelError: it says that it cannot load the model.
-            EngineError: it ended.
+            ConfigError, ModelError: the core cannot load the model.
+            EngineError: the core ended.
         """
-        message = await self._first_words()
+        message = await self._loading_message()
         if isinstance(message, Waiting):
-            lend(message.port)
-            message = await self._first_words()
+            announce_port(message.port)
+            message = await self._loading_message()
         if isinstance(message, Failed):
             raise message.error
         assert isinstance(message, Ready)
@@ -178,8 +186,8 @@ class CoreClient:
         self.load_seconds = time.monotonic() - self._spawned
         self.status = "ready"
 
-    async def _first_words(self) -> FromCore:
-        """What it says while it is loading; raises as `load`."""
+    async def _loading_message(self) -> FromCore:
+        """Return the next message of a core that is loading; raises the errors of `load`."""
         assert self._core is not None
         receive = self._receive()
         await asyncio.wait((receive, self._core.ended), return_when=asyncio.FIRST_COMPLETED)
@@ -191,10 +199,10 @@ class CoreClient:
         return message
 
     async def serve(self) -> None:
-        """Hand on what it sends, until it has been told to end and does.
+        """Pass the core's outputs to their streams until the core has shut down on request.
 
         Raises:
-            EngineError: it ended, failed or is stuck.
+            EngineError: the core ended by itself, failed or is stuck.
         """
         self._last_progress = time.monotonic()
         failure = EngineError(f"{self.name} has shut down")
@@ -204,8 +212,8 @@ class CoreClient:
             failure = error
             raise
         except Exception as error:
-            failure = EngineError(f"{self.name}'s messages make no sense; see the log")
-            logger.critical("a message from the engine", exc_info=error)
+            failure = EngineError(f"{self.name} sent an invalid message; see the log")
+            logger.critical("an invalid message from the engine", exc_info=error)
             raise failure from error
         finally:
             if self.status != "stalled":
@@ -215,12 +223,12 @@ class CoreClient:
 
     @property
     def waited(self) -> float:
-        """Seconds without a step, with work at hand."""
+        """Seconds without a finished step while there was work."""
         return time.monotonic() - self._last_progress if self._streams else 0.0
 
     @property
     def works(self) -> bool:
-        """Whether it has served, as far as one can tell, and not only loaded."""
+        """Whether the core has answered a request, or stayed ready for a while."""
         steady = self.load_seconds > 0 and self.age > self.load_seconds + STEADY
         return self._has_answered or steady
 
@@ -230,13 +238,13 @@ class CoreClient:
         return time.monotonic() - self._spawned
 
     async def shutdown(self, *, drain: bool, timeout: float) -> None:
-        """Tell it to end, and see to it. May be called again, to be less patient.
+        """Shut the core down. You may call it again with a shorter timeout.
 
         Args:
             drain: let requests finish; else they end with "abort".
-            timeout: seconds until requests are aborted, and soon after it is ended by force.
+            timeout: seconds until requests are aborted. Soon after, the core is killed.
         """
-        self._told_to_end = True
+        self._shutting_down = True
         for patience, message in ((timeout, Shutdown(drain)), (ABORT_GRACE, Shutdown(False))):
             if self._core is not None and not self._core.ended.done():
                 if drain and not message.drain and self.live:
@@ -246,7 +254,7 @@ class CoreClient:
         await self._kill()
 
     async def close(self) -> None:
-        """End it by force if it still runs, and release everything; `serve` must have returned."""
+        """Kill the core if it still runs, and release everything; `serve` must have returned."""
         if self.status != "stalled":
             self.status = "dead"
         await self._kill()
@@ -256,18 +264,18 @@ class CoreClient:
         if isinstance(self._core, CoreThread):
             self._core.leave()
         else:
-            # ZeroMQ has been seen to wait for ever for a process that was killed; nobody else must.
+            # ZeroMQ sometimes waits forever for a killed process; do not wait with it.
             ending = threading.Thread(target=self._context.term, name="weft-zmq", daemon=True)
             ending.start()
             ending.join(END_GRACE)
 
     async def _kill(self) -> None:
         if self._core is not None and not self._core.ended.done():
-            self._send(Shutdown(drain=False))  # all that a thread can be told
+            self._send(Shutdown(drain=False))  # a thread cannot be killed, only asked
             await self._core.kill()
 
     async def _relay(self) -> None:
-        """Hand on what it sends, until it ends or is stuck; raises as `serve`."""
+        """Pass outputs on until the core ends or is stuck; raises the errors of `serve`."""
         core = self._core
         assert core is not None
         tick = min(1.0, self.config.stall_timeout / 4)
@@ -280,7 +288,7 @@ class CoreClient:
                 await asyncio.wait(
                     (receive, core.ended), timeout=tick, return_when=asyncio.FIRST_COMPLETED
                 )
-                # When this process does not get to run, nor may the core have (a paused machine).
+                # If this process did not run (a suspended node), the core may not have run either.
                 self._last_progress += max(0.0, time.monotonic() - before - tick)
             if receive.done():
                 for _ in range(TURN):
@@ -288,18 +296,18 @@ class CoreClient:
                     if isinstance(message, Failed):
                         raise EngineError(self._named(message.message))
                     assert isinstance(message, Outputs)
-                    self._take(message)
+                    self._handle(message)
                     receive = self._receive()
                     if not receive.done():
                         break
             elif core.ended.done():
                 how = core.ended.result()
-                if how is None and self._told_to_end:
+                if how is None and self._shutting_down:
                     return
                 raise EngineError(f"{self.name} {how or 'ended by itself'}")
-            # What has come and is not handled yet may well be progress.
+            # A message may have arrived and not be handled yet; it may be progress.
             if not receive.done() and self._is_stalled():
-                await self._give_up(core)
+                await self._end_stalled(core)
 
     def _named(self, message: str) -> str:
         return message if self.config.dp == 1 else f"{self.name}: {message}"
@@ -307,7 +315,7 @@ class CoreClient:
     def _receive(self) -> asyncio.Future[bytes]:
         return asyncio.ensure_future(self._inbox.recv())
 
-    def _take(self, message: Outputs) -> None:
+    def _handle(self, message: Outputs) -> None:
         if message.stats.steps != self.stats.steps or not self._streams:
             self._last_progress = time.monotonic()
         self.stats = message.stats
@@ -320,8 +328,8 @@ class CoreClient:
                 continue
             try:
                 complete = stream.push(output)
-            except Exception:  # a fault of ours in making text of it, and no other request's
-                logger.exception("request %s: its output cannot be taken in", output.request_id)
+            except Exception:  # a bug in detokenizing; other requests must go on
+                logger.exception("request %s: its output cannot be handled", output.request_id)
                 self.drop(output.request_id)
                 stream.fail(
                     RequestError(
@@ -334,14 +342,14 @@ class CoreClient:
             if complete:
                 del self._streams[output.request_id]
                 self._has_answered |= output.finish_reason != "error"
-                if output.finish_reason is None:  # a stop string: the core does not know
+                if output.finish_reason is None:  # a stop string, which the core does not see
                     self._send(Abort((output.request_id,)))
 
     def _is_stalled(self) -> bool:
         return self.waited > self.config.stall_timeout
 
-    async def _give_up(self, core: Core) -> None:
-        """It is stuck: tell everyone, and end it, with its stacks on stderr."""
+    async def _end_stalled(self, core: Core) -> None:
+        """End all streams and kill the stuck core, with its stacks on stderr."""
         error = EngineError(f"{self.name} is stuck: no step in {self.config.stall_timeout:g} s")
         self.status = "stalled"
         self.drop_all(error)
@@ -349,7 +357,7 @@ class CoreClient:
         raise error
 
     def _send(self, message: ToCore) -> None:
-        """Send without waiting; to a core that is gone, nothing (`serve` notices)."""
+        """Send without waiting; does nothing if the core is gone (`serve` notices)."""
         if not self._outbox.closed:
             with suppress(zmq.Again):
                 self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)

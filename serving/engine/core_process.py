@@ -1,9 +1,8 @@
-"""Starting engine cores, as child processes or as threads, and noticing their end.
+"""Starts engine cores as child processes or threads, and notices their end.
 
-A process is told what to do in one line on its stdin. That pipe then stays
-open: its end tells the child that this process is gone, however it went, so
-no orphan is left. A thread is for the `LLM` class and for tests; it cannot be
-killed.
+A child process reads its settings from one line on stdin. The pipe then stays open. When it
+closes, this process is gone and the child ends too, so no orphan is left. Threads are for the `LLM`
+class and for tests; they cannot be killed.
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ ABORT_GRACE = 2.0  # seconds for the stacks of a stuck core to be written
 
 
 def share_out(config: EngineConfig, offers: Sequence[Inventory]) -> list[EngineConfig]:
-    """The configuration of each of the `dp` cores, with its devices and its share of the memory.
+    """Return the settings of each of the `dp` cores, with its devices and its share of memory.
 
-    The share is of what is free now: a core that is started again later takes no more.
+    The share is based on the memory now free. After a restart, a core takes no more.
 
     Args:
-        config: of all.
-        offers: of the machines, this one first.
+        config: settings of the whole engine.
+        offers: devices and memory of the nodes, this one first.
 
     Raises:
-        ConfigError: there are not the devices, or they do not suit the kernels.
+        ConfigError: there are not enough devices, or they do not suit the kernels.
     """
     config = decided(config, offers)
     slices = map_slices(config, offers)
     apart = config.device != "tpu" and any(len(each) > 1 for each in slices)
     if config.kernels == "overlapped" and apart:
         raise ConfigError(
-            f"--nodes is {config.nodes}; with --kernels overlapped an engine must be on one "
-            "machine: its ranks meet in that one's memory"
+            f"--nodes is {config.nodes}; with --kernels overlapped all ranks of an engine must be "
+            "on one node, because they share its memory"
         )
     cores = []
     for number, each in enumerate(slices):
@@ -62,20 +61,20 @@ class Core(Protocol):
     """A running core.
 
     Attributes:
-        pid: of its process.
-        ended: done once the core is gone. None if it ended as it should, else how, in words that
-            follow "the engine".
+        pid: its process id; None for a thread.
+        ended: done once the core is gone. The result is None after a normal end, else a phrase
+            that follows "the engine".
     """
 
     pid: int | None
     ended: asyncio.Future[str | None]
 
     async def kill(self, *, dump: bool = False) -> None:
-        """End it now; with `dump`, its threads' stacks are written to stderr first."""
+        """Kill the core now; with `dump`, write its threads' stacks to stderr first."""
 
 
 class CoreProcess:
-    """The core as a child process."""
+    """A core in a child process."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -84,13 +83,17 @@ class CoreProcess:
 
     @classmethod
     async def start(cls, config: EngineConfig, load_model: str, address: str) -> CoreProcess:
+<<<<<<< HEAD
         """Start it; it connects to `address` as soon as it can."""
         command, environment = python_module("weft.serving.engine.core")
+=======
+        """Start the process; it connects to `address` by itself."""
+>>>>>>> w-engine
         process = await asyncio.create_subprocess_exec(
             *command,
             env=environment,
             stdin=asyncio.subprocess.PIPE,
-            stdout=2,  # stdout belongs to the parent's output; stray prints go to stderr
+            stdout=2,  # stdout is for the parent's output; stray prints go to stderr
         )
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(Orders(config, address, load_model)) + b"\n")
@@ -109,7 +112,7 @@ class CoreProcess:
 
 
 class CoreThread:
-    """The core as a thread of this process."""
+    """A core in a thread of this process."""
 
     pid: int | None = None
 
@@ -124,7 +127,7 @@ class CoreThread:
         self.ended: asyncio.Future[str | None] = loop.create_future()
         left = self._left = threading.Event()
 
-        # Not by a front that starts a process, which can do without numpy until that is under way.
+        # Imported here, so that an API process that starts a child does not wait for numpy.
         import zmq
 
         from weft.serving.engine.core import serve
@@ -138,9 +141,9 @@ class CoreThread:
             except WeftError as error:
                 how = f"failed: {error}"
             finally:
-                with suppress(RuntimeError):  # the loop is closed: nobody waits
+                with suppress(RuntimeError):  # the loop is closed, so nobody waits
                     loop.call_soon_threadsafe(self._set_ended, how)
-                left.wait()  # the front may have messages to read
+                left.wait()  # the API side may still have messages to read
                 context.term()
 
         threading.Thread(target=run, name="weft-core", daemon=True).start()
@@ -150,8 +153,8 @@ class CoreThread:
             self.ended.set_result(how)
 
     async def kill(self, *, dump: bool = False) -> None:
-        """Nothing can end a thread: it is left behind."""
+        """Do nothing: a thread cannot be killed and is left behind."""
 
     def leave(self) -> None:
-        """The front has closed its sockets: the thread, whose are the last, ends the context."""
+        """Let the thread end its ZeroMQ context, after this side has closed its sockets."""
         self._left.set()

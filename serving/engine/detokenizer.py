@@ -1,15 +1,13 @@
-"""Token ids to text, a few at a time, exactly as if decoded all at once.
+"""Converts token ids to text, a few at a time, exactly as if decoded all at once.
 
-Two stages. The first turns tokens into characters as soon as they are certain:
-a token may hold a part of a character, and what it stands for may depend on
-its neighbours. The second looks for stop strings with an Aho-Corasick
-automaton (Aho and Corasick 1975): its state after each character is the
-longest ending of the text that begins a stop string, and just that much text is
-held back. Both take constant time per token, whatever the length of the text.
+There are two stages. The first one turns tokens into characters as soon as they are certain: a
+token may contain part of a character, and its text may depend on its neighbours. The second stage
+looks for stop strings with an Aho-Corasick automaton (Aho and Corasick 1975). Its state after each
+character is the longest end of the text that begins a stop string; exactly this text is held back.
+Both stages take constant time for each token, however long the text is.
 
-The stop string that is *complete* first ends the text; of two that end at the
-same character, the longer one. So the answer does not depend on how the text
-was cut into pieces.
+The stop string that is *complete* first ends the text. If two end at the same character, the
+longer one counts. So the result does not depend on how the text was cut into pieces.
 """
 
 from __future__ import annotations
@@ -23,16 +21,16 @@ from weft.serving.engine.tokenizer import Tokenizer, fallback_byte
 
 
 class Detokenizer:
-    """The text of one answer, as it grows.
+    """Produces one answer's text as it grows.
 
     Args:
-        tokenizer: of the model.
-        stop: strings that end the text; they and what follows are left out.
-        skip_special_tokens: leave out tokens that are no text, such as the end of a turn.
-        visible: of those, the ones to keep even so.
+        tokenizer: the model's tokenizer.
+        stop: strings that end the text; the text is cut before them.
+        skip_special_tokens: omit control tokens, such as the end of a turn.
+        visible: special tokens to keep nevertheless.
 
     Attributes:
-        stopped: the stop string that ended the text, if one did.
+        stopped: the stop string that ended the text; None before.
     """
 
     def __init__(
@@ -53,9 +51,9 @@ class Detokenizer:
         self.stopped: str | None = None
 
     def push(self, token_ids: Iterable[int], *, may_stop: bool = True) -> str:
-        """Add tokens; returns the text that is certain now. Empty once `stopped` is set.
+        """Add tokens; returns the text that is now certain, nothing once `stopped` is set.
 
-        Without `may_stop`, which may only precede all else, stop strings are let through.
+        Without `may_stop`, stop strings do not end the text. Such calls must come first.
         """
         if self.stopped is not None:
             return ""
@@ -63,7 +61,7 @@ class Detokenizer:
         return self._released(text) if may_stop else text
 
     def flush(self) -> str:
-        """End the text; returns what was held back. To be called once, after the last push."""
+        """End the text; returns the rest. Call it once, after the last push."""
         if self.stopped is not None:
             return ""
         text = self._released(self._decoder.flush())
@@ -79,7 +77,7 @@ class Detokenizer:
 
 
 class _Decoder(Protocol):
-    """Tokens to characters. The texts that are returned join to `tokenizer.decode` of all."""
+    """Converts tokens to characters; the results join to `tokenizer.decode` of all tokens."""
 
     def push(self, token_ids: Iterable[int]) -> str: ...
 
@@ -87,12 +85,12 @@ class _Decoder(Protocol):
 
 
 class _ByteDecoder:
-    """Byte-level BPE: the tokens' bytes are the text; a character may span tokens."""
+    """Decodes byte-level BPE: the tokens' bytes are the text; a character may span tokens."""
 
     def __init__(self, tokenizer: Tokenizer, skip: frozenset[int]) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._skip = skip
-        # Like `tokenizers`, it writes one U+FFFD for each maximal part of an invalid sequence.
+        # Like `tokenizers`, this writes one U+FFFD for each maximal part of an invalid sequence.
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_ids: Iterable[int]) -> str:
@@ -104,10 +102,10 @@ class _ByteDecoder:
 
 
 class _PieceDecoder:
-    """SentencePiece and the like: pieces of text, and single bytes for rare characters.
+    """Decodes SentencePiece and similar: pieces of text, and single bytes for rare characters.
 
-    A run of byte pieces is valid or invalid as a whole, so it waits for its end. A leading space
-    may be dropped at the start of the text only, so the start waits until there is some text.
+    A run of byte pieces is valid or invalid as a whole, so it waits for its end. Only the text's
+    start may lose a leading space, so the start waits until there is some text.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip: frozenset[int]) -> None:
@@ -140,7 +138,7 @@ class _PieceDecoder:
 
 
 class _StopMatcher:
-    """Lets text through up to the first stop string."""
+    """Passes text on up to the first stop string."""
 
     def __init__(self, stop: tuple[str, ...]) -> None:
         self._automaton = _automaton(stop)
@@ -148,7 +146,7 @@ class _StopMatcher:
         self.held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Add text; returns what is certain to be kept, and the stop string if one is complete."""
+        """Add text; returns text that is certain to stay, and a stop string if one is complete."""
         automaton = self._automaton
         state = self._state
         for end, char in enumerate(text, start=1):
@@ -165,11 +163,11 @@ class _StopMatcher:
 
 
 class _Automaton:
-    """Aho-Corasick over characters; a state is a beginning of a stop string, 0 the empty one.
+    """An Aho-Corasick automaton. A state is the beginning of a stop string; 0 is the empty one.
 
     Attributes:
         depth: length of each state's text.
-        match: the longest stop string that the state's text ends with, if any.
+        match: the longest stop string at the end of each state's text; None without one.
     """
 
     def __init__(self, stop: tuple[str, ...]) -> None:
@@ -182,7 +180,7 @@ class _Automaton:
         self._link()
 
     def step(self, state: int, char: str) -> int:
-        """The state after one more character."""
+        """Return the state after one more character."""
         while (following := self._next[state].get(char)) is None:
             if state == 0:
                 return 0
@@ -202,7 +200,7 @@ class _Automaton:
         return state
 
     def _link(self) -> None:
-        """Breadth first: point each state to its longest proper ending that is a state too."""
+        """Link each state to its longest proper ending that is a state too; breadth first."""
         queue = list(self._next[0].values())
         for state in queue:
             for char, following in self._next[state].items():
@@ -214,5 +212,5 @@ class _Automaton:
 
 @lru_cache(maxsize=8)
 def _automaton(stop: tuple[str, ...]) -> _Automaton:
-    """The answers of one request, and often all requests, share their stop strings."""
+    """Return an automaton; one request's answers, and often all requests, share stop strings."""
     return _Automaton(stop)

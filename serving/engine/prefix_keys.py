@@ -1,10 +1,10 @@
-"""Prompts as bytes, and the keys of their blocks in the prefix cache.
+"""Packed prompts, and their blocks' keys in the prefix cache.
 
-A key is the hash of its parent's key and of the block's own tokens, so it stands for the whole
-prefix up to the block's end. Keys are 128-bit BLAKE2b: equal keys mean equal tokens.
+A key hashes the previous block's key and the block's own tokens, so it stands for the whole prefix
+up to the block's end. Keys are 128-bit BLAKE2b: equal keys mean equal tokens.
 
-The API process packs each prompt and computes its keys. The engine core, which the model waits
-for, then looks at no single token of it.
+The API process packs each prompt and computes its keys. This work would delay every running
+request if the engine core did it, because the model waits for the core.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 TOKEN_BYTES = 4
 KEY_BYTES = 16
 ROOT_KEY = bytes(KEY_BYTES)
-"""The parent of a prompt's first block."""
+"""The parent key for a prompt's first block."""
 
 
 class Prompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -37,7 +37,7 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return len(self.tokens) // TOKEN_BYTES
 
     def block_keys(self) -> list[bytes]:
-        """Return the keys of its full blocks in order, as far as they were computed."""
+        """Return its full blocks' keys in order; an empty list if nobody computed them."""
         keys = self.keys
         return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
 
@@ -55,7 +55,7 @@ def pack_prompt(token_ids: Sequence[int], block_size: int | None) -> Prompt:
 
 
 def block_keys(tokens: bytes, block_size: int, parent: bytes = ROOT_KEY) -> Iterator[bytes]:
-    """Yield the key of each full block of `tokens`, in order.
+    """Yield each full block's key, in order.
 
     Args:
         tokens: int32 tokens that start at a block's beginning.

@@ -1,8 +1,8 @@
-"""What crosses between the API process and the engine process.
+"""Messages between the API process and the engine core.
 
-Encoded with msgspec as MessagePack over ZeroMQ; nothing is ever unpickled. The
-front (serving/engine/engine.py) works in text, the engine core in token ids: only
-ids cross.
+They are MessagePack, encoded with msgspec and sent over ZeroMQ; nothing is ever unpickled. The API
+process (serving/engine/engine.py) works in text, the engine core in token ids. Messages carry
+token ids only.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Orders(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The first line on the core's stdin.
 
     Attributes:
-        config: of the engine.
-        address: the front's, see channel.py.
+        config: the engine's settings.
+        address: base address of the API process's sockets, see core_channel.py.
         load_model: "module:function" that loads the model.
     """
 
@@ -36,18 +36,18 @@ class Orders(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """Front -> core: a new request (one answer; n answers are n requests).
+    """API process -> core: a new request for one answer; n answers are n requests.
 
     Attributes:
         request_id: unique among live requests.
         prompt: at least one token, each in [0, vocab_size).
         params: checked; `max_tokens` and `seed` are filled in, `n` is 1, `grammar` is left out.
-        end_token_ids: tokens that end the output (the model's own unless ignored, and
-            params.stop_token_ids); with a grammar the model's own even then.
-        priority: lower is served first; among equals, first come.
-        arrival: time.monotonic() at the front, for the queueing time.
-        grammar: the key of its compiled grammar, which came before; none if empty.
-        pooling: what of its hidden states is wanted in the place of tokens, if that is so.
+        end_token_ids: tokens that end the output: params.stop_token_ids, and the model's own
+            unless ignored. A request with a grammar always has the model's own.
+        priority: lower is served first; equal priorities are served in order of arrival.
+        arrival: time.monotonic() in the API process, for the queueing time.
+        grammar: key of the compiled grammar, which was sent before; empty without a grammar.
+        pooling: which hidden states make the embedding; None for a request that generates tokens.
     """
 
     request_id: str
@@ -61,11 +61,11 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 
 class Compiled(msgspec.Struct, frozen=True, tag=True):
-    """Front -> core: a grammar that requests will name.
+    """API process -> core: a grammar for later requests.
 
     Attributes:
-        key: its name.
-        data: as xgrammar writes it.
+        key: the name that requests use.
+        data: the compiled grammar as xgrammar serializes it.
     """
 
     key: bytes
@@ -73,13 +73,13 @@ class Compiled(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Front -> core: forget these requests; unknown ones are ignored."""
+    """API process -> core: end these requests; unknown ones are ignored."""
 
     request_ids: tuple[str, ...]
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """Front -> core: end. With `drain`, finish what is running and waiting first."""
+    """API process -> core: shut down. With `drain`, finish running and waiting requests first."""
 
     drain: bool = True
 
@@ -97,17 +97,17 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New tokens of one request.
 
     Attributes:
-        token_ids: the tokens since the last output; an end token is included.
-        finish_reason: None while it runs. "stop": an end token; "length": max_tokens or the
-            context; "abort": aborted; "error": this request failed, see `error`.
-        stop_token_id: the end token that ended it, if one did.
-        logprobs: one per token, when asked for.
-        prompt_logprobs: on the first output, when asked for: one per prompt token from the
+        token_ids: tokens since the last output, including an end token.
+        finish_reason: None while the request runs. "stop": an end token; "length": max_tokens or
+            the context; "abort": aborted; "error": this request failed, see `error`.
+        stop_token_id: the end token, if one ended the request.
+        logprobs: one for each token, if requested.
+        prompt_logprobs: on the first output, if requested: one for each prompt token from the
             second on (nothing precedes the first).
-        cached_tokens: prompt tokens that came from the prefix cache.
-        queued: on the first output, seconds from arrival until it first ran.
-        embedding: float32[hidden], the pooled hidden states of a request that asked for them.
-        faulty_grammar: the error is the fault of the request's grammar.
+        cached_tokens: number of prompt tokens that came from the prefix cache.
+        queued: on the first output, seconds from arrival until the first admission.
+        embedding: float32[hidden]; the pooled hidden states, if requested.
+        faulty_grammar: the request's grammar caused the error.
     """
 
     request_id: str
@@ -124,7 +124,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Move(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request was taken into the batch (`running`), or preempted, at a time.monotonic()."""
+    """A request was admitted (`running`) or preempted at a time.monotonic()."""
 
     request_id: str
     running: bool
@@ -132,18 +132,18 @@ class Move(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """A snapshot of the core: what /metrics and the scheduler's tests look at.
+    """A snapshot of the core, for /metrics and for tests of the scheduler.
 
     Attributes:
-        running, waiting: requests.
-        kv_blocks_used: held by requests; what only the prefix cache keeps is not counted.
+        running, waiting: number of requests.
+        kv_blocks_used: blocks that requests hold; blocks in the prefix cache alone do not count.
         prefix_queries: tokens of admitted requests that were looked up in the prefix cache.
-        prefix_hits: of these, tokens that were found.
-        preemptions: times that a request gave its blocks back to one ranked before it.
-        steps: steps that have come back.
-        step_seconds: time they took on the device.
-        prompt_tokens, generation_tokens: of admitted requests, and sampled.
-        rank_seconds: that each rank has spent in steps; empty where there is one.
+        prefix_hits: number of these tokens that were found.
+        preemptions: number of times that a request lost its blocks to an earlier one.
+        steps: number of finished steps.
+        step_seconds: time that finished steps took on the device.
+        prompt_tokens, generation_tokens: prompt tokens of admitted requests, and sampled tokens.
+        rank_seconds: seconds that each rank has spent in steps; empty with one rank.
     """
 
     running: int = 0
@@ -160,24 +160,24 @@ class EngineStats(msgspec.Struct, frozen=True):
     rank_seconds: tuple[float, ...] = ()
 
     def __add__(self, other: EngineStats) -> EngineStats:
-        """Of two cores together; ranks of the first come first."""
+        """Return the sum for two cores; the first core's ranks come first."""
         pairs = zip(astuple(self), astuple(other), strict=True)
         return EngineStats(*(mine + theirs for mine, theirs in pairs))
 
     def counted(self) -> EngineStats:
-        """What stays of it when the core has ended: what it has counted."""
+        """Return the counts alone, for a core that has ended."""
         return replace(
             self, running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0, rank_seconds=()
         )
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """What the front must know of the model that the core has loaded.
+    """The loaded model's properties for the API process.
 
     Attributes:
-        hidden_size: of the model; numbers in an embedding.
-        num_blocks: of the KV cache of each copy of attention.
-        max_num_seqs: of all copies together.
+        hidden_size: the model's hidden size, which is the length of an embedding.
+        num_blocks: number of KV cache blocks in each attention instance.
+        max_num_seqs: maximum number of running requests, in all attention instances together.
     """
 
     max_model_len: int
@@ -192,21 +192,24 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
 
 class Waiting(msgspec.Struct, frozen=True, tag=True):
-    """Core -> front: machines of its slice may connect to it; see executor/hosts.py."""
+    """Core -> API process: other nodes in the engine's slice may now connect to this port.
+
+    See executor/nodes/multi_node_executor.py.
+    """
 
     port: int
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Core -> front: loaded and warm."""
+    """Core -> API process: the model is loaded and warm."""
 
     info: EngineInfo
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """Core -> front: what one step produced, and how the core stands.
+    """Core -> API process: a step's outputs, with statistics.
 
-    Also sent without outputs, as a heartbeat: `stats.steps` advances while work exists.
+    The core also sends it without outputs, as a heartbeat. `stats.steps` grows while work exists.
     """
 
     outputs: list[TokenOutput]

@@ -1,11 +1,11 @@
-"""When each request waited and when it ran, for whoever looks at the engine (api/engine.py).
+"""Records when each request waited and when it ran, for the admin API's engine view.
 
     queued ──► prefill ──► decode ──► ended
       ▲           │          │
       └───────────┴──────────┘  preempted
 
-A handful of numbers for each request, written when it changes its phase: looking costs those who
-look. Nothing here says what a request is about.
+A timeline is a handful of numbers, written when the request changes its phase, so recording costs
+almost nothing. It contains no text from a request.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import msgspec
 
 Phase = Literal["queued", "prefill", "decode"]
 
-MAX_LIVE = 128  # that are shown at once, the oldest
-MAX_ENDED = 256  # that are remembered, the latest
+MAX_LIVE = 128  # live requests shown at once, the oldest
+MAX_ENDED = 256  # ended requests to remember, the latest
 
 
 class Timeline(msgspec.Struct):
-    """One request. Times are of time.monotonic().
+    """One request's phases. Times are time.monotonic().
 
     Attributes:
-        id: unique in a server's life.
-        prompt_tokens, output_tokens: how many; of the output, so far.
-        phases: each with the time at which it began; the last one lasts.
-        ended: when it ended; None before.
+        id: unique during a server's life.
+        prompt_tokens, output_tokens: number of tokens; the output's so far.
+        phases: each phase with the time at which it began; the last one is the current one.
+        ended: time of the end; None before.
     """
 
     id: str
@@ -41,43 +41,43 @@ class Timeline(msgspec.Struct):
     ended: float | None = None
 
     def moved(self, running: bool, at: float) -> None:
-        """It has been taken into the batch, or preempted from it."""
+        """Record an admission or a preemption."""
         self.phases.append(("prefill" if running else "queued", at))
 
     def got(self, tokens: int) -> None:
-        """So many tokens have been sampled for it."""
+        """Record sampled tokens."""
         self.output_tokens += tokens
-        # A preempted request may still get the token of a step that was under way.
+        # A preempted request may still get a token from a step in flight.
         if tokens and self.phases[-1][0] == "prefill":
             self.phases.append(("decode", time.monotonic()))
 
     def end(self) -> None:
-        """Nothing more is computed for it; once is enough."""
+        """Record the request's end; further calls change nothing."""
         if self.ended is None:
             self.ended = time.monotonic()
 
 
 class Timelines:
-    """Those of all live requests, and of the last that ended."""
+    """Timelines for all live requests and the latest ended ones."""
 
     def __init__(self) -> None:
         self._live: dict[str, Timeline] = {}
         self._past: deque[tuple[float, Timeline]] = deque(maxlen=MAX_ENDED)
 
     def begin(self, request_id: str, prompt_tokens: int) -> Timeline:
-        """A request has come."""
+        """Start a new request's timeline."""
         timeline = Timeline(request_id, prompt_tokens, [("queued", time.monotonic())])
         self._live[request_id] = timeline
         return timeline
 
     def close(self, request_id: str) -> None:
-        """Nobody waits for it any more."""
+        """End a request's timeline when nobody waits for it any more."""
         timeline = self._live.pop(request_id)
         timeline.end()
         self._past.append((time.monotonic(), timeline))
 
     def since(self, moment: float) -> list[Timeline]:
-        """Those closed after a moment of time.monotonic(), then the live ones, oldest first."""
+        """Return timelines closed after a time.monotonic(), then the live ones, oldest first."""
         return [*self._closed_after(moment), *islice(self._live.values(), MAX_LIVE)]
 
     def _closed_after(self, moment: float) -> Iterator[Timeline]:

@@ -1,18 +1,16 @@
-"""Text to token ids and back, and conversations to token ids.
+"""Converts text to token ids and back, and conversations to token ids.
 
-A checkpoint's `tokenizer.json` is run by the `tokenizers` library directly:
-loading it through `transformers.AutoTokenizer` gives the same ids, but imports
-torch (3.2 s and 240 MB against 0.5 s and 55 MB). Chat templates are rendered
-by transformers' own sandbox, which is the reference for what templates may
-use, and which keeps a hostile template away from Python.
+The `tokenizers` library reads a checkpoint's `tokenizer.json` directly. Loading it through
+`transformers.AutoTokenizer` gives the same ids but imports torch (3.2 s and 240 MB against 0.5 s
+and 55 MB). The sandbox in transformers renders chat templates. It defines the features for
+templates, and it keeps a hostile template away from Python.
 
-As with transformers and vLLM, control tokens in the *content* of a message
-(a user who writes `<|im_end|>`) are read as control tokens, because a template
-yields one text that is then encoded. Whoever serves untrusted text to a model
-that must not be steered so has to filter it before.
+A template yields one text, which is then encoded. So control tokens in a message's *content* (a
+user writes `<|im_end|>`) act as control tokens, as with transformers and vLLM. Filter untrusted
+text first if it must not control the model in this way.
 
-Does not handle: tokenizers without a `tokenizer.json` (save them once with
-transformers to get one), tokenizers written in Python, images and audio.
+Not handled: tokenizers without a `tokenizer.json` (save them once with transformers to get one),
+tokenizers written in Python, images and audio.
 """
 
 from __future__ import annotations
@@ -38,8 +36,8 @@ _SPECIAL_TOKEN_NAMES = (
     "cls_token",
     "mask_token",
 )
-# What each decoder of `tokenizers` makes of a token depends at most on whether it comes first,
-# and, for ByteFallback, on its neighbours: the incremental detokenizer relies on that.
+# A token's text depends at most on whether the token comes first and, with ByteFallback, on its
+# neighbours. The incremental detokenizer relies on this property of these decoders.
 _DECODERS = {
     "ByteFallback",
     "ByteLevel",
@@ -51,9 +49,9 @@ _DECODERS = {
     "WordPiece",
 }
 _ANCHOR = "a"
-_CHARACTERS = 16  # of a text for each token that it may have: four times what is usual
-# `raise_exception` gives a jinja2.TemplateError; the others come from expressions that a message
-# of an unexpected shape breaks.
+_CHARACTERS = 16  # characters checked for each allowed token: four times the usual ratio
+# `raise_exception` in a template raises jinja2.TemplateError. The others come from expressions
+# that a message with an unexpected shape breaks.
 _TEMPLATE_ERRORS = (
     TemplateError,
     TypeError,
@@ -71,7 +69,7 @@ MARKS = frozenset(
         *("<think>", "</think>", "[THINK]", "[/THINK]"),
     }
 )
-"""Texts that begin or end a tool call or a thought in the formats that api/parsing reads."""
+"""Texts around tool calls and thoughts in the formats that api/parsing reads."""
 
 
 @dataclass
@@ -81,10 +79,10 @@ class Tokenizer:
     Attributes:
         backend: the `tokenizers.Tokenizer`.
         eos_token_ids: tokens that end an answer, according to the checkpoint.
-        special_tokens: name -> text, such as "eos_token" -> "</s>"; templates see them.
-        special_token_ids: tokens that are no text, such as the end of a turn.
+        special_tokens: name -> text, such as "eos_token" -> "</s>"; templates can use them.
+        special_token_ids: control tokens, such as the end of a turn.
         chat_templates: name -> Jinja source; the usual one is "default".
-        is_byte_level: the text is the tokens' bytes, joined and read as UTF-8.
+        is_byte_level: the tokens' bytes, joined and decoded as UTF-8, are the text.
     """
 
     backend: Any
@@ -97,23 +95,23 @@ class Tokenizer:
 
     @cached_property
     def mark_tokens(self) -> dict[str, int]:
-        """The special tokens that are marks of calls or thoughts, by their texts."""
+        """Special tokens around tool calls and thoughts: text -> token id."""
         special = {self.backend.id_to_token(token): token for token in self.special_token_ids}
         return {text: token for text, token in special.items() if text in MARKS}
 
     @classmethod
     def load(cls, path: str | Path, *, model: str | Path | None = None) -> Tokenizer:
-        """Load from a directory; nothing is downloaded and no code of the checkpoint is run.
+        """Load from a directory, without downloads and without running the checkpoint's code.
 
         Args:
             path: directory with `tokenizer.json`.
-            model: the checkpoint's directory when it is another one: its `generation_config.json`
-                and `config.json` name end tokens too.
+            model: the checkpoint's directory, if it is a different one. Its
+                `generation_config.json` and `config.json` name end tokens too.
 
         Raises:
-            ModelError: a file is missing or cannot be understood.
+            ModelError: a file is missing or invalid.
         """
-        import transformers.utils.chat_template_utils  # noqa: F401  the first chat need not wait
+        import transformers.utils.chat_template_utils  # noqa: F401  the first chat must not wait
         from tokenizers import Tokenizer as Backend
 
         path = Path(path)
@@ -144,20 +142,24 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that the tokenizer knows; the model's own table is often padded beyond it."""
+        """Number of tokens in the vocabulary; the model's own table is often padded beyond it."""
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, most: int | None = None
     ) -> list[int]:
-        """Token ids of a text, with what the tokenizer puts around it (often a `bos_token`).
+        """Convert a text to token ids.
 
-        With `most` a text that has far more tokens is refused for its beginning, before the rest
-        costs seconds.
+        Args:
+            text: any text.
+            add_special_tokens: add tokens around the text as the tokenizer says, often a
+                `bos_token`.
+            most: reject a text with far more tokens after its beginning, before the rest costs
+                seconds.
 
         Raises:
-            RequestError: the text holds half of a surrogate pair, which is no character; or it has
-                far more than `most` tokens.
+            RequestError: the text contains half of a surrogate pair, or it has far more than
+                `most` tokens.
         """
         if most is not None and self._is_far_longer(text, most):
             raise RequestError(
@@ -167,48 +169,49 @@ class Tokenizer:
                 code="context_length_exceeded",
             )
         try:
-            # `encode` would hold the GIL all the time; this one also leaves out offsets.
+            # `encode` would hold the GIL throughout; this method also omits offsets.
             (encoding,) = self.backend.encode_batch_fast(
                 [text], add_special_tokens=add_special_tokens
             )
-        except TypeError as error:  # a str that has no UTF-8 form is no text to it
+        except TypeError as error:  # the library rejects a str without a UTF-8 form
             raise RequestError(
-                "the text holds half of a surrogate pair, which is no character",
+                "the text contains half of a surrogate pair, which is not a character",
                 code="invalid_unicode",
             ) from error
         return list(encoding.ids)
 
     def _is_far_longer(self, text: str, most: int) -> bool:
-        """Whether the beginning of a text has more than twice so many tokens.
+        """Return whether the text's beginning has more than twice this number of tokens.
 
-        All of it has more than half of them then: what is made of it depends on what is near.
+        The whole text then has at least half as many tokens as its beginning alone, because
+        tokenization only depends on nearby characters.
         """
         beginning = most * _CHARACTERS
         return len(text) > beginning and len(self.encode(text[:beginning])) > 2 * most
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids; ids that stand for nothing are left out."""
-        # `decode` would hold the GIL all the time.
+        """Convert token ids to text; unknown ids are omitted."""
+        # `decode` would hold the GIL throughout.
         (text,) = self.backend.decode_batch(
             [list(token_ids)], skip_special_tokens=skip_special_tokens
         )
         return str(text)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """UTF-8 bytes that a token adds inside a text; it may be a part of a character."""
+        """Return the UTF-8 bytes that a token adds inside a text; maybe an incomplete character."""
         known = self._token_bytes.get(token_id)
         if known is None:
             known = self._token_bytes[token_id] = self._bytes_of(token_id)
         return known
 
     def token_text(self, token_id: int) -> str:
-        """A token's text, with U+FFFD where it is a part of a character."""
+        """Return a token's text, with U+FFFD for an incomplete character."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def pieces_to_text(self, pieces: Sequence[str], *, first: bool) -> str:
-        """Text of the vocabulary's pieces, at the start of a text or after other text."""
+        """Convert vocabulary pieces to text, at the start of a text or after other text."""
         decoder = self.backend.decoder
-        # A piece may lose its leading space at the start of a text; behind the anchor it keeps it.
+        # At the start of a text, a piece may lose its leading space; after the anchor it keeps it.
         pieces = list(pieces) if first else [_ANCHOR, *pieces]
         text = str(decoder.decode(pieces)) if decoder is not None else " ".join(pieces)
         return text if first else text[len(_ANCHOR) :]
@@ -219,15 +222,15 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Token ids of a conversation, ready for the model to answer.
+        """Convert a conversation to token ids, ready for the model to answer.
 
         Args:
-            messages: dicts with "role", "content" and what else the template knows.
-            tools: functions that the model may call, in OpenAI's form.
+            messages: dicts with "role", "content" and other fields that the template knows.
+            tools: functions that the model may call, in OpenAI's format.
             add_generation_prompt: end with the opening of the assistant's turn.
 
         Raises:
-            RequestError: there is no template, or it refuses the conversation.
+            RequestError: there is no template, or it rejects the conversation.
         """
         text = self.render_chat(messages, tools, add_generation_prompt)
         return self.encode(text, add_special_tokens=False)
@@ -240,9 +243,9 @@ class Tokenizer:
         *,
         continued: bool = False,
     ) -> str:
-        """The text of a conversation; see `apply_chat_template`.
+        """Convert a conversation to text; see `apply_chat_template`.
 
-        With `continued` it ends with the content of the last message, which goes on from there.
+        With `continued`, the text ends inside the last message, so that the model continues it.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -264,7 +267,7 @@ class Tokenizer:
             )
         except _TEMPLATE_ERRORS as error:
             raise RequestError(
-                f"the model's chat template refuses the messages: {error}",
+                f"the model's chat template rejects the messages: {error}",
                 param="messages",
                 code="chat_template_error",
             ) from error
@@ -275,7 +278,7 @@ class Tokenizer:
         if piece is None:
             return b""
         if self.is_byte_level:
-            # Pieces with a character outside the alphabet are added tokens, taken as they are.
+            # A piece with a character outside the alphabet is an added token: plain text.
             try:
                 return bytes(_BYTE_OF_CHAR[char] for char in piece)
             except KeyError:
@@ -286,7 +289,7 @@ class Tokenizer:
 
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer:
-    """The tokenizer that an engine's settings name; raises as `Tokenizer.load`."""
+    """Load the tokenizer named in an engine's settings; errors as from `Tokenizer.load`."""
     from weft.models.checkpoint.locate import locate
 
     model = locate(config.model)
@@ -294,7 +297,7 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer:
 
 
 def fallback_byte(piece: str) -> int | None:
-    """The byte that a piece such as `<0xE2>` stands for in vocabularies with byte fallback."""
+    """Return the byte for a piece such as `<0xE2>` in vocabularies with byte fallback."""
     if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
         try:
             return int(piece[3:5], 16)
@@ -304,7 +307,7 @@ def fallback_byte(piece: str) -> int | None:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """Byte-level BPE's alphabet: printable Latin-1 stands for itself, other bytes for U+0100 on.
+    """Return the alphabet for byte-level BPE: printable Latin-1, and U+0100 on for other bytes.
 
     Source: `bytes_to_unicode` of GPT-2 (Radford et al. 2019).
     """
@@ -330,7 +333,7 @@ def _missing(path: Path) -> str:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; an empty one if there is no such file."""
+    """Return the object in a JSON file; an empty one if the file does not exist."""
     if not file.is_file():
         return {}
     try:
@@ -338,7 +341,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ModelError(f"{file}: {error}") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{file}: it must hold a JSON object")
+        raise ModelError(f"{file}: it must contain a JSON object")
     return content
 
 
@@ -355,7 +358,7 @@ def _special_tokens(path: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _decoder_types(backend: Any) -> set[str]:
-    """Names of the decoders in use; empty when pieces are joined by spaces."""
+    """Return the names of all decoders; empty if pieces are joined by spaces."""
     if backend.decoder is None:
         return set()
     found = set()
@@ -384,7 +387,7 @@ def _eos_token_ids(backend: Any, special: dict[str, str], model: Path) -> tuple[
 
 
 def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
-    """The files are what transformers writes today; the key in the configuration is older."""
+    """Return the chat templates: from files, or from a key in the configuration (older)."""
     templates = config.get("chat_template") or {}
     if isinstance(templates, str):
         templates = {"default": templates}

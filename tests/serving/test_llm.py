@@ -136,7 +136,7 @@ def test_stop_logprobs_and_cache_are_reported(llm: LLM) -> None:
 def test_a_prompt_that_cannot_be_served_is_named(llm: LLM) -> None:
     with pytest.raises(RequestError, match=r"prompt 1: the prompt has \d+ tokens; .* 512"):
         llm.generate(["one", "the weather " * 1000], GREEDY)
-    with pytest.raises(RequestError, match=r"prompt 0: .*template refuses"):
+    with pytest.raises(RequestError, match=r"prompt 0: .*template rejects"):
         llm.chat([{"role": "user"}], GREEDY)
 
 

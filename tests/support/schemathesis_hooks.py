@@ -35,7 +35,7 @@ BEYOND_SCHEMAS = re.compile(
             r"messages ends with a message of the assistant (that has a block|whose text ends)",
             # A text or an object that has a syntax of its own.
             r"(guided_|response_format|structured_outputs|regex|ebnf|json_schema|text\.format|tools)",
-            r"the model's chat template refuses",
+            r"the model's chat template rejects",
             # JSON schema takes 5.0 for an integer; a client that sends it has made a mistake.
             r"is -?[\d.e+]+; it should be a valid integer",
             r"(prompt|input)\[\d+\] must be a text or a list of token ids",

@@ -1,11 +1,13 @@
-"""Compiles the grammars of requests, in a child process, with a deadline and a cache.
+"""Compiles requests' grammars in a child process, with a deadline and a cache.
 
-The process (worker.py) starts with the first grammar. It is killed when one takes too
-long, and another takes its place with the next one; the request is refused. When it dies, for
-which there may be other reasons, the same grammar goes to another, once. What is refused is
-remembered too, so that it costs its time once; not so what took too long, which may be the
-machine's fault. What nobody waits for any more is not compiled: if it is under way, it gets as
-long as a new process would take to start.
+The process (worker.py) starts with the first grammar. If a grammar takes too long, the process is
+killed and the request is rejected; the next grammar starts a new process. If the process dies by
+itself, a new process tries the same grammar once more, because the grammar may be innocent.
+
+The cache also keeps rejections, so that a bad grammar costs its time once. It does not keep
+timeouts, because a busy node may have caused them. When the last waiting request leaves, its
+grammar is dropped. If compilation has begun, it may continue for as long as a new process takes to
+start.
 """
 
 from __future__ import annotations
@@ -28,15 +30,15 @@ from weft.serving.engine.sampling_params import Grammar
 from weft.serving.executor.child_process import how_it_ended, python_module
 
 ROOM = 256 << 20
-"""Bytes of compiled grammars that are kept: here, and in each engine core, which keeps the same."""
+"""Bytes of compiled grammars to keep. Each engine core keeps the same grammars as this process."""
 HEAD = 4
-"""Bytes of a message's length, which precede it."""
+"""Bytes of the length in front of each message."""
 PLACE = "{field}"
-"""Stands for the request's field in errors that are kept."""
+"""Placeholder for the request's field in cached errors."""
 OVERHEAD = 256
-"""Bytes of what is kept, beside the grammar or error itself."""
+"""Bytes of a cache entry, beside the grammar or error itself."""
 MAX_DEATHS = 2
-"""Of processes over one grammar, in a row, after which it is to blame."""
+"""Number of processes that may die over one grammar before the grammar is rejected."""
 
 logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
@@ -46,8 +48,8 @@ class Vocabulary(msgspec.Struct, frozen=True):
     """The first message to the process.
 
     Attributes:
-        config: names the tokenizer.
-        size: columns of the model's logits.
+        config: settings that name the tokenizer.
+        size: number of columns of the model's logits.
     """
 
     config: EngineConfig
@@ -55,12 +57,12 @@ class Vocabulary(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """To each message; to the first one, once grammars can be compiled.
+    """The reply to each message; the first reply means "ready".
 
     Attributes:
-        data: the compiled grammar, as xgrammar writes it.
-        error: why there is none.
-        fault: what kept it from being compiled, of which it is innocent.
+        data: the compiled grammar as xgrammar serializes it.
+        error: reason for rejecting the grammar.
+        fault: failure that the grammar did not cause.
     """
 
     data: bytes = b""
@@ -69,12 +71,12 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class _Job:
-    """A grammar that is waited for.
+    """A grammar with waiting requests.
 
     Attributes:
-        waiting: how many wait.
-        deaths: of processes over it.
-        done: what has come of it; a text is why it is refused, with PLACE as the field.
+        waiting: number of callers that wait.
+        deaths: number of processes that died over it.
+        done: the result; a text is the reason for a rejection, with PLACE as the field.
     """
 
     def __init__(self, key: bytes, grammar: Grammar) -> None:
@@ -86,38 +88,39 @@ class _Job:
 
 
 class GrammarCompiler:
-    """Runs on one event loop, and compiles one grammar after the other.
+    """Compiles one grammar at a time. Runs on one event loop.
 
     Args:
-        config: of the engine.
-        vocab_size: columns of the model's logits.
+        config: the engine's settings.
+        vocab_size: number of columns of the model's logits.
     """
 
     def __init__(self, config: EngineConfig, vocab_size: int) -> None:
         self._config = config
         self._vocab_size = vocab_size
         self._done: LruCache[Compiled | str] = LruCache(ROOM)
-        self._jobs: dict[bytes, _Job] = {}  # the first is under way
+        self._jobs: dict[bytes, _Job] = {}  # the first is being compiled
         self._worker: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._start_seconds = 0.0
-        self._limit: asyncio.Timeout | None = None  # of what is under way
+        self._limit: asyncio.Timeout | None = None  # for the grammar that is being compiled
         self._until = 0.0
         self._pace = FinishRate()
         self._closed = False
 
     async def compile(self, grammar: Grammar) -> Compiled:
-        """A grammar as the engine core takes it. Who is cancelled waits for it no more.
+        """Return a grammar in the form for the engine core. Cancel the call to stop waiting.
 
         Raises:
-            RequestError: it cannot be compiled, or not in time; with status 429, not now.
-            EngineError: there is no process to do it, or will be none.
+            RequestError: the grammar cannot be compiled, or not in time. With status 429, too many
+                grammars wait now.
+            EngineError: the compiler process cannot run.
         """
         text = f"{grammar.kind} {grammar.before} {grammar.instead} {grammar.text}"
         key = hashlib.sha256(text.encode()).digest()
         done: Compiled | str | EngineError | None = self._done.get(key)
         if done is None:
-            done = await self._wait(self._jobs.get(key) or self._take(key, grammar))
+            done = await self._wait(self._jobs.get(key) or self._enqueue(key, grammar))
         if isinstance(done, EngineError):
             raise done
         if isinstance(done, str):
@@ -126,7 +129,7 @@ class GrammarCompiler:
         return done
 
     async def close(self) -> None:
-        """End the process, and with it what is under way."""
+        """End the process and all jobs."""
         self._closed = True
         for job in self._jobs.values():
             _settle(job, EngineError("the engine is shutting down"))
@@ -135,12 +138,12 @@ class GrammarCompiler:
             await asyncio.gather(self._worker, return_exceptions=True)
         await self._kill()
 
-    def _take(self, key: bytes, grammar: Grammar) -> _Job:
+    def _enqueue(self, key: bytes, grammar: Grammar) -> _Job:
         if self._closed:
             raise EngineError("the engine is shutting down")
         if len(self._jobs) >= self._config.max_queue:
             raise RequestError(
-                f"{len(self._jobs)} grammars are being compiled or wait for it, of at most "
+                f"{len(self._jobs)} grammars are being compiled or waiting; the maximum is "
                 f"{self._config.max_queue}; try again later",
                 param=grammar.param,
                 code="queue_full",
@@ -163,7 +166,10 @@ class GrammarCompiler:
             self._set_limit(job)
 
     def _set_limit(self, job: _Job) -> None:
-        """What nobody waits for is given up, unless it may well be done before a new process is."""
+        """Shorten a job's deadline if nobody waits for it, or drop the job before it begins.
+
+        The job may still finish in the time that a new process would take to start.
+        """
         limit = self._limit
         if self._first() is job:
             if limit is not None and not limit.expired():
@@ -177,13 +183,13 @@ class GrammarCompiler:
         return next(iter(self._jobs.values()), None)
 
     async def _work(self) -> None:
-        """Compile what is waited for, until nothing is."""
+        """Compile jobs until the queue is empty."""
         while (job := self._first()) is not None:
             try:
-                done = await self._do(job)
+                done = await self._compile(job)
             except EngineError as error:
                 done = error
-            except Exception as error:  # a fault of ours, which must not end the others
+            except Exception as error:  # a bug here must not end other jobs
                 logger.exception("a grammar cannot be compiled")
                 done = EngineError(f"the grammar compiler failed: {error!r}")
             finally:
@@ -191,8 +197,8 @@ class GrammarCompiler:
                 self._pace.ended()
             _settle(job, done)
 
-    async def _do(self, job: _Job) -> Compiled | str | EngineError:
-        """What comes of a grammar; that is remembered, unless it had to be given up."""
+    async def _compile(self, job: _Job) -> Compiled | str | EngineError:
+        """Return a job's result, and cache it unless the job was given up."""
         if self._process is None or self._process.returncode is not None:
             await self._kill()
             await self._start()
@@ -200,7 +206,7 @@ class GrammarCompiler:
         try:
             async with asyncio.timeout(patience) as self._limit:
                 self._until = self._limit.when() or 0.0
-                self._set_limit(job)  # who asked for it may have left
+                self._set_limit(job)  # callers may have left
                 try:
                     answer = await self._ask(job.grammar)
                 finally:
@@ -208,15 +214,15 @@ class GrammarCompiler:
         except TimeoutError:
             await self._kill()
             if job.waiting and asyncio.get_running_loop().time() < self._until:
-                return await self._do(job)  # it was given up, and then asked for again
+                return await self._compile(job)  # it was given up, and then requested again
             return f"{PLACE} took longer than {patience:g} s to compile"
         except EngineError as error:
             await self._kill()
-            logger.warning("while it compiled a grammar: %s", error)
+            logger.warning("while compiling a grammar: %s", error)
             job.deaths += 1
             answer = Answer(error=f"{PLACE} is too much to compile")
             if job.deaths < MAX_DEATHS:
-                return await self._do(job) if job.waiting else error
+                return await self._compile(job) if job.waiting else error
         if answer.fault is not None:
             return EngineError(f"the grammar compiler failed: {answer.fault}")
         done = Compiled(job.key, answer.data) if answer.error is None else answer.error
@@ -225,7 +231,7 @@ class GrammarCompiler:
         return done
 
     async def _start(self) -> None:
-        """Start the process, and wait until it takes grammars; EngineError if that fails."""
+        """Start the process and wait until it is ready; raises EngineError if that fails."""
         began = time.monotonic()
         command, environment = python_module("weft.serving.engine.grammar.worker")
         self._process = await asyncio.create_subprocess_exec(
@@ -247,7 +253,7 @@ class GrammarCompiler:
             raise
 
     async def _ask(self, message: Any) -> Answer:
-        """The process's answer; EngineError if it dies over it."""
+        """Return the process's answer; raises EngineError if the process dies."""
         process = self._process
         assert process is not None
         assert process.stdin is not None
@@ -276,35 +282,37 @@ def _settle(job: _Job, done: Compiled | str | EngineError) -> None:
 
 
 def framed(message: Any) -> bytes:
-    """A message as it goes through a pipe: its length, and MessagePack."""
+    """Return a message for the pipe: its length, then MessagePack."""
     data = msgspec.msgpack.encode(message)
     return len(data).to_bytes(HEAD, "little") + data
 
 
 class LruCache(Generic[Value]):
-    """Two of these that are told the same hold the same.
+    """A cache of the most recently used entries, bounded by their total size.
+
+    Two caches with the same calls have the same entries.
 
     Args:
-        room: that sizes may take in all; what was put in last stays, however large.
+        room: maximum sum of sizes. The newest entry stays even if it is larger.
     """
 
     def __init__(self, room: int) -> None:
         self._room = room
         self._entries: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
-        self._taken = 0
+        self._size = 0
 
     def get(self, key: Hashable) -> Value | None:
-        """What was put in, which counts as used; None if it is no more there."""
+        """Return an entry's value and count it as used; None if there is no such entry."""
         if key not in self._entries:
             return None
         self._entries.move_to_end(key)
         return self._entries[key][0]
 
     def put(self, key: Hashable, value: Value, size: int) -> None:
-        """Put it in the place of what has the same key, and drop what was not used for longest."""
+        """Add or replace an entry, and drop the least recently used ones if room is short."""
         if key in self._entries:
-            self._taken -= self._entries.pop(key)[1]
+            self._size -= self._entries.pop(key)[1]
         self._entries[key] = value, size
-        self._taken += size
-        while self._taken > self._room and len(self._entries) > 1:
-            self._taken -= self._entries.popitem(last=False)[1][1]
+        self._size += size
+        while self._size > self._room and len(self._entries) > 1:
+            self._size -= self._entries.popitem(last=False)[1][1]

@@ -1,11 +1,14 @@
-"""Which JSON schemas are taken for structured output, and in which form xgrammar is given them.
+"""Checks JSON schemas for structured output and rewrites them for xgrammar.
 
-xgrammar leaves out what it does not know, and looks at one of a schema's constraints where
-others stand beside it. So what it would leave out is refused here, by name. Of what it
-reports itself, see worker.py.
+xgrammar ignores unknown constraints, and some constraints beside others. This module rejects such
+schemas and names the constraint. worker.py handles errors from xgrammar itself.
 
-A schema that does not speak of more properties or items than it lists allows no more (as with
-`additionalProperties: false`), unless it lists none.
+If a schema lists properties or items, it allows no others by default, as with
+`additionalProperties: false`. If it lists none, it allows any.
+
+xgrammar puts a string's pattern between quotes unchanged. If the pattern matched a quote, a
+backslash or a control character, the result would be invalid JSON. So `.`, `[^...]` and `\\s` lose
+these characters here, and explicit requests for them are rejected.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import Any, NoReturn
 from weft.errors import RequestError
 
 _FORMS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
-"""Of these xgrammar looks at the first, and at nothing beside it."""
+"""Forms of a schema. xgrammar uses the first that it finds, and ignores everything beside it."""
 
 _KEYWORDS = {
     "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
@@ -28,14 +31,14 @@ _KEYWORDS = {
         *("propertyNames", "minProperties", "maxProperties"),
     },
 }
-"""What xgrammar knows, by type."""
+"""Constraints that xgrammar knows, by type."""
 
 _UNKNOWN = {
     *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),
     *("contains", "minContains", "maxContains", "uniqueItems", "additionalItems"),
     *("unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"),
 }
-"""What JSON Schema has besides; other words mean nothing there either."""
+"""Other constraints of JSON Schema; any other words mean nothing there either."""
 
 _ASSERTIONS = {*_FORMS, "type", *set().union(*_KEYWORDS.values())}
 
@@ -50,12 +53,12 @@ _TYPES: dict[Any, tuple[type, ...]] = {
 }
 
 MAX_DEPTH = 64
-"""Of schemas in schemas: xgrammar's time grows with more than its square."""
+"""Maximum depth of schemas in schemas; xgrammar's time grows faster than the square."""
 
 _ESCAPED = '"\\'
 _NONE_OF = r"\"\\\x00-\x1f"
 PLAIN = f"[^{_NONE_OF}]"
-"""Any character that stands for itself."""
+"""A pattern for any character that JSON does not escape."""
 
 FORMATS = {
     *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"),
@@ -64,23 +67,23 @@ FORMATS = {
 
 
 def parse(text: str, param: str) -> Any:
-    """What JSON says; RequestError, naming the request's field, if it is none."""
+    """Parse JSON; raises RequestError, which names the request's field."""
     try:
         return json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
-        what = "nested too deeply" if isinstance(error, RecursionError) else f"no JSON: {error}"
+        what = "nested too deeply" if isinstance(error, RecursionError) else f"not JSON: {error}"
         raise RequestError(f"{param} is {what}", param=param) from None
 
 
 def prepare(root: Any, param: str) -> Any:
-    """A schema as xgrammar is to have it.
+    """Check a schema and return it in the form for xgrammar.
 
     Args:
         root: the schema, which is changed.
-        param: the request's field, which errors name.
+        param: the request's field, for errors.
 
     Raises:
-        RequestError: it is no schema, or asks for what cannot be done.
+        RequestError: the schema is invalid or not supported.
     """
     todo = [(root, "", 0)]
     while todo:
@@ -96,11 +99,11 @@ def prepare(root: Any, param: str) -> Any:
 
 
 def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number in JSON")
+    raise ValueError(f"{text} is not a number in JSON")
 
 
 def _within(schema: dict[str, Any], place: str) -> Iterator[tuple[Any, str]]:
-    """The schemas of which it is made, and where they are."""
+    """Yield the schemas inside a schema, and their places."""
     for word in ("items", "additionalProperties", "propertyNames"):
         if word in schema:
             yield schema[word], f"{place}/{word}"
@@ -113,16 +116,16 @@ def _within(schema: dict[str, Any], place: str) -> Iterator[tuple[Any, str]]:
 
 
 def _of(kind: Any, value: Any) -> Any:
-    """The value, or an empty one of its kind: what is of the wrong kind xgrammar refuses."""
+    """Return the value, or an empty one if its type is wrong; xgrammar rejects wrong types."""
     return value if isinstance(value, kind) else kind()
 
 
 class _Schema:
-    """One object of a schema, which `check` completes.
+    """One object in a schema.
 
     Args:
-        schema: as it was given.
-        place: in the whole, such as /properties/name.
+        schema: the object, which `check` changes.
+        place: its place in the whole schema, such as /properties/name.
         param: the request's field.
     """
 
@@ -132,13 +135,13 @@ class _Schema:
         self._param = param
 
     def check(self) -> None:
-        """Raise RequestError for what would be left out."""
+        """Complete the object for xgrammar; raises RequestError for parts it would ignore."""
         schema = self._schema
         for word in sorted(_UNKNOWN & schema.keys()):
             if schema[word] is not False or not word.startswith("un"):
-                self._refuse(word, "is not supported")
+                self._reject(word, "is not supported")
         for word in ("unevaluatedItems", "unevaluatedProperties", "uniqueItems"):
-            schema.pop(word, None)  # false: nothing more than is allowed anyway
+            schema.pop(word, None)  # false: the default
         form = next((word for word in _FORMS if word in schema), None)
         if form is not None:
             self._check_form(form)
@@ -159,53 +162,53 @@ class _Schema:
         if form in ("const", "enum") and beside == {"type"}:
             self._keep_typed(form)
         elif beside:
-            self._refuse(min(beside), f"beside {form} is not supported")
+            self._reject(min(beside), f"beside {form} is not supported")
         if form == "allOf" and len(_of(list, schema["allOf"])) != 1:
-            self._refuse("allOf", "of more than one schema is not supported")
+            self._reject("allOf", "of more than one schema is not supported")
 
     def _keep_typed(self, form: str) -> None:
-        """Leave out the values that are not of the type."""
+        """Drop values with another type."""
         schema = self._schema
         named = schema.pop("type")
         names = named if isinstance(named, list) else [named]
         values = [schema.pop("const")] if form == "const" else schema["enum"]
         kept = [value for value in _of(list, values) if any(_is(value, name) for name in names)]
         if not kept:
-            self._refuse(form, f"has no value of type {named}")
+            self._reject(form, f"has no value of type {named}")
         schema["enum"] = kept
 
     def _check_untyped(self) -> None:
-        """Without a type xgrammar takes an object or a list for meant, or anything."""
+        """Add the implied type; xgrammar would guess it or allow anything."""
         schema = self._schema
         if {"properties", "additionalProperties"} & schema.keys():
             schema["type"] = "object"
         elif {"items", "prefixItems"} & schema.keys():
             schema["type"] = "array"
         elif words := set().union(*_KEYWORDS.values()) & schema.keys():
-            self._refuse(min(words), "without a type is not supported")
+            self._reject(min(words), "without a type is not supported")
 
     def _check_string(self) -> None:
         words = {"format", "pattern"} & self._schema.keys()
         lengths = {"minLength", "maxLength"} & self._schema.keys()
         if "format" in words and self._schema["format"] not in FORMATS:
-            self._refuse("format", f"{self._schema['format']!r} is not supported")
+            self._reject("format", f"{self._schema['format']!r} is not supported")
         if len(words) > 1 or (words and lengths):
-            self._refuse(min(words | lengths), f"beside {max(words)} is not supported")
+            self._reject(min(words | lengths), f"beside {max(words)} is not supported")
         if "pattern" in words:
             try:
                 self._schema["pattern"] = plain(str(self._schema["pattern"]))
             except ValueError as error:
-                self._refuse("pattern", f"asks for {error}, which JSON escapes")
+                self._reject("pattern", f"asks for {error}, which JSON escapes")
         elif lengths:
             self._bound_length()
 
     def _bound_length(self) -> None:
-        """As a pattern: the strings that xgrammar bounds itself may have control characters."""
+        """Write length bounds as a pattern; xgrammar's own bounds admit control characters."""
         least, most = self._schema.pop("minLength", 0), self._schema.pop("maxLength", "")
         if not all(type(n) is int and n >= 0 for n in (least, most) if n != ""):
-            self._refuse("minLength or maxLength", "is no number of characters")
+            self._reject("minLength or maxLength", "is not a number of characters")
         if most != "" and most < least:
-            self._refuse("maxLength", f"is {most}, below minLength, which is {least}")
+            self._reject("maxLength", f"is {most}, below minLength, which is {least}")
         self._schema["pattern"] = f"^{PLAIN}{{{least},{most}}}$"
 
     def _check_object(self) -> None:
@@ -213,18 +216,18 @@ class _Schema:
         listed = _of(dict, schema.get("properties"))
         names = _of(dict, schema.get("propertyNames"))
         if not {"type", *_FORMS} & names.keys():
-            names["type"] = "string"  # what else can a name be
+            names["type"] = "string"  # a name is always a string
         for name in _of(list, schema.get("required")):
             if name not in listed:
-                self._refuse("required", f"names {name!r}, which properties does not list")
+                self._reject("required", f"names {name!r}, which properties does not list")
         if "propertyNames" in schema and (listed or "patternProperties" in schema):
-            self._refuse("propertyNames", "beside listed properties is not supported")
+            self._reject("propertyNames", "beside listed properties is not supported")
         if "patternProperties" in schema and listed:
-            self._refuse("patternProperties", "beside properties is not supported")
+            self._reject("patternProperties", "beside properties is not supported")
         if not {"properties", "patternProperties", "propertyNames"} & schema.keys():
             schema.setdefault("additionalProperties", True)
 
-    def _refuse(self, word: str, what: str) -> NoReturn:
+    def _reject(self, word: str, what: str) -> NoReturn:
         place = self._place if len(self._place) < 200 else "/..." + self._place[-200:]
         raise RequestError(f"{self._param}{place}: {word} {what[:200]}", param=self._param)
 
@@ -238,10 +241,10 @@ def _is(value: Any, name: Any) -> bool:
 
 
 def plain(pattern: str) -> str:
-    """A pattern that matches a part of what the given one does, all of it plain.
+    """Restrict a pattern to characters without an escape in JSON.
 
     Raises:
-        ValueError: it asks for other characters; the message says for which.
+        ValueError: the pattern asks for other characters; the message names them.
     """
     written: list[str] = []
     in_class = False
@@ -278,7 +281,7 @@ def _escape(char: str) -> str:
 
 
 def _spans(first: str, last: str) -> bool:
-    """Whether a range has a character that JSON would escape."""
+    """Return whether JSON escapes a character in the range."""
     if last in ("", "]"):  # a hyphen
         return False
     return first < " " or any(first <= char <= last for char in _ESCAPED)

@@ -1,8 +1,13 @@
-"""Where one request is in its grammar, and which tokens may come next.
+"""Grammar matchers: which tokens a request may sample next.
 
-The engine core's side of structured output (docs/structured-output.md). xgrammar does the
-matching (Dong et al. 2024, arXiv:2411.15100); here are the ends: when the grammar is complete
-the model may end its output, and when nothing else can follow it must.
+This is the engine core's side of structured output (docs/structured-output.md). xgrammar does the
+matching (Dong et al. 2024, arXiv:2411.15100). This module adds the end of the output: the model
+may end it when the grammar is complete, and must end it when nothing else can follow.
+
+Matchers are made in a thread, because xgrammar takes seconds to import, half a second to read a
+large vocabulary, and tens of ms to load a grammar. Meanwhile the engine core serves other
+requests. The API process compiles each grammar (compiler.py) and sends it once; the core keeps it
+while there is room.
 """
 
 from __future__ import annotations
@@ -27,32 +32,32 @@ if TYPE_CHECKING:
     import xgrammar
 
 MAX_SECONDS = 1.0
-"""Of the processor's time for one token, and for all that is beyond SECONDS_A_TOKEN."""
+"""CPU time that one token may take, and that a request may use beyond SECONDS_A_TOKEN."""
 SECONDS_A_TOKEN = 0.005
-"""Of the processor's time that a request may take in the long run; a usual token takes 0.0001."""
+"""CPU time for each token that a request may take in the long run; 0.0001 is usual."""
 
 NO_TEXT = b"\xff"
-"""A byte that is in no UTF-8."""
+"""A byte that never occurs in UTF-8."""
 
 logger = logging.getLogger(__name__)
 
 
 class GrammarMatcher:
-    """One request's place in its grammar.
+    """Follows one request through its grammar.
 
     Args:
-        matcher: an xgrammar.GrammarMatcher, new, whose stop tokens are among `end_token_ids`.
-        vocab_size: V, columns of the model's logits.
+        matcher: a new xgrammar.GrammarMatcher; its stop tokens are among `end_token_ids`.
+        vocab_size: V, number of columns of the model's logits.
         end_token_ids: tokens that end the request.
-        min_tokens: none of them may come before so many tokens, unless nothing else can.
-        unwanted: those of them that may never come, unless nothing else can.
+        min_tokens: minimum number of tokens before an end token, unless nothing else can follow.
+        unwanted: end tokens that must not occur, unless nothing else can follow.
 
     Raises:
-        RequestError: there is no token to begin with.
+        RequestError: no token can come first.
 
     Attributes:
-        mask: int32 [ceil(V / 32)]; the tokens that may come next, see StepInput.token_mask.
-        ended: nothing may come next; there is no end token to say so.
+        mask: int32[ceil(V / 32)]; tokens that may come next, see StepInput.token_mask.
+        ended: nothing can follow, and there is no end token to sample.
     """
 
     def __init__(
@@ -66,7 +71,7 @@ class GrammarMatcher:
         self._matcher = matcher
         self._min_tokens = min_tokens
         self._count = 0
-        self._seconds = MAX_SECONDS  # that are left; each token brings some
+        self._seconds = MAX_SECONDS  # left to use; each token adds some
         self._all = _all_but(range(vocab_size, -(-vocab_size // 32) * 32), vocab_size)
         self._but_ends = _all_but(end_token_ids, vocab_size)
         self._but_unwanted = _all_but(unwanted, vocab_size)
@@ -75,9 +80,9 @@ class GrammarMatcher:
         self._fill()
 
     def advance(self, token: int) -> str | None:
-        """Take the request's next token, which is no end token; what went wrong, if anything did.
+        """Accept the request's next token, which is not an end token; returns an error, if any.
 
-        Whatever it is: it is this request's alone.
+        An error only concerns this request.
         """
         started = time.thread_time()
         try:
@@ -100,20 +105,20 @@ class GrammarMatcher:
         return None
 
     def _fill(self) -> None:
-        # A new one: steps under way may hold the last one.
+        # A new array, because steps in flight may still use the last one.
         mask = np.full_like(self._but_ends, -1)
         self._matcher.fill_next_token_bitmask(mask[None])
-        mask &= self._all  # it leaves the bits beyond the vocabulary as they were
+        mask &= self._all  # xgrammar does not clear the bits beyond the vocabulary
         if not mask.any():
             if not self._matcher.is_completed():
-                raise RequestError("no token of the model's can follow in the grammar")
+                raise RequestError("none of the model's tokens can follow in the grammar")
             self.ended = True
         wanted = mask & (self._but_ends if self._count < self._min_tokens else self._but_unwanted)
         self.mask = wanted if wanted.any() else mask
 
 
 def _all_but(token_ids: Collection[int], vocab_size: int) -> Int32:
-    """A mask of all tokens but these."""
+    """Return a mask of all tokens except these."""
     mask = np.full(-(-vocab_size // 32), -1, np.int32)
     ids = np.array([t for t in token_ids if 0 <= t < 32 * len(mask)], np.int64)
     bits = np.left_shift(1, ids % 32).astype(np.uint32).view(np.int32)
@@ -122,11 +127,11 @@ def _all_but(token_ids: Collection[int], vocab_size: int) -> Int32:
 
 
 class GrammarMatchers:
-    """Makes them, in one thread.
+    """Makes the matchers of requests, in one thread.
 
     Args:
-        config: names the tokenizer.
-        vocab_size: columns of the model's logits.
+        config: settings that name the tokenizer.
+        vocab_size: number of columns of the model's logits.
     """
 
     def __init__(self, config: EngineConfig, vocab_size: int) -> None:
@@ -138,18 +143,18 @@ class GrammarMatchers:
         self._compiled: LruCache[Future[Any]] = LruCache(ROOM)
 
     def keep(self, message: Compiled) -> None:
-        """Take a compiled grammar in."""
+        """Keep a compiled grammar for later requests."""
         loading = self._thread.submit(self._load, message.data)
         self._compiled.put(message.key, loading, len(message.data))
 
     def make(self, add: Add) -> Future[GrammarMatcher]:
-        """Return a matcher for a request whose grammar has been taken in."""
+        """Return a future matcher for a request; its grammar must have arrived before."""
         loading = self._compiled.get(add.grammar)
-        assert loading is not None, "the front knows what is here"
+        assert loading is not None, "the API process knows which grammars are here"
         return self._thread.submit(partial(self._make, add, loading))
 
     def close(self) -> None:
-        """Wait for what is under way."""
+        """Wait for the current work and cancel the rest."""
         self._thread.shutdown(cancel_futures=True)
 
     def _load(self, data: bytes) -> xgrammar.CompiledGrammar:
@@ -164,8 +169,8 @@ class GrammarMatchers:
     def _make(self, add: Add, loading: Future[Any]) -> GrammarMatcher:
         import xgrammar
 
-        grammar = loading.result()  # of this thread, earlier
-        # Others are text, which a grammar may well have before its end.
+        grammar = loading.result()  # done earlier by this thread
+        # Only control tokens; a grammar may contain other end tokens as text.
         stop = [t for t in add.end_token_ids if t in self._control and t < self._vocab_size]
         matcher = xgrammar.GrammarMatcher(
             grammar,
@@ -180,14 +185,14 @@ class GrammarMatchers:
 
 
 def tokens_of(tokenizer: Tokenizer, vocab_size: int) -> xgrammar.TokenizerInfo:
-    """The bytes that each token adds to a text.
+    """Return the bytes that each token adds to a text.
 
-    Control tokens add none, so no grammar takes them. Of these, the marks of calls and thoughts are
-    bytes that no text has: a grammar takes them where it names them.
+    Control tokens add none, so no grammar accepts them. Tokens around tool calls and thoughts get
+    bytes that never occur in text, so a grammar accepts them only where it names them.
 
     Args:
-        tokenizer: of the model.
-        vocab_size: columns of the model's logits.
+        tokenizer: the model's tokenizer.
+        vocab_size: number of columns of the model's logits.
     """
     import xgrammar
 
@@ -201,5 +206,5 @@ def tokens_of(tokenizer: Tokenizer, vocab_size: int) -> xgrammar.TokenizerInfo:
 
 
 def control_tokens(tokenizer: Tokenizer) -> frozenset[int]:
-    """Tokens that add nothing to a text."""
+    """Return the tokens that add nothing to a text."""
     return tokenizer.special_token_ids | frozenset(tokenizer.eos_token_ids)

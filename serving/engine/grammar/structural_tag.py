@@ -1,8 +1,8 @@
-"""Every grammar in one form: a format of xgrammar's structural tags.
+"""Converts every grammar to one form: a format of xgrammar's structural tags.
 
-So a schema means the same alone, behind a thought and as a tool's arguments: each goes through
-json_schema.py and has the same limit of white space. A "json_schema" may say in `of` what errors
-are to call it; a place in the tag is named otherwise.
+So a schema has the same meaning alone, after a thought and as a tool's arguments. Each schema goes
+through json_schema.py and has the same limit on white space. In errors a "json_schema" has the
+name in its field `of`, or else its place in the tag.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from weft.serving.engine.sampling_params import Grammar
 Format = dict[str, Any]
 
 MAX_WHITESPACE = 16
-"""Characters between two parts of JSON; some models would never stop."""
+"""Maximum number of white space characters between parts of JSON; some models never stop."""
 MAX_DEPTH = 128
-"""Of objects and lists in a structural tag, schemas apart."""
+"""Maximum depth of objects and lists in a structural tag, without schemas."""
 
 FORMATS = {
     *("any_text", "any_tokens", "const_string", "dispatch", "exclude_token", "grammar"),
@@ -28,20 +28,21 @@ FORMATS = {
     *("sequence", "star", "tag", "tags_with_separator", "token", "token_dispatch"),
     *("token_triggered_tags", "triggered_tags"),
 }
-"""All that xgrammar 0.2.8 has. It would take one without a type for what it looks like."""
+"""All formats in xgrammar 0.2.8, which guesses the format if the type is missing."""
 _UNTYPED = {"tags": "tag", "begin": "token", "end": "token"}
-"""Of the formats in these fields the type may be left out."""
+"""Fields with formats that need no type: field -> type."""
 
 
 def as_format(grammar: Grammar, token_id: Callable[[str | int], int | None]) -> Format:
-    """A grammar as xgrammar is to have it, without what comes before it.
+    """Return a grammar as a format for xgrammar, without the text that comes before it.
 
     Args:
-        grammar: of a request.
-        token_id: of a token's text or id; None if a grammar cannot have such a token.
+        grammar: a request's grammar.
+        token_id: function from a token's text or id to its id, or to None if grammars must not
+            name the token.
 
     Raises:
-        RequestError: it is none, or asks for what cannot be done.
+        RequestError: the grammar is invalid or not supported.
     """
     forms = [_written(grammar)]
     if grammar.instead:
@@ -60,17 +61,17 @@ def as_format(grammar: Grammar, token_id: Callable[[str | int], int | None]) -> 
 
 
 def preceded(form: Format, before: str) -> Format:
-    """A format behind what comes before it, if anything does; see Grammar.before."""
+    """Put the format from Grammar.before in front of a format, if there is one."""
     return {"type": "sequence", "elements": [json.loads(before), form]} if before else form
 
 
 def tag_of(form: Format) -> str:
-    """The structural tag, as xgrammar compiles it."""
+    """Return the structural tag that xgrammar compiles."""
     return json.dumps({"type": "structural_tag", "format": form})
 
 
 def tokens_replaced(form: Format, replace: Callable[[int], int]) -> Format:
-    """A copy with other token ids, for another vocabulary."""
+    """Return a copy with other token ids, for another vocabulary."""
     copy: Format = json.loads(json.dumps(form))
     for node, _ in _nodes(copy, ""):
         _name_tokens(node, "", lambda token: replace(int(token)))
@@ -81,12 +82,12 @@ _TOKENS = {"token", "exclude_tokens", "trigger_tokens"}
 
 
 def _name_tokens(node: Format, place: str, token_id: Callable[[str | int], int | None]) -> None:
-    """Tokens that are named by their text get their ids."""
+    """Replace tokens that are named by their text by their ids."""
 
     def found(token: Any) -> int:
         number = token_id(token) if isinstance(token, str | int) else None
         if number is None:
-            raise RequestError(f"{place} names {str(token)[:40]!r}, which it cannot")
+            raise RequestError(f"{place} must not name the token {str(token)[:40]!r}")
         return number
 
     for word in _TOKENS & node.keys():
@@ -119,7 +120,7 @@ def _written(grammar: Grammar) -> Format:
 
 
 def _tag(grammar: Grammar) -> Format:
-    """The format of a structural tag, also of one in the older form."""
+    """Return the format of a structural tag in either the present or the older form."""
     tag = parse(grammar.text, grammar.param)
     match tag:
         case {"type": "structural_tag", "format": dict(form)}:
@@ -131,7 +132,7 @@ def _tag(grammar: Grammar) -> Format:
                 "tags": [_older(each, grammar.param) for each in structures],
             }
     raise RequestError(
-        f'{grammar.param} is no structural tag; it must have the type "structural_tag" and a format'
+        f'{grammar.param} is not a structural tag; it needs the type "structural_tag" and a format'
     )
 
 
@@ -140,11 +141,11 @@ def _older(structure: Any, param: str) -> Format:
         case {"begin": str(begin), "schema": schema, "end": str(end)}:
             content = {"type": "json_schema", "json_schema": schema}
             return {"type": "tag", "begin": begin, "content": content, "end": end}
-    raise RequestError(f"{param}: each of structures must have begin, schema and end")
+    raise RequestError(f"{param}: each entry of structures must have begin, schema and end")
 
 
 def _nodes(form: Format, place: str) -> Iterator[tuple[Format, str]]:
-    """Every format in a format, with its type, and where it is; schemas are not looked into."""
+    """Yield every format in a format, with its type filled in, and its place; skip schemas."""
     todo: list[tuple[Any, str, int, str | None]] = [(form, place, 0, None)]
     while todo:
         node, place, depth, kind = todo.pop()

@@ -1,14 +1,21 @@
-"""A child process that compiles grammars, one after the other, until its stdin ends.
+"""The child process that compiles grammars, one at a time, until its stdin ends.
 
-Compiling is C++ on text that a client wrote: it may take for ever, all the memory, or the stack.
-Here it can be killed (compiler.py does so at a deadline), and hurts nobody when it dies.
+Compiling runs C++ on a client's text. It may take forever, all the memory, or the whole stack. A
+separate process can be killed (compiler.py does so at a deadline), and its death hurts nobody.
 
+<<<<<<< HEAD
 What compiles may still be slow to match, because some grammars have very many ways to read one
 text. So each grammar is first compiled for a vocabulary of the 256 bytes, and walked at random
 there. The walk counts what the matcher does, not its time, so every machine refuses the same
 grammars. That is a sample, no proof: see also matcher.py.
+=======
+A compiled grammar may still be slow to match, because some grammars can read one text in very many
+ways. So this process first compiles each grammar for a 256-byte vocabulary and walks through it at
+random. It rejects a grammar if the steps take too long. This sample proves nothing, so matcher.py
+limits the time as well.
+>>>>>>> w-engine
 
-Both pipes carry messages as `compiler.framed` makes them.
+Both pipes carry messages from `compiler.framed`.
 """
 
 from __future__ import annotations
@@ -44,21 +51,25 @@ from weft.serving.executor import child_process
 if TYPE_CHECKING:
     import xgrammar
 
-MAX_MEMORY = 2 << 30  # bytes that compiling may take
+MAX_MEMORY = 2 << 30  # bytes for compiling
 MAX_COMPILED = 32 << 20  # bytes of a compiled grammar
-MARKS = 256  # tokens of the small vocabulary that stand for those that a structural tag names
-END = 256 + MARKS  # the last one there
+MARKS = 256  # tokens in the small vocabulary for tokens named in a structural tag
+END = 256 + MARKS  # the small vocabulary's end token
 WALKS, STEPS = 4, 256
+<<<<<<< HEAD
 MAX_ITEMS = 1 << 18  # items of Earley's algorithm in a walk; usual are 5,000, and 1e5 if wide
 MAX_CHAINS = 1 << 14  # see `_chains`, at one byte; usual are 10, and 1,000 if wide
 MAX_SECONDS = 8.0  # of processor time for all walks; the last resort: usual are 0.05
 
 # In xgrammar's account of a byte: one rule begins another.
 _PREDICTION = re.compile(rb"The rule (\d+): \S+ predict the new rule (\d+): ")
+=======
+SLOW_STEP, SLOW_WALK = 0.05, 0.5  # seconds of CPU time; 1e-5 and 3e-3 are usual
+>>>>>>> w-engine
 
 
 class Compiler:
-    """Compiles for one vocabulary."""
+    """Compiles grammars for one vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         import xgrammar
@@ -76,41 +87,46 @@ class Compiler:
         )
 
     def compile(self, grammar: Grammar) -> Answer:
-        """What comes of a grammar; whatever is wrong with it is said."""
+        """Compile a grammar; the answer reports any error."""
         param = grammar.param
         try:
             form = as_format(grammar, self._token_id)
             marks: dict[int, int] = {}
             bytewise = tokens_replaced(form, lambda t: marks.setdefault(t, 256 + len(marks)))
             if len(marks) > MARKS:
-                raise RequestError(f"{param} names {len(marks)} tokens; at most {MARKS}")
+                raise RequestError(f"{param} names {len(marks)} tokens; the maximum is {MARKS}")
             with _warnings() as said:
                 compiled = self._for_bytes.compile_structural_tag(tag_of(bytewise))
             if said:
+<<<<<<< HEAD
                 raise RequestError(f"{param} asks for what cannot be done: {said[0]}")
             with _stderr() as stderr:
                 _walk(compiled, param, stderr)
+=======
+                raise RequestError(f"{param} is not supported: {said[0]}")
+>>>>>>> w-engine
             tag = tag_of(preceded(form, grammar.before))
             data = self._for_tokens.compile_structural_tag(tag).serialize_json().encode()
             if len(data) > MAX_COMPILED:
                 raise RequestError(
-                    f"{param} has {len(data)} bytes when compiled; at most {MAX_COMPILED}"
+                    f"{param} has {len(data)} bytes when compiled; the maximum is {MAX_COMPILED}"
                 )
         except RequestError as error:
-            return _refused(error.message)
+            return _rejected(error.message)
         except OSError as error:
             return Answer(fault=str(error))
         except MemoryError:
-            return _refused(f"{param} takes too much memory to compile")
+            return _rejected(f"{param} takes too much memory to compile")
         except Exception as error:  # noqa: BLE001  xgrammar's are of many kinds
-            return _refused(f"{param} cannot be compiled: {_brief(str(error))}")
+            return _rejected(f"{param} cannot be compiled: {_brief(str(error))}")
         return Answer(data)
 
     def _token_id(self, token: str | int) -> int | None:
-        """Of a token that a grammar may name."""
+        """Return a token's id; None if a grammar must not name the token."""
         number = self._tokenizer.backend.token_to_id(token) if isinstance(token, str) else token
         return None if number in self._never else number
 
+<<<<<<< HEAD
 
 def _walk(grammar: xgrammar.CompiledGrammar, param: str, stderr: BinaryIO) -> None:
     """Take some random ways through a grammar, a byte a step.
@@ -171,11 +187,48 @@ def _chains(account: bytes) -> int:
         begins[rule] += 1
         begun[other] += 1
     return sum(count * begun[rule] for rule, count in begins.items())
+=======
+    def _walk(self, grammar: xgrammar.CompiledGrammar, param: str) -> None:
+        """Walk through a grammar at random a few times, one byte a step.
+
+        Raises:
+            RequestError: the grammar has a dead end, or the walks take too long.
+        """
+        import numpy as np
+        import xgrammar
+
+        rng = random.Random(0)
+        mask = np.empty((1, END // 32 + 1), np.int32)
+        begin = time.thread_time()
+        for walk in range(WALKS):
+            matcher = xgrammar.GrammarMatcher(grammar)
+            token = END
+            for _ in range(STEPS):
+                before = time.thread_time()
+                mask.fill(-1)
+                matcher.fill_next_token_bitmask(mask)
+                bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+                allowed = np.flatnonzero(bits[: END + 1])
+                if not len(allowed):
+                    raise RequestError(f"{param} allows no text, or it has dead ends")
+                if allowed[0] == END:
+                    break
+                # Every second walk stays in a repetition as long as possible.
+                if walk % 2 or not bits[token] or token == END:
+                    token = int(rng.choice(allowed[allowed < END]))
+                matcher.accept_token(token)
+                now = time.thread_time()
+                if now - before > SLOW_STEP or now - begin > SLOW_WALK * WALKS:
+                    raise RequestError(
+                        f"{param} is too slow to match: it can read one text in too many ways, "
+                        "for example by repetitions within repetitions"
+                    )
+>>>>>>> w-engine
 
 
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """What xgrammar writes to stderr of the parts that it leaves out; complete at the end."""
+    """Collect xgrammar's warnings about ignored parts from stderr; complete after the block."""
     said: list[str] = []
     with _stderr() as stderr:
         yield said
@@ -198,12 +251,12 @@ def _stderr() -> Iterator[BinaryIO]:
             os.close(stderr)
 
 
-def _refused(error: str) -> Answer:
-    return Answer(error=error.encode(errors="replace").decode())  # it may quote half a character
+def _rejected(error: str) -> Answer:
+    return Answer(error=error.encode(errors="replace").decode())  # it may end inside a character
 
 
 def _brief(message: str) -> str:
-    """xgrammar's words, without where in its source they were said."""
+    """Return xgrammar's message without its place in the source."""
     text = message.strip().partition("\n")[0]
     for words in ("Check failed: ", "Warning: "):
         text = text.rpartition(words)[2]
@@ -213,7 +266,7 @@ def _brief(message: str) -> str:
 
 
 def _read(stream: BinaryIO) -> bytes | None:
-    """The next message; None at the end."""
+    """Return the next message; None at the end."""
     head = stream.read(HEAD)
     if len(head) < HEAD:
         return None
@@ -222,7 +275,7 @@ def _read(stream: BinaryIO) -> bytes | None:
 
 
 def main() -> None:
-    """Be the process."""
+    """Run the process."""
     child_process.ignore_signals()
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # stray prints go to stderr
@@ -231,7 +284,7 @@ def main() -> None:
     def listen() -> None:
         while (message := _read(sys.stdin.buffer)) is not None:
             messages.put(message)
-        os._exit(1)  # also in the middle of a grammar
+        os._exit(1)  # even while a grammar is being compiled
 
     threading.Thread(target=listen, name="weft-parent", daemon=True).start()
     compiler = Compiler(msgspec.msgpack.decode(messages.get(), type=Vocabulary))

@@ -1,21 +1,21 @@
-"""Blocks of the KV cache: which request holds which block, and which blocks can be shared.
+"""KV cache blocks: their owners, the prefix cache, and eviction.
 
 The model runner owns the memory; this module handles block numbers only. A block holds
-`block_size` tokens of one request. A request is known by its slot, and
-`table[slot, :num_blocks[slot]]` lists its blocks in order.
+`block_size` tokens. A request is known by its slot, and `table[slot, :num_blocks[slot]]` lists its
+blocks in order.
 
 Prefix cache: a full block gets a key (see prefix_keys.py) once its tokens are known and computed.
-A keyed block stays cached when nobody holds it any more, until its memory is needed. The block
-that was freed longest ago is evicted first.
+A keyed block stays cached after its last owner freed it, until its memory is needed. The block
+freed longest ago is evicted first.
 
 Invariants, verified by `check`:
 - A block is in exactly one state: held (its reference count is the number of table entries with
   its number, at least one), cached (no reference, has a key) or empty (no reference, no key).
-- A key belongs to at most one block. Two requests that compute the same tokens at the same time
-  keep two blocks; the first one gets the key.
+- A key belongs to at most one block. If two requests compute the same tokens at the same time,
+  both keep their blocks; the first one gets the key.
 - Table entries past num_blocks are 0.
 
-Not handled: sliding-window attention that frees blocks early, and copies to other memories.
+Not handled: freeing blocks early with sliding-window attention, and copies to other memories.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ class BlockManager:
 
     @property
     def available(self) -> int:
-        """Number of blocks that nobody holds."""
+        """Number of blocks without an owner."""
         return len(self._empty) + len(self._cached)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks that `num_tokens` tokens need."""
+        """Return how many blocks `num_tokens` tokens need."""
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, keys: Iterable[bytes]) -> list[int]:
-        """Return the blocks of the longest run of cached keys, from the first key on."""
+        """Return cached blocks for the longest run of keys, from the first key on."""
         blocks: list[int] = []
         for key in keys:
             block = self._block.get(key)
@@ -80,7 +80,7 @@ class BlockManager:
     def can_allocate(
         self, slot: int, num_tokens: int, prefix: Sequence[int] = (), *, spare: int = 0
     ) -> bool:
-        """Return whether `allocate` has enough blocks, and leaves `spare` of them available."""
+        """Return whether `allocate` has enough blocks and leaves `spare` blocks available."""
         new = self.blocks_for(num_tokens) - int(self.num_blocks[slot]) - len(prefix)
         revived = [self._references[block] for block in prefix].count(0)
         return max(new, 0) + revived + spare <= self.available
@@ -105,11 +105,11 @@ class BlockManager:
         self.num_blocks[slot] = end
 
     def can_append(self, slots: Slots) -> bool:
-        """Return whether there is one more block for each of these slots."""
+        """Return whether each slot can get one more block."""
         return len(slots) <= self.available
 
     def append_block(self, slots: Slots) -> None:
-        """Give each of these slots one more block; `can_append` must agree."""
+        """Give each slot one more block; `can_append` must agree."""
         if len(slots):
             self.table[slots, self.num_blocks[slots]] = self._take(len(slots))
             self.num_blocks[slots] += 1
@@ -170,7 +170,7 @@ class BlockManager:
         assert len(self._block) == sum(key is not None for key in self._key), "a key is lost"
 
     def _take(self, count: int) -> list[int]:
-        """Return blocks that nobody held, now with one reference and no key."""
+        """Return blocks without an owner, now with one reference and no key."""
         start = max(len(self._empty) - count, 0)
         blocks = self._empty[start:]
         del self._empty[start:]

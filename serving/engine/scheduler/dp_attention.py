@@ -1,12 +1,12 @@
-"""A scheduler for each copy of attention, seen as one.
+"""Data-parallel attention: one scheduler for each attention instance, used like a single one.
 
-Where experts are dealt out to more ranks than attention is split over, there are several
-copies of attention (models/spec/layout.py). Each has requests, slots and a KV cache of its own, and
-all of them run their part of a step at one time.
+If experts are spread over more ranks than attention is split over, the attention weights exist
+several times (models/spec/layout.py). Each attention instance has its own requests, slots and KV
+cache, and all instances run a step at the same time.
 
-A request goes to the copy that has the fewest. Among those it goes to the one whose prefix
-cache has most of its prompt, then to the one that has been given the fewest tokens of prompts
-so far. It stays there: keys and values do not move.
+A new request goes to an instance with the fewest requests. Among several, the longest cached
+prefix decides, then the smallest number of prompt tokens received so far. The request stays there,
+because keys and values do not move.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from weft.serving.engine.scheduler.scheduler import Scheduler
 
 
 class DpAttentionScheduler:
-    """Requests in, steps out; results of steps in, tokens out. Runs in one thread.
+    """Takes requests and returns steps; takes results and returns outputs. Runs in one thread.
 
     Args:
-        schedulers: of each copy, at least one; nothing else may use them.
+        schedulers: one for each attention instance; nothing else may use them.
     """
 
     def __init__(self, schedulers: Sequence[Scheduler]) -> None:
         self._schedulers = schedulers
-        self._given = [0] * len(schedulers)  # tokens of prompts
+        self._prompt_tokens = [0] * len(schedulers)  # received so far
         self._steps = 0
         self._seconds = 0.0
 
     def add(self, add: Add, matcher: GrammarMatcher | None = None) -> None:
         """Queue a request; see `Scheduler.add`."""
-        copy = self._choose(add) if len(self._schedulers) > 1 else 0
-        self._schedulers[copy].add(add, matcher)
-        self._given[copy] += len(add.prompt)
+        instance = self._choose(add) if len(self._schedulers) > 1 else 0
+        self._schedulers[instance].add(add, matcher)
+        self._prompt_tokens[instance] += len(add.prompt)
 
     def _choose(self, add: Add) -> int:
-        """The copy for a request."""
+        """Return the attention instance's index for a request."""
         schedulers = self._schedulers
-        for copy, scheduler in enumerate(schedulers):
+        for i, scheduler in enumerate(schedulers):
             if scheduler.has(add.request_id):
-                return copy  # which refuses it
+                return i  # this scheduler rejects it
         fewest = min(scheduler.count for scheduler in schedulers)
-        idle = [copy for copy, s in enumerate(schedulers) if s.count == fewest]
+        idle = [i for i, scheduler in enumerate(schedulers) if scheduler.count == fewest]
         if len(idle) == 1:
             return idle[0]
-        return min(idle, key=lambda i: (-schedulers[i].cached_tokens(add), self._given[i]))
+        return min(idle, key=lambda i: (-schedulers[i].cached_tokens(add), self._prompt_tokens[i]))
 
     def abort(self, request_ids: Iterable[str]) -> list[TokenOutput]:
         """End these requests; unknown ones are ignored."""
@@ -59,25 +59,25 @@ class DpAttentionScheduler:
 
     @property
     def count(self) -> int:
-        """How many have not ended."""
+        """Number of live requests."""
         return sum(scheduler.count for scheduler in self._schedulers)
 
     @property
     def live(self) -> tuple[str, ...]:
-        """Requests that have not ended."""
+        """Ids of the live requests."""
         return tuple(name for s in self._schedulers for name in s.live)
 
     def take_moves(self) -> list[Move]:
-        """Which requests were admitted or preempted since the last call."""
+        """Return which requests were admitted or preempted since the last call."""
         return [move for s in self._schedulers for move in s.take_moves()]
 
     def schedule(self) -> Step | None:
-        """The next step, or None when there is nothing to compute now."""
+        """Return the next step, or None when there is nothing to compute now."""
         step = tuple(scheduler.schedule() for scheduler in self._schedulers)
         return None if all(batch is None for batch in step) else step
 
     def finish(self, result: Result) -> list[TokenOutput]:
-        """Take in the result of the oldest step under way; new tokens and ends of requests."""
+        """Take the result of the oldest step in flight; returns new tokens and ended requests."""
         outputs: list[TokenOutput] = []
         self._steps += 1
         self._seconds += max(output.seconds for output in result if output is not None)
@@ -87,7 +87,7 @@ class DpAttentionScheduler:
         return outputs
 
     def stats(self) -> EngineStats:
-        """How things stand, in all of them."""
+        """Return a snapshot of all instances together."""
         if len(self._schedulers) == 1:
             return self._schedulers[0].stats()
         parts = [scheduler.stats() for scheduler in self._schedulers]

@@ -1,4 +1,4 @@
-"""Requests that wait until another request has computed their prompt's beginning."""
+"""Lets requests wait for a prefix, until another request has computed it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from weft.serving.engine.scheduler.request import Request
 
 
 class PrefixWait:
-    """Decides which requests should wait for a prefix that is being computed.
+    """Decides which requests should wait for a prefix.
 
-    When prompts that start alike arrive together, the first one is admitted. The others wait until
-    its blocks are in the prefix cache, so the common part is computed once.
+    If prompts with a common prefix arrive together, the first one is admitted. The others wait
+    until its blocks are in the prefix cache, so the prefix is computed once.
 
     Args:
         worth_waiting: a request waits if at least this many tokens are being computed for it.
@@ -29,7 +29,7 @@ class PrefixWait:
             keys: keys of the blocks that it can take from the prefix cache, in order.
             cached: number of these blocks that are in the prefix cache already.
         """
-        # A key stands for the whole prefix, so the last block that must come is enough to compare.
+        # A key stands for a whole prefix, so comparing the last necessary block is enough.
         last = cached + self._num_blocks - 1
         return last < len(keys) and any(
             last < num_blocks and request.known_keys[last] == keys[last]
@@ -37,14 +37,14 @@ class PrefixWait:
         )
 
     def expect(self, request: Request, num_blocks: int) -> None:
-        """Note that a request is going to compute its first blocks, whose keys are known."""
+        """Expect a request to compute its first blocks; it must know their keys."""
         self._computing[request] = num_blocks
 
     def computed(self, request: Request, num_blocks: int) -> None:
-        """Note that a request's first blocks are in the prefix cache."""
+        """Expect nothing more from a request once its first blocks are in the prefix cache."""
         if num_blocks >= self._computing.get(request, num_blocks + 1):
             del self._computing[request]
 
     def cancel(self, request: Request) -> None:
-        """Note that a request is not going to compute any more blocks of its prompt."""
+        """Expect nothing more from a request."""
         self._computing.pop(request, None)

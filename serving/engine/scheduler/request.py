@@ -105,11 +105,11 @@ class Request:
         self.known_keys = add.prompt.block_keys()
 
     def __len__(self) -> int:
-        """Number of tokens that have come back, including the prompt."""
+        """Number of known tokens: the prompt, and results from finished steps."""
         return len(self.token_ids)
 
     def keys(self, count: int, block_size: int) -> list[bytes]:
-        """Return prefix-cache keys of the first `count` blocks, whose tokens must be known."""
+        """Return prefix-cache keys for the first `count` blocks; their tokens must be known."""
         keys = self.known_keys
         if len(keys) < count:
             tokens = self.token_ids[len(keys) * block_size : count * block_size]
@@ -118,11 +118,11 @@ class Request:
 
     @property
     def reusable(self) -> int:
-        """Maximum number of tokens that may come from the prefix cache.
+        """Maximum number of tokens to take from the prefix cache.
 
         The last token is always computed, because the request needs its logits or hidden state.
-        The same holds for a prompt token if the log probability of its successor is still missing,
-        or if its hidden state is needed.
+        A prompt token is computed too if its successor's log probability is still missing, or if
+        its hidden state is needed.
         """
         count = len(self) - 1
         if self.prompt_logprobs is not None:
@@ -133,12 +133,12 @@ class Request:
 
     @property
     def embedding(self) -> bytes:
-        """The mean of the pooled hidden states, float32[hidden]; all of them have come back."""
+        """The pooled hidden states' mean, float32[hidden]; all steps must have finished."""
         mean = np.asarray(self.hidden_sum / self._pooled_tokens, np.float32)
         return mean.tobytes()
 
     def sampling(self) -> SlotSampling:
-        """Return the settings that the runner needs before it samples for this request."""
+        """Return the runner's sampling settings for this request."""
         p = self.params
         assert p.seed is not None, "the API process fills the seed in"
         history = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0

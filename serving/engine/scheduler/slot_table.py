@@ -1,7 +1,7 @@
 """Running requests by slot.
 
-A slot is a request's row in the runner's state. The counts of each request are in NumPy arrays, so
-that scheduling a step of decodes takes no Python code for each request.
+A slot is a request's row in the runner's state. NumPy arrays hold each request's counts, so
+scheduling a step with decodes runs no Python code for each request.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from weft.serving.engine.scheduler.request import Request
 class SlotTable:
     """Assigns slots to requests and counts their tokens.
 
-    A request that ends or is preempted is *retired*: it takes part in no further step. Its slot
-    and blocks are freed once no step in flight names the slot, because such a step may still
-    write to them.
+    When a request ends or is preempted, it is *retired*: it takes part in no further step. A step
+    in flight may still write to its blocks, so its slot and blocks are freed once all steps with
+    this slot have finished.
 
     Args:
         num_slots: number of slots.
@@ -59,17 +59,17 @@ class SlotTable:
 
     @property
     def next_free(self) -> int | None:
-        """The slot that `assign` takes next; None if all are in use."""
+        """The slot for the next call to `assign`; None if all are in use."""
         return self._free[-1] if self._free else None
 
     @property
     def in_use(self) -> int:
-        """Number of slots that are not free."""
+        """Number of slots with a request, retired ones included."""
         return len(self.requests) - len(self._free)
 
     @property
     def running(self) -> int:
-        """Number of slots whose requests take part in further steps."""
+        """Number of slots with a request in further steps."""
         return self.in_use - len(self.retired)
 
     def requests_in(self, slots: Iterable[int]) -> list[Request]:
@@ -96,7 +96,7 @@ class SlotTable:
             self.matchers[slot] = request.matcher
 
     def submitted(self, step: int, slots: Slots, sampled: Slots) -> None:
-        """Count a step that is now in flight, and the tokens that it samples.
+        """Count a submitted step and its sampled tokens.
 
         Args:
             step: the step's number.
@@ -109,7 +109,7 @@ class SlotTable:
         self.sampled_in[sampled] = step
 
     def finished(self, slots: Slots, context_len: Int32) -> None:
-        """Count a step that has come back.
+        """Count a finished step.
 
         Args:
             slots: slots that the step named.
@@ -125,9 +125,9 @@ class SlotTable:
         self.routine[slot] = False
 
     def release(self) -> list[Request]:
-        """Free retired slots that no step in flight names; returns their requests.
+        """Free retired slots after their last step; returns their requests.
 
-        Each request's `slot` still says which slot it had.
+        Each request's `slot` still has the old number.
         """
         if not self.retired:
             return []

@@ -1,7 +1,7 @@
 """Builds a step's arrays from the scheduler's choice, and takes prompt log probabilities back out.
 
-Rows are in the scheduler's order: first decodes, one token each, then chunks of known tokens. The
-newest token of a decode may not have come back yet, so it is always named by its slot (see
+Rows are in the scheduler's order: first decodes with one token each, then chunks of known tokens.
+A decode's newest token may not have come back yet, so its slot always names it (see
 models/interface.py).
 """
 
@@ -22,7 +22,7 @@ from weft.serving.engine.scheduler.slot_table import SlotTable
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Known tokens `start` to `stop` of a request, computed in one step."""
+    """A request's known tokens `start` to `stop`, computed in one step."""
 
     request: Request
     start: int
@@ -30,13 +30,13 @@ class Chunk:
 
     @property
     def samples(self) -> bool:
-        """Whether the chunk reaches the last known token, so that the next one is sampled."""
+        """Whether the chunk reaches the last known token, so the next one is sampled."""
         return self.stop == len(self.request) and self.request.pooling is None
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Prompt tokens `start` to `stop` of a request that a step scores or pools."""
+    """A request's prompt tokens `start` to `stop`, which a step scores or pools."""
 
     request: Request
     start: int
@@ -45,7 +45,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A step that was submitted and has not come back.
+    """A submitted step without a result yet.
 
     Attributes:
         batch: the step's input.
@@ -131,7 +131,7 @@ def build_step(
 
 
 def _mask(sampled: Slots, matchers: Mapping[int, GrammarMatcher]) -> tuple[Int32, Int32]:
-    """Return the sampled rows whose requests have a grammar, and a mask of tokens for each."""
+    """Return the sampled rows with a grammar, and a token mask for each."""
     rows = [row for row, slot in enumerate(sampled.tolist()) if slot in matchers]
     if not rows:
         return NONE, NO_MASK
@@ -140,7 +140,7 @@ def _mask(sampled: Slots, matchers: Mapping[int, GrammarMatcher]) -> tuple[Int32
 
 
 def _score(chunks: list[Chunk], begins: list[int]) -> tuple[list[Part], Int32]:
-    """Return prompt tokens to score, and rows that score them: token p's row scores token p + 1.
+    """Return prompt tokens to score, and their rows: token p's row scores token p + 1.
 
     Args:
         chunks: known tokens that the step computes.
@@ -162,7 +162,7 @@ def _score(chunks: list[Chunk], begins: list[int]) -> tuple[list[Part], Int32]:
 
 
 def _pool(chunks: list[Chunk], begins: list[int]) -> tuple[list[Part], Int32]:
-    """Return prompt tokens whose hidden states are summed, and their rows; see `_score`."""
+    """Return prompt tokens for pooling, and their rows; see `_score`."""
     sums = []
     rows: list[int] = []
     for chunk, begin in zip(chunks, begins, strict=True):
@@ -178,7 +178,7 @@ def _pool(chunks: list[Chunk], begins: list[int]) -> tuple[list[Part], Int32]:
 
 
 def take_scores(scores: list[Part], logprobs: Logprobs) -> None:
-    """Give each request the log probabilities of its prompt tokens."""
+    """Give each request its prompt tokens' log probabilities."""
     row = 0
     for score in scores:
         request = score.request

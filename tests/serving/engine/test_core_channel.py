@@ -33,4 +33,4 @@ def test_a_core_whose_front_is_gone_ends() -> None:
             socket.bind(address)
         with pytest.raises(ValueError, match="the cause") as error:
             fail_unheard(front, context)
-        assert "nobody listens" in str(error.value.__cause__)
+        assert "no longer listens" in str(error.value.__cause__)

@@ -41,7 +41,7 @@ def test_cores_on_other_machines_leave_this_one_to_the_rest() -> None:
 
 def test_interpreted_kernels_are_on_one_machine() -> None:
     config = EngineConfig(tp=2, nodes=2, kernels="overlapped")
-    with pytest.raises(ConfigError, match="with --kernels overlapped an engine must be on one"):
+    with pytest.raises(ConfigError, match="with --kernels overlapped all ranks of an engine must"):
         share_out(config, [Inventory()] * 2)
     for share in share_out(replace(config, dp=2), [Inventory()] * 2):
         assert len(share.replica.slice) == 1

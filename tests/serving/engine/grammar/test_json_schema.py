@@ -43,8 +43,8 @@ def refusal(schema: Any) -> str:
         ({"type": "string", "enum": [1, 2]}, "enum has no value of type string"),
         ({"type": "array", "items": 5}, "guided_json/items must be an object or a boolean"),
         ([], "guided_json must be an object or a boolean"),
-        ("{", "guided_json is no JSON"),
-        ('{"type": "number", "minimum": NaN}', "guided_json is no JSON: NaN is no number"),
+        ("{", "guided_json is not JSON"),
+        ('{"type": "number", "minimum": NaN}', "guided_json is not JSON: NaN is not a number"),
         ('{"items":' * 100_000 + "{}" + "}" * 100_000, "guided_json is nested too deeply"),
     ],
 )

@@ -95,8 +95,8 @@ def test_a_dead_end_is_an_error() -> None:
     matcher = GrammarMatcher(Matcher([3], [], completed=False), SIZE, [END])
     error = matcher.advance(3)
     assert error is not None
-    assert "no token of the model's" in error
-    with pytest.raises(RequestError, match="no token of the model's"):
+    assert "none of the model's tokens" in error
+    with pytest.raises(RequestError, match="none of the model's tokens"):
         GrammarMatcher(Matcher([], completed=False), SIZE, [END])
 
 

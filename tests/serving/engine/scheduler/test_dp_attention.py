@@ -1,4 +1,4 @@
-"""Copies of attention: each has requests of its own, and all of them run at one time."""
+"""Data-parallel attention: each instance has its own requests, and all run at the same time."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ def prompt_of(add: Add) -> list[int]:
 
 
 class Engine:
-    """Copies with a mock runner each, and up to two steps under way."""
+    """Attention instances with a mock runner each, and up to two steps in flight."""
 
-    def __init__(self, copies: int, num_blocks: int = 20, max_num_seqs: int = 3) -> None:
+    def __init__(self, instances: int, num_blocks: int = 20, max_num_seqs: int = 3) -> None:
         self.caches = [
-            BlockManager(num_blocks, BLOCK_SIZE, max_num_seqs, MAX_MODEL_LEN) for _ in range(copies)
+            BlockManager(num_blocks, BLOCK_SIZE, max_num_seqs, MAX_MODEL_LEN)
+            for _ in range(instances)
         ]
         self.schedulers = [
             Scheduler(kv, max_num_batched_tokens=BUDGET, max_model_len=MAX_MODEL_LEN)
             for kv in self.caches
         ]
-        self.copies = DpAttentionScheduler(self.schedulers)
-        self.runners = [MockRunner(BLOCK_SIZE, seconds=0.0) for _ in range(copies)]
+        self.scheduler = DpAttentionScheduler(self.schedulers)
+        self.runners = [MockRunner(BLOCK_SIZE, seconds=0.0) for _ in range(instances)]
         for runner in self.runners:
             runner.allocate_kv_cache(num_blocks)
         self.under_way: deque[Step] = deque()
@@ -47,23 +48,23 @@ class Engine:
         self.outputs: dict[str, list[TokenOutput]] = {}
 
     def add(self, prompt: Sequence[int], max_tokens: int) -> int:
-        """Add a request; returns the copy that it has gone to."""
+        """Add a request; returns the number of its attention instance."""
         name = f"r{len(self.adds)}"
         params = SamplingParams(seed=0, max_tokens=max_tokens)
         self.adds[name] = add = Add(name, pack_prompt(prompt, BLOCK_SIZE), params, (END,))
         self.outputs[name] = []
-        self.copies.add(add)
-        (copy,) = (i for i, scheduler in enumerate(self.schedulers) if scheduler.has(name))
-        return copy
+        self.scheduler.add(add)
+        (instance,) = (i for i, scheduler in enumerate(self.schedulers) if scheduler.has(name))
+        return instance
 
     def step(self) -> None:
         """Submit what can be, and take the oldest step in."""
-        while len(self.under_way) < 2 and (step := self.copies.schedule()) is not None:
+        while len(self.under_way) < 2 and (step := self.scheduler.schedule()) is not None:
             self.under_way.append(step)
         if self.under_way:
             batches = zip(self.runners, self.under_way.popleft(), strict=True)
             result = tuple(batch and runner.step(batch) for runner, batch in batches)
-            self.take(self.copies.finish(result))
+            self.take(self.scheduler.finish(result))
 
     def take(self, outputs: list[TokenOutput]) -> None:
         for output in outputs:
@@ -72,7 +73,7 @@ class Engine:
             seen.append(output)
 
     def run(self) -> None:
-        while self.copies.live or self.under_way:
+        while self.scheduler.live or self.under_way:
             self.step()
 
     def check(self) -> None:
@@ -93,25 +94,25 @@ requests = st.tuples(prompts, st.integers(1, 16))
 actions = st.one_of(requests, st.integers(0, 30), st.just("step"))
 
 
-@given(copies=st.integers(1, 3), script=st.lists(actions, max_size=30))
+@given(instances=st.integers(1, 3), script=st.lists(actions, max_size=30))
 @settings(max_examples=60)
 def test_every_request_ends_once_on_the_copy_with_the_fewest(
-    copies: int, script: list[tuple[list[int], int] | int | str]
+    instances: int, script: list[tuple[list[int], int] | int | str]
 ) -> None:
-    engine = Engine(copies)
+    engine = Engine(instances)
     for action in script:
         match action:
             case (prompt, max_tokens):
                 before = [scheduler.count for scheduler in engine.schedulers]
                 assert before[engine.add(prompt, max_tokens)] == min(before)
             case int():
-                engine.take(engine.copies.abort([f"r{action}", "unknown"]))
+                engine.take(engine.scheduler.abort([f"r{action}", "unknown"]))
             case _:
                 engine.step()
-        stats = engine.copies.stats()
-        assert stats.running + stats.waiting == len(engine.copies.live)
+        stats = engine.scheduler.stats()
+        assert stats.running + stats.waiting == len(engine.scheduler.live)
         used = sum(kv.total - kv.available for kv in engine.caches)
-        assert (stats.kv_blocks_used, stats.kv_blocks_total) == (used, 20 * copies)
+        assert (stats.kv_blocks_used, stats.kv_blocks_total) == (used, 20 * instances)
     engine.run()
     engine.check()
 
@@ -128,14 +129,14 @@ def test_all_copies_work_at_one_time() -> None:
     computed = [runner.tokens_computed for runner in engine.runners]
     assert sum(computed) == alone.runners[0].tokens_computed
     assert max(computed) <= 0.6 * sum(computed)
-    assert engine.copies.stats().steps == max(runner.steps for runner in engine.runners)
+    assert engine.scheduler.stats().steps == max(runner.steps for runner in engine.runners)
 
 
 def test_a_copy_without_requests_has_nothing_to_do() -> None:
     engine = Engine(3)
-    assert engine.copies.schedule() is None
+    assert engine.scheduler.schedule() is None
     engine.add([1, 2, 3], 4)
-    step = engine.copies.schedule()
+    step = engine.scheduler.schedule()
     assert step is not None
     assert [batch is None for batch in step] == [False, True, True]
 
@@ -149,20 +150,20 @@ def test_a_prompt_goes_to_the_copy_that_has_its_beginning() -> None:
     assert engine.add(prompt, 2) == 1
     engine.run()
     assert engine.outputs["r2"][0].cached_tokens == 8
-    assert engine.copies.stats().prefix_hits == 8
+    assert engine.scheduler.stats().prefix_hits == 8
     assert engine.add([9] * 9, 2) == 0, "the other one has computed more"
     assert engine.add(prompt, 2) == 1
     assert engine.add(prompt, 2) == 1, "nobody has fewer"
-    assert engine.add(prompt, 2) == 0, "copy 1 has more to do"
+    assert engine.add(prompt, 2) == 0, "instance 1 has more to do"
 
 
 def test_what_cannot_run_and_what_is_there_is_refused() -> None:
     engine = Engine(2)
     engine.add([1, 2, 3], 4)
     with pytest.raises(RequestError, match="at most 40"):
-        engine.copies.add(
+        engine.scheduler.add(
             Add("long", pack_prompt([1] * 40, None), SamplingParams(seed=0, max_tokens=1), ())
         )
     with pytest.raises(RequestError, match="'r0' is in use"):
-        engine.copies.add(engine.adds["r0"])
-    assert engine.copies.live == ("r0",)
+        engine.scheduler.add(engine.adds["r0"])
+    assert engine.scheduler.live == ("r0",)
