@@ -83,12 +83,8 @@ class CoreProcess:
 
     @classmethod
     async def start(cls, config: EngineConfig, load_model: str, address: str) -> CoreProcess:
-<<<<<<< HEAD
-        """Start it; it connects to `address` as soon as it can."""
-        command, environment = python_module("weft.serving.engine.core")
-=======
         """Start the process; it connects to `address` by itself."""
->>>>>>> w-engine
+        command, environment = python_module("weft.serving.engine.core")
         process = await asyncio.create_subprocess_exec(
             *command,
             env=environment,

@@ -3,17 +3,10 @@
 Compiling runs C++ on a client's text. It may take forever, all the memory, or the whole stack. A
 separate process can be killed (compiler.py does so at a deadline), and its death hurts nobody.
 
-<<<<<<< HEAD
-What compiles may still be slow to match, because some grammars have very many ways to read one
-text. So each grammar is first compiled for a vocabulary of the 256 bytes, and walked at random
-there. The walk counts what the matcher does, not its time, so every machine refuses the same
-grammars. That is a sample, no proof: see also matcher.py.
-=======
 A compiled grammar may still be slow to match, because some grammars can read one text in very many
 ways. So this process first compiles each grammar for a 256-byte vocabulary and walks through it at
-random. It rejects a grammar if the steps take too long. This sample proves nothing, so matcher.py
-limits the time as well.
->>>>>>> w-engine
+random. The walk counts the matcher's work, not its time, so every machine refuses the same
+grammars. This sample proves nothing, so matcher.py limits the time as well.
 
 Both pipes carry messages from `compiler.framed`.
 """
@@ -56,16 +49,12 @@ MAX_COMPILED = 32 << 20  # bytes of a compiled grammar
 MARKS = 256  # tokens in the small vocabulary for tokens named in a structural tag
 END = 256 + MARKS  # the small vocabulary's end token
 WALKS, STEPS = 4, 256
-<<<<<<< HEAD
 MAX_ITEMS = 1 << 18  # items of Earley's algorithm in a walk; usual are 5,000, and 1e5 if wide
 MAX_CHAINS = 1 << 14  # see `_chains`, at one byte; usual are 10, and 1,000 if wide
 MAX_SECONDS = 8.0  # of processor time for all walks; the last resort: usual are 0.05
 
 # In xgrammar's account of a byte: one rule begins another.
 _PREDICTION = re.compile(rb"The rule (\d+): \S+ predict the new rule (\d+): ")
-=======
-SLOW_STEP, SLOW_WALK = 0.05, 0.5  # seconds of CPU time; 1e-5 and 3e-3 are usual
->>>>>>> w-engine
 
 
 class Compiler:
@@ -98,13 +87,9 @@ class Compiler:
             with _warnings() as said:
                 compiled = self._for_bytes.compile_structural_tag(tag_of(bytewise))
             if said:
-<<<<<<< HEAD
-                raise RequestError(f"{param} asks for what cannot be done: {said[0]}")
+                raise RequestError(f"{param} is not supported: {said[0]}")
             with _stderr() as stderr:
                 _walk(compiled, param, stderr)
-=======
-                raise RequestError(f"{param} is not supported: {said[0]}")
->>>>>>> w-engine
             tag = tag_of(preceded(form, grammar.before))
             data = self._for_tokens.compile_structural_tag(tag).serialize_json().encode()
             if len(data) > MAX_COMPILED:
@@ -126,7 +111,6 @@ class Compiler:
         number = self._tokenizer.backend.token_to_id(token) if isinstance(token, str) else token
         return None if number in self._never else number
 
-<<<<<<< HEAD
 
 def _walk(grammar: xgrammar.CompiledGrammar, param: str, stderr: BinaryIO) -> None:
     """Take some random ways through a grammar, a byte a step.
@@ -150,7 +134,7 @@ def _walk(grammar: xgrammar.CompiledGrammar, param: str, stderr: BinaryIO) -> No
             bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
             allowed = np.flatnonzero(bits[: END + 1])
             if not len(allowed):
-                raise RequestError(f"{param} allows no text at all, or has dead ends")
+                raise RequestError(f"{param} allows no text, or it has dead ends")
             if allowed[0] == END:
                 break
             # Half of the walks stay in a repetition for as long as they can.
@@ -161,8 +145,8 @@ def _walk(grammar: xgrammar.CompiledGrammar, param: str, stderr: BinaryIO) -> No
             seconds = time.thread_time() - begin
             if items > MAX_ITEMS or _chains(account) > MAX_CHAINS or seconds > MAX_SECONDS:
                 raise RequestError(
-                    f"{param} is too slow to match: it has too many ways to read one text, "
-                    "such as repetitions within repetitions"
+                    f"{param} is too slow to match: it can read one text in too many ways, "
+                    "for example by repetitions within repetitions"
                 )
 
 
@@ -187,43 +171,6 @@ def _chains(account: bytes) -> int:
         begins[rule] += 1
         begun[other] += 1
     return sum(count * begun[rule] for rule, count in begins.items())
-=======
-    def _walk(self, grammar: xgrammar.CompiledGrammar, param: str) -> None:
-        """Walk through a grammar at random a few times, one byte a step.
-
-        Raises:
-            RequestError: the grammar has a dead end, or the walks take too long.
-        """
-        import numpy as np
-        import xgrammar
-
-        rng = random.Random(0)
-        mask = np.empty((1, END // 32 + 1), np.int32)
-        begin = time.thread_time()
-        for walk in range(WALKS):
-            matcher = xgrammar.GrammarMatcher(grammar)
-            token = END
-            for _ in range(STEPS):
-                before = time.thread_time()
-                mask.fill(-1)
-                matcher.fill_next_token_bitmask(mask)
-                bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
-                allowed = np.flatnonzero(bits[: END + 1])
-                if not len(allowed):
-                    raise RequestError(f"{param} allows no text, or it has dead ends")
-                if allowed[0] == END:
-                    break
-                # Every second walk stays in a repetition as long as possible.
-                if walk % 2 or not bits[token] or token == END:
-                    token = int(rng.choice(allowed[allowed < END]))
-                matcher.accept_token(token)
-                now = time.thread_time()
-                if now - before > SLOW_STEP or now - begin > SLOW_WALK * WALKS:
-                    raise RequestError(
-                        f"{param} is too slow to match: it can read one text in too many ways, "
-                        "for example by repetitions within repetitions"
-                    )
->>>>>>> w-engine
 
 
 @contextmanager
