@@ -153,13 +153,13 @@ def test_a_target_holds_what_it_names() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("itl=1", "names 'itl'; it knows ttft, tpot, latency"),
+        ("itl=1", "has 'itl'; it can have ttft, tpot, latency"),
         ("ttft", "ttft of --target is ''"),
         ("ttft=soon", "is 'soon'; it must be a number above 0"),
         ("ttft=0", "is '0'"),
         ("ttft=nan", "is 'nan'"),
-        ("ttft=1,ttft=2", "names ttft twice"),
-        ("ttft=1,", "names ''"),
+        ("ttft=1,ttft=2", "has ttft twice"),
+        ("ttft=1,", "has ''"),
     ],
 )
 def test_a_target_that_is_none(text: str, message: str) -> None:
