@@ -75,7 +75,7 @@ def gather_ll128(
     """Send lines to all ranks, then take theirs. Grid: (programs,), persistent."""
     call = tl.load(peers.calls)
     column = tl.arange(0, 16)[None, :]
-    slot = (call % 2) * peers.slot_numel
+    slot = (call % 2) * (peers.slot_numel // 16)  # in lines
     items = WORLD * tl.cdiv(lines, LINES)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         peer = (rank + item) % WORLD
@@ -83,14 +83,14 @@ def gather_ll128(
         line = first + tl.arange(0, LINES)
         at = line[:, None] * 15 + column
         inside = (column < 15) & (at < words)
-        to = peer_pointer(peers.buffers, peer, tl.int64) + slot + (rank * lines + first) * 16
+        to = peer_pointer(peers.buffers, peer, tl.int64) + (slot + rank * lines + first) * 16
         put_ll128(to, tl.load(x + at, mask=inside, other=0), call, line < lines)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         source = (rank + WORLD - item % WORLD) % WORLD
         first = item // WORLD * LINES
         line = first + tl.arange(0, LINES)
         at = line[:, None] * 15 + column
-        come = peer_pointer(peers.buffers, rank, tl.int64) + slot + (source * lines + first) * 16
+        come = peer_pointer(peers.buffers, rank, tl.int64) + (slot + source * lines + first) * 16
         got = get_ll128(come, call, line < lines, peers, rank, source * lines + first)
         tl.store(out + source * words + at, got, mask=(column < 15) & (at < words))
 

@@ -435,9 +435,7 @@ def test_nothing_is_found_without_a_fault(how: str, ahead: int, only_dispatch: b
     assert symptoms(module, how, "", ahead, only_dispatch=only_dispatch, fp8=not ahead) == set()
 
 
-CROSSED = """        nvshmem.wait_across(
-            names, source, peers, at, across, NAMES * kinds + at, rank, call, FAR
-        )
+CROSSED = """        nvshmem.wait_across(names, source, peers, at, across, NAMES * kinds + at, rank, call, FAR)
 """
 PASSED = "wait(peers, rank, passed + index * WORLD + source, call)"
 RETURNED = "wait(peers, rank, first + index * WORLD + sender, call)"
