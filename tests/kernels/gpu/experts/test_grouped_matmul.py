@@ -18,8 +18,8 @@ from weft.kernels import reference
 from weft.kernels.check.ranks import run
 from weft.kernels.gpu.experts import grouped_matmul as module
 from weft.kernels.gpu.experts.grouped_matmul import LEAST_GROUPS, grouped_matmul, raise_for
-from weft.kernels.gpu.matmul.epilogue import Epilogue
 from weft.kernels.gpu.matmul import matmul as tiles
+from weft.kernels.gpu.matmul.epilogue import Epilogue
 from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.gpu.tuning import table as tuned
 from weft.kernels.gpu.tuning.costs import Config, Problem
