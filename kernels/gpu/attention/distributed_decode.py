@@ -175,7 +175,7 @@ def attend_and_send(
     SPLITS: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Process some heads of a request, for a split of its keys. Grid: (B * SPLITS, HEADS / GROUP)."""
+    """Process heads of a request, for a split of its keys. Grid: (B * SPLITS, HEADS / GROUP)."""
     HEADS: tl.constexpr = FORM.heads
     GROUP: tl.constexpr = FORM.group
     D: tl.constexpr = FORM.dim
