@@ -2,11 +2,11 @@
 
 
 Triton's interpreter knows no inline assembly. What each instruction that the
-kernels use means is in INSTRUCTIONS (gpu/runtime/multimem.py). A multicast address is
+kernels use means is in INSTRUCTIONS (gpu/multimem.py). A multicast address is
 one that no memory has; the Observer knows which addresses it stands for.
 
 Nor does it know functions of libraries. Those of NVSHMEM that the kernels call
-are in FUNCTIONS (gpu/runtime/nvshmem.py); what is put goes to the Observer's network
+are in FUNCTIONS (gpu/nvshmem.py); what is put goes to the Observer's network
 (network.py).
 
 What the host queues by torch (copies, products, sums) does not go through the

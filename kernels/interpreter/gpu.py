@@ -203,7 +203,7 @@ class RankBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
         return cache_modifier
 
     def create_masked_load(self, ptrs: Handle, mask: Handle, *rest: Any, **named: Any) -> Handle:
-        if named["is_volatile"] if "is_volatile" in named else rest[-1]:  # runtime/low_latency.py
+        if named["is_volatile"] if "is_volatile" in named else rest[-1]:  # gpu/low_latency.py
             _tell("atomic", ptrs, mask)
             loaded = super().create_masked_load(ptrs, mask, *rest, **named)
             _tell_words("load", ptrs, mask)
@@ -214,7 +214,7 @@ class RankBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
     def create_masked_store(
         self, ptrs: Handle, value: Handle, mask: Handle, *rest: Any, **named: Any
     ) -> Any:
-        if "wt" in str(rest).lower():  # write through: runtime/low_latency.py
+        if "wt" in str(rest).lower():  # write through: gpu/low_latency.py
             for part in _arrivals(mask):
                 _tell("atomic", ptrs, part)
                 _tell_words("store", ptrs, part)
