@@ -1,7 +1,7 @@
 """The inputs of attention over a paged cache, and their checks.
 
-Kernels flag a bad request in the batch's status, and serve the other requests. Errors that the host
-can see are refused before anything is launched.
+Kernels flag a bad request in the batch's status, and serve the other requests. Errors visible to
+the host are refused before anything is launched.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FLAGS = {
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128
-"""Maximum number of query heads that share a KV head: rows of the largest tile."""
+"""Maximum number of query heads per KV head: rows of the largest tile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class PagedBatch:
     Attributes:
         query_start: int32 [B + 1]; request b owns rows query_start[b]:query_start[b + 1] of q.
         context_len: int32 [B]; the request's tokens in the cache, including this step's.
-        block_table: int32 [B, n]; the request's pages in order. Entries that no query sees are
+        block_table: int32 [B, n]; the request's pages in order. Entries beyond the context are
             ignored. With several ranks, only this rank's pages p, with p % W == rank.
-        status: int32 [B]; bits of FLAGS, which kernels set and nobody clears.
+        status: int32 [B]; bits of FLAGS. Kernels set them, nobody clears them.
         max_queries: maximum number of queries of a request, in any step that a captured graph
             serves.
         max_context: maximum context length; it decides how decodes are split.
@@ -73,7 +73,7 @@ class PagedBatch:
             query_start, context_len, block_table: int32, with the attributes' shapes.
             block_size: tokens in a page.
             device: of the cache.
-            world_size: number of ranks that share the pages of each request.
+            world_size: number of ranks sharing the pages of each request.
 
         Raises:
             KernelError: shapes do not fit each other, queries do not ascend from 0, or a context is
@@ -156,7 +156,7 @@ def check_queries(check: Require, q: Tensor, most: int = MAX_HEAD_DIM) -> None:
 
 
 def check_heads(check: Require, name: str, q: Tensor, kv_heads: int) -> None:
-    """Refuse KV heads that do not divide q's heads, or share too many of them for a tile."""
+    """Refuse KV heads that do not divide q's heads, or too few of them for a tile."""
     heads = q.shape[1]
     divides = kv_heads > 0 and heads % kv_heads == 0 and heads > 0
     check(name, kv_heads, divides, f"divide q's {heads}")
@@ -174,7 +174,7 @@ def check_cache(check: Require, name: str, cache: Tensor, q: Tensor) -> None:
 
 
 def check_batch(check: Require, q: Tensor, page: int, batch: PagedBatch, ranks: int = 1) -> None:
-    """Refuse a batch whose parts do not fit each other or the queries."""
+    """Refuse a batch with parts of different sizes, or with other queries."""
     requests, width = len(batch.context_len), batch.block_table.shape[-1]
     for name, shape in (
         ("context_len", [requests]),
@@ -191,7 +191,7 @@ def check_batch(check: Require, q: Tensor, page: int, batch: PagedBatch, ranks: 
 def check_scale(
     check: Require, name: str, scale: Tensor | None, shape: list[int], cache: Tensor
 ) -> None:
-    """Refuse a scale that does not fit the cache."""
+    """Refuse a scale unfit for the cache."""
     fits = scale is None or cache.dtype == FP8
     check(name, f"given with {cache.dtype}", fits, f"come with {FP8} only")
     if scale is not None:
@@ -207,7 +207,7 @@ def check_attention(
     options: Options,
     world_size: int = 1,
 ) -> None:
-    """Refuse arguments that do not fit each other. `check` raises the error."""
+    """Refuse arguments unfit for each other. `check` raises the error."""
     check_queries(check, q)
     check_cache(check, "keys", keys, q)
     (tokens, heads, dim), shape, device = q.shape, list(keys.shape), q.device

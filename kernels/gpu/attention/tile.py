@@ -23,10 +23,10 @@ class Tile(NamedTuple):
 
 
 def choose_tile(group: int, queries: int, head_dim: int, itemsize: int, *, cast: bool) -> Tile:
-    """Choose a tile for a batch whose longest request has `queries` queries.
+    """Choose a tile for a batch with up to `queries` queries in a request.
 
     Args:
-        group: query heads that share a KV head.
+        group: query heads per KV head.
         queries: of the longest request.
         head_dim: D.
         itemsize: bytes of one number of q.
@@ -49,7 +49,7 @@ def choose_tile(group: int, queries: int, head_dim: int, itemsize: int, *, cast:
 
 
 def heads_of_tile(group: int, tile: Tile) -> int:
-    """Count the heads in a tile: all that share a KV head, or as many as divide them."""
+    """Count the heads in a tile: all of a KV head, or as many as divide them."""
     return next(n for n in range(min(group, tile.block_m), 0, -1) if group % n == 0)
 
 
@@ -74,7 +74,7 @@ def checked_tile(
     stages: int,
     config: Config | None = None,
 ) -> Tile:
-    """Return the caller's tile, or the tuned one, or one that suits the batch."""
+    """Return the caller's tile, the tuned one, or one suited to the batch."""
     group, dim = q.shape[1] // keys.shape[1], q.shape[2]
     cast = keys.element_size() < q.element_size()
     chosen = choose_tile(group, batch.max_queries, dim, q.element_size(), cast=cast)

@@ -1,4 +1,4 @@
-"""The common part of kernels that work row by row: holding a row, fp8 with scales, checks.
+"""The common part of row-by-row kernels: holding a row, fp8 with scales, checks.
 
 A program holds its whole row in registers, so a norm or a scale of the row needs no second read
 from memory. This limits a row to MAX_BYTES.
@@ -15,10 +15,10 @@ from weft.kernels.gpu.matmul.matmul import target
 from weft.kernels.gpu.runtime.arguments import Require, require_tensor
 
 MAX_BYTES = 1 << 16
-"""Maximum size of a row that one program holds: 64 numbers of 16 bits per thread, with 16 warps."""
+"""Maximum size of a row in one program: 64 numbers of 16 bits per thread, with 16 warps."""
 
 FP8_MAX = tl.constexpr(448.0)
-"""The largest float8_e4m3fn, which has no infinity."""
+"""The largest float8_e4m3fn. The format has no infinity."""
 
 
 def row_blocks(columns: int) -> tuple[int, int]:
@@ -37,7 +37,7 @@ def require_rows(check: Require, name: str, x: Tensor, most: int = 0) -> None:
 
 
 def require_fp8(check: Require) -> None:
-    """Refuse fp8 on GPUs that cannot convert to it."""
+    """Refuse fp8 on GPUs without conversion to it."""
     backend, capability = target()
     able = backend != "cuda" or capability >= 89
     check("fp8", "asked for", able, f"not be: sm_{capability} has no {FP8}")
@@ -45,7 +45,7 @@ def require_fp8(check: Require) -> None:
 
 @triton.jit
 def fp8_scale(y, axis: tl.constexpr):
-    """Return the divisor that turns the largest number of rows [..., n] into FP8_MAX; 1 for zeros.
+    """Return the divisor to turn the largest number of rows [..., n] into FP8_MAX; 1 for zeros.
 
     It is infinite if a number is: that number becomes NaN, and the others 0. NaN stays NaN.
     """

@@ -34,7 +34,8 @@ _originals: dict[Any, Callable[..., Any]] = {
 
 @contextmanager
 def decided(decide: Callable[[str], Action]) -> Iterator[None]:
-    """Within, let `decide` choose what each launch of this thread does, given the kernel's name.
+    """Within, let `decide` choose the action of each launch of this thread, given the kernel's
+    name.
 
     Triton's interpreter has nothing to load. Other threads are not affected.
     """
@@ -50,7 +51,7 @@ def decided(decide: Callable[[str], Action]) -> Iterator[None]:
 
 @contextmanager
 def loaded() -> Iterator[None]:
-    """Within, compile and load the kernels that this thread launches, without running them.
+    """Within, compile and load this thread's kernels, without running them.
 
     Ops are not collective then, because no rank waits for another.
     """

@@ -1,7 +1,7 @@
 """Signals and puts to ranks beyond NVLink: NVSHMEM's device functions in stock Triton.
 
-NVIDIA ships these functions as bitcode (symmetric/nvshmem.py finds it). Launch a kernel that
-calls them with
+NVIDIA ships these functions as bitcode (symmetric/nvshmem.py finds it). To call them, launch a
+kernel with
 
     kernel[grid](..., extern_libs=link_options())
 
@@ -10,20 +10,20 @@ included, are this rank's own addresses of symmetric memory; NVSHMEM translates 
 rank's. Signals are uint64 here, as NVSHMEM requires, and count calls like all signals
 (signals.py).
 
-The order is what OpenSHMEM 1.5 guarantees (sections 9.8 on put-with-signal, 9.10 on waiting, 9.11
-on quiet), and no more:
+The order is that of OpenSHMEM 1.5 (sections 9.8 on put-with-signal, 9.10 on waiting, 9.11 on
+quiet), and no more:
 
-- The data of a `put_signal` arrives before its signal, for a rank that has called `wait`.
+- The data of a `put_signal` arrives before its signal, for a rank after its `wait`.
 - Puts do not order each other, not even from one program to one rank.
-- A source may be stored to again only after this rank's `quiet` that follows the put. An answer
-  from the other rank is not enough.
+- A source may be overwritten only after a `quiet` of this rank, after the put. An answer from the
+  other rank is not enough.
 
 All threads of a program call each function together. Triton passes pointers and sizes as int64.
-Void functions are declared with an int32 result that nobody reads; LLVM's linker reconciles both
-with the bitcode.
+Void functions are declared with an unused int32 result; LLVM's linker reconciles both with the
+bitcode.
 
-LLVM reads bitcode of its own version and of older ones. Triton 3.6 links the bitcode of NVSHMEM
-3.4 but cannot parse that of 3.8; Triton 3.9 links 3.8.
+LLVM reads bitcode of its own version and of older ones. Triton 3.6 links NVSHMEM 3.4's bitcode but
+cannot parse NVSHMEM 3.8's; Triton 3.9 links 3.8.
 
 In the interpreter, check/network.py implements these functions: puts arrive late and in any
 order.

@@ -1,19 +1,19 @@
-"""State that an overlapped op keeps between calls: symmetric buffers, signals, a count of calls.
+"""The state of an overlapped op between calls: symmetric buffers, signals, a count of calls.
 
 All ranks create a workspace together, once, for the largest shape to come. The home releases its
 memory. Buffers have two slots, for even and odd calls. Two are enough, and no rank has to
-announce that it has finished reading:
+announce the end of its reading:
 
-    A rank in call n + 2 has finished call n + 1, so it has seen the signals that every other
-    rank sent in call n + 1. Each rank sent them after its own call n, reading included. So
-    nobody reads slot n mod 2 any more when call n + 2 writes to it.
+    A rank in call n + 2 has finished call n + 1, so it has seen every other rank's signals of
+    call n + 1. Each rank sent them after its own call n, reading included. So nobody reads slot
+    n mod 2 any more when call n + 2 writes to it.
 
 This holds for every op in which each rank waits for a signal of every other rank.
 
 If one rank called an op with other arguments than the rest, the others would wait in vain. Ranks
 therefore compare arguments before anything is launched (`agreed`): when they create a workspace,
-and when a call has arguments that the workspace has not seen. If one rank refuses an argument, or
-the ranks differ, all of them raise the same error.
+and when a call has arguments new to the workspace. If one rank refuses an argument, or the ranks
+differ, all of them raise the same error.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def triton_type(dtype: torch.dtype) -> tl.dtype:
 
 
 def require_dtype(check: Require, dtype: torch.dtype) -> None:
-    """Refuse a dtype that kernels do not move."""
+    """Refuse an unsupported dtype."""
     allowed = ", ".join(map(str, TRITON_TYPES))
     check("dtype", dtype, dtype in TRITON_TYPES, f"be one of {allowed}")
 
@@ -72,11 +72,11 @@ def agreed(
         op: name for messages.
         arguments: by name; they must be the same on all ranks.
         exchange: sends this rank's value and returns the values of all ranks.
-        known: arguments that were compared before. They are compared again only if this rank
-            refuses them, and never if `arguments` is empty.
+        known: arguments compared before. They are compared again only if this rank refuses them,
+            and never if `arguments` is empty.
 
     Yields:
-        a function that refuses an argument.
+        a function to refuse an argument.
 
     Raises:
         KernelError: on every rank, if one rank refuses an argument or the ranks differ. Names op,
@@ -144,7 +144,7 @@ class Workspace:
         numel: numbers in one slot of the buffer.
         dtype: element type of the buffer.
         num_signals: number of this rank's signals.
-        near: ranks that the op stores to by address; all if None.
+        near: ranks with stores by address; all if None.
 
     Attributes:
         far: some ranks have no address (beyond NVLink: symmetric/nvshmem.py).
@@ -207,12 +207,12 @@ class Workspace:
     def agreed(self, op: str, arguments: Mapping[str, object]) -> Iterator[None]:
         """Compare a call's arguments with the other ranks' if they are new here, or refused.
 
-        Refuses a workspace of another op. Reads the arguments at the end, so that you can add an
-        entry that depends on an operand after you have checked that the operand is a tensor.
+        Refuses a workspace of another op. Reads the arguments at the end, so you can add an entry
+        for an operand after checking that the operand is a tensor.
 
-        All ranks that have made the same calls so far raise the error. If only some ranks have seen
-        the arguments before, these launch the op, and their waits time out. Calls that only load
-        their kernels compare nothing, because no rank waits in them.
+        If all ranks have made the same calls so far, all of them raise the error. If only some
+        ranks know the arguments, these launch the op, and their waits time out. Calls that only
+        load their kernels compare nothing, because no rank waits in them.
         """
         if is_loading():
             yield
@@ -222,12 +222,10 @@ class Workspace:
             yield
 
     def resident(self, items: int) -> int:
-        """Return the number of programs for a persistent kernel that waits and processes `items`
-        items.
+        """Return the number of programs for a persistent kernel with waits, for `items` items.
 
-        It never exceeds the number of programs that run at once, one on each processor. On a GPU
-        shared by several ranks, more could keep out another rank's programs that send the awaited
-        data.
+        It never exceeds the number of programs running at once, one on each processor. On a GPU
+        shared by several ranks, more could keep out another rank's programs with the awaited data.
         """
         return max(1, min(items, self.processors))
 
@@ -261,7 +259,7 @@ class Workspace:
         self.report(self.fault.tolist())
 
     def report(self, fault: Sequence[int]) -> None:
-        """Raise if `fault`, an earlier reading of `self.fault`, says that a wait timed out.
+        """Raise if `fault`, an earlier reading of `self.fault`, reports a timeout.
 
         Raises:
             KernelError: names the rank, the signal, and the wanted and seen values.
@@ -288,7 +286,7 @@ class Workspace:
         )
 
     def require_signals(self, count: int) -> None:
-        """Refuse a call that needs more signals than the workspace has."""
+        """Refuse a call with more signals than the workspace has."""
         self.require(
             "what this call needs of the workspace",
             f"{count} signals",

@@ -1,4 +1,4 @@
-"""The number of rows above which replicated products become slower than products of split rows.
+"""The row count above which replicated products become slower than products of split rows.
 
 A pair of products runs in one of two ways (models/torch/overlapped.py):
 
@@ -7,9 +7,9 @@ A pair of products runs in one of two ways (models/torch/overlapped.py):
     many    all_gather_matmul
             matmul_reduce_scatter
 
-The tuning file has the time of each overlapped op. The time of a product alone is that of
-all_gather_matmul in a world of one rank. Operations between products, mainly norms, run W times in
-the first way; this is not counted.
+The tuning file has each overlapped op's time. A product alone is recorded as all_gather_matmul in a
+world with one rank. Operations between products, mainly norms, run W times in the first way; this
+is not counted.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def few_rows(
 
     Args:
         home: this rank's.
-        begins: products of all rows with own columns, all that a layer has.
-        ends: products that are summed over the ranks.
+        begins: a layer's products with all rows and own columns.
+        ends: a layer's products with a sum over the ranks.
         dtype: of the operands.
         path: of the file; tuned.default_path() if None.
 

@@ -5,12 +5,12 @@
     ]}
 
 It is read strictly. An unknown field, a value out of range or two entries for one key are an error
-that names the place, because a table that is half understood would quietly slow every op down. A
-file of another format is ignored and never overwritten. Entries of another Triton version are kept
-but not used, because the compiler decides what is fastest and what fits.
+with their place, because a half understood table would quietly slow every op down. A file of
+another format is ignored and never overwritten. Entries of another Triton version are kept but not
+used: speed and fit depend on the compiler.
 
-Writing replaces the file in one step. Processes that tune different ops at once keep each other's
-entries.
+Writing replaces the file in one step. Several processes may tune different ops at once; each keeps
+the others' entries.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TuningError(WeftError):
 
 
 class Key(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True, kw_only=True):
-    """The problem that a configuration was tuned for.
+    """The problem of a tuned configuration.
 
     Attributes:
         device: the driver's name.
@@ -81,7 +81,7 @@ Table = dict[Key, Entry]
 
 
 def bucket(rows: int) -> int:
-    """Return the smallest power of two, at least 16, that is not below `rows`."""
+    """Return the smallest power of two, at least 16 and at least `rows`."""
     return max(SMALLEST_BUCKET, 1 << max(0, rows - 1).bit_length())
 
 
