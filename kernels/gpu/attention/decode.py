@@ -1,21 +1,19 @@
-"""Attention for few queries over long contexts: the keys of a request are split among programs.
+"""Attention for few queries over long contexts: several programs share the keys of a request.
 
     decode_attention(q [T, H, D], keys, values, batch) -> [T, H, D]
 
-A batch of few decodes has fewer tiles than a GPU has processors. So each tile's
-keys are dealt out to SPLITS programs (split-KV: Flash-Decoding, Dao et al. 2023):
+A batch of few decodes has fewer tiles than a GPU has processors. So SPLITS programs share each
+tile's keys (split-KV: Flash-Decoding, Dao et al. 2023):
 
-- `attend` (attend.py) with that many splits. Program (tile, head, s) goes over
-  the s-th piece of the tile's blocks and stores what it made of it: numbers that
-  are already divided by their weights' sum, in float32, and the log of that sum.
-  A piece without keys has an LSE of -inf.
-- `merge_splits`, launched after it, one program for each row: weights each part
-  with exp(LSE - the largest), and adds the head's sink, if any, to the sum.
+- `attend` (kernel.py) runs with SPLITS splits. Program (tile, head, s) processes the s-th piece of
+  the tile's blocks. It stores its result in float32, already divided by the sum of its weights, and
+  the log of that sum. A piece without keys has an LSE of -inf.
+- `merge_splits` follows, with one program for each row. It weights each part with
+  exp(LSE - the largest) and adds the head's sink, if any, to the sum.
 
-How many splits depends on the device's processors and the longest context that
-the host knows of (`count_splits`); under a captured CUDA graph, on what it was
-captured with. Each request's keys are cut into that many pieces, however few
-they are.
+The number of splits depends on the device's processors and the longest context that the host knows
+of (`count_splits`); under a captured CUDA graph, on the values at the capture. Each request's keys
+are cut into that many pieces, however few they are.
 """
 
 from __future__ import annotations
@@ -43,10 +41,10 @@ from weft.kernels.gpu.tuning.search import Choice
 
 MAX_SPLITS = 64
 KEYS_OF_A_SPLIT = 256
-"""At least; less is not worth its part of the merge."""
+"""Minimum; fewer keys are not worth a part of the merge."""
 
 PARTS = 16
-"""That a program of the merge loads at a time."""
+"""Parts that a program of the merge loads at a time."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -64,7 +62,7 @@ def merge_splits(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One row: the parts, weighted by their sums. Grid: (rows,)."""
+    """Merge the parts of one row, weighted by their sums. Grid: (rows,)."""
     row = tl.program_id(0)
     stride = tl.cast(rows, tl.int64)
     split = tl.arange(0, BLOCK_S)
@@ -98,17 +96,18 @@ def merge_splits(
 
 
 def count_splits(tiles: int, blocks: int, processors: int, least: int) -> int:
-    """How many programs share the keys of a tile: the fewest that nearly fill the device.
+    """Return the number of programs that share a tile's keys: the smallest that nearly fills the
+    device.
 
-    A device that has work for a part of a round of programs is idle for the rest of it. Of the
-    splits whose use of the device is within 15% of the best, it is the fewest (FlashAttention's
-    rule). Only powers of two are looked at: for each number of splits kernels are compiled.
+    A device with work for part of a round of programs is idle for the rest of it. Among the numbers
+    whose use of the device is within 15% of the best, the smallest wins (FlashAttention's rule).
+    Only powers of two are considered, because kernels are compiled for each number of splits.
 
     Args:
         tiles: programs without a split.
-        blocks: of keys, of the longest context.
+        blocks: blocks of keys in the longest context.
         processors: of the device; one program each.
-        least: blocks of a split.
+        least: minimum number of blocks in a split.
 
     Returns:
         A power of two, at most MAX_SPLITS.
@@ -116,7 +115,7 @@ def count_splits(tiles: int, blocks: int, processors: int, least: int) -> int:
     most = max(1, min(MAX_SPLITS, blocks // max(1, least)))
 
     def use(splits: int) -> float:
-        longest = -(-blocks // splits)  # of 5 blocks, by 4 splits as by 3
+        longest = -(-blocks // splits)  # 5 blocks take as long with 4 splits as with 3
         rounds = -(-tiles * splits // processors)
         return tiles * blocks / (processors * rounds * longest)
 
@@ -144,19 +143,19 @@ def decode_attention(
     stages: int = 0,
     choice: Choice | None = None,
 ) -> Tensor:
-    """`paged_attention` for small batches: one query for each request, or a few.
+    """Compute `paged_attention` for small batches: one query per request, or a few.
 
     Args:
-        q, keys, values, batch, blocks, warps, stages: as of `paged_attention`.
-        scale, sliding_window, softcap, sinks, k_scale, v_scale, lse: see attention.Options.
+        q, keys, values, batch, blocks, warps, stages: as for `paged_attention`.
+        scale, sliding_window, softcap, sinks, k_scale, v_scale, lse: see inputs.Options.
         splits: programs that share the keys of a tile, at most MAX_SPLITS; chosen if 0.
-        choice: of a tile and splits where blocks is None, if tuned for as many decodes.
+        choice: provides a tuned tile and splits if blocks is None, if tuned for as many decodes.
 
     Returns:
         [T, H, D], q's dtype.
 
     Raises:
-        KernelError: the tensors do not go together, or one cannot be taken.
+        KernelError: the tensors do not fit each other, or one is refused.
     """
     check = functools.partial(require, "decode_attention")
     options = Options(scale, sliding_window, softcap, sinks, k_scale, v_scale, lse)
@@ -183,7 +182,7 @@ def choose_splits(
     processors: int,
     world_size: int = 1,
 ) -> int:
-    """`count_splits` of a batch."""
+    """Apply `count_splits` to a batch."""
     heads, kv_heads = q.shape[1], keys.shape[1]
     group = heads_of_tile(heads // kv_heads, tile)
     tiles = count_tiles(q, batch, tile, group) * (heads // group)
@@ -209,7 +208,7 @@ def launch_split(
     rank: int = 0,
     world_size: int = 1,
 ) -> None:
-    """Launch `attend`, and `merge_splits` where there is something to merge; all is checked."""
+    """Launch `attend`, and `merge_splits` if there are several parts, on checked arguments."""
     if splits == 1 or not q.numel():
         launch_attend(
             q,

@@ -2,37 +2,34 @@
 
     distributed_decode_attention(q [B, H, D], keys, values, batch, workspace) -> [B, H, D]
 
-Page p of a request is with rank p mod W, so that ranks have equally much, however
-long the request grows. Every rank has all queries, and gets all results.
+Rank p mod W has page p of a request, so ranks share the pages evenly, however long the request
+grows. Every rank has all queries and gets all results.
 
-Protocol, of call n; slot n mod 2 of each rank's buffer has a row for each rank.
+Protocol, in call n; slot n mod 2 of each rank's buffer has a row for each rank.
 
-1. `attend_and_send`. A program attends as `attend` does (attend.py): a request's
-   heads that share a KV head, over a split of the rank's own pages. The splits of
-   one tile count themselves off, and the last one merges what all have stored: of
-   each head the rank's part of the result, in q's dtype, and the log of the sum of
-   its weights (LSE; -inf where the rank has no key that is seen). It stores both to
-   row r of the slot of every rank at once, as words that carry n (LL:
-   low_latency.py), so there are no signals. Programs are in the order of the heads,
-   so that these are on their way while the next ones are attended.
-2. `collect_and_merge`: takes a row of every rank, and merges them in the order of the
-   ranks: weights each with exp(LSE - the largest), and adds the head's sink. All
-   ranks have the same bits.
+1. `attend_and_send`. A program attends like `attend` (kernel.py): a request's heads that share a KV
+   head, over a split of the rank's own pages. The splits of one tile count themselves off, and the
+   last one merges all their results: for each head the rank's part of the result, in q's dtype, and
+   the log of the sum of its weights (LSE; -inf if the rank has no key that is seen). It stores both
+   at once to row r of the slot of every rank, as words that carry n (LL: low_latency.py), so there
+   are no signals. Programs follow the order of the heads, so the first heads travel while the next
+   are attended.
+2. `collect_and_merge` receives a row from every rank and merges the rows in the order of the ranks.
+   It weights each with exp(LSE - the largest) and adds the head's sink. All ranks get the same
+   bits.
 
-Why the exchange is in the kernel that attends: a part is sent when its head is done,
-not when all are. With a launch for each group of heads, and the exchange on a stream
-beside, each launch has a rest that does not fill the device, and the parts go to
-memory and back between the two. What is paid for it is a merge of BLOCK_M rows by one
-program, where `merge_splits` has one for each row.
+Why the attending kernel also sends: a part leaves when its head is done, not when all heads are.
+The alternative is a launch for each group of heads, with the exchange on a second stream. Then each
+launch ends with a rest that does not fill the device, and the parts pass through memory between the
+launches. The price is a merge of BLOCK_M rows by one program, where `merge_splits` has one program
+per row.
 
-Only the second launch waits, and only for first launches, which wait for nothing: no
-cycle. It hears from every rank in each call, after that rank's launches of the call
-before have ended: so two slots are enough, as gpu/workspace.py says. The ranks' parts
-travel, and so are rounded, in q's dtype; for bfloat16 that is an error of the size of
-the result's own rounding.
+Only the second launch waits, and only for first launches, which wait for nothing. So there is no
+cycle. It hears from every rank in each call, after that rank's launches of the previous call have
+ended. So two slots are enough, as runtime/workspace.py explains. The ranks' parts travel in q's
+dtype and are rounded to it. For bfloat16 this error is as large as the result's own rounding.
 
-A rank that flags a request (attend.py) sends an LSE of +inf. Then all ranks
-flag it.
+A rank that flags a request (kernel.py) sends an LSE of +inf. All ranks then flag it.
 """
 
 from __future__ import annotations
@@ -63,7 +60,7 @@ from weft.kernels.gpu.runtime.workspace import Workspace, agreed, triton_type
 from weft.kernels.symmetric.memory import Home
 
 COLLECTED_WORDS = 256
-"""That a program waits for at a time, of 4 bytes; of twice as many registers spill."""
+"""Words of 4 bytes that a program waits for at a time; twice as many spill registers."""
 
 _ON_ANOTHER_RANK = tl.constexpr(ON_ANOTHER_RANK)
 
@@ -77,7 +74,7 @@ def add_part(
     numbers,  # float32 [ROWS, BLOCK_D]
     log,  # float32 [ROWS]; their LSE
 ):
-    """A step of an online log-sum-exp; what is flagged counts for nothing."""
+    """Take a step of an online log-sum-exp; flagged parts do not count."""
     flagged = flagged | (log == float("inf")).to(tl.int32)
     log = tl.where(log == float("inf"), float("-inf"), log)
     new_top = tl.maximum(top, log)
@@ -89,7 +86,7 @@ def add_part(
 
 @triton.jit
 def finish_parts(total, top, weight, flagged):
-    """What `add_part` has added up, and its LSE: zeros and +inf where it is flagged."""
+    """Return the sum of `add_part` and its LSE: zeros and +inf where it is flagged."""
     unseen = weight == 0
     weight = tl.where(unseen, 1.0, weight)
     total = tl.where((flagged > 0)[:, None], 0.0, total / weight[:, None])
@@ -108,7 +105,7 @@ def merge_tile(
     SPLITS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The splits of some rows as one: float32 [BLOCK_M, BLOCK_D], and its LSE."""
+    """Merge the splits of some rows: float32 [BLOCK_M, BLOCK_D], and its LSE."""
     d = tl.arange(0, BLOCK_D)
     total = tl.zeros((row.shape[0], BLOCK_D), tl.float32)
     top = tl.full((row.shape[0],), float("-inf"), tl.float32)
@@ -158,12 +155,12 @@ def send_rows(
 
 @triton.jit(do_not_specialize=["rank", "rows", "table_width", "num_blocks", "rank_words"])
 def attend_and_send(
-    q,  # [B, HEADS, D]; a request's is q_stride numbers after the one before
+    q,  # [B, HEADS, D]; requests are q_stride numbers apart
     cache,  # Cache
     batch,  # Batch
     parts,  # float32 [SPLITS, rows, D], or None if there is one split
-    parts_lse,  # float32 [SPLITS, rows], likewise
-    done,  # int64 [W]; addresses of int32 [rows], of which each tile has one
+    parts_lse,  # float32 [SPLITS, rows], or None if there is one split
+    done,  # int64 [W]; addresses of int32 [rows], one counter for each tile
     peers,  # buffers int64 [2, W, rank_words]
     scale,
     rank,
@@ -174,11 +171,11 @@ def attend_and_send(
     rank_words,  # at least rows * (WORDS + 1): the parts' words, and then those of their LSEs
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
-    WORDS: tl.constexpr,  # of 4 bytes, in D numbers
+    WORDS: tl.constexpr,  # 4-byte words in D numbers
     SPLITS: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Some heads of a request, over a split of its keys. Grid: (B * SPLITS, HEADS / GROUP)."""
+    """Process heads of a request, for a split of its keys. Grid: (B * SPLITS, HEADS / GROUP)."""
     HEADS: tl.constexpr = FORM.heads
     GROUP: tl.constexpr = FORM.group
     D: tl.constexpr = FORM.dim
@@ -224,7 +221,7 @@ def collect_and_merge(
     ROWS: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Take rows of all ranks, and merge them. Grid: (programs,), persistent."""
+    """Receive rows from all ranks, and merge them. Grid: (programs,), persistent."""
     WIDE: tl.constexpr = dtype == tl.float32
     PER_WORD: tl.constexpr = 1 if WIDE else 2
     call = tl.load(peers.calls)
@@ -265,14 +262,14 @@ def collect_and_merge(
         tl.atomic_or(
             status + row // HEADS,
             _ON_ANOTHER_RANK,
-            mask=(row < rows) & (flagged > 0) & (row % HEADS == 0),  # all heads are flagged alike
+            mask=(row < rows) & (flagged > 0) & (row % HEADS == 0),  # heads of a request agree
             sem="relaxed",
             scope="gpu",
         )
 
 
 class DistributedDecodeWorkspace(Workspace):
-    """Of `distributed_decode_attention`, on one rank; see its `_workspace`."""
+    """The workspace of `distributed_decode_attention` on one rank."""
 
     def __init__(
         self, home: Home, max_requests: int, heads: int, head_dim: int, dtype: torch.dtype
@@ -286,7 +283,7 @@ class DistributedDecodeWorkspace(Workspace):
             check("head_dim", head_dim, whole, f"be even with {dtype}: words of 4 bytes travel")
         super().__init__(home, name, 0, dtype, 0)
         self.max_requests, self.heads, self.head_dim = max_requests, heads, head_dim
-        self.words = head_dim * dtype.itemsize // 4  # of 4 bytes, in a head's part
+        self.words = head_dim * dtype.itemsize // 4  # 4-byte words in a head's part
         self.rank_words = max_requests * heads * (self.words + 1)
         shape = (SLOTS, home.world_size, self.rank_words)
         self.ll = home.zeros(f"{name}.ll", shape, torch.int64)
@@ -296,16 +293,16 @@ class DistributedDecodeWorkspace(Workspace):
 def distributed_decode_attention_workspace(
     home: Home, max_requests: int, heads: int, head_dim: int, dtype: torch.dtype
 ) -> DistributedDecodeWorkspace:
-    """A workspace for steps of at most `max_requests` decodes. Collective.
+    """Create a workspace for steps of at most `max_requests` decodes. Collective.
 
     Args:
-        home: of this rank.
-        max_requests: of a step.
+        home: this rank's.
+        max_requests: maximum number of requests in a step.
         heads, head_dim: of q.
         dtype: of q; float32, float16 or bfloat16.
 
     Raises:
-        KernelError: on every rank, if an argument is refused on one or not the same on all.
+        KernelError: on every rank, if one rank refuses an argument or the ranks differ.
     """
     return DistributedDecodeWorkspace(home, max_requests, heads, head_dim, dtype)
 
@@ -329,23 +326,24 @@ def distributed_decode_attention(
     warps: int = 0,
     stages: int = 0,
 ) -> Tensor:
-    """`decode_attention` of one query per request, over pages that ranks share. Collective.
+    """Compute `decode_attention` with one query per request, over pages that ranks share.
+    Collective.
 
     Args:
         q: [B, H, D], the same on all ranks.
         keys, values: [num_blocks, Hk, page, D]; this rank's pages.
-        batch: of the step, the same on all ranks but for block_table: entry i is page i * W + r
-            of the request on rank r, in this rank's cache.
+        batch: of the step, the same on all ranks except block_table: entry i is the place of page
+            i * W + r of the request in the cache of rank r.
         workspace: from `distributed_decode_attention_workspace`.
-        scale, sliding_window, softcap, sinks, k_scale, v_scale, lse: see attention.Options; the
-            same on all ranks.
-        splits, blocks, warps, stages: as of `decode_attention`; each rank's own.
+        scale, sliding_window, softcap, sinks, k_scale, v_scale, lse: see inputs.Options; the same
+            on all ranks.
+        splits, blocks, warps, stages: as for `decode_attention`; each rank has its own.
 
     Returns:
         [B, H, D], q's dtype; the same bits on all ranks.
 
     Raises:
-        KernelError: on every rank, if one cannot take its arguments, or they do not agree.
+        KernelError: on every rank, if one refuses its arguments or the ranks differ.
     """
     options = Options(scale, sliding_window, softcap, sinks, k_scale, v_scale, lse)
     asked: dict[str, object] = {

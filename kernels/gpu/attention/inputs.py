@@ -1,7 +1,7 @@
-"""What attention over a paged cache is given, and what it refuses.
+"""The inputs of attention over a paged cache, and their checks.
 
-A request that cannot be served as it is named is flagged by kernels in the batch's status, and
-the others are served; what the host knows to be wrong is refused before anything is launched.
+Kernels flag a bad request in the batch's status, and serve the other requests. Errors visible to
+the host are refused before anything is launched.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ FLAGS = {
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128
-"""Query heads that share a KV head: rows of the largest tile."""
+"""Maximum number of query heads per KV head: rows of the largest tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """The requests of one step, on the device: as models/interface.StepInput. All layers' alike.
+    """The requests of one step on the device, like models/interface.StepInput. All layers share it.
 
     Attributes:
         query_start: int32 [B + 1]; request b owns rows query_start[b]:query_start[b + 1] of q.
-        context_len: int32 [B]; its tokens in the cache, those of this step included.
-        block_table: int32 [B, n]; its pages in order. Entries that no query sees are ignored. Over
-            several ranks, those pages p that this rank has: p % W == rank.
-        status: int32 [B]; bits of FLAGS, which kernels add and nobody takes away.
-        max_queries: of a request; no more than this in any step that a captured graph serves.
-        max_context: no request's is longer; for how decodes are split.
+        context_len: int32 [B]; the request's tokens in the cache, including this step's.
+        block_table: int32 [B, n]; the request's pages in order. Entries beyond the context are
+            ignored. With several ranks, only this rank's pages p, with p % W == rank.
+        status: int32 [B]; bits of FLAGS. Kernels set them, nobody clears them.
+        max_queries: maximum number of queries of a request, in any step that a captured graph
+            serves.
+        max_context: maximum context length; it decides how decodes are split.
     """
 
     query_start: Tensor
@@ -66,17 +67,17 @@ class PagedBatch:
         device: torch.device | str = "cpu",
         world_size: int = 1,
     ) -> PagedBatch:
-        """Check what the host knows, and copy it to the device.
+        """Check the arrays on the host, and copy them to the device.
 
         Args:
-            query_start, context_len, block_table: int32, of the attributes' shapes.
+            query_start, context_len, block_table: int32, with the attributes' shapes.
             block_size: tokens in a page.
             device: of the cache.
-            world_size: ranks that the pages of each request are dealt out to.
+            world_size: number of ranks sharing the pages of each request.
 
         Raises:
-            KernelError: shapes do not go together, queries are not counted upwards from 0, or a
-                context is shorter than its queries or longer than its table: naming the request.
+            KernelError: shapes do not fit each other, queries do not ascend from 0, or a context is
+                shorter than its queries or longer than its table. The message names the request.
         """
         check = functools.partial(require, "paged_attention")
         requests = len(context_len)
@@ -107,7 +108,9 @@ class PagedBatch:
         )
 
     def errors(self) -> dict[int, KernelError]:
-        """By request, what kernels have flagged since status was zero. Waits for the device."""
+        """Return the requests flagged since status was zero, with their errors. Waits for the
+        device.
+        """
         return {
             request: KernelError(
                 f"request {request}: {next(FLAGS[flag] for flag in FLAGS if word & flag)}"
@@ -119,16 +122,17 @@ class PagedBatch:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a layer attends: what all attention ops take by name, as `reference.paged_attention`.
+    """A layer's attention options, the keyword arguments of all attention ops: see
+    reference.paged_attention.
 
     Attributes:
         scale: multiplies the scores.
         sliding_window: token i sees the tokens j with i - window < j <= i; None sees all.
         softcap: scores become softcap * tanh(score / softcap); None leaves them.
-        sinks: [H], float32, float16 or bfloat16; one more score of each head, without a value.
-        k_scale, v_scale: float32 [Hk], with a cache in float8_e4m3fn; what it is multiplied with.
-        lse: float32 [T, H], written: the log of the sum of exp(score), the sink's included. +inf
-            for a request that is flagged.
+        sinks: [H], float32, float16 or bfloat16; one more score for each head, without a value.
+        k_scale, v_scale: float32 [Hk], with a cache in float8_e4m3fn; multiply its numbers.
+        lse: float32 [T, H], output: the log of the sum of exp(score), including the sink's. +inf
+            for a flagged request.
     """
 
     scale: float
@@ -141,7 +145,7 @@ class Options:
 
 
 def check_queries(check: Require, q: Tensor, most: int = MAX_HEAD_DIM) -> None:
-    """Refuse queries that are not [T, H, D], of a dtype that is multiplied, with at most that D."""
+    """Refuse queries with a shape other than [T, H, D], an unsupported dtype or a larger D."""
     check("q", f"a {type(q).__name__}", isinstance(q, Tensor), "be a tensor")
     check("q's shape", list(q.shape), q.dim() == 3, "be [T, H, D]")
     check("q's dtype", q.dtype, q.dtype in RESULTS, f"be one of {', '.join(map(str, RESULTS))}")
@@ -152,7 +156,7 @@ def check_queries(check: Require, q: Tensor, most: int = MAX_HEAD_DIM) -> None:
 
 
 def check_heads(check: Require, name: str, q: Tensor, kv_heads: int) -> None:
-    """Refuse KV heads that do not divide q's, or by too many for a tile."""
+    """Refuse KV heads that do not divide q's heads, or too few of them for a tile."""
     heads = q.shape[1]
     divides = kv_heads > 0 and heads % kv_heads == 0 and heads > 0
     check(name, kv_heads, divides, f"divide q's {heads}")
@@ -161,7 +165,7 @@ def check_heads(check: Require, name: str, q: Tensor, kv_heads: int) -> None:
 
 
 def check_cache(check: Require, name: str, cache: Tensor, q: Tensor) -> None:
-    """Refuse a cache that is not of q's dtype or e4m3, or not where this GPU has that."""
+    """Refuse a cache that has neither q's dtype nor e4m3, or e4m3 on a GPU without it."""
     require_tensor(check, name, cache, None, q.device, q.dtype, FP8)
     if cache.dtype == FP8:
         backend, capability = target()
@@ -170,7 +174,7 @@ def check_cache(check: Require, name: str, cache: Tensor, q: Tensor) -> None:
 
 
 def check_batch(check: Require, q: Tensor, page: int, batch: PagedBatch, ranks: int = 1) -> None:
-    """Refuse a batch that does not go together, or not with its queries."""
+    """Refuse a batch with parts of different sizes, or with other queries."""
     requests, width = len(batch.context_len), batch.block_table.shape[-1]
     for name, shape in (
         ("context_len", [requests]),
@@ -187,7 +191,7 @@ def check_batch(check: Require, q: Tensor, page: int, batch: PagedBatch, ranks: 
 def check_scale(
     check: Require, name: str, scale: Tensor | None, shape: list[int], cache: Tensor
 ) -> None:
-    """Refuse a scale that does not go with the cache."""
+    """Refuse a scale unfit for the cache."""
     fits = scale is None or cache.dtype == FP8
     check(name, f"given with {cache.dtype}", fits, f"come with {FP8} only")
     if scale is not None:
@@ -203,7 +207,7 @@ def check_attention(
     options: Options,
     world_size: int = 1,
 ) -> None:
-    """Refuse what does not go together. `check` raises the error."""
+    """Refuse arguments unfit for each other. `check` raises the error."""
     check_queries(check, q)
     check_cache(check, "keys", keys, q)
     (tokens, heads, dim), shape, device = q.shape, list(keys.shape), q.device

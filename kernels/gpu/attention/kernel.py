@@ -1,34 +1,29 @@
 """The kernel of paged attention, for ragged batches of prefill chunks and decodes.
 
-The cache is that of kernels/cpu/attention.py. `attend` is FlashAttention-2 (Dao
-2023) over a block table (PagedAttention: Kwon et al. 2023). How work is cut:
+The cache is that of kernels/cpu/attention.py. `attend` is FlashAttention-2 (Dao 2023) over a block
+table (PagedAttention: Kwon et al. 2023). The work is divided as follows:
 
-- A program has one KV head and a tile of BLOCK_M rows. The G = H / Hk query heads
-  that share the KV head are packed into the rows: row i is head i % G of query
-  i // G, so that keys and values are loaded once for all of them, and a decode
-  of G heads fills a tensor core's 16 rows.
-- Tiles do not cross requests. Request b has at most cdiv(queries, BLOCK_Q) tiles
-  of BLOCK_Q = BLOCK_M // G queries, and its first one is number
-  query_start[b] // BLOCK_Q + b. So the grid follows from T and B alone, and a
-  captured CUDA graph serves any lengths; programs that are left over do nothing.
-  A request's last tile, which sees most, is started first.
-- A tile goes over BLOCK_N keys at a time, from the first that its first query
-  sees to the last that its last one does. Blocks that all of its rows see (the
-  interior) are computed without a mask; then come those at the edges.
-- With SPLITS > 1 the blocks of a tile are dealt out to as many programs, and
-  merged (decode_attention.py). Over several ranks a rank has the pages p with
-  p % WORLD == rank (distributed_decode_attention.py): its keys are counted by
-  their place in its own pages, and `position_of` says where they are in the
-  request.
+- A program has one KV head and a tile of BLOCK_M rows. The G = H / Hk query heads that share the KV
+  head are packed into the rows: row i is head i % G of query i // G. So keys and values are loaded
+  once for all of them, and a decode with G heads fills a tensor core's 16 rows.
+- Tiles do not cross requests. Request b has at most cdiv(queries, BLOCK_Q) tiles of
+  BLOCK_Q = BLOCK_M // G queries. Its first tile is number query_start[b] // BLOCK_Q + b. So T and B
+  alone determine the grid, and a captured CUDA graph serves any lengths; surplus programs do
+  nothing. A request's last tile sees the most keys and starts first.
+- A tile processes BLOCK_N keys at a time, from the first key that its first query sees to the last
+  that its last query sees. Blocks that all of its rows see (the interior) need no mask; the blocks
+  at the edges follow.
+- With SPLITS > 1, that many programs share the blocks of a tile, and the results are merged
+  (decode.py). With several ranks, a rank has the pages p with p % WORLD == rank
+  (distributed_decode.py). Its keys are counted by their place in its own pages, and `position_of`
+  returns their position in the request.
 
-Scores are float32, in units of log 2. Weights and values are multiplied in q's
-dtype; so are keys and values in fp8, which are cast, exactly, and whose scales
-are applied to the scores and to the sum. Head sizes that are no power of two are
-padded to one.
+Scores are float32, in units of log 2. Weights and values are multiplied in q's dtype. fp8 keys and
+values are cast exactly; their scales are applied to the scores and the sum. Head sizes are padded
+to a power of two.
 
-A page that is not in the pool is never loaded: the program loads page 0 in its
-place, flags the request, and stores zeros with an LSE of +inf. Nobody may look at
-the output of a flagged request.
+A page outside the pool is never loaded. The program loads page 0 instead, flags the request, and
+stores zeros with an LSE of +inf. Do not use the output of a flagged request.
 
 Not handled: attention that is not causal, gradients.
 """
@@ -74,9 +69,9 @@ class Batch(NamedTuple):
     """The requests of a step: one argument of a kernel (peers.py).
 
     Attributes:
-        query_start: int32 [requests + 1]; None where each request has one query.
+        query_start: int32 [requests + 1]; None if each request has one query.
         context_len: int32 [requests].
-        block_table: int32 [requests, table_width]; of this rank's pages.
+        block_table: int32 [requests, table_width]; this rank's pages.
         status: int32 [requests].
     """
 
@@ -91,15 +86,15 @@ class Form(NamedTuple):
 
     Attributes:
         heads, kv_heads: HEADS and KV_HEADS.
-        group: heads of a tile, which share a KV head.
-        page: PAGE, tokens of a page.
-        dim: D, numbers of a value.
-        rope: ROPE, numbers of a key that follow the first D.
-        window: keys that a query sees at most; 0 for all.
+        group: heads in a tile, which share a KV head.
+        page: PAGE, tokens in a page.
+        dim: D, numbers in a value.
+        rope: ROPE, numbers of a key after the first D.
+        window: maximum number of keys that a query sees; 0 for all.
         softcap: of the scores; 0 for none.
         single: each request has one query.
-        block_m, block_n: rows of a tile; keys that it goes over at a time.
-        block_d, block_r: D and ROPE rounded up to powers of two of at least 16.
+        block_m, block_n: rows in a tile; keys that are processed at a time.
+        block_d, block_r: D and ROPE, rounded up to powers of two of at least 16.
     """
 
     heads: int
@@ -119,7 +114,7 @@ class Form(NamedTuple):
 
 @triton.jit
 def local_length(length, rank, WORLD: tl.constexpr, PAGE: tl.constexpr):
-    """How many of a request's first `length` tokens a rank has."""
+    """Count a rank's tokens among a request's first `length` tokens."""
     if WORLD > 1:
         pages, rest = length // PAGE, length % PAGE
         whole = (pages + (WORLD - 1) - rank) // WORLD
@@ -129,7 +124,7 @@ def local_length(length, rank, WORLD: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit
 def position_of(at, rank, WORLD: tl.constexpr, PAGE: tl.constexpr):
-    """Where in the request a rank's tokens are."""
+    """Return the positions of a rank's tokens in the request."""
     if WORLD > 1:
         at = (at // PAGE * WORLD + rank) * PAGE + at % PAGE
     return at
@@ -137,7 +132,7 @@ def position_of(at, rank, WORLD: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit
 def find_request(query_start, tile, requests, BLOCK_Q: tl.constexpr):
-    """The request that a tile is of: the last whose first tile is not after it."""
+    """Return a tile's request: the last whose first tile is not after it."""
     low = tl.full((), 0, tl.int32)
     high = low + requests
     while high - low > 1:
@@ -150,14 +145,14 @@ def find_request(query_start, tile, requests, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def load_block(
-    x,  # of rows of numbers
-    rows,  # [BLOCK_N]; where each row begins
+    x,  # pointer to rows of numbers
+    rows,  # [BLOCK_N]; start of each row
     needed,  # bool [BLOCK_N]; the others are 0
     D: tl.constexpr,
-    EDGE: tl.constexpr,  # not all are needed
+    EDGE: tl.constexpr,  # some rows are not needed
     BLOCK_D: tl.constexpr,
 ):
-    """The first D numbers of rows: [BLOCK_N, BLOCK_D], zeros behind them."""
+    """Load the first D numbers of rows: [BLOCK_N, BLOCK_D], zeros after them."""
     d = tl.arange(0, BLOCK_D)
     places = x + rows[:, None] + d[None, :]
     if EDGE and D < BLOCK_D:
@@ -177,12 +172,12 @@ def soften(
     top,  # float32 [BLOCK_M]; the largest so far
     weight,  # float32 [BLOCK_M]; sum of weights so far, in units of 2^top
 ):
-    """A step of the online softmax: weights of scores, what earlier ones fade to; top and weight.
+    """Take a step of the online softmax: return weights, the fade of earlier ones, top and weight.
 
     Milakov and Gimelshein 2018.
     """
     new_top = tl.maximum(top, tl.max(scores, axis=1))
-    anchor = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing is seen yet
+    anchor = tl.where(new_top == float("-inf"), 0.0, new_top)  # no key seen yet
     weights = tl.exp2(scores - anchor[:, None])
     fade = tl.exp2(top - anchor)
     return weights, fade, new_top, weight * fade + tl.sum(weights, axis=1)
@@ -191,7 +186,7 @@ def soften(
 @triton.jit
 def attend_block(
     q,  # [BLOCK_M, BLOCK_D]
-    q_rope,  # [BLOCK_M, BLOCK_R], or None; what follows the first D numbers of each query
+    q_rope,  # [BLOCK_M, BLOCK_R], or None; each query's numbers after the first D
     total,  # float32 [BLOCK_M, BLOCK_D]; sum of weights times values
     top,  # float32 [BLOCK_M]; the largest score
     weight,  # float32 [BLOCK_M]; sum of weights, in units of 2^top
@@ -201,17 +196,17 @@ def attend_block(
     table,  # int32 [n]; this request's pages
     num_blocks,
     head,
-    start,  # of the block, among this rank's keys
-    begin,  # of the keys that the tile sees
+    start,  # the block's first key, among this rank's
+    begin,  # the first key that the tile sees; end is after the last
     end,
-    position,  # int32 [BLOCK_M]; of each row's query in its request
+    position,  # int32 [BLOCK_M]; position of each row's query in its request
     scale,
     rank,
     WORLD: tl.constexpr,
     EDGE: tl.constexpr,  # some row may not see some key
     FORM: tl.constexpr,
 ):
-    """One block of keys and values: a step of the online softmax."""
+    """Process one block of keys and values: a step of the online softmax."""
     KV_HEADS: tl.constexpr = FORM.kv_heads
     PAGE: tl.constexpr = FORM.page
     D: tl.constexpr = FORM.dim
@@ -223,7 +218,7 @@ def attend_block(
     BLOCK_R: tl.constexpr = FORM.block_r
     at = start + tl.arange(0, BLOCK_N)
     needed = (at >= begin) & (at < end)
-    if EDGE:  # before begin and from end on there may be no page, or what another request left
+    if EDGE:  # before begin and from end on the table may have no page, or stale entries
         page = tl.load(table + at // PAGE, mask=needed, other=0)
     else:
         page = tl.load(table + at // PAGE)
@@ -236,7 +231,7 @@ def attend_block(
     if ROPE > 0:
         k_rope = load_block(keys + D, slots * (D + ROPE), needed, ROPE, EDGE, BLOCK_R)
         scores = tl.dot(q_rope, k_rope.to(q.dtype).T, scores, input_precision="ieee")
-    if SOFTCAP > 0:  # tanh, by what does not overflow
+    if SOFTCAP > 0:  # tanh, by a formula that does not overflow
         shrunk = scores * (scale / SOFTCAP)
         small = tl.exp2(tl.abs(shrunk) * (-2 * LOG2E))
         bent = (1 - small) / (1 + small)
@@ -259,7 +254,7 @@ def attend_block(
 
 @triton.jit
 def attend_tile(
-    q,  # [tokens, HEADS, D + ROPE]; a token is q_stride numbers after the one before
+    q,  # [tokens, HEADS, D + ROPE]; tokens are q_stride numbers apart
     cache,  # Cache
     batch,  # Batch
     sinks,  # [HEADS], or None
@@ -276,11 +271,11 @@ def attend_tile(
     SPLITS: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """One tile of GROUP heads, over a split of its keys.
+    """Process one tile of GROUP heads, over a split of its keys.
 
     Returns:
-        float32 [BLOCK_M, BLOCK_D], zeros if the request is flagged; its LSE, float32 [BLOCK_M];
-        of each row, int32 [BLOCK_M], the token and the head; bool [BLOCK_M], which rows count.
+        float32 [BLOCK_M, BLOCK_D], zeros if the request is flagged; its LSE, float32 [BLOCK_M]; the
+        token and the head of each row, int32 [BLOCK_M]; and which rows count, bool [BLOCK_M].
     """
     GROUP: tl.constexpr = FORM.group
     PAGE: tl.constexpr = FORM.page
@@ -305,7 +300,7 @@ def attend_tile(
     fault = tl.where(local_length(context, rank, WORLD, PAGE) > table_width * PAGE, _LONGER, 0)
     fault = fault | tl.where(context < queries, _SHORTER, 0)
 
-    # Which keys the tile sees, and which of them all of its queries do.
+    # The keys that the tile sees, and the keys that all of its queries see.
     first_position = context - queries + first
     last_position = context - queries + tl.minimum(first + BLOCK_Q, queries) - 1
     begin, inner_begin = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
@@ -316,7 +311,7 @@ def attend_tile(
     end = local_length(last_position + 1, rank, WORLD, PAGE)
     end = tl.where((fault == 0) & (first < queries), end, begin)
 
-    # In blocks, of this split.
+    # The same in blocks, for this split.
     first_block = begin // BLOCK_N
     end_block = tl.where(begin < end, tl.cdiv(end, BLOCK_N), first_block)
     if SPLITS > 1:
@@ -377,7 +372,7 @@ def attend_tile(
 
 @triton.jit
 def store_rows(out, lse, total, log_sum, place, stored, D: tl.constexpr):
-    """Store some rows of `attend_tile` to places of out [*, D] and, unless it is None, lse [*]."""
+    """Store rows of `attend_tile` to places of out [*, D] and, unless it is None, lse [*]."""
     d = tl.arange(0, total.shape[1])
     inside = stored[:, None] & (d < D)[None, :]
     tl.store(out + place[:, None] * D + d[None, :], total.to(out.dtype.element_ty), mask=inside)
@@ -387,7 +382,7 @@ def store_rows(out, lse, total, log_sum, place, stored, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "requests", "table_width", "num_blocks", "rank"])
 def attend(
-    q,  # as the next ones, of `attend_tile`
+    q,  # this and the next three: as in `attend_tile`
     cache,
     batch,
     sinks,
@@ -404,7 +399,7 @@ def attend(
     SPLITS: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """One tile over a split of its keys. Grid: (tiles, HEADS / GROUP, SPLITS)."""
+    """Process one tile over a split of its keys. Grid: (tiles, HEADS / GROUP, SPLITS)."""
     HEADS: tl.constexpr = FORM.heads
     GROUP: tl.constexpr = FORM.group
     D: tl.constexpr = FORM.dim

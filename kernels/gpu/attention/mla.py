@@ -2,25 +2,22 @@
 
     mla_decode_attention(q [T, H, R + P], latents [num_blocks, page, R + P], batch) -> [T, H, R]
 
-The cache has one latent for each token, which all heads share: R numbers that
-keys and values are made of (kv_lora_rank), and P of a key with rotary positions.
-Neither keys nor values are made of them here: a head's up-projection of keys is
-multiplied into its query beforehand (W_uk q, of R numbers, beside the P of the
-rotated query), and that of values into the result afterwards (W_uv out). So it
-is attention of H query heads to one KV head whose key is the latent, and whose
-value is the first R numbers of it (DeepSeek-V2, 2024: 2.1.2, 2.1.3, appendix C).
+The cache has one latent per token, shared by all heads: R numbers that determine keys and values
+(kv_lora_rank), and P numbers of a key with rotary positions. Keys and values are not computed here.
+Each head's up-projection of keys is multiplied into its query beforehand (W_uk q, of R numbers,
+beside the P numbers of the rotated query). The up-projection of values is multiplied into the
+result afterwards (W_uv out). So this is attention of H query heads to one KV head: its key is the
+latent, and its value is the latent's first R numbers (DeepSeek-V2, 2024: 2.1.2, 2.1.3, appendix C).
 
-Work is cut and merged as in attend.py and decode_attention.py, by the same
-kernels, `attend` and `merge_splits`, with what that needs of them:
+The same kernels as in kernel.py and decode.py, `attend` and `merge_splits`, divide and merge the
+work, with two differences:
 
-- A block of latents is loaded once, as keys and as values. Its last P columns are
-  a product of their own, so that the R before them need no padding.
-- A tile has BLOCK_M rows of R float32 sums, so not all heads fit in one: it has as
-  many of them as divide H, and latents are loaded by H / that many programs (all
-  but one of them from L2, mostly).
+- A block of latents is loaded once, as keys and as values. Its last P columns form a separate
+  product, so the first R need no padding.
+- A tile has BLOCK_M rows of R float32 sums, so one tile cannot hold all heads. It holds as many as
+  divide H, and H / that many programs load the latents (mostly from L2, except the first).
 
-The LSE is what distributed_decode_attention.py sends to other ranks, but there is no
-op that does so with latents.
+distributed_decode.py sends such an LSE to other ranks, but no op does so with latents.
 """
 
 from __future__ import annotations
@@ -45,18 +42,18 @@ from weft.kernels.gpu.runtime.arguments import require, require_tensor
 from weft.kernels.gpu.tuning.search import Choice
 
 MAX_RANK, MAX_ROPE = 512, 128
-"""Of R and P."""
+"""Maximum R and P."""
 
 
 def choose_latent_tile(heads: int, queries: int, rank: int, itemsize: int, *, cast: bool) -> Tile:
-    """What suits a batch whose longest request has so many queries, of so many heads.
+    """Choose a tile for a batch whose longest request has `queries` queries of `heads` heads.
 
-    Larger ones spill registers.
+    Larger tiles spill registers.
 
     Args:
         rank: R.
-        itemsize: bytes of a number of q.
-        cast: whether latents are narrower.
+        itemsize: bytes of one number of q.
+        cast: whether latents are narrower than q.
     """
     amd = target()[0] == "hip"
     wide = rank * max(1, itemsize // 2) > (512 if itemsize < 4 or not amd else 256)
@@ -81,30 +78,29 @@ def mla_decode_attention(
     stages: int = 0,
     choice: Choice | None = None,
 ) -> Tensor:
-    """Causal attention of absorbed queries over their requests' latents.
+    """Compute causal attention of absorbed queries over their requests' latents.
 
     Args:
-        q: [T, H, R + P], float32, float16 or bfloat16; a token's heads contiguous. Of each head
-            W_uk q, and the part of q with rotary positions.
-        latents: contiguous [num_blocks, page, R + P], q's dtype or float8_e4m3fn; the step's
-            tokens included.
-        batch: of the step; one query for each request, or a few. What is wrong with a request is
-            flagged in its status.
-        kv_lora_rank: R, from 1 to 512. P is what is left, at most 128; 0 for none.
+        q: [T, H, R + P], float32, float16 or bfloat16; a token's heads contiguous. For each head
+            W_uk q, then the part of q with rotary positions.
+        latents: contiguous [num_blocks, page, R + P], q's dtype or float8_e4m3fn; they include the
+            step's tokens.
+        batch: of the step; one query per request, or a few. Bad requests are flagged in its status.
+        kv_lora_rank: R, from 1 to 512. P is the rest, at most 128; it may be 0.
         scale: multiplies the scores: (D + P) ** -0.5, for heads of D before absorption.
-        kv_scale: float32 [1], with latents in float8_e4m3fn; what they are multiplied with.
-        lse: float32 [T, H], written: see attention.Options.
+        kv_scale: float32 [1], with latents in float8_e4m3fn; multiplies their numbers.
+        lse: float32 [T, H], output: see inputs.Options.
         splits: programs that share the keys of a tile, at most MAX_SPLITS; chosen if 0.
         blocks: BLOCK_M and BLOCK_N of a tile; chosen if None.
-        warps, stages: that the kernel is compiled with; chosen if 0.
-        choice: of a tile and splits where blocks is None, if tuned for as many decodes.
+        warps, stages: for compiling the kernel; chosen if 0.
+        choice: provides a tuned tile and splits if blocks is None, if tuned for as many decodes.
 
     Returns:
-        [T, H, R], q's dtype, to be multiplied by each head's W_uv. Zeros for a request that is
-        flagged, in part or as a whole.
+        [T, H, R], q's dtype, to be multiplied by each head's W_uv. Zeros, in part or as a whole,
+        for a flagged request.
 
     Raises:
-        KernelError: the tensors do not go together, or one cannot be taken.
+        KernelError: the tensors do not fit each other, or one is refused.
     """
     check = functools.partial(require, "mla_decode_attention")
     check_queries(check, q, MAX_RANK + MAX_ROPE)

@@ -2,8 +2,8 @@
 
     paged_attention(q [T, H, D], keys, values [num_blocks, Hk, page, D], batch) -> [T, H, D]
 
-In the order of the data: what is given (attention_inputs.py), how it is cut (attention_tile.py),
-the kernel (attend.py), and here the op that launches it.
+In the order of the data: the inputs (inputs.py), the division into tiles (tile.py), the kernel
+(kernel.py), and here the op that launches it.
 
 Not handled: attention that is not causal, gradients.
 """
@@ -49,26 +49,26 @@ def paged_attention(
     rank: int = 0,
     world_size: int = 1,
 ) -> Tensor:
-    """Causal attention of the step's queries over their requests' pages.
+    """Compute causal attention of the step's queries over their requests' pages.
 
     Args:
         q: [T, H, D], float32, float16 or bfloat16; a token's heads contiguous. Query head h reads
             KV head h // (H / Hk). D is at most 256, H / Hk at most 128.
-        keys, values: contiguous [num_blocks, Hk, page, D], q's dtype or float8_e4m3fn; the step's
-            tokens included.
-        batch: of the step. What is wrong with a request is flagged in its status.
+        keys, values: contiguous [num_blocks, Hk, page, D], q's dtype or float8_e4m3fn; they include
+            the step's tokens.
+        batch: of the step. Bad requests are flagged in its status.
         scale, sliding_window, softcap, sinks, k_scale, v_scale, lse: see Options.
         blocks: BLOCK_M and BLOCK_N of a tile; chosen if None.
-        warps, stages: that the kernel is compiled with; chosen if 0.
-        choice: of a tile where blocks is None, if one was tuned.
-        rank, world_size: whose pages these are, if ranks share those of each request: see
+        warps, stages: for compiling the kernel; chosen if 0.
+        choice: provides a tuned tile if blocks is None.
+        rank, world_size: the owner of these pages, if ranks share each request's pages: see
             PagedBatch. A query that sees no key here has a result of 0, and an LSE of -inf.
 
     Returns:
-        [T, H, D], q's dtype. Zeros for a request that is flagged, in part or as a whole.
+        [T, H, D], q's dtype. Zeros, in part or as a whole, for a flagged request.
 
     Raises:
-        KernelError: the tensors do not go together, or one cannot be taken.
+        KernelError: the tensors do not fit each other, or one is refused.
     """
     check = functools.partial(require, "paged_attention")
     options = Options(scale, sliding_window, softcap, sinks, k_scale, v_scale, lse)
@@ -100,14 +100,14 @@ def launch_attend(
     rank: int = 0,
     world_size: int = 1,
 ) -> None:
-    """Launch `attend` on what has been checked.
+    """Launch `attend` on checked arguments.
 
     Args:
-        values: None, if they are the first D numbers of the keys.
+        values: None if they are the first D numbers of the keys.
         out: [splits, T, H, D], or without the first axis.
-        lse: float32 [splits, T, H], likewise, or None.
-        sinks: whether they count here, and not where parts are merged.
-        rank, world_size: whose pages they are.
+        lse: float32 [splits, T, H], or without the first axis, or None.
+        sinks: whether sinks count here; otherwise where parts are merged.
+        rank, world_size: the owner of the pages.
     """
     if not q.numel():
         return

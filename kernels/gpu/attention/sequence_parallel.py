@@ -1,42 +1,39 @@
-"""Prefill attention of a sequence that is split over ranks: keys come while others are computed.
+"""Prefill attention of a sequence split over ranks: keys arrive while others are processed.
 
     sequence_parallel_attention(q [m, H, D], k [m, Hk, D], v [m, Hk, D]) -> [m, H, D]
 
-Causal attention among the W * m tokens of all ranks, of which each rank has as
-many, and the result of its own. The tokens are in parts, one after the other:
+Causal attention among the W * m tokens of all ranks. Each rank has m of them and returns their
+results. The tokens are divided into consecutive parts:
 
     contiguous    rank r has part r of W
     zigzag        rank r has parts r and 2 W - 1 - r of 2 W: as much work as any other rank
 
-A tile of queries of part g needs keys of the parts before g, and of g itself, as
-far as they are of its own sequence. It goes over the rank's own parts first, and
-then over those of ranks r - 1, r - 2 .. (Ring Attention: Liu et al. 2023; but each
-shard is sent to all that need it at once, as Triton-distributed does: Zheng et al.
-2025.) The softmax is online, so the order does not matter to it.
+A tile of queries in part g needs the keys of g and of earlier parts that belong to its own
+sequence. It processes the rank's own parts first, then those of ranks r - 1, r - 2 .. (Ring
+Attention: Liu et al. 2023; but each shard is sent at once to all ranks that need it, as in
+Triton-distributed: Zheng et al. 2025.) The softmax is online, so the order does not matter.
 
-Protocol. Slot n mod 2 of each rank's buffer is [K or V, W, m, Hk, D]. There is a
-signal for each chunk of a rank's parts and each rank, and one more for each rank.
-In call n of rank r
+Protocol. Slot n mod 2 of each rank's buffer is [K or V, W, m, Hk, D]. Each chunk of a rank's parts
+has a signal for each rank, and each rank has one more signal. In call n of rank r:
 
-1. `push_parts` tells all ranks that it is in call n: signal `met` + r of each is n.
-   Then it copies chunks to row r of the slots of ranks r + 1, r + 2 .., each followed
-   by n in signal [chunk, r] there. It sends to a rank no part that this does not need,
-   and nothing before that rank is in call n - 1.
-2. `attend_parts` is persistent. Before it looks at a chunk of another rank, it waits
-   for its signal. The own parts are read where they are.
+1. `push_parts` tells all ranks that it is in call n: signal `met` + r of each is n. Then it copies
+   chunks to row r of the slots of ranks r + 1, r + 2 .., each followed by n in signal [chunk, r]
+   there. A rank gets only the parts that it needs, and nothing before it is in call n - 1.
+2. `attend_parts` is persistent. Before it reads another rank's chunk, it waits for the chunk's
+   signal. The own parts are read in place.
 
-Not every rank waits for every other one's data: those before it need none of a rank's.
-So what gpu/workspace.py says of slots does not hold, and `met` takes its place. A
-rank that is in call n - 1 has finished call n - 2, whose slot call n writes to.
+Not every rank waits for every other rank's data: earlier ranks need nothing from a later one. So
+the argument in runtime/workspace.py does not hold, and `met` replaces it. A rank in call n - 1 has
+finished call n - 2, and call n writes to the slot of call n - 2.
 
-Both sides find out by the same function, `is_needed`, what is sent; so what
-query_start says can be wrong, but not let a rank wait for what does not come.
+Both sides use the same function, `is_needed`, to find the parts to send. So a wrong query_start
+gives wrong results, but no rank waits for data that never arrives.
 
-On a GPU the copies run on a stream of their own, on a processor that `attend_parts`
-leaves to them, as in all_gather_matmul.py. A program of them that waits for `met`
-waits for an earlier call, so there is no cycle.
+On a GPU the copies run on their own stream, on a processor that `attend_parts` leaves to them, as
+in all_gather_matmul.py. A program of the copies that waits for `met` waits for an earlier call, so
+there is no cycle.
 
-Not handled: keys that are in a cache already, windows, softcap, sinks, gradients.
+Not handled: keys that are already in a cache, windows, softcap, sinks, gradients.
 """
 
 from __future__ import annotations
@@ -59,18 +56,18 @@ from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.symmetric.memory import Home
 
 CHUNK = 256
-"""Tokens that have a signal of their own, unless a workspace is told otherwise."""
+"""Default number of tokens per signal."""
 
 BLOCK = 4096
 """Numbers that a program moves at a time."""
 
 SENDERS = 8
-"""Of so many processors, one is for copying: a guess."""
+"""One of this many processors copies: a guess."""
 
 
 @triton.jit
 def part_of(rank, index, WORLD: tl.constexpr, PARTS: tl.constexpr):
-    """Which part of all tokens a rank's first or second one is."""
+    """Return the number of a rank's first or second part."""
     part = rank
     if PARTS == 2:
         part = tl.where(index == 0, rank, 2 * WORLD - 1 - rank)
@@ -79,16 +76,16 @@ def part_of(rank, index, WORLD: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def beginning_of(position, query_start, entries):
-    """Where the sequences begin that tokens are of; never behind the token.
+    """Return where the tokens' sequences begin; never after the token.
 
     Args:
-        position: of each among all tokens; one or a block of them.
-        query_start: int32 [entries], or None if all are of one sequence.
+        position: of each token among all tokens; one or a block of them.
+        query_start: int32 [entries], or None if all tokens belong to one sequence.
     """
     begin = position * 0
     if query_start is not None:
         left = entries
-        while left > 1:  # it is the last entry that is not behind the token, of `left` from here
+        while left > 1:  # the last entry not after the token is among `left` entries from here
             half = left // 2
             not_behind = tl.load(query_start + begin + half) <= position
             begin = tl.where(not_behind, begin + half, begin)
@@ -99,7 +96,9 @@ def beginning_of(position, query_start, entries):
 
 @triton.jit
 def is_needed(part, reader, begin, length):
-    """Whether queries of part `reader`, whose first token's sequence begins there, see a part."""
+    """Return whether queries in part `reader` see a part; `begin` is the start of its first
+    sequence.
+    """
     return (part < reader) & (begin < (part + 1) * length)
 
 
@@ -111,17 +110,17 @@ def push_parts(
     peers,  # buffers [2, 2, half]; signals int32 [met + W]
     rank,
     entries,
-    length,  # tokens of a part
-    row,  # numbers of a token's keys: KV_HEADS * D
-    half,  # numbers of the keys in a slot, at least W * PARTS * length * row
+    length,  # tokens in a part
+    row,  # numbers in a token's keys: KV_HEADS * D
+    half,  # numbers reserved for keys in a slot, at least W * PARTS * length * row
     chunk,  # tokens
-    met,  # the first of W signals that say in which call a rank is
+    met,  # the first of W signals with the ranks' calls
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Send the ranks what they need, a chunk at a time. Grid: (programs,), persistent."""
+    """Send the ranks the parts they need, chunk by chunk. Grid: (programs,), persistent."""
     call = tl.load(peers.calls)
     if tl.program_id(0) == 0:
         for step in range(1, WORLD):
@@ -154,13 +153,13 @@ def attend_keys(
     total,  # float32 [BLOCK_M, BLOCK_D]; sum of weights times values
     top,  # float32 [BLOCK_M]; the largest score
     weight,  # float32 [BLOCK_M]; sum of weights, in units of 2^top
-    keys,  # of the block's first token
+    keys,  # pointer to the block's first token
     values,
-    first,  # of its tokens, among all
-    begin,  # of the tokens that are here and seen by one of the queries, among all
+    first,  # its first token, among all
+    begin,  # the first token, among all, that is here and that a query sees; end is after the last
     end,
     seen_from,  # int32 [BLOCK_M]; the first token that each row's query sees
-    position,  # int32 [BLOCK_M]; of each row's query
+    position,  # int32 [BLOCK_M]; position of each row's query
     scale,  # in units of log 2
     ROW: tl.constexpr,
     D: tl.constexpr,
@@ -168,7 +167,7 @@ def attend_keys(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One block of keys and values: a step of the online softmax."""
+    """Process one block of keys and values: a step of the online softmax."""
     n = tl.arange(0, BLOCK_N)
     needed = (first + n >= begin) & (first + n < end)
     k = load_block(keys, n * ROW, needed, D, EDGE, BLOCK_D)
@@ -185,7 +184,7 @@ def attend_keys(
 
 @triton.jit(do_not_specialize=["rank", "entries"])
 def attend_parts(
-    q,  # [PARTS * length, HEADS, D]; a token is q_stride numbers after the one before
+    q,  # [PARTS * length, HEADS, D]; tokens are q_stride numbers apart
     keys,  # [PARTS * length, KV_HEADS, D]; this rank's
     values,
     query_start,  # int32 [entries], or None
@@ -195,9 +194,9 @@ def attend_parts(
     scale,
     rank,
     entries,
-    length,  # tokens of a part
+    length,  # tokens in a part
     q_stride,
-    half,  # numbers of the keys in a slot
+    half,  # numbers reserved for keys in a slot
     chunk,  # tokens
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
@@ -209,7 +208,7 @@ def attend_parts(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Tiles of the result, of a KV head each. Grid: (programs,), persistent."""
+    """Compute tiles of the result, of one KV head each. Grid: (programs,), persistent."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     ROW: tl.constexpr = KV_HEADS * D
@@ -218,7 +217,7 @@ def attend_parts(
     tiles, chunks = tl.cdiv(length, BLOCK_Q), tl.cdiv(length, chunk)
     row, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     for item in range(tl.program_id(0), PARTS * tiles * KV_HEADS, tl.num_programs(0)):
-        # Those that see most come first: a rank's second part is the later one.
+        # Tiles that see the most keys come first: a rank's second part is the later one.
         head, tile = item % KV_HEADS, PARTS * tiles - 1 - item // KV_HEADS
         index, first = tile // tiles, tile % tiles * BLOCK_Q
         part = part_of(rank, index, WORLD, PARTS)
@@ -255,7 +254,7 @@ def attend_parts(
                 if step > 0:
                     signal = (of_source * chunks + number) * WORLD + source
                     wait(peers, rank, signal, call)
-                # Not flattened: loads must stay behind the wait. In blocks from the chunk's first.
+                # Not flattened: loads must stay behind the wait. Blocks start at the chunk's start.
                 base = number * chunk
                 low_here, high_here = tl.maximum(low, base), tl.minimum(high, base + chunk)
                 first_block = (low_here - base) // BLOCK_N
@@ -292,7 +291,7 @@ def attend_parts(
 
 
 class SequenceParallelWorkspace(Workspace):
-    """Of `sequence_parallel_attention`, on one rank; see its `_workspace`."""
+    """The workspace of `sequence_parallel_attention` on one rank."""
 
     def __init__(
         self,
@@ -317,7 +316,7 @@ class SequenceParallelWorkspace(Workspace):
         self.max_tokens, self.kv_heads, self.head_dim = max_tokens, kv_heads, head_dim
         self.chunk = chunk
         row = kv_heads * head_dim
-        self.half = -(-size * max_tokens * row // 16) * 16  # values begin at a multiple of 16
+        self.half = -(-size * max_tokens * row // 16) * 16  # values start at a multiple of 16
         self.met = size * (-(-max_tokens // chunk) + 1)  # two parts may have a chunk more
         super().__init__(home, name, 2 * self.half, dtype, self.met + size)
         self.choice = Choice(home, name)
@@ -331,23 +330,25 @@ def sequence_parallel_attention_workspace(
     dtype: torch.dtype,
     chunk: int = CHUNK,
 ) -> SequenceParallelWorkspace:
-    """A workspace for at most `max_tokens` tokens on each rank. Collective.
+    """Create a workspace for at most `max_tokens` tokens on each rank. Collective.
 
     Args:
-        home: of this rank.
+        home: this rank's.
         max_tokens: m.
         kv_heads, head_dim: of k and v.
         dtype: of all operands; float32, float16 or bfloat16.
-        chunk: tokens that have a signal of their own; best a multiple of 128.
+        chunk: tokens per signal; preferably a multiple of 128.
 
     Raises:
-        KernelError: on every rank, if one refuses an argument or has another one than the rest.
+        KernelError: on every rank, if one rank refuses an argument or the ranks differ.
     """
     return SequenceParallelWorkspace(home, max_tokens, kv_heads, head_dim, dtype, chunk)
 
 
 def choose_part_tile(group: int, queries: int, head_dim: int, itemsize: int) -> Tile:
-    """As `choose_tile`; but more is kept here, so that where its tiles spill keys are fewer."""
+    """Choose a tile like `choose_tile`, with fewer keys where its tiles would spill: more is kept
+    here.
+    """
     tile = choose_tile(group, queries, head_dim, itemsize, cast=False)
     backend, capability = target()
     if head_dim > 64 and (backend == "hip" or capability >= 100):
@@ -373,22 +374,23 @@ def sequence_parallel_attention(
     programs: int = 0,
     senders: int = 0,
 ) -> Tensor:
-    """Causal attention among the tokens of all ranks. Collective.
+    """Compute causal attention among the tokens of all ranks. Collective.
 
     Args:
         q: [m, H, D], the workspace's dtype; a token's heads contiguous. Query head h reads KV head
-            h // (H / Hk), of which H / Hk is at most 128.
+            h // (H / Hk); H / Hk is at most 128.
         k, v: [m, Hk, D], contiguous, q's dtype; m is the same on all ranks.
         workspace: from `sequence_parallel_attention_workspace`.
         scale: multiplies the scores.
-        query_start: int32 [B + 1], the same on all ranks, ascending from 0: where among the W * m
-            tokens the B sequences begin, and where the last one ends. What is behind it is one
-            more: ranks that have too few tokens pad. All are of one sequence if None.
-        zigzag: this rank has parts r and 2 W - 1 - r of 2 W, of m / 2 tokens each; otherwise
-            part r of W.
-        lse: float32 [m, H], written: the log of the sum of exp(score).
-        blocks: BLOCK_M and BLOCK_N of a tile; what was tuned, or else chosen, if None.
-        warps, stages: that the kernel is compiled with; chosen if 0.
+        query_start: int32 [B + 1], the same on all ranks, ascending from 0: the starts of the B
+            sequences among the W * m tokens, and the end of the last. Tokens after it form one more
+            sequence, so ranks with too few tokens can pad. All tokens belong to one sequence if
+            None.
+        zigzag: this rank has parts r and 2 W - 1 - r of 2 W, of m / 2 tokens each; otherwise part r
+            of W.
+        lse: float32 [m, H], output: the log of the sum of exp(score).
+        blocks: BLOCK_M and BLOCK_N of a tile; if None, the tuned tile or a chosen one.
+        warps, stages: for compiling the kernel; chosen if 0.
         programs: of the attention; all processors of the device but one if 0.
         senders: programs that copy; one of SENDERS processors if 0.
 
@@ -396,7 +398,7 @@ def sequence_parallel_attention(
         [m, H, D], q's dtype.
 
     Raises:
-        KernelError: on every rank, if one cannot take its arguments, or they do not agree.
+        KernelError: on every rank, if one refuses its arguments or the ranks differ.
     """
     size, require = workspace.world_size, workspace.require
     asked: dict[str, object] = {"scale": scale, "zigzag": zigzag, "blocks": blocks}

@@ -1,4 +1,4 @@
-"""How attention is cut into tiles of queries, and compiled: see attend.py."""
+"""How attention is divided into tiles of queries and compiled: see kernel.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.kernels.gpu.tuning.costs import Config
 
 
 class Tile(NamedTuple):
-    """How attention is cut, and compiled."""
+    """How attention is tiled and compiled."""
 
     block_m: int
     block_n: int
@@ -23,14 +23,14 @@ class Tile(NamedTuple):
 
 
 def choose_tile(group: int, queries: int, head_dim: int, itemsize: int, *, cast: bool) -> Tile:
-    """What suits a batch whose longest request has so many queries.
+    """Choose a tile for a batch with up to `queries` queries in a request.
 
     Args:
-        group: query heads that share a KV head.
-        queries: of that request.
+        group: query heads per KV head.
+        queries: of the longest request.
         head_dim: D.
-        itemsize: bytes of a number of q.
-        cast: whether keys and values are narrower.
+        itemsize: bytes of one number of q.
+        cast: whether keys and values are narrower than q.
     """
     backend, capability = target()
     wide = triton.next_power_of_2(head_dim) * max(1, itemsize // 2)
@@ -38,7 +38,7 @@ def choose_tile(group: int, queries: int, head_dim: int, itemsize: int, *, cast:
     most = max(64 if wide > 128 or (old and wide <= 64) else 128, triton.next_power_of_2(group))
     block_m = min(most, max(16, triton.next_power_of_2(group * queries)))
     block_n = 64 if wide <= 128 else 32
-    block_m = 64 if block_m == 32 else block_m  # else registers spill; and so below
+    block_m = 64 if block_m == 32 else block_m  # otherwise registers spill; so below
     if cast and backend == "hip" and wide > 128:
         block_n = 16
     if old and block_m == 64 and wide == 128:
@@ -49,18 +49,18 @@ def choose_tile(group: int, queries: int, head_dim: int, itemsize: int, *, cast:
 
 
 def heads_of_tile(group: int, tile: Tile) -> int:
-    """How many of the heads that share a KV head a tile has: all, or as many as divide them."""
+    """Count the heads in a tile: all of a KV head, or as many as divide them."""
     return next(n for n in range(min(group, tile.block_m), 0, -1) if group % n == 0)
 
 
 def count_tiles(q: Tensor, batch: PagedBatch, tile: Tile, group: int) -> int:
-    """At least as many as a batch's queries have, with so many heads in a tile; see attend.py."""
+    """Return an upper bound on a batch's tiles, with `group` heads in a tile; see kernel.py."""
     requests = len(batch.context_len)
     return requests if is_decode(q, batch) else len(q) // (tile.block_m // group) + requests
 
 
 def is_decode(q: Tensor, batch: PagedBatch) -> bool:
-    """Whether each request has exactly one query."""
+    """Return whether each request has exactly one query."""
     return batch.max_queries == 1 and len(q) == len(batch.context_len)
 
 
@@ -74,7 +74,7 @@ def checked_tile(
     stages: int,
     config: Config | None = None,
 ) -> Tile:
-    """What a caller asks for, or what was tuned, or what suits the batch."""
+    """Return the caller's tile, the tuned one, or one suited to the batch."""
     group, dim = q.shape[1] // keys.shape[1], q.shape[2]
     cast = keys.element_size() < q.element_size()
     chosen = choose_tile(group, batch.max_queries, dim, q.element_size(), cast=cast)
@@ -92,7 +92,7 @@ def asked_tile(
     stages: int,
     group: int = 1,
 ) -> Tile:
-    """`chosen`, but for what a caller asks for; with room for so many heads."""
+    """Return `chosen` with the caller's changes; a tile must have room for `group` heads."""
     sides = chosen[:2] if blocks is None else blocks
     fine = len(sides) == 2 and all(side >= 16 and side & (side - 1) == 0 for side in sides)
     must = f"be two powers of two of at least 16, the first not below H / Hk, which is {group}"

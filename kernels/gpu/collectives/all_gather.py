@@ -2,34 +2,32 @@
 
     all_gather(x_shard [M / W, ...]) -> [M, ...]
 
-Slot n mod 2 of each rank's buffer is [W, numel]; in call n, row r of it is for
-the shard of rank r. A shard is cut into chunks, and signal [c, r] of a rank is
-set to n when chunk c of rank r's shard can be read, by rank r. A signal must
-have one rank that sets it, whatever the method, or one that is late in call n
-would set it back after another has set it in call n + 1. So what comes through a
-third has signals of its own (two_level). The layout of the signals does not
-depend on the shape of a call: a rank that is one call ahead may set signals of
-the next call already, and those must not stand for others of this.
+Slot n mod 2 of each rank's buffer is [W, numel]. In call n its row r receives the shard of rank r.
+A shard is cut into chunks. Signal [c, r] of a rank is set to n when that rank can read chunk c of
+rank r's shard. Only one rank may set a given signal, whatever the method. Otherwise a rank that is
+late in call n could set a signal back after another rank has set it in call n + 1. So data that
+arrives through a third rank has its own signals (two_level). The layout of the signals does not
+depend on a call's shape: a rank one call ahead may already set signals of the next call, and they
+must not stand for other data in this call.
 
-Protocols, of call n:
+Protocols, in call n:
 
-- push. Program (c, d) of rank r copies chunk c of r's shard to row r of the slot
-  of rank (r + 1 + d) mod W, and then sets that rank's signal [c, r]
-  (`push_chunks`). `collect_chunks` waits for each chunk and copies it out.
-- pull. The same, but a rank copies its shard to its own slot only, tells all
-  ranks, and they fetch it from there.
-- copy_engine. As push, by copies that the host has queued, which use no
-  processors of the GPU. A queued copy cannot choose its slot by the number of
-  the call (a CUDA graph replays the same addresses), so there is one slot, and
-  all ranks meet (`meet`) before it is written to again.
-- ll, ll128. As push, but data carries its own flag: all_gather_ll.py.
-- multimem. A rank stores its shard to all ranks at once through the switch
-  (multimem.py), then sets signal [c, r] of each.
-- two_level, for several nodes. A shard crosses to each other node once, and is
-  passed on within it: all_gather_two_level.py.
+- push. Program (c, d) of rank r copies chunk c of r's shard to row r of the slot of rank
+  (r + 1 + d) mod W, then sets that rank's signal [c, r] (`push_chunks`). `collect_chunks` waits
+  for each chunk and copies it out.
+- pull. Like push, but a rank copies its shard to its own slot only and notifies all ranks, which
+  fetch it from there.
+- copy_engine. Like push, by copies that the host queues, which need no processors of the GPU. A
+  queued copy cannot choose its slot by the call's number, because a CUDA graph replays the same
+  addresses. So there is one slot, and all ranks meet (`meet`) before it is overwritten.
+- ll, ll128. Like push, but data carries its own flag: all_gather_ll.py.
+- multimem. A rank stores its shard to all ranks at once through the switch (multimem.py), then
+  sets signal [c, r] of each.
+- two_level, for several nodes. A shard crosses to each other node once and is passed on within
+  it: all_gather_two_level.py.
 
-In each of them a rank hears from every other one in every call, be it through a
-third, so two slots are enough, and calls may differ in method: gpu/workspace.py.
+In each protocol a rank hears from every other rank in every call, directly or through a third.
+Two slots are therefore enough, and calls may differ in method: runtime/workspace.py.
 """
 
 from __future__ import annotations
@@ -71,7 +69,7 @@ def publish_chunks(
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy one chunk to this rank's own slot and tell all ranks. Grid: (chunks,)."""
+    """Copy one chunk to this rank's own slot and notify all ranks. Grid: (chunks,)."""
     index = tl.program_id(0)
     call = tl.load(peers.calls)
     to = peer_pointer(peers.buffers, rank, dtype) + (call % 2) * peers.slot_numel + rank * numel
@@ -83,21 +81,22 @@ def publish_chunks(
 @triton.jit(do_not_specialize=["rank"])
 def collect_chunks(
     out,  # [W, numel]
-    # buffers [2, W, numel]; signals int32 [chunks, W], and from `passed` on of as many again
+    # buffers [2, W, numel]; signals int32 [chunks, W], and as many again from `passed` on
     peers,
     rank,
     numel,
     chunk,
-    passed,  # the first of the signals of what comes through another rank of the node
+    passed,  # the first signal for chunks that arrive through another rank of the node
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
-    NODE: tl.constexpr,  # ranks of a node, each of which passes on; 1 if none does
-    PULL: tl.constexpr,  # from the slot of the rank whose shard it is, not from the own slot
+    NODE: tl.constexpr,  # ranks of a node, all of which pass on; 1 if none does
+    PULL: tl.constexpr,  # read the slot of the shard's rank, not the own slot
     BLOCK: tl.constexpr,
 ):
     """Wait for chunks and copy them out of the buffer. Grid: (programs,), persistent.
 
-    In the order in which they come: rank r - d sends to rank r in its d-th place, itself last.
+    It takes chunks in the order of arrival: rank r - d sends to rank r at its d-th step, and to
+    itself last.
     """
     call = tl.load(peers.calls)
     for item in range(tl.program_id(0), WORLD * tl.cdiv(numel, chunk), tl.num_programs(0)):
@@ -117,13 +116,13 @@ def multicast_chunks(
     multicast,  # int64; address of int32 [2, W, words] of all ranks
     peers,  # signals int32 [chunks, W]
     rank,
-    words,  # of a shard; a multiple of 4
-    slot_words,  # of a slot of the buffer; a multiple of 4
-    chunk,  # words of a chunk; a multiple of 4
+    words,  # words in a shard; a multiple of 4
+    slot_words,  # words in a slot of the buffer; a multiple of 4
+    chunk,  # words in a chunk; a multiple of 4
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store one chunk to all ranks and tell them. Grid: (chunks,)."""
+    """Store one chunk to all ranks and notify them. Grid: (chunks,)."""
     index = tl.program_id(0)
     call = tl.load(peers.calls)
     to = multicast + 4 * ((call % 2) * tl.cast(slot_words, tl.int64) + rank * words)
@@ -143,14 +142,14 @@ def wait_for_all(
     rank,
     WORLD: tl.constexpr,
 ):
-    """Wait for the first chunk of each rank. Grid: (1,)."""
+    """Wait for each rank's first chunk. Grid: (1,)."""
     call = tl.load(peers.calls)
     for source in range(WORLD):
         wait(peers, rank, source, call)
 
 
 class AllGatherWorkspace(CollectiveWorkspace):
-    """Of `all_gather`, on one rank; see `all_gather_workspace`."""
+    """The workspace of `all_gather` on one rank; see `all_gather_workspace`."""
 
     def __init__(
         self,
@@ -165,7 +164,7 @@ class AllGatherWorkspace(CollectiveWorkspace):
         passed = size * chunks if "two_level" in methods else 0
         super().__init__(
             *(home, "all_gather"),
-            size * -(-max_numel // 8) * 8,  # each slot begins at a multiple of 16 bytes
+            size * -(-max_numel // 8) * 8,  # each slot starts at a multiple of 16 bytes
             dtype,
             num_signals=size * (chunks + 1) + passed,
             max_numel=max_numel,
@@ -175,8 +174,8 @@ class AllGatherWorkspace(CollectiveWorkspace):
             ranks_per_node=ranks_per_node,
         )
         nbytes = min(max_numel * dtype.itemsize, MAX_LL_BYTES)
-        self.met = size * chunks  # the first of the signals of `meet`
-        self.passed = self.met + size  # the first of the signals of what is passed on
+        self.met = size * chunks  # the first signal of `meet`
+        self.passed = self.met + size  # the first signal for chunks that are passed on
         puts = size // self.ranks_per_node * chunks if self.far else 0
         self.across = home.zeros("all_gather.across", (puts,), torch.int64)
         self.ll_words = -(-nbytes // 4) if "ll" in methods else 0
@@ -198,21 +197,21 @@ def all_gather_workspace(
     chunk: int = CHUNK,
     ranks_per_node: int | None = None,
 ) -> AllGatherWorkspace:
-    """A workspace for shards of at most `max_numel` numbers. Collective.
+    """Create a workspace for shards of at most `max_numel` numbers. Collective.
 
     Args:
-        home: of this rank.
-        max_numel: of a shard.
+        home: this rank's.
+        max_numel: numbers in a shard.
         dtype: float32, float16 or bfloat16.
-        methods: that it will be used with, of METHODS.
-        chunk: numbers that have a signal of their own; a multiple of 8.
-        ranks_per_node: for two_level: ranks 0 to ranks_per_node - 1 are on one node, and so on.
-            All ranks are on one node if None. Ranks without an address must be of other nodes,
-            and two_level the only method.
+        methods: the methods it will be used with, from METHODS.
+        chunk: numbers per signal; a multiple of 8.
+        ranks_per_node: for two_level: ranks 0 to ranks_per_node - 1 are on one node, and so on. All
+            ranks are on one node if None. Ranks without an address must be on other nodes, and
+            two_level must then be the only method.
 
     Raises:
-        KernelError: on every rank, if on one of them there is no such method, or a node's ranks
-            do not divide the world's; or if the ranks' arguments differ.
+        KernelError: on every rank, if a method is unknown on one of them, ranks_per_node does not
+            divide the world size, or the ranks' arguments differ.
     """
     return AllGatherWorkspace(home, max_numel, dtype, methods, chunk, ranks_per_node)
 
@@ -220,21 +219,21 @@ def all_gather_workspace(
 def all_gather(
     x_shard: Tensor, workspace: AllGatherWorkspace, *, method: str | None = None
 ) -> Tensor:
-    """The shards of all ranks, one after the other. Collective.
+    """Return the shards of all ranks, in the order of the ranks. Collective.
 
     Args:
-        x_shard: [M / W, ...], contiguous, the workspace's dtype; of the same shape on all ranks.
-            For ll128 of a multiple of 8 bytes, for multimem of 16.
+        x_shard: [M / W, ...], contiguous, the workspace's dtype; the same shape on all ranks. Its
+            size must be a multiple of 8 bytes for ll128 and of 16 for multimem.
         workspace: from `all_gather_workspace`.
-        method: of those that the workspace was made for; the same on all ranks. If None, what was
-            tuned for this device, world size, shape and dtype, else what the cost model prefers.
+        method: one of the workspace's methods, the same on all ranks. If None, the tuned method for
+            this device, world size, shape and dtype, or else the cost model's choice.
 
     Returns:
         [M, ...].
 
     Raises:
-        KernelError: the shard does not fit the workspace or the method, on one rank; or it is not
-            the same on all of them.
+        KernelError: the shard does not fit the workspace or the method on one rank, or differs
+            between ranks.
     """
     size = workspace.world_size
     asked: dict[str, object] = {}

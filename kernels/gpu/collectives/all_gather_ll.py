@@ -1,9 +1,9 @@
 """All-gather by stores that carry their own flag: methods ll and ll128 of all_gather.py.
 
-As push, but data carries its own flag (low_latency.py): one launch, no signals.
-Item (b, d) is block b for rank r + d, and block b of rank r - d. A program first
-sends all its items, and then waits for the same ones, which the program of its
-number sends on the other ranks: there is no cycle.
+Like push, but data carries its own flag (low_latency.py): one launch, no signals. Item (b, d) is
+block b for rank r + d, and block b from rank r - d. A program first sends all its items, then
+waits for the same items, which the program with the same number sends on the other ranks. So there
+is no cycle.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def gather_ll(
     peers,  # buffers int64 [2, W, words]
     rank,
     numel,
-    words,  # of 4 bytes, in a shard
+    words,  # 4-byte words in a shard
     WORLD: tl.constexpr,
     WIDE: tl.constexpr,  # elements of 4 bytes
     BLOCK: tl.constexpr,
 ):
-    """Send blocks to all ranks, then take theirs. Grid: (programs,), persistent."""
+    """Send blocks to all ranks, then receive theirs. Grid: (programs,), persistent."""
     call = tl.load(peers.calls)
     slot = (call % 2) * peers.slot_numel
     items = WORLD * tl.cdiv(words, BLOCK)
@@ -67,15 +67,15 @@ def gather_ll128(
     out,  # int64 [W, words]
     peers,  # buffers int64 [2, W, lines, 16]
     rank,
-    words,  # of 8 bytes, in a shard
-    lines,  # of 15 words
+    words,  # 8-byte words in a shard
+    lines,  # lines of 15 words in a shard
     WORLD: tl.constexpr,
     LINES: tl.constexpr,
 ):
-    """Send lines to all ranks, then take theirs. Grid: (programs,), persistent."""
+    """Send lines to all ranks, then receive theirs. Grid: (programs,), persistent."""
     call = tl.load(peers.calls)
     column = tl.arange(0, 16)[None, :]
-    slot = (call % 2) * peers.slot_numel
+    slot = (call % 2) * (peers.slot_numel // 16)  # in lines
     items = WORLD * tl.cdiv(lines, LINES)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         peer = (rank + item) % WORLD
@@ -83,20 +83,20 @@ def gather_ll128(
         line = first + tl.arange(0, LINES)
         at = line[:, None] * 15 + column
         inside = (column < 15) & (at < words)
-        to = peer_pointer(peers.buffers, peer, tl.int64) + slot + (rank * lines + first) * 16
+        to = peer_pointer(peers.buffers, peer, tl.int64) + (slot + rank * lines + first) * 16
         put_ll128(to, tl.load(x + at, mask=inside, other=0), call, line < lines)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         source = (rank + WORLD - item % WORLD) % WORLD
         first = item // WORLD * LINES
         line = first + tl.arange(0, LINES)
         at = line[:, None] * 15 + column
-        come = peer_pointer(peers.buffers, rank, tl.int64) + slot + (source * lines + first) * 16
+        come = peer_pointer(peers.buffers, rank, tl.int64) + (slot + source * lines + first) * 16
         got = get_ll128(come, call, line < lines, peers, rank, source * lines + first)
         tl.store(out + source * words + at, got, mask=(column < 15) & (at < words))
 
 
 def run_ll(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
-    """One call of method ll."""
+    """Run one call with method ll."""
     size, bits = workspace.world_size, torch.int32 if x.itemsize == 4 else torch.int16
     words = -(-x.nbytes // 4)
     workspace.begin()
@@ -114,7 +114,7 @@ def run_ll(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
 
 
 def run_ll128(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
-    """One call of method ll128."""
+    """Run one call with method ll128."""
     size, words = workspace.world_size, x.nbytes // 8
     lines = -(-words // 15)
     workspace.begin()

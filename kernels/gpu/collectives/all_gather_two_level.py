@@ -1,15 +1,13 @@
 """All-gather for several nodes: method two_level of all_gather.py.
 
-A shard crosses to each other node once: rank l of a node sends its own to the
-ranks l of all nodes (`push_across`), which sets their signals [c, r], and passes
-on what it gets, and its own, to the other ranks of its node (`fan_out`), which
-sets their signals passed [c, r].
+A shard crosses to each other node once. Rank l of a node sends its own shard to rank l of every
+node (`push_across`) and sets signal [c, r] there. It then passes on its own shard and every shard
+it receives to the other ranks of its node (`fan_out`) and sets their signal passed [c, r].
 
-To a rank that it has no address of (beyond NVLink) it sends chunk c by a put from
-row r of its own slot, which NVSHMEM follows with signal [c, a] of that rank's
-`across`, where a is r's node. Row r is stored to again two calls later, and each
-call begins with a `quiet`. Who gets chunk c sets its own signal [c, r], for
-`collect_chunks`, in r's stead: there, two_level is the only method.
+For a rank without an address here (beyond NVLink), it puts chunk c from row r of its own slot.
+NVSHMEM then sets signal [c, a] of that rank's `across`, where a is r's node. Row r is overwritten
+two calls later, and each call begins with a `quiet`. The receiver of chunk c sets its own signal
+[c, r] for `collect_chunks`, in place of rank r. With such ranks two_level is the only method.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
 @triton.jit(do_not_specialize=["rank"])
 def push_across(
     x,  # [numel]; this rank's shard
-    # buffers [2, W, numel], 0 for ranks that NVLink does not reach
+    # buffers [2, W, numel], 0 for ranks beyond NVLink
     peers,  # signals int32 [chunks, W]
     across,  # int64 [W]; addresses of int64 [chunks, W / NODE]
     rank,
@@ -41,13 +39,13 @@ def push_across(
     chunk,
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
-    NODE: tl.constexpr,  # ranks of a node
-    FAR: tl.constexpr,  # there are ranks without an address
+    NODE: tl.constexpr,  # ranks per node
+    FAR: tl.constexpr,  # some ranks have no address
     BLOCK: tl.constexpr,
 ):
-    """Copy one chunk to the same rank of all nodes and tell them. Grid: (chunks,).
+    """Copy one chunk to the same rank of every node and notify it. Grid: (chunks,).
 
-    To the own slot first: puts send from there.
+    The chunk is first copied to the own slot, the source of the puts.
     """
     index = tl.program_id(0)
     call = tl.load(peers.calls)
@@ -75,29 +73,29 @@ def push_across(
 
 @triton.jit(do_not_specialize=["rank"])
 def fan_out(
-    # buffers [2, W, numel], 0 for ranks that NVLink does not reach
-    peers,  # signals int32 [chunks, W], and from `passed` on of as many again
+    # buffers [2, W, numel], 0 for ranks beyond NVLink
+    peers,  # signals int32 [chunks, W], and as many again from `passed` on
     across,  # int64 [W]; addresses of int64 [chunks, W / NODE]
     rank,
     numel,
     chunk,
-    passed,  # the first of the signals of what is passed on
+    passed,  # the first signal for chunks that are passed on
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
-    NODE: tl.constexpr,  # ranks of a node
-    FAR: tl.constexpr,  # there are ranks without an address
+    NODE: tl.constexpr,  # ranks per node
+    FAR: tl.constexpr,  # some ranks have no address
     BLOCK: tl.constexpr,
 ):
     """Pass chunks on to the other ranks of the node. Grid: (programs,), persistent.
 
-    And tell this rank itself of what came by a put.
+    It also notifies this rank itself about chunks that arrived by a put.
     """
     call = tl.load(peers.calls)
     nodes: tl.constexpr = WORLD // NODE
-    first: tl.constexpr = 0 if FAR else 1  # of the steps from this rank to the others of its node
+    first: tl.constexpr = 0 if FAR else 1  # first step from this rank to others of its node
     steps: tl.constexpr = NODE - first
     for item in range(tl.program_id(0), nodes * steps * tl.cdiv(numel, chunk), tl.num_programs(0)):
-        distance = item // steps % nodes  # in nodes; they come in this order
+        distance = item // steps % nodes  # in nodes; chunks arrive in this order
         source = (rank + WORLD - distance * NODE) % WORLD
         peer = rank // NODE * NODE + (rank + first + item % steps) % NODE
         index = item // (nodes * steps)
@@ -115,7 +113,7 @@ def fan_out(
 
 
 def send_two_level(x: Tensor, workspace: AllGatherWorkspace) -> None:
-    """Launch all of a call of method two_level but what copies out of the buffer."""
+    """Launch all kernels of a call with method two_level except the copy out of the buffer."""
     numel, chunk, size = x.numel(), workspace.chunk, workspace.world_size
     chunks, peers, across = (
         count_chunks(numel, chunk),

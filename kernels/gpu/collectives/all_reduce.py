@@ -1,33 +1,29 @@
-"""All-reduce: the sum over all ranks, on each of them, with the same bits on all.
+"""All-reduce: the sum over all ranks, on each of them, with the same bits everywhere.
 
     all_reduce(x [...]) -> [...]
 
 Numbers travel in the dtype of x, are added in float32 and rounded once.
 
-Protocols, of call n; the slot is n mod 2:
+Protocols, in call n; the slot is n mod 2:
 
-- one_shot. Every rank pushes x to all ranks (`push_chunks` of chunks.py), and
-  each of them adds the W rows of its slot in the order of the ranks
-  (`add_rows` of reduce_scatter.py). One trip, W times the traffic: for
-  little data.
-- ll. The same by stores that carry their own flag (low_latency.py), in one launch:
-  a program sends its blocks of x to all ranks, then takes the same blocks of every
-  rank, in their order, and adds. It waits only for programs of its own number.
-- two_shot. x is cut into W parts. Every rank pushes part p to rank p
-  (`push_chunks`, too); for chunk c `reduce_and_send` waits until it has come from all
-  ranks, adds in their order, and stores the sum to row r of the second
-  buffer of all ranks, whose second signal [c, r] it sets; `collect_parts` waits
-  for those. Two trips, twice the traffic of one x: for much data.
-- multimem. As two_shot, by the switch (multimem.py). Rank r copies x to its own
-  slot and sets signal [c, r] of rank p when chunk c of part p is there. Program c
-  of rank r waits for that of every rank, asks the switch for the sum of chunk c
-  of part r, and
-  stores it through the switch to all ranks, over the numbers that it was made
-  of, which nobody else asks for. Then it sets second signal [c, r] of all ranks,
-  which copy the sums out of their own slot. One rank asks for each sum: whatever
-  order the switch adds in, all have the same bits.
+- one_shot. Every rank pushes x to all ranks (`push_chunks` in chunks.py). Each rank adds the W rows
+  of its slot in the order of the ranks (`add_rows` in reduce_scatter.py). One trip, W times the
+  traffic: for little data.
+- ll. The same by stores that carry their own flag (low_latency.py), in one launch. A program sends
+  its blocks of x to all ranks, then receives the same blocks from every rank in order, and adds.
+  It waits only for programs with the same number.
+- two_shot. x is cut into W parts. Every rank pushes part p to rank p (`push_chunks`). For chunk c,
+  `reduce_and_send` waits until all ranks have sent it and adds in their order. It stores the sum to
+  row r of the second buffer of all ranks and sets their second signal [c, r]. `collect_parts` waits
+  for these signals. Two trips, twice the traffic of one x: for much data.
+- multimem. Like two_shot, through the switch (multimem.py). Rank r copies x to its own slot and
+  sets signal [c, r] of rank p when chunk c of part p is there. Program c of rank r waits for this
+  signal from every rank and asks the switch for the sum of chunk c of part r. It stores the sum
+  through the switch to all ranks, over its own inputs, which nobody else requests. Then it sets
+  second signal [c, r] of all ranks, and they copy the sums out of their own slot. One rank requests
+  each sum. So all ranks have the same bits, whatever order the switch adds in.
 
-Every rank hears from every other one, so two slots are enough: gpu/workspace.py.
+Every rank hears from every other rank, so two slots are enough: runtime/workspace.py.
 """
 
 from __future__ import annotations
@@ -61,15 +57,17 @@ def reduce_and_send(
     peers,  # buffers [2, W, numel]; signals int32 [first + chunks * W]
     sums,  # Slots [2, W, numel]
     rank,
-    length,  # of this rank's part; at most numel
+    length,  # numbers in this rank's part; at most numel
     numel,
     chunk,
-    first,  # of the second signals
+    first,  # the first of the second signals
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add chunks of this rank's part, send them to all and tell. Grid: (programs,), persistent."""
+    """Add chunks of this rank's part, send them to all ranks and notify them. Grid: (programs,),
+    persistent.
+    """
     call = tl.load(peers.calls)
     rows = peer_pointer(peers.buffers, rank, dtype) + (call % 2) * peers.slot_numel
     place = (call % 2) * sums.numel + rank * numel
@@ -94,14 +92,14 @@ def collect_parts(
     peers,  # buffers [2, W, numel], of sums; signals int32 [first + chunks * W]
     rank,
     total,
-    numel,  # of a part
+    numel,  # numbers in a part
     chunk,
-    first,  # of the second signals
+    first,  # the first of the second signals
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Wait for chunks of the parts of the sum and copy them out. Grid: (programs,), persistent."""
+    """Wait for chunks of the summed parts and copy them out. Grid: (programs,), persistent."""
     call = tl.load(peers.calls)
     for item in range(tl.program_id(0), WORLD * tl.cdiv(numel, chunk), tl.num_programs(0)):
         part = (rank + WORLD - item % WORLD) % WORLD
@@ -120,12 +118,14 @@ def reduce_ll(
     peers,  # buffers int64 [2, W, words]
     rank,
     numel,
-    words,  # of 4 bytes, in x
+    words,  # 4-byte words in x
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Send blocks to all ranks, take the same ones from all, add. Grid: (programs,), persistent."""
+    """Send blocks to all ranks, receive the same blocks from all, add. Grid: (programs,),
+    persistent.
+    """
     WIDE: tl.constexpr = dtype == tl.float32
     call = tl.load(peers.calls)
     slot = (call % 2) * peers.slot_numel + rank * words
@@ -163,13 +163,15 @@ def publish_parts(
     peers,  # buffers [2, W, numel]; signals int32 [chunks, W]
     rank,
     total,
-    numel,  # of a part
+    numel,  # numbers in a part
     chunk,
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy a chunk of a part to this rank's own slot and tell the part's. Grid: (chunks * W,)."""
+    """Copy a chunk of a part to this rank's own slot and notify the part's rank. Grid: (chunks *
+    W,).
+    """
     part = (rank + 1 + tl.program_id(0)) % WORLD
     index = tl.program_id(0) // WORLD
     call = tl.load(peers.calls)
@@ -184,16 +186,18 @@ def reduce_multimem(
     multicast,  # int64; address of [2, W, numel] of all ranks
     peers,  # signals int32 [first + chunks * W]
     rank,
-    length,  # of this rank's part, in units of 16 bytes; at most `units`
-    units,  # in a part
-    slot_units,  # in a slot of the buffer
-    chunk,  # units of a chunk
-    first,  # of the second signals
+    length,  # 16-byte units in this rank's part; at most `units`
+    units,  # units in a part
+    slot_units,  # units in a slot of the buffer
+    chunk,  # units in a chunk
+    first,  # the first of the second signals
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Let the switch add chunks of this rank's part and tell. Grid: (programs,), persistent."""
+    """Let the switch add chunks of this rank's part, and notify all ranks. Grid: (programs,),
+    persistent.
+    """
     call = tl.load(peers.calls)
     part = multicast + 16 * ((call % 2) * tl.cast(slot_units, tl.int64) + rank * units)
     for index in range(tl.program_id(0), tl.cdiv(units, chunk), tl.num_programs(0)):
@@ -210,7 +214,7 @@ def reduce_multimem(
 
 
 class AllReduceWorkspace(CollectiveWorkspace):
-    """Of `all_reduce`, on one rank; see `all_reduce_workspace`."""
+    """The workspace of `all_reduce` on one rank; see `all_reduce_workspace`."""
 
     def __init__(
         self, home: Home, max_numel: int, dtype: torch.dtype, methods: Sequence[str], chunk: int
@@ -237,9 +241,7 @@ class AllReduceWorkspace(CollectiveWorkspace):
 
 
 def part_numel(numel: int, world_size: int) -> int:
-    """Numbers of each rank's part of `numel`, but for the last parts: so that units of 16 bytes
-    are whole.
-    """
+    """Return the size of each rank's part, except the last parts. Units of 16 bytes stay whole."""
     return -(-numel // (8 * world_size)) * 8
 
 
@@ -251,38 +253,39 @@ def all_reduce_workspace(
     *,
     chunk: int = CHUNK,
 ) -> AllReduceWorkspace:
-    """A workspace for tensors of at most `max_numel` numbers. Collective.
+    """Create a workspace for tensors of at most `max_numel` numbers. Collective.
 
     Args:
-        home: of this rank.
-        max_numel: of a tensor. one_shot takes 2 W times as much memory, the others 2 to 4 times.
+        home: this rank's.
+        max_numel: numbers in a tensor. one_shot needs 2 W times as much memory, the others 2 to 4
+            times.
         dtype: float32, float16 or bfloat16.
-        methods: that it will be used with, of METHODS.
-        chunk: numbers that have a signal of their own; a multiple of 8.
+        methods: the methods it will be used with, from METHODS.
+        chunk: numbers per signal; a multiple of 8.
 
     Raises:
-        KernelError: on every rank, if on one of them there is no such method; or if the ranks'
-            arguments differ.
+        KernelError: on every rank, if a method is unknown on one of them or the ranks' arguments
+            differ.
     """
     return AllReduceWorkspace(home, max_numel, dtype, methods, chunk)
 
 
 def all_reduce(x: Tensor, workspace: AllReduceWorkspace, *, method: str | None = None) -> Tensor:
-    """The sum over all ranks, on each of them. Collective.
+    """Return the sum over all ranks, on each of them. Collective.
 
     Args:
-        x: any shape, contiguous, the workspace's dtype; of the same shape on all ranks. For
-            multimem of a multiple of 16 bytes.
+        x: any shape, contiguous, the workspace's dtype; the same shape on all ranks. Its size must
+            be a multiple of 16 bytes for multimem.
         workspace: from `all_reduce_workspace`.
-        method: of those that the workspace was made for; the same on all ranks. If None, what was
-            tuned for this device, world size, shape and dtype, else what the cost model prefers.
+        method: one of the workspace's methods, the same on all ranks. If None, the tuned method for
+            this device, world size, shape and dtype, or else the cost model's choice.
 
     Returns:
         x's shape, added in float32; the same bits on all ranks.
 
     Raises:
-        KernelError: the tensor does not fit the workspace or the method, on one rank; or it is not
-            the same on all of them.
+        KernelError: the tensor does not fit the workspace or the method on one rank, or differs
+            between ranks.
     """
     asked: dict[str, object] = {}
     with workspace.agreed("all_reduce", asked):

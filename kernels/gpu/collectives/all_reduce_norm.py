@@ -1,23 +1,22 @@
-"""All-reduce, residual and RMSNorm in one launch: what ends attention and MLP in decode.
+"""All-reduce, residual and RMSNorm in one launch: the end of attention and MLP in decode.
 
     all_reduce_rms_norm(x [T, N], residual [T, N]) -> out [T, N], total [T, N]
 
     total = residual + the sum of x over the ranks;  out = norm of total
 
-Protocol (one_shot of all_reduce.py, with more done to the sum). Slot n mod 2 of
-each rank's buffer is [W, T * N]; row r of it is rank r's x. In call n, a program
-stores the rows of x that are its own to row r of all ranks' slots and sets their
-signal [row, r] to n. When it has sent all of them it takes the same rows again:
-it waits for signals [row, 0 .. W-1] of its own rank, adds in the order of the
-ranks, adds the residual, and has a whole row for the norm. It waits for what the
-programs of its number send on other ranks, all of which send before they wait:
-no cycle, and programs are no more than run at once.
+Protocol (one_shot of all_reduce.py, with more work on the sum). Slot n mod 2 of each rank's buffer
+is [W, T * N]; row r of it is rank r's x. In call n, a program stores its own rows of x to row r of
+all ranks' slots and sets their signal [row, r] to n. When it has sent all of them, it takes the
+same rows again. It waits for signals [row, 0 .. W-1] of its own rank and adds in the order of the
+ranks. Then it adds the residual, and so has a whole row for the norm. It waits for data from the
+programs with the same number on other ranks, and all of them send before they wait. So there is no
+cycle, and the number of programs never exceeds what runs at once.
 
-Every rank hears from every other one, so two slots are enough: gpu/workspace.py.
-Signal [row, r] is set by rank r only, whatever the shape of a call.
+Every rank hears from every other rank, so two slots are enough: runtime/workspace.py. Only rank r
+sets signal [row, r], whatever the shape of a call.
 
-Numbers travel in the dtype of x, are added in float32 and rounded once. All ranks
-have the same bits, if their residuals have.
+Numbers travel in the dtype of x, are added in float32 and rounded once. All ranks get the same
+bits if their residuals are equal.
 """
 
 from __future__ import annotations
@@ -41,7 +40,8 @@ from weft.kernels.gpu.runtime.workspace import Workspace, agreed, triton_type
 from weft.kernels.symmetric.memory import Home
 
 MAX_BYTES = 1 << 15
-"""Of a row: with addresses of all ranks beside it, a longer one does not fit the registers."""
+"""Maximum size of a row: with the addresses of all ranks, a longer row does not fit the registers.
+"""
 
 
 @triton.jit(do_not_specialize=["rank", "rows"])
@@ -56,12 +56,12 @@ def reduce_and_normalize(
     eps,
     rows,  # T
     N,
-    numel,  # of a rank, in a slot
+    numel,  # numbers of one rank in a slot
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Send rows to all ranks; add what came, and normalise. Grid: (programs,), persistent."""
+    """Send rows to all ranks; add received rows and normalise. Grid: (programs,), persistent."""
     call = tl.load(peers.calls)
     slot = (call % 2) * peers.slot_numel
     mine_in_slot = slot + rank * numel
@@ -88,7 +88,7 @@ def reduce_and_normalize(
 
 
 class AllReduceNormWorkspace(Workspace):
-    """Of `all_reduce_rms_norm`, on one rank; see `all_reduce_rms_norm_workspace`."""
+    """The workspace of `all_reduce_rms_norm` on one rank; see `all_reduce_rms_norm_workspace`."""
 
     def __init__(self, home: Home, max_rows: int, max_columns: int, dtype: torch.dtype) -> None:
         size = home.world_size
@@ -111,22 +111,22 @@ class AllReduceNormWorkspace(Workspace):
 def all_reduce_rms_norm_workspace(
     home: Home, max_rows: int, max_columns: int, dtype: torch.dtype
 ) -> AllReduceNormWorkspace:
-    """A workspace for at most so many rows, and numbers of that many such rows. Collective.
+    """Create a workspace for at most `max_rows` rows and `max_rows * max_columns` numbers.
+    Collective.
 
     Args:
-        home: of this rank.
-        max_rows, max_columns: of x. It takes 2 W times as much memory.
+        home: this rank's.
+        max_rows, max_columns: of x. The workspace needs 2 W times as much memory.
         dtype: float32, float16 or bfloat16.
 
     Raises:
-        KernelError: on every rank, if on one of them an argument cannot be taken; or if the
-            ranks' arguments differ.
+        KernelError: on every rank, if one rank refuses an argument or the ranks' arguments differ.
     """
     return AllReduceNormWorkspace(home, max_rows, max_columns, dtype)
 
 
 class Reduced(NamedTuple):
-    """What `all_reduce_rms_norm` gives: the norm and what it is of; [T, N], x's dtype."""
+    """The result of `all_reduce_rms_norm`: the norm, and the sum before it; [T, N], x's dtype."""
 
     out: Tensor
     total: Tensor
@@ -135,19 +135,19 @@ class Reduced(NamedTuple):
 def all_reduce_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, workspace: AllReduceNormWorkspace
 ) -> Reduced:
-    """The norm of the residual and the sum over all ranks. Collective.
+    """Return the norm of the residual plus the sum over all ranks. Collective.
 
     Args:
-        x: [T, N], contiguous, the workspace's dtype, a row of at most 32 KiB; of the same shape
-            on all ranks.
+        x: [T, N], contiguous, the workspace's dtype, at most 32 KiB per row; the same shape on all
+            ranks.
         residual: [T, N], x's dtype; the same on all ranks.
         weight: [N], float32, float16 or bfloat16; the same on all ranks.
         eps: added to the mean square; positive.
         workspace: from `all_reduce_rms_norm_workspace`.
 
     Raises:
-        KernelError: the tensors do not go together or with the workspace, on one rank; or x is
-            not of the same shape on all of them.
+        KernelError: the tensors do not fit each other or the workspace on one rank, or x's shape
+            differs between ranks.
     """
     check = workspace.require
     asked: dict[str, object] = {"eps": eps}

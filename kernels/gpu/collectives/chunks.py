@@ -1,7 +1,7 @@
-"""What the kernels of the collectives are made of: rows of numbers, a chunk at a time.
+"""Building blocks of the collectives: rows of numbers, processed one chunk at a time.
 
-A row is cut into chunks, each of which has a signal of its own, so that whoever
-waits for a row begins with its first chunk while the others are on their way.
+A row is cut into chunks, and each chunk has its own signal. A rank that waits for a row can start
+with its first chunk while the others are still on their way.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 from weft.kernels.gpu.runtime.signals import notify, peer_pointer
 
 CHUNK = 1 << 14
-"""Numbers that have a signal of their own."""
+"""Numbers per signal."""
 
 BLOCK = 1024
 """Numbers that a program moves at a time."""
@@ -30,20 +30,20 @@ def copy_chunk(to, x, index, numel, chunk, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank"])
 def push_chunks(
-    x,  # [total]; for rank p numel numbers from p * stride on, fewer or none where x ends before
+    x,  # [total]; rank p gets numel numbers from p * stride on, or fewer where x ends
     peers,  # buffers [2, W, numel]; signals int32 [chunks, W]
     rank,
     numel,
-    chunk,  # numbers of a chunk
-    stride,  # 0 if all ranks get the same
+    chunk,  # numbers in a chunk
+    stride,  # 0 if all ranks get the same numbers
     total,
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy one chunk to one rank's row of this rank and tell it. Grid: (chunks * W,).
+    """Copy one chunk to this rank's row on one rank, and notify it. Grid: (chunks * W,).
 
-    This rank itself comes last, and no rank is sent to by all at once.
+    This rank itself comes last. At no step do all ranks send to the same one.
     """
     peer = (rank + 1 + tl.program_id(0)) % WORLD
     index = tl.program_id(0) // WORLD
@@ -59,11 +59,11 @@ def sum_rows(
     rows,  # [COUNT, numel]
     at,  # [BLOCK]
     numel,
-    end,  # of what is wanted of a row
+    end,  # of the numbers wanted in a row
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The sum of the rows in their order: float32 [BLOCK]."""
+    """Add the rows in their order: float32 [BLOCK]."""
     total = tl.zeros((BLOCK,), tl.float32)
     for row in range(COUNT):
         total += tl.load(rows + row * numel + at, mask=at < end, other=0.0).to(tl.float32)
@@ -74,7 +74,7 @@ def sum_rows(
 def add_chunk(
     out,  # [length]
     rows,  # [COUNT, numel]
-    index,  # of the chunk
+    index,  # number of the chunk
     length,  # of the sum; at most numel
     numel,
     chunk,

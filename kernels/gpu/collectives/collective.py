@@ -1,7 +1,7 @@
-"""What the workspaces of all_gather, reduce_scatter and all_reduce have in common.
+"""The common part of the workspaces of all_gather, reduce_scatter and all_reduce.
 
-Each of these ops has several methods. A workspace is made for those that it will
-be used with, and each call says which.
+Each of these ops has several methods. A workspace is made for the methods you list, and each call
+picks one of them.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.symmetric.memory import Home
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""That are added, and packed into words."""
+"""Dtypes that are added and packed into words."""
 
 LOW_LATENCY = ("ll", "ll128")
 MAX_LL_BYTES = 1 << 20
-"""Of what they carry. Above, half the bandwidth costs more than a signal."""
+"""Maximum payload. Above it, half the bandwidth costs more than a signal."""
 
 UNITS = {"ll128": 8, "multimem": 16}
-"""Bytes that methods carry together: data must be a multiple of them."""
+"""Bytes that a method carries together: data must be a multiple of them."""
 
 MAX_NUMEL = 2**31 - 1
-"""Of a buffer: kernels count its numbers in 32 bits."""
+"""Maximum size of a buffer: kernels count its numbers in 32 bits."""
 
 RESIDENT_BLOCK, RESIDENT_WARPS = 8192, 16
-"""Of kernels that wait: each has one program on a processor, which keeps much in flight."""
+"""For kernels that wait: each has one program on a processor, which keeps much data in flight."""
 
 
 class CollectiveWorkspace(Workspace):
-    """Of one op, on one rank. Made by all ranks together.
+    """The workspace of one collective on one rank. All ranks create it together.
 
     Args:
-        home, name, numel, dtype, num_signals: as of a Workspace.
-        max_numel: that it is made for, as the op's callers count.
-        methods: that it will be used with.
+        home, name, numel, dtype, num_signals: as for a Workspace.
+        max_numel: the size it is made for, as the op's callers count.
+        methods: the methods it will be used with.
         known: all methods of the op.
-        chunk: numbers that have a signal of their own.
-        ranks_per_node: for two_level, which alone takes ranks without an address, if they are of
-            other nodes; all are on one node if None.
+        chunk: numbers per signal.
+        ranks_per_node: for two_level, the only method that supports ranks without an address, if
+            they are on other nodes. All ranks are on one node if None.
 
     Raises:
-        KernelError: on every rank, if one has a method or a dtype that there is not, or not on
-            its home; or arguments that differ from the others'.
+        KernelError: on every rank, if one rank gives an unknown method or dtype, a method that its
+            home lacks, or other arguments than the rest.
     """
 
     def __init__(
@@ -115,13 +115,15 @@ class CollectiveWorkspace(Workspace):
                 check("method", repr(method), *able.get(method, (True, "")))
 
     def choose_method(self, x: Tensor, rows: int) -> str:
-        """What was tuned for this device, world size, shape and dtype, else what the model prefers.
+        """Choose the tuned method for this device, world size, shape and dtype, or the cost model's
+        choice.
 
-        Of those that the workspace was made for; two_level, if it was made for that, for no other
-        method knows of several nodes. Equal on all ranks: it does not look at x's address.
+        It is one of the workspace's methods. The choice is two_level if the workspace has that
+        method, because no other method handles several nodes. All ranks choose alike: x's address
+        is ignored.
 
         Args:
-            rows: as of a `costs.Problem`.
+            rows: as in a `costs.Problem`.
         """
         if len(self.methods) == 1 or "two_level" in self.methods or not x.numel():
             return "two_level" if "two_level" in self.methods else self.methods[0]
@@ -144,7 +146,7 @@ class CollectiveWorkspace(Workspace):
         )
 
     def require_max_numel(self, argument: str, tensor: Tensor) -> None:
-        """Refuse more than the workspace was made for."""
+        """Refuse a tensor larger than the workspace was made for."""
         self.require(
             f"{argument}'s size",
             f"{tensor.numel()} numbers",
@@ -153,18 +155,18 @@ class CollectiveWorkspace(Workspace):
         )
 
     def require_few_bytes(self, argument: str, tensor: Tensor, most: int, method: str) -> None:
-        """Refuse what a low-latency method has no room for."""
+        """Refuse a tensor too large for a low-latency method."""
         nbytes = tensor.nbytes
         must = f"be at most {most} for {method}"
         self.require(f"{argument}'s size", f"{nbytes} bytes", nbytes <= most, must)
 
     def require_units(self, argument: str, tensor: Tensor, nbytes: int, method: str) -> None:
-        """Refuse what is not made of whole units of so many bytes."""
+        """Refuse a tensor whose size or address is not a multiple of `nbytes`."""
         size, address, must = tensor.nbytes, tensor.data_ptr(), f"be a multiple of {nbytes}"
         for part, value, shown in (("size", size, f"{size} bytes"), ("address", address, address)):
             self.require(f"{argument}'s {part}", shown, value % nbytes == 0, f"{must} for {method}")
 
 
 def count_chunks(numel: int, chunk: int) -> int:
-    """How many chunks a row is cut into; 0 if `chunk` is none that a workspace takes."""
+    """Count the chunks of a row; 0 if `chunk` is not positive."""
     return -(-numel // chunk) if chunk > 0 else 0

@@ -2,24 +2,22 @@
 
     reduce_scatter(x [M, ...]) -> [M / W, ...]
 
-Part p of x, of numel numbers, is for rank p. Slot n mod 2 of each rank's buffer
-is [W, numel]: a part from every rank. A part is cut into chunks; signal [c, r]
-of a rank is set to n when chunk c of its part from rank r is in row r. A signal
-must have one rank that sets it, whatever the method (all_gather.py), so two_level
-has signals of its own. Numbers travel in the dtype of x, as NCCL's do, are added
-in float32, in the order of the ranks, and rounded once: a sum has the same bits
-in every run.
+Part p of x, of numel numbers, is for rank p. Slot n mod 2 of each rank's buffer is [W, numel]: a
+part from every rank. A part is cut into chunks. Signal [c, r] of a rank is set to n when chunk c of
+its part from rank r is in row r. Only one rank may set a given signal, whatever the method
+(all_gather.py), so two_level has its own signals. Numbers travel in the dtype of x, as in NCCL, are
+added in float32 in the order of the ranks, and rounded once. A sum has the same bits in every run.
 
-Protocols, of call n:
+Protocols, in call n:
 
-- push. Program (c, d) of rank r copies chunk c of part r + 1 + d to row r of that
-  rank's slot, its own part last, and then sets its signal. Program c of
-  `reduce_chunks` waits for chunk c from every rank and adds.
-- two_level, for several nodes. Each number crosses to each other node once, as a
-  sum of what a node has: reduce_scatter_two_level.py.
+- push. Program (c, d) of rank r copies chunk c of part r + 1 + d to row r of that rank's slot, its
+  own part last, then sets its signal. Program c of `reduce_chunks` waits for chunk c from every
+  rank and adds.
+- two_level, for several nodes. Each number crosses to each other node once, as a sum over a node:
+  reduce_scatter_two_level.py.
 
-Every rank hears from every other one, be it through a third, so two slots are
-enough: gpu/workspace.py.
+Every rank hears from every other rank, directly or through a third, so two slots are enough:
+runtime/workspace.py.
 """
 
 from __future__ import annotations
@@ -50,10 +48,10 @@ def reduce_chunks(
     out,  # [length]
     peers,  # buffers [2, COUNT, numel]; signals int32 [first + chunks * COUNT]
     rank,
-    length,  # of the sum; at most numel
+    length,  # numbers in the sum; at most numel
     numel,
     chunk,
-    first,  # of the signals
+    first,  # the first signal
     dtype: tl.constexpr,
     COUNT: tl.constexpr,  # rows
     BLOCK: tl.constexpr,
@@ -68,7 +66,7 @@ def reduce_chunks(
 
 
 class ReduceScatterWorkspace(CollectiveWorkspace):
-    """Of `reduce_scatter`, on one rank; see `reduce_scatter_workspace`."""
+    """The workspace of `reduce_scatter` on one rank; see `reduce_scatter_workspace`."""
 
     def __init__(
         self,
@@ -91,7 +89,7 @@ class ReduceScatterWorkspace(CollectiveWorkspace):
             chunk=chunk,
             ranks_per_node=ranks_per_node,
         )
-        self.scattered = size * chunks  # the first of the signals of `scatter_local`
+        self.scattered = size * chunks  # the first signal of `scatter_local`
         self.second = 2 * size * chunks  # the first of the second signals
         self.sums_numel = nodes * max_numel if "two_level" in methods else 0
         self.sums: SymmetricTensor = home.empty(
@@ -111,21 +109,21 @@ def reduce_scatter_workspace(
     chunk: int = CHUNK,
     ranks_per_node: int | None = None,
 ) -> ReduceScatterWorkspace:
-    """A workspace for results of at most `max_numel` numbers a rank. Collective.
+    """Create a workspace for results of at most `max_numel` numbers per rank. Collective.
 
     Args:
-        home: of this rank.
-        max_numel: of a rank's result.
+        home: this rank's.
+        max_numel: numbers in a rank's result.
         dtype: float32, float16 or bfloat16.
-        methods: that it will be used with, of METHODS.
-        chunk: numbers that have a signal of their own; a multiple of 8.
-        ranks_per_node: for two_level: ranks 0 to ranks_per_node - 1 are on one node, and so on.
-            All ranks are on one node if None. Ranks without an address must be of other nodes,
-            and two_level the only method.
+        methods: the methods it will be used with, from METHODS.
+        chunk: numbers per signal; a multiple of 8.
+        ranks_per_node: for two_level: ranks 0 to ranks_per_node - 1 are on one node, and so on. All
+            ranks are on one node if None. Ranks without an address must be on other nodes, and
+            two_level must then be the only method.
 
     Raises:
-        KernelError: on every rank, if on one of them there is no such method, or a node's ranks
-            do not divide the world's; or if the ranks' arguments differ.
+        KernelError: on every rank, if a method is unknown on one of them, ranks_per_node does not
+            divide the world size, or the ranks' arguments differ.
     """
     return ReduceScatterWorkspace(home, max_numel, dtype, methods, chunk, ranks_per_node)
 
@@ -133,21 +131,21 @@ def reduce_scatter_workspace(
 def reduce_scatter(
     x: Tensor, workspace: ReduceScatterWorkspace, *, method: str | None = None
 ) -> Tensor:
-    """This rank's rows of the sum over all ranks. Collective.
+    """Return this rank's rows of the sum over all ranks. Collective.
 
     Args:
-        x: [M, ...], contiguous, the workspace's dtype; of the same shape on all ranks; M a
-            multiple of W.
+        x: [M, ...], contiguous, the workspace's dtype; the same shape on all ranks; M a multiple of
+            W.
         workspace: from `reduce_scatter_workspace`.
-        method: of those that the workspace was made for; the same on all ranks. If None, what was
-            tuned for this device, world size, shape and dtype, else what the cost model prefers.
+        method: one of the workspace's methods, the same on all ranks. If None, the tuned method for
+            this device, world size, shape and dtype, or else the cost model's choice.
 
     Returns:
         [M / W, ...], added in float32.
 
     Raises:
-        KernelError: the shape does not go with the ranks, the workspace or the method, on one
-            rank; or it is not the same on all of them.
+        KernelError: the shape does not fit the ranks, the workspace or the method on one rank, or
+            differs between ranks.
     """
     size = workspace.world_size
     asked: dict[str, object] = {}
@@ -168,9 +166,9 @@ def reduce_scatter(
 
 
 def add_rows(out: Tensor, workspace: CollectiveWorkspace) -> None:
-    """Launch the sum of the rows of all ranks, of as many numbers as `out` has."""
+    """Launch the sum of all ranks' rows; each has as many numbers as `out`."""
     numel, chunk = out.numel(), workspace.chunk
-    # Of one rank there is nothing to add, and where so much is copied at once registers spill.
+    # With one rank there is nothing to add, and copying this much at once spills registers.
     block = RESIDENT_BLOCK if workspace.world_size > 1 else RESIDENT_BLOCK // 2
     reduce_chunks[(workspace.resident(count_chunks(numel, chunk)),)](
         out=out,

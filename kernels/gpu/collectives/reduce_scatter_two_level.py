@@ -1,23 +1,21 @@
 """Reduce-scatter for several nodes: method two_level of reduce_scatter.py.
 
-Each number crosses to each other node once. On node a, rank l gathers what its
-node has for the ranks l of all nodes: rank (a, k) stores its part for (b, l) to
-row b * NODE + k of (a, l)'s slot (`scatter_local`), and sets (a, l)'s signal
-scattered [c, that row]. `reduce_local` adds the NODE partial sums for node b in
-the order of the ranks, and stores the sum to row a of the second buffer of (b, l),
-whose second signals [c, a] say so. `reduce_nodes` adds those, in the order of the
-nodes. What crosses is rounded to x's dtype.
+Each number crosses to each other node once. On node a, rank l collects its node's data for rank l
+of every node: rank (a, k) stores its part for (b, l) to row b * NODE + k of (a, l)'s slot
+(`scatter_local`) and sets (a, l)'s signal scattered [c, row]. `reduce_local` adds the NODE partial
+sums for node b in the order of the ranks. It stores the sum to row a of the second buffer of
+(b, l) and sets its second signal [c, a]. `reduce_nodes` adds these sums in the order of the nodes.
+Numbers that cross are rounded to x's dtype.
 
-To a rank that it has no address of (beyond NVLink), `reduce_local` stores the
-sum to row b of its own `sent`, and puts it from there, followed by signal
-[c, a] of that rank's `across`. `sent` has one slot: a `quiet` stands before the
-`reduce_local` of each call.
+For a rank without an address here (beyond NVLink), `reduce_local` stores the sum to row b of its
+own `sent` and puts it from there. NVSHMEM then sets signal [c, a] of that rank's `across`. `sent`
+has one slot, so a `quiet` precedes the `reduce_local` of each call.
 
-The three steps run at once, node by node, the next one first and the own one
-last: the scatter on a stream of its own, the additions on the caller's, chunk
-by chunk as signals come; and neither waits for what crosses, which is the
-network's to carry. Programs of `reduce_local` wait for the scatter of this rank
-and must leave it room: there is at most one for each processor but one.
+The three steps run at the same time, node by node, the next node first and the own node last. The
+scatter has its own stream; the additions follow on the caller's stream, chunk by chunk as signals
+arrive. Neither waits for data that crosses, because the network carries it. Programs of
+`reduce_local` wait for this rank's scatter and must leave it room: there is at most one for each
+processor but one.
 """
 
 from __future__ import annotations
@@ -46,15 +44,15 @@ def scatter_local(
     rank,
     numel,
     chunk,
-    scattered,  # the first of the signals
+    scattered,  # the first signal
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
-    NODE: tl.constexpr,  # ranks of a node
+    NODE: tl.constexpr,  # ranks per node
     BLOCK: tl.constexpr,
 ):
     """Copy one chunk of a part to the rank of this node that sends it on. Grid: (chunks * W,).
 
-    Chunk by chunk for the next node, then for the one after it, for the own one last.
+    All chunks for the next node come first, then those for the node after it, the own node last.
     """
     chunks = tl.cdiv(numel, chunk)
     node, local = rank // NODE, rank % NODE
@@ -72,23 +70,23 @@ def scatter_local(
 @triton.jit(do_not_specialize=["rank"])
 def reduce_local(
     peers,  # buffers [2, W, numel]; signals int32 [first + chunks * W / NODE]
-    sums,  # Slots [2, W / NODE, numel]; addresses are 0 for ranks that NVLink does not reach
-    sent,  # [W / NODE, numel]; symmetric, this rank's; what is put
+    sums,  # Slots [2, W / NODE, numel]; addresses are 0 for ranks beyond NVLink
+    sent,  # [W / NODE, numel]; symmetric, this rank's; source of the puts
     across,  # int64 [W]; addresses of int64 [chunks, W / NODE]
     rank,
     numel,
     chunk,
-    scattered,  # the first of the signals that are waited for
-    first,  # of those that are set
+    scattered,  # the first signal to wait for
+    first,  # the first signal to set
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     NODE: tl.constexpr,
-    FAR: tl.constexpr,  # there are ranks without an address
+    FAR: tl.constexpr,  # some ranks have no address
     BLOCK: tl.constexpr,
 ):
-    """Add chunks, send each to its node and tell. Grid: (programs,), persistent.
+    """Add chunks, send each to its node and notify it. Grid: (programs,), persistent.
 
-    In the order of `scatter_local`.
+    It follows the order of `scatter_local`.
     """
     chunks = tl.cdiv(numel, chunk)
     nodes: tl.constexpr = WORLD // NODE
@@ -127,17 +125,17 @@ def reduce_local(
 @triton.jit(do_not_specialize=["rank"])
 def reduce_nodes(
     out,  # [numel]
-    # buffers [2, W / NODE, numel], of sums, 0 for ranks that NVLink does not reach
+    # buffers [2, W / NODE, numel], of sums, 0 for ranks beyond NVLink
     peers,  # signals int32 [first + chunks * W / NODE]
     across,  # int64 [W]; addresses of int64 [chunks, W / NODE]
     rank,
     numel,
     chunk,
-    first,  # of the signals
+    first,  # the first signal
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     NODE: tl.constexpr,
-    FAR: tl.constexpr,  # there are ranks without an address
+    FAR: tl.constexpr,  # some ranks have no address
     BLOCK: tl.constexpr,
 ):
     """Wait for chunks of all nodes' sums and add them. Grid: (programs,), persistent."""
@@ -154,11 +152,11 @@ def reduce_nodes(
 
 
 def run_two_level(x: Tensor, out: Tensor, workspace: ReduceScatterWorkspace) -> None:
-    """One call of method two_level."""
+    """Run one call with method two_level."""
     size, node, far = workspace.world_size, workspace.ranks_per_node, workspace.far
     numel, chunk, rank = out.numel(), workspace.chunk, workspace.rank
     chunks, across = count_chunks(numel, chunk), workspace.across.addresses
-    block = RESIDENT_BLOCK // 2  # of which several rows are in registers
+    block = RESIDENT_BLOCK // 2  # several rows are in registers
     workspace.begin()
     with workspace.beside():
         scatter_local[(size * chunks,)](

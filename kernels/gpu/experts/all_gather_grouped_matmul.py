@@ -1,43 +1,43 @@
-"""All-gather and expert products in one (AG-MoE): tiles begin when their tokens have come.
+"""All-gather and expert products in one (AG-MoE): tiles start when their tokens have arrived.
 
     all_gather_grouped_matmul(x_shard [M / W, K], w [E, K, N / W], plan) -> [M top_k, N / W]
 
-For experts that are split by columns over the ranks: every rank multiplies the tokens of all
-ranks, each by the top_k experts that it was routed to. How is said by one int32 vector for each
-rank's tokens, its plan (`make_plan`), with P = M / W * top_k:
+For experts that are split by columns over the ranks: every rank multiplies the tokens of all ranks,
+each by its top_k experts. One int32 vector per rank, its plan (`make_plan`), says which. With
+P = M / W * top_k it contains:
 
-    offsets [E + 1]    of each expert among the pairs
+    offsets [E + 1]    start of each expert among the pairs
     pairs   [P]        (token, choice) as token * top_k + choice, sorted by expert
     weights [P]        of each pair, in the order of the pairs' numbers; float32, as its bits
 
-Row i of part r of the result is pair i of rank r's plan: so the parts are sorted by expert, and
+Row i of part r of the result is pair i of rank r's plan, so the parts are sorted by expert.
 grouped_matmul_reduce_scatter takes them, with the plans of all ranks.
 
-Protocol. Slot n mod 2 of each rank's buffers has W shards, their scales and their plans, and
-there is one signal for each rank. In call n the programs of `push_shard` copy this rank's to row r
-of the other ranks' slots, in parts. Each then counts itself off with a counter that the peer has
-in the memory of rank r: that orders what it has stored before what the last one does, which is to
-set the counter back to 0 and signal r of the peer to n. The own shard is read where it is.
+Protocol. Slot n mod 2 of each rank's buffers has W shards, their scales and their plans. There is
+one signal per rank. In call n the programs of `push_shard` copy this rank's data to row r of the
+other ranks' slots, in parts. Each program then counts itself off with the peer's counter in rank
+r's memory. This orders its stores before the next step of the last program, which resets the
+counter to 0 and sets signal r of the peer to n. The own shard is read in place.
 
-Order. `multiply_gathered_groups` is persistent and takes the ranks `ahead_of` it in W stages, the
-own one first (all_gather_matmul.py: what is sent first is wanted first). Tokens of one expert come
-from all ranks, and few from each: tiles of one rank's tokens only would be mostly empty. So the
-rows of an expert are lined up in the order in which they come, and cut into tiles there: at each
-stage those tiles are multiplied, expert by expert, that it has made whole, and at the last one
-what is left. All programs work that out from the plans, each by itself, at the beginning of the
-stage. A tile's rows are gathered by their addresses, and stored by them.
+Order. `multiply_gathered_groups` is persistent. It takes the ranks `ahead_of` it in W stages, the
+own one first (all_gather_matmul.py: shards that are needed first are sent first). An expert's
+tokens come from all ranks, and few from each, so tiles with one rank's tokens would be mostly
+empty. Therefore an expert's rows are lined up in arrival order and cut into tiles there. Each stage
+multiplies the tiles that it completes, expert by expert; the last stage multiplies the rest. Every
+program derives this from the plans at the beginning of the stage. It loads and stores a tile's rows
+by their addresses.
 
     3 ranks, tiles of 4 rows; rows of experts a and b by rank: 3a 5b | 3a 1b | 1a 2b
     stage 0    bbbb                       left aaa b
     stage 1    aaaa                       left aa bb
     stage 2    aaa, bbbb
 
-On a GPU the copies run on a stream of their own, on a processor that the product leaves to them,
-as in all_gather_matmul.py. Slots are reused as gpu/workspace.py says: every rank waits for the
-signal of every other one.
+On a GPU the copies run on their own stream, on a processor that the product leaves to them, as in
+all_gather_matmul.py. Slots are reused as in runtime/workspace.py: every rank waits for the signal
+of every other rank.
 
-What a plan says is not believed. Where its offsets decrease, are negative or pass P, its rank has
-no tokens here; a pair that is out of range is read as pair 0. Either is reported in a status word.
+Plans are not trusted. If a rank's offsets decrease, are negative or exceed P, the rank has no
+tokens here. A pair out of range is read as pair 0. A status word reports both.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ CHUNK = 1 << 16
 
 
 def make_plan(expert_ids: Tensor, weights: Tensor, experts: int) -> Tensor:
-    """How a rank's tokens go to experts, without a look at it by the host.
+    """Create the plan of a rank's tokens on the device, without the host reading it.
 
     Args:
-        expert_ids: int [m, top_k]; of an id that is not in [0, experts) nothing is computed.
+        expert_ids: int [m, top_k]; nothing is computed for an id outside [0, experts).
         weights: [m, top_k].
         experts: E.
 
@@ -100,16 +100,16 @@ def make_plan(expert_ids: Tensor, weights: Tensor, experts: int) -> Tensor:
 
 
 def plan_length(experts: int, pairs: int) -> int:
-    """Numbers of a plan."""
+    """Return the length of a plan."""
     return experts + 1 + 2 * pairs
 
 
 class Ranks(NamedTuple):
-    """How kernels take the ranks in turn: RANKS, a constant of theirs (peers.py).
+    """The order in which kernels take the ranks: RANKS, a constant of theirs (peers.py).
 
     Attributes:
         world: W, number of ranks.
-        node: ranks of a node.
+        node: ranks per node.
         steps: a power of two, at least W.
     """
 
@@ -139,7 +139,7 @@ def push_shard(
     MESH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Send all that a rank has to the other ranks, in parts. Grid: (programs,), persistent."""
+    """Send all of a rank's data to the other ranks, in parts. Grid: (programs,), persistent."""
     call = tl.load(peers.calls)
     parts = 1 + tl.cdiv(numel, chunk)
     for item in range(tl.program_id(0), (WORLD - 1) * parts, tl.num_programs(0)):
@@ -162,13 +162,13 @@ def push_shard(
 
 @triton.jit
 def find_rows(
-    at,  # [BLOCK_M]; which of an expert's rows, in the order of the steps
+    at,  # [BLOCK_M]; numbers of an expert's rows, in the order of the steps
     expert,
-    plans,  # pointers [STEPS] to the plans of the ranks that are taken at each step
-    usable,  # int32 [STEPS]; 1 for those that are there, and right
+    plans,  # pointers [STEPS] to the plans of the ranks at each step
+    usable,  # int32 [STEPS]; 1 for plans that have arrived and are right
     steps,  # [STEPS]; 0, 1 ..
 ):
-    """The step that each row is of, its place in that step's plan, and how many rows there are."""
+    """Return each row's step, its place in that step's plan, and the number of rows."""
     begin = tl.load(plans + expert, mask=usable > 0, other=0)
     size = tl.load(plans + expert + 1, mask=usable > 0, other=0) - begin
     end = tl.cumsum(size, 0)
@@ -181,7 +181,7 @@ def find_rows(
 
 @triton.jit
 def pick(values, index, GROUPS: tl.constexpr):
-    """values[index], of a block [GROUPS]."""
+    """Return values[index] for a block [GROUPS]."""
     return tl.sum(tl.where(tl.arange(0, GROUPS) == index, values, 0), 0)
 
 
@@ -193,7 +193,7 @@ def multiply_gathered_groups(
     widths,  # n of each
     # EpilogueOperands: x_scale float32 [m] or [1]; w_scale float32 [E, N], [E, 1] or [1];
     epilogue,  # bias [E, N]; residual [W * pairs, N']
-    scale_stride,  # of w_scale, from one expert to the next
+    scale_stride,  # distance in w_scale from one expert to the next
     out,  # [W * pairs, N']
     peers,  # buffers [2, W, m, K]; signals int32 [W]
     scales,  # Slots: float32 [2, W, m]
@@ -213,7 +213,9 @@ def multiply_gathered_groups(
     ALIGNED: tl.constexpr,  # rows of x begin at multiples of 16 bytes
     FORM: tl.constexpr,
 ):
-    """Tiles of the products, each after its tokens have come. Grid: (programs,), persistent."""
+    """Compute tiles of the products, each after its tokens have arrived. Grid: (programs,),
+    persistent.
+    """
     WORLD: tl.constexpr = RANKS.world
     NODE: tl.constexpr = RANKS.node
     STEPS: tl.constexpr = RANKS.steps
@@ -233,7 +235,7 @@ def multiply_gathered_groups(
     usable = tl.zeros((STEPS,), tl.int32)
     came = tl.zeros((GROUPS,), tl.int32)  # rows of each expert
     done = tl.zeros((GROUPS,), tl.int32)  # rows of tiles of each expert
-    tile = tl.program_id(0)  # of the stage's
+    tile = tl.program_id(0)  # number in the stage
     for stage in range(WORLD):
         shard = ahead_of(rank, stage, WORLD, NODE)
         if stage > 0:
@@ -255,7 +257,7 @@ def multiply_gathered_groups(
             first = (pick(done, expert, GROUPS) + row) * BLOCK_M
             at = first + tl.arange(0, BLOCK_M)
             step, place, rows = find_rows(at, expert, by_step, usable, steps)
-            # It was looked at before, but what comes late may be stored over it just now.
+            # Checked before, but late data may be overwriting it just now.
             inside = (at < rows) & (place >= 0) & (place < pairs)
             place = tl.where(inside, place, 0)
             source = ahead_of(rank, step, WORLD, NODE)
@@ -267,11 +269,11 @@ def multiply_gathered_groups(
             token = tl.where(bad, 0, pair) // top_k
             own = x + token.to(tl.int64) * K
             left = tl.where(step > 0, gathered + (source * m + token).to(tl.int64) * K, own)
-            if ALIGNED:  # which Triton loses sight of, where there is a choice of pointers
+            if ALIGNED:  # Triton does not infer this for a choice of pointers
                 left = tl.multiple_of(left, 16)
             row_scale = epilogue.x_scale
             if epilogue.x_scale is not None:
-                # One scale of a whole shard, of each shard another, stands for all of its rows.
+                # A scale for a whole shard differs between shards and covers all rows of one.
                 at_scale = token if SCALE_ROWS else token * 0
                 come = gathered_scales + source * m + at_scale
                 row_scale = tl.where(step > 0, come, epilogue.x_scale + at_scale)
@@ -294,12 +296,12 @@ def multiply_gathered_groups(
 
 
 class PlannedWorkspace(Workspace):
-    """A workspace of an op that goes by plans, which it does not believe.
+    """A workspace of an op that follows plans, without trusting them.
 
     Attributes:
         experts, top_k: of every call.
-        status: int32 [1]; 0, or 1 + the rank whose plan was first found wrong.
-        choice: of what callers leave open.
+        status: int32 [1]; 0, or 1 + the first rank whose plan was wrong.
+        choice: chooses the options that callers leave open.
     """
 
     experts: int
@@ -308,7 +310,7 @@ class PlannedWorkspace(Workspace):
     choice: Choice
 
     def check(self) -> None:
-        """As of a Workspace; raise, too, if a plan was wrong since the last check."""
+        """Check like a Workspace, and also raise if a plan was wrong since the last check."""
         super().check()
         if found := int(self.status):
             self.status.zero_()
@@ -319,12 +321,12 @@ class PlannedWorkspace(Workspace):
 
 
 class GatherGroupsWorkspace(PlannedWorkspace):
-    """Of all_gather_grouped_matmul.
+    """The workspace of all_gather_grouped_matmul.
 
     Attributes:
         scales: float32 [2, W * max_rows].
         plans: int32 [2, W * the longest plan].
-        sent: int32 [W]; programs that are through with a peer.
+        sent: int32 [W]; number of programs that have finished with each peer.
     """
 
     def __init__(
@@ -354,18 +356,18 @@ class GatherGroupsWorkspace(PlannedWorkspace):
 def all_gather_grouped_matmul_workspace(
     home: Home, max_rows: int, k: int, experts: int, top_k: int, dtype: torch.dtype
 ) -> GatherGroupsWorkspace:
-    """A workspace for shards of at most `max_rows` rows of `k` numbers. Collective.
+    """Create a workspace for shards of at most `max_rows` rows of `k` numbers. Collective.
 
     Args:
-        home: of this rank.
+        home: this rank's.
         max_rows: M / W.
         k: K.
         experts: E.
-        top_k: of each token.
+        top_k: experts per token.
         dtype: of x.
 
     Raises:
-        KernelError: on every rank, if one refuses an argument or has another one than the rest.
+        KernelError: on every rank, if one rank refuses an argument or the ranks differ.
     """
     return GatherGroupsWorkspace(home, max_rows, k, experts, top_k, dtype)
 
@@ -386,34 +388,33 @@ def all_gather_grouped_matmul(
     programs: int = 0,
     senders: int = 0,
 ) -> Tensor:
-    """The tokens of all ranks times this rank's columns of the experts of each. Collective.
+    """Multiply the tokens of all ranks by this rank's columns of each token's experts. Collective.
 
     Args:
-        x_shard: [M / W, K], contiguous, the workspace's dtype; of the same shape on all ranks.
-        w: [E, K, N / W], or up to three of them, whose columns count as one beside the other (gate
-            and up); contiguous, or the transposes (`mT`) of contiguous ones.
-        plan: int32 [E + 1 + 2 P], of this rank's tokens: `make_plan`.
+        x_shard: [M / W, K], contiguous, the workspace's dtype; the same shape on all ranks.
+        w: [E, K, N / W], or up to three such weights with their columns side by side (gate and up);
+            contiguous, or the transposes (`mT`) of contiguous ones.
+        plan: int32 [E + 1 + 2 P], for this rank's tokens: `make_plan`.
         workspace: from `all_gather_grouped_matmul_workspace`.
-        epilogue: of the product; its x_scale is of this rank's rows, w_scale and bias are of each
-            expert, the residual is of the result's rows.
-        plans: int32 [W, E + 1 + 2 P], contiguous; is given the plans of all ranks, if not None on
-            any rank.
+        epilogue: of the product; x_scale is for this rank's rows, w_scale and bias are per expert,
+            the residual is for the result's rows.
+        plans: int32 [W, E + 1 + 2 P], contiguous; receives the plans of all ranks. All ranks pass
+            it, or none.
         topology: of the links between ranks: with `mesh` all shards are sent at once.
-        ranks_per_node: that have fast links; all if 0. Ranks of a node follow each other.
-        blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile. If None, what was tuned for this device, world
-            size, shape and dtype, else what the cost model prefers: tune.py.
-        warps, stages: that the product is compiled with; if 0, as with blocks.
+        ranks_per_node: ranks with fast links; all if 0. Ranks of a node are consecutive.
+        blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile. If None, the tuned tile for this device, world
+            size, shape and dtype, or else the cost model's choice: tuning/search.py.
+        warps, stages: for compiling the product; if 0, chosen like blocks.
         programs: of the product; all processors of the device but one if 0.
-        senders: programs that copy; if 0, as with blocks, or one for each part and peer.
+        senders: programs that copy; if 0, chosen like blocks, or one for each part and peer.
 
     Returns:
         [W * P, N / W], or [W * P, N / (2 W)] after silu_multiply; see Epilogue.dtype. Rows of pairs
-        that belong to no expert are not written.
+        without an expert are not written.
 
     Raises:
-        KernelError: the operands do not go together, or not with the workspace, on one rank; or
-            the ranks differ in the operands' shapes or in an option. What is wrong with a plan,
-            `workspace.check` raises.
+        KernelError: the operands do not fit each other or the workspace on one rank, or the ranks
+            differ in the operands' shapes or an option. `workspace.check` reports wrong plans.
     """
     size, require, silu = workspace.world_size, workspace.require, epilogue.silu_multiply
     asked: dict[str, object] = {"topology": topology, "ranks_per_node": ranks_per_node}
@@ -457,7 +458,7 @@ def all_gather_grouped_matmul(
     out = x_shard.new_empty(size * pairs, columns, dtype=epilogue.dtype(x_shard.dtype))
     if not m:
         if plans is not None:
-            plans.copy_(plan)  # without tokens all are the same
+            plans.copy_(plan)  # without tokens all plans are the same
         return out
     x_scale, rank, dtype = epilogue.x_scale, workspace.rank, triton_type(x_shard.dtype)
     all_scales, all_plans = Slots.of(workspace.scales), Slots.of(workspace.plans)
@@ -518,7 +519,7 @@ def all_gather_grouped_matmul(
         GROUPS=padded(experts),
         SCALE_ROWS=epilogue.scales_rows,
         ALIGNED=all(place % 16 == 0 for place in places),
-        FORM=form._replace(scale_rows=True, even_m=False),  # a row's scale is found by address
+        FORM=form._replace(scale_rows=True, even_m=False),  # each row's scale has a pointer
         num_warps=tiling.warps,
         num_stages=tiling.stages,
     )

@@ -1,75 +1,75 @@
-"""Tokens to the ranks of their experts, and sums of the outputs back: for prefill, over nodes.
+"""Dispatch of tokens to the ranks of their experts, and combination: for prefill and several nodes.
 
     moe_dispatch_two_level(x [T, K], expert_ids int32 [T, k], weights float32 [T, k])
                                           -> rows [R, K], offsets int32 [L + 1]
     moe_combine_two_level(y [R, K])       -> [T, K]
 
-The same as moe_dispatch.py, with rows, slots, `status` and wire as there, but for
-bandwidth. A token crosses once to each node where an expert of it is, and is passed
-on there once to each rank that has one. On the way back, what a rank has for a token
-is weighed and added, what a node has is added, and crosses once. So the weights of the
-router travel with the tokens. With one node, it is each rank that a token goes to once
-and a sum comes back from once, as in the kernels of DeepEP (DeepSeek-AI 2025) for
+Like dispatch.py, with the same rows, slots, `status` and wire, but for bandwidth. A token crosses
+once to each node that has one of its experts. There it is passed on once to each rank that has one.
+On the way back, each rank weighs and adds its outputs for a token, each node adds its ranks' sums,
+and one sum per node crosses. So the router's weights travel with the tokens. With one node, a token
+goes once to each rank and one sum returns from each, as in DeepEP's kernels (DeepSeek-AI 2025) for
 training and prefill.
 
-A token's sum has the same bits whatever the other tokens are. It is added in float32:
-on a rank in the order of its choices, then in the order of the ranks of a node, then of
-the nodes. What is sent is rounded to x's dtype, so two roundings precede the last one,
-and which numbers are added first depends on where the experts are.
+A token's sum has the same bits whatever the other tokens are. It is added in float32: on a rank in
+the order of its choices, then in the order of a node's ranks, then of the nodes. Numbers are
+rounded to x's dtype before they travel, so two roundings precede the last one. The order of
+additions depends on where the experts are.
 
-Rank (a, l) is the l-th of node a, of NODE ranks. What crosses goes from (a, l) to (b, l),
-the tokens of a chunk packed: the i-th of those of the chunk that go there is row i of the
-chunk's. Own tokens take the same way, through the own memory. Of (b, l), in slot n mod 2
-(expert_tokens.py has `buffer`, `wanted` and what is done with them):
+Rank (a, l) is the l-th of node a, with NODE ranks. Tokens cross from (a, l) to (b, l), and a
+chunk's
+tokens are packed: the i-th token of a chunk that goes there is row i of the chunk. Own tokens take
+the same way, through the own memory. (b, l) has, in slot n mod 2 (expert_tokens.py describes
+`buffer`, `wanted` and their use):
 
-    crossed [NODES, C, K]         packed; of (a, l), with scales if it is fp8
-    names int32 [NODES, C, 2, k]  of each token: the slot on this node of each choice, or -1;
+    crossed [NODES, C, K]         packed; from (a, l), with scales if it is fp8
+    names int32 [NODES, C, 2, k]  for each token: the slot on this node of each choice, or -1;
                                   and the bits of its weight
     shares float32 [W, C, k]      the weights, beside `wanted`
-    returned [W, C, K]            row [(a, m), t]: what (b, m) has for token t of (a, l)
-    homecoming [NODES, C, K]      packed; what node a has for own tokens
+    returned [W, C, K]            row [(a, m), t]: sum from (b, m) for token t of (a, l)
+    homecoming [NODES, C, K]      packed; sum from node a for own tokens
 
-Protocol, of call n. `dispatch`:
+Protocol, in call n. `dispatch`:
 
-- cross. Program (c, d) of (a, l) stores names and tokens of chunk c for node b = a + 1 + d
-  to (b, l), and sets its signal crossed [c, a]. All chunks are sent, as in moe_dispatch.
-  It notes in `packed` [NODES, C] where each token went.
-- pass on. Item (c, d, e) of (b, l) waits for chunk c of (a, l), a = b - d, and stores it to
-  (b, m), m = l + 1 + e: choices on it and weights to rows [(a, l), c] of `wanted` and
-  `shares`, tokens that have one to `buffer`. Then it sets signal passed [c, (a, l)]. It
-  notes in `kept` [NODES, NODE, C] which token went to which rank.
-- count. The same program then waits for item (c, d, e) of (b, l - 1 - e), which is of its
-  number there, and counts it. Programs pass on all their items, for which they wait only
-  for `cross`, which waits for nobody, before they wait to count: there is no cycle.
-- place, in a launch of its own.
+- cross. Program (c, d) of (a, l) stores names and tokens of chunk c for node b = a + 1 + d to
+  (b, l), and sets its signal crossed [c, a]. All chunks are sent, as in moe_dispatch. `packed`
+  [NODES, C] notes where each token went.
+- pass on. Item (c, d, e) of (b, l) waits for chunk c of (a, l), a = b - d, and stores it to (b, m),
+  m = l + 1 + e. Choices on (b, m) and their weights go to rows [(a, l), c] of `wanted` and
+  `shares`, the tokens with such a choice to `buffer`. Then it sets signal passed [c, (a, l)].
+  `kept` [NODES, NODE, C] notes which token went to which rank.
+- count. The same program then waits for item (c, d, e) of (b, l - 1 - e), from the program with its
+  number there, and counts it. Programs pass on all their items first. For these they wait only for
+  `cross`, which waits for nobody. So there is no cycle.
+- place, in a separate launch.
 
-`combine`, of the same n:
+`combine`, with the same n:
 
-- return. Program (c, d, e) of (b, m) adds what it has for chunk c of (a, l) into row
-  [(a, m), c] of (b, l)'s `returned`, and sets signal returned [c, (a, m)].
-- cross back. Item (c, d) of (b, l) waits for what the ranks of its node have for chunk c
-  of (a, l), another node's, adds it, stores it to (a, l)'s `homecoming`, and sets signal
-  home [c, b]. Each of these three launches waits only for the one before it.
-- sum. Each own chunk waits for the ranks of the own node and for the other nodes that its
-  tokens went to, and is added.
+- return. Program (c, d, e) of (b, m) adds its outputs for chunk c of (a, l) into row [(a, m), c] of
+  (b, l)'s `returned`, and sets signal returned [c, (a, m)].
+- cross back. Item (c, d) of (b, l) waits for its node's sums for chunk c of (a, l) on another node.
+  It adds them, stores the sum to (a, l)'s `homecoming`, and sets signal home [c, b]. Each of these
+  three launches waits only for the one before it.
+- sum. Each own chunk waits for the ranks of the own node and for the other nodes that its tokens
+  went to, and is added.
 
-To a rank that it has no address of (beyond NVLink), `cross` and `cross back` store to the
-own `sent` [NODES, C, K], and put it from there (nvshmem.py): names, and if there are tokens
-their rows and scales, each followed by a signal of its own of that rank's `across`
-[4, chunks, NODES], for puts do not order each other. `sent` has one slot: a `quiet` stands
-before each launch that stores to it.
+For a rank without an address here (beyond NVLink), `cross` and `cross back` store to the own `sent`
+[NODES, C, K] and put it from there (nvshmem.py): names, and if there are tokens also rows and
+scales. Each put is followed by its own signal of that rank's `across` [4, chunks, NODES], because
+puts do not order each other. `sent` has one slot, so a `quiet` precedes each launch that stores
+to it.
 
-Why two slots are enough. (a, l) in dispatch n + 2 has waited in its dispatch n + 1 for names
-of (b, l), for all b, and for what (a, m) has passed on, for all m; they sent that after their
-dispatch n was over. So `crossed` and `names` of (b, l), `buffer`, `wanted` and `shares` of
-(a, m) are free. A rank that stores in combine n + 2 has waited for the same of dispatch
-n + 2, before which combine n was over on all ranks that it stores to: if a dispatch is
-followed by at most one other before its combine, which is held to on the host.
+Two slots are enough. (a, l) in dispatch n + 2 has waited in its dispatch n + 1 for names from (b,
+l), for all b, and for tokens passed on by (a, m), for all m. They sent these after their dispatch n
+was over. So `crossed` and `names` of (b, l), and `buffer`, `wanted` and `shares` of (a, m), are
+free. A rank that stores in combine n + 2 has waited for the same data of dispatch n + 2. Before it,
+combine n was over on all ranks that it stores to. This requires that at most one other dispatch
+comes between a dispatch and its combine; the host enforces it.
 
-Bad ids and what is never trusted: as in moe_dispatch.py.
+Bad ids, and numbers that are never trusted: as in dispatch.py.
 
-Not handled: a grid of ranks in which (a, l) and (b, l) are not connected; tokens of one rank
-that go to a node by several others; `sent` in less than the size of all chunks.
+Not handled: a grid of ranks in which (a, l) and (b, l) are not connected; tokens of one rank that
+reach a node through several of its ranks; a `sent` smaller than all chunks.
 """
 
 from __future__ import annotations
@@ -106,17 +106,17 @@ from weft.kernels.gpu.runtime.workspace import triton_type
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
 CHUNK = 16
-"""Tokens that have a signal of their own."""
+"""Tokens per signal."""
 
 WARPS = 8
-"""Of kernels that have one program on a processor, which keeps much in flight."""
+"""For kernels with one program on a processor, which keeps much data in flight."""
 
 NAMES, ROWS, SCALES, HOME = (tl.constexpr(kind) for kind in range(4))
 """The signals that follow puts of names, rows and scales, and of sums."""
 
 
 class Sent(NamedTuple):
-    """What `cross_nodes` puts from: symmetric memory of this rank (peers.py).
+    """The source of `cross_nodes`' puts: symmetric memory of this rank (peers.py).
 
     Attributes:
         rows: [NODES, C, K].
@@ -131,18 +131,18 @@ class Sent(NamedTuple):
 
 @triton.jit
 def put_rows(
-    to,  # [*, ...]; this rank's own, of what is put to
+    to,  # [*, ...]; the destination, as this rank's own address
     source,  # [*, ...]; this rank's
-    row,  # the first
-    count,  # of rows
-    width,  # bytes of a row
+    row,  # the first row
+    count,  # number of rows
+    width,  # bytes in a row
     across,  # int64 [W]; addresses of int64 [4, chunks, NODES]
-    signal,  # of those
+    signal,  # number of the signal there
     call,
     rank,
     peer,
 ):
-    """Put rows to the same place at another rank, followed by a signal."""
+    """Put rows to the same place on another rank, followed by a signal."""
     begin = row.to(tl.int64) * width
     address = tl.load(across + rank) + 8 * signal
     nvshmem.put_signal(
@@ -157,7 +157,7 @@ def cross_nodes(
     weights,  # float32 [T, k]
     status,  # int32 [T]
     packed,  # int32 [NODES, C]; the row of a token on a node, or -1
-    crossed,  # int64 [W]; addresses of [2, NODES, C, K], 0 for ranks that NVLink does not reach
+    crossed,  # int64 [W]; addresses of [2, NODES, C, K], 0 for ranks beyond NVLink
     scales,  # int64 [W]; addresses of float32 [2, NODES, C, ceil(K / COLUMNS)], or None
     names,  # int64 [W]; addresses of int32 [2, NODES, C, 2, k]
     sent,  # Sent
@@ -169,11 +169,11 @@ def cross_nodes(
     chunks,
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
-    NODE: tl.constexpr,  # ranks of a node
-    FAR: tl.constexpr,  # there are ranks without an address
+    NODE: tl.constexpr,  # ranks per node
+    FAR: tl.constexpr,  # some ranks have no address
     FORM: tl.constexpr,
 ):
-    """Send one chunk to one node, the next one first. Grid: (chunks * NODES,)."""
+    """Send one chunk to one node, the next node first. Grid: (chunks * NODES,)."""
     TOKENS: tl.constexpr = FORM.tokens
     TOP_K: tl.constexpr = FORM.top_k
     CHOICES: tl.constexpr = FORM.choices
@@ -251,7 +251,7 @@ def cross_nodes(
 def pass_on(
     kept,  # int32 [NODES, NODE, C]; 1 for tokens that went to a rank of this node
     tokens_of,  # int32 [W, chunks, L]
-    crossed,  # int64 [W]; addresses of [2, NODES, C, K], 0 for ranks that NVLink does not reach
+    crossed,  # int64 [W]; addresses of [2, NODES, C, K], 0 for ranks beyond NVLink
     crossed_scales,  # int64 [W]; addresses of float32 [2, NODES, C, ceil(K / COLUMNS)], or None
     names,  # int64 [W]; addresses of int32 [2, NODES, C, 2, k]
     peers,  # buffers [2, W, C, K]; signals int32 [chunks, NODES], and [chunks, W] from `passed` on
@@ -263,14 +263,16 @@ def pass_on(
     K,
     num_slots,  # L
     chunks,
-    passed,  # the first of the signals that are set
+    passed,  # the first signal to set
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     NODE: tl.constexpr,
     FAR: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Pass chunks on in this node; then wait for the others' and count. Grid: (programs,)."""
+    """Pass chunks on in this node; then wait for the other ranks' chunks and count. Grid:
+    (programs,).
+    """
     TOKENS: tl.constexpr = FORM.tokens
     TOP_K: tl.constexpr = FORM.top_k
     CHOICES: tl.constexpr = FORM.choices
@@ -343,15 +345,16 @@ def return_sums(
     rank,
     K,
     chunks,
-    first,  # of the signals
+    first,  # the first signal
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     NODE: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Weigh and add what this rank has for one chunk, and store it to who has passed it on.
+    """Weigh and add this rank's outputs for one chunk, and store the sum to the rank that passed it
+    on.
 
-    Grid: (chunks * W,). Other nodes first: what is for them has further to go.
+    Grid: (chunks * W,). Other nodes come first, because their data has further to go.
     """
     TOKENS: tl.constexpr = FORM.tokens
     TOP_K: tl.constexpr = FORM.top_k
@@ -385,8 +388,8 @@ def return_sums(
 
 @triton.jit
 def add_kept(
-    parts,  # [NODE, C, K]; of the ranks of this node
-    kept,  # int32 [NODE, C]; which tokens they have
+    parts,  # [NODE, C, K]; sums from the ranks of this node
+    kept,  # int32 [NODE, C]; their tokens
     tokens,  # int32 [TOKENS]
     at,  # int32 [1, BLOCK]
     K,
@@ -395,7 +398,7 @@ def add_kept(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Some columns of the sum of what ranks have for tokens, in their order: float32."""
+    """Add some columns of the ranks' sums for tokens, in the order of the ranks: float32."""
     total = tl.zeros((TOKENS, BLOCK), tl.float32)
     for local in range(NODE):
         row = local * capacity + tokens
@@ -408,15 +411,15 @@ def add_kept(
 def cross_back(
     kept,  # int32 [NODES, NODE, C]
     returned,  # int64 [W]; addresses of [2, W, C, K]
-    homecoming,  # int64 [W]; addresses of [2, NODES, C, K], 0 for ranks that NVLink does not reach
-    sent,  # [NODES, C, K]; symmetric, this rank's; what is put
+    homecoming,  # int64 [W]; addresses of [2, NODES, C, K], 0 for ranks beyond NVLink
+    sent,  # [NODES, C, K]; symmetric, this rank's; source of the puts
     peers,  # signals int32 [home + chunks * NODES]
     across,  # int64 [W]; addresses of int64 [4, chunks, NODES]
     rank,
     K,
     chunks,
-    first,  # of the signals that are waited for
-    home,  # the first of those that are set
+    first,  # the first signal to wait for
+    home,  # the first signal to set
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     NODE: tl.constexpr,
@@ -476,15 +479,15 @@ def sum_nodes(
     packed,  # int32 [NODES, C]
     kept,  # int32 [NODES, NODE, C]
     returned,  # int64 [W]; addresses of [2, W, C, K]
-    homecoming,  # int64 [W]; addresses of [2, NODES, C, K], 0 for ranks that NVLink does not reach
+    homecoming,  # int64 [W]; addresses of [2, NODES, C, K], 0 for ranks beyond NVLink
     peers,  # signals int32 [home + chunks * NODES]
     across,  # int64 [W]; addresses of int64 [4, chunks, NODES]
     rank,
     num_tokens,  # T
     K,
     chunks,
-    first,  # of the signals of this node's ranks
-    home,  # of those of other nodes
+    first,  # the first signal of this node's ranks
+    home,  # the first signal of other nodes
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     NODE: tl.constexpr,
@@ -529,7 +532,9 @@ def sum_nodes(
 
 
 class TwoLevelExpertWorkspace(ExpertWorkspace):
-    """Of `moe_dispatch_two_level` and `moe_combine_two_level`; see `moe_two_level_workspace`."""
+    """The workspace of `moe_dispatch_two_level` and `moe_combine_two_level`; see
+    `moe_two_level_workspace`.
+    """
 
     def __init__(
         self,
@@ -562,7 +567,7 @@ class TwoLevelExpertWorkspace(ExpertWorkspace):
         )
         nodes, chunks, capacity = size // node, self.chunks, self.capacity
         self.ranks_per_node, self.nodes = node, nodes
-        self.passed = chunks * nodes  # the first signals of each kind; those of crossed are first
+        self.passed = chunks * nodes  # the first signal of each kind; crossed starts at 0
         self.back = self.passed + chunks * size
         self.home = self.back + chunks * size
         self.extern_libs = nvshmem.link_options() if self.far else None
@@ -587,7 +592,7 @@ class TwoLevelExpertWorkspace(ExpertWorkspace):
         self.across = home.zeros(f"{name}.across", (4, chunks, staged[0]), torch.int64)
 
     def quiet(self) -> None:
-        """What is put from may be stored to by the next launch."""
+        """Let the next launch overwrite the sources of earlier puts."""
         if self.far:
             nvshmem.quiet[(1,)](num_warps=1, extern_libs=self.extern_libs)
 
@@ -604,12 +609,12 @@ def moe_two_level_workspace(
     chunk: int = CHUNK,
     wire: torch.dtype | None = None,
 ) -> TwoLevelExpertWorkspace:
-    """For `moe_dispatch_two_level` and `moe_combine_two_level`. Collective.
+    """Create a workspace for `moe_dispatch_two_level` and `moe_combine_two_level`. Collective.
 
     Args:
-        ranks_per_node: that have addresses of each other; all if None.
+        ranks_per_node: ranks that have addresses of each other; all if None.
 
-    Other arguments, and what is refused: as of ExpertWorkspace.
+    For the other arguments and the errors see ExpertWorkspace.
     """
     return TwoLevelExpertWorkspace(
         home, max_tokens, width, top_k, dtype, placement, ranks_per_node, chunk, wire
@@ -618,11 +623,11 @@ def moe_two_level_workspace(
 
 @dataclass(frozen=True, slots=True)
 class DispatchedTwoLevel(Arrived):
-    """What moe_combine_two_level needs to send back what has come to a rank.
+    """The result of moe_dispatch_two_level, which moe_combine_two_level needs.
 
     Attributes:
-        row_weights: float32 [R]; the router's, of each row.
-        packed: int32 [NODES, C]; where a token of this rank stands on each node, or -1.
+        row_weights: float32 [R]; the router's weight of each row.
+        packed: int32 [NODES, C]; the row of this rank's tokens on each node, or -1.
         kept: int32 [NODES, NODE, C]; the ranks of this node to which a token was passed on.
     """
 
@@ -638,12 +643,12 @@ def moe_dispatch_two_level(
 
     Args:
         x: [T, K], contiguous; ranks may differ in T.
-        expert_ids: int32 [T, k], contiguous; -1 for none.
+        expert_ids: int32 [T, k], contiguous; -1 for no expert.
         weights: float32 [T, k], contiguous; the router's.
         workspace: made for at least T tokens.
 
     Raises:
-        KernelError: an argument does not fit; on which ranks, as of moe_dispatch.
+        KernelError: an argument does not fit; raised on the same ranks as in moe_dispatch.
     """
     op = "moe_dispatch_two_level"
     with workspace.agreed(op, {}):
@@ -721,19 +726,18 @@ def moe_dispatch_two_level(
 def moe_combine_two_level(
     y: Tensor, sent: DispatchedTwoLevel, workspace: TwoLevelExpertWorkspace
 ) -> Tensor:
-    """Send the experts' outputs back, weighed and added on the way. Collective.
+    """Return the experts' outputs, weighed and added on the way. Collective.
 
     Args:
-        y: [R, K], contiguous, of x's dtype; where the tokens of `sent.rows` stood.
-        sent: what moe_dispatch_two_level has returned, at most one call ago.
-        workspace: that it was dispatched with.
+        y: [R, K], contiguous, x's dtype; each output in the place of its token in `sent.rows`.
+        sent: the result of moe_dispatch_two_level, at most one call ago.
+        workspace: the one it was dispatched with.
 
     Returns:
-        [T, K]; the sums of a token's outputs times their weights. Of choices that are no
-        expert's, nothing is added.
+        [T, K]; the sums of a token's outputs times their weights. Unknown experts add nothing.
 
     Raises:
-        KernelError: an argument does not fit; on which ranks, as of moe_dispatch.
+        KernelError: an argument does not fit; raised on the same ranks as in moe_dispatch.
     """
     op = "moe_combine_two_level"
     with workspace.agreed(op, {}):

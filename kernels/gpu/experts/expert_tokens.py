@@ -1,19 +1,19 @@
-"""What moe_dispatch and moe_dispatch_two_level share: a chunk of tokens, and its way to its rows.
+"""The common part of dispatch.py and dispatch_two_level.py: a chunk of tokens, and its way to its
+rows.
 
-A rank has a slot n mod 2 [W, C, K] of a buffer for call n, in which row [r, t] is for
-token t of rank r; and beside it `wanted` int32 [W, C, k], the number of the slot of
-experts on this rank for each of the token's choices, or -1 if it is elsewhere. C is
-`max_tokens` rounded up to chunks. However it came there, what follows is the same:
+For call n a rank has a slot n mod 2 [W, C, K] of a buffer. Row [r, t] is for token t of rank r.
+Beside it is `wanted` int32 [W, C, k]. For each choice of the token it holds the expert slot on this
+rank, or -1 if the choice is elsewhere. C is `max_tokens` rounded up to chunks. The next steps are
+the same for both ops:
 
-- `count_chunk` stores how many tokens of a chunk there are for each slot.
-- `place_tokens`, in a launch of its own. Where a token goes is the number of tokens for
-  slots before its own, and of those for its own in chunks before, both of which each
-  program adds up from the counts, and of those before it in its chunk. It is copied
-  there, and noted in `positions` [W, C, k].
+- `count_chunk` stores the number of a chunk's tokens for each slot.
+- `place_tokens`, in a separate launch. A token's place is the number of tokens for lower slots,
+  plus those for its own slot in earlier chunks and earlier in its chunk. Each program adds up the
+  first two from the counts. It copies the token there and notes the place in `positions` [W, C, k].
 
-On the wire tokens may be fp8 (`wire`), each 128 columns with a float32 scale of their
-own, as `quantize` of activation.py makes them. Scales travel beside the rows, in
-`scales` [W, C, ceil(K / 128)], and are told of by the same signals.
+Tokens may travel as fp8 (`wire`), with a float32 scale for each 128 columns, as `quantize` in
+rowwise/activation.py makes them. Scales travel beside the rows, in `scales` [W, C, ceil(K / 128)],
+under the same signals.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ TILE = 4096
 MAX_TOP_K = 32
 
 EXPERTS, BLOCKS = tl.constexpr(16), tl.constexpr(16)
-"""Slots that are counted at a time, and chunks whose counts are added up at a time."""
+"""Slots that are counted at a time, and chunks whose counts are added at a time."""
 
 COLUMNS, GROUPS = tl.constexpr(GROUP), tl.constexpr(64)
-"""That have a scale of their own; scales of a token that are moved at a time."""
+"""Columns that share a scale; scales of a token that are moved at a time."""
 
 
 class Routing(NamedTuple):
-    """Which slots a rank's tokens go to: one argument of a kernel (peers.py).
+    """The slots that a rank's tokens go to: one argument of a kernel (peers.py).
 
     Attributes:
         expert_ids: int32 [T, k].
@@ -60,7 +60,7 @@ class Routing(NamedTuple):
         counts: int32 [E]; number of slots of each expert.
         num_experts: E.
         width: columns of replicas.
-        num_slots: L, slots of a rank.
+        num_slots: L, slots per rank.
     """
 
     expert_ids: Tensor
@@ -72,10 +72,10 @@ class Routing(NamedTuple):
 
 
 class ChunkForm(NamedTuple):
-    """Constants of kernels that move chunks of tokens: FORM, one argument (peers.py).
+    """The constants of kernels that move chunks of tokens: FORM, one argument (peers.py).
 
     Attributes:
-        tokens: of a chunk.
+        tokens: tokens in a chunk.
         top_k: k, choices of a token.
         choices: k rounded up to a power of two.
         block: columns that are moved at a time.
@@ -89,7 +89,8 @@ class ChunkForm(NamedTuple):
 
 @triton.jit
 def chunk_entries(index, TOKENS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr):
-    """The tokens of a chunk [TOKENS], their choices' places in [C, k], and which are choices.
+    """Return a chunk's tokens [TOKENS], their choices' places in [C, k], and a mask of real
+    choices.
 
     CHOICES is k rounded up to a power of 2.
     """
@@ -104,9 +105,9 @@ def choose_slots(
     ids,  # int32 [TOKENS, CHOICES]; experts
     tokens,  # int32 [TOKENS]
     routing,  # Routing
-    rank,  # of the tokens
+    rank,  # the tokens' rank
 ):
-    """The slot that each choice goes to, among all ranks'; -1 for what is no expert."""
+    """Return each choice's slot, counted over all ranks; -1 for an unknown expert."""
     known = (ids >= 0) & (ids < routing.num_experts)
     count = tl.load(routing.counts + ids, mask=known, other=1)
     turn = (rank + tokens[:, None]) % count
@@ -121,14 +122,14 @@ def flag_tokens(
     num_tokens,  # T
     num_experts,
 ):
-    """Note whose id is no expert's, and not -1."""
+    """Flag tokens that have an unknown expert other than -1."""
     refused = ((ids < -1) | (ids >= num_experts)).to(tl.int32)
     tl.store(status + tokens, tl.max(refused, axis=1), mask=tokens < num_tokens)
 
 
 @triton.jit
 def pick(table, column, COLUMNS: tl.constexpr):
-    """One column of int32 [n, COLUMNS]: [n]."""
+    """Return one column of int32 [n, COLUMNS]: [n]."""
     return tl.sum(tl.where(tl.arange(0, COLUMNS)[None, :] == column, table, 0), axis=1)
 
 
@@ -142,7 +143,7 @@ def copy_rows(
     K,
     BLOCK: tl.constexpr,
 ):
-    """Copy some rows of x to other ones of `to`."""
+    """Copy rows of x to other rows of `to`."""
     to += to_rows.to(tl.int64)[:, None] * K
     x += rows.to(tl.int64)[:, None] * K
     for start in range(0, K, BLOCK):
@@ -163,7 +164,7 @@ def send_rows(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The same; in fp8 if there are scales, for which COLUMNS must divide BLOCK."""
+    """Copy rows; in fp8 if there are scales. COLUMNS must then divide BLOCK."""
     if to_scales is None:
         copy_rows(to, to_rows, x, rows, copied, K, BLOCK)
     else:
@@ -186,16 +187,16 @@ def send_rows(
 @triton.jit
 def count_chunk(
     tokens_of,  # int32 [W, chunks, L]
-    wanted,  # int32 [C, k]; of the source
+    wanted,  # int32 [C, k]; the source's part
     source,
-    index,  # of the chunk
+    index,  # number of the chunk
     num_slots,  # L
     chunks,
     TOKENS: tl.constexpr,
     TOP_K: tl.constexpr,
     CHOICES: tl.constexpr,
 ):
-    """Store how many tokens of a chunk that has come there are for each slot of this rank."""
+    """Store the number of an arrived chunk's tokens for each slot of this rank."""
     _, entries, asked = chunk_entries(index, TOKENS, TOP_K, CHOICES)
     slots = tl.reshape(tl.load(wanted + entries, mask=asked, other=-1), (TOKENS * CHOICES,))
     for first in range(0, num_slots, EXPERTS):
@@ -212,7 +213,7 @@ def place_tokens(
     row_weights,  # float32 [R], or None
     offsets,  # int32 [L + 1]
     positions,  # int32 [W, C, k]
-    number,  # int32 [1]; becomes the call's
+    number,  # int32 [1]; receives the call's number
     peers,  # buffers [2, W, C, K]
     tokens_of,  # int32 [W, chunks, L]
     scales,  # int64 [W]; addresses of float32 [2, W, C, ceil(K / COLUMNS)], or None
@@ -227,15 +228,15 @@ def place_tokens(
     WORLD: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Copy one chunk from one rank to its places among all. Grid: (W * chunks,)."""
+    """Copy one chunk of one rank to its places among all tokens. Grid: (W * chunks,)."""
     TOKENS: tl.constexpr = FORM.tokens
     TOP_K: tl.constexpr = FORM.top_k
     CHOICES: tl.constexpr = FORM.choices
     BLOCK: tl.constexpr = FORM.block
     block = tl.program_id(0)
     call = tl.load(peers.calls)
-    slot = (call % 2) * (WORLD * chunks * TOKENS)  # rows before this call's
-    tokens, entries, asked = chunk_entries(block, TOKENS, TOP_K, CHOICES)  # of all ranks' tokens
+    slot = (call % 2) * (WORLD * chunks * TOKENS)  # rows before this call's slot
+    tokens, entries, asked = chunk_entries(block, TOKENS, TOP_K, CHOICES)  # over all ranks' tokens
     names = peer_pointer(wanted, rank, tl.int32) + slot * TOP_K
     slots = tl.reshape(tl.load(names + entries, mask=asked, other=-1), (TOKENS * CHOICES,))
     here = (slots >= 0) & (slots < num_slots)
@@ -280,30 +281,30 @@ def place_tokens(
 
 
 class ExpertWorkspace(Workspace):
-    """Of the ops that send tokens to experts, on one rank. Made by all ranks together.
+    """The workspace of ops that send tokens to experts, on one rank. All ranks create it together.
 
     Args:
-        home: of this rank.
-        name: of the workspace; in messages.
-        ops: that take it.
-        max_tokens: of a rank, in a call.
-        width: K, numbers of a token.
-        top_k: k, experts of a token.
+        home: this rank's.
+        name: the workspace's name, for messages.
+        ops: names of the ops that take it.
+        max_tokens: maximum number of a rank's tokens in a call.
+        width: K, numbers in a token.
+        top_k: k, experts per token.
         dtype: of tokens and outputs.
         placement: of the experts.
-        chunk: tokens that have a signal of their own; if 0, what was tuned for `tuned`.
-        wire: that tokens are sent in, and their rows are of: `dtype`, or float8_e4m3fn.
-        node: ranks of a node.
-        of_world, of_node: signals that a chunk has for each rank, and for each node.
-        tuned: the op whose tuned chunk is taken, or else what the cost model prefers for it.
+        chunk: tokens per signal; if 0, the tuned number for `tuned`.
+        wire: dtype in which tokens travel and arrive: `dtype`, or float8_e4m3fn.
+        node: ranks per node.
+        of_world, of_node: signals per chunk for each rank, and for each node.
+        tuned: the op whose tuned chunk is used, or else the cost model's choice for it.
 
     Attributes:
         placement: the present one; `move` changes it.
-        max_rows: R, that dispatch may give.
+        max_rows: R, the maximum number of rows from dispatch.
 
     Raises:
-        KernelError: on every rank, if an argument is refused on one or not the same on all; or if
-            a rank has no address of one of its node.
+        KernelError: on every rank, if one rank refuses an argument, the ranks differ, or a rank has
+            no address of a rank on its node.
     """
 
     def __init__(
@@ -380,19 +381,19 @@ class ExpertWorkspace(Workspace):
         self.dispatches = 0
 
     def of_groups(self, home: Home, what: str, shape: Sequence[int]) -> SymmetricTensor | None:
-        """Scales of so many rows, if tokens are sent in fp8. Collective."""
+        """Create scales for rows of this shape, if tokens travel in fp8. Collective."""
         if not self.groups:
             return None
         return home.empty(f"{self.name}.{what}", (*shape, self.groups), torch.float32)
 
     def move(self, placement: Placement) -> None:
-        """Use another placement from the next dispatch on, which may be a captured one. Collective.
+        """Use another placement from the next dispatch on, captured or not. Collective.
 
-        The weights in the slots must have been moved, too.
+        The weights in the slots must have been moved too.
 
         Raises:
-            KernelError: on every rank, if it is for other ranks, experts or slots than the present
-                one, or not the same on all ranks.
+            KernelError: on every rank, if the placement has other numbers of ranks, experts or
+                slots, or differs between ranks.
         """
         with agreed(self.name, {"placement": placement}, self.compare) as check:
             for what in ("world_size", "num_experts", "slots_per_rank"):
@@ -405,7 +406,7 @@ class ExpertWorkspace(Workspace):
         self.placement = placement
 
     def form(self, dtype: torch.dtype) -> ChunkForm:
-        """Constants of kernels that move rows of this dtype."""
+        """Return the constants of kernels that move rows of this dtype."""
         least = GROUP if dtype == FP8 else 1
         return ChunkForm(
             tokens=self.chunk,
@@ -415,7 +416,7 @@ class ExpertWorkspace(Workspace):
         )
 
     def routing(self, expert_ids: Tensor) -> Routing:
-        """Where tokens with these experts go: int32 [T, k]."""
+        """Return the argument `routing` for tokens with these experts: int32 [T, k]."""
         return Routing(
             expert_ids=expert_ids,
             replicas=self.replicas,
@@ -426,7 +427,7 @@ class ExpertWorkspace(Workspace):
         )
 
     def require_tokens(self, check: Require, x: Tensor, expert_ids: Tensor) -> None:
-        """Refuse what is no [T, K] and no [T, k] of at most `max_tokens`."""
+        """Refuse anything but [T, K] and [T, k] with at most `max_tokens` tokens."""
         require_tensor(check, "x", x, None, self.device, self.dtype)
         most, width = self.max_tokens, self.width
         fits = x.dim() == 2 and len(x) <= most and x.shape[1] == width
@@ -436,7 +437,7 @@ class ExpertWorkspace(Workspace):
         require_tensor(check, "expert_ids", expert_ids, ids_shape, self.device, torch.int32)
 
     def require_sent(self, check: Require, y: Tensor, sent: Arrived) -> None:
-        """Refuse what are no outputs of what has come, or of what came too long ago."""
+        """Refuse outputs that do not fit the arrived tokens, or a dispatch that is too old."""
         require_tensor(check, "y", y, sent.rows.shape, self.device, self.dtype)
         age = self.dispatches - sent.number
         check("sent", f"{age} dispatches old", 0 <= age <= 1, "be at most 1 old")
@@ -444,15 +445,15 @@ class ExpertWorkspace(Workspace):
     def place(
         self, tokens_of: Tensor, weights: SymmetricTensor | None = None
     ) -> tuple[dict[str, Any], Tensor | None]:
-        """Launch `place_tokens`, which is all that is left of a dispatch.
+        """Launch `place_tokens`, the last step of a dispatch.
 
         Args:
             tokens_of: int32 [W, chunks, L].
-            weights: float32 [2, W, C, k], that came with the tokens.
+            weights: float32 [2, W, C, k], received with the tokens.
 
         Returns:
-            rows, scales, offsets, positions, call and number of an Arrived, by name; float32 [R],
-            the weight of each row, if there are weights.
+            rows, scales, offsets, positions, call and number of an Arrived, by name; and float32
+            [R], each row's weight, if there are weights.
         """
         size, chunks, slots = tokens_of.shape
         empty = tokens_of.new_empty
@@ -488,22 +489,22 @@ class ExpertWorkspace(Workspace):
 
 
 def addresses(tensor: SymmetricTensor | None) -> Tensor | None:
-    """Where each rank's begins; None for none."""
+    """Return the address of each rank's part; None for None."""
     return tensor.addresses if tensor else None
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """What has come to a rank.
+    """The tokens that have arrived on a rank.
 
     Attributes:
-        rows: [R, K]; the tokens by slot. From offsets[L] on, nothing is said of them.
-        scales: float32 [R, ceil(K / 128)] of rows in fp8; None otherwise.
+        rows: [R, K]; the tokens by slot. Rows from offsets[L] on are undefined.
+        scales: float32 [R, ceil(K / 128)] for rows in fp8; None otherwise.
         offsets: int32 [L + 1]; slot e has the rows offsets[e] : offsets[e + 1].
-        positions: int32 [W, C, k]; the row of each rank's tokens' choices, -1 if elsewhere.
-        call: int32 [1]; the number of the dispatch, on the device.
+        positions: int32 [W, C, k]; the row of each choice of each rank's tokens, -1 if elsewhere.
+        call: int32 [1]; number of the dispatch, on the device.
         number: the same on the host, where a captured graph does not count.
-        status: int32 [T]; of this rank's own tokens: 1 if an id was no expert's, and not -1.
+        status: int32 [T], for this rank's own tokens: 1 if an id is unknown and not -1.
     """
 
     rows: Tensor

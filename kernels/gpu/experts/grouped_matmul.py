@@ -1,28 +1,27 @@
-"""Matrix products of groups of rows, each group with a weight of its own: the experts of a rank.
+"""Matrix products of groups of rows, each with its own weight: the experts of a rank.
 
     grouped_matmul(x [T, K], w [E, K, N], offsets int32 [E + 1]) -> [T, N]
 
-Rows offsets[e] to offsets[e + 1] are multiplied by w[e]. Offsets are on the device, and no host
-ever reads them: how many rows each expert has is not known before its kernel runs. Rows outside
-of all groups are neither read nor written.
+Rows offsets[e] to offsets[e + 1] are multiplied by w[e]. Offsets stay on the device and no host
+reads them, because the rows of each expert are unknown before its kernel runs. Rows outside all
+groups are neither read nor written.
 
-How work is cut into programs. `multiply_groups` is persistent. Every program loads all offsets
-and adds up the rows of tiles of each group, so that all see the same list of tiles; program p of
-P takes tiles p, p + P and so on. A tile has rows of one group only: the last one of each group is
-cut off, and groups without rows have none. The tiles of one group follow each other, and within
-it those of GROUP rows of tiles go column by column (matmul.py): programs that run at one time
-read few columns of few weights. With few rows for each expert, weights are most of what is read,
-and each number of them is read once.
+Division into programs. `multiply_groups` is persistent. Every program loads all offsets and adds up
+the rows of tiles of each group, so all programs see the same list of tiles. Program p of P takes
+tiles p, p + P and so on. A tile has rows of one group only: the last tile of each group is cut off,
+and empty groups have none. A group's tiles are consecutive, ordered like in matmul.py: GROUP rows
+of tiles at a time, column by column. So concurrent programs read few columns of few weights. With
+few rows per expert, weights dominate the traffic, and each of their numbers is read once.
 
-Offsets that decrease, are negative or pass T make all groups empty, in every program alike, and
-are reported in a status word: nothing is read or written where it should not be.
+If offsets decrease, are negative or exceed T, every program treats all groups as empty and a status
+word reports it. No out-of-bounds address is read or written.
 
-Rows in fp8 come with scales of their own, or of each 128 columns (as moe_dispatch delivers
-them; DeepSeek-V3, arXiv:2412.19437, section 3.3). Those are different for parts of one sum: so
-the tensor cores add up BLOCK_K products at a time, each part is scaled, and added in float32. A
-tile then has two sums in registers, and half the columns.
+fp8 rows come with scales of their own, or of each 128 columns (as moe_dispatch delivers them;
+DeepSeek-V3, arXiv:2412.19437, section 3.3). Parts of one sum then have different scales. The tensor
+cores therefore add up BLOCK_K products at a time; each part is scaled and added in float32. Such a
+tile has two sums in registers, and half the columns.
 
-Not handled: descriptors (TMA), scales of blocks of w.
+Not handled: descriptors (TMA), scales for blocks of w.
 """
 
 from __future__ import annotations
@@ -51,19 +50,19 @@ from weft.kernels.gpu.tuning.costs import FEW_ACCUMULATORS
 from weft.kernels.gpu.tuning.search import Choice
 
 LEAST_GROUPS = 128
-"""Groups that a kernel is compiled for at least: one for each thread."""
+"""Minimum number of groups that a kernel is compiled for: one per thread."""
 
 
 @triton.jit
 def group_sizes(
     offsets,  # int32 [groups + 1]
     groups,
-    most,  # that the last offset may be
+    most,  # maximum of the last offset
     GROUPS: tl.constexpr,
 ):
-    """Rows of each group, int32 [GROUPS], and the first group whose offsets are wrong.
+    """Return the rows of each group, int32 [GROUPS], and the first group with wrong offsets.
 
-    If there is one all groups are empty; if not it is GROUPS.
+    All groups are empty if there is such a group. Without one, the second result is GROUPS.
     """
     group = tl.arange(0, GROUPS)
     begin = tl.load(offsets + group, mask=group < groups, other=0)
@@ -75,17 +74,17 @@ def group_sizes(
 
 @triton.jit
 def group_of(
-    row,  # of tiles, of all groups one after the other
+    row,  # row of tiles, counted over all groups
     through,  # int32 [GROUPS]; rows of tiles up to the end of each group
 ):
-    """The group of a row of tiles, and how many rows of tiles come before that group."""
+    """Return the group of a row of tiles, and the number of rows of tiles before that group."""
     before = through <= row
     return tl.sum(before.to(tl.int32), 0), tl.max(tl.where(before, through, 0), 0)
 
 
 @triton.jit
 def report(status, value):
-    """Set a status word, unless it already says something."""
+    """Set a status word, unless it is already set."""
     if status is not None:
         tl.atomic_cas(status, 0, value, sem="relaxed", scope="gpu")
 
@@ -101,14 +100,14 @@ def multiply_groups(
     groups,  # E
     # EpilogueOperands: x_scale float32 [T] or [1], or [T, ceil(K / FORM.scale_group)];
     epilogue,  # w_scale float32 [E, N], [E, 1] or [1]; bias [E, N]; residual [T, N']
-    scale_stride,  # of w_scale, from one group to the next
+    scale_stride,  # distance in w_scale from one group to the next
     out,  # [T, N']
     out_columns,  # N'
     status,  # int32 [1], or None
     GROUPS: tl.constexpr,  # a power of two, at least E
     FORM: tl.constexpr,
 ):
-    """All tiles of the result. Grid: (programs,), persistent."""
+    """Compute all tiles of the result. Grid: (programs,), persistent."""
     BLOCK_M: tl.constexpr = FORM.block_m
     GROUP: tl.constexpr = FORM.group
     SCALE_ROWS: tl.constexpr = FORM.scale_rows
@@ -121,7 +120,7 @@ def multiply_groups(
     columns = count_columns(widths, FORM)
     tiles = tl.max(through, 0) * columns
     scales_of_row = tl.cdiv(K, SCALE_GROUP) if SCALE_GROUP > 0 else 1 if SCALE_ROWS else 0
-    # Flattened: the next tile's first blocks are on their way while this one is stored.
+    # Flattened: the next tile's first blocks load while this one is stored.
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         group, before = group_of(tile // columns, through)
         begin = tl.load(offsets + group)
@@ -144,7 +143,7 @@ def multiply_groups(
 
 
 def require_offsets(check: Require, offsets: Tensor, x: Tensor) -> int:
-    """Refuse what cannot be offsets of groups of x's rows; how many groups."""
+    """Refuse offsets that cannot describe groups of x's rows; return the number of groups."""
     shape, device = list(offsets.shape), offsets.device
     check("offsets' shape", shape, offsets.dim() == 1 and len(offsets) > 1, "be [E + 1]")
     check("offsets' dtype", offsets.dtype, offsets.dtype == torch.int32, "be torch.int32")
@@ -154,7 +153,7 @@ def require_offsets(check: Require, offsets: Tensor, x: Tensor) -> int:
 
 
 def padded(groups: int) -> int:
-    """GROUPS of kernels that call `group_sizes`: a power of two, at least `groups`."""
+    """Return GROUPS for kernels that call `group_sizes`: a power of two, at least `groups`."""
     return max(LEAST_GROUPS, int(triton.next_power_of_2(groups)))
 
 
@@ -173,29 +172,29 @@ def grouped_matmul(
     stages: int = 0,
     programs: int = 0,
 ) -> Tensor:
-    """Each group of rows times its own weight, and what comes after it, on one rank.
+    """Multiply each group of rows by its own weight on one rank, and apply the epilogue.
 
     Args:
         x: [T, K], contiguous, K at least 1; float32, float16, bfloat16 or float8_e4m3fn.
         w: [E, K, N] of x's dtype, contiguous or the transposes (`mT`) of contiguous [E, N, K]; or
-            up to three such weights, whose columns count as one beside the other (gate and up).
+            up to three such weights, with their columns side by side (gate and up).
         offsets: int32 [E + 1], on x's device: group e is rows offsets[e] to offsets[e + 1].
-        epilogue: of the product; its w_scale and bias are of each group, its x_scale may be of each
-            128 columns of a row.
-        out: the result, whose rows outside of all groups stay as they are; new if None.
-        status: int32 [1], on x's device: is set to 1 + e if it is 0 and the offsets of group e are
-            the first that are negative, decrease or pass T. All groups are empty then.
-        expected: rows that the groups will have in all, about; T if 0. Tiles are chosen by it.
-        choice: of a tile where blocks is None; by T and E alone if None.
+        epilogue: of the product; w_scale and bias are per group, x_scale may be per 128 columns of
+            a row.
+        out: the result, whose rows outside all groups stay unchanged; new if None.
+        status: int32 [1], on x's device. If it is 0, it is set to 1 + e when group e is the first
+            whose offsets are negative, decrease or exceed T. All groups are then empty.
+        expected: estimated total rows of the groups; T if 0. It decides the tile.
+        choice: chooses the tile if blocks is None; if None, T and E decide.
         blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile.
-        warps, stages: that the kernel is compiled with; chosen if 0.
-        programs: as many as the device has processors if 0.
+        warps, stages: for compiling the kernel; chosen if 0.
+        programs: one per processor of the device if 0.
 
     Returns:
         [T, N], or [T, N / 2] after silu_multiply; see Epilogue.dtype.
 
     Raises:
-        KernelError: the operands do not go together, or one cannot be taken.
+        KernelError: the operands do not fit each other, or one is refused.
     """
     check = functools.partial(require, "grouped_matmul")
     groups = require_offsets(check, offsets, x)
@@ -208,7 +207,7 @@ def grouped_matmul(
     if blocks is None and choice and (config := choice.of_product(x, weights, rows, silu, groups)):
         blocks = (config.block_m, config.block_n, config.block_k)
         warps, stages = warps or config.warps, stages or config.stages
-        if scaled:  # so many numbers of both sums in a thread, as may be of one
+        if scaled:  # a thread holds as many numbers of both sums as otherwise of one
             columns = 32 * config.warps * FEW_ACCUMULATORS // config.block_m
             blocks = (config.block_m, max(16, min(config.block_n, columns)), config.block_k)
     tiling = choose_tiling(
@@ -231,7 +230,7 @@ def grouped_matmul(
     if not out.shape[1]:
         return out
     columns = weights.column_tiles(tiling.block_n, silu)
-    tiles = (most // tiling.block_m + groups) * columns  # at most
+    tiles = (most // tiling.block_m + groups) * columns  # maximum
     form = form_of(tiling, weights, epilogue, most, k)
     multiply_groups[(min(tiles, programs or count_processors(x.device)),)](
         x=x,
@@ -255,10 +254,10 @@ def grouped_matmul(
 
 
 def raise_for(status: Tensor, op: str = "grouped_matmul") -> None:
-    """Synchronise with the device, and raise if offsets were wrong since the last time.
+    """Synchronise with the device, and raise if offsets were wrong since the last call.
 
     Raises:
-        KernelError: naming the first group whose offsets were.
+        KernelError: names the first group with wrong offsets.
     """
     if group := int(status):
         status.zero_()

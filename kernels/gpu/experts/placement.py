@@ -1,15 +1,13 @@
-"""Which rank has which expert: a table that kernels read, so that it can change under them.
+"""Assignment of experts to ranks: a table that kernels read, and that can change between calls.
 
-Each of W ranks has L slots, and each slot the weights of one expert: slot s is
-the (s mod L)-th of rank s // L. An expert may be in several slots, on several
-ranks, if many tokens want it: its replicas. Token t of rank r goes to the
-((r + t) mod count)-th of an expert's replicas, in the order of their slots, which
-spreads the tokens of one rank as well as those that stand alike on all ranks. The
-choice does not depend on any other token, and replicas compute the same.
+Each of W ranks has L slots, and each slot holds the weights of one expert. Slot s is number s mod L
+on rank s // L. An expert that many tokens want may have several slots, on several ranks: its
+replicas. Token t of rank r goes to replica (r + t) mod count, in the order of the slots. This
+spreads the tokens of one rank, and also tokens with the same number on all ranks. The choice does
+not depend on other tokens, and all replicas compute the same.
 
-On the device it is `replicas` int32 [E, n], the slots of each expert, and `counts`
-int32 [E], how many there are. A workspace keeps them where they are when they
-change, and so a captured CUDA graph sees the change.
+On the device the table is `replicas` int32 [E, n], each expert's slots, and `counts` int32 [E], the
+number of slots. A workspace changes them in place, so a captured CUDA graph sees the change.
 """
 
 from __future__ import annotations
@@ -25,11 +23,11 @@ from weft.kernels.gpu.runtime.arguments import require
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The experts of a layer, and the slots that they are in.
+    """A layer's experts and their slots.
 
     Attributes:
         slots: the expert in each slot, rank by rank.
-        world_size: ranks; each has as many slots.
+        world_size: number of ranks; each has the same number of slots.
 
     Raises:
         KernelError: ranks have different numbers of slots, or an expert has none.
@@ -60,23 +58,25 @@ class Placement:
 
     @property
     def max_replicas(self) -> int:
-        """Of an expert, in any placement of so many experts in so many slots."""
+        """The maximum number of replicas of an expert, with these numbers of experts and slots."""
         return len(self.slots) - self.num_experts + 1
 
     def replicas(self, expert: int) -> list[int]:
-        """The slots of an expert, in their order."""
+        """Return an expert's slots, in ascending order."""
         return [slot for slot, other in enumerate(self.slots) if other == expert]
 
     def ranks(self, expert: int) -> list[int]:
-        """The ranks of an expert's replicas, in their order; one that has two is there twice."""
+        """Return the ranks of an expert's replicas, in order; a rank with two replicas appears
+        twice.
+        """
         return [slot // self.slots_per_rank for slot in self.replicas(expert)]
 
     def experts(self, rank: int) -> tuple[int, ...]:
-        """Those whose weights a rank has, by its slots."""
+        """Return the experts in a rank's slots."""
         return self.slots[rank * self.slots_per_rank : (rank + 1) * self.slots_per_rank]
 
     def tables(self) -> tuple[Tensor, Tensor]:
-        """What kernels read: int32 [E, max_replicas], whose rows end in -1; int32 [E]."""
+        """Return the tables for kernels: int32 [E, max_replicas], padded with -1; int32 [E]."""
         rows = [self.replicas(expert) for expert in range(self.num_experts)]
         padded = [row + [-1] * (self.max_replicas - len(row)) for row in rows]
         counts = [len(row) for row in rows]
@@ -84,10 +84,10 @@ class Placement:
 
 
 def even(num_experts: int, world_size: int) -> Placement:
-    """Each expert once, the first ones on the first rank.
+    """Place each expert once, the first ones on the first rank.
 
     Raises:
-        KernelError: the ranks do not divide the experts.
+        KernelError: the number of experts is not a multiple of the number of ranks.
     """
     divided = 0 < world_size <= num_experts and num_experts % world_size == 0
     must = f"be a positive multiple of {world_size} ranks, or be placed with replicas"
@@ -96,17 +96,17 @@ def even(num_experts: int, world_size: int) -> Placement:
 
 
 def balanced(loads: Sequence[float], world_size: int, slots_per_rank: int) -> Placement:
-    """Hot experts several times, and ranks with about the same load; greedily.
+    """Replicate hot experts, and give all ranks about the same load; greedily.
 
-    As DeepSeek's EPLB (2025) without its groups: every slot beyond one for each expert goes to the
-    expert with the highest load per replica; then replicas, the heaviest first, go each to the
-    least loaded rank that has room, if possible one without that expert. Ties go to the lower
-    number, so that all ranks find the same.
+    Like DeepSeek's EPLB (2025) without its groups. Each slot beyond one per expert goes to the
+    expert with the highest load per replica. Then replicas, the heaviest first, go to the least
+    loaded rank with room, if possible one without that expert. Lower numbers win ties, so all ranks
+    find the same placement.
 
     Args:
-        loads: of each expert: tokens that wanted it.
-        world_size: ranks.
-        slots_per_rank: of each.
+        loads: number of tokens that wanted each expert.
+        world_size: number of ranks.
+        slots_per_rank: slots of each rank.
 
     Raises:
         KernelError: there are more experts than slots.

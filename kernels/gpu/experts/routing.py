@@ -1,21 +1,18 @@
-"""Which experts a token goes to, and the tokens in the order of their experts.
+"""Routing of tokens to experts, and the tokens sorted by expert.
 
     route(logits [T, E], k)     -> ids [T, k], weights [T, k]
     sort_by_expert(ids [T, k])  -> offsets [E + 1], order [T * k], inverse [T, k], status [T]
 
-All of it stays on the device: how many tokens an expert has, the host never
-learns.
+Everything stays on the device: the host never learns how many tokens an expert has.
 
-route: one program, of one warp, for a token. Its experts are a tile, a group in
-each row, so that scores of groups are sums over rows; the best is taken k times.
+route: one program of one warp per token. Its experts form a tile with a group in each row, so group
+scores are sums over rows. The best expert is taken k times.
 
-sort_by_expert: a counting sort in two launches, both cut by tokens into at most
-MAX_TILES tiles. `count_pairs` counts each expert's pairs of a tile.
-`place_pairs` adds the counts up: over all tiles for the offsets, over those
-before its own for the places where its pairs begin. Pairs then go one block
-after the other, and within a block behind as many of their expert as there are
-above them. So pairs of an expert stay in their order, and the result is the same
-in every run: nothing is decided by who comes first.
+sort_by_expert: a counting sort in two launches, both cut by tokens into at most MAX_TILES tiles.
+`count_pairs` counts each expert's pairs in a tile. `place_pairs` adds the counts: over all tiles
+for the offsets, over earlier tiles for the start of its own pairs. It then places pairs block by
+block; within a block a pair follows the pairs of its expert above it. So an expert's pairs keep
+their order, and the result is the same in every run, because nothing depends on arrival order.
 """
 
 from __future__ import annotations
@@ -36,19 +33,20 @@ MAX_PAIRS = 2**31 - 1
 """Places are counted in 32 bits."""
 
 MAX_TILES, TILE_PAIRS = 128, 64
-"""How many parts the pairs are cut into, and the fewest pairs of a part."""
+"""Maximum number of tiles, and minimum number of pairs in a tile."""
 
 MATRIX = 4096
-"""Numbers of a block of pairs by experts."""
+"""Numbers in a block of pairs by experts."""
 
 Scoring = Literal["softmax", "sigmoid"]
 
 
 @triton.jit
 def find_largest(value, free, number, NONE: tl.constexpr):
-    """The number of the largest value of those that are free, the lowest of several; [n] or [m, n].
+    """Return the number of the largest free value, the lowest number if several are equal; [n] or
+    [m, n].
 
-    Values must not be NaN, and numbers be less than NONE.
+    Values must not be NaN, and numbers must be less than NONE.
     """
     kept = tl.where(free, value, float("-inf"))
     largest = tl.max(kept, axis=0)
@@ -67,7 +65,7 @@ def choose_experts(
     weights,  # float32 [T, TOP_K]
     logits,  # [T, E]
     bias,  # float32 [E], or None
-    size,  # experts of a group: E / GROUPS
+    size,  # experts in a group: E / GROUPS
     scale,  # float32
     TOP_K: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -78,7 +76,7 @@ def choose_experts(
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The experts of one token. Grid: (T,)."""
+    """Choose one token's experts. Grid: (T,)."""
     NONE: tl.constexpr = 1 << 30
     token = tl.program_id(0).to(tl.int64)
     group, member = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_E)
@@ -95,7 +93,7 @@ def choose_experts(
     if bias is not None:
         choice += tl.load(bias + expert, mask=free, other=0.0)
     elif not SIGMOID:
-        choice = x  # in the same order, and not rounded
+        choice = x  # the same order, without rounding
     choice = tl.where(choice == choice, choice, float("-inf"))  # NaN comes last
     if TOP_GROUPS < GROUPS:
         best = tl.max(tl.where(free, choice, float("-inf")), axis=1)
@@ -135,29 +133,29 @@ def route(
     top_groups: int = 1,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Each token's experts and their weights (Shazeer et al. 2017).
+    """Choose each token's experts and their weights (Shazeer et al. 2017).
 
-    With groups, only experts of the `top_groups` best groups are chosen. A group is as good as its
-    best expert or, with a bias, as the sum of its two best (DeepSeek-V3, arXiv:2412.19437, section
+    With groups, only experts of the `top_groups` best groups are chosen. A group's score is that of
+    its best expert or, with a bias, the sum of its two best (DeepSeek-V3, arXiv:2412.19437, section
     2.1.2; DeepSeek's own inference code).
 
     Args:
         logits: [T, E], contiguous; float32, float16 or bfloat16.
-        top_k: experts of a token.
+        top_k: experts per token.
         normalize: whether a token's weights are divided by their sum.
-        scoring: what makes scores of logits: the softmax over all experts, or a sigmoid of each.
+        scoring: turns logits into scores: a softmax over all experts, or a sigmoid of each.
         bias: float32 [E], added to the scores for the choice, but not for the weights.
-        groups: that the experts are in, E / groups consecutive ones each.
-        top_groups: of which experts are chosen.
-        scale: of the weights, after they are normalised.
+        groups: number of groups, of E / groups consecutive experts each.
+        top_groups: number of groups from which experts are chosen.
+        scale: multiplies the weights, after they are normalised.
 
     Returns:
-        ids int32 [T, top_k], best first, of equally good ones the lowest first; and weights
-        float32 [T, top_k]. Ids are different and in [0, E) whatever the logits are; of a token
-        with NaN in its logits the weights are NaN by a softmax.
+        ids int32 [T, top_k], best first, lower ids first among equals; and weights float32 [T,
+        top_k]. Ids are distinct and in [0, E) for any logits. With softmax, a token with NaN in its
+        logits has NaN weights.
 
     Raises:
-        KernelError: the arguments do not go together.
+        KernelError: the arguments do not fit each other.
     """
     check = functools.partial(require, "route")
     check("logits's shape", list(logits.shape), logits.dim() == 2, "be a matrix")
@@ -207,15 +205,12 @@ def count_pairs(
     tokens,  # T
     k,  # K
     experts,  # E
-    span,  # tokens of a tile
+    span,  # tokens in a tile
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Count the pairs of each expert in a tile; and flag tokens whose expert there is not.
-
-    Grid: (tiles,).
-    """
+    """Count each expert's pairs in a tile, and flag unknown experts' tokens. Grid: (tiles,)."""
     tile = tl.program_id(0)
     end = tl.minimum((tile + 1) * span, tokens)
     expert, choice = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
@@ -240,7 +235,7 @@ def place_pairs(
     ids,  # int32 [pairs]
     pairs,  # T * K
     experts,  # E
-    span,  # pairs of a tile
+    span,  # pairs in a tile
     BLOCK: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
@@ -280,13 +275,13 @@ def place_pairs(
 
 
 class Permutation(NamedTuple):
-    """The T * k pairs of token and expert, by expert. Pair t * k + c is token t's c-th.
+    """The T * k pairs of token and expert, sorted by expert. Pair t * k + c is token t's choice c.
 
     Attributes:
-        offsets: int32 [E + 1]; places offsets[e] to offsets[e + 1] - 1 are expert e's.
-        order: int32 [T * k]; the pair at each place. Pairs of an expert are in their order; pairs
-            without one come last, from place offsets[E] on.
-        inverse: int32 [T, k]; the place of each pair, -1 if there is no such expert.
+        offsets: int32 [E + 1]; places offsets[e] to offsets[e + 1] - 1 belong to expert e.
+        order: int32 [T * k]; the pair at each place. An expert's pairs keep their order. Pairs
+            without an expert come last, from place offsets[E] on.
+        inverse: int32 [T, k]; the place of each pair, -1 without an expert.
         status: int32 [T]; 1 if an id of the token is not in [0, E), else 0.
     """
 
@@ -300,11 +295,11 @@ def sort_by_expert(ids: Tensor, experts: int) -> Permutation:
     """Sort pairs of token and expert by expert; stable.
 
     Args:
-        ids: int32 [T, k], contiguous; any, an expert may be a token's twice.
+        ids: int32 [T, k], contiguous; a token may have an expert twice.
         experts: E.
 
     Raises:
-        KernelError: the ids' shape or dtype, or the number of experts, cannot be taken.
+        KernelError: the ids' shape or dtype, or the number of experts, is not supported.
     """
     check = functools.partial(require, "sort_by_expert")
     shape = list(ids.shape)

@@ -1,32 +1,28 @@
-"""The same products in parts: what the overlapped ones have to beat.
+"""The same products in parts: the baseline that the overlapped ones must beat.
 
-Communication and computation overlap here, too, but as whole launches: the
-vendor's matrix product (torch.matmul) of one part runs on the caller's stream
-while the next part travels on the workspace's own. Two ways to cut:
+Communication and computation overlap here too, but as whole launches. The vendor's matrix product
+(torch.matmul) of one part runs on the caller's stream while the next part travels on the
+workspace's own. There are two ways to divide the work:
 
-`chunks`. Each shard is a chunk. To gather, the shard of the rank that is d
-ahead travels while that of the one d - 1 ahead is multiplied. To reduce, the
-partial result for the rank d ahead travels while the next one is computed; the
-own part comes last, and then all are added.
+`chunks`. Each shard is a chunk. The gather multiplies the shard of the rank d - 1 ahead while the
+shard of the rank d ahead travels. The reduction sends the partial result for the rank d ahead while
+it computes the next one. The own part comes last, then all parts are added.
 
-`ring`. Ranks talk to their neighbours only, both ways at once: the upper half of
-each shard goes round one way, the lower half the other way, so that both
-directions of a link carry half of the traffic each. To gather, a rank passes on
-what it was given while it multiplies it. To reduce, it adds its own partial
-result to the one that comes round, and passes on the sum. This is the
-bidirectional collective matmul of XLA (Wang et al. 2023), which "How to Scale
-Your Model" (section 3) and the design text of JAX's shard_map describe.
+`ring`. Ranks talk only to their neighbours, in both directions at once. The upper half of each
+shard goes round one way, the lower half the other way, so each direction of a link carries half of
+the traffic. The gather passes a part on while it multiplies it. The reduction adds its own partial
+result to the arriving one and passes on the sum. This is XLA's bidirectional collective matmul
+(Wang et al. 2023); "How to Scale Your Model" (section 3) and the design document of JAX's shard_map
+describe it.
 
-Protocol. The matrix product has to know on the host where its operands are, so
-there is one slot of each buffer and no second one: each call begins with a
-barrier on the device, after which no rank is still reading what the last call
-left. Each part of the buffer is written once in a call, by one rank, which then
-sets the part's signal to the number of the call; who reads it waits for that
-signal in a launch of its own, `wait_for`. Signals 0 .. W - 1 are the barrier's,
-W + p is that of part p.
+Protocol. The host must know where the operands of a matrix product are, so each buffer has one
+slot. Each call begins with a barrier on the device; after it, no rank still reads data from the
+last call. One rank writes each part of the buffer, once per call, then sets the part's signal to
+the call's number. A reader waits for that signal in a separate launch, `wait_for`. Signals 0 .. W -
+1 belong to the barrier, signal W + p to part p.
 
-The epilogue is torch's, in the dtype that the overlapped op stores. fp8 is not
-raced: torch.matmul does not take it.
+The epilogue runs in torch, in the dtype that the overlapped op stores. fp8 is not supported,
+because torch.matmul does not take it.
 """
 
 from __future__ import annotations
@@ -53,7 +49,7 @@ PIECE = 1 << 14
 """Numbers that a program of `put` copies."""
 
 BLOCK = 4096
-"""Of them at a time."""
+"""Numbers that it moves at a time."""
 
 COLUMN_CHUNKS = 4
 """Of an all-reduce."""
@@ -89,7 +85,7 @@ def wait_for(
 
 
 class _Parts:
-    """One call: the buffer as parts of equal size, each written once and then announced."""
+    """One call: a buffer in equal parts. Each part is written once, then announced."""
 
     def __init__(self, workspace: Workspace, part_numel: int) -> None:
         self.workspace = workspace
@@ -100,7 +96,7 @@ class _Parts:
         )
 
     def send(self, data: Tensor, peer: int, part: int) -> None:
-        """Write to a part of a rank's buffer, and say so."""
+        """Write to a part of a rank's buffer, and announce it."""
         workspace, numel = self.workspace, data.numel()
         peer %= workspace.world_size
         if numel:
@@ -120,7 +116,7 @@ class _Parts:
         tell[(1,)](peers=workspace.peers(), peer=peer, index=index)
 
     def receive(self, part: int, rows: int, columns: int) -> Tensor:
-        """A part of this rank's buffer, once it has been written: [rows, columns]."""
+        """Return a part of this rank's buffer, once it has been written: [rows, columns]."""
         workspace = self.workspace
         wait_for[(1,)](
             peers=workspace.peers(), rank=workspace.rank, index=workspace.world_size + part
@@ -130,20 +126,20 @@ class _Parts:
 
 
 def all_gather_matmul_workspace(home: Home, max_rows: int, k: int, dtype: torch.dtype) -> Workspace:
-    """A workspace for shards of at most `max_rows` rows of `k` numbers. Collective."""
+    """Create a workspace for shards of at most `max_rows` rows of `k` numbers. Collective."""
     return _workspace(home, "all_gather_matmul", 2 * home.world_size, (max_rows, 2), (k, 1), dtype)
 
 
 def matmul_reduce_scatter_workspace(
     home: Home, max_rows: int, n: int, dtype: torch.dtype
 ) -> Workspace:
-    """A workspace for results of at most `max_rows` (M / W) rows of `n`. Collective."""
+    """Create a workspace for results of at most `max_rows` (M / W) rows of `n`. Collective."""
     parts = 2 * home.world_size
     return _workspace(home, "matmul_reduce_scatter", parts, (max_rows, 2), (n, 1), dtype)
 
 
 def matmul_all_reduce_workspace(home: Home, max_rows: int, n: int, dtype: torch.dtype) -> Workspace:
-    """A workspace for results of at most `max_rows` (M) rows of `n`. Collective."""
+    """Create a workspace for results of at most `max_rows` (M) rows of `n`. Collective."""
     parts = COLUMN_CHUNKS * home.world_size
     return _workspace(home, "matmul_all_reduce", parts, (max_rows, 1), (n, COLUMN_CHUNKS), dtype)
 
@@ -156,7 +152,7 @@ def _workspace(
     columns: tuple[int, int],
     dtype: torch.dtype,
 ) -> Workspace:
-    """For `parts` parts, of rows and columns that are (so many, cut in so many)."""
+    """Create a workspace for `parts` parts; rows and columns are (size, number of cuts)."""
     name = f"decomposed {op}"
     asked = {"max_rows": rows[0], "columns": columns[0], "dtype": dtype}
     with agreed(name, asked, home.exchange) as check:
@@ -175,23 +171,22 @@ def all_gather_matmul(
     gathered: Tensor | None = None,
     method: Method = "chunks",
 ) -> Tensor:
-    """The gathered rows times this rank's columns of one or several weights. Collective.
+    """Multiply the gathered rows by this rank's columns of one or several weights. Collective.
 
     Args:
-        x_shard: [M / W, K], contiguous, the workspace's dtype; of the same shape on all ranks.
-        w: [K, N / W], or up to three of K rows; as the overlapped op takes them.
+        x_shard: [M / W, K], contiguous, the workspace's dtype; the same shape on all ranks.
+        w: [K, N / W], or up to three weights of K rows; as for the overlapped op.
         workspace: from this file's `all_gather_matmul_workspace`.
         epilogue: of the product.
-        gathered: [M, K], contiguous, of x_shard's dtype; is given the rows of all ranks, if not
-            None.
+        gathered: [M, K], contiguous, x_shard's dtype; receives the rows of all ranks if not None.
         method: see the top of the file.
 
     Returns:
         [M, N / W], or [M, N / (2 W)] after silu_multiply; see Epilogue.dtype.
 
     Raises:
-        KernelError: the operands do not go together, or not with the workspace, on one rank; or
-            the ranks differ in the operands' shapes or the method.
+        KernelError: the operands do not fit each other or the workspace on one rank, or the ranks
+            differ in the operands' shapes or the method.
     """
     size, rank, require = workspace.world_size, workspace.rank, workspace.require
     asked: dict[str, object] = {"method": repr(method)}
@@ -248,12 +243,12 @@ def matmul_reduce_scatter(
     epilogue: Epilogue = NOTHING,
     method: Method = "chunks",
 ) -> Tensor:
-    """This rank's rows of the sum of all ranks' products. Collective.
+    """Return this rank's rows of the sum of all ranks' products. Collective.
 
     Args:
-        x: [M, K / W], contiguous, the workspace's dtype; of the same shape on all ranks; M a
-            multiple of W.
-        w: [K / W, N], as the overlapped op takes it.
+        x: [M, K / W], contiguous, the workspace's dtype; the same shape on all ranks; M a multiple
+            of W.
+        w: [K / W, N], as for the overlapped op.
         workspace: from this file's `matmul_reduce_scatter_workspace`.
         epilogue: of the sum.
         method: see the top of the file.
@@ -262,8 +257,8 @@ def matmul_reduce_scatter(
         [M / W, N], or [M / W, N / 2] after silu_multiply.
 
     Raises:
-        KernelError: the operands do not go together, or not with the workspace, on one rank; or
-            the ranks differ in the operands' shapes or the method.
+        KernelError: the operands do not fit each other or the workspace on one rank, or the ranks
+            differ in the operands' shapes or the method.
     """
     size, rank, require = workspace.world_size, workspace.rank, workspace.require
     asked: dict[str, object] = {"method": repr(method)}
@@ -300,7 +295,7 @@ def matmul_reduce_scatter(
                     continue
                 with workspace.beside():
                     call.send(part, rank + way, half * size + step + 1)
-    if size > 1:  # else nothing was sent; no capture may join a stream that it did not fork
+    if size > 1:  # otherwise nothing was sent; a capture may only join a stream that it forked
         workspace.rejoin()
     return epilogue.apply(total, x.dtype, side_by_side=False)
 
@@ -312,13 +307,13 @@ def matmul_all_reduce(
     *,
     epilogue: Epilogue = NOTHING,
 ) -> Tensor:
-    """The sum of all ranks' products, on all of them: for few rows. Collective.
+    """Return the sum of all ranks' products on all of them: for few rows. Collective.
 
-    By chunks of columns; there is no ring for it.
+    It is cut into chunks of columns; there is no ring method.
 
     Args:
-        x: [M, K / W], contiguous, the workspace's dtype; of the same shape on all ranks.
-        w: [K / W, N], as the overlapped op takes it.
+        x: [M, K / W], contiguous, the workspace's dtype; the same shape on all ranks.
+        w: [K / W, N], as for the overlapped op.
         workspace: from this file's `matmul_all_reduce_workspace`.
         epilogue: of the sum.
 
@@ -326,8 +321,8 @@ def matmul_all_reduce(
         [M, N], or [M, N / 2] after silu_multiply; the same bits on all ranks.
 
     Raises:
-        KernelError: the operands do not go together, or not with the workspace, on one rank; or
-            the ranks differ in the operands' shapes or the method.
+        KernelError: the operands do not fit each other or the workspace on one rank, or the ranks
+            differ in the operands' shapes.
     """
     size, rank, require = workspace.world_size, workspace.rank, workspace.require
     asked: dict[str, object] = {}
@@ -374,7 +369,7 @@ def _multiply(rows: Tensor, weights: Weights, out: Tensor) -> None:
 
 
 def _add(call: _Parts, own: Tensor | None, shape: tuple[int, int], first: int = 0) -> Tensor:
-    """The sum of the parts of all ranks, float32, in the order of the ranks."""
+    """Add the parts of all ranks in float32, in the order of the ranks."""
     rank, size = call.workspace.rank, call.workspace.world_size
     total = torch.zeros(shape, device=call.workspace.device)
     for source in range(size):

@@ -1,19 +1,18 @@
-"""What happens to a matrix product between its sum and the store: scales, bias, SiLU, residual.
+"""Operations between a matrix product's sum and its store: scales, bias, SiLU, residual.
 
-In this order, in float32, on the tile while it is still in registers:
+They run in this order, in float32, on the tile while it is still in registers:
 
-    total * x_scale[m] * w_scale[n]         fp8 operands become what they stand for; scales of
-                                            a part of K are applied before its products are added
+    total * x_scale[m] * w_scale[n]         turns fp8 products into real numbers; a scale for part
+                                            of K is applied before its products are added
     + bias[n]
     silu(gate) * up                         halves the columns (SwiGLU: Shazeer 2020)
     + residual[m, n]
-    cast to the dtype of the result
+    cast to the result's dtype
 
-Where a product is summed over ranks, each rank scales its own part before it is
-sent, and the rest happens once, after the sum. Gate and up are either the even
-and the odd columns of one weight, which are neighbours in a tensor core's
-accumulator and so never leave their thread, or two weights, whose tiles one
-program computes side by side.
+If a product is summed over ranks, each rank scales its own part before sending it. The rest happens
+once, after the sum. Gate and up are either the even and odd columns of one weight or two weights.
+Even and odd columns are neighbours in a tensor core's accumulator, so they never leave their
+thread. With two weights, one program computes both tiles.
 """
 
 from __future__ import annotations
@@ -49,20 +48,22 @@ class EpilogueOperands(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """Of a product [M, N] of x [M, K] and w [K, N], or of several weights with N columns in all.
+    """The epilogue of a product [M, N] of x [M, K] and w [K, N], or several weights with N columns
+    in all.
 
-    Of weights of E groups of rows (grouped_matmul.py) w_scale and bias have a row for each group.
+    If groups of rows have their own weights (grouped_matmul.py), w_scale and bias have a row per
+    group.
 
     Attributes:
-        x_scale: float32 [M], one for each row, or [1]; only with fp8 operands. Of grouped_matmul
-            also [M, ceil(K / 128)], one for each 128 columns of a row.
-        w_scale: float32 [N], one for each column, or [1]; likewise. Of groups: [E, N], [E, 1] or
-            [1].
-        bias: [N]; those of several weights one after the other. Of groups: [E, N].
-        silu_multiply: the result is silu(gate) * up [M, N / 2]. Of two weights the first is the
-            gate; of one the even columns are.
-        residual: [M, N'], as the result is; added last.
-        out_dtype: of the result. None for the operands', or bfloat16 where those are fp8.
+        x_scale: float32 [M], one per row, or [1]; only with fp8 operands. grouped_matmul also takes
+            [M, ceil(K / 128)], one for each 128 columns of a row.
+        w_scale: float32 [N], one per column, or [1]; only with fp8 operands. With groups: [E, N],
+            [E, 1] or [1].
+        bias: [N]; biases of several weights follow each other. With groups: [E, N].
+        silu_multiply: the result is silu(gate) * up [M, N / 2]. The gate is the first of two
+            weights, or the even columns of one.
+        residual: [M, N'], the result's shape; added last.
+        out_dtype: dtype of the result. None for the operands' dtype, or bfloat16 with fp8 operands.
     """
 
     x_scale: Tensor | None = None
@@ -73,11 +74,11 @@ class Epilogue:
     out_dtype: torch.dtype | None = None
 
     def columns(self, n: int) -> int:
-        """Of the result of a product with n columns."""
+        """Count the columns of the result of a product with n columns."""
         return n // 2 if self.silu_multiply else n
 
     def dtype(self, operands: torch.dtype) -> torch.dtype:
-        """Of the result of a product of such operands."""
+        """Return the result's dtype for operands of this dtype."""
         return self.out_dtype or (torch.bfloat16 if operands == FP8 else operands)
 
     def check(
@@ -89,14 +90,14 @@ class Epilogue:
         groups: int = 0,
         scale_group: int = 0,
     ) -> None:
-        """Refuse what does not go with a product.
+        """Refuse an epilogue that does not fit a product.
 
         Args:
             require: raises the error.
             x: [rows, K], this rank's left operand.
             widths: columns of each weight.
-            out_rows: of the result.
-            groups: of rows, that have weights of their own; 0 if all rows have the same.
+            out_rows: rows of the result.
+            groups: number of groups of rows with their own weights; 0 if all rows share them.
             scale_group: columns of x that may share a scale of each row; 0 for all.
         """
         n = sum(widths)
@@ -132,26 +133,27 @@ class Epilogue:
 
     @property
     def scales_rows(self) -> bool:
-        """Whether each row of x has a scale of its own."""
+        """Whether each row of x has its own scale."""
         x_scale = self.x_scale
         return x_scale is not None and x_scale.dim() == 1 and len(x_scale) > 1
 
     @property
     def scales_columns(self) -> bool:
-        """Whether each column of w has a scale of its own."""
+        """Whether each column of w has its own scale."""
         return self.w_scale is not None and self.w_scale.shape[-1] > 1
 
     def scale_stride(self) -> int:
-        """Numbers of w_scale from one group's to the next one's."""
+        """Return the distance in w_scale from one group's numbers to the next group's."""
         return self.w_scale.shape[1] if self.w_scale is not None and self.w_scale.dim() > 1 else 0
 
     def apply(self, total: Tensor, operands: torch.dtype, *, side_by_side: bool) -> Tensor:
-        """The same with torch, but for the scales: total [M, N] -> [M, N'].
+        """Apply the epilogue except the scales with torch: total [M, N] -> [M, N'].
 
         Args:
-            total: the product of all weights, of any dtype.
-            operands: their dtype.
-            side_by_side: whether gate and up are halves of total's columns, or alternate.
+            total: the product with all weights, any dtype.
+            operands: dtype of the operands.
+            side_by_side: whether gate and up are halves of total's columns; otherwise they
+                alternate.
         """
         if self.bias is not None:
             total = total + self.bias
@@ -165,7 +167,7 @@ class Epilogue:
 
 
 NOTHING = Epilogue()
-"""The product as it is, in the dtype of its operands."""
+"""No epilogue: the product itself, in the dtype of its operands."""
 
 
 def _require_operand(
@@ -185,7 +187,7 @@ def _require_operand(
 def scale(
     total,  # float32 [BLOCK_M, BLOCK_N]
     x_scale,  # float32 [rows] or [1], or None; or pointers to each row's: multiply_and_finish
-    w_scale,  # float32, from the weight's first column on, or [1], or None
+    w_scale,  # float32, from the weight's first column, or [1], or None
     row,
     rows,
     column,
@@ -193,7 +195,7 @@ def scale(
     SCALE_ROWS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
 ):
-    """A tile of a product of fp8 operands, as what they stand for."""
+    """Apply the scales to a tile of a product of fp8 operands."""
     if x_scale is not None:
         if SCALE_ROWS:
             at_m = row + tl.arange(0, total.shape[0])
@@ -213,11 +215,11 @@ def scale(
 @triton.jit
 def add_bias(
     total,  # float32 [BLOCK_M, BLOCK_N]
-    bias,  # from the weight's first column on, or None
+    bias,  # from the weight's first column, or None
     column,
     N,
 ):
-    """Bias of a tile that begins at a column."""
+    """Add the bias to a tile that begins at a column."""
     if bias is not None:
         at_n = column + tl.arange(0, total.shape[1])
         total = total + tl.load(bias + at_n, mask=at_n < N, other=0.0).to(tl.float32)[None, :]
@@ -226,13 +228,15 @@ def add_bias(
 
 @triton.jit
 def silu_multiply(gate, up):
-    """silu(gate) * up, float32."""
+    """Compute silu(gate) * up, float32."""
     return gate * tl.sigmoid(gate) * up
 
 
 @triton.jit
 def multiply_halves(total):
-    """[BLOCK_M, BLOCK_N], whose even columns are the gate's -> [BLOCK_M, BLOCK_N / 2]."""
+    """Turn [BLOCK_M, BLOCK_N], with the gate's even and up's odd columns, into [BLOCK_M, BLOCK_N /
+    2].
+    """
     gate, up = tl.split(tl.reshape(total, (total.shape[0], total.shape[1] // 2, 2)))
     return silu_multiply(gate, up)
 
@@ -241,13 +245,13 @@ def multiply_halves(total):
 def store_tile(
     total,  # float32 [BLOCK_M, BLOCK_N]
     residual,  # [rows, stride], or None
-    out,  # [rows, stride]; or pointers to rows, as then of residual: multiply_and_finish
+    out,  # [rows, stride]; or, like residual, pointers to rows: multiply_and_finish
     row,
     rows,
-    column,  # of out
-    N,  # columns of out that the tile may have, from column 0 on
+    column,  # column of out
+    N,  # columns of out that the tile may write
     stride,
-    EVEN: tl.constexpr,  # whether all of the tile lies inside, whichever it is
+    EVEN: tl.constexpr,  # every tile lies entirely inside
 ):
     """Add the residual, cast, and store: the end of every product."""
     at_m, at_n = row + tl.arange(0, total.shape[0]), column + tl.arange(0, total.shape[1])
@@ -279,11 +283,11 @@ def finish(
     rows,
     column,
     N,
-    stride,  # of a row of out before SiLU halves it; N unless there are other weights beside
+    stride,  # length of a row before SiLU halves it; more than N with several weights
     SILU: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """All after the scales, of one weight: N' is N, or N / 2 with gate and up in turn."""
+    """Apply all steps after the scales for one weight. N' is N, or N / 2 with SILU."""
     total = add_bias(total, bias, column, N)
     if SILU:
         total = multiply_halves(total)

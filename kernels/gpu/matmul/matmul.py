@@ -1,22 +1,18 @@
-"""Matrix product: the tile that all overlapped products have in their middle, and one rank's own.
+"""Matrix product: the tile at the core of all overlapped products, and the product on one rank.
 
     matmul(x [M, K], w [K, N]) -> [M, N]
 
-`multiply` is persistent: as many programs as the device runs at once, each of
-which goes over tiles of the result. Tiles are ordered in groups of GROUP rows
-of tiles, column by column, so that what the programs read at one time is few
-rows of x and few columns of w, and stays in L2 (Triton's tutorials 3 and 9).
-The loop over K is pipelined by Triton: the next blocks are copied to shared
-memory while the tensor cores multiply (cp.async, or the tensor memory
-accelerator from sm_90 on).
+`multiply` is persistent: it launches as many programs as the device runs at once, and each
+processes several tiles of the result. Tiles are ordered in groups of GROUP rows of tiles, column by
+column. So the programs read few rows of x and few columns of w at a time, which stay in L2
+(Triton's tutorials 3 and 9). Triton pipelines the loop over K: it copies the next blocks to shared
+memory while the tensor cores multiply (cp.async, or the tensor memory accelerator from sm_90 on).
 
-Weights may be stored as [K, N], or as the transpose of [N, K], the way that
-checkpoints have them. Tensor cores take both in 16 bits; those of sm_90 want
-fp8 weights as [N, K].
+Weights are stored as [K, N], or as the transpose of [N, K] like in checkpoints. Tensor cores take
+both in 16 bits; those of sm_90 want fp8 weights as [N, K].
 
-float32 operands are multiplied in float32, not TF32: right, and slow. fp8
-products are summed as the tensor core does it, which on sm_90 is with fewer
-bits than float32.
+float32 operands are multiplied in float32, not TF32: exact, and slow. The tensor core sums fp8
+products in its own precision, which has fewer bits than float32 on sm_90.
 """
 
 from __future__ import annotations
@@ -47,13 +43,13 @@ from weft.kernels.gpu.matmul.epilogue import (
 from weft.kernels.gpu.runtime.arguments import Require, require
 
 GROUP = 8
-"""Rows of tiles that are gone over together."""
+"""Rows of tiles per group."""
 
 MAX_WEIGHTS = 3
 
 
 class Tiling(NamedTuple):
-    """How a product is cut, and compiled."""
+    """How a product is tiled and compiled."""
 
     block_m: int
     block_n: int
@@ -67,15 +63,15 @@ class Form(NamedTuple):
 
     Attributes:
         block_m, block_n, block_k: sides of a tile.
-        group: rows of tiles that are gone over together.
+        group: rows of tiles per group.
         weights: number of weights, from 1 to 3.
         silu: the result is silu(gate) * up; see Epilogue.
         transposed: weights are stored as [N, K].
-        scale_rows, scale_columns: each row of x, each column of w has a scale of its own.
-        even_m, even_n, even_k: a block's side divides the matrix's, so that it needs no mask.
+        scale_rows, scale_columns: each row of x, each column of w has its own scale.
+        even_m, even_n, even_k: the tile's side divides the matrix's, so no mask is needed.
         tma: x and the weights are TMA descriptors.
-        scale_group: columns of x that share a scale, of which block_k is a divisor; 0 if the
-            scales are of whole rows.
+        scale_group: columns of x that share a scale, a multiple of block_k; 0 if a scale covers a
+            row.
     """
 
     block_m: int
@@ -96,7 +92,7 @@ class Form(NamedTuple):
 
 @triton.jit
 def tile_at(index, rows, columns, GROUP: tl.constexpr):
-    """(row, column) of the index-th tile of rows x columns: GROUP down, then one to the right."""
+    """Return (row, column) of the index-th tile: GROUP tiles down, then one to the right."""
     first = index // (GROUP * columns) * GROUP
     height = tl.minimum(rows - first, GROUP)
     within = index % (GROUP * columns)
@@ -105,7 +101,7 @@ def tile_at(index, rows, columns, GROUP: tl.constexpr):
 
 @triton.jit
 def load_left(
-    x,  # pointer to [rows, K], TMA descriptor of it, or pointers to rows: multiply_and_finish
+    x,  # pointer to [rows, K], its TMA descriptor, or pointers to rows: multiply_and_finish
     row,
     rows,
     start,
@@ -116,7 +112,7 @@ def load_left(
     EVEN_K: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """x[row : row + BLOCK_M, start : start + BLOCK_K], zeros outside."""
+    """Load x[row : row + BLOCK_M, start : start + BLOCK_K], zeros outside."""
     if TMA:
         block = x.load([row, start])
     else:
@@ -139,14 +135,14 @@ def load_left(
 
 @triton.jit
 def load_right(
-    w,  # pointer to [K, N], or to [N, K] if TRANSPOSED; or TMA descriptor of it
+    w,  # pointer to [K, N], or to [N, K] if FORM.transposed; or its TMA descriptor
     column,
     N,
     start,
     K,
     FORM: tl.constexpr,
 ):
-    """w[start : start + BLOCK_K, column : column + BLOCK_N], zeros outside."""
+    """Load w[start : start + BLOCK_K, column : column + BLOCK_N], zeros outside."""
     BLOCK_N: tl.constexpr = FORM.block_n
     BLOCK_K: tl.constexpr = FORM.block_k
     EVEN_N: tl.constexpr = FORM.even_n
@@ -166,7 +162,7 @@ def add_product(
     right,
     x_scale,  # float32 [BLOCK_M], or None
 ):
-    """total + left @ right, or with the product of each row times its scale."""
+    """Return total + left @ right, or add the product with each row times its scale."""
     if x_scale is None:
         total = tl.dot(left, right, total, input_precision="ieee")
     else:
@@ -176,7 +172,7 @@ def add_product(
 
 @triton.jit
 def load_scales(
-    x_scale,  # float32 [rows, ceil(K / SCALE_GROUP)]; not looked at if that is 0
+    x_scale,  # float32 [rows, ceil(K / SCALE_GROUP)]; ignored if that is 0
     row,
     rows,
     start,
@@ -184,7 +180,7 @@ def load_scales(
     BLOCK_M: tl.constexpr,
     SCALE_GROUP: tl.constexpr,
 ):
-    """Of x[row : row + BLOCK_M] from column `start` on: float32 [BLOCK_M]; or None."""
+    """Load the scales for x[row : row + BLOCK_M, start :]: float32 [BLOCK_M], or None."""
     if SCALE_GROUP > 0:
         m = row + tl.arange(0, BLOCK_M)
         at = tl.cast(m, tl.int64) * tl.cdiv(K, SCALE_GROUP) + start // SCALE_GROUP
@@ -197,16 +193,16 @@ def load_scales(
 @triton.jit
 def multiply_tile(
     x,  # [rows, K]
-    row,  # of x where the tile begins
+    row,  # row of x where the tile begins
     rows,
-    w,  # [K, N], or [N, K] if TRANSPOSED
-    column,  # of w where the tile begins
+    w,  # [K, N], or [N, K] if FORM.transposed
+    column,  # column of w where the tile begins
     N,
     K,
-    x_scale,  # float32 [rows, ceil(K / SCALE_GROUP)]; not looked at if that is 0
+    x_scale,  # float32 [rows, ceil(K / SCALE_GROUP)]; ignored if that is 0
     FORM: tl.constexpr,
 ):
-    """x[row : row + BLOCK_M] @ w[:, column : column + BLOCK_N], float32; zeros outside."""
+    """Compute x[row : row + BLOCK_M] @ w[:, column : column + BLOCK_N], float32; zeros outside."""
     BLOCK_M: tl.constexpr = FORM.block_m
     BLOCK_N: tl.constexpr = FORM.block_n
     BLOCK_K: tl.constexpr = FORM.block_k
@@ -236,7 +232,7 @@ def multiply_two_tiles(
     x_scale,
     FORM: tl.constexpr,
 ):
-    """`multiply_tile` of two weights of the same shape, which reads x once."""
+    """Compute `multiply_tile` for two weights of the same shape, reading x once."""
     BLOCK_M: tl.constexpr = FORM.block_m
     BLOCK_N: tl.constexpr = FORM.block_n
     BLOCK_K: tl.constexpr = FORM.block_k
@@ -258,10 +254,10 @@ def multiply_two_tiles(
 
 @triton.jit
 def count_columns(
-    widths,  # of the three weights
+    widths,  # columns of the three weights
     FORM: tl.constexpr,
 ):
-    """Columns of tiles of the result of all weights."""
+    """Count the columns of tiles in all weights' result."""
     BLOCK_N: tl.constexpr = FORM.block_n
     WEIGHTS: tl.constexpr = FORM.weights
     PAIR: tl.constexpr = FORM.silu and FORM.weights == 2
@@ -278,7 +274,7 @@ def multiply_and_finish(
     x,  # [rows, K]
     row,
     rows,
-    index,  # which column of tiles
+    index,  # column of tiles
     w0,  # [K, n0], or [n0, K] if FORM.transposed
     w1,  # or None, as w2
     w2,
@@ -292,10 +288,10 @@ def multiply_and_finish(
     K,
     FORM: tl.constexpr,
 ):
-    """One tile of the result, from its operands to memory.
+    """Compute one tile of the result, from operands to memory.
 
-    Where its rows do not follow each other, x, x_scale, residual and out are blocks of pointers
-    [BLOCK_M] to each of them, of which the first `rows` count, and row is 0.
+    If the tile's rows are not contiguous, then x, x_scale, residual and out are blocks of pointers
+    [BLOCK_M], one to each row. The first `rows` of them count, and row is 0.
     """
     BLOCK_N: tl.constexpr = FORM.block_n
     WEIGHTS: tl.constexpr = FORM.weights
@@ -354,8 +350,8 @@ def multiply_and_finish(
 
 @triton.jit(do_not_specialize=["M"])
 def multiply(
-    x,  # [M, K]; or TMA descriptor of it
-    w0,  # [K, n0], or [n0, K] if FORM.transposed; or TMA descriptor of it
+    x,  # [M, K]; or its TMA descriptor
+    w0,  # [K, n0], or [n0, K] if FORM.transposed; or its TMA descriptor
     w1,
     w2,
     widths,  # n0, n1, n2
@@ -365,12 +361,12 @@ def multiply(
     out,  # [M, N']
     FORM: tl.constexpr,
 ):
-    """All tiles of the result. Grid: (programs,), persistent."""
+    """Compute all tiles of the result. Grid: (programs,), persistent."""
     BLOCK_M: tl.constexpr = FORM.block_m
     GROUP: tl.constexpr = FORM.group
     rows = tl.cdiv(M, BLOCK_M)
     columns = count_columns(widths, FORM)
-    # Flattened: the next tile's first blocks are on their way while this one is stored.
+    # Flattened: the next tile's first blocks load while this one is stored.
     for tile in tl.range(tl.program_id(0), rows * columns, tl.num_programs(0), flatten=True):
         row, column = tile_at(tile, rows, columns, GROUP)
         multiply_and_finish(
@@ -381,11 +377,11 @@ def multiply(
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The right operands of a product: one, or several that count as one beside the other.
+    """The right operands of a product: one weight, or several side by side.
 
     Attributes:
-        tensors: each [K, N_i], or [N_i, K] if transposed; all contiguous. Of groups of rows, as
-            many of these: [E, K, N_i] or [E, N_i, K].
+        tensors: each [K, N_i], or [N_i, K] if transposed; all contiguous. With groups of rows, each
+            is [E, K, N_i] or [E, N_i, K].
         widths: the N_i.
         transposed: whether they are stored as [N_i, K].
     """
@@ -403,9 +399,9 @@ class Weights:
         limit: int = MAX_WEIGHTS,
         groups: int = 0,
     ) -> Weights:
-        """Those that a caller gave, once they go with x [M, K] and with each other.
+        """Check a caller's weights against x [M, K] and each other.
 
-        Of so many groups of rows, if not 0, each has a matrix of its own.
+        If `groups` is not 0, each of that many groups of rows has its own matrix.
         """
         several = isinstance(w, (tuple, list))
         tensors = tuple(w) if several else (w,)
@@ -440,16 +436,16 @@ class Weights:
 
     @property
     def three(self) -> tuple[Tensor | None, ...]:
-        """The argument `weights` of a kernel: three, of which those that are not there are None."""
+        """The argument `weights` of a kernel: three weights, None for missing ones."""
         return (*self.tensors, *[None] * (MAX_WEIGHTS - len(self.tensors)))
 
     @property
     def three_widths(self) -> tuple[int, ...]:
-        """The argument `widths` of a kernel: those of `three`, 0 for None."""
+        """The argument `widths` of a kernel: the widths of `three`, 0 for None."""
         return (*self.widths, *[0] * (MAX_WEIGHTS - len(self.widths)))
 
     def column_tiles(self, block_n: int, silu_multiply: bool) -> int:
-        """Columns of tiles of the result, as `count_columns`."""
+        """Count the columns of tiles in the result, like `count_columns`."""
         paired = silu_multiply and len(self.tensors) == 2
         return sum(-(-width // block_n) for width in self.widths[: 1 if paired else None])
 
@@ -465,14 +461,14 @@ def choose_tiling(
     silu_multiply: bool = False,
     apart: bool = False,
 ) -> Tiling:
-    """What a caller asks for, or what suits a product with m rows on x's device.
+    """Return the caller's tiling, or one that suits a product with m rows on x's device.
 
-    Of gate and up a tile has two sums: with the columns of one there would be no registers left.
-    Nor with the most columns where rows are apart, for their addresses take registers, too.
+    With gate and up a tile has two sums, so it has fewer columns: more would leave no registers.
+    Rows that are apart also reduce the columns, because their addresses take registers.
 
     Raises:
-        KernelError: a block's side is no power of two of at least 16, or x's dtype is not one
-            that the device multiplies.
+        KernelError: a block's side is not a power of two of at least 16, or the device does not
+            multiply x's dtype.
     """
     require("x's dtype", x.dtype, x.dtype in OPERANDS, f"be one of {', '.join(map(str, OPERANDS))}")
     backend, capability = target()
@@ -486,18 +482,20 @@ def choose_tiling(
         pair = silu_multiply and len(weights.tensors) == 2
         columns = 64 if pair else 256 if wide and not apart else 128
         blocks = (low, columns, 128 // max(2, x.element_size()))
-        if not aligned:  # each number is loaded by itself, and takes registers for its address
+        if not aligned:  # each number is loaded alone, and its address takes registers
             blocks = (min(low, 64), 32 if pair or apart else 64, 32)
     fine = all(side >= 16 and side & (side - 1) == 0 for side in blocks)
     require("blocks", blocks, len(blocks) == 3 and fine, "be three powers of two of at least 16")
     require("warps", warps, warps in (0, 1, 2, 4, 8, 16), "be 1, 2, 4, 8 or 16, or 0 to choose")
     require("stages", stages, 0 <= stages <= 8, "be from 1 to 8, or 0 to choose")
-    default_stages = 2 if backend == "hip" else 3  # of two, three blocks in shared memory
+    default_stages = 2 if backend == "hip" else 3  # two or three blocks in shared memory
     return Tiling(*blocks, warps or (8 if blocks[0] >= 128 else 4), stages or default_stages)
 
 
 def target() -> tuple[str, int]:
-    """What Triton compiles for: ("cuda", 90) for sm_90, ("hip", 0), ("", 0) in the interpreter."""
+    """Return what Triton compiles for: ("cuda", 90) for sm_90, ("hip", 0), ("", 0) in the
+    interpreter.
+    """
     if triton.knobs.runtime.interpret:
         return ("", 0)
     found = driver.active.get_current_target()
@@ -506,14 +504,14 @@ def target() -> tuple[str, int]:
 
 @functools.cache
 def count_processors(device: torch.device) -> int:
-    """How many programs of a large tile run at once; 4 in the interpreter."""
+    """Count the programs of a large tile that run at once; 4 in the interpreter."""
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def form_of(tiling: Tiling, weights: Weights, epilogue: Epilogue, m: int, k: int) -> Form:
-    """The constants of a product of x [m, k]."""
+    """Return the constants of a product with x [m, k]."""
     return Form(
         block_m=tiling.block_m,
         block_n=tiling.block_n,
@@ -531,10 +529,10 @@ def form_of(tiling: Tiling, weights: Weights, epilogue: Epilogue, m: int, k: int
 
 
 def takes_tma(x: Tensor, weights: Weights, silu_multiply: bool) -> bool:
-    """Whether the tensor memory accelerator can load the operands.
+    """Return whether the tensor memory accelerator can load the operands.
 
-    Its descriptors want what is not empty, and begins and goes on at multiples of 16 bytes.
-    Kernels take descriptors of one weight, or of a gate and an up.
+    Its descriptors require non-empty tensors whose rows start at multiples of 16 bytes. Kernels
+    take descriptors of one weight, or of a gate and an up.
     """
     stored = [x, *(tensor.T if weights.transposed else tensor for tensor in weights.tensors)]
     return len(weights.tensors) <= (2 if silu_multiply else 1) and all(
@@ -556,23 +554,23 @@ def matmul(
     programs: int = 0,
     tma: bool | None = None,
 ) -> Tensor:
-    """The product on one rank, and what comes after it.
+    """Multiply on one rank, and apply the epilogue.
 
     Args:
         x: [M, K], contiguous; float32, float16, bfloat16 or float8_e4m3fn.
         w: [K, N] of x's dtype, contiguous or the transpose of a contiguous matrix; or up to three
-            such weights, which count as one with their columns beside each other.
+            such weights, with their columns side by side.
         epilogue: of the product.
         blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile; chosen by M if None.
-        warps, stages: that the kernel is compiled with; chosen if 0.
-        programs: as many as the device has processors if 0.
-        tma: load through descriptors; where the device and the operands can if None.
+        warps, stages: for compiling the kernel; chosen if 0.
+        programs: one per processor of the device if 0.
+        tma: load through descriptors; if None, where the device and the operands support it.
 
     Returns:
         [M, N], or [M, N / 2] after silu_multiply; see Epilogue.dtype.
 
     Raises:
-        KernelError: the operands do not go together, or one cannot be taken.
+        KernelError: the operands do not fit each other, or one is refused.
     """
     check = functools.partial(require, "matmul")
     weights = Weights.of(w, x, check)
@@ -582,9 +580,9 @@ def matmul(
     check("programs", programs, programs >= 0, "be positive, or 0 for all processors")
     able = takes_tma(x, weights, silu)
     check("tma", tma, able or not tma, "be false for these operands")
-    if tma is None:  # smaller tiles are too low for the tensor cores that it feeds
+    if tma is None:  # smaller tiles are too low for its tensor cores
         tma = able and target()[1] >= 90 and tiling.block_m >= 64
-    if not k:  # the loops that are made one have to go round
+    if not k:  # the flattened loops must run at least once
         zeros = torch.zeros(m, n, device=x.device)
         return epilogue.apply(zeros, x.dtype, side_by_side=len(weights.tensors) == 2)
     out = x.new_empty(m, epilogue.columns(n), dtype=epilogue.dtype(x.dtype))
@@ -614,7 +612,7 @@ def matmul(
 def _descriptors(
     x: Tensor, weights: Weights, tiling: Tiling
 ) -> tuple[TensorDescriptor | None, ...]:
-    """TMA descriptors of x and of three weights; None for those that are not there."""
+    """Create TMA descriptors of x and of three weights; None for missing weights."""
     rows, columns, depth = tiling.block_m, tiling.block_n, tiling.block_k
     block = [columns, depth] if weights.transposed else [depth, columns]
     stored = [

@@ -3,28 +3,26 @@
     matmul_reduce_scatter(x [M, K / W], w [K / W, N]) -> [M / W, N]
     matmul_all_reduce    (x [M, K / W], w [K / W, N]) -> [M, N]
 
-Protocol. Slot n mod 2 of each rank's buffer is [W, rows, N]: a partial result
-from every rank, of the rows that this rank will have (its M / W; all M to
-reduce on all ranks). A finished tile is stored to row r of its owner's slot (of
-every rank's, to all-reduce), whose signal [tile, r] is then set to n. Whoever
-reduces a tile waits for its W signals and adds the W partial results, in the
-order of the ranks: the sum has the same bits on all ranks and in every run.
+Protocol. Slot n mod 2 of each rank's buffer is [W, rows, N]: a partial result from every rank, for
+the rows that this rank will have (its M / W rows; all M for the all-reduce). A finished tile is
+stored to row r of its owner's slot (for the all-reduce, of every rank's), and the owner's signal
+[tile, r] is set to n. To reduce a tile, a rank waits for its W signals and adds the W partial
+results in the order of the ranks. The sum has the same bits on all ranks and in every run.
 
-Order, to scatter. `multiply_partial` is persistent, and takes owners from the
-last step of all_gather_matmul.py's order to the first, which is this rank: what
-has far to go leaves early, and the own part, which goes nowhere, comes last. So
-all but the first tiles travel while later ones are computed. `reduce_partials`
-follows.
+Order, reduce-scatter. `multiply_partial` is persistent. It takes owners in the reverse of
+all_gather_matmul.py's order and ends with this rank. Tiles with a long way leave early, and the own
+part, which stays, comes last. So all tiles except the first travel while later ones are computed.
+`reduce_partials` follows.
 
-Order, to all-reduce. There is one launch. Every program first sends its tiles,
-and then reduces the same ones. What it waits for is sent by the programs of its
-own number on the other ranks, before they wait for anything: there is no cycle. No
-more programs are launched than run at once: ranks may share one GPU.
+Order, all-reduce. There is one launch. Every program first sends its tiles, then reduces the same
+tiles. It waits for data from the programs with the same number on other ranks, which send before
+they wait. So there is no cycle. No more programs are launched than run at once, because ranks may
+share one GPU.
 
-Partial results travel in the workspace's dtype (that of x, as with NCCL, or one
-with more bits), and are added in float32. The scales of fp8 operands are this
-rank's, and come before the sum; the rest of the epilogue comes after it. Every
-rank waits for every rank's tiles, so two slots are enough: gpu/workspace.py.
+Partial results travel in the workspace's dtype (x's, as in NCCL, or a wider one) and are added in
+float32. Each rank applies the scales of its fp8 operands before the sum; the rest of the epilogue
+follows the sum. Every rank waits for every rank's tiles, so two slots are enough:
+runtime/workspace.py.
 """
 
 from __future__ import annotations
@@ -53,12 +51,12 @@ from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.symmetric.memory import Home
 
 BLOCK_M, BLOCK_N = 16, 64
-"""Sides of the smallest tile that a workspace has signals for, unless it is told others."""
+"""Default sides of the smallest tile that a workspace has signals for."""
 
 
 @triton.jit
 def multiply_and_send(
-    x,  # this rank's rows of the owner's result: [m, K]
+    x,  # [m, K]; this rank's rows for the owner's result
     w,  # [K, N], or [N, K] if FORM.transposed
     x_scale,  # float32 [m] or [1], or None
     w_scale,  # float32 [N] or [1], or None
@@ -72,10 +70,10 @@ def multiply_and_send(
     K,
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
-    PEERS: tl.constexpr,  # how many ranks get it, from the owner on
+    PEERS: tl.constexpr,  # number of receiving ranks, from the owner on
     FORM: tl.constexpr,
 ):
-    """One tile of this rank's partial result, to where it is added."""
+    """Compute one tile of this rank's partial result and send it to its owners."""
     BLOCK_M: tl.constexpr = FORM.block_m
     BLOCK_N: tl.constexpr = FORM.block_n
     GROUP: tl.constexpr = FORM.group
@@ -103,7 +101,7 @@ def multiply_and_send(
 def tile_offsets(
     call, source, row, column, m, N, slot_numel, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Of a tile from a rank in the slot of a call: int64 [BLOCK_M, BLOCK_N]."""
+    """Return a tile's place in the slot of a call: int64 [BLOCK_M, BLOCK_N]."""
     first = (call % 2) * slot_numel + (tl.cast(source * m, tl.int64) + row) * N + column
     return first + (tl.arange(0, BLOCK_M)[:, None] * N + tl.arange(0, BLOCK_N)[None, :])
 
@@ -123,7 +121,7 @@ def reduce_tile(
     WORLD: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Add the partial results of one tile, and do what comes after the sum."""
+    """Add the partial results of one tile, and apply the rest of the epilogue."""
     BLOCK_M: tl.constexpr = FORM.block_m
     BLOCK_N: tl.constexpr = FORM.block_n
     GROUP: tl.constexpr = FORM.group
@@ -154,7 +152,7 @@ def multiply_partial(
     # buffers [2, W, m, N]
     peers,  # signals int32 [cdiv(m, BLOCK_M) * cdiv(N, BLOCK_N), W]
     rank,
-    m,  # rows that a rank will have
+    m,  # rows of a rank's result
     N,
     K,
     dtype: tl.constexpr,
@@ -163,7 +161,7 @@ def multiply_partial(
     MESH: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Tiles of this rank's partial result, to their owners. Grid: (programs,), persistent."""
+    """Send tiles of this rank's partial result to their owners. Grid: (programs,), persistent."""
     BLOCK_M: tl.constexpr = FORM.block_m
     BLOCK_N: tl.constexpr = FORM.block_n
     call = tl.load(peers.calls)
@@ -216,7 +214,7 @@ def multiply_all_reduce(
     WORLD: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Send tiles to all ranks, then reduce the same ones. Grid: (programs,), persistent."""
+    """Send tiles to all ranks, then reduce the same tiles. Grid: (programs,), persistent."""
     BLOCK_M: tl.constexpr = FORM.block_m
     BLOCK_N: tl.constexpr = FORM.block_n
     call = tl.load(peers.calls)
@@ -234,10 +232,10 @@ def multiply_all_reduce(
 
 
 class ReduceWorkspace(Workspace):
-    """A workspace of either op.
+    """The workspace of either op.
 
     Attributes:
-        choice: of what callers leave open.
+        choice: chooses the options that callers leave open.
     """
 
     def __init__(
@@ -269,18 +267,17 @@ def matmul_reduce_scatter_workspace(
     block_m: int = BLOCK_M,
     block_n: int = BLOCK_N,
 ) -> ReduceWorkspace:
-    """A workspace for results of at most `max_rows` (M / W) rows of `n`. Collective.
+    """Create a workspace for results of at most `max_rows` (M / W) rows of `n` numbers. Collective.
 
     Args:
-        home: of this rank.
+        home: this rank's.
         max_rows: M / W.
         n: N.
-        dtype: that partial results travel in.
-        block_m, block_n: the smallest that it will be called with, unless they are as large as
-            the result.
+        dtype: dtype in which partial results travel.
+        block_m, block_n: the smallest sides of later tiles, except sides that cover the result.
 
     Raises:
-        KernelError: on every rank, if one refuses an argument or has another one than the rest.
+        KernelError: on every rank, if one rank refuses an argument or the ranks differ.
     """
     return ReduceWorkspace(home, "matmul_reduce_scatter", max_rows, n, dtype, block_m, block_n)
 
@@ -293,7 +290,7 @@ def matmul_all_reduce_workspace(
     block_m: int = BLOCK_M,
     block_n: int = BLOCK_N,
 ) -> ReduceWorkspace:
-    """The same for results of at most `max_rows` (M) rows of `n` on all ranks. Collective."""
+    """Create such a workspace for results of `max_rows` (M) rows on all ranks. Collective."""
     return ReduceWorkspace(home, "matmul_all_reduce", max_rows, n, dtype, block_m, block_n)
 
 
@@ -310,27 +307,27 @@ def matmul_reduce_scatter(
     stages: int = 0,
     programs: int = 0,
 ) -> Tensor:
-    """This rank's rows of the sum of all ranks' products. Collective.
+    """Return this rank's rows of the sum of all ranks' products. Collective.
 
     Args:
-        x: [M, K / W], contiguous; of the same shape on all ranks; M a multiple of W.
+        x: [M, K / W], contiguous; the same shape on all ranks; M a multiple of W.
         w: [K / W, N] of x's dtype, contiguous or the transpose of a contiguous matrix.
         workspace: from `matmul_reduce_scatter_workspace`.
-        epilogue: its scales are of this rank's product, the rest of this rank's rows of the sum;
-            the dtype of the result is the workspace's if out_dtype is None.
+        epilogue: its scales are for this rank's product, the rest is for this rank's rows of the
+            sum. The result has the workspace's dtype if out_dtype is None.
         topology: of the links between ranks; see all_gather_matmul.py.
-        ranks_per_node: that have fast links; all if 0. Ranks of a node follow each other.
-        blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile. If None, what was tuned for this device, world
-            size, shape and dtype, else what the cost model prefers: tune.py.
-        warps, stages: that the product is compiled with; if 0, as with blocks.
-        programs: of the product; as many as the device has processors if 0.
+        ranks_per_node: ranks with fast links; all if 0. Ranks of a node are consecutive.
+        blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile. If None, the tuned tile for this device, world
+            size, shape and dtype, or else the cost model's choice: tuning/search.py.
+        warps, stages: for compiling the product; if 0, chosen like blocks.
+        programs: of the product; one per processor of the device if 0.
 
     Returns:
         [M / W, N], or [M / W, N / 2] after silu_multiply.
 
     Raises:
-        KernelError: the operands do not go together, or not with the workspace, on one rank; or
-            the ranks differ in the operands' shapes or in an option.
+        KernelError: the operands do not fit each other or the workspace on one rank, or the ranks
+            differ in the operands' shapes or an option.
     """
     size, require = workspace.world_size, workspace.require
     options = {"blocks": blocks, "warps": warps, "stages": stages, "programs": programs}
@@ -392,25 +389,25 @@ def matmul_all_reduce(
     stages: int = 0,
     programs: int = 0,
 ) -> Tensor:
-    """The sum of all ranks' products, on all of them: for few rows. Collective.
+    """Return the sum of all ranks' products on all of them: for few rows. Collective.
 
     Args:
-        x: [M, K / W], contiguous; of the same shape on all ranks.
+        x: [M, K / W], contiguous; the same shape on all ranks.
         w: [K / W, N] of x's dtype, contiguous or the transpose of a contiguous matrix.
         workspace: from `matmul_all_reduce_workspace`.
-        epilogue: its scales are of this rank's product, the rest of the sum; the dtype of the
-            result is the workspace's if out_dtype is None.
-        blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile. If None, what was tuned for this device, world
-            size, shape and dtype, else what the cost model prefers: tune.py.
-        warps, stages: that the product is compiled with; if 0, as with blocks.
-        programs: of the product; as many as the device has processors if 0.
+        epilogue: its scales are for this rank's product, the rest is for the sum. The result has
+            the workspace's dtype if out_dtype is None.
+        blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile. If None, the tuned tile for this device, world
+            size, shape and dtype, or else the cost model's choice: tuning/search.py.
+        warps, stages: for compiling the product; if 0, chosen like blocks.
+        programs: of the product; one per processor of the device if 0.
 
     Returns:
         [M, N], or [M, N / 2] after silu_multiply; the same bits on all ranks.
 
     Raises:
-        KernelError: the operands do not go together, or not with the workspace, on one rank; or
-            the ranks differ in the operands' shapes or in an option.
+        KernelError: the operands do not fit each other or the workspace on one rank, or the ranks
+            differ in the operands' shapes or an option.
     """
     asked: dict[str, object] = {"blocks": blocks, "warps": warps}
     asked |= {"stages": stages, "programs": programs}
@@ -442,26 +439,26 @@ def matmul_all_reduce(
 
 
 def for_sum(form: Form) -> Form:
-    """What the sum of a product of this form is compiled with: the same for any K and weights."""
+    """Return the constants for a product's sum, which do not depend on K or the weights."""
     return form._replace(
         block_k=0, transposed=False, scale_rows=False, scale_columns=False, even_k=False
     )
 
 
 def result_shape(x: Tensor, weights: Weights) -> dict[str, object]:
-    """What ranks must agree on of the operands: not K / W, which may differ."""
+    """Return the sizes of the operands on which ranks must agree. K / W may differ."""
     return {"x's rows": len(x), "w's columns": sum(weights.widths)}
 
 
 class _Call:
-    """The arguments of one call's kernels, once they are all allowed.
+    """The arguments of one call's kernels, after all checks.
 
     Attributes:
-        out: what is returned.
-        tiles: of the result.
+        out: the result.
+        tiles: number of tiles in the result.
         m, n, k: sizes of the product.
-        dtype: Triton's, that partial results travel in.
-        form: what the product is compiled with; warps and stages likewise.
+        dtype: Triton's dtype in which partial results travel.
+        form, warps, stages: for compiling the product.
     """
 
     def __init__(
@@ -498,5 +495,5 @@ class _Call:
         self.warps, self.stages = tiling.warps, tiling.stages
 
     def programs(self, tiles: int) -> int:
-        """Of a persistent kernel that goes over so many tiles."""
+        """Return the number of programs for a persistent kernel with this many tiles."""
         return min(tiles, self._programs)

@@ -1,11 +1,11 @@
-"""SiLU and multiply, and rounding to fp8 with scales; each alone, or one after the other.
+"""SiLU and multiply, and rounding to fp8 with scales; alone, or one after another.
 
     silu_multiply(x [T, 2 N])  -> [T, N]
     quantize(x [T, N])         -> fp8 [T, N], scale [T] or [T, ceil(N / 128)]
-    silu_multiply_quantize     the one and then the other, without rounding in between
+    silu_multiply_quantize     the first, then the second, without rounding in between
 
-A program takes a tile of one row, GROUPS x WIDTH consecutive columns; each group
-has a scale of its own. For a scale of the whole row a group is all of it.
+A program takes a tile of one row, GROUPS x WIDTH consecutive columns. Each group has its own scale;
+a scale for the whole row means that the row is one group.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from weft.kernels.gpu.rowwise.rows import (
 from weft.kernels.gpu.runtime.arguments import require
 
 TILE = 1024
-"""Columns of a program, where a row needs no more than one."""
+"""Columns of a program, unless a row needs more."""
 
 GROUP = 128
-"""Columns that have a scale of their own, as DeepSeek-V3's activations (arXiv:2412.19437)."""
+"""Columns that share a scale, as in DeepSeek-V3's activations (arXiv:2412.19437)."""
 
 Scales = Literal["row", "group"]
 
@@ -50,7 +50,7 @@ def activate(
     GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """A tile of a row. Grid: (T, tiles)."""
+    """Process a tile of a row. Grid: (T, tiles)."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -67,7 +67,7 @@ def activate(
 
 
 def silu_multiply(x: Tensor) -> Tensor:
-    """silu(gate) * up (Shazeer 2020).
+    """Compute silu(gate) * up (Shazeer 2020).
 
     Args:
         x: [T, 2 N], contiguous: the gate's columns, then up's; float32, float16 or bfloat16.
@@ -76,16 +76,16 @@ def silu_multiply(x: Tensor) -> Tensor:
         [T, N], x's dtype.
 
     Raises:
-        KernelError: x cannot be taken.
+        KernelError: x is refused.
     """
     return _launch("silu_multiply", x, None, silu=True)[0]
 
 
 def quantize(x: Tensor, scales: Scales = "row") -> tuple[Tensor, Tensor]:
-    """Round to fp8, after each row or group is divided by its scale.
+    """Divide each row or group by its scale, and round to fp8.
 
-    A scale is the largest magnitude over 448, or 1 where all are 0. Of what has infinities all
-    become 0 or NaN, and NaN stays NaN.
+    A scale is the largest magnitude over 448, or 1 if all numbers are 0. If a row or group has
+    infinities, its numbers become 0 or NaN. NaN stays NaN.
 
     Args:
         x: [T, N], contiguous; float32, float16 or bfloat16. For "row", a row has at most 64 KiB.
@@ -95,13 +95,13 @@ def quantize(x: Tensor, scales: Scales = "row") -> tuple[Tensor, Tensor]:
         float8_e4m3fn [T, N], and float32 [T], or [T, ceil(N / 128)] for groups.
 
     Raises:
-        KernelError: x cannot be taken, or the GPU has no fp8.
+        KernelError: x is refused, or the GPU has no fp8.
     """
     return _quantized("quantize", x, scales, silu=False)
 
 
 def silu_multiply_quantize(x: Tensor, scales: Scales = "row") -> tuple[Tensor, Tensor]:
-    """`quantize` of `silu_multiply`, x [T, 2 N]; not rounded in between."""
+    """Compute `quantize` of `silu_multiply`, x [T, 2 N], without rounding in between."""
     return _quantized("silu_multiply_quantize", x, scales, silu=True)
 
 

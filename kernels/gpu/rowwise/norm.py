@@ -1,11 +1,10 @@
-"""Root-mean-square norms (Zhang and Sennrich 2019), with what stands beside them in a block.
+"""Root-mean-square norms (Zhang and Sennrich 2019), with the neighbouring operations of a block.
 
-    rms_norm(x [T, N]) -> out [T, N], and if asked for: total [T, N], scale [T]
+    rms_norm(x [T, N]) -> out [T, N], and on request: total [T, N], scale [T]
 
-One program for a row, which it holds in registers: added to the residual, summed
-up, scaled, stored. All of it is float32; numbers are rounded where they are
-stored, and the norm is that of the sum as it is stored, so that it has the bits
-of an addition and a norm in two steps.
+One program holds each row in registers: it adds the residual, sums, scales and stores. All of this
+is float32; numbers are rounded when they are stored. The norm is that of the stored sum, so it has
+the bits of a separate addition and norm.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def normalize(
     N,
     BLOCK: tl.constexpr,
 ):
-    """The norm of a row: float32 [BLOCK], 0 from N on."""
+    """Return the norm of a row: float32 [BLOCK], 0 from N on."""
     column = tl.arange(0, BLOCK)
     scale = tl.load(weight + column, mask=column < N, other=0.0).to(tl.float32)
     return row * tl.rsqrt(tl.sum(row * row, axis=0) / N + eps) * scale
@@ -49,7 +48,7 @@ def normalize_rows(
     N,
     BLOCK: tl.constexpr,
 ):
-    """Norm of one row. Grid: (T,)."""
+    """Normalise one row. Grid: (T,)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < N
@@ -69,11 +68,11 @@ def normalize_rows(
 
 
 class Normed(NamedTuple):
-    """What `rms_norm` gives.
+    """The result of `rms_norm`.
 
     Attributes:
         out: [T, N], x's dtype; or float8_e4m3fn, to be multiplied by `scale`.
-        total: [T, N], x's dtype: x + residual. None without one.
+        total: [T, N], x's dtype: x + residual. None without a residual.
         scale: float32 [T]; None unless out is fp8.
     """
 
@@ -90,7 +89,7 @@ def rms_norm(
     residual: Tensor | None = None,
     fp8: bool = False,
 ) -> Normed:
-    """Norm of each row, of x or of x + residual.
+    """Normalise each row of x, or of x + residual.
 
     Args:
         x: [T, N], contiguous; float32, float16 or bfloat16. A row has at most 64 KiB.
@@ -100,7 +99,7 @@ def rms_norm(
         fp8: scale each row so that its largest number is float8_e4m3fn's largest.
 
     Raises:
-        KernelError: the tensors do not go together, or the GPU has no fp8.
+        KernelError: the tensors do not fit each other, or the GPU has no fp8.
     """
     check = functools.partial(require, "rms_norm")
     require_rows(check, "x", x)

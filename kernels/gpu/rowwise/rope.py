@@ -1,15 +1,13 @@
-"""Rotary positions, and what else happens to queries, keys and values before attention.
+"""Rotary positions, and the other steps between the QKV product and attention.
 
     rotate_into_cache(qkv [T, (H + 2 Hk) D]) -> queries [T, H, D]; keys and values in their pages
 
-The GPU's form of kernels/cpu/rope.py: norms of the heads, rotation, and the write
-to the paged cache, in one launch. A program takes some of the H + 2 Hk heads of
-one token, whatever they are: a query is stored to the result, a key and a value to
-the token's slot of the cache. Each number is written by one program.
+The GPU version of kernels/cpu/rope.py: head norms, rotation, and the write to the paged cache, in
+one launch. A program takes some of the H + 2 Hk heads of one token. It stores a query to the
+result, and a key and a value to the token's slot of the cache. One program writes each number.
 
-A token whose page or slot there is not is written nowhere and flagged in its
-status word; its queries are computed all the same. So tokens that only fill up a
-batch may have page -1.
+A token with a page or slot outside the cache is not written there and is flagged in its status
+word; its queries are computed all the same. So tokens that only pad a batch may have page -1.
 """
 
 from __future__ import annotations
@@ -28,14 +26,14 @@ from weft.kernels.gpu.rowwise.rows import cast, require_fp8
 from weft.kernels.gpu.runtime.arguments import require, require_tensor
 
 MAX_DIM = 1024
-"""Of a head."""
+"""Maximum size of a head."""
 
 TILE = 1024
-"""Numbers of half the heads of a program: 16 a thread."""
+"""Numbers in half of a program's heads: 16 per thread."""
 
 
 class CacheScales(NamedTuple):
-    """Of an fp8 cache, which holds keys / k and values / v; float32 [Hk], of each head one."""
+    """The scales of an fp8 cache, which holds keys / k and values / v; float32 [Hk]."""
 
     k: Tensor
     v: Tensor
@@ -65,7 +63,7 @@ def rotate_heads(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Some heads of a token. Grid: (T, ceil((H + 2 Hk) / BLOCK_H))."""
+    """Process some heads of a token. Grid: (T, ceil((H + 2 Hk) / BLOCK_H))."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     lane = tl.arange(0, BLOCK_D)
@@ -136,21 +134,21 @@ def rotate_into_cache(
 
     Args:
         qkv: [T, (H + 2 Hk) * D], contiguous: the query heads, the keys, the values; float32,
-            float16 or bfloat16. It is left as it is.
+            float16 or bfloat16. It does not change.
         rotation: of the step's tokens, float32 or any of those dtypes.
         keys, values: [num_blocks, Hk, block_size, D], the layer's cache; qkv's dtype, or
-            float8_e4m3fn. Nothing but the tokens' slots is written.
-        pages, slots: int32 or int64 [T]; where each token is written. No two may be the same.
+            float8_e4m3fn. Only the tokens' slots are written.
+        pages, slots: int32 or int64 [T]; where each token is written. No two may be equal.
         heads: H.
         norms: of each head, before the rotation; weights of any of those dtypes.
-        scales: for an fp8 cache, and for no other.
+        scales: required for an fp8 cache, refused for others.
 
     Returns:
-        the queries [T, H, D], qkv's dtype; and status int32 [T]: 1 where page or slot are not in
-        the cache, and nothing was written, else 0.
+        the queries [T, H, D], qkv's dtype; and status int32 [T]: 1 if the page or slot is not in
+        the cache and nothing was written, else 0.
 
     Raises:
-        KernelError: the tensors do not go together, or the GPU has no fp8.
+        KernelError: the tensors do not fit each other, or the GPU has no fp8.
     """
     check = functools.partial(require, "rotate_into_cache")
     check("keys's shape", list(keys.shape), keys.dim() == 4, "be [num_blocks, Hk, block_size, D]")

@@ -1,30 +1,30 @@
-"""What sampling does with rows of logits: the largest, the k largest, and a draw among those.
+"""Sampling from rows of logits: the largest, the k largest, and a draw among these.
 
     argmax(x [R, V])                  -> largest [R], index [R]
     top_k(x [R, V], k)                -> values [R, k], ids [R, k], in the order of the vocabulary
     draw(values, ids, seeds, index)   -> tokens [R]
 
-The first two only compare numbers, so the results are those of kernels/cpu/sampling.py and of
-a sort on any device. Nothing of a row depends on the others.
+The first two only compare numbers. So their results equal those of kernels/cpu/sampling.py and of a
+sort on any device. Rows do not depend on each other.
 
-The draw is that of models/torch/draw.py, whose number u it has to the bit. A token is drawn
-where a sum of probabilities passes u, and probabilities have an exponential in them, which
-no two libraries round alike. So on another device a request is answered by another token
-where u is within such a rounding of the border of two tokens: about once in 10^6 tokens.
+The draw is that of models/torch/draw.py, and its number u is equal to the bit. It draws the token
+at which a sum of probabilities passes u. Probabilities contain an exponential, which no two
+libraries round alike. So on another device a request gets another token if u is within such a
+rounding of the border between two tokens: about once in 10^6 tokens.
 
-argmax: a program finds the first largest of SPAN columns; a second launch finds
-the first largest of those.
+argmax: a program finds the first largest of SPAN columns; a second launch finds the first largest
+of these results.
 
-top_k: one program for a row. A float's bits, with the others flipped where the sign
-is set, are in the order of floats. Four times round the row the numbers that agree
-with the threshold so far are counted by their next 8 bits, and the threshold gets 8
-more; the fifth time the columns above it are written out as they come, and of those
-equal to it as many as are missing. So nothing is sorted.
+top_k: one program per row. A float's bits sort like the float, once the other bits are flipped
+where the sign is set. Each of four passes over the row counts the numbers that agree with the
+threshold so far, by their next 8 bits, and extends the threshold by 8 bits. A fifth pass writes out
+the columns above the threshold in order, and as many equal ones as are missing. So nothing is
+sorted.
 
-draw: one program for a row. Where top-k and top-p end is found bit by bit: is there, not below
-this number, as much as is wanted? So nothing is sorted here, either. Sums are float64, as
-there. What top_k has cut off is gone: a row without a top-k of its own draws
-among the candidates, and of tokens that tie with the k-th largest the last ones may miss.
+draw: one program per row. It finds the ends of top-k and top-p bit by bit: does the mass of the
+numbers at or above this one suffice? So nothing is sorted here either. Sums are float64, as in
+models/torch/draw.py. Tokens cut off by top_k are gone: a row without its own top-k draws among the
+candidates, and among tokens that tie with the k-th largest the last ones may be missing.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from weft.kernels.gpu.rowwise.rows import require_rows
 from weft.kernels.gpu.runtime.arguments import Require, require, require_counts, require_tensor
 
 SPAN, BLOCK = 1 << 13, 1 << 12
-"""Columns of a program of argmax; columns that top_k looks at together."""
+"""Columns of a program of argmax; columns that top_k examines together."""
 
 MAX_VOCABULARY = 1 << 26
-"""Columns: so that the first launch's results are a row that one program holds."""
+"""Maximum number of columns: one program must hold the first launch's results for a row."""
 
 MAX_CANDIDATES = 1024
-"""Of a draw: one program holds them."""
+"""Maximum number of candidates in a draw: one program holds them."""
 
 NONE = tl.constexpr(1 << 30)
-"""No column."""
+"""A number that stands for no column."""
 
 
 @triton.jit
 def first_largest(x, column, inside):
-    """The largest number, or NaN if there is one, and the lowest column of it; all [n]."""
+    """Return the largest number, or NaN if there is one, and its lowest column; all [n]."""
     nan = inside & (x != x)
     largest = tl.max(tl.where(inside & (x == x), x, float("-inf")), axis=0)
     nan_at = tl.min(tl.where(nan, column, NONE), axis=0)
@@ -71,7 +71,7 @@ def find_largest_of_spans(
     V,
     SPAN: tl.constexpr,
 ):
-    """Of a part of a row. Grid: (R, spans)."""
+    """Find the largest of a part of a row. Grid: (R, spans)."""
     row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = span * SPAN + tl.arange(0, SPAN)
     numbers = tl.load(x + row * V + column, mask=column < V, other=0.0).to(tl.float32)
@@ -90,7 +90,7 @@ def find_largest_of_rows(
     spans,
     BLOCK: tl.constexpr,
 ):
-    """Of all parts of a row. Grid: (R,)."""
+    """Find the largest of all parts of a row. Grid: (R,)."""
     row = tl.program_id(0).to(tl.int64)
     span = tl.arange(0, BLOCK)
     inside = span < spans
@@ -102,7 +102,8 @@ def find_largest_of_rows(
 
 
 def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest number of each row and where it is first; NaN, and where, if there is one.
+    """Return the largest number of each row and its first column; NaN and its column if there is
+    one.
 
     Args:
         x: [R, V], contiguous, V from 1 to 2**26; float32, float16 or bfloat16.
@@ -111,7 +112,7 @@ def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
         float32 [R], int64 [R].
 
     Raises:
-        KernelError: x cannot be taken.
+        KernelError: x is refused.
     """
     _require_logits(functools.partial(require, "argmax"), x)
     rows, columns = x.shape
@@ -139,7 +140,7 @@ def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def sortable(x):
-    """float32 as int32 that are in the same order, if compared as signed ones; -0 is as 0."""
+    """Turn float32 into int32 that sort alike as signed numbers; -0 counts as 0."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -153,13 +154,13 @@ def select_top_k(
     K,
     BLOCK: tl.constexpr,
 ):
-    """The K largest of one row. Grid: (R,)."""
+    """Find the K largest of one row. Grid: (R,)."""
     SIGN: tl.constexpr = -(1 << 31)
     row = tl.program_id(0).to(tl.int64)
     numbers = x + row * V
     digit = tl.arange(0, 256)
-    threshold = 0  # as `sortable`, but for the sign
-    missing = K  # of the numbers that agree with it so far
+    threshold = 0  # like `sortable`, except for the sign
+    missing = K  # among the numbers that agree with it so far
     for level in tl.static_range(4):
         shift = 24 - 8 * level
         count = tl.zeros((256,), tl.int32)
@@ -192,10 +193,10 @@ def select_top_k(
 
 
 def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest numbers of each row, in the order of their columns.
+    """Return the k largest numbers of each row, in the order of their columns.
 
-    Of those that tie with the k-th largest, the lowest columns. NaN is larger than all numbers,
-    or smaller where its sign is set.
+    Among numbers that tie with the k-th largest, the lowest columns win. NaN is larger than all
+    numbers, or smaller if its sign is set.
 
     Args:
         x: [R, V], contiguous, V from 1 to 2**26; float32, float16 or bfloat16.
@@ -205,7 +206,7 @@ def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         float32 [R, k], int32 [R, k].
 
     Raises:
-        KernelError: x or k cannot be taken.
+        KernelError: x or k is refused.
     """
     check = functools.partial(require, "top_k")
     _require_logits(check, x)
@@ -221,7 +222,7 @@ def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def mix(state):
-    """SplitMix64's finaliser, of uint64 (Steele, Lea and Flood 2014)."""
+    """Apply SplitMix64's finaliser to uint64 (Steele, Lea and Flood 2014)."""
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB
     return state ^ (state >> 31)
@@ -229,22 +230,22 @@ def mix(state):
 
 @triton.jit
 def uniform(seed, index):
-    """The index-th number of a seed's stream, float64 in [0, 1), as of models/torch/draw.py."""
+    """Return number `index` of a seed's stream, float64 in [0, 1), as models/torch/draw.py."""
     state = mix(seed.to(tl.uint64)) + (index + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     return (mix(state) >> 16).to(tl.float64) * (1.0 / (1 << 48))
 
 
 @triton.jit
 def find_threshold(bits, weights, wanted):
-    """The largest number that the weights of what is not below it reach `wanted` with.
+    """Return the largest number such that the weights at or above it sum to `wanted` or more.
 
     Args:
-        bits: int32 [n], as `sortable`.
+        bits: int32 [n], as from `sortable`.
         weights: float64 [n], none below 0.
         wanted: float64.
 
     Returns:
-        int32; the smallest there is if all weights together do not reach it.
+        int32; the smallest int32 if all weights together do not reach `wanted`.
     """
     SMALLEST: tl.constexpr = -(1 << 31)
     reached = tl.sum(tl.where(bits >= 0, weights, 0.0), axis=0) >= wanted
@@ -270,7 +271,7 @@ def draw_tokens(
     N,
     BLOCK: tl.constexpr,
 ):
-    """One token of each row. Grid: (R,)."""
+    """Draw one row's token. Grid: (R,)."""
     TINY: tl.constexpr = 1.1754943508222875e-38
     LARGE: tl.constexpr = 1e38
     row = tl.program_id(0).to(tl.int64)
@@ -281,7 +282,7 @@ def draw_tokens(
     u = uniform(tl.load(seeds + row), tl.load(index + row))
 
     k = tl.load(top_k + row)
-    fewest = tl.where(k > 0, k, BLOCK + 1).to(tl.float64)  # of what there is not, all are kept
+    fewest = tl.where(k > 0, k, BLOCK + 1).to(tl.float64)  # more than there are: all are kept
     order = sortable(x)
     kth = find_threshold(order, tl.where(inside, 1.0, 0.0).to(tl.float64), fewest)
     top = tl.max(x, axis=0)
@@ -293,14 +294,14 @@ def draw_tokens(
     probs = weights / tl.where(total == 0, 1.0, total)
 
     wanted = tl.load(top_p + row)
-    wanted = tl.where(wanted < 1, wanted, 2.0)  # than all of them have
+    wanted = tl.where(wanted < 1, wanted, 2.0)  # more than the total mass
     order = sortable(probs)
     kept = (order >= find_threshold(order, probs.to(tl.float64), wanted)) & (probs > 0)
     kept = kept & (probs >= tl.max(probs, axis=0) * tl.load(min_p + row))
 
     mass = tl.cumsum(tl.where(kept, probs, 0.0).to(tl.float64), axis=0)
     beyond = kept & (mass > u * tl.max(mass, axis=0))
-    # Rounding may leave none: then it is the last one. Of a row without numbers, the first.
+    # Rounding may leave none: then take the last. A row without numbers gives the first.
     last = tl.max(tl.where(kept, place, 0), axis=0)
     chosen = tl.min(tl.where(beyond, place, last), axis=0)
     tl.store(out + row, tl.load(ids + row * N + chosen).to(tl.int64))
@@ -317,10 +318,10 @@ def draw(
     top_p: Tensor,
     min_p: Tensor,
 ) -> Tensor:
-    """One token for each row of candidates, by what `top_k` has left of its logits.
+    """Draw one token for each row of candidates, from the logits that `top_k` returned.
 
-    Temperature, top-k, top-p and min-p shape the distribution of the candidates, in this order;
-    then the index-th number of the seed's stream picks one by inverse CDF. All as
+    Temperature, top-k, top-p and min-p shape the distribution of the candidates, in this order. The
+    index-th number of the seed's stream then picks one by inverse CDF. Everything is as in
     models/torch/draw.py, the number to the bit.
 
     Args:
@@ -328,8 +329,7 @@ def draw(
         ids: int32 [R, N], contiguous; their tokens, in the order of the vocabulary.
         seeds, index: int64 [R].
         temperature: float32 [R].
-        top_k: int32 [R]; of the candidates those that are not below the k-th largest are kept, all
-            where it is 0.
+        top_k: int32 [R]; keeps the candidates that are not below the k-th largest; 0 keeps all.
         top_p: float64 [R], in (0, 1]; 1 keeps all.
         min_p: float32 [R], in [0, 1].
 

@@ -1,7 +1,8 @@
-"""What an op refuses before anything is launched, and how it says so: op, argument, value, allowed.
+"""Checks of an op's arguments before anything is launched. Messages name op, argument, value,
+limit.
 
-Checks take a function `check` that raises; the ops of several ranks have one from
-`workspace.agreed`, so that what one rank refuses is an error on all of them.
+A check takes a function `check` that raises. Ops of several ranks get theirs from
+`workspace.agreed`, so that an argument refused on one rank is an error on all ranks.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ from torch import Tensor
 from weft.errors import WeftError
 
 Require = Callable[[str, object, bool, str], None]
-"""(argument, value, whether it is allowed, what it must do): raises if it is not."""
+"""(argument, value, whether it is allowed, what it must do): raises if it is not allowed."""
 
 
 class KernelError(WeftError):
-    """An op was called with what it cannot take, or a wait inside one ran out."""
+    """An op was called with arguments it does not take, or one of its waits timed out."""
 
 
 def require(op: str, argument: str, value: object, allowed: bool, must: str) -> None:
     """Refuse an argument before anything is launched.
 
     Raises:
-        KernelError: naming op, argument, value and what is allowed.
+        KernelError: names the op, the argument, its value and the limit.
     """
     if not allowed:
         raise KernelError(f"{op}: {argument} is {value}; it must {must}")
 
 
 def require_counts(check: Require, least: int, **counts: object) -> None:
-    """Refuse what is not a whole number of at least so much."""
+    """Refuse values other than whole numbers of at least `least`."""
     for argument, count in counts.items():
         whole = isinstance(count, int) and not isinstance(count, bool)
         fits = whole and count >= least  # type: ignore[operator]
@@ -47,8 +48,8 @@ def require_tensor(
     device: torch.device,
     *dtypes: torch.dtype,
 ) -> None:
-    """Refuse what is no tensor of that shape, if given, and of one of the dtypes, contiguous and
-    on the device.
+    """Refuse a tensor with the wrong shape (if given), dtype, device or strides (it must be
+    contiguous).
     """
     kind = f"a {type(tensor).__name__}"
     check(name, kind, isinstance(tensor, Tensor), "be a tensor")

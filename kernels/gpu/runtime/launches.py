@@ -1,10 +1,10 @@
-"""A say in every kernel launch of a thread: run it, only load it, or leave it out.
+"""Control over every kernel launch of a thread: run it, only load it, or skip it.
 
-Loading without running is for what may not happen beside a kernel that waits:
-compiling takes long, and the driver may hold a module or its memory back until
-the device is idle, which it never is while a kernel waits for the one that is
-being loaded. So on one GPU (symmetric/virtual.py) every rank loads its kernels
-before any of them runs one. Leaving kernels out is for timing the others.
+Compiling and loading must not happen beside a kernel that waits. Compiling takes long, and the
+driver may delay a module or its memory until the device is idle. A waiting kernel never lets it
+become idle if it waits for the very kernel that is loading. On one GPU (symmetric/virtual.py)
+every rank therefore loads its kernels before any rank runs one. Skipping kernels serves to time
+the others.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ _originals: dict[Any, Callable[..., Any]] = {
 
 @contextmanager
 def decided(decide: Callable[[str], Action]) -> Iterator[None]:
-    """Within, each launch by this thread is what `decide` says, which is told the kernel's name.
+    """Within, let `decide` choose the action of each launch of this thread, given the kernel's
+    name.
 
-    Triton's interpreter has nothing to load. Other threads are left alone.
+    Triton's interpreter has nothing to load. Other threads are not affected.
     """
     before = getattr(_thread, "decide", None)
     _thread.decide = decide
@@ -50,9 +51,9 @@ def decided(decide: Callable[[str], Action]) -> Iterator[None]:
 
 @contextmanager
 def loaded() -> Iterator[None]:
-    """Within, kernels that this thread launches are compiled and loaded, and do not run.
+    """Within, compile and load this thread's kernels, without running them.
 
-    Ops are not collective then, for no rank waits for another.
+    Ops are not collective then, because no rank waits for another.
     """
     before = is_loading()
     _thread.loading = True
@@ -64,12 +65,14 @@ def loaded() -> Iterator[None]:
 
 
 def is_loading() -> bool:
-    """Whether this thread is within `loaded`."""
+    """Return whether this thread is within `loaded`."""
     return getattr(_thread, "loading", False)
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether a configuration is at fault: the op refused it, or Triton could not compile it."""
+    """Return whether the configuration caused an error: the op refused it, or Triton could not
+    compile it.
+    """
     return isinstance(error, WeftError | CompilationError | OutOfResources | PTXASError)
 
 

@@ -1,41 +1,37 @@
-"""Stores that carry their own signal: data and the call's number in one.
+"""Stores that carry their own signal: data and the call's number in one unit.
 
-For small messages the signal costs more than the data: it may leave only after
-the data has arrived. NCCL's low-latency protocols do without. Each unit that
-the hardware stores at once holds data and a flag, the number of the call; the
-receiver polls the data itself, and a unit whose flag is right is whole.
+For small messages a signal costs more than the data, because it may leave only after the data
+has arrived. NCCL's low-latency protocols avoid it. Each unit that the hardware stores at once
+holds data and a flag, the number of the call. The receiver polls the data itself: a unit with
+the right flag is complete.
 
     LL     units of 8 bytes: 4 of data, 4 of flag. Any memory that stores 8 aligned bytes at once.
     LL128  units of 128 bytes: 120 of data, 8 of flag. NVLink, and only where the 8 threads that
            store 16 bytes each of a line are neighbours in one warp.
 
-What is relied on, and who promises it (PTX ISA, memory consistency model):
+Assumptions, and who guarantees them (PTX ISA, memory consistency model):
 
-- A volatile load is relaxed at system scope. PTX promises that it is not torn, up
-  to its largest scalar, 8 bytes; a vector counts as so many scalars, loaded in no
-  given order. So each word of LL, one int64, is whole. That a line of LL128 is
-  loaded whole, PTX does not promise.
-- A store of Triton can be no more than weak. `.wt` does not change that: cache
-  operators are hints, by PTX's own words. A weak store that another GPU polls for
-  is a race to PTX, which promises nothing about it: not that it is seen before the
-  launch has ended, and not that it is whole. NCCL stores as `st.volatile`, that is
-  relaxed at system scope, which Triton cannot say without inline assembly.
-- So the rest is what compilers and GPUs do. The compiler leaves a store of aligned
-  8 bytes (16, as a vector) one instruction, before the polls that follow it. The
-  GPU writes it through its first-level cache, to where another GPU's memory is
-  cached, which is that GPU; and in one piece of up to 16 bytes. LL wants 8 of them
-  whole: NCCL rests on that, too, for PTX says of its v4.u32, again, that it is four
-  stores. LL128 wants the 128 bytes that a warp stores at once to arrive in one
-  piece, as NCCL does, which takes it for granted on NVLink alone.
+- A volatile load is relaxed at system scope. PTX guarantees that it is not torn, up to its
+  largest scalar of 8 bytes. A vector counts as several scalars, loaded in no particular order.
+  So each word of LL, one int64, is complete. PTX does not guarantee this for a line of LL128.
+- A store from Triton is only weak. `.wt` does not change that, because PTX defines cache
+  operators as hints. For PTX, a weak store that another GPU polls is a race: it need not be seen
+  before the launch ends, and it may be torn. NCCL uses `st.volatile` (relaxed at system scope),
+  for which Triton would need inline assembly.
+- The rest is the observed behaviour of compilers and GPUs. The compiler emits a store of 8
+  aligned bytes (16, as a vector) as one instruction, before the polls that follow it. The GPU
+  writes it through its first-level cache to the GPU that owns the memory, in one piece of up to
+  16 bytes. LL needs 8 bytes in one piece. NCCL relies on this too, since PTX treats its v4.u32 as
+  four stores. LL128 needs the 128 bytes that a warp stores at once to arrive in one piece. NCCL
+  assumes this on NVLink only.
 
-Nothing else is ordered by them in their own launch: a receiver that has the flag
-knows nothing of what the sender stored elsewhere. Between launches it is: the end
-of a launch and the beginning of the next are fences, so that what a rank did in
-the launches before its store comes before what the receiver does in the launches
-after its load. On that rests the reuse of slots.
+Flags order nothing else within a launch: a receiver with the flag knows nothing about the
+sender's other stores. Between launches there is an order, because the end of a launch and the
+start of the next are fences. Everything a rank did in launches before its store comes before
+everything the receiver does in launches after its load. The reuse of slots relies on this.
 
-A slot must hold zeros before its first call; flags that are left from two calls
-ago are never the present one's.
+A slot must contain zeros before its first call. Flags left over from two calls ago never equal
+the present flag.
 """
 
 from __future__ import annotations
@@ -46,24 +42,24 @@ import triton.language as tl
 from weft.kernels.gpu.runtime.signals import polls_left, report
 
 WORDS = tl.constexpr(16)
-"""Of 8 bytes in a line of LL128; the last is the flag."""
+"""Words of 8 bytes in a line of LL128; the last is the flag."""
 
 LL_BLOCK, LL128_LINES = 512, 32
-"""Words of 4 bytes, and lines of 120, that a program of LL and LL128 moves at a time."""
+"""Words of 4 bytes (LL) and lines of 120 bytes (LL128) that a program moves at a time."""
 
 
 @triton.jit
 def put_ll(to, words, call, mask):
     """Store 4-byte words at a peer, each with its flag.
 
-    As NCCL's LL primitive `storeLL`, or OpenSHMEM's put_signal of 4 bytes whose signal is beside
-    them: neither is seen without the other, where the top of this file says that it holds.
+    Like NCCL's LL primitive `storeLL`, or OpenSHMEM's put_signal of 4 bytes with an adjacent
+    signal: neither is seen without the other, under the assumptions at the top of this file.
 
     Args:
         to: int64 pointers, of any shape.
-        words: int32, likewise.
-        call: int32, the flag; another one than the slot held before.
-        mask: which of them.
+        words: int32, of the same shape.
+        call: int32, the flag; it must differ from the slot's earlier flags.
+        mask: which words to store.
     """
     flagged = (call.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
     tl.store(to, flagged, mask=mask, cache_modifier=".wt")
@@ -71,16 +67,16 @@ def put_ll(to, words, call, mask):
 
 @triton.jit
 def get_ll(at, call, mask, peers, rank, index):
-    """Wait for words of `put_ll`, all of them, and take them.
+    """Wait for all words of a `put_ll`, and return them.
 
-    As NCCL's `readLL`. What the sender stored elsewhere is not seen by virtue of this.
+    Like NCCL's `readLL`. It does not make the sender's other stores visible.
 
     Args:
         at: int64 pointers [n], to this rank's own memory.
         call: int32, the flag to wait for.
-        mask: which of them; the others are 0.
-        peers: of this rank.
-        rank, index: this one, and the first word's number; to report when it runs out.
+        mask: which words to wait for; the others are 0.
+        peers: Peers.
+        rank, index: this rank, and the first word's number, to report a timeout.
 
     Returns:
         int32 [n].
@@ -103,13 +99,13 @@ def get_ll(at, call, mask, peers, rank, index):
 def put_ll128(to, words, call, mask):
     """Store lines of 15 words of 8 bytes at a peer, each with its flag.
 
-    As NCCL's LL128 `store128`: a line is stored by one instruction of one warp.
+    Like NCCL's LL128 `store128`: one instruction of one warp stores a line.
 
     Args:
         to: int64 pointer; to a multiple of 128 bytes.
-        words: int64 [lines, 16]; the last column is not looked at.
-        call: int32, the flag; another one than the slot held before.
-        mask: bool [lines]; which of them.
+        words: int64 [lines, 16]; the last column is ignored.
+        call: int32, the flag; it must differ from the slot's earlier flags.
+        mask: bool [lines]; which lines to store.
     """
     column = tl.arange(0, WORDS)[None, :]
     line = tl.arange(0, words.shape[0])[:, None]
@@ -124,17 +120,17 @@ def put_ll128(to, words, call, mask):
 
 @triton.jit
 def get_ll128(at, call, mask, peers, rank, index):
-    """Wait for lines of `put_ll128`, all of them, and take them.
+    """Wait for all lines of a `put_ll128`, and return them.
 
     Args:
         at: int64 pointer, to this rank's own memory; to a multiple of 128 bytes.
         call: int32, the flag to wait for.
-        mask: bool [lines]; which of them.
-        peers: of this rank.
-        rank, index: this one, and the first line's number; to report when it runs out.
+        mask: bool [lines]; which lines to wait for.
+        peers: Peers.
+        rank, index: this rank, and the first line's number, to report a timeout.
 
     Returns:
-        int64 [lines, 16], of whose last column nothing is said.
+        int64 [lines, 16]; the last column is undefined.
     """
     column = tl.arange(0, WORDS)[None, :]
     places = at + tl.arange(0, mask.shape[0])[:, None] * WORDS + column
@@ -156,12 +152,12 @@ def get_ll128(at, call, mask, peers, rank, index):
 
 @triton.jit
 def load_words(x, at, numel, WIDE: tl.constexpr):
-    """Words of 4 bytes of an array whose elements have 4 bytes, or 2.
+    """Load words of 4 bytes from an array with elements of 4 or 2 bytes.
 
     Args:
         x: int32 [numel] if WIDE, else int16 [numel].
-        at: int32 [n]; which words. What lies beyond the array is 0.
-        numel: elements.
+        at: int32 [n]; numbers of the words. Words beyond the array are 0.
+        numel: elements in the array.
 
     Returns:
         int32 [n].
@@ -177,13 +173,13 @@ def load_words(x, at, numel, WIDE: tl.constexpr):
 
 @triton.jit
 def store_words(out, at, words, numel, WIDE: tl.constexpr):
-    """What `load_words` loads.
+    """Store what `load_words` loads.
 
     Args:
         out: int32 [numel] if WIDE, else int16 [numel].
-        at: int32 [n]; which words. What lies beyond the array is left out.
+        at: int32 [n]; numbers of the words. Words beyond the array are skipped.
         words: int32 [n].
-        numel: elements.
+        numel: elements in the array.
     """
     if WIDE:
         tl.store(out + at, words, mask=at < numel)

@@ -1,17 +1,16 @@
-"""Stores to all ranks at once, and sums over them, made by the NVLink switch (NVLink SHARP).
+"""Stores to all ranks at once and sums over all ranks, made by the NVLink switch (NVLink SHARP).
 
-A symmetric tensor of a switched NVLink domain of H100s or later has a second
-address, at which all ranks' tensors lie on top of each other: a store goes to
-all of them, and a load returns the sum over them. The switch does the copying
-and adding, so that each number crosses this GPU's links once. PTX calls it
-multimem (ISA 8.1, sm_90); NCCL's NVLS algorithms are made of it.
+On a switched NVLink domain of H100s or later, a symmetric tensor has a second, multicast address.
+There the tensors of all ranks lie on top of each other: a store reaches all of them, and a load
+returns their sum. The switch copies and adds, so each number crosses this GPU's links once. PTX
+calls this multimem (ISA 8.1, sm_90); NCCL's NVLS algorithms use it.
 
-Both move 16 bytes, in which they must be aligned. They are relaxed at system
-scope: stores are seen by another rank after a `notify` that follows them, and
-sums hold what was stored before a signal that was waited for.
+Both operations move 16 bytes and need addresses aligned to 16 bytes. They are relaxed at system
+scope. Another rank sees a store after a `notify` that follows it. A sum contains what was stored
+before a signal that this rank has waited for.
 
-No other instruction may touch a multicast address. check/extern.py says what
-these mean to the interpreter.
+No other instruction may touch a multicast address. interpreter/extern.py defines both operations
+for the interpreter.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ import triton.language as tl
 
 @triton.jit
 def multimem_store(address, a, b, c, d, mask):
-    """Store 16 bytes to all ranks, this one too.
+    """Store 16 bytes to all ranks, including this one.
 
-    As OpenSHMEM's broadcast of 16 bytes without its synchronisation; NCCL's NVLS all-gather.
+    Like OpenSHMEM's broadcast of 16 bytes, without its synchronisation. NCCL: the NVLS all-gather.
 
     Args:
         address: int64 [n], multicast addresses, multiples of 16.
         a, b, c, d: int32 [n]; the 16 bytes.
-        mask: which of them.
+        mask: which of the n to store.
     """
     tl.inline_asm_elementwise(
         """{
@@ -48,14 +47,14 @@ def multimem_store(address, a, b, c, d, mask):
 
 @triton.jit
 def multimem_sum(address, mask, dtype: tl.constexpr):
-    """Sums over all ranks' 16 bytes, added in float32 and rounded once.
+    """Sum 16 bytes over all ranks. Added in float32 and rounded once.
 
-    In an order that the switch chooses: two ranks that ask for one sum may get different bits.
-    NCCL's NVLS reduce-scatter.
+    The switch chooses the order, so two ranks that ask for the same sum may get different bits.
+    NCCL: the NVLS reduce-scatter.
 
     Args:
         address: int64 [n], multicast addresses, multiples of 16.
-        mask: which of them; the others are 0.
+        mask: which of the n to sum; the others are 0.
         dtype: float32, float16 or bfloat16.
 
     Returns:
@@ -111,12 +110,12 @@ def multimem_sum(address, mask, dtype: tl.constexpr):
 
 @triton.jit
 def load_16_bytes(x, at, mask):
-    """Four words of 4 bytes each from x.
+    """Load four words of 4 bytes each.
 
     Args:
         x: int32 pointer.
-        at: int32 [n]; which 16 bytes.
-        mask: which of them; the others are 0.
+        at: int32 [n]; numbers of the 16-byte units.
+        mask: which of the n to load; the others are 0.
 
     Returns:
         four int32 [n].

@@ -1,33 +1,32 @@
 """Signals and puts to ranks beyond NVLink: NVSHMEM's device functions in stock Triton.
 
-The bitcode that NVIDIA ships (symmetric/nvshmem.py finds it) is linked into the
-kernel, which is launched with
+NVIDIA ships these functions as bitcode (symmetric/nvshmem.py finds it). To call them, launch a
+kernel with
 
     kernel[grid](..., extern_libs=link_options())
 
-and whose module NVSHMEM must know before it runs (`register_modules`). Addresses
-are this rank's own, of symmetric memory, sources too: NVSHMEM adds where the
-other rank's is. Signals are uint64 here, which is what NVSHMEM has, and count
-calls as all signals do (signals.py).
+NVSHMEM must know the kernel's module before it runs (`register_modules`). All addresses, sources
+included, are this rank's own addresses of symmetric memory; NVSHMEM translates them to the other
+rank's. Signals are uint64 here, as NVSHMEM requires, and count calls like all signals
+(signals.py).
 
-What is ordered is what OpenSHMEM 1.5 says (sections 9.8 on put-with-signal, 9.10
-on waiting, 9.11 on quiet), and no more:
+The order is that of OpenSHMEM 1.5 (sections 9.8 on put-with-signal, 9.10 on waiting, 9.11 on
+quiet), and no more:
 
-- the data of a `put_signal` is there before its signal is, for a rank that has
-  waited for it with `wait`;
-- puts do not order each other, not even from one program to one rank;
-- its source may be stored to again after a `quiet` of this rank that comes after
-  the put, and not because the other rank has answered.
+- The data of a `put_signal` arrives before its signal, for a rank after its `wait`.
+- Puts do not order each other, not even from one program to one rank.
+- A source may be overwritten only after a `quiet` of this rank, after the put. An answer from the
+  other rank is not enough.
 
-Each function is called by all threads of a program together. Triton passes
-pointers and sizes to them as int64, and void functions are declared to return
-an int32 that nobody reads: LLVM's linker reconciles both with the bitcode.
+All threads of a program call each function together. Triton passes pointers and sizes as int64.
+Void functions are declared with an unused int32 result; LLVM's linker reconciles both with the
+bitcode.
 
-LLVM reads bitcode of its own version and older ones: Triton 3.6 links that of
-NVSHMEM 3.4 and fails to parse that of 3.8, which Triton 3.9 links.
+LLVM reads bitcode of its own version and of older ones. Triton 3.6 links NVSHMEM 3.4's bitcode but
+cannot parse NVSHMEM 3.8's; Triton 3.9 links 3.8.
 
-In the interpreter these functions are what check/network.py makes of them: puts
-that come late, in any order.
+In the interpreter, check/network.py implements these functions: puts arrive late and in any
+order.
 """
 
 from __future__ import annotations
@@ -87,15 +86,15 @@ def _signal_wait_until(signal, compare, value, _semantic=None):
 
 @triton.jit
 def put(to, source, nbytes, rank):
-    """Copy this rank's memory to another rank's; the source may be written again on return.
+    """Copy this rank's memory to another rank. The source may be overwritten when this returns.
 
-    As OpenSHMEM's putmem by a block of threads. The barrier makes what all threads have stored to
-    the source come before the copy. The other rank is not told: see put_signal.
+    Like OpenSHMEM's putmem by a block of threads. The barrier orders all threads' stores to the
+    source before the copy. The other rank is not notified: see put_signal.
 
     Args:
-        to, source: int64, symmetric addresses as this rank sees its own.
+        to, source: int64, symmetric addresses as this rank sees its own memory.
         nbytes: int64.
-        rank: int32, whose memory is written.
+        rank: int32, the rank to write to.
     """
     tl.debug_barrier()
     _put(to, source, nbytes, rank)
@@ -103,15 +102,15 @@ def put(to, source, nbytes, rank):
 
 @triton.jit
 def put_signal(to, source, nbytes, signal, value, rank):
-    """Begin the same, and set a signal of the other rank after the data has come.
+    """Start such a copy, and set a signal of the other rank after the data has arrived.
 
-    As OpenSHMEM's putmem_signal_nbi by a block of threads, with SIGNAL_SET: whoever waits for the
-    value sees the data. The program goes on; the source must stay as it is until a `quiet`.
+    Like OpenSHMEM's putmem_signal_nbi by a block of threads, with SIGNAL_SET: a rank that waits for
+    the value sees the data. The program continues. The source must not change until a `quiet`.
 
     Args:
-        to, source, nbytes, rank: as of put.
-        signal: int64, the symmetric address of a uint64, as this rank sees its own.
-        value: int64, larger than all before.
+        to, source, nbytes, rank: as for put.
+        signal: int64, the symmetric address of a uint64 as this rank sees its own memory.
+        value: int64, larger than all values before.
     """
     tl.debug_barrier()
     _put_signal(to, source, nbytes, signal, value, SIGNAL_SET, rank)
@@ -119,10 +118,10 @@ def put_signal(to, source, nbytes, signal, value, rank):
 
 @triton.jit
 def quiet():
-    """Wait until all that this rank has put is where it goes. Grid: (1,).
+    """Wait until all puts of this rank have arrived. Grid: (1,).
 
-    As OpenSHMEM's quiet. A kernel of its own, launched before those that store to the sources of
-    earlier calls again: inside another one it would wait for the puts of this call, too.
+    Like OpenSHMEM's quiet. Launch it as a kernel of its own, before kernels that overwrite the
+    sources of earlier calls. Inside another kernel it would also wait for this call's puts.
     """
     _quiet()
     tl.debug_barrier()
@@ -130,17 +129,17 @@ def quiet():
 
 @triton.jit
 def wait(signal, value, peers, rank, index):
-    """Wait until one of this rank's own signals has reached a value, a bounded number of polls.
+    """Wait until one of this rank's own signals reaches a value, or the polls run out.
 
-    As OpenSHMEM's signal_wait_until with CMP_GE, which itself would wait for ever: it is called
-    once the value is there, and makes the data before it visible.
+    Like OpenSHMEM's signal_wait_until with CMP_GE, which would wait forever. It is called only when
+    the value is there, to make the data before it visible.
 
     Args:
         signal: int64, address of a uint64.
-        value: int64, to wait for.
-        peers: of this rank.
-        rank: this one.
-        index: the signal's, for the message.
+        value: int64, the value to wait for.
+        peers: Peers.
+        rank: this rank.
+        index: the signal's number, for the message.
     """
     seen = _signal_fetch(signal)
     if seen < value:
@@ -157,17 +156,17 @@ def wait(signal, value, peers, rank, index):
 
 @triton.jit
 def wait_across(
-    addresses,  # int64 [W]; of what the sender stores to, 0 for ranks that NVLink does not reach
+    addresses,  # int64 [W]; where the sender stores, 0 for ranks beyond NVLink
     sender,
     peers,
-    index,  # of the signal that a rank with an address sets
-    across,  # int64 [W]; addresses of int64 signals, set by ranks without one
+    index,  # the signal set by a rank with an address
+    across,  # int64 [W]; addresses of int64 signals, set by ranks without an address
     across_index,
     rank,
     call,
     FAR: tl.constexpr,  # there are ranks without an address
 ):
-    """Wait for a rank of another node, which sends by its address or, without one, by a put."""
+    """Wait for a rank of another node, which sends by address or, without one, by a put."""
     address = tl.load(addresses + sender)
     if FAR:
         signal = tl.load(across + rank) + 8 * across_index
@@ -178,10 +177,10 @@ def wait_across(
 
 
 def link_options() -> dict[str, str] | None:
-    """The launch option `extern_libs` that links the bitcode for the GPU at hand.
+    """Return the launch option `extern_libs` that links the bitcode for the present GPU.
 
     Raises:
-        SymmetricMemoryError: NVSHMEM is not installed, or has no bitcode for it.
+        SymmetricMemoryError: NVSHMEM is not installed, or has no bitcode for this GPU.
     """
     if triton.knobs.runtime.interpret:
         return None
@@ -191,23 +190,23 @@ def link_options() -> dict[str, str] | None:
 
 
 def extern_libs(major: int, minor: int) -> dict[str, str]:
-    """The launch option that links the bitcode for a GPU of this compute capability.
+    """Return the launch option that links the bitcode for a GPU of this compute capability.
 
     Raises:
-        SymmetricMemoryError: NVSHMEM is not installed, or has none for it.
+        SymmetricMemoryError: NVSHMEM is not installed, or has no bitcode for it.
     """
     return {"libnvshmem_device": str(bitcode(major, minor))}
 
 
 STATE = b"nvshmemi_device_state_d"
-"""A global of every module that the bitcode was linked into."""
+"""A global variable of every module that the bitcode is linked into."""
 
 
 @cache
 def register_modules() -> None:
-    """Make Triton tell NVSHMEM of every module with NVSHMEM in it, when it is loaded.
+    """Register with NVSHMEM every module that contains its code, when Triton loads it.
 
-    After NvshmemHome has initialised the library; once a process, however often it is called.
+    Call it after NvshmemHome has initialised the library. Further calls in a process do nothing.
     """
     from nvshmem import bindings
     from triton import knobs

@@ -1,23 +1,20 @@
-"""Signals between ranks, in stock Triton: the words that all overlapped kernels are made of.
+"""Signals between ranks in stock Triton: the vocabulary of all overlapped kernels.
 
-A signal is an int32 in symmetric memory of the rank that waits. The rank that
-sends stores its data first, then the number of the call with release semantics
-at system scope; the other acquires until it sees that number or a later one.
-Numbers only grow, so that nothing is ever reset, and no reset can race with the
-next call.
+A signal is an int32 in the symmetric memory of the rank that waits. The sending rank first
+stores its data, then stores the call's number with release semantics at system scope. The
+waiting rank acquires until it sees that number or a larger one. Numbers only grow, so nothing
+is ever reset, and no reset can race with the next call.
 
-The calls are counted on the device (`begin_call`), so that a captured CUDA
-graph counts on when it is replayed.
+Calls are counted on the device (`begin_call`). A captured CUDA graph therefore keeps counting
+when it is replayed.
 
-Kernels do not specialise the rank. Triton would compile anew for 1 and for
-multiples of 16: three binaries of each, of which a rank tests one.
+Kernels do not specialise the rank. Otherwise Triton would compile three binaries (for 1, for
+multiples of 16, and for the rest), and each rank would test only one of them.
 
-Every wait is bounded, by a number of polls that is the workspace's `max_polls`,
-an argument of the kernel like any other. The first of a rank that runs out
-writes (rank, signal, wanted, seen) to the workspace's `fault`, and all go on,
-with garbage: those that come later do not poll at all, so that one lost signal
-costs one bound and not as many as there are waits. The host reads `fault` where
-it synchronises anyway, and raises there (workspace.py).
+Every wait is bounded by `peers.max_polls` polls. The first wait of a rank that times out writes
+(rank, signal, wanted, seen) to `peers.fault`. All programs then continue with garbage, and later
+waits do not poll at all. One lost signal therefore costs one timeout, however many waits follow.
+The host reads `fault` where it synchronises anyway, and raises there (workspace.py).
 """
 
 from __future__ import annotations
@@ -26,44 +23,44 @@ import triton
 import triton.language as tl
 
 MAX_POLLS = 1 << 28
-"""Of one wait, unless a workspace is told otherwise: minutes on a GPU."""
+"""Default limit of polls for one wait: minutes on a GPU."""
 
 
 @triton.jit
 def begin_call(calls):
-    """Count one call of an op. Launched alone, before its kernels.
+    """Count one call of an op. Launched alone, before the op's kernels.
 
     Args:
-        calls: int32 [1], of this rank.
+        calls: int32 [1], this rank's.
     """
     tl.store(calls, tl.load(calls) + 1)
 
 
 @triton.jit
 def peer_pointer(addresses, rank, dtype: tl.constexpr):
-    """Where a rank's part of a symmetric tensor begins.
+    """Return the start of a rank's part of a symmetric tensor.
 
     Args:
-        addresses: int64 [W], the tensor's.
-        rank: whose.
-        dtype: of its elements.
+        addresses: int64 [W], of the tensor.
+        rank: whose part.
+        dtype: element type.
     """
     return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
 def notify(peers, rank, index, value):
-    """Set a signal of another rank, after everything that this program has stored.
+    """Set a signal of another rank, after everything this program has stored.
 
-    As OpenSHMEM's put_signal with SIGNAL_SET, whose data went before: whoever acquires the value
-    sees the stores. The barrier makes the stores of all warps come before the one thread's
-    release; Triton 3.6 does not put it there by itself.
+    Like OpenSHMEM's put_signal with SIGNAL_SET, after its data: a rank that acquires the value sees
+    the stores. The barrier orders the stores of all warps before the one thread's release; Triton
+    3.6 does not insert it by itself.
 
     Args:
-        peers: of this rank.
-        rank: who is told.
+        peers: Peers.
+        rank: the rank to notify.
         index: which of its signals.
-        value: larger than all before.
+        value: larger than all values before.
     """
     tl.debug_barrier()
     signal = peer_pointer(peers.signals, rank, tl.int32) + index
@@ -72,19 +69,19 @@ def notify(peers, rank, index, value):
 
 @triton.jit
 def polls_left(peers):
-    """How often a wait may poll: not at all once one of this rank has run out."""
-    # Another program may store it just now.
+    """Return how often a wait may poll: 0 after one of this rank's waits has timed out."""
+    # An atomic, because another program may be storing to it.
     first = tl.atomic_add(peers.fault, 0, sem="relaxed", scope="gpu")
     return tl.where(first < 0, peers.max_polls, 0)
 
 
 @triton.jit
 def report(peers, rank, index, wanted, seen):
-    """Say that a wait has run out, unless another one of this rank already has.
+    """Record that a wait timed out, unless this rank has recorded one before.
 
     Args:
-        peers: of this rank.
-        rank, index, wanted, seen: of the signal.
+        peers: Peers.
+        rank, index, wanted, seen: the waiting rank, its signal, and the two values.
     """
     if tl.atomic_cas(peers.fault, -1, rank, sem="relaxed", scope="gpu") == -1:
         tl.store(peers.fault + 1, index)
@@ -94,16 +91,16 @@ def report(peers, rank, index, wanted, seen):
 
 @triton.jit
 def wait(peers, rank, index, value):
-    """Wait until one of this rank's own signals has reached a value.
+    """Wait until one of this rank's own signals reaches a value.
 
-    As OpenSHMEM's signal_wait_until with CMP_GE: what was stored before the signal was set is
-    seen by the loads after this.
+    Like OpenSHMEM's signal_wait_until with CMP_GE: later loads see everything that was stored
+    before the signal was set.
 
     Args:
-        peers: of this rank.
-        rank: this one.
+        peers: Peers.
+        rank: this rank.
         index: which of its signals.
-        value: to wait for.
+        value: the value to wait for.
     """
     signal = peer_pointer(peers.signals, rank, tl.int32) + index
     seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
@@ -114,26 +111,28 @@ def wait(peers, rank, index, value):
             left -= 1
         if seen < value:
             report(peers, rank, index, value, seen)
-    # One thread has acquired; no other may load before it has.
+    # Only one thread acquires. The others must not load before it has.
     tl.debug_barrier()
 
 
 @triton.jit
 def count_off(counters, rank, index, count):
-    """Whether this program is the last of `count` that come here; that one knows what they stored.
+    """Return whether this program is the last of `count` programs to arrive.
 
-    As an atomic with acquire and release semantics, each joins what those before it have stored.
+    The last program sees everything the others stored: an atomic with acquire and release semantics
+    passes on what each program before it has stored.
 
     Args:
-        counters: int64 [W], addresses of the counters: 0 before the first, and after the last.
-        rank: whose.
+        counters: int64 [W], addresses of the counters: 0 before the first program and after the
+            last.
+        rank: whose counter.
         index: which of its counters.
-        count: of all that come.
+        count: number of programs that arrive.
     """
-    tl.debug_barrier()  # all warps have stored
+    tl.debug_barrier()  # after the stores of all warps
     counter = peer_pointer(counters, rank, tl.int32) + index
     before = tl.atomic_add(counter, 1, sem="acq_rel", scope="sys")
-    tl.debug_barrier()  # no warp goes on before
+    tl.debug_barrier()  # before any warp continues
     if before == count - 1:
         tl.store(counter, 0)
     return before == count - 1
@@ -143,7 +142,7 @@ def count_off(counters, rank, index, count):
 def meet(
     peers,  # signals int32 [first + W]
     rank,
-    first,  # of W signals
+    first,  # the first of W signals
     WORLD: tl.constexpr,
 ):
     """Tell all ranks that this one is in this call, and wait until they are. Grid: (1,)."""
@@ -160,5 +159,5 @@ def tell(
     peer,
     index,
 ):
-    """Tell one rank that what was queued before this is there. Grid: (1,)."""
+    """Tell one rank that everything queued before this launch is done. Grid: (1,)."""
     notify(peers, peer, index, tl.load(peers.calls))

@@ -1,21 +1,19 @@
-"""What an overlapped op keeps between its calls: symmetric buffers, signals, a count of calls.
+"""The state of an overlapped op between calls: symmetric buffers, signals, a count of calls.
 
-A workspace is made once, for the largest shape that will come, by all ranks
-together; the home releases its memory. Buffers have two slots, for even and odd
-calls. That is enough, and no rank has to say that it is done reading:
+All ranks create a workspace together, once, for the largest shape to come. The home releases its
+memory. Buffers have two slots, for even and odd calls. Two are enough, and no rank has to
+announce the end of its reading:
 
-    A rank that is in call n + 2 has finished call n + 1, and so has seen the
-    signals that every other rank sent in its call n + 1. A rank sends those
-    after its own call n, reading included. So nobody reads slot n mod 2 any
-    more when call n + 2 writes to it.
+    A rank in call n + 2 has finished call n + 1, so it has seen every other rank's signals of
+    call n + 1. Each rank sent them after its own call n, reading included. So nobody reads slot
+    n mod 2 any more when call n + 2 writes to it.
 
-It holds for every op in which each rank waits for a signal of every other one.
+This holds for every op in which each rank waits for a signal of every other rank.
 
-An op in which one rank does something else than the others would wait for what
-never comes. So ranks compare what they ask for, before anything is launched
-(`agreed`): when a workspace is made, and whenever a call has arguments that the
-workspace has not seen yet. An argument that one rank refuses, or that is not the
-same on all, is then the same error on every one of them.
+If one rank called an op with other arguments than the rest, the others would wait in vain. Ranks
+therefore compare arguments before anything is launched (`agreed`): when they create a workspace,
+and when a call has arguments new to the workspace. If one rank refuses an argument, or the ranks
+differ, all of them raise the same error.
 """
 
 from __future__ import annotations
@@ -50,12 +48,12 @@ TRITON_TYPES = {
 
 
 def triton_type(dtype: torch.dtype) -> tl.dtype:
-    """Triton's name of a torch dtype."""
+    """Return Triton's name for a torch dtype."""
     return TRITON_TYPES[dtype]
 
 
 def require_dtype(check: Require, dtype: torch.dtype) -> None:
-    """Refuse a dtype that kernels do not move."""
+    """Refuse an unsupported dtype."""
     allowed = ", ".join(map(str, TRITON_TYPES))
     check("dtype", dtype, dtype in TRITON_TYPES, f"be one of {allowed}")
 
@@ -67,22 +65,23 @@ def agreed(
     exchange: Callable[[str], list[str]],
     known: set[str] | None = None,
 ) -> Iterator[Require]:
-    """Within, this rank checks its arguments; at the end the ranks compare them. Collective.
+    """Within, check this rank's arguments; at the end, compare them with the other ranks'.
+    Collective.
 
     Args:
-        op: in messages.
-        arguments: by name, that must be the same on all ranks.
-        exchange: this rank's value for those of all ranks.
-        known: arguments that were compared before, and are not again unless they are refused; and
-            not even then if there are none.
+        op: name for messages.
+        arguments: by name; they must be the same on all ranks.
+        exchange: sends this rank's value and returns the values of all ranks.
+        known: arguments compared before. They are compared again only if this rank refuses them,
+            and never if `arguments` is empty.
 
     Yields:
-        what refuses an argument.
+        a function to refuse an argument.
 
     Raises:
-        KernelError: on every rank, if one of them has refused an argument or has another one than
-            the rest: naming op, argument, each rank's value and what is allowed.
-        SymmetricMemoryError: a rank did not come.
+        KernelError: on every rank, if one rank refuses an argument or the ranks differ. Names op,
+            argument, each rank's value and the limit.
+        SymmetricMemoryError: a rank did not take part.
     """
     refusal = None
     try:
@@ -93,7 +92,7 @@ def agreed(
     if known is not None and json.dumps([op, "", mine]) in known:
         if refusal is None:
             return
-        if not mine:  # of what was compared nothing can be new: the others do not come
+        if not mine:  # nothing new to compare: the other ranks do not take part
             raise refusal
     value = json.dumps([op, str(refusal or ""), mine])
     try:
@@ -101,7 +100,7 @@ def agreed(
     except SymmetricMemoryError as error:
         if refusal is None:
             raise
-        raise refusal from error  # the others launch something else, or nothing
+        raise refusal from error  # the other ranks launch something else, or nothing
     if message := _disagreement(op, answers):
         raise KernelError(message) from refusal
     if known is not None:
@@ -109,7 +108,7 @@ def agreed(
 
 
 def _disagreement(op: str, answers: list[tuple[str, str, dict[str, str]]]) -> str:
-    """What is wrong with (op, refusal, arguments) of each rank; nothing if all is well."""
+    """Describe the errors in each rank's (op, refusal, arguments); empty if there are none."""
     refusals = [refusal for _, refusal, _ in answers]
     if refusals[0] and len(set(refusals)) == 1:
         return refusals[0]
@@ -122,7 +121,7 @@ def _disagreement(op: str, answers: list[tuple[str, str, dict[str, str]]]) -> st
     for argument in dict.fromkeys(name for _, _, given in answers for name in given):
         columns[argument] = [
             given.get(argument, "" if refusal else "not given") for _, refusal, given in answers
-        ]  # a rank that refuses one may not have come to the others
+        ]  # a rank that refuses one argument may not have checked the others
     for argument, values in columns.items():
         if len({value for value in values if value}) > 1:
             given = dict.fromkeys(filter(None, values))
@@ -137,26 +136,26 @@ def _ranks(values: list[str], value: str) -> str:
 
 
 class Workspace:
-    """Of one op, on one rank. Made by all ranks together.
+    """The workspace of one op on one rank. All ranks create it together.
 
     Args:
-        home: of this rank.
-        name: of the op; in messages.
-        numel: of one slot of the buffer.
-        dtype: of its elements.
-        num_signals: of this rank.
-        near: the ranks that the op stores to by their addresses; all if None.
+        home: this rank's.
+        name: the op's name, for messages.
+        numel: numbers in one slot of the buffer.
+        dtype: element type of the buffer.
+        num_signals: number of this rank's signals.
+        near: ranks with stores by address; all if None.
 
     Attributes:
-        far: there are ranks without an address (beyond NVLink: symmetric/nvshmem.py).
+        far: some ranks have no address (beyond NVLink: symmetric/nvshmem.py).
         processors, beside, rejoin, compare: the home's.
-        ops: that take it, by name.
-        max_polls: after which a wait gives up; may be set at any time, and holds for the calls
-            after that (a CUDA graph keeps what it was captured with).
-        concurrent: whether launches on two streams run at once, as on a GPU.
+        ops: names of the ops that take this workspace.
+        max_polls: polls until a wait times out. You may set it at any time, for later calls. A
+            captured CUDA graph keeps the value it was captured with.
+        concurrent: whether launches on two streams run at the same time, as on a GPU.
 
     Raises:
-        KernelError: on every rank, if an argument is refused on one or not the same on all.
+        KernelError: on every rank, if one rank refuses an argument or the ranks differ.
     """
 
     def __init__(
@@ -206,14 +205,14 @@ class Workspace:
 
     @contextmanager
     def agreed(self, op: str, arguments: Mapping[str, object]) -> Iterator[None]:
-        """`agreed` of a call's arguments: when they are new to this workspace, or refused.
+        """Compare a call's arguments with the other ranks' if they are new here, or refused.
 
-        A workspace of another op is refused. The arguments are read at the end, so that what
-        depends on an operand may be added within, once the operand is known to be a tensor.
+        Refuses a workspace of another op. Reads the arguments at the end, so you can add an entry
+        for an operand after checking that the operand is a tensor.
 
-        Ranks that have made the same calls so far are all told. What only some have seen before
-        cannot be: those launch, and their waits run out. Nor are arguments compared of calls that
-        only load their kernels, which nobody waits in.
+        If all ranks have made the same calls so far, all of them raise the error. If only some
+        ranks know the arguments, these launch the op, and their waits time out. Calls that only
+        load their kernels compare nothing, because no rank waits in them.
         """
         if is_loading():
             yield
@@ -223,19 +222,19 @@ class Workspace:
             yield
 
     def resident(self, items: int) -> int:
-        """Programs of a persistent kernel that waits, and goes over so many items.
+        """Return the number of programs for a persistent kernel with waits, for `items` items.
 
-        No more than run at once, one on each processor: on a GPU that several ranks share, more
-        of them could keep out the programs of another rank that send what they wait for.
+        It never exceeds the number of programs running at once, one on each processor. On a GPU
+        shared by several ranks, more could keep out another rank's programs with the awaited data.
         """
         return max(1, min(items, self.processors))
 
     def peers(self, buffer: SymmetricTensor | None = None, calls: Tensor | None = None) -> Peers:
-        """The argument `peers` of the op's kernels: see peers.py.
+        """Return the argument `peers` of the op's kernels: see peers.py.
 
         Args:
-            buffer: [SLOTS, ...], that the kernel stores to; the workspace's own if None.
-            calls: int32 [1]; the number of the call, if it is not the present one's.
+            buffer: [SLOTS, ...], where the kernel stores; the workspace's own if None.
+            calls: int32 [1]; the call's number, if it is not the present call's.
         """
         addresses, numel = Slots.of(buffer or self.buffer)
         return Peers(
@@ -248,22 +247,22 @@ class Workspace:
         )
 
     def begin(self) -> None:
-        """Count a call; the op's kernels come next."""
+        """Count a call. The op's kernels come next."""
         signals.begin_call[(1,)](calls=self.calls)
 
     def check(self) -> None:
-        """Synchronise with the device, and raise if a wait has run out since the last check.
+        """Synchronise with the device, and raise if a wait has timed out since the last check.
 
         Raises:
-            KernelError: as of `report`.
+            KernelError: as in `report`.
         """
         self.report(self.fault.tolist())
 
     def report(self, fault: Sequence[int]) -> None:
-        """Raise if `fault`, which `self.fault` was when it was read, says that a wait ran out.
+        """Raise if `fault`, an earlier reading of `self.fault`, reports a timeout.
 
         Raises:
-            KernelError: naming the rank, the signal and what it was.
+            KernelError: names the rank, the signal, and the wanted and seen values.
         """
         rank, index, wanted, seen = fault
         if rank >= 0:
@@ -274,11 +273,11 @@ class Workspace:
             )
 
     def require_tensor(self, argument: str, tensor: Tensor) -> None:
-        """Refuse what is no tensor of the workspace's dtype and device, or not contiguous."""
+        """Refuse anything but a contiguous tensor of the workspace's dtype and device."""
         require_tensor(self.require, argument, tensor, None, self.device, self.dtype)
 
     def require_room(self, argument: str, numel: int) -> None:
-        """Refuse what is larger than a slot of the buffer."""
+        """Refuse more numbers than a slot of the buffer holds."""
         self.require(
             f"what {argument} needs of the workspace",
             f"{numel} numbers",
@@ -287,7 +286,7 @@ class Workspace:
         )
 
     def require_signals(self, count: int) -> None:
-        """Refuse what takes more signals than there are."""
+        """Refuse a call with more signals than the workspace has."""
         self.require(
             "what this call needs of the workspace",
             f"{count} signals",
@@ -296,11 +295,11 @@ class Workspace:
         )
 
     def require_programs(self, programs: int, available: int, why: str) -> None:
-        """Refuse more programs that wait than can run at once, where launches run at once."""
+        """Refuse more waiting programs than can run at once, if launches run at the same time."""
         most = available if self.concurrent else max(programs, 0)
         must = f"be from 1 to {available}, or 0 for as many: {why}"
         self.require("programs", programs, 0 <= programs <= most, must)
 
     def require(self, argument: str, value: object, allowed: bool, must: str) -> None:
-        """`require` of this op."""
+        """Refuse an argument in the name of this op."""
         require(self.name, argument, value, allowed, must)

@@ -1,18 +1,19 @@
-"""What an overlapped op costs, before anything has run: a roofline of compute, links and launches.
+"""The predicted cost of an overlapped op: a roofline of compute, links and launches.
 
     tiles        the product takes waves of tiles, a tile takes steps of BLOCK_K; a step takes the
-                 longest of its arithmetic, its loads, and the memory's latency over the stages
-                 that hide it, and a little to go round
-    link         the bytes that a rank receives (or sends, whichever is more) over its link, times
-                 what the method adds to them, and its signals' latency
-    overlap      the longer of the two, and what cannot be hidden: an all-gather's last shard is
-                 multiplied after it has come, a reduce-scatter's first tile is made before any goes
+                 maximum of its arithmetic, its loads, and the memory latency divided by the stages
+                 that hide it, plus a small loop overhead
+    link         the bytes that a rank receives (or sends, if more) over its link, times the
+                 method's overhead, plus its signals' latency
+    overlap      the longer of the two, plus work that cannot be hidden: an all-gather multiplies
+                 the last shard after it has arrived; a reduce-scatter computes the first tile
+                 before any tile leaves
 
-The costs of collectives are those of "How to Scale Your Model" (Austin et al. 2025, part 3):
-an all-gather or reduce-scatter moves the whole array once over the link, an all-reduce twice,
-whatever the number of ranks; below a hop's latency they cost that latency. The model orders
-candidates for tuning (tune.py), and picks where nothing was tuned. It knows no contention
-between communication and compute, and no power limit.
+The costs of collectives are those of "How to Scale Your Model" (Austin et al. 2025, part 3): an
+all-gather or reduce-scatter moves the whole array once over the link, an all-reduce twice, for any
+number of ranks. Below a hop's latency they cost that latency. The model orders candidates for
+tuning (search.py) and chooses where nothing was tuned. It ignores contention between communication
+and compute, and power limits.
 """
 
 from __future__ import annotations
@@ -35,16 +36,15 @@ DTYPES = {
 
 
 class Config(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
-    """How an op is run. Equal on all ranks.
+    """The configuration of an op. Equal on all ranks.
 
     Attributes:
-        method: by which data travels; of `METHODS`.
-        block_m, block_n, block_k: of a tile; 0 in ops without a product. Attention has no block_k;
-            moe_dispatch has a block_m, the tokens that have a signal of their own.
-        stages, warps: of the kernel that multiplies; 0 likewise.
-        senders: programs that do nothing but send, in ops that have such; 0 for as many as the op
-            takes by itself.
-        splits: programs that share the keys of a tile, in attention that decodes; 0 elsewhere.
+        method: the way data travels; from `METHODS`.
+        block_m, block_n, block_k: sides of a tile; 0 in ops without a product. Attention has no
+            block_k. For moe_dispatch, block_m is the number of tokens per signal.
+        stages, warps: for compiling the kernel that multiplies; 0 in ops without a product.
+        senders: programs that only send, in ops that have them; 0 for the op's own choice.
+        splits: programs that share the keys of a tile, in decode attention; 0 elsewhere.
     """
 
     method: str
@@ -79,14 +79,14 @@ class Problem:
         rows: M of all ranks together, as they are multiplied.
         n, k: of the weight on one rank; for ops without a product n is the width of a row, k is 0.
         dtype: of the operands, by its torch name.
-        groups: of rows, each with a weight of its own: experts, or KV heads.
-        top_k: how often the same row is multiplied, by weights of different groups; query heads
-            that share a KV head.
+        groups: number of groups of rows with their own weights: experts, or KV heads.
+        top_k: how often a row is multiplied, by weights of different groups; or query heads that
+            share a KV head.
 
-    Of attention, rows are the queries of the longest request, or of all requests if they decode, or
-    of all ranks (sequence_parallel_attention); n are the keys of the longest one; k is the size of
-    a head, or of a latent (mla_decode_attention: `latent_rank`); dtype is the cache's. Of
-    moe_dispatch, rows are a token for each of its experts.
+    For attention, rows are the queries of the longest request, of all requests if they decode, or
+    of all ranks (sequence_parallel_attention); n is the number of keys of the longest request; k is
+    the size of a head, or of a latent (mla_decode_attention: `latent_rank`); dtype is the cache's.
+    For moe_dispatch, each token counts as one row per expert.
     """
 
     op: str
@@ -128,8 +128,8 @@ class Problem:
 
     @property
     def payload(self) -> int:
-        """Bytes of the whole array that is gathered or reduced; those that come to a rank in
-        moe_dispatch, at most.
+        """The bytes of the whole array that is gathered or reduced; in moe_dispatch the maximum
+        that a rank receives.
         """
         if PAYLOADS[self.op] == "nothing":
             return 0
@@ -142,7 +142,7 @@ class Problem:
 
     @property
     def parts(self) -> int:
-        """How many of the rows begin a tile of their own: one of each rank, or of each group."""
+        """The number of parts of the rows that begin a new tile: one per rank, or per group."""
         if "grouped" in self.op:
             return self.groups
         return 1 if self.op == "matmul_all_reduce" else self.world_size
@@ -164,22 +164,22 @@ PAYLOADS = {
     "mla_decode_attention": "nothing",
     "sequence_parallel_attention": "input",
 }
-"""Of each op, whether its product's input or its output travels; the output is all without one."""
+"""Whether each op's product sends its input or its output; the output in ops without a product."""
 
 SENDING = (
     *("all_gather_matmul", "all_gather_grouped_matmul", "grouped_matmul_reduce_scatter"),
     "sequence_parallel_attention",
 )
-"""Ops with programs that do nothing but send."""
+"""Ops with programs that only send."""
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """What a way to communicate costs.
+    """The cost of a way to communicate.
 
     Attributes:
         factor: bytes on the link for each byte of data.
-        hops: latencies, one after the other.
+        hops: consecutive latencies.
         on_processors: programs of the GPU move the data.
     """
 
@@ -190,9 +190,9 @@ class Method:
 
 METHODS = {
     "push": Method(hops=2),  # the data, then its signal
-    "pull": Method(hops=3),  # the signal that it is there, the request, the data
+    "pull": Method(hops=3),  # the announcement, the request, the data
     "copy_engine": Method(hops=2, on_processors=False),
-    "ll": Method(factor=2.0),  # 4 bytes of data and 4 of flag in a store (NCCL's LL)
+    "ll": Method(factor=2.0),  # 4 bytes of data and 4 of flag per store (NCCL's LL)
     "ll128": Method(factor=128 / 120),  # 8 bytes of flag in 128 (NCCL's LL128)
     "multimem": Method(hops=2),
     "one_shot": Method(hops=2),
@@ -200,21 +200,21 @@ METHODS = {
     "local": Method(factor=0.0, hops=0),  # within one rank
 }
 ONE_SHOT = ("one_shot", "ll")
-"""Of an all-reduce: every rank gets everything of every other one."""
+"""All-reduce methods in which every rank receives all data of every other rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Figures of one GPU, in bytes, seconds and operations a second.
+    """Figures of one GPU, in bytes, seconds and operations per second.
 
     Attributes:
-        name: a part of what the driver calls it.
-        target: of aot.py, that is compiled for.
+        name: part of the driver's name for it.
+        target: the target of check/aot.py.
         flops: dense, with 2-byte operands.
         memory, l2: bandwidth.
-        link: bandwidth to the other GPUs of the node, one way.
+        link: bandwidth to the other GPUs of the node, in one direction.
         processors: SMs or CUs.
-        shared: bytes of shared memory that one program can have.
+        shared: maximum bytes of shared memory for one program.
     """
 
     name: str
@@ -241,24 +241,24 @@ DEVICES = (
 UNKNOWN = DEVICES[1]
 
 HOP = 1e-6  # "How to Scale Your Model", part 3: about 1 us a hop, on ICI and NVLink alike
-LAUNCH = 4e-6  # of a kernel or a copy that follows another; assumed
-MEMORY_LATENCY = 0.7e-6  # of a load that misses L2; assumed
-STEP = 20e-9  # of a step along K besides its arithmetic: a barrier, addresses, a branch; assumed
+LAUNCH = 4e-6  # for a kernel or a copy that follows another; assumed
+MEMORY_LATENCY = 0.7e-6  # for a load that misses L2; assumed
+STEP = 20e-9  # overhead of a step along K: a barrier, addresses, a branch; assumed
 SATURATING_SENDERS = 16  # programs that fill a link; assumed (DeepEP gives 20 to all traffic)
 
 
 def device_named(name: str) -> Device:
-    """The figures of a GPU by what its driver calls it; an H100's for one that is not listed."""
+    """Return the figures of a GPU by its driver's name; an H100's for an unknown GPU."""
     return next((device for device in DEVICES if device.name in name), UNKNOWN)
 
 
 def device_for(target: str) -> Device:
-    """The figures of the first GPU that a target of aot.py is."""
+    """Return the figures of the first GPU with this target of check/aot.py."""
     return next(device for device in DEVICES if device.target == target)
 
 
 def link_time(problem: Problem, config: Config, device: Device) -> float:
-    """Seconds until all data has come, if nothing else ran."""
+    """Return the seconds until all data has arrived, if nothing else ran."""
     size, method = problem.world_size, METHODS[config.method]
     if size == 1 or not problem.payload:
         return 0.0
@@ -278,7 +278,7 @@ def link_time(problem: Problem, config: Config, device: Device) -> float:
 
 
 def compute_time(problem: Problem, config: Config, device: Device) -> float:
-    """Seconds of the product alone, on the processors that communication leaves."""
+    """Return the seconds of the product alone, on the processors that communication leaves."""
     if not problem.multiplies:
         return 0.0
     rows = -(-problem.rows // problem.parts)
@@ -299,7 +299,9 @@ def compute_time(problem: Problem, config: Config, device: Device) -> float:
 
 
 def attention_time(problem: Problem, config: Config, device: Device) -> float:
-    """Seconds of attention, with the steps of a product: a block of keys is one of BLOCK_K."""
+    """Return the seconds of attention, with a product's steps: a block of keys counts as one
+    BLOCK_K.
+    """
     of_rank = -(-problem.rows // problem.world_size) if problem.payload else problem.rows
     requests, queries = (problem.rows, 1) if problem.decodes else (1, of_rank)
     splits, width = max(1, config.splits), 1 << (problem.k - 1).bit_length()
@@ -315,17 +317,17 @@ def attention_time(problem: Problem, config: Config, device: Device) -> float:
     loads = 1 if problem.op == "mla_decode_attention" else 2  # latents are keys and values
     read = loads * requests * problem.groups * problem.n * problem.k * problem.itemsize
     total = max(-(-tiles // processors) * tile, read / device.memory)
-    if splits > 1:  # parts in float32 are written, and read to be merged
+    if splits > 1:  # writes float32 parts, and reads them for the merge
         parts = problem.rows * problem.groups * problem.top_k * problem.k * splits
         total += LAUNCH + 2 * 4 * parts / device.memory
     return total
 
 
 def exchange_time(problem: Problem, config: Config, device: Device) -> float:
-    """Seconds that sending tokens and placing them takes, in chunks of block_m tokens.
+    """Return the seconds for sending and placing tokens, in chunks of block_m tokens.
 
-    Before it places a chunk, a program reads how many tokens of each chunk are for each expert: of
-    many small chunks it reads more, and of few large ones there are not enough for all processors.
+    Before it places a chunk, a program reads each chunk's number of tokens for each expert. With
+    many small chunks it reads more. With few large ones there are not enough for all processors.
     """
     tokens = -(-problem.rows // (problem.top_k * problem.world_size))
     chunks = problem.world_size * -(-tokens // config.block_m)
@@ -338,7 +340,7 @@ def exchange_time(problem: Problem, config: Config, device: Device) -> float:
 
 
 def cost(problem: Problem, config: Config, device: Device) -> float:
-    """Seconds that one call takes."""
+    """Return the seconds of one call."""
     link = link_time(problem, config, device)
     if problem.attends:
         alone = attention_time(problem, config, device)
@@ -352,12 +354,12 @@ def cost(problem: Problem, config: Config, device: Device) -> float:
     elif problem.op.endswith("matmul_reduce_scatter"):
         total = max(compute, compute / size + link)
     elif problem.op == "matmul_all_reduce":
-        total = compute + link  # few rows: the tiles are done at about the same time
+        total = compute + link  # few rows: the tiles finish at about the same time
     else:
         total = link + compute  # of which it has one
-    if problem.op == "grouped_matmul_reduce_scatter":  # the rows are written, and read to be added
+    if problem.op == "grouped_matmul_reduce_scatter":  # writes the rows, and reads them for the sum
         total += 2 * problem.rows * problem.n * problem.itemsize / device.memory
-    if "reduce" in problem.op:  # the parts are read, and their sum is written
+    if "reduce" in problem.op:  # reads the parts, and writes their sum
         parts = size if problem.op.endswith("all_reduce") and config.method in ONE_SHOT else 1
         total += problem.payload * parts * (1 + 1 / size) / device.memory
     return total + 3 * LAUNCH
@@ -372,36 +374,36 @@ STAGES = (2, 3, 4, 5)
 WARPS = (4, 8)
 SENDERS = (0, 8, 16, 32)
 MAX_ACCUMULATORS = 128
-"""Numbers of the result that one thread keeps in registers; more would spill."""
+"""Maximum numbers of the result that one thread keeps in registers; more would spill."""
 FEW_ACCUMULATORS = 64
-"""With which blocks of K may have more than 128 bytes to a row; with more they, too, spill."""
+"""Maximum number with which blocks of K may exceed 128 bytes per row; more would spill too."""
 APART = ("all_gather_grouped_matmul", "grouped_matmul_reduce_scatter")
-"""Ops that multiply rows which lie apart: the addresses of each take registers, too."""
+"""Ops that multiply rows which are apart: the address of each row takes registers too."""
 
 ATTENTION_M, ATTENTION_N = (16, 64, 128), (16, 32, 64, 128)
 ATTENTION_STAGES = (1, 2, 3, 4)
 SPLITS = (1, 2, 4, 8, 16, 32, 64)
 ATTENTION_ACCUMULATORS = 96
-"""Sums and scores that one thread of attention keeps in registers."""
+"""Maximum sums and scores that one thread of attention keeps in registers."""
 FEW_ATTENTION_ACCUMULATORS = 80
-"""The same where tokens of several ranks are counted beside them (`choose_part_tile`)."""
+"""The same if tokens of several ranks are counted beside them (`choose_part_tile`)."""
 ATTENTION_BLOCK = 8192
-"""Numbers of a block of keys that AMD's GPUs have registers for, beside 64 rows or more."""
+"""Maximum numbers in a block of keys for AMD's registers, beside 64 rows or more."""
 
 CHUNKS = (4, 8, 16, 32)
-"""Tokens of moe_dispatch that have a signal of their own."""
+"""Tokens of moe_dispatch per signal."""
 MAX_CHOICES = 512
-"""Experts of a chunk's tokens, whose slots a program keeps in registers."""
+"""Maximum choices of a chunk's tokens, whose slots a program keeps in registers."""
 
 
 def space(problem: Problem, device: Device, methods: Sequence[str]) -> list[Config]:
-    """Every configuration that fits the device, the cheapest first; the order is total.
+    """Return every configuration that fits the device, the cheapest first; the order is total.
 
-    Those that cost the same come in the order of how far they are from what suits most products:
-    8 warps for tiles of 128 rows or more and 4 for others, 3 blocks of K in shared memory.
+    Equal costs are ordered by their distance from what suits most products: 8 warps for tiles of
+    128 rows or more and 4 for others, 3 blocks of K in shared memory.
 
     Args:
-        methods: that the op has, of `METHODS`.
+        methods: the op's methods, from `METHODS`.
 
     Raises:
         KernelError: a method is unknown, or nothing fits.
@@ -426,7 +428,7 @@ def space(problem: Problem, device: Device, methods: Sequence[str]) -> list[Conf
     ]
     if not configs:
         raise KernelError(f"{problem.op}: no tile fits {device.shared} bytes of shared memory")
-    usual_stages = 2 if device.target.startswith("gfx") else 3  # of two, AMD's next one: registers
+    usual_stages = 2 if device.target.startswith("gfx") else 3  # AMD keeps the next in registers
 
     def order(config: Config) -> tuple[float, bool, int, Config]:
         unusual = config.warps != (8 if config.block_m >= 128 else 4)
@@ -437,7 +439,9 @@ def space(problem: Problem, device: Device, methods: Sequence[str]) -> list[Conf
 
 
 def _tiles(problem: Problem, device: Device) -> list[tuple[int, int, int, int, int]]:
-    """block_m, block_n, block_k, stages and warps that fit, none much larger than the problem."""
+    """Return fitting block_m, block_n, block_k, stages and warps, none much larger than the
+    problem.
+    """
     most_m = max(16, 2 * -(-problem.rows // problem.parts) - 1)
     return [
         (m, n, k, stages, warps)
@@ -454,7 +458,9 @@ def _tiles(problem: Problem, device: Device) -> list[tuple[int, int, int, int, i
 def _has_registers(
     problem: Problem, device: Device, accumulators: float, m: int, k: int, stages: int
 ) -> bool:
-    """Whether nothing spills, as was found by compiling them all (`weft check aot --all`)."""
+    """Return whether nothing spills, according to a compilation of all tiles (`weft check aot
+    --all`).
+    """
     if problem.op in APART:
         row = k * max(2, problem.itemsize)
         narrow = k == min(BLOCKS_K) or row <= (128 if m >= 64 else 64)
@@ -465,7 +471,7 @@ def _has_registers(
 
 
 def _attention_tiles(problem: Problem, device: Device) -> list[tuple[int, int, int, int, int]]:
-    """The same of attention, whose block_k is 0."""
+    """Return the same for attention, whose block_k is 0."""
     if problem.op == "mla_decode_attention":
         return _latent_tiles(problem, device)
     queries = 1 if problem.decodes else problem.rows
@@ -491,7 +497,9 @@ def _attention_tiles(problem: Problem, device: Device) -> list[tuple[int, int, i
 
 
 def _latent_tiles(problem: Problem, device: Device) -> list[tuple[int, int, int, int, int]]:
-    """Of latents: those that leave registers for R sums of a row, as `choose_latent_tile`."""
+    """Return the same for latents, with registers left for R sums of a row, like
+    `choose_latent_tile`.
+    """
     amd, cast = device.target.startswith("gfx"), problem.itemsize == 1
     most = 256 if amd and problem.itemsize == 4 else 512
     wide = latent_rank(problem.k) * max(1, problem.itemsize // 2) > most
@@ -510,12 +518,12 @@ def _latent_tiles(problem: Problem, device: Device) -> list[tuple[int, int, int,
 
 
 def latent_rank(k: int) -> int:
-    """R of a latent with R + P numbers: the power of two that is not above it, at most 512."""
+    """Return R for a latent of k = R + P numbers: the largest power of two up to k, at most 512."""
     return min(512, 1 << (k.bit_length() - 1))
 
 
 def _splits(problem: Problem) -> list[int]:
-    """With at least 64 keys each."""
+    """Return numbers of splits with at least 64 keys each."""
     return [splits for splits in SPLITS if splits == 1 or splits * 64 <= problem.n]
 
 

@@ -1,15 +1,15 @@
-"""Where products of few rows, which all ranks have, become slower than those of split rows.
+"""The row count above which replicated products become slower than products of split rows.
 
-A pair of products is done in one of two ways (models/torch/overlapped.py):
+A pair of products runs in one of two ways (models/torch/overlapped.py):
 
     few     matmul               all rows, own columns
             matmul_all_reduce    own rows of the weight, sums on all ranks
     many    all_gather_matmul
             matmul_reduce_scatter
 
-The file of tuned configurations has the time of each of the overlapped ops, and of a product
-alone as that of all_gather_matmul in a world of one rank. What stands between products,
-norms above all, is done W times in the first way; that is not counted.
+The tuning file has each overlapped op's time. A product alone is recorded as all_gather_matmul in a
+world with one rank. Operations between products, mainly norms, run W times in the first way; this
+is not counted.
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ def few_rows(
     dtype: torch.dtype,
     path: Path | None = None,
 ) -> int | None:
-    """Up to how many rows the first way is faster, by the first rank's file. Collective.
+    """Return the maximum number of rows for which the first way is faster, by rank 0's file.
+    Collective.
 
     Args:
-        home: of the ranks.
-        begins: products of all rows with own columns, all that a layer has.
-        ends: those that are summed over the ranks.
+        home: this rank's.
+        begins: a layer's products with all rows and own columns.
+        ends: a layer's products with a sum over the ranks.
         dtype: of the operands.
         path: of the file; tuned.default_path() if None.
 
     Returns:
-        At least 1; None where no number of rows has been tuned for all of them.
+        At least 1; None if no number of rows was tuned for all products.
 
     Raises:
-        TuningError: the first rank's file is damaged; on all ranks.
+        TuningError: rank 0's file is damaged; raised on all ranks.
     """
 
     def look() -> str:
@@ -75,7 +76,7 @@ def _few_rows(
     size = home.world_size
 
     def microseconds(op: str, world_size: int, rows: int, products: Sequence[Product]) -> float:
-        """Of all of them; KeyError if one was not tuned."""
+        """Return the time of all of them; KeyError if one was not tuned."""
         problems = (Problem(op, world_size, rows, n, k, dtype) for n, k in products)
         keys = (tuned.key_of(problem, home.device_name) for problem in problems)
         return sum(table[key].microseconds for key in keys)

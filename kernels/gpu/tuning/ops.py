@@ -1,14 +1,13 @@
-"""The ops as tuning calls them: workspaces and operands for one problem, and calls of it.
+"""The ops as tuning calls them: workspaces, operands and calls for one problem.
 
     tune_op(home, Problem("all_gather_matmul", 8, rows=8192, n=7168, k=8192))
 
-Operands are random: a GPU multiplies zeros faster. A product has one workspace,
-made for the smallest tile that is tried; moe_dispatch has one for each chunk, and a
-collective for each of its methods, for those that the home lacks (multicast) are
-refused when it is made.
+Operands are random, because a GPU multiplies zeros faster. A product has one workspace, made for
+the smallest candidate tile. moe_dispatch has one for each chunk size. A collective has one for each
+of its methods, because a method that the home lacks (multicast) is refused at creation.
 
-Not handled: epilogues, several weights, and methods between nodes. What is
-tuned for one weight as wide as all together serves for several.
+Not handled: epilogues, several weights, and methods between nodes. The result for one weight serves
+several weights of the same total width.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ METHODS = {
     "mla_decode_attention": ("local",),
     "sequence_parallel_attention": ("push",),
 }
-"""Of each op, within a node."""
+"""Each op's methods within a node."""
 
 COLLECTIVES: dict[str, tuple[Callable[..., Tensor], Callable[..., Workspace]]] = {
     "all_gather": (all_gather, all_gather_workspace),
@@ -91,18 +90,18 @@ PAGE = 16
 
 
 def tune_op(home: Home, problem: Problem, **options: Any) -> list[Measured]:
-    """`tune.tune` of a problem's op, with its options. Collective.
+    """Call `search.tune` for a problem's op, with its options. Collective.
 
     Raises:
         KernelError: the rows do not divide among the ranks.
-        TuningError: as `tune.tune`.
+        TuningError: as in `search.tune`.
     """
     methods, prepare = prepare_op(home, problem)
     return tune(home, problem, methods, prepare, **options)
 
 
 def prepare_op(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
-    """The methods that the op has on this home, and what makes calls of it. Collective."""
+    """Return the op's methods on this home, and a function that makes calls of it. Collective."""
     size, rows = home.world_size, problem.rows
     top_k = 1 if problem.attends else problem.top_k
     if problem.attends and not problem.payload:
@@ -163,7 +162,7 @@ def _prepare_product(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
 
 
 def _prepare_groups(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
-    """Tokens go to any experts, equally likely, the same on all ranks."""
+    """Prepare a product with experts: each is equally likely for a token, the same on all ranks."""
     size, rows, experts, top_k = home.world_size, problem.rows, problem.groups, problem.top_k
     w = _random(home, problem, experts * problem.k, problem.n).view(experts, problem.k, problem.n)
     numbers = torch.Generator().manual_seed(rows)
@@ -198,7 +197,7 @@ def _prepare_groups(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
 
 
 def _prepare_exchange(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
-    """moe_dispatch and moe_combine, one after the other; tokens go to any experts, as above."""
+    """Prepare moe_dispatch followed by moe_combine; each expert is equally likely for a token."""
     size, experts, top_k = home.world_size, problem.groups, problem.top_k
     tokens, dtype = problem.rows // size // top_k, DTYPES[problem.dtype]
     numbers = torch.Generator().manual_seed(home.rank)
@@ -221,9 +220,10 @@ def _prepare_exchange(home: Home, problem: Problem) -> tuple[list[str], Prepare]
 
 
 def _prepare_attention(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
-    """As many requests that decode as there are rows, or the prefill of one; of problem.n tokens.
+    """Prepare as many decoding requests as there are rows, or the prefill of one, with problem.n
+    tokens.
 
-    Each rank is alone. The cache's blocks lie in no order.
+    Each rank runs alone. The cache's blocks are in random order.
     """
     requests, queries = (problem.rows, 1) if problem.decodes else (1, problem.rows)
     context = max(problem.n, queries)
@@ -257,7 +257,7 @@ def _prepare_attention(home: Home, problem: Problem) -> tuple[list[str], Prepare
 
 
 def _prepare_sequence(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
-    """One sequence of all ranks; by zigzag, where their parts are even."""
+    """Prepare one sequence over all ranks; zigzag if their parts are even."""
     tokens, dtype = problem.rows // home.world_size, DTYPES[problem.dtype]
     kv = (tokens, problem.groups, problem.k)
     k, v = (torch.randn(kv, device=home.device).to(dtype) for _ in range(2))

@@ -1,24 +1,24 @@
-"""Whole-op tuning: an overlapped op is timed as one thing, on all ranks together.
+"""Whole-op tuning: an overlapped op is timed as a whole, on all ranks together.
 
-Timing its kernels alone would choose the wrong ones: the product that is
-fastest by itself leaves no processors to those that send. So one measurement is
-a call of the op on all ranks, and its time is the slowest rank's.
+Timing its kernels alone would select the wrong ones: the product that is fastest by itself leaves
+no processors to the senders. So one measurement is a call of the op on all ranks, and its time is
+the slowest rank's.
 
     1. every rank orders the same candidates by the cost model (costs.py)
-    2. each candidate is called once without being timed, on all ranks: kernels
-       are compiled and loaded; one that a rank cannot compile is dropped by all
-    3. repetition by repetition, all ranks meet, call the next candidate, and
-       time the calls; a machine that slows down for a while touches all alike
-    4. the times of all ranks are exchanged, so all choose the same winner; the
-       variations of stages, warps, senders and splits around it are timed alike
-    5. the first rank writes the winner down (tuned.py)
+    2. each candidate is called once without timing, on all ranks: this compiles and loads its
+       kernels; if one rank cannot compile a candidate, all ranks drop it
+    3. in each repetition all ranks meet, call the next candidate, and time the calls; a temporary
+       slowdown affects all candidates alike
+    4. ranks exchange their times, so all choose the same winner; variations of stages, warps,
+       senders and splits around it are timed alike
+    5. the first rank records the winner (table.py)
 
-Ranks come from a meeting on the host at different times. So the op is called
-once before the clock starts: each rank of it waits for all others, which lines
-them up on their devices far better than the host can.
+Ranks leave a meeting on the host at different times. So the op is called once before the clock
+starts. In that call each rank waits for all others, which aligns their devices far better than the
+host can.
 
-A `Choice` answers what to run: what was tuned, else what the cost model prefers.
-The ops ask it where their caller does not say; those without a workspace, one that they are given.
+A `Choice` selects the configuration to run: the tuned one, or else the cost model's. Ops use it for
+options that their caller leaves open; ops without a workspace take one as an argument.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ from weft.kernels.gpu.tuning.table import Entry, TuningError
 from weft.kernels.symmetric.memory import Home
 
 Prepare = Callable[[Config], Call]
-"""Config -> one call of the op with it, on this rank. Allocates nothing for each config that is
-symmetric: one workspace, made for the smallest tile, serves all."""
+"""Config -> one call of the op with it, on this rank. No config allocates symmetric memory of its
+own: one workspace, made for the smallest tile, serves all.
+"""
 
 PRODUCT_METHODS = {
     "all_gather_matmul": ("push",),
@@ -57,17 +58,17 @@ PRODUCT_METHODS = {
     "all_gather_grouped_matmul": ("push",),
     "grouped_matmul_reduce_scatter": ("push",),
 }
-"""Of each op that multiplies."""
+"""The methods of each op that multiplies."""
 
 CANDIDATES = 16
 REPETITIONS = 7
 CALLS = 5
-"""Between two looks at the clock."""
+"""Calls between two readings of the clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A candidate's time in each repetition, in seconds, on the rank that was slowest in it."""
+    """A candidate's time in each repetition, in seconds, on the slowest rank."""
 
     config: Config
     times: tuple[float, ...]
@@ -78,7 +79,7 @@ class Measured:
 
 
 def options_of(problem: Problem, config: Config) -> dict[str, Any]:
-    """A configuration as the keyword arguments of the problem's op; or, of moe_dispatch, of its
+    """Turn a configuration into keyword arguments of the problem's op; for moe_dispatch, of its
     workspace.
     """
     if problem.op == "moe_dispatch":
@@ -106,23 +107,23 @@ def tune(
     repetitions: int = REPETITIONS,
     calls: int = CALLS,
 ) -> list[Measured]:
-    """Find the fastest configuration, and write it down. Collective.
+    """Find the fastest configuration, and record it. Collective.
 
     Args:
-        methods: that the op has.
-        prepare: makes calls; a configuration that it raises a KernelError for, or that does not
-            compile, is dropped.
+        methods: the op's methods.
+        prepare: makes calls; a configuration is dropped if it raises a KernelError or does not
+            compile.
         path: of the file; tuned.default_path() if None. The first rank's is written.
-        clock: of events on a GPU, else of the host, if None.
-        candidates: of the first round, each with another method or tile.
-        repetitions: of each round.
+        clock: if None, events on a GPU, otherwise the host's clock.
+        candidates: in the first round, each with another method or tile.
+        repetitions: in each round.
         calls: for one time.
 
     Returns:
-        What was measured in the last round, the fastest first; equal on all ranks.
+        The measurements of the last round, the fastest first; equal on all ranks.
 
     Raises:
-        TuningError: no candidate runs, or the file cannot be written; on all ranks.
+        TuningError: no candidate runs, or the file cannot be written; raised on all ranks.
     """
     if home.world_size != problem.world_size:
         raise TuningError(
@@ -158,7 +159,7 @@ def measure(
     """Time configurations on all ranks in lock step; the fastest first. Collective.
 
     Raises:
-        TuningError: none of them runs; with the first one's reason.
+        TuningError: no configuration runs; gives the first one's reason.
     """
     ready = _prepare_all(home, configs, prepare)
     times: list[list[float]] = [[] for _ in ready]
@@ -176,20 +177,21 @@ def measure(
 
 
 class Choice:
-    """What an op runs where its caller does not say: what was tuned, else what the model prefers.
+    """Selects an op's configuration where its caller does not: the tuned one, or else the model's
+    choice.
 
-    Made by all ranks together, with the op's workspace: the first rank's file counts for all, so
-    that ranks with different files still run the same. What it answers depends on nothing else
-    but its arguments, is looked up once, and then kept: a call costs two looks into dictionaries.
+    All ranks create it together, with the op's workspace. All use the first rank's file, so ranks
+    with different files still agree. The answer depends only on the arguments and is cached: a call
+    costs two dictionary lookups.
 
     Args:
-        home: of this rank.
+        home: this rank's.
         op: a key of `costs.PAYLOADS`.
         block_m, block_n: the smallest sides of a tile that the workspace has signals for.
         path: of the file; tuned.default_path() if None.
 
     Raises:
-        TuningError: the first rank's file is damaged; on all ranks.
+        TuningError: the first rank's file is damaged; raised on all ranks.
     """
 
     def __init__(
@@ -226,12 +228,12 @@ class Choice:
         groups: int = 1,
         top_k: int = 1,
     ) -> Config:
-        """A configuration; the same for all rows of a bucket.
+        """Return a configuration; the same for all rows in a bucket.
 
         Args:
             dtype: of the operands.
-            rows, n, k, groups, top_k: as of a `costs.Problem`.
-            methods: that this call can take, of `costs.METHODS`.
+            rows, n, k, groups, top_k: as in a `costs.Problem`.
+            methods: the methods that this call can use, from `costs.METHODS`.
         """
         largest = tuned.bucket(rows)
         key = (dtype, largest, n, k, groups, top_k, methods)
@@ -252,13 +254,13 @@ class Choice:
         groups: int = 1,
         top_k: int = 1,
     ) -> Config | None:
-        """Of an op that multiplies, for operands as its caller gave them.
+        """Select for an op that multiplies, given its caller's operands.
 
-        Several weights count as one that is as wide as all; of gate and up a tile has two sums,
-        and so half the columns.
+        Several weights count as one weight with their total width. With gate and up a tile has two
+        sums, and so half the columns.
 
         Returns:
-            None if numbers have to be loaded one by one, where no tile is good, or cannot be
+            None if numbers must be loaded one by one, where no tile is good, or cannot be
             multiplied.
         """
         k, n = x.shape[1], sum(weights.widths)
@@ -271,15 +273,15 @@ class Choice:
         return config
 
     def of_attention(self, q: Tensor, keys: Tensor, rows: int, context: int) -> Config | None:
-        """Of attention, for q [T, H, D] and keys [num_blocks, Hk, ..., D].
+        """Select for attention, given q [T, H, D] and keys [num_blocks, Hk, ..., D].
 
         Args:
-            rows: as of a `costs.Problem`.
+            rows: as in a `costs.Problem`.
             context: keys of the longest request.
 
         Returns:
-            None if nothing was tuned for this. Then the ops' own rules are better than the model,
-            which knows no lengths but the longest.
+            None if nothing was tuned for this. The ops' own rules are then better than the model,
+            which knows only the longest request.
         """
         kv_heads, name = keys.shape[1], str(keys.dtype).removeprefix("torch.")
         shape = (tuned.bucket(rows), tuned.bucket(context), q.shape[2], kv_heads)
@@ -294,7 +296,9 @@ class Choice:
         return next((c for c in configs if self._has_signals(problem, c)), configs[0])
 
     def _has_signals(self, problem: Problem, config: Config) -> bool:
-        """Whether the workspace has one for each tile: of that size, or of one that covers all."""
+        """Return whether the workspace has a signal for each tile of that size, or of one that
+        covers all.
+        """
         needed = (-(-problem.rows // problem.parts), problem.n)
         sides = (config.block_m, config.block_n)
         return all(
@@ -304,7 +308,7 @@ class Choice:
 
 
 def _distinct_tiles(configs: Sequence[Config]) -> list[Config]:
-    """The cheapest of each method and tile, in order of cost."""
+    """Return the cheapest configuration of each method and tile, in order of cost."""
     first: dict[tuple[object, ...], Config] = {}
     for config in configs:
         first.setdefault((config.method, config.block_m, config.block_n, config.block_k), config)
@@ -312,7 +316,7 @@ def _distinct_tiles(configs: Sequence[Config]) -> list[Config]:
 
 
 def _variations(center: Config, configs: Sequence[Config]) -> list[Config]:
-    """The center, and what differs from it in stages, warps, senders or splits, one at a time."""
+    """Return the center and its variations in stages, warps, senders or splits, one at a time."""
 
     def differences(config: Config) -> list[str]:
         fields = Config.__struct_fields__
@@ -325,7 +329,7 @@ def _variations(center: Config, configs: Sequence[Config]) -> list[Config]:
 def _prepare_all(
     home: Home, configs: Sequence[Config], prepare: Prepare
 ) -> list[tuple[Config, Call]]:
-    """Calls of what all ranks can run, loaded on all of them before any runs. Collective."""
+    """Prepare calls that all ranks can run, loaded on all of them before any runs. Collective."""
     mine: list[Call | str] = []
     for config in configs:
         try:
@@ -354,7 +358,7 @@ def _prepare_all(
 
 
 def from_first_rank(home: Home, work: Callable[[], str | None]) -> str:
-    """The first rank's result or error of what all ranks do. Collective."""
+    """Return the first rank's result or error on all ranks. Collective."""
     try:
         mine = {"result": work() or ""}
     except TuningError as error:

@@ -1,17 +1,16 @@
-"""The file of what tuning found: one line for each op, device, world size, dtype and shape.
+"""The tuning file: one line for each op, device, world size, dtype and shape.
 
     {"format": 1, "entries": [
     {"op": "all_gather_matmul", "device": "NVIDIA H100 80GB HBM3", ..., "config": {...}}
     ]}
 
-It is read strictly: an unknown field, a value out of range or two entries for
-one key are an error that says where, for a table that is half understood would
-quietly make every op slower. A file of another format is not read at all, and
-never written over. Entries of another Triton are kept and not used: what is
-fastest, and what fits, changes with the compiler.
+It is read strictly. An unknown field, a value out of range or two entries for one key are an error
+with their place, because a half understood table would quietly slow every op down. A file of
+another format is ignored and never overwritten. Entries of another Triton version are kept but not
+used: speed and fit depend on the compiler.
 
-Writing replaces the file in one step, and processes that tune different ops at
-once each keep the other's entries.
+Writing replaces the file in one step. Several processes may tune different ops at once; each keeps
+the others' entries.
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class TuningError(WeftError):
-    """The file of tuned configurations cannot be read or written; the message names it."""
+    """The tuning file cannot be read or written; the message names it."""
 
 
 class Key(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True, kw_only=True):
-    """What a configuration was tuned for.
+    """The problem of a tuned configuration.
 
     Attributes:
-        device: as the driver calls it.
-        rows: the bucket's largest; of attention, n too.
-        groups, top_k: as of a `costs.Problem`.
+        device: the driver's name.
+        rows: the bucket's largest number of rows; for attention, n is a bucket too.
+        groups, top_k: as in a `costs.Problem`.
         triton: version.
     """
 
@@ -63,7 +62,7 @@ class Key(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True, k
 
 
 class Entry(Key, frozen=True, order=True, forbid_unknown_fields=True, kw_only=True):
-    """A key and what was best for it, with the time of one call on the slowest rank."""
+    """A key and its best configuration, with the time of one call on the slowest rank."""
 
     config: Config
     microseconds: Annotated[float, msgspec.Meta(gt=0)]
@@ -82,12 +81,12 @@ Table = dict[Key, Entry]
 
 
 def bucket(rows: int) -> int:
-    """The least power of two, and at least 16, that `rows` does not exceed."""
+    """Return the smallest power of two, at least 16 and at least `rows`."""
     return max(SMALLEST_BUCKET, 1 << max(0, rows - 1).bit_length())
 
 
 def buckets(max_rows: int) -> list[int]:
-    """Every bucket of up to so many rows."""
+    """Return every bucket up to `rows` rows."""
     found = [SMALLEST_BUCKET]
     while found[-1] < max_rows:
         found.append(2 * found[-1])
@@ -95,7 +94,7 @@ def buckets(max_rows: int) -> list[int]:
 
 
 def key_of(problem: Problem, device: str) -> Key:
-    """Where a problem is looked up; Triton is the one that runs."""
+    """Return a problem's key, with the running Triton's version."""
     import triton
 
     return Key(
@@ -113,17 +112,17 @@ def key_of(problem: Problem, device: str) -> Key:
 
 
 def default_path(environment: Mapping[str, str] = os.environ) -> Path:
-    """weft/tuning.json in the user's cache folder (XDG base directories: $XDG_CACHE_HOME)."""
+    """Return weft/tuning.json in the user's cache folder (XDG: $XDG_CACHE_HOME)."""
     cache = environment.get("XDG_CACHE_HOME", "")
     folder = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
     return folder / "weft" / "tuning.json"
 
 
 def load(path: Path) -> Table:
-    """What was tuned; nothing where there is no file, or one of another format.
+    """Read the tuned configurations; empty without a file, or with one of another format.
 
     Raises:
-        TuningError: the file cannot be read, or is not what it should be.
+        TuningError: the file cannot be read, or is malformed.
     """
     try:
         data = path.read_bytes()
@@ -151,10 +150,10 @@ def load(path: Path) -> Table:
 
 
 def record(path: Path, table: Table) -> None:
-    """Add entries to the file, in the place of those with their keys.
+    """Write entries to the file, replacing those with the same keys.
 
     Raises:
-        TuningError: the file is damaged or of another format, or cannot be written.
+        TuningError: the file is damaged or has another format, or cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,12 +166,12 @@ def record(path: Path, table: Table) -> None:
 
 
 def _require_own_format(path: Path) -> None:
-    """Another weft's file stays as it is."""
+    """Refuse to overwrite another weft version's file."""
     if path.exists():
         try:
             found = msgspec.json.decode(path.read_bytes(), type=_Head).format
         except msgspec.MsgspecError:
-            return  # load says it better
+            return  # load reports it better
         if found != FORMAT:
             raise TuningError(
                 f"{path} is of format {found}, and this weft writes format {FORMAT}: "

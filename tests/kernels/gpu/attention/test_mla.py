@@ -21,10 +21,9 @@ from torch import Tensor
 
 from weft.kernels import reference
 from weft.kernels.check.aot import TENSOR_CORES
-from weft.kernels.gpu.attention import decode, kernel, paged
+from weft.kernels.gpu.attention import decode, kernel, paged, tile
 from weft.kernels.gpu.attention import mla as module
 from weft.kernels.gpu.attention.mla import mla_decode_attention
-from weft.kernels.gpu.attention.paged import tile
 from weft.kernels.gpu.attention.tile import Tile, heads_of_tile
 from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.interpreter import gpu as interpreter

@@ -18,8 +18,8 @@ from weft.kernels import reference
 from weft.kernels.check.ranks import run
 from weft.kernels.gpu.experts import grouped_matmul as module
 from weft.kernels.gpu.experts.grouped_matmul import LEAST_GROUPS, grouped_matmul, raise_for
+from weft.kernels.gpu.matmul import matmul as tiles
 from weft.kernels.gpu.matmul.epilogue import Epilogue
-from weft.kernels.gpu.matmul.matmul import matmul
 from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.gpu.tuning import table as tuned
 from weft.kernels.gpu.tuning.costs import Config, Problem
@@ -206,13 +206,13 @@ def test_it_takes_what_was_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     kernel = module.multiply_groups.run
 
     def noted(*args: object, **kwargs: object) -> object:
-        seen.update(kwargs)
+        seen.update(kwargs, **kwargs["FORM"]._asdict())
         return kernel(*args, **kwargs)
 
     monkeypatch.setattr(module.multiply_groups, "run", noted)
     x, w, offsets = torch.randn(60, 32).half(), torch.randn(3, 32, 48).half(), offsets_of([9] * 3)
     grouped_matmul(x, w, offsets, choice=choice)
-    names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_stages", "num_warps")
+    names = ("block_m", "block_n", "block_k", "num_stages", "num_warps")
     assert [seen[name] for name in names] == [32, 16, 16, 4, 2]
     grouped_matmul(x, w[:2], offsets[:3], choice=choice)  # of other groups nothing is known
     assert [seen[name] for name in names] != [32, 16, 16, 4, 2]
@@ -280,7 +280,7 @@ def wrongly_scaled(faulty: ModuleType) -> bool:
 @pytest.mark.parametrize("fault", SCALED_FAULTS)
 def test_faults_of_scales_are_found(fault: str, tmp_path: Path) -> None:
     assert not wrongly_scaled(module)
-    assert wrongly_scaled(planted(module, tmp_path, SCALED_FAULTS[fault], parts=[matmul]))
+    assert wrongly_scaled(planted(module, tmp_path, SCALED_FAULTS[fault], parts=[tiles]))
 
 
 # Bad offsets and input.

@@ -284,7 +284,8 @@ def launches(work: Callable[[Home], object]) -> list[tuple[str, dict[str, object
 
     def noted(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         if threading.current_thread() is first[0]:
-            seen.append((self.fn.__name__, kwargs | {"grid": grid}))
+            form = kwargs["FORM"]._asdict() if "FORM" in kwargs else {}
+            seen.append((self.fn.__name__, kwargs | form | {"grid": grid}))
         return original(self, *args, grid=grid, warmup=warmup, **kwargs)
 
     first: list[threading.Thread] = []
@@ -322,7 +323,7 @@ def test_products_take_what_was_tuned(
         function(x, torch.randn(32, 48).half(), workspace, blocks=(16, 16, 32))
 
     def tiles() -> list[tuple[object, ...]]:
-        names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_stages", "num_warps")
+        names = ("block_m", "block_n", "block_k", "num_stages", "num_warps")
         return [
             tuple(kwargs[name] for name in names)
             for name, kwargs in launches(work)
@@ -413,7 +414,7 @@ def test_attention_takes_what_was_tuned(tmp_path: Path, monkeypatch: pytest.Monk
             paged_attention(q, *cache, scale=1.0, choice=choice)
 
     def tiles(work: Callable[[Home], None]) -> list[tuple[object, ...]]:
-        names = ("BLOCK_M", "BLOCK_N", "SPLITS", "num_stages", "num_warps")
+        names = ("block_m", "block_n", "SPLITS", "num_stages", "num_warps")
         found = [kwargs for name, kwargs in launches(work) if name == "attend"]
         return [tuple(kwargs[name] for name in names) for kwargs in found]
 
