@@ -46,7 +46,7 @@ class AsyncEngine:
         config: the settings, as given.
         tokenizer: the model's tokenizer and chat template.
         pooling: how embeddings are made.
-        timelines: when live requests, and the last that ended, waited and ran.
+        timelines: when requests waited and ran; live requests, and the last that ended.
     """
 
     config: EngineConfig
@@ -189,8 +189,8 @@ class AsyncEngine:
 
         Args:
             prompt_token_ids: the prompt.
-            params: how to sample and when to stop (`n` is ignored: n answers are n requests); or,
-                for an embedding, how it is made.
+            params: sampling settings (`n` is ignored: n answers are n requests); or, for an
+                embedding, its pooling.
 
         Returns:
             The request as `generate` takes it, with `max_tokens` and `seed` filled in.
@@ -208,7 +208,7 @@ class AsyncEngine:
     def _check_queue(self) -> None:
         if self.live >= self.places:
             raise self._full(
-                f"{self.live} requests are running or waiting, of at most {self.places}"
+                f"{self.live} requests are running or waiting; the maximum is {self.places}"
             )
 
     def _full(self, why: str) -> RequestError:
@@ -236,14 +236,14 @@ class AsyncEngine:
             request: made by `validate`.
             priority: lower is served first.
             deadline: time.monotonic() at which the request is given up.
-            visible: special tokens whose text is wanted, such as the marks of a call.
+            visible: special tokens whose text the reader needs, such as the marks of a call.
             admit: returns when the request may be queued, even if the queue is full. Without it,
                 a full queue refuses the request.
             on_admitted: called once the request waits or runs.
             observer: called with each delta and at the end.
 
         Yields:
-            What is new; the last delta has a finish_reason. An embedding is one delta.
+            Deltas; the last one has a finish_reason. An embedding is one delta.
 
         Raises:
             RequestError: the queue is full (429); the grammar cannot be compiled, or not now
@@ -305,8 +305,8 @@ class AsyncEngine:
         core = self._least_busy()
         if grammar is not None and core.grammar_bytes(grammar) > LIVE_GRAMMARS:
             raise self._full(
-                f"the grammars of requests under way take {LIVE_GRAMMARS >> 20} MiB, which is all "
-                "they may"
+                "the grammars of the requests that run or wait would take more than "
+                f"{LIVE_GRAMMARS >> 20} MiB"
             )
         number = next(self._ids)
         id = str(number)

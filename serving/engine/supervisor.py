@@ -1,8 +1,7 @@
 """The engine cores: started together, watched, and restarted when they fail.
 
-A core runs in a process of its own, or in a thread of this process. With `dp` there are several
-cores, which are alike. A core that fails loses its requests; they end with an error. What follows
-depends on `restart`:
+A core runs in its own process, or in a thread of this process. With `dp` there are several equal
+cores. When a core fails, its requests end with an error. The rest depends on `restart`:
 
     a core fails ──► its requests end with an error ──► the engine fails, and all other cores end
                                                     └─► with `restart`, a new core replaces it
@@ -186,7 +185,7 @@ class CoreSupervisor:
         return shares
 
     def _announce_port(self, number: int, port: int) -> None:
-        """Tell the nodes of a core's slice the port at which the core waits for them."""
+        """Tell a core's nodes the port at which the core waits for them."""
         if self._pool is not None:
             self._pool.lend(number, port)
 
@@ -207,7 +206,7 @@ class CoreSupervisor:
                     self._fail(failure)
                 if core.status != "loading":  # a core that loads does not listen yet
                     await core.shutdown(drain=False, timeout=END_GRACE)
-            except Exception as error:  # a fault of ours, which nobody else would report
+            except Exception as error:  # a bug, which nobody else would report
                 self._fail(EngineError(f"{core.name}: {error!r}"))
                 raise
             finally:
@@ -220,7 +219,7 @@ class CoreSupervisor:
             self.cores[number] = CoreClient(self._shares[number])
 
     async def _run_core(self, core: CoreClient, number: int) -> None:
-        """Load a core, unless that is done, and serve until it has ended as it was told.
+        """Load a core if necessary, and serve until the core has shut down.
 
         Raises:
             ConfigError, ModelError: the core cannot be loaded.
