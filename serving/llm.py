@@ -1,13 +1,11 @@
 """The model as a Python object: `LLM("weft-demo").generate(prompts)`.
 
-An AsyncEngine runs in this process, on an event loop in a thread of its own;
-the methods here are plain functions that hand it work and wait. A long list of
-prompts keeps the engine full (see window.py), and the answers come back in
-the order of the prompts.
+An AsyncEngine runs in this process, on an event loop in its own thread. The methods here are plain
+functions: they give work to the engine and wait. A long list of prompts keeps the engine full (see
+admission.py), and the answers are returned in the order of the prompts.
 
-Does not handle: calls from the engine's own event loop; one prompt that cannot
-be served fails the whole list before anything runs (`weft batch` is the way to
-have it fail alone).
+Not handled: calls from the engine's own event loop; errors of single prompts. A prompt that cannot
+be served fails the whole list before anything runs. Use `weft batch` if it should fail alone.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ class LLM:
         settings: fields of `EngineConfig`, such as `max_model_len=4096`; memory also as "4GiB".
 
     Raises:
-        ConfigError: a setting cannot be.
+        ConfigError: a setting is wrong.
         ModelError: the checkpoint cannot be loaded.
     """
 
@@ -65,7 +63,7 @@ class LLM:
 
     @classmethod
     def of(cls, config: EngineConfig) -> Self:
-        """The same, from settings that have been checked."""
+        """Load a model with settings that have been checked."""
         llm = cls.__new__(cls)
         llm._start(config)
         return llm
@@ -78,9 +76,9 @@ class LLM:
         self._thread.start()
         self._engine: AsyncEngine | None = None
         try:
-            # Several would get in each other's way in one process.
+            # Several cores in one process would slow each other down.
             self._engine = self._wait(AsyncEngine.start(config, in_process=config.dp == 1))
-        except Exception:  # an interrupt does not wait for the loading to end
+        except Exception:  # an interrupt does not wait until loading ends
             self.close()
             raise
 
@@ -91,7 +89,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Free the model. What still runs is aborted; a second call does nothing."""
+        """Free the model. Running requests are aborted; a second call does nothing."""
         if self._loop.is_closed():
             return
         self._wait(self._finish())
@@ -106,7 +104,7 @@ class LLM:
 
     @property
     def info(self) -> EngineInfo:
-        """Sizes of the loaded model and of its KV cache."""
+        """Sizes of the loaded model and its KV cache."""
         return self._running.info
 
     def generate(
@@ -119,16 +117,16 @@ class LLM:
         """Continue texts.
 
         Args:
-            prompts: texts or lists of token ids; a single one is a list of one.
-            params: for all, or one for each prompt.
-            progress: show a bar on stderr; a text is its title.
+            prompts: texts or lists of token ids; one prompt may be given without a list.
+            params: sampling settings for all prompts, or a list with one entry per prompt.
+            progress: show a progress bar on stderr; a text is its title.
 
         Returns:
-            The answers in the order of the prompts. A prompt with `n` above 1 has n answers, one
-            after the other.
+            The answers in the order of the prompts. A prompt with `n` above 1 has n consecutive
+            answers.
 
         Raises:
-            RequestError: a prompt cannot be served; the message says which.
+            RequestError: a prompt cannot be served; the message has its number.
         """
         encoders = [partial(self._encode, prompt) for prompt in _listed(prompts)]
         return self._complete(encoders, params, progress)
@@ -141,14 +139,15 @@ class LLM:
         tools: Tools | Sequence[Tools | None] | None = None,
         progress: bool | str = False,
     ) -> list[Completion]:
-        """Answer conversations, through the model's chat template.
+        """Answer conversations through the model's chat template.
 
         Args:
             messages: a list of `{"role": ..., "content": ...}`, or a list of such lists.
-            params: for all, or one for each conversation.
-            tools: functions that the model may call, in OpenAI's form: for all, or one list (or
-                None) for each conversation.
-            progress: show a bar on stderr; a text is its title.
+            params: sampling settings for all conversations, or a list with one entry per
+                conversation.
+            tools: functions that the model may call, in OpenAI's form: one list for all
+                conversations, or a list (or None) per conversation.
+            progress: show a progress bar on stderr; a text is its title.
 
         Returns and raises as `generate`.
         """
@@ -167,22 +166,22 @@ class LLM:
         dimensions: int | None = None,
         progress: bool | str = False,
     ) -> Float32:
-        """Vectors of texts, such that texts of like meaning have like vectors; see --pooling.
+        """Compute embeddings: texts of similar meaning have similar vectors; see --pooling.
 
         Args:
-            prompts: texts or lists of token ids; a single one is a list of one.
-            dimensions: leave out all but so many of the first numbers; None keeps all.
-            progress: show a bar on stderr; a text is its title.
+            prompts: texts or lists of token ids; one prompt may be given without a list.
+            dimensions: keep only the first numbers, up to this count; None keeps all.
+            progress: show a progress bar on stderr; a text is its title.
 
         Returns:
             float32 [prompts, dimensions], in the order of the prompts.
 
         Raises:
-            RequestError: a prompt cannot be served; the message says which.
+            RequestError: a prompt cannot be served; the message has its number.
         """
         prepared = []
         for i, prompt in enumerate(_listed(prompts)):
-            with _naming(i):
+            with _with_number(i):
                 prepared.append(self._encode(prompt))
         title = progress if isinstance(progress, str) else "embed"
         shown = Progress(title, len(prepared), quiet=not progress)
@@ -195,10 +194,10 @@ class LLM:
         *,
         tools: Tools | None = None,
     ) -> Generator[Delta, None, None]:
-        """One answer as it grows, to a text or to a conversation; closing the iterator aborts it.
+        """Yield the answer to a text or a conversation as it grows; closing the iterator aborts it.
 
         Raises:
-            RequestError: it cannot be served.
+            RequestError: the prompt cannot be served.
         """
         is_chat = bool(prompt) and isinstance(prompt[0], Mapping)
         ids = (
@@ -225,7 +224,7 @@ class LLM:
             following.cancel()
 
     async def _finish(self) -> None:
-        """End what runs on the loop."""
+        """End the engine and all tasks on the loop."""
         if self._engine is not None:
             await self._engine.shutdown(drain=False)
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -247,18 +246,18 @@ class LLM:
         self, encoders: Sequence[Callable[[], list[int]]], params: Params, progress: bool | str
     ) -> list[Completion]:
         count = len(encoders)
-        wishes = params if isinstance(params, Sequence) else [params or SamplingParams()] * count
-        if len(wishes) != count:
+        settings = params if isinstance(params, Sequence) else [params or SamplingParams()] * count
+        if len(settings) != count:
             raise RequestError(
-                f"params has {len(wishes)} entries for {count} prompts", param="params"
+                f"params has {len(settings)} entries for {count} prompts", param="params"
             )
         prompts = []
         for i, encode in enumerate(encoders):
-            with _naming(i):
+            with _with_number(i):
                 prompts.append(encode())
         title = progress if isinstance(progress, str) else "generate"
-        shown = Progress(title, sum(wish.n for wish in wishes), quiet=not progress)
-        return self._wait(_complete_all(self._running, prompts, wishes, shown))
+        shown = Progress(title, sum(each.n for each in settings), quiet=not progress)
+        return self._wait(_complete_all(self._running, prompts, settings, shown))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the engine's loop; an interrupt here cancels it there."""
@@ -273,19 +272,19 @@ class LLM:
 async def _complete_all(
     engine: AsyncEngine,
     prompts: Sequence[list[int]],
-    wishes: Sequence[SamplingParams],
+    settings: Sequence[SamplingParams],
     progress: Progress,
 ) -> list[Completion]:
     requests: list[CheckedRequest] = []
-    for i, (prompt, wish) in enumerate(zip(prompts, wishes, strict=True)):
-        with _naming(i):
+    for i, (prompt, each) in enumerate(zip(prompts, settings, strict=True)):
+        with _with_number(i):
             requests += [
-                engine.validate(prompt, answer) for answer in map(wish.answer, range(wish.n))
+                engine.validate(prompt, answer) for answer in map(each.answer, range(each.n))
             ]
     results: list[Completion | None] = [None] * len(requests)
 
-    async def work(place: int) -> None:
-        done = results[place] = await complete(engine, requests[place])
+    async def work(i: int) -> None:
+        done = results[i] = await complete(engine, requests[i])
         progress.advance(len(done.token_ids))
 
     with progress:
@@ -301,12 +300,12 @@ async def _embed_all(
     check_dimensions(dimensions, engine.info)
     requests: list[CheckedRequest] = []
     for i, prompt in enumerate(prompts):
-        with _naming(i):
+        with _with_number(i):
             requests.append(engine.validate(prompt, engine.pooling))
     vectors = np.empty((len(prompts), dimensions or engine.info.hidden_size), np.float32)
 
     async def work(i: int) -> None:
-        with _naming(i):
+        with _with_number(i):
             vectors[i] = await embed(engine, requests[i], dimensions)
         progress.advance(0)
 
@@ -316,14 +315,14 @@ async def _embed_all(
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """A single prompt as a list of one."""
+    """Put a single prompt into a list."""
     one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
     return cast("Sequence[Prompt]", [prompts] if one else prompts)
 
 
 @contextmanager
-def _naming(i: int) -> Iterator[None]:
-    """Have a RequestError say which prompt it is about."""
+def _with_number(i: int) -> Iterator[None]:
+    """Add the number of the prompt to the message of a RequestError."""
     try:
         yield
     except RequestError as error:

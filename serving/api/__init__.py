@@ -1,1 +1,1 @@
-"""HTTP with OpenAI's shapes: requests are checked, answers are streamed or sent whole."""
+"""The HTTP API in the shapes of OpenAI and Anthropic, and pages for operators."""

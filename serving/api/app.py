@@ -26,7 +26,7 @@ from weft.version import __version__
 if TYPE_CHECKING:
     from weft.serving.api.middleware.tracing import Tracer
 
-# The routes that rows of batches may ask.
+# The routes for rows of batches.
 _ROW_ROUTES = (completions.router, chat.router, embeddings.router)
 
 
@@ -57,7 +57,7 @@ def build_app(
     api = _fastapi(state, routes)
     documentation.install(api, state.open_paths)
 
-    # The innermost middleware is first; a request passes them from the last to the first.
+    # The innermost middleware comes first. A request passes the last one first.
     app: ASGIApp = BodyLimits(api)
     if (paths := open_paths(config)) is not None:
         app = KeyGuard(app, keys or Keyring(config), paths)

@@ -1,4 +1,4 @@
-"""What every request's body is: strict JSON, of an object whose every field is known."""
+"""Bodies of requests: strict JSON objects without unknown fields."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from weft.serving.api.errors import field_name
 from weft.serving.engine.sampling_params import is_unicode
 
 MAX_DEPTH = 200
-"""Of objects and lists in a body; pydantic_core's limit."""
-_EXPLAINED = 1 << 16  # bytes of a body in which a fault is looked for a second time
+"""The maximum nesting of objects and lists in a body; pydantic_core has the same limit."""
+_EXPLAINED = 1 << 16  # maximum bytes of a body that is searched again for the field at fault
 _MAX_NAME = 80  # characters of a field's name in an error
 
 
@@ -28,12 +28,12 @@ def by_type(
     forbidden: Mapping[str, Sequence[str]] | None = None,
     default: str | None = None,
 ) -> ConfigDict:
-    """A body whose field `type` says which others it has; its validators check that.
+    """Document a body whose other fields depend on its field `type`; validators check them.
 
     Args:
-        required: of each type the fields that are needed, and not null.
-        forbidden: of each type the fields that are left out, or null.
-        default: the type of a body without one.
+        required: for each type, the fields that must be present and not null.
+        forbidden: for each type, the fields that must be absent or null.
+        default: the type of a body without the field `type`.
     """
     branches: list[Any] = [
         {
@@ -48,24 +48,24 @@ def by_type(
 
 
 def only_with(field: str, other: dict[str, Any]) -> dict[str, Any]:
-    """A JSON schema: a field is null or left out, or `other` holds."""
+    """Return a JSON schema: a field is null or absent, or `other` holds."""
     return {"anyOf": [{"properties": {field: {"type": "null"}}}, other]}
 
 
 class Body(BaseModel):
-    """An object whose every field is known and has exactly its type."""
+    """An object without unknown fields; each value has exactly its field's type."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class JsonRoute(APIRoute):
-    """A route whose body, if it takes one, is read by `read_json`: FastAPI itself is lax.
+    """A route that reads its body with `read_json`, because FastAPI accepts too much.
 
-    Every route with a body is one; a test sees to that.
+    A test checks that every route with a body has this class.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's handler of a request that is read."""
+        """Return FastAPI's handler, with another reader of the body."""
         handle = super().get_route_handler()
         if self.body_field is None:
             return handle
@@ -87,14 +87,14 @@ class _ReadRequest(Request):
 
 
 def read_json(data: bytes) -> Any:
-    """What a body says, of whose strings and keys each can be written again.
+    """Read a body so that each of its strings and keys can be encoded again.
 
-    That is JSON as of RFC 8259, in UTF-8, no deeper than MAX_DEPTH, without halves of surrogate
-    pairs and integers of more than 4300 digits. Of fields with one name the last one counts; a
-    mark of byte order is passed over, and 1e999 is infinite.
+    The body must be JSON (RFC 8259) in UTF-8, with a nesting up to MAX_DEPTH. Halves of surrogate
+    pairs and integers with more than 4300 digits are errors. The last of several fields with one
+    name counts, a byte order mark is skipped, and 1e999 is infinite.
 
     Raises:
-        RequestError: it is something else; the message names the field, or the place.
+        RequestError: the body is invalid; the message names the field, or the position.
     """
     try:
         return from_json(data.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
@@ -115,7 +115,7 @@ _Fault = tuple[tuple[str | int, ...], str]
 
 
 def _explained(data: bytes) -> _Fault | None:
-    """The first fault that Python's own reader lets pass."""
+    """Return the first fault that Python's own reader accepts."""
     try:
         return next(_faults(json.loads(data), ()), None)
     except (ValueError, RecursionError):

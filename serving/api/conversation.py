@@ -1,4 +1,4 @@
-"""A conversation in OpenAI's form, and the prompt that the model's chat template makes of it."""
+"""Conversations in OpenAI's form, and their prompts by the model's chat template."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from weft.serving.engine.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Conversation:
-    """What is asked for, but for how it is sampled.
+    """A chat request without its sampling settings.
 
     Attributes:
         messages: at least one.
-        tools: that are offered; of each the fields of a Function count.
-        tool_choice: whether the model may or must call one of them, or that which it must call.
-        parallel: it may call several at once.
-        continued: the last message, which is the assistant's, is how its answer begins.
+        tools: functions for the model; subclasses' further fields are ignored.
+        tool_choice: whether the model may or must call a tool, or the one tool to call.
+        parallel: the model may call several tools at once.
+        continued: the answer continues the last message, which is the assistant's.
 
     Raises:
         RequestError: the tools and the choice contradict each other.
@@ -48,11 +48,15 @@ class Conversation:
 
     @property
     def offered(self) -> Sequence[Function]:
-        """Tools that the model may call; with `tool_choice: "none"` it does not see them either."""
+        """The tools in the prompt; with `tool_choice: "none"` the model sees no tools."""
         return () if self.tool_choice == "none" else self.tools
 
     def prompt(self, tokenizer: Tokenizer, *, to_answer: bool = True) -> str:
-        """The text that the model sees; with `to_answer` it is the assistant's turn.
+        """Render the conversation with the model's chat template.
+
+        Args:
+            tokenizer: has the template.
+            to_answer: end with the beginning of the assistant's turn.
 
         Raises:
             RequestError: there is no chat template, or it refuses the conversation.
@@ -69,11 +73,11 @@ _SHOWN = set(Function.model_fields)
 
 
 def _template_message(message: Message, tokenizer: Tokenizer) -> dict[str, Any]:
-    """A message as chat templates expect it: its text in one piece, and arguments as objects."""
+    """Convert a message for chat templates: one text, and calls with arguments as objects."""
     seen = message.model_dump(exclude_none=True)
     if message.role == "developer" and not _knows_developer(tokenizer):
         seen["role"] = "system"
-    # Templates test it without asking whether it is there.
+    # Templates read it without a check for its presence.
     seen["content"] = None
     if message.content is not None:
         seen["content"] = "\n".join(part.text for part in message.content)
@@ -90,7 +94,7 @@ def _knows_developer(tokenizer: Tokenizer) -> bool:
 
 
 def _object(arguments: str) -> Any:
-    """The object that a model wrote; what is no JSON stays text, as the model wrote that too."""
+    """Parse arguments that the model wrote; text that is not JSON stays as it is."""
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):

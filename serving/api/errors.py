@@ -1,12 +1,12 @@
-"""Every failure as OpenAI writes it: `{"error": {message, type, param, code}}`.
+"""Error responses in OpenAI's shape: `{"error": {message, type, param, code}}`.
 
     RequestError             its own status, usually 400
     EngineError              503, try again later
     DiskError                507
-    a body that is no JSON, or not the schema's   400, naming the field
+    a body that is not JSON or breaks the schema   400 with the field's name
     an unknown path, a wrong method   404, 405
 
-Whatever else is raised is a fault of ours: 500 without details, and the log has them.
+Any other exception is a bug in weft: a 500 without details, which are in the log.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ from weft.serving.api.middleware.request_context import current
 
 logger = logging.getLogger(__name__)
 
-CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody is there to read it, but logs are
+CLIENT_CLOSED_REQUEST = 499  # nginx's status; no client reads it, but the log shows it
 
-_RETRY_AFTER_SECONDS = {503: 5}  # unless it is known better
+_RETRY_AFTER_SECONDS = {503: 5}  # unless the error has its own estimate
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_MAX_SHOWN = 80  # characters of a wrong value that a message repeats
+_MAX_SHOWN = 80  # characters of a wrong value in a message
 
-
-FAULT = RequestError("internal error; the server's log has the details", status=500)
-"""What a client is told of a fault of ours."""
+INTERNAL_ERROR = RequestError("internal error; the server's log has the details", status=500)
+"""The error that clients get for a bug in weft."""
 
 
 class Error(msgspec.Struct):
-    """What went wrong; `param` is the field at fault, `code` a short reason for programs."""
+    """An error; `param` is the field at fault, `code` a short reason for programs."""
 
     message: str
     type: str
@@ -50,27 +49,27 @@ class Error(msgspec.Struct):
 
 
 class ErrorResponse(msgspec.Struct):
-    """The body of every answer that is not 2xx."""
+    """The body of every response with an error status."""
 
     error: Error
 
 
 def describe(error: RequestError | EngineError) -> tuple[int, ErrorResponse]:
-    """The HTTP status and the body for an error raised on purpose."""
+    """Return the HTTP status and the body for an error."""
     if isinstance(error, RequestError):
         return error.status, _body(error.status, error.message, error.param, error.code)
     return 503, _body(503, str(error), None, "engine_unavailable")
 
 
-def told(error: RequestError | EngineError) -> ErrorResponse:
-    """The body for an error of a request whose status has been sent."""
+def error_body(error: RequestError | EngineError) -> ErrorResponse:
+    """Return the body for an error of a request whose status has been sent."""
     _, body = describe(error)
-    _note(body)
+    _note_error(body)
     return body
 
 
-def _note(body: ErrorResponse) -> None:
-    """Tell the request's context why it failed, for metrics and logs."""
+def _note_error(body: ErrorResponse) -> None:
+    """Put the error's code into the request's context, for metrics and logs."""
     if (context := current.get()) is not None:
         context.error = body.error.code or body.error.type
 
@@ -83,25 +82,25 @@ def error_response(
     code: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """An error as a response, with Retry-After where trying again makes sense."""
+    """Return a response with an error, and with Retry-After if a later try makes sense."""
     return _response(status, _body(status, message, param, code), headers)
 
 
 def install(app: FastAPI) -> None:
-    """Make the app answer every error in this shape."""
+    """Make the app respond to every error in this shape."""
     app.add_exception_handler(RequestError, _on_weft_error)
     app.add_exception_handler(EngineError, _on_weft_error)
     app.add_exception_handler(DiskError, _on_disk_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)
-    app.add_exception_handler(Exception, _on_fault)
+    app.add_exception_handler(Exception, _on_bug)
 
 
-def refused(
+def error_reply(
     error: RequestError | EngineError, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """An error raised on purpose as a response."""
+    """Return the response for an error."""
     all_headers = dict(headers or {})
     if error.retry_after is not None:
         all_headers["retry-after"] = str(error.retry_after)
@@ -110,11 +109,11 @@ def refused(
 
 async def _on_weft_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError | EngineError)
-    return refused(error)
+    return error_reply(error)
 
 
 async def _on_disk_error(request: Request, error: Exception) -> Response:
-    logger.error("%s %s: %s", request.method, request.url.path, error)  # it says where the disk is
+    logger.error("%s %s: %s", request.method, request.url.path, error)  # has the disk's path
     message = "the server's disk is full, or fails; try again later"
     return error_response(HTTPStatus.INSUFFICIENT_STORAGE, message)
 
@@ -139,7 +138,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> set[str]:
-    """Those that a path takes; each has a route of its own."""
+    """Return the methods of a path; each method has its own route."""
     return {
         method
         for method in HTTPMethod
@@ -152,12 +151,12 @@ async def _on_client_gone(_: Request, error: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-async def _on_fault(_: Request, error: Exception) -> Response:
-    return refused(FAULT)
+async def _on_bug(_: Request, error: Exception) -> Response:
+    return error_reply(INTERNAL_ERROR)
 
 
 def explain(errors: Sequence[Mapping[str, Any]]) -> RequestError:
-    """The first of pydantic's complaints, in words that name the field and its value."""
+    """Turn pydantic's first complaint into an error that names the field and its value."""
     error = errors[0]
     param = field_name(error["loc"])
     kind, given = error["type"], error.get("input")
@@ -177,13 +176,13 @@ def explain(errors: Sequence[Mapping[str, Any]]) -> RequestError:
             return RequestError(message, param=param, code="unsupported_value")
     if not param:
         return RequestError(f"the body must be a JSON object, not {_shown(given)}")
-    # pydantic says "Input should be ..." and "List should have ...".
+    # pydantic writes "Input should be ..." and "List should have ...".
     reason = "should" + error["msg"].partition("should")[2]
     return RequestError(f"{param} is {_shown(given)}; it {reason}", param=param)
 
 
 def field_name(loc: Sequence[str | int]) -> str:
-    """("body", "messages", 0, "content") -> "messages[0].content"."""
+    """Name a field: ("body", "messages", 0, "content") -> "messages[0].content"."""
     name = ""
     for part in loc[1:]:
         name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
@@ -202,8 +201,8 @@ def _body(status: int, message: str, param: str | None, code: str | None) -> Err
     return ErrorResponse(Error(message=message, type=kind, param=param, code=code))
 
 
-class ErrorAnswer(Response):
-    """Says what is wrong, also to the request's context."""
+class _ErrorReply(Response):
+    """A response with an error; when sent, it also puts the error into the request's context."""
 
     def __init__(self, status: int, body: ErrorResponse, headers: Mapping[str, str]) -> None:
         super().__init__(
@@ -212,7 +211,7 @@ class ErrorAnswer(Response):
         self._error = body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        _note(self._error)
+        _note_error(self._error)
         await super().__call__(scope, receive, send)
 
 
@@ -222,4 +221,4 @@ def _response(
     all_headers = dict(headers or {})
     if status in _RETRY_AFTER_SECONDS:
         all_headers.setdefault("retry-after", str(_RETRY_AFTER_SECONDS[status]))
-    return ErrorAnswer(status, body, all_headers)
+    return _ErrorReply(status, body, all_headers)

@@ -1,9 +1,9 @@
 """The answers to one API request: each prompt is answered `n` times, all answers at once.
 
-Answer i belongs to prompt i // n and has a seed of its own. Its text passes through a parser, which
-separates content, reasoning and calls in chats; completions have content only. A token passes three
-generators on its way out: `AsyncEngine.generate`, `Generation.stream`, and a route's writer of
-events.
+Answer i belongs to prompt i // n and has its own seed. Its text passes a parser, which separates
+content, reasoning and calls in chats; completions have only content. A token passes three
+generators on its way out: `AsyncEngine.generate`, `Generation.stream`, and a route's writer, which
+yields events.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Generation:
 
     Attributes:
         count: number of answers.
-        reasoning_tokens: tokens of thoughts, in the answers that have ended.
+        reasoning_tokens: number of tokens in thoughts, over the answers that have ended.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Generation:
         return self._requests[i // self._n].prompt_token_ids
 
     async def stream(self) -> AsyncGenerator[Answer, None]:
-        """Yield the parts of all answers as they come. Closing the iterator aborts the answers.
+        """Yield all answers in parts, as they come. Closing the iterator aborts the answers.
 
         Raises:
             RequestError: the queue is full, or an answer has failed.
@@ -242,7 +242,7 @@ class Generation:
             self._key.spend(tokens)
 
     def _parse(self, i: int, delta: Delta) -> Answer:
-        """Parse a part of an answer, or all of it; raises as `finish_reason`."""
+        """Parse an answer, or a part; raises as `finish_reason`."""
         reason = finish_reason(delta)
         reader = self._readers[i]
         pieces = reader.push(delta)
@@ -323,8 +323,7 @@ def _with_grammar(
     if isinstance(choice, FunctionName) or choice == "required":
         if grammar is not None:
             raise RequestError(
-                f"{grammar.param} says what the answer must be, and so does tool_choice; "
-                "give one of them",
+                f"{grammar.param} and tool_choice each constrain the answer; give one of them",
                 param=grammar.param,
             )
         wanted = [offered for _, offered in tools]
@@ -345,7 +344,7 @@ class _Reader(Protocol):
     """Splits one answer into pieces.
 
     Attributes:
-        reasoning_tokens: number of tokens of the thought, once the answer has ended.
+        reasoning_tokens: number of tokens in the thought, once the answer has ended.
     """
 
     reasoning_tokens: int
@@ -361,7 +360,7 @@ class _Reader(Protocol):
 
 
 class _TextReader:
-    """Takes an answer as it is: all of it is content."""
+    """Takes a text as it is: everything is content."""
 
     reasoning_tokens = 0
 
@@ -376,7 +375,7 @@ class _TextReader:
 
 
 class _ChatReader:
-    """Splits an answer into content, reasoning and calls, and counts the tokens of its thought."""
+    """Splits an answer into content, reasoning and calls, and counts the tokens in its thought."""
 
     def __init__(self, form: AnswerFormat, parser: AnswerParser) -> None:
         self.reasoning_tokens = 0

@@ -1,20 +1,20 @@
-"""The HTTP server: uvicorn around the application.
+"""The HTTP server: uvicorn around the application, with limits on each connection.
 
-HTTP/1.1 over httptools, with bounds on what a client may make the server wait for or keep.
+uvicorn's protocol for HTTP/1.1 (httptools) lacks four limits, which `BoundedProtocol` adds:
 
-uvicorn's protocol bounds neither the size of a request's head nor the time
-that a request takes to arrive: a few clients that send a byte now and then
-would hold all sockets. Nor does it bound the time that a client takes to read: the application
-waits once 64 KiB are unread, for ever, and with it a request that holds blocks of the KV cache.
-Nor the requests that a client sends ahead (pipelining, RFC 9112, section 9.3.2), all of which it
-keeps, while it tells the last of them alone that the client has gone.
+    size of a request's head        a client could fill the memory
+    time for a request to arrive    a few clients that send a byte now and then would hold all
+                                    sockets
+    time for a client to read       the application waits at 64 KiB of unread data, and meanwhile
+                                    its request holds blocks of the KV cache
+    requests sent ahead             uvicorn queues all of them (pipelining, RFC 9112, section
+                                    9.3.2), and reports a disconnection only to the last
 
-A request that is refused here is refused in its turn: those ahead of it on the connection get
-their answers, and the connection ends with the last of these.
+Refusals keep the order of a connection: earlier requests get their responses first, and then the
+connection ends.
 
-Once the server is about to end, each answer is the last of its connection. A client that is told to
-try again later would else do so on the same one, which leads here also through a load balancer that
-has other servers by now.
+While the server shuts down, each response ends its connection. Otherwise a client that retries
+would use the same connection, and stay on this server even behind a load balancer.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ from weft.serving.config.settings import ServerConfig
 if TYPE_CHECKING:
     from weft.serving.api.middleware.tracing import Tracer
 
-MAX_HEAD = 64 * 1024  # bytes of request line and headers, up to one read of the socket more
-ARRIVAL_TIMEOUT = 60.0  # seconds for a request to arrive whole
-ARRIVAL_BYTES = 1024 * 1024  # of a body that, come in that time, give it as long again
-MAX_UNANSWERED = 8  # requests of one connection, that which is being answered among them
-_KEEP_ALIVE = 75  # seconds; longer than load balancers keep idle connections, so that they close
+MAX_HEAD = 64 * 1024  # bytes in request line and headers; one read of the socket may exceed it
+ARRIVAL_TIMEOUT = 60.0  # seconds for a whole request to arrive
+ARRIVAL_BYTES = 1024 * 1024  # a body that brings this many bytes in time gets as long again
+MAX_UNANSWERED = 8  # requests on one connection, including the current one
+_KEEP_ALIVE = 75  # seconds; longer than in load balancers, so that they close the connection
 _BACKLOG = 2048
-_LAST_RESPONSES = 5  # seconds that readers get for answers that are complete
+_LAST_RESPONSES = 5  # seconds for clients to read complete responses at shutdown
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """431 for a head that is too large, 408 for a request that does not arrive, 400 for no HTTP.
+    """uvicorn's protocol with limits: 431 for a large head, 408 for a late request, 400 for others.
 
-    What comes beyond MAX_UNANSWERED requests is not taken; clients have to expect that, and ask
-    again on another connection.
+    Requests beyond MAX_UNANSWERED are dropped. Clients that send requests ahead must expect that,
+    and repeat them on another connection.
 
     Args:
-        write_timeout: seconds in which a client must read 64 KiB that wait for it; then the
-            connection is cut, which ends its request as if the client had gone.
-        draining: whether the server is about to end.
-        arguments: uvicorn's.
+        write_timeout: seconds for a client to read 64 KiB of waiting data. Then the connection is
+            cut, which ends its request as if the client had disconnected.
+        draining: returns whether the server is shutting down.
+        arguments, named: arguments for uvicorn's protocol.
     """
 
     url = b""  # until a request has begun
     _head_bytes = 0
-    _new_bytes = 0  # since the time to arrive was last given
+    _new_bytes = 0  # since the arrival timer started
     _arrival: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
 
@@ -78,7 +78,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._write_timeout = write_timeout
         self._draining = draining
         self._unanswered: deque[RequestResponseCycle] = deque()
-        self._ending = False  # nothing more is taken
+        self._ending = False  # no more requests are accepted
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -101,28 +101,28 @@ class BoundedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def timeout_keep_alive_handler(self) -> None:
-        if self.transport.get_write_buffer_size():  # closing would wait for it to be read
+        if self.transport.get_write_buffer_size():  # closing would wait until the client reads
             self.transport.abort()
         else:
             super().timeout_keep_alive_handler()
 
     def data_received(self, data: bytes) -> None:
-        if self._ending:  # it is still read, so that a client that hangs up is noticed
+        if self._ending:  # data is still read, to notice when the client disconnects
             return
         self._head_bytes += len(data)
         self._new_bytes += len(data)
         super().data_received(data)
         if self._head_bytes > MAX_HEAD:
-            self._refuse(431, f"the request's head is too large; at most {MAX_HEAD} bytes")
+            self._refuse(431, f"the request's head is too large; the maximum is {MAX_HEAD} bytes")
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "this is not a request of HTTP/1.1")
+        self._refuse(400, "this is not an HTTP/1.1 request")
 
     def on_message_begin(self) -> None:
         if len(self._unanswered) == MAX_UNANSWERED:
             raise BufferError("too many requests ahead")  # ends the parser: see send_400_response
         super().on_message_begin()
-        self._head_bytes = self._head_bytes or 1  # it came with the end of the last request
+        self._head_bytes = self._head_bytes or 1  # it arrived with the end of the last request
         self._await_arrival()
 
     def on_headers_complete(self) -> None:
@@ -131,7 +131,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._draining():
             self.cycle.keep_alive = False
         self._head_bytes = -(2**63)  # the rest is body
-        if self.pipeline:  # uvicorn has stopped to read, and would not notice a client that goes
+        if self.pipeline:  # uvicorn has stopped reading, and would miss a disconnection
             self.flow.resume_reading()
 
     def on_message_complete(self) -> None:
@@ -161,19 +161,19 @@ class BoundedProtocol(HttpToolsProtocol):
     def _too_slow(self) -> None:
         if self._head_bytes < 0 and self._new_bytes >= ARRIVAL_BYTES:
             self._await_arrival()  # a large file
-        elif self._head_bytes == 0:  # an idle connection: nobody waits for an answer
+        elif self._head_bytes == 0:  # an idle connection: no request waits
             self.transport.close()
         else:
             self._refuse(408, f"the request did not arrive within {ARRIVAL_TIMEOUT:g} seconds")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer the request that arrives with an error, unless its answer has begun; hang up."""
+        """Send an error for the arriving request, unless its response has begun; disconnect."""
         if self._ending or self.transport.is_closing():
             return
         self._ending = True
         self._arrived()
         in_body = self._head_bytes < 0
-        ahead = len(self._unanswered) - in_body  # -1: its own answer is complete
+        ahead = len(self._unanswered) - in_body  # -1: its own response is complete
         if ahead > 0:
             self._unanswered[ahead - 1].keep_alive = False
         elif in_body and self.cycle.response_started:
@@ -198,14 +198,14 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn with the application, its handling of signals left to server.py.
+    """uvicorn with the application; server.py handles the signals.
 
     Args:
-        state: of the server.
-        config: how to listen, and whom to let in.
+        state: the server's state.
+        config: the server's settings.
         keys: API keys, or none.
-        tls: what HTTPS is made with; None is HTTP.
-        tracer: makes spans of requests.
+        tls: for HTTPS; None is HTTP.
+        tracer: makes spans for requests; None for no spans.
     """
 
     def __init__(
@@ -239,5 +239,5 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave them alone."""
+        """Do nothing: server.py handles the signals."""
         yield

@@ -1,4 +1,4 @@
-"""The routes of the HTTP API, called without a socket."""
+"""Calls to the routes of the HTTP API without a socket, for rows of batches."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-WAITS = 0.1, 1.0  # seconds until a row that was refused for now is tried again: at first, and most
+WAITS = 0.1, 1.0  # seconds until a refused row is tried again: the first and the longest wait
 
 
 class LocalApi:
-    """The routes of the HTTP API, called without a socket."""
+    """Calls the routes of an ASGI application in this process."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -30,12 +30,18 @@ class LocalApi:
     async def post(
         self, path: str, body: bytes, admitted: Callable[[], Awaitable[None]] | None = None
     ) -> tuple[int, bytes]:
-        """The status and the body of the response to a JSON body.
+        """Post a JSON body, and wait while the server has no room for it (429).
 
-        Each answer that the body asks for first awaits `admitted`.
+        Args:
+            path: the route's path.
+            body: JSON.
+            admitted: each answer to this body awaits it before it is queued.
 
-        When there is no room now (429), that is waited for, longer each time. Raises EngineError
-        when the engine cannot serve any more, or has failed with all the requests that it had.
+        Returns:
+            The status and the body of the response.
+
+        Raises:
+            EngineError: the engine can no longer serve, or failed while it had this request.
         """
         admit.set(admitted)  # in this task and those that it starts
         wait, most = WAITS
@@ -66,7 +72,7 @@ class LocalApi:
         async def receive() -> Message:
             if request:
                 return request.pop()
-            return await asyncio.Future()  # this client never goes away
+            return await asyncio.Future()  # this client never disconnects
 
         async def send(message: Message) -> None:
             response.append(message)
@@ -76,6 +82,6 @@ class LocalApi:
         except Exception:
             if not response:
                 raise
-            # It has been answered with a 500; a server logs it and goes on, and so does a batch.
+            # The response is a 500. As in a server, the exception is logged and others go on.
             logger.exception("a row failed unexpectedly")
         return response[0]["status"], b"".join(part.get("body", b"") for part in response)

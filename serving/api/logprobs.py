@@ -1,4 +1,4 @@
-"""Log probabilities as OpenAI writes them: one form for texts, another for chats."""
+"""Log probabilities in OpenAI's two forms: one for texts, another for chats."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOWEST = -9999.0  # JSON has no infinity
 
 
 def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
-    """Tokens with their bytes, and the alternatives at each place."""
+    """Write tokens with their bytes and the most likely alternatives."""
     return ChatLogprobs(
         content=[
             ChatTokenLogprob(
@@ -43,7 +43,7 @@ def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> Cha
 
 
 class TextLogprobs:
-    """Builds the parallel lists of one text, piece by piece; offsets go on from piece to piece."""
+    """Writes the parallel lists for one text, piece by piece; offsets continue between pieces."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -53,16 +53,16 @@ class TextLogprobs:
     def prompt(
         self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
     ) -> CompletionLogprobs:
-        """Of an echoed prompt, whose first token has no log probability."""
+        """Write an echoed prompt, whose first token has no log probability."""
         first, *rest = token_ids
-        # What the tokenizer puts before a text, such as a bos_token, is not in the text.
+        # A token that the tokenizer adds, such as a bos_token, is not in the text.
         shown = text.encode().startswith(self._tokenizer.token_bytes(first))
         start = self._advance(first) if shown else 0
         lists = CompletionLogprobs([self._name(first)], [None], [None], [start])
         return joined(lists, self._lists(logprobs, [self._advance(token) for token in rest]))
 
     def output(self, logprobs: Sequence[TokenLogprob]) -> CompletionLogprobs:
-        """Of the next tokens; special ones, such as the end of a turn, are not in the text."""
+        """Write the next output tokens; special tokens are not in the text."""
         special = self._tokenizer.special_token_ids
         tokens = [entry.token_id for entry in logprobs]
         return self._lists(
@@ -74,7 +74,7 @@ class TextLogprobs:
     ) -> CompletionLogprobs:
         lists = CompletionLogprobs([], [], [], text_offset)
         for entry in logprobs:
-            # The chosen token is always among the alternatives, as OpenAI has it.
+            # As in OpenAI's API, the chosen token is always among the alternatives.
             top = dict(entry.top) | {entry.token_id: entry.logprob}
             lists.tokens.append(self._name(entry.token_id))
             lists.token_logprobs.append(max(entry.logprob, _LOWEST))
@@ -84,7 +84,7 @@ class TextLogprobs:
         return lists
 
     def _advance(self, token_id: int) -> int:
-        """The token's place in the text, in characters."""
+        """Return the token's offset in the text, in characters, and go past the token."""
         offset = self._offset
         self._offset += len(self._utf8.decode(self._tokenizer.token_bytes(token_id)))
         return offset
@@ -98,7 +98,7 @@ class TextLogprobs:
 
 
 def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """Two pieces as one."""
+    """Join two pieces."""
     return CompletionLogprobs(
         first.tokens + second.tokens,
         first.token_logprobs + second.token_logprobs,

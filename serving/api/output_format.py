@@ -1,13 +1,13 @@
-"""The fields that say what an answer must be, as OpenAI, vLLM and SGLang name them.
+"""Fields of requests that constrain the answer, with the names of OpenAI, vLLM and SGLang.
 
-| field | whose |
+| field | origin |
 | --- | --- |
-| `response_format` | OpenAI's; with `structural_tag` also vLLM's and SGLang's |
-| `structured_outputs` | vLLM's |
-| `guided_json`, `guided_regex`, `guided_choice`, `guided_grammar` | vLLM's, before 0.12 |
-| `regex`, `ebnf`, `json_schema` | SGLang's |
+| `response_format` | OpenAI; with `structural_tag` also vLLM and SGLang |
+| `structured_outputs` | vLLM |
+| `guided_json`, `guided_regex`, `guided_choice`, `guided_grammar` | vLLM before 0.12 |
+| `regex`, `ebnf`, `json_schema` | SGLang |
 
-All mean a Grammar (sampling_params.py), and a request may have one.
+All become a Grammar (sampling_params.py). A request may have one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.errors import RequestError
 from weft.serving.api.body import Body, by_type
 from weft.serving.engine.sampling_params import MAX_CHOICES, MAX_GRAMMAR_LENGTH, Grammar
 
-# As documented; Grammar checks them.
+# Limits for the OpenAPI document; Grammar checks them.
 Text = Annotated[
     str,
     WithJsonSchema({"type": "string", "minLength": 1, "maxLength": MAX_GRAMMAR_LENGTH}),
@@ -43,7 +43,7 @@ Choices = Annotated[
 def _schema(value: Any) -> Any:
     if isinstance(value, str | dict | bool):
         return value
-    raise ValueError(" must be a JSON schema, or its JSON as a text")
+    raise ValueError(" must be a JSON schema, or a text with its JSON")
 
 
 Schema = Annotated[
@@ -52,7 +52,7 @@ Schema = Annotated[
 
 
 class JsonSchema(Body):
-    """A schema with its name. It is kept to, whatever `strict` says."""
+    """A schema with its name. The answer always matches it, whatever `strict` is."""
 
     name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = None
@@ -64,10 +64,10 @@ _OF_TAGS = ("format", "structures", "triggers")
 
 
 class ResponseFormat(Body):
-    """The form of the answer. `format`, `structures` and `triggers` are of a structural tag.
+    """The form of the answer. `format`, `structures` and `triggers` are for a structural tag.
 
-    `value` is the schema of a JSON object, as Text Generation Inference has it, for which Hugging
-    Face's client writes a json_schema so.
+    `value` is the schema of a JSON object, as in Text Generation Inference: Hugging Face's client
+    sends a json_schema in this form.
     """
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
@@ -89,7 +89,7 @@ class ResponseFormat(Body):
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the answer must be; RequestError when that is not said."""
+        """The constraint on the answer; RequestError if the fields do not fit the type."""
         param = "response_format"
         fields = self.model_dump(exclude_none=True, exclude={"type", "json_schema", "value"})
         if (self.type == "structural_tag") != bool(fields):
@@ -125,7 +125,7 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 class StructuredOutputs(Body):
-    """What the answer must be; one of these, of which `json_object` is true."""
+    """The constraint on the answer: exactly one field; `json_object` must be true if given."""
 
     json_: Schema | None = Field(None, alias="json")
     regex: Text | None = None
@@ -145,7 +145,7 @@ class StructuredOutputs(Body):
 
 
 class GuidedRequest(Body):
-    """The part of a request that says what its answer must be."""
+    """The fields of a request that constrain its answer."""
 
     ebnf: Text | None = None
     guided_choice: Choices | None = None
@@ -159,12 +159,12 @@ class GuidedRequest(Body):
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the answer must be, None if that is open; RequestError if it is said twice."""
+        """The constraint on the answer, if there is one; RequestError if there are several."""
         given = list(self._grammars())
         if len(given) > 1:
             names = [grammar.param for grammar in given]
             raise RequestError(
-                f"{' and '.join(names)} each say what the answer must be; give one of them",
+                f"{' and '.join(names)} each constrain the answer; give one of them",
                 param=names[1],
             )
         return given[0] if given else None
@@ -187,7 +187,7 @@ class GuidedRequest(Body):
             given = list(self._structured(self.structured_outputs))
             if not given:
                 raise RequestError(
-                    f"structured_outputs says nothing; give it one of {', '.join(_KINDS)}",
+                    f"structured_outputs is empty; give it one of {', '.join(_KINDS)}",
                     param="structured_outputs",
                     code="missing_parameter",
                 )
@@ -212,5 +212,5 @@ class GuidedRequest(Body):
 
 
 def _text(value: Any) -> str:
-    """JSON, unless it is that already."""
+    """Return a value as JSON; a text is JSON already."""
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,11 +1,12 @@
-"""`weft serve`: the HTTP server and the engine behind it, from start to end.
+"""`weft serve`: the HTTP server and its engine, from start to end.
 
-The engine's process starts first, and imports torch while this one imports its
-HTTP server. That is up long before the model is loaded: /health answers. At SIGTERM or
-SIGINT the server stops being ready but keeps answering, running requests get
-`drain_timeout` seconds to finish, and it exits with 0. A second signal
-does not wait. SIGHUP reads API keys and the certificate again. When the engine ends by itself, so
-does the server, with an error; with `restart` that is only when it cannot be started again.
+The engine process starts first. It imports torch while this process imports its HTTP server, so
+/health responds long before the model is loaded.
+
+At SIGTERM or SIGINT the server is no longer ready but still responds. Running requests get
+`drain_timeout` seconds to finish, and the exit status is 0. A second signal ends them at once.
+SIGHUP reads API keys and the certificate again. If the engine fails, the server exits with an
+error; with `restart`, only if the engine cannot be restarted.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ def serve(
     """Serve until a signal comes; returns the exit status.
 
     Args:
-        engine_config: of the engine.
-        server_config: of the HTTP server.
+        engine_config: settings of the engine.
+        server_config: settings of the HTTP server.
         runner_factory: see `AsyncEngine.start`.
 
     Raises:
-        ConfigError: the address is not to be had.
+        ConfigError: the address is not available, or a file of keys or certificates is wrong.
         ModelError: the model cannot be loaded.
-        EngineError: the engine has ended by itself.
+        EngineError: the engine has failed.
     """
     if server_config.otlp_endpoint is not None and find_spec("opentelemetry.exporter") is None:
         raise ConfigError("--otlp-endpoint needs OpenTelemetry: pip install 'weft[otel]'")
@@ -64,7 +65,7 @@ def serve(
 
 
 def _bind(config: ServerConfig) -> socket.socket:
-    """A listening socket; taken before the model loads, so that a clash shows at once."""
+    """Open the listening socket before the model loads, so that a port conflict shows at once."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -82,7 +83,7 @@ def _bind(config: ServerConfig) -> socket.socket:
 
 
 class _Server:
-    """One run of the server; see the module's text."""
+    """One run of the server; see the module's docstring."""
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class _Server:
         self._abort = asyncio.Event()
 
     async def run(self) -> int:
-        """Everything, in its order; returns the exit status."""
+        """Start, serve and shut down; returns the exit status."""
         logs.say(f"weft loads {self._engine_config.model}, and will answer on {self._url()}")
         loop = asyncio.get_running_loop()
         for sig in (signal.SIGTERM, signal.SIGINT):
@@ -119,7 +120,7 @@ class _Server:
                 on_spawned=spawned.set,
             )
         )
-        await _first(loading, spawned)  # no fork while a thread imports
+        await _first(loading, spawned)  # no fork while a thread imports modules
         state, server = await asyncio.to_thread(self._build_http)
         self._state = state
         self._warn_if_open_to_all()
@@ -174,19 +175,19 @@ class _Server:
         host = self._listener.getsockname()[0]
         if not self._keys and not ipaddress.ip_address(host).is_loopback:
             logger.warning(
-                "%s has no API keys, so whoever reaches it can use it: set --api-key or "
+                "%s has no API keys, so anyone on its network can use it: set --api-key or "
                 "--api-key-file",
                 self._url(),
             )
 
     def _reload(self) -> None:
-        """Read keys and certificate again; with an error, those of before stay."""
+        """Read keys and certificate again; after an error, the old ones stay in use."""
         try:
             self._keys.reload()
             if self._tls is not None:
                 reload_certificate(self._tls, self._server_config)
         except ConfigError as error:
-            logger.error("%s; what was read before stays in force", error)
+            logger.error("%s; the previous keys and certificate stay in use", error)
         else:
             logger.info("API keys and certificate have been read again")
 
@@ -224,7 +225,7 @@ class _Server:
 
 
 async def _first(task: asyncio.Task[object], event: asyncio.Event) -> bool:
-    """Wait for either; returns whether the task is done."""
+    """Wait for the task or the event; returns whether the task is done."""
     waiting = asyncio.create_task(event.wait())
     await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
@@ -232,10 +233,10 @@ async def _first(task: asyncio.Task[object], event: asyncio.Event) -> bool:
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """What connections are encrypted with; None without --ssl-certfile.
+    """Return the TLS settings for connections; None without --ssl-certfile.
 
     Raises:
-        ConfigError: a file cannot be read, or is none of these.
+        ConfigError: a file cannot be read, or is no certificate or key.
     """
     if config.ssl_certfile is None:
         return None
@@ -253,9 +254,9 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
 
 
 def load_certificate(context: ssl.SSLContext, config: ServerConfig) -> None:
-    """Use the certificate as it is on disk now; ConfigError as `tls_context`."""
+    """Load the current certificate from the disk; raises as `tls_context`."""
     assert config.ssl_certfile is not None
-    # Without a password OpenSSL would ask the terminal.
+    # Without a password OpenSSL would ask on the terminal.
     password = config.ssl_keyfile_password or ""
     try:
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, lambda: password)
@@ -267,9 +268,9 @@ def load_certificate(context: ssl.SSLContext, config: ServerConfig) -> None:
 
 
 def reload_certificate(context: ssl.SSLContext, config: ServerConfig) -> None:
-    """Use the certificate as it is on disk now; ConfigError as `tls_context`, and nothing changes.
+    """Load the current certificate from the disk; after a ConfigError the old one stays in use.
 
-    It is tried elsewhere first: one whose key does not suit would take away the key of before.
+    It is tried in another context first, because a wrong key would remove the previous key.
     """
     load_certificate(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), config)
     load_certificate(context, config)

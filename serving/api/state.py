@@ -1,4 +1,4 @@
-"""What the routes share: the engine, once it is there, and the names and counters around it."""
+"""State that the routes share: the engine, once it is loaded, and names, settings and metrics."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ if TYPE_CHECKING:
 
 
 STALLING = 0.25
-"""Of `stall_timeout`: so long without a step, with work at hand, and the server is not ready."""
+"""After this fraction of `stall_timeout` without a step, despite work, the server is not ready."""
 
 
 @dataclass
 class ServerState:
-    """One server.
+    """The state of one server.
 
     Attributes:
         model: the model's name in the API.
         engine: None while it loads.
-        tool_parser, reasoning_parser: as `ServerConfig` has them.
-        draining: the server has been told to end; what runs may finish, nothing new begins.
-        request_timeout: seconds that a request may take; None for any time.
-        log_prompts: whether prompts are to be logged.
-        page: whether there is a playground at /.
+        tool_parser, reasoning_parser: settings of `ServerConfig`.
+        draining: the server is shutting down: running requests may finish, new ones are refused.
+        request_timeout: maximum seconds for a request; None for no limit.
+        log_prompts: write prompts to the log.
+        page: serve the playground at /.
         created: seconds since 1970 at the server's start.
-        state_dir: folder of files and batches; None for a temporary one.
-        open_paths: paths that need no API key; None where none does.
+        state_dir: folder for files and batches; None for a temporary folder.
+        open_paths: paths that need no API key; None if the server has no keys.
+        metrics: counters and latencies.
         batches: files and batches.
     """
 
@@ -67,7 +68,7 @@ class ServerState:
 
     @classmethod
     def of(cls, engine_config: EngineConfig, server_config: ServerConfig) -> ServerState:
-        """The state of a server whose engine is still to come."""
+        """Return the state of a server before its engine is loaded."""
         name = server_config.served_model_name or Path(engine_config.model).resolve().name
         folder = server_config.state_dir
         return cls(
@@ -82,7 +83,7 @@ class ServerState:
         )
 
     def deadline(self, request: RequestContext) -> float | None:
-        """time.monotonic() until which a request must have its answer, if that is limited."""
+        """Return the time.monotonic() at which a request is given up, if there is a limit."""
         return None if self.request_timeout is None else request.arrival + self.request_timeout
 
     @property
@@ -97,16 +98,19 @@ class ServerState:
 
     @property
     def progressing(self) -> bool:
-        """Whether steps get done, as far as there is work."""
+        """Whether the engine makes steps, if it has work."""
         engine = self.engine
         return engine is None or engine.waited < STALLING * engine.config.stall_timeout
 
     def ready_engine(self, model: str) -> AsyncEngine:
-        """The engine, for a request that names its model.
+        """Return the engine for a request.
+
+        Args:
+            model: the model that the request names.
 
         Raises:
-            RequestError: 404, the model is another one.
-            EngineError: the engine is loading, dead, ending, or started again.
+            RequestError: the server has another model (404).
+            EngineError: the engine is loading, restarting, shutting down or dead.
         """
         if model != self.model:
             raise no_such_model(model, self.model)
@@ -118,7 +122,7 @@ class ServerState:
     async def answer_row(
         self, path: str, body: bytes, admitted: Callable[[], Awaitable[None]]
     ) -> tuple[int, bytes]:
-        """Answer a row of a batch by the routes; see `weft.serving.batch.job.Server`."""
+        """Answer a row of a batch; see `weft.serving.batch.job.Server`."""
         if self._local_api is None:
             from weft.serving.api.app import row_app  # which imports this module
 
@@ -126,7 +130,7 @@ class ServerState:
         return await self._local_api.post(path, body, admitted)
 
     def answer_format(self, engine: AsyncEngine) -> AnswerFormat:
-        """How the model writes calls and reasoning."""
+        """Return the format in which the model writes calls and reasoning."""
         if self._answer_format is None:
             self._answer_format = AnswerFormat.of(
                 engine.tokenizer, self.tool_parser, self.reasoning_parser
@@ -135,7 +139,7 @@ class ServerState:
 
 
 def no_such_model(model: str, served: str) -> RequestError:
-    """The error for a model that is not the one served."""
+    """Return the error for a model that this server does not have."""
     return RequestError(
         f"there is no model {model!r}; this server has {served!r}",
         param="model",
@@ -144,7 +148,7 @@ def no_such_model(model: str, served: str) -> RequestError:
     )
 
 
-async def _of_request(request: Request) -> ServerState:  # else FastAPI calls it in a thread
+async def _of_request(request: Request) -> ServerState:  # async, so FastAPI needs no thread
     state: ServerState = request.app.state.server
     return state
 

@@ -1,6 +1,6 @@
 """Server-sent events: one `data:` line of JSON for each piece of an answer.
 
-Source: the HTML standard, section 9.2, and OpenAI's closing `data: [DONE]`.
+Sources: the HTML standard, section 9.2; OpenAI's API for the last event, `data: [DONE]`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import EngineError, RequestError
-from weft.serving.api.errors import FAULT, told
+from weft.serving.api.errors import INTERNAL_ERROR, error_body
 
 T = TypeVar("T")
 
@@ -25,12 +25,12 @@ _encode = msgspec.json.Encoder().encode
 
 
 def event(content: msgspec.Struct) -> bytes:
-    """One event, as it goes over the wire."""
+    """Encode an event."""
     return b"data: " + _encode(content) + b"\n\n"
 
 
 def typed_event(content: msgspec.Struct) -> bytes:
-    """One event that is named by the tag of its struct, as it goes over the wire."""
+    """Encode an event with a name, which is the tag of its struct."""
     name = str(content.__struct_config__.tag).encode()
     return b"event: " + name + b"\ndata: " + _encode(content) + b"\n\n"
 
@@ -39,13 +39,13 @@ Failure = Callable[[RequestError | EngineError], bytes]
 
 
 def _failure(error: RequestError | EngineError) -> bytes:
-    return event(told(error))
+    return event(error_body(error))
 
 
 class EventStream(Response):
-    """Sends events as they come, then `done`; closes the generator when the client goes.
+    """Sends events as they come, then `done`; closes the generator when the client disconnects.
 
-    An error after the first event is itself an event, because the status has been sent.
+    An error after the first event becomes an event, because the status has been sent.
     """
 
     media_type = "text/event-stream"
@@ -69,12 +69,16 @@ class EventStream(Response):
         failure: Failure = _failure,
         done: bytes = _DONE,
     ) -> EventStream:
-        """A response that begins with the first event.
+        """Wait for the first event, and return a response that begins with it.
 
-        `failure` makes the event for an error after that, and `done` ends the stream.
+        A request that fails before any output therefore gets the right status: 429 when the queue
+        is full, 503 when the engine has died.
 
-        It is awaited here, so that a request that fails before any output gets the status that
-        says so: 429 when the queue is full, 503 when the engine has died.
+        Args:
+            request: the client's request; its disconnection ends the generator.
+            events: encoded events.
+            failure: encodes the event for a later error.
+            done: ends the stream.
         """
         return cls(
             await cancel_on_disconnect(request.receive, anext(events)), events, failure, done
@@ -96,21 +100,22 @@ class EventStream(Response):
         except (RequestError, EngineError) as error:
             failure = self._failure(error)
             await send({"type": "http.response.body", "body": failure, "more_body": True})
-        except Exception:  # a fault of ours: the client is told, and the log by who gets it next
-            failure = self._failure(FAULT)
+        except Exception:  # a bug: the client gets an event, and the server logs the exception
+            failure = self._failure(INTERNAL_ERROR)
             await send({"type": "http.response.body", "body": failure + self._done})
             raise
         await send({"type": "http.response.body", "body": self._done})
 
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of the work, which is cancelled when the client disconnects.
+    """Run work to its result, and cancel the work when the client disconnects.
 
     Args:
-        receive: the request's ASGI channel, its body already read.
+        receive: the request's ASGI channel, after the body has been read.
+        work: the work.
 
     Raises:
-        ClientDisconnect: the client went first.
+        ClientDisconnect: the client disconnected first.
     """
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_disconnected(receive))

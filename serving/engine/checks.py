@@ -1,4 +1,4 @@
-"""Whether the model can serve a request at all: checked by the front, before it is queued."""
+"""Checks of a request against the model, before the engine queues it."""
 
 from __future__ import annotations
 
@@ -98,17 +98,17 @@ def check_pooled(
 
 
 def check_dimensions(dimensions: int | None, info: EngineInfo) -> None:
-    """Raise RequestError for an embedding of so many numbers, if the model has them not."""
+    """Raise RequestError unless the model has embeddings of this size; None is the full size."""
     if dimensions is not None and not 1 <= dimensions <= info.hidden_size:
         raise RequestError(
-            f"dimensions is {dimensions}; it must be in [1, {info.hidden_size}], which is what "
-            "the model's embeddings have",
+            f"dimensions is {dimensions}; it must be in [1, {info.hidden_size}], because the "
+            f"model's embeddings have {info.hidden_size}",
             param="dimensions",
         )
 
 
 def _check_types(params: SamplingParams) -> None:
-    """A value made in Python may have any type; the engine would not be able to read it."""
+    """Raise RequestError for a wrong type: Python users may pass any, the core reads only these."""
     try:
         msgspec.convert(msgspec.to_builtins(params), SamplingParams)
     except (msgspec.ValidationError, TypeError) as error:
@@ -117,7 +117,7 @@ def _check_types(params: SamplingParams) -> None:
 
 def _check_tokens(prompt: Sequence[int], vocab_size: int) -> list[int]:
     """Return the prompt's token ids as plain integers."""
-    import numpy as np  # not with the module: the engine's process is started before
+    import numpy as np  # not at the top: the engine process starts before NumPy is imported
 
     if not len(prompt):
         raise RequestError("the prompt is empty", param="prompt")
@@ -142,11 +142,11 @@ def _check_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
 
 
 def _room(prompt: int, params: SamplingParams, info: EngineInfo) -> int:
-    """Output tokens that the request may have: what it asks for, up to the context."""
+    """Return the maximum number of output tokens: as requested, within the context."""
     if prompt >= info.max_model_len:
         raise RequestError(
             f"the prompt has {prompt} tokens; the context is {info.max_model_len}, "
-            "and at least one is for the output",
+            "and at least one token is for the output",
             param="prompt",
             code="context_length_exceeded",
         )
@@ -158,7 +158,7 @@ def _room(prompt: int, params: SamplingParams, info: EngineInfo) -> int:
     if wanted > room:
         raise RequestError(
             f"the prompt has {prompt} tokens and max_tokens is {wanted}; the KV cache holds "
-            f"{capacity} in all: lower max_tokens, or serve with a larger --kv-cache-memory",
+            f"{capacity}: lower max_tokens, or serve with a larger --kv-cache-memory",
             param="max_tokens",
         )
     return wanted

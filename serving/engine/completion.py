@@ -1,4 +1,4 @@
-"""One request, run to its end."""
+"""Requests that run to their end: completions and embeddings."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Completion:
 
     Attributes:
         prompt_token_ids: the prompt as the model saw it.
-        text: without the stop string that ended it.
-        token_ids: what was sampled, an end token included.
-        finish_reason: "stop", "length", "abort" when the model was closed first, or "error", and
-            then `error` says why.
-        stop_reason: the stop string or stop token that ended it, if one did.
+        text: the output, without the stop string that ended it.
+        token_ids: the sampled tokens, including an end token.
+        finish_reason: "stop", "length", "abort" when the model was closed first, or "error".
+        stop_reason: the stop string or stop token that ended the answer, if one did.
         logprobs: one per output token, when asked for.
         prompt_logprobs: one per prompt token from the second on, when asked for.
-        cached_tokens: prompt tokens that came from the prefix cache.
+        cached_tokens: number of prompt tokens from the prefix cache.
+        error: the reason, when finish_reason is "error".
     """
 
     prompt_token_ids: list[int]

@@ -1,12 +1,9 @@
-"""AsyncEngine: prompts in, streams of text out. The front of the engine cores.
+"""AsyncEngine: checked requests in, streams of text out.
 
-A core runs in a process of its own (or in a thread, for the `LLM` class and tests: the same
-loop behind the same sockets); see core_client.py. With `dp` there are several, all alike, which
-share the requests. Here are the parts that work in text, and what is true of all requests:
-limits, the queue, which core has room, and what is done about a core that is lost:
-
-    one fails ──► its requests end with an error ──► the engine fails, and all else with it
-                                                 └─► with `restart`, another takes its place
+The engine is the part of weft that works in text: it checks requests, limits the queue, chooses a
+core for each request, and turns the core's tokens into text. The cores run the model; see
+supervisor.py for their life and core_client.py for the connection to one. The `LLM` class and tests
+run a core in a thread instead of a process, with the same loop behind the same sockets.
 
 Everything but `validate` runs on one event loop; an AsyncEngine is not thread-safe.
 """
@@ -14,74 +11,48 @@ Everything but `validate` runs on one event loop; an AsyncEngine is not thread-s
 from __future__ import annotations
 
 import asyncio
-import logging
-import math
 import random
-import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import replace
-from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Literal
 
 import msgspec
-import zmq
 
-from weft.errors import EngineError, ModelError, RequestError, WeftError
+from weft.errors import EngineError, RequestError, WeftError
 from weft.models.spec.pooling import Pooling, read_pooling
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.checks import CheckedRequest, check_pooled, check_request
 from weft.serving.engine.core_client import CoreClient
-from weft.serving.engine.core_process import share_out
 from weft.serving.engine.grammar.compiler import GrammarCompiler
 from weft.serving.engine.prefix_keys import pack_prompt
 from weft.serving.engine.protocol import Add, Compiled, EngineInfo, EngineStats
 from weft.serving.engine.request_stream import Delta, RequestStream, StreamObserver
 from weft.serving.engine.retry_after import FinishRate
 from weft.serving.engine.sampling_params import Grammar, SamplingParams
+from weft.serving.engine.supervisor import LOAD_MODEL, CoreSupervisor, Status
 from weft.serving.engine.timeline import Timelines
 from weft.serving.engine.tokenizer import Tokenizer, load_tokenizer
-from weft.serving.executor.nodes.inventory import own_inventory
-from weft.serving.executor.placement import Inventory, kind_of
 
-if TYPE_CHECKING:
-    from weft.serving.executor.nodes.node_pool import NodePool
-
-Status = Literal["ready", "restarting", "stalled", "draining", "dead"]
-
-LOAD_MODEL = "weft.serving.executor.loading:load_model"
-MAX_RESTARTS = 3  # of a core, in a row, of which none works
-END_GRACE = 2.0  # seconds for a core that has failed to end by itself
-LIVE_GRAMMARS = 1 << 30  # bytes of compiled grammars that a core's requests may have in all
-SLOW_RELOAD = 10.0  # times as long as at first that a core may load, beside `stall_timeout`
-
-logger = logging.getLogger(__name__)
+LIVE_GRAMMARS = 1 << 30  # bytes of compiled grammars that one core's requests may hold
 
 _NO_OBSERVER = StreamObserver()
 
-__all__ = ["AsyncEngine", "Delta", "Status"]
+__all__ = ["LOAD_MODEL", "AsyncEngine", "Delta", "Status"]
 
 
 class AsyncEngine:
     """Serves one model; made by `start`.
 
     Attributes:
-        config: as given.
-        info: of the model that the cores have loaded; of their KV caches, the smallest.
-        tokenizer: of the model.
+        config: the settings, as given.
+        tokenizer: the model's tokenizer and chat template.
         pooling: how embeddings are made.
-        failure: what went wrong, once the engine has ended otherwise than by `shutdown`.
-        restarts: times that a core was started again.
-        timelines: when live requests, and the last that ended, waited and ran.
+        timelines: when requests waited and ran; live requests, and the last that ended.
     """
 
     config: EngineConfig
-    info: EngineInfo
     tokenizer: Tokenizer
     pooling: Pooling
-    failure: EngineError | None
-    restarts: int
     timelines: Timelines
 
     @classmethod
@@ -97,89 +68,120 @@ class AsyncEngine:
         """Load the model; returns when requests can be served.
 
         Args:
-            config: of the engine.
+            config: the settings.
             in_process: run the cores in threads instead of processes.
-            runner_factory: "module:function" that stands in for `loading.load_model`.
-            restart: start a core that has failed again. One that is in a thread and stuck
-                cannot be ended, and goes on.
-            on_spawned: called once the cores' processes are there, or other machines are awaited.
+            runner_factory: "module:function" that replaces `loading.load_model`.
+            restart: restart a core that has failed. A core that is stuck in a thread cannot be
+                ended, and goes on.
+            on_spawned: called once the cores' processes exist, or other nodes are awaited.
 
         Raises:
-            ConfigError, ModelError: a core says that it cannot load the model.
+            ConfigError, ModelError: a core cannot load the model.
             EngineError: a core ended.
         """
-        engine = cls(config, in_process, runner_factory, restart)
+        engine = cls(config, CoreSupervisor(config, in_process, runner_factory, restart))
         try:
             await engine._start(on_spawned)
         except BaseException:
-            for core in engine._cores:
-                await core.close()
-            if engine._pool is not None:
-                engine._pool.close()
+            await engine._supervisor.abandon()
             raise
         return engine
 
-    def __init__(
-        self, config: EngineConfig, in_process: bool, load_model: str, restart: bool
-    ) -> None:
+    def __init__(self, config: EngineConfig, supervisor: CoreSupervisor) -> None:
         self.config = config
-        self.failure = None
-        self.restarts = 0
         self.timelines = Timelines()
-        self._in_process = in_process
-        self._load_model = load_model
-        self._restart = restart
-        self._draining = False
-        self._past = EngineStats()
-        self._pool: NodePool | None = None
-        self._shares: list[EngineConfig] = []
-        self._cores: list[CoreClient] = []
-        self._keepers: list[asyncio.Task[None]] = []
-        self._load_seconds = 0.0
-        self._pace = FinishRate()
+        self._supervisor = supervisor
+        self._finish_rate = FinishRate()
         self._ids = count()
         self._seeds = random.Random(config.seed)
 
-    # Requests.
+    async def _start(self, on_spawned: Callable[[], None]) -> None:
+        await self._supervisor.spawn(on_spawned)
+        self.tokenizer = await asyncio.to_thread(load_tokenizer, self.config)
+        self.pooling = await asyncio.to_thread(_pooling, self.config)
+        await self._supervisor.load()
+        self._grammars = GrammarCompiler(self.config, self.info.vocab_size)
+
+    async def shutdown(self, *, drain: bool = True, timeout: float = 30.0) -> None:
+        """End the engine. A second call may be less patient than the first.
+
+        Args:
+            drain: let requests finish; else they end with "abort".
+            timeout: seconds until requests are aborted. Soon after, cores that still run are
+                killed.
+        """
+        self._supervisor.draining = self.failure is None
+        await self._grammars.close()
+        await self._supervisor.shutdown(drain=drain, timeout=timeout)
+
+    # State.
+
+    @property
+    def info(self) -> EngineInfo:
+        """Sizes of the loaded model; of the cores' KV caches, the smallest."""
+        return self._supervisor.info
+
+    @property
+    def failure(self) -> EngineError | None:
+        """The error that ended the engine; None while it runs or after `shutdown`."""
+        return self._supervisor.failure
+
+    @property
+    def restarts(self) -> int:
+        """Number of restarts of cores."""
+        return self._supervisor.restarts
 
     @property
     def places(self) -> int:
-        """Most requests that run or wait at once."""
+        """Maximum number of requests that run or wait."""
         return self.config.dp * self.info.max_num_seqs + self.config.max_queue
 
     @property
     def live(self) -> int:
-        """Requests that run or wait."""
-        return sum(core.live for core in self._cores)
+        """Number of requests that run or wait."""
+        return sum(core.live for core in self._supervisor.cores)
 
     @property
     def stats(self) -> EngineStats:
-        """Sums over the cores, as of the last message of each."""
-        return sum((core.stats for core in self._cores), self._past)
+        """Sums over all cores, from the last message of each."""
+        return self._supervisor.stats
 
     @property
     def serving(self) -> int:
-        """Cores that serve."""
-        return sum(core.status == "ready" for core in self._cores)
+        """Number of cores that serve."""
+        return len(self._supervisor.ready)
 
     @property
     def status(self) -> Status:
-        """ "ready" while a core serves; "restarting" while none does, but will; "draining" after
-        `shutdown`. "stalled", when a core did no step for `stall_timeout` seconds with work at
-        hand, and "dead" are final.
+        """The state of the engine.
+
+        "ready" while a core serves; "restarting" while no core serves but one will; "draining"
+        after `shutdown`. Two states are final: "stalled" if a core did no step for `stall_timeout`
+        seconds although it had work, and "dead".
         """
-        states = {core.status for core in self._cores}
-        lost: Status = "stalled" if "stalled" in states else "dead"
-        if self._draining:
-            return "draining" if "ready" in states else lost
-        if self.failure is not None or not (self._restart or states == {"ready"}):
-            return lost
-        return "ready" if "ready" in states else "restarting"
+        return self._supervisor.status
 
     @property
     def waited(self) -> float:
-        """Seconds in which no core that serves has done a step, with work at hand for each."""
-        return min((core.waited for core in self._cores if core.status == "ready"), default=0.0)
+        """Seconds without a step on any core that serves, while each had work."""
+        return min((core.waited for core in self._supervisor.ready), default=0.0)
+
+    def check_serving(self) -> None:
+        """Raise EngineError if no core serves, with the time to wait if that is known."""
+        match self.status:
+            case "ready":
+                return
+            case "draining":
+                raise EngineError("the engine is shutting down")
+            case "restarting":
+                raise EngineError(
+                    "the engine has failed and is being started again",
+                    retry_after=self._supervisor.seconds_to_wait,
+                )
+            case status:
+                raise EngineError(f"the engine is {status}")
+
+    # Requests.
 
     def validate(
         self, prompt_token_ids: Sequence[int], params: SamplingParams | Pooling
@@ -188,8 +190,8 @@ class AsyncEngine:
 
         Args:
             prompt_token_ids: the prompt.
-            params: how to sample and when to stop (`n` is ignored: n answers are n requests); or,
-                for an embedding, how it is made.
+            params: sampling settings (`n` is ignored: n answers are n requests); or, for an
+                embedding, its pooling.
 
         Returns:
             The request as `generate` takes it, with `max_tokens` and `seed` filled in.
@@ -207,7 +209,7 @@ class AsyncEngine:
     def _check_queue(self) -> None:
         if self.live >= self.places:
             raise self._full(
-                f"{self.live} requests are running or waiting, of at most {self.places}"
+                f"{self.live} requests are running or waiting; the maximum is {self.places}"
             )
 
     def _full(self, why: str) -> RequestError:
@@ -215,7 +217,7 @@ class AsyncEngine:
             f"{why}; try again later",
             code="queue_full",
             status=429,
-            retry_after=self._pace.retry_after(),
+            retry_after=self._finish_rate.retry_after(),
         )
 
     async def generate(
@@ -235,14 +237,14 @@ class AsyncEngine:
             request: made by `validate`.
             priority: lower is served first.
             deadline: time.monotonic() at which the request is given up.
-            visible: special tokens whose text is wanted, such as the marks of a call.
+            visible: special tokens whose text the reader needs, such as the marks of a call.
             admit: returns when the request may be queued, even if the queue is full. Without it,
                 a full queue refuses the request.
             on_admitted: called once the request waits or runs.
             observer: called with each delta and at the end.
 
         Yields:
-            What is new; the last delta has a finish_reason. An embedding is one delta.
+            Deltas; the last one has a finish_reason. An embedding is one delta.
 
         Raises:
             RequestError: the queue is full (429); the grammar cannot be compiled, or not now
@@ -269,7 +271,7 @@ class AsyncEngine:
             finally:
                 if timer is not None:
                     timer.cancel()
-                self._pace.ended()
+                self._finish_rate.ended()
                 core.drop(id)
                 self.timelines.close(id)
         except WeftError:
@@ -304,8 +306,8 @@ class AsyncEngine:
         core = self._least_busy()
         if grammar is not None and core.grammar_bytes(grammar) > LIVE_GRAMMARS:
             raise self._full(
-                f"the grammars of requests under way take {LIVE_GRAMMARS >> 20} MiB, which is all "
-                "they may"
+                "the grammars of the requests that run or wait would take more than "
+                f"{LIVE_GRAMMARS >> 20} MiB"
             )
         number = next(self._ids)
         id = str(number)
@@ -328,7 +330,7 @@ class AsyncEngine:
         except BaseException:
             self.timelines.close(id)
             raise
-        self._pace.began()
+        self._finish_rate.began()
         return core, id, stream
 
     async def _compiled(self, grammar: Grammar, deadline: float | None) -> Compiled:
@@ -340,189 +342,19 @@ class AsyncEngine:
         except TimeoutError:
             raise _late() from None
 
-    def check_serving(self) -> None:
-        """Raise EngineError, with the time to wait if that is known, when no core serves."""
-        match self.status:
-            case "ready":
-                return
-            case "draining":
-                raise EngineError("the engine is shutting down")
-            case "restarting":
-                loading = (core.age for core in self._cores if core.status == "loading")
-                left = self._load_seconds - max(loading, default=0.0)
-                raise EngineError(
-                    "the engine has failed and is being started again",
-                    retry_after=max(1, math.ceil(left)),
-                )
-            case status:
-                raise EngineError(f"the engine is {status}")
-
     def _end_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        ignored = params.ignore_eos and params.grammar is None  # which has an end of its own
+        # A grammar ends with the model's own end token, so that is never ignored.
+        ignored = params.ignore_eos and params.grammar is None
         own = () if ignored else self.tokenizer.eos_token_ids
         return (*own, *params.stop_token_ids)
 
     def _least_busy(self) -> CoreClient:
-        """The core with the fewest requests; of such, the one that has waited for one longest."""
-        ready = (core for core in self._cores if core.status == "ready")
-        return min(ready, key=lambda core: (core.live, core.latest))
-
-    # The cores.
-
-    async def shutdown(self, *, drain: bool = True, timeout: float = 30.0) -> None:
-        """End the engine. May be called again, to be less patient.
-
-        Args:
-            drain: let requests finish; else they end with "abort".
-            timeout: seconds until requests are aborted, and soon after the cores are ended by
-                force.
-        """
-        self._draining = self.failure is None
-        await self._grammars.close()
-        for core, keeper in zip(self._cores, self._keepers, strict=True):
-            if core.status == "loading":
-                keeper.cancel()
-        await asyncio.gather(*(core.shutdown(drain=drain, timeout=timeout) for core in self._cores))
-        await asyncio.wait(self._keepers)
-        if self._pool is not None:
-            self._pool.close()
-
-    async def _start(self, on_spawned: Callable[[], None]) -> None:
-        self._shares = await self._share_out(on_spawned)
-        self._cores = [CoreClient(share) for share in self._shares]
-        for core in self._cores:
-            await core.spawn(self._load_model, in_process=self._in_process)
-        on_spawned()
-        self.tokenizer = await asyncio.to_thread(load_tokenizer, self.config)
-        self.pooling = await asyncio.to_thread(_pooling, self.config)
-        try:
-            async with asyncio.TaskGroup() as group:
-                for number, core in enumerate(self._cores):
-                    group.create_task(core.load(partial(self._lend, number)))
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        self.info = min((core.info for core in self._cores), key=lambda info: info.num_blocks)
-        self._grammars = GrammarCompiler(self.config, self.info.vocab_size)
-        self._load_seconds = max(core.load_seconds for core in self._cores)
-        self._keepers = [asyncio.create_task(self._keep(i)) for i in range(self.config.dp)]
-
-    async def _share_out(self, on_spawned: Callable[[], None]) -> list[EngineConfig]:
-        """What each core is given, once all machines are there; ConfigError if it cannot be."""
-        config = self.config
-        if config.executor == "ray":  # it knows the machines, and finds such that suit
-            most = config.dp * config.world_size
-            kind = kind_of(config)  # auto: nobody asks nodes
-            offer = Inventory(
-                gpus=(0,) * most if kind == "cuda" else (), tpus=most if kind == "tpu" else 0
-            )
-            group = secrets.token_hex(4)
-            return [
-                replace(share, replica=replace(share.replica, group=group))
-                for share in share_out(config, [offer] * config.nodes)
-            ]
-        gpus = config.device in ("auto", "cuda") and config.backend != "jax"
-        offers = [own_inventory(config, gpus=gpus)]
-        if config.nodes > 1:
-            from weft.serving.executor.loading import check_ranks
-            from weft.serving.executor.nodes.node_pool import NodePool
-
-            if self._load_model == LOAD_MODEL:
-                check_ranks(config)  # before people are asked to start others
-            self._pool = NodePool(config)
-            on_spawned()
-            offers += await self._pool.inventories()
-            config = replace(config, node_token=self._pool.token)
-        shares = share_out(config, offers)
-        if self._pool is not None:
-            self._pool.assign(shares)
-        return shares
-
-    def _lend(self, number: int, port: int) -> None:
-        """A core waits for machines at a port."""
-        if self._pool is not None:
-            self._pool.connect_nodes(number, port)
-
-    async def _keep(self, number: int) -> None:
-        """See a core through, and those that take its place."""
-        tries = 0
-        while True:
-            core = self._cores[number]
-            try:
-                await self._see_through(core, number)
-                return
-            except WeftError as error:
-                tries = 0 if core.works else tries
-                failure = self._judge(error, tries)
-                if failure is None:
-                    logger.warning("%s; it is started again", error)
-                else:
-                    self._fail(failure)
-                if core.status != "loading":  # else it does not listen yet
-                    await core.shutdown(drain=False, timeout=END_GRACE)
-            except Exception as error:  # a fault of ours, of which nobody would hear
-                self._fail(EngineError(f"{core.name}: {error!r}"))
-                raise
-            finally:
-                await core.close()
-            if failure is not None or self._draining:
-                return
-            tries += 1
-            self.restarts += 1
-            self._past += core.stats
-            self._cores[number] = CoreClient(self._shares[number])
-
-    async def _see_through(self, core: CoreClient, number: int) -> None:
-        """Load a core, if that is still to do, and serve until it has ended as it was told.
-
-        Raises:
-            ConfigError, ModelError: it cannot be loaded.
-            EngineError: it ended, failed or is stuck.
-        """
-        if core.status == "loading":
-            if self._pool is not None:
-                core.config = await self._pool.wait_for_slice(number)
-            patience = math.ceil(self.config.stall_timeout + SLOW_RELOAD * self._load_seconds)
-            try:
-                async with asyncio.timeout(patience):
-                    await core.spawn(self._load_model, in_process=self._in_process)
-                    await core.load(partial(self._lend, number))
-            except TimeoutError:
-                raise EngineError(f"{core.name} did not load within {patience} s") from None
-            except (OSError, zmq.ZMQError) as error:  # no more processes, no space for a socket
-                raise EngineError(f"{core.name} cannot be started: {error}") from error
-            if core.info.vocab_size != self.info.vocab_size:  # the tokenizer is the old one
-                raise ModelError(f"{self.config.model} is not the model that it was")
-            self.info = min(
-                (other.info for other in self._cores if other.status == "ready"),
-                key=lambda info: info.num_blocks,
-            )
-            logger.warning("%s serves again", core.name)
-        await core.serve()
-
-    def _judge(self, error: WeftError, tries: int) -> EngineError | None:
-        """Why a core is not started again after an error and so many vain tries; None if it is.
-
-        The settings are those that it was started with at first: what they ask for and cannot have
-        (memory, machines) may be there later.
-        """
-        if isinstance(error, ModelError):
-            return EngineError(f"the engine cannot be started again: {error}")
-        if self._draining or not self._restart or self.failure is not None:
-            return error if isinstance(error, EngineError) else EngineError(str(error))
-        if tries == MAX_RESTARTS:
-            return EngineError(f"{error}; it was started {tries} times in vain")
-        return None
-
-    def _fail(self, failure: EngineError) -> None:
-        """There is no engine any more; what drains may come to its end."""
-        self.failure = self.failure or failure
-        if not self._draining:
-            for core in self._cores:
-                core.drop_all(failure)
+        """Return the ready core with the fewest requests; of equals, the least recently used."""
+        return min(self._supervisor.ready, key=lambda core: (core.live, core.latest))
 
 
 def _pooling(config: EngineConfig) -> Pooling:
-    """How embeddings are made; ModelError if the checkpoint asks for what is not handled."""
+    """Return how embeddings are made; ModelError if the checkpoint asks for an unknown way."""
     from weft.models.checkpoint.locate import locate
 
     if config.pooling == "auto":
@@ -531,7 +363,7 @@ def _pooling(config: EngineConfig) -> Pooling:
 
 
 def _at(deadline: float, do: Callable[[], object]) -> asyncio.TimerHandle:
-    """Do something at a time of time.monotonic()."""
+    """Call a function at a time of time.monotonic()."""
     left = deadline - time.monotonic()
     return asyncio.get_running_loop().call_later(max(0.0, left), do)
 

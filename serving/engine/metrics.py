@@ -1,8 +1,8 @@
-"""What a monitoring system sees, in Prometheus' text format.
+"""Metrics of a server, in Prometheus' text format.
 
-Two sources: the engine's last snapshot (queue, KV cache, counters since its start), of all its
-cores together, is read when somebody asks; latencies are measured where a user notices them, on the
-stream of each answer.
+They have two sources. A scrape reads the engine's last snapshot, summed over its cores: queue, KV
+cache, and counters since the start. Latencies are measured on the stream of each answer, as users
+see them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _TOKENS = tuple(float(2**i) for i in range(21))
 
 @dataclass
 class Phases:
-    """One answer: what it took, and when it came from one phase to the next.
+    """Token counts and times of one answer.
 
     Attributes:
-        prompt_tokens, output_tokens: of this answer.
-        arrival, first_token, end: time.monotonic(); 0 until then.
-        queued: seconds from arrival until it took part in a step; None before.
-        reason: why it ended, as of `Delta.finish_reason`; "" for one that was refused.
+        prompt_tokens, output_tokens: number of tokens.
+        arrival, first_token, end: time.monotonic() of the event; 0 before it.
+        queued: seconds from arrival to the first step; None before.
+        reason: why the answer ended, as `Delta.finish_reason`; "" for a refused request.
     """
 
     prompt_tokens: int
@@ -51,8 +51,8 @@ class Metrics:
     """The metrics of one server.
 
     Args:
-        engine: gives the engine, or None while it loads.
-        model: the model's name in the API, a label of every metric here.
+        engine: returns the engine, or None while it loads.
+        model: the model's name in the API; a label on every metric here.
     """
 
     def __init__(self, engine: Callable[[], AsyncEngine | None], model: str) -> None:
@@ -100,13 +100,13 @@ class Metrics:
         self._model = model
 
     def count_http(self, route: str, method: str, status: int, error: str | None) -> None:
-        """An HTTP request has ended; `error` is the code of the error it got, if it got one."""
+        """Count an HTTP request that has ended, and the code of its error, if it failed."""
         self._http.labels(route, method if method in _METHODS else "other", status).inc()
         if error is not None:
             self._refused.labels(error).inc()
 
     def render(self) -> bytes:
-        """All metrics, in Prometheus' text format."""
+        """Write all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def observer(self, phases: Phases) -> StreamObserver:
@@ -126,7 +126,7 @@ class Metrics:
         """Measure `count` tokens that came together, `seconds` after the tokens before."""
         if first:
             self._first_token.observe(seconds)
-            seconds, count = 0.0, count - 1  # the others came with it
+            seconds, count = 0.0, count - 1  # the other tokens came at the same time
         for _ in range(count):
             self._between_tokens.observe(seconds / count)
 
@@ -164,7 +164,7 @@ class _AnswerObserver(StreamObserver):
 
 
 class _EngineCollector(Collector):
-    """Reads the engine's snapshot when the metrics are asked for."""
+    """Reads the engine's snapshot at each scrape."""
 
     def __init__(self, engine: Callable[[], AsyncEngine | None], model: str) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""One answer on its way from the engine to its reader."""
+"""The stream of one answer, from the engine to its reader."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from weft.serving.engine.tokenizer import Tokenizer
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What is new of an answer.
+    """The new part of an answer.
 
     Attributes:
-        text: may be empty: a token can be a part of a character, or of a possible stop string.
-        token_ids: at least one, but for the last delta.
-        finish_reason: of the last delta; None before.
-        stop_reason: the stop string or user's stop token that ended it; None for the model's own.
+        text: may be empty, because a token can be part of a character or of a possible stop string.
+        token_ids: at least one, except on the last delta.
+        finish_reason: set on the last delta; None before.
+        stop_reason: the stop string or the user's stop token that ended the answer; None for the
+            model's own end token.
         logprobs: one per token, when asked for.
         prompt_logprobs: on the first delta, when asked for.
-        cached_tokens: prompt tokens that came from the prefix cache.
-        error: what went wrong, when finish_reason is "error".
-        error_param: the request's field that is at fault; None when the server is.
-        queued: on the first delta with tokens, seconds that the request waited until it ran.
-        embedding: of a request for one, on its only delta: float32[hidden], see Pooling.finish.
+        cached_tokens: number of prompt tokens from the prefix cache.
+        error: the reason, when finish_reason is "error".
+        error_param: the request's field at fault; None when the server is at fault.
+        queued: on the first delta with tokens, the seconds from arrival to the first step.
+        embedding: float32[hidden] on the only delta, when asked for; see Pooling.finish.
     """
 
     text: str
@@ -80,15 +81,15 @@ class StreamObserver:
 
 
 class RequestStream:
-    """Turns tokens into text, and keeps what has not been read, merged into one delta.
+    """Turns tokens into text, and merges the unread part of an answer into one delta.
 
-    However slow the reader, no more is kept than the answer itself.
+    A slow reader therefore never makes it hold more than the answer itself.
 
     Args:
-        tokenizer: of the model.
-        params: of the request.
-        timeline: of the request.
-        visible: special tokens whose text is wanted.
+        tokenizer: the model's tokenizer.
+        params: the request's sampling settings.
+        timeline: records when the request waited and ran.
+        visible: special tokens whose text the reader needs.
         grammar: key and size in bytes of the request's grammar, if it has one.
     """
 
@@ -122,9 +123,9 @@ class RequestStream:
         self._news = asyncio.Event()
 
     def push(self, output: TokenOutput) -> bool:
-        """Take in what the core sent; returns whether the answer is complete.
+        """Take new output from the core; returns whether the answer is complete.
 
-        It is also complete, unknown to the core, when a stop string has been found.
+        A stop string also completes the answer; the core does not know about it.
         """
         self.timeline.got(len(output.token_ids))
         self._cached_tokens = output.cached_tokens
@@ -156,15 +157,15 @@ class RequestStream:
         return self._finish_reason is not None
 
     def fail(self, failure: WeftError) -> None:
-        """There will be no more: the reader gets what has come, and then this error."""
+        """End the stream with an error; the reader first gets the rest of the output."""
         self._failure = failure
         self._news.set()
 
     async def next(self) -> Delta:
-        """Wait for something new, and take all of it.
+        """Wait for new output, and take all of it.
 
         Raises:
-            WeftError: that of `fail`, once everything before has been read.
+            WeftError: the error of `fail`, after all output before it has been read.
         """
         await self._news.wait()
         self._news.clear()

@@ -1,8 +1,8 @@
-"""How one request wants its tokens chosen and when to stop.
+"""Sampling settings of a request: how tokens are chosen, and when the output stops.
 
-Checked here, once, for every way in (HTTP, batch file, Python): a value that
-cannot work raises RequestError naming the field. What depends on the model
-(vocabulary, context length) is checked by the engine's front, see engine.py.
+`SamplingParams` is the only list of these settings; requests of the API take their fields from it.
+Values are checked here for HTTP, batch files and Python alike: a wrong value raises a RequestError
+with the field's name. checks.py checks the settings against the model (vocabulary, context length).
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ RANGES = {
     "logprobs": Range(0, MAX_LOGPROBS),
     "prompt_logprobs": Range(0, MAX_LOGPROBS),
 }
-"""Of the settings that are numbers; None, where a setting may be that, is none."""
+"""The allowed values of the numeric settings."""
 _BIAS = Range(-100.0, 100.0)
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
 
 
 class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the output must be, from its first token to its last; see docs/structured-output.md.
+    """A constraint on the whole output of a request; see docs/structured-output.md.
 
     Attributes:
-        kind: "json_object", any JSON object; "json_schema", JSON that the schema admits; "regex",
-            a text that it matches as a whole; "ebnf", a text that the rule `root` produces;
-            "choice", one of some texts; "structural_tag", xgrammar's.
-        text: the schema, expression, grammar or tag; a JSON list of the texts for "choice", and
-            nothing for "json_object".
-        param: the request's field that asked for it, which errors name.
-        before: what comes before it, such as a thought: JSON of a structural tag's format.
-        instead: what may come in its place, such as calls of tools: JSON of such a format.
+        kind: "json_object" for any JSON object; "json_schema" for JSON of a schema; "regex" for a
+            text that matches as a whole; "ebnf" for a text of the rule `root`; "choice" for one of
+            several texts; "structural_tag" for a tag of xgrammar.
+        text: the schema, expression, grammar or tag; for "choice" a JSON list of the texts; empty
+            for "json_object".
+        param: the field of the request, for error messages.
+        before: an earlier part of the output, such as a thought: JSON of a structural tag's format.
+        instead: an alternative output, such as tool calls: JSON of a structural tag's format.
     """
 
     kind: GrammarKind
@@ -85,7 +85,7 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 )
         if not is_unicode(self.text):
             raise RequestError(
-                f"{self.param} holds half of a surrogate pair, which is no character",
+                f"{self.param} contains half of a surrogate pair, which is no character",
                 param=self.param,
                 code="invalid_unicode",
             )
@@ -94,7 +94,7 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def choices(self) -> list[str]:
-        """The texts of a "choice"; RequestError if it is no list of texts."""
+        """The texts of a "choice"; RequestError if `text` is no JSON list of texts."""
         try:
             return msgspec.json.decode(self.text, type=list[str])
         except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
@@ -118,20 +118,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Sampling settings, with OpenAI's names and ranges where it has them.
 
     Attributes:
-        n: answers to the same prompt, 1 to 128.
-        max_tokens: most output tokens; None means up to the model's context.
+        n: number of answers to the same prompt, 1 to 128.
+        max_tokens: maximum number of output tokens; None allows the whole context.
         min_tokens: neither an end token nor a stop string ends the output before this many tokens.
         temperature: 0 is greedy; at most 2.
         top_p, top_k, min_p: cut the distribution; see models/interface.py.
         repetition_penalty, presence_penalty, frequency_penalty: see models/interface.py.
         logit_bias: token id -> bias in [-100, 100].
-        seed: same seed, same output, whatever else is served; None draws one.
+        seed: the same seed gives the same output, whatever else is served; None draws a seed.
         stop: strings that end the output; they are not part of it.
         stop_token_ids: tokens that end the output, besides the model's own.
         ignore_eos: do not end at the model's own end tokens.
-        logprobs: None, or how many of the most likely tokens to report with each token.
+        logprobs: number of the most likely tokens to report with each token; None reports nothing.
         prompt_logprobs: the same for the prompt's tokens.
-        grammar: what the output must be; None leaves it free.
+        grammar: constraint on the output; None leaves the output free.
     """
 
     n: int = 1
@@ -154,7 +154,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     grammar: Grammar | None = None
 
     def answer(self, i: int) -> SamplingParams:
-        """The settings of the i-th of `n` answers: with a seed, each answer has its own."""
+        """Return the settings of the i-th of `n` answers; a seed becomes the answer's own."""
         seed = self.seed
         if seed is not None:
             seed = (seed + i + 2**63) % 2**64 - 2**63
@@ -204,7 +204,7 @@ def _check_stop(stop: tuple[str, ...]) -> None:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether it can be written as UTF-8: it holds no half of a surrogate pair."""
+    """Return whether a text can be encoded as UTF-8: it contains no half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:

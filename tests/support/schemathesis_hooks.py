@@ -26,9 +26,9 @@ BEYOND_SCHEMAS = re.compile(
             r"token ids are in \[0, \d+\)",
             r"answers; at most",
             # At most one of ten fields is given.
-            r"each say what the answer must be",
+            r"each constrain the answer",
             # A name that is given elsewhere in the request, or by an earlier one.
-            r"tool_choice (asks for a call|names) ",
+            r"tool_choice ((asks for|requires) a call|names) ",
             r"there is no (file|batch) ",
             r"the purpose 'batch_output'",
             # Where in a conversation what may be.

@@ -60,14 +60,14 @@ def returns(
     error: type[msgspec.Struct] = ErrorResponse,
     media_type: str = "application/json",
 ) -> dict[str, Any]:
-    """A route's arguments that say what it answers.
+    """Return the arguments for a route that document its responses.
 
     Args:
         struct: the body of a 200; None is plain text.
-        streams: it may be server-sent events instead.
-        or_status: another status that has the same body.
-        error: the body of all others.
-        media_type: of a 200.
+        streams: the response may be server-sent events instead.
+        or_status: another status with the same body.
+        error: the body for all other statuses.
+        media_type: the content type of a 200.
     """
     schema = {"type": "string"} if struct is None else {"$ref": _REF.format(name=struct.__name__)}
     content: dict[str, Any] = {media_type: {"schema": schema}}
@@ -85,11 +85,11 @@ def returns(
 
 
 def install(app: FastAPI, open_paths: Collection[str] | None) -> None:
-    """Give the app an OpenAPI document, with the schemas that `returns` refers to.
+    """Give the app an OpenAPI document, with the schemas for `returns`.
 
     Args:
-        app: whose routes there are all.
-        open_paths: those that need no API key; None if none does.
+        app: must have all its routes.
+        open_paths: paths that need no API key; None if the server has no keys.
     """
 
     def openapi() -> dict[str, Any]:
@@ -97,7 +97,7 @@ def install(app: FastAPI, open_paths: Collection[str] | None) -> None:
             document = get_openapi(
                 title=app.title, version=app.version, description=app.description, routes=app.routes
             )
-            # From here on, for FastAPI makes them floats, which do not hold every seed.
+            # Added after FastAPI, which turns limits into floats; a float cannot hold every seed.
             for schema in document["components"]["schemas"].values():
                 _add_ranges(schema)
             if open_paths is not None:
@@ -111,7 +111,7 @@ def install(app: FastAPI, open_paths: Collection[str] | None) -> None:
 
 
 def _add_ranges(schema: dict[str, Any]) -> None:
-    """The ranges of sampling settings, which SamplingParams checks."""
+    """Add the ranges of sampling settings, which SamplingParams checks."""
     for name, field in schema.get("properties", {}).items():
         allowed = RANGES.get(_OTHER_NAMES.get(name, name))
         for kind in field.get("anyOf", [field]):
@@ -122,7 +122,7 @@ def _add_ranges(schema: dict[str, Any]) -> None:
 
 
 def _add_keys(document: dict[str, Any], open_paths: Collection[str]) -> None:
-    """What needs an API key."""
+    """Document which paths need an API key."""
     document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     document["security"] = [{"key": []}]
     for path in document["paths"].keys() & open_paths:

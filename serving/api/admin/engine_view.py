@@ -1,7 +1,7 @@
-"""GET /engine: what the engine is doing now, for the playground's live view.
+"""GET /engine: the engine's current work, for the playground's live view.
 
-Asked again and again, twice a second by the page, and not pushed: a browser has six connections to
-a server for all its tabs, and a stream would hold one of them for ever.
+The page polls it twice a second. A stream would hold a connection forever, and a browser has only
+six connections to a server for all its tabs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ router = APIRouter()
 @router.get("/engine", **returns(EngineView))
 async def engine_view(
     state: State,
-    since: Annotated[float, Query(description="`now` of the answer before", ge=0)] = 0.0,
+    since: Annotated[float, Query(description="`now` in the previous reply", ge=0)] = 0.0,
 ) -> Response:
-    """Counts, KV blocks, and the phases of live requests and of those that ended since."""
+    """Return counts, KV blocks, and the phases of requests that are live or have just ended."""
     engine = state.engine
     view = EngineView(
         now=time.monotonic(),

@@ -1,8 +1,9 @@
-"""GET /health, /ready, /metrics and /version: for whoever runs the server.
+"""GET /health, /ready, /metrics and /version: for operators.
 
-/health says that the process answers; a liveness probe asks it, and what it adds about the engine
-is for people. /ready says that requests are served *now*: not while the model loads, also again
-(`--restart`), when the server is about to end, or when there is work and no step gets done.
+/health is for liveness probes: it succeeds while the process responds. Its fields about the engine
+are for people. /ready succeeds only while requests are served. It fails while the model loads (also
+after a restart, with `--restart`), while the server shuts down, and while the engine has work but
+makes no steps.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ router = APIRouter()
 
 @router.get("/health", **returns(Health))
 async def health(state: State) -> Response:
-    """Always 200."""
+    """Return 200, always."""
     engine = state.engine
     waited = 0.0 if engine is None else engine.waited
     body = Health("ok", state.status, state.progressing, round(waited, 3))
@@ -30,18 +31,18 @@ async def health(state: State) -> Response:
 
 @router.get("/ready", **returns(Status, or_status=503))
 async def ready(state: State) -> Response:
-    """200 when requests are served, else 503 with the reason as `status`."""
+    """Return 200 while requests are served, else 503 with the reason as `status`."""
     code = 200 if state.status == "ready" else 503
     return Response(msgspec.json.encode(Status(state.status)), code, media_type="application/json")
 
 
 @router.get("/metrics", **returns(None, media_type="text/plain"))
 async def metrics(state: State) -> Response:
-    """Prometheus' text format."""
+    """Return the metrics in Prometheus' text format."""
     return Response(state.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 @router.get("/version", **returns(Version))
 async def version() -> Response:
-    """The version of weft."""
+    """Return weft's version."""
     return Response(msgspec.json.encode(Version(__version__)), media_type="application/json")

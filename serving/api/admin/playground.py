@@ -1,8 +1,8 @@
-"""GET /: a page to try the server with (static/), which asks only this server.
+"""GET /: a page to try the server (static/), which makes requests only to this server.
 
-Plain HTML, CSS and JavaScript modules, read once and answered from memory. The headers allow the
-page nothing but its own files and this server's API: no inline script or style, no other host, no
-frame around it.
+The page is plain HTML, CSS and JavaScript modules; the files are read once and served from memory.
+The headers allow the page only its own files and this server's API: no inline script or style, no
+other host, no frame around it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HEADERS = {
     ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",  # asks again, and gets a 304
+    "cache-control": "no-cache",  # browsers ask each time, and get a 304
 }
 _FILES = {
     "/" if file.name == "index.html" else f"/static/{file.name}": file
@@ -34,7 +34,7 @@ _FILES = {
 }
 
 PATHS = frozenset(_FILES)
-"""What the page is made of; nothing in it is secret."""
+"""The paths of the page's files; nothing in them is secret."""
 
 router = APIRouter()
 

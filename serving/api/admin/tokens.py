@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info: the tokenizer, with vLLM's shapes."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info: the tokenizer, in vLLM's shapes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _MESSAGES: dict[str, Any] = {"messages": {"not": _NULL}}
 
 
 class TokenizeRequest(Body):
-    """A prompt as it stands, or messages, which the chat template makes a prompt of.
+    """A prompt, or messages for the chat template.
 
-    `add_special_tokens` is by default true for a prompt and false for messages, whose template
-    writes those that it wants.
+    `add_special_tokens` defaults to true for a prompt. For messages it defaults to false, because
+    the template writes its own special tokens.
     """
 
     model: str | None = None
@@ -61,7 +61,7 @@ TokenId = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
 
 
 class DetokenizeRequest(Body):
-    """Token ids."""
+    """POST /detokenize: token ids."""
 
     model: str | None = None
     tokens: list[TokenId]
@@ -69,7 +69,7 @@ class DetokenizeRequest(Body):
 
 @router.post("/tokenize", **returns(Tokens))
 async def tokenize(body: TokenizeRequest, state: State) -> Response:
-    """The token ids of a prompt or a conversation."""
+    """Return the token ids for a prompt or a conversation."""
     engine = state.ready_engine(body.model or state.model)
     tokenizer = engine.tokenizer
 
@@ -92,7 +92,7 @@ async def tokenize(body: TokenizeRequest, state: State) -> Response:
 
 @router.post("/detokenize", **returns(DetokenizedText))
 async def detokenize(body: DetokenizeRequest, state: State) -> Response:
-    """The text of token ids."""
+    """Return the text for token ids."""
     engine = state.ready_engine(body.model or state.model)
     size = engine.info.vocab_size
 
@@ -109,7 +109,7 @@ async def detokenize(body: DetokenizeRequest, state: State) -> Response:
 
 @router.get("/tokenizer_info", **returns(TokenizerInfo))
 async def tokenizer_info(state: State) -> Response:
-    """The tokenizer's special tokens and chat template."""
+    """Return the tokenizer's special tokens and chat template."""
     engine = state.ready_engine(state.model)
     tokenizer = engine.tokenizer
     special = tokenizer.special_tokens

@@ -1,4 +1,4 @@
-"""Errors of Anthropic's routes in Anthropic's shape, wherever they come from.
+"""Errors in Anthropic's shape, for all errors on Anthropic's routes.
 
 Source of the types: Anthropic's API reference, "Errors".
 """
@@ -25,18 +25,18 @@ _TYPES = {
 
 
 def is_anthropics(path: str) -> bool:
-    """Whether a path is of Anthropic's API."""
+    """Return whether a path belongs to Anthropic's API."""
     return path == _PATH or path.startswith(_PATH + "/")
 
 
 def anthropic_error(status: int, message: str) -> AnthropicError:
-    """The body of an answer with this status."""
+    """Return the body for an error status."""
     kind = _TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
     return AnthropicError(AnthropicErrorDetail(kind, message))
 
 
 class AnthropicErrors:
-    """ASGI middleware around all others whose errors have OpenAI's shape: rewrites their bodies."""
+    """ASGI middleware that rewrites errors from OpenAI's shape; it must wrap all that send them."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -67,7 +67,7 @@ class AnthropicErrors:
 
 
 def _rewritten(status: int, body: bytes) -> bytes:
-    if not body:  # nobody is there to read it
+    if not body:  # the client has disconnected
         return body
     error = msgspec.json.decode(body, type=ErrorResponse).error
     return msgspec.json.encode(anthropic_error(status, error.message))

@@ -1,4 +1,4 @@
-"""Anthropic's messages: what clients get, whole or as a stream of typed events."""
+"""Replies and events of Anthropic's Messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessagesUsage(Struct):
-    """Token counts; `input_tokens` are those that did not come from the prefix cache."""
+    """Token counts; `input_tokens` excludes tokens from the prefix cache."""
 
     input_tokens: int
     output_tokens: int
@@ -19,21 +19,21 @@ class MessagesUsage(Struct):
 
 
 class TextOut(Struct, tag="text"):
-    """What the model says."""
+    """Text for the user."""
 
     text: str
     citations: None = None
 
 
 class ThinkingOut(Struct, tag="thinking"):
-    """What the model thinks first."""
+    """A thought."""
 
     thinking: str
     signature: str = ""
 
 
 class ToolUseOut(Struct, tag="tool_use"):
-    """A call. Arguments that are no JSON are its one key INVALID_JSON, as Anthropic advises."""
+    """A call. Invalid JSON becomes its only key, INVALID_JSON, as Anthropic advises."""
 
     id: str
     name: str
@@ -56,64 +56,64 @@ class MessageOut(Struct, tag="message"):
 
 
 class TokenCount(Struct):
-    """What /v1/messages/count_tokens answers."""
+    """The reply to /v1/messages/count_tokens."""
 
     input_tokens: int
 
 
 class MessageStart(Struct, tag="message_start"):
-    """The first event, with a message that is empty yet."""
+    """The first event, with an empty message."""
 
     message: MessageOut
 
 
 class BlockStart(Struct, tag="content_block_start"):
-    """A block begins."""
+    """The start of a block."""
 
     index: int
     content_block: BlockOut
 
 
 class TextDelta(Struct, tag="text_delta"):
-    """More of a text."""
+    """More text."""
 
     text: str
 
 
 class ThinkingDelta(Struct, tag="thinking_delta"):
-    """More of a thought."""
+    """More text in a thought."""
 
     thinking: str
 
 
 class InputJsonDelta(Struct, tag="input_json_delta"):
-    """More of a call's input."""
+    """More input for a call."""
 
     partial_json: str
 
 
 class BlockDelta(Struct, tag="content_block_delta"):
-    """More of the block."""
+    """More content for a block."""
 
     index: int
     delta: TextDelta | ThinkingDelta | InputJsonDelta
 
 
 class BlockStop(Struct, tag="content_block_stop"):
-    """The block has ended."""
+    """The end of a block."""
 
     index: int
 
 
 class MessageEnd(Struct):
-    """Why the message ended."""
+    """The reason for the message's end."""
 
     stop_reason: StopReason
     stop_sequence: str | None
 
 
 class MessageDelta(Struct, tag="message_delta"):
-    """The message has ended."""
+    """The end of the message."""
 
     delta: MessageEnd
     usage: MessagesUsage
@@ -124,7 +124,7 @@ class MessageStop(Struct, tag="message_stop"):
 
 
 class Ping(Struct, tag="ping"):
-    """The server is there, and the prompt is computed."""
+    """A sign of life, after the prompt has been computed."""
 
 
 MessageEvent = (
@@ -133,14 +133,14 @@ MessageEvent = (
 
 
 class AnthropicErrorDetail(Struct):
-    """What went wrong."""
+    """An error's type and message."""
 
     type: str
     message: str
 
 
 class AnthropicError(Struct, tag="error"):
-    """The body of an answer that is not 2xx, and an event that ends a stream."""
+    """The body of an error response, and the last event of a failed stream."""
 
     error: AnthropicErrorDetail
     request_id: str | UnsetType | None = UNSET

@@ -1,7 +1,7 @@
-"""Anthropic's messages: what clients may ask. What they get is in anthropic_events.py.
+"""Requests for Anthropic's Messages; events.py has the replies.
 
-As in schemas.py, a field that is not here is refused by name. `cache_control` is taken and means
-nothing: prefixes are cached anyway.
+As in openai/requests.py, an unknown field is refused by its name. `cache_control` is accepted and
+has no effect, because prefixes are always cached.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weft.serving.engine.sampling_params import SamplingParams
 
 
 class CacheControl(Body):
-    """Taken, and without effect."""
+    """A cache hint; it has no effect."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -51,7 +51,7 @@ _BLOCKS = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "t
 
 
 class Block(Body):
-    """A part of a message: text, a thought, a call, or a call's result, by its `type`."""
+    """A text, a thought, a call, or a call's result in a message, depending on `type`."""
 
     type: Literal["text", "thinking", "tool_use", "tool_result"]
     text: str | None = None
@@ -71,7 +71,7 @@ class Block(Body):
 
 
 class AnthropicMessage(Body):
-    """A turn of the conversation."""
+    """A turn in the conversation."""
 
     role: Literal["user", "assistant"]
     content: Annotated[
@@ -111,13 +111,13 @@ class AnthropicMessage(Body):
 
 
 class CustomTool(Body):
-    """A tool that the client runs; those that Anthropic runs itself are refused by this, first."""
+    """A tool that the client runs. This check comes first and refuses Anthropic's hosted tools."""
 
     type: Literal["custom"] | None = None
 
 
 class AnthropicTool(Function, CustomTool):
-    """A function that the model may call."""
+    """A function for the model."""
 
     parameters: Parameters = Field(alias="input_schema")
     cache_control: CacheControl | None = None
@@ -139,21 +139,21 @@ class AnthropicToolChoice(Body):
     def _one_has_a_name(self) -> Self:
         if (self.type == "tool") != (self.name is not None):
             raise RequestError(
-                "tool_choice.name goes with type 'tool', and with no other",
+                "tool_choice.name is only for type 'tool', which requires it",
                 param="tool_choice.name",
             )
         return self
 
 
 class Thinking(Body):
-    """The model thinks as it likes: there is no way to set how much, or to forbid it."""
+    """Options for thinking; it cannot be limited or turned off."""
 
     type: Literal["adaptive"]
     display: Literal["summarized"] | None = None
 
 
 class Metadata(Body):
-    """Labels of the request."""
+    """Labels for the request."""
 
     user_id: str | None = None
 
@@ -182,14 +182,14 @@ class CountRequest(Body):
         if "".join(block.text or "" for block in content)[-1:].isspace():
             raise RequestError(
                 "messages ends with a message of the assistant whose text ends with white space; "
-                "leave that out: the answer goes on from there",
+                "remove it, because the answer continues the text",
                 param="messages",
             )
         return self
 
 
 class MessagesRequest(CountRequest):
-    """POST /v1/messages. `seed`, `min_p` and `priority` are not Anthropic's."""
+    """POST /v1/messages. Anthropic does not have `seed`, `min_p` and `priority`."""
 
     max_tokens: int
     metadata: Metadata | None = None
@@ -204,5 +204,5 @@ class MessagesRequest(CountRequest):
     top_p: float | None = None
 
     def sampling_params(self) -> SamplingParams:
-        """The sampling settings; RequestError when a value is out of range."""
+        """Return the sampling settings; RequestError if a value is out of range."""
         return sampling_params(self, stop=self.stop_sequences)

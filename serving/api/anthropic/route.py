@@ -18,7 +18,7 @@ from weft.serving.api.anthropic import requests as asked
 from weft.serving.api.anthropic.errors import anthropic_error
 from weft.serving.api.body import JsonRoute
 from weft.serving.api.conversation import Conversation
-from weft.serving.api.errors import describe, told
+from weft.serving.api.errors import describe, error_body
 from weft.serving.api.generation import Generation
 from weft.serving.api.openai.replies import FinishReason, new_id
 from weft.serving.api.openai.requests import (
@@ -44,7 +44,7 @@ router = APIRouter(route_class=JsonRoute)
     "/v1/messages", **returns(shapes.MessageOut, streams=True, error=shapes.AnthropicError)
 )
 async def create_message(request: Request, body: asked.MessagesRequest, state: State) -> Response:
-    """Answer a conversation, in Anthropic's form."""
+    """Answer a conversation in Anthropic's form."""
     engine = state.ready_engine(body.model)
     params = body.sampling_params()
     generation = await Generation.of_chat(
@@ -59,7 +59,7 @@ async def create_message(request: Request, body: asked.MessagesRequest, state: S
 
 @router.post("/v1/messages/count_tokens", **returns(shapes.TokenCount, error=shapes.AnthropicError))
 async def count_tokens(body: asked.CountRequest, state: State) -> Response:
-    """How many tokens a conversation is."""
+    """Count the tokens in a conversation."""
     engine = state.ready_engine(body.model)
 
     def counted() -> int:
@@ -71,7 +71,7 @@ async def count_tokens(body: asked.CountRequest, state: State) -> Response:
 
 
 def _conversation(body: asked.CountRequest) -> Conversation:
-    """The same in OpenAI's form."""
+    """Convert the request to OpenAI's form."""
     messages = []
     if body.system:
         parts = [TextPart(type="text", text=block.text) for block in body.system]
@@ -81,7 +81,7 @@ def _conversation(body: asked.CountRequest) -> Conversation:
     *_, last = body.messages
     continued = last.role == "assistant" and any(block.text for block in last.content)
     if last.role == "assistant" and not continued:
-        messages.pop()  # there is nothing to go on from
+        messages.pop()  # an empty message cannot be continued
     choice = body.tool_choice or asked.AnthropicToolChoice(type="auto")
     return Conversation(
         messages,
@@ -93,12 +93,12 @@ def _conversation(body: asked.CountRequest) -> Conversation:
 
 
 def _user(message: asked.AnthropicMessage) -> Iterator[Message]:
-    """A message for each result of a call, and one for the text beside them."""
+    """Yield a message for each result of a call, and one for the other text."""
     texts = []
     for block in message.content:
         if block.type == "tool_result":
             results = [part.text for part in block.content or ()]
-            if block.is_error:  # templates know nothing of it
+            if block.is_error:  # chat templates do not know this field
                 results.insert(0, "Error:")
             parts = [TextPart(type="text", text=text) for text in results or [""]]
             yield Message(role="tool", tool_call_id=block.tool_use_id, content=parts)
@@ -130,14 +130,14 @@ def _assistant(message: asked.AnthropicMessage) -> Message:
 
 
 class _Writer:
-    """Writes one turn in Anthropic's shape: as events, or as the message that they add up to."""
+    """Writes an answer in Anthropic's shape, as events or as the complete message."""
 
     def __init__(self, model: str, generation: Generation, form: AnswerFormat) -> None:
         self._generation = generation
         self._format = form
         self._message = shapes.MessageOut(new_id("msg", "_"), model, [], self._usage())
         self._begun = False
-        self._arguments = ""  # of the call that is the last block
+        self._arguments = ""  # arguments of the call in the last block
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Yield the events, encoded."""
@@ -154,7 +154,7 @@ class _Writer:
         return self._message
 
     def _events(self, part: Answer) -> Iterator[shapes.MessageEvent]:
-        """Put a part of the answer into the message, and yield the events that say so."""
+        """Add a part of the answer to the message, and yield its events."""
         if not self._begun:
             self._begun = True
             self._message.usage = self._usage()
@@ -166,7 +166,7 @@ class _Writer:
             yield from self._end(part.finish_reason, part.stop_reason)
 
     def _add(self, piece: Piece) -> Iterator[shapes.MessageEvent]:
-        """Put a piece into the message."""
+        """Add a piece to the message, and yield its events."""
         last = self._message.content[-1] if self._message.content else None
         match piece:
             case CallStart(name):
@@ -231,7 +231,7 @@ class _Writer:
 
 
 def _input(arguments: str, *, cut_off: bool) -> dict[str, Any]:
-    """A call's input; of one that was cut off what there is."""
+    """Parse a call's input; if the answer was cut off, parse the beginning."""
     try:
         value = from_json(arguments, allow_partial="trailing-strings" if cut_off else False)
     except ValueError:
@@ -241,4 +241,4 @@ def _input(arguments: str, *, cut_off: bool) -> dict[str, Any]:
 
 def _failure(error: RequestError | EngineError) -> bytes:
     status, _ = describe(error)
-    return typed_event(anthropic_error(status, told(error).error.message))
+    return typed_event(anthropic_error(status, error_body(error).error.message))

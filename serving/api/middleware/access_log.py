@@ -1,4 +1,4 @@
-"""The outermost layer: requests get an id, and are counted, logged and traced when they end."""
+"""The outermost middleware: it gives requests an id, and counts, logs and traces them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.serving.engine.metrics import Metrics
 if TYPE_CHECKING:
     from weft.serving.api.middleware.tracing import Tracer
 
-_ID = re.compile(r"[!-~]{1,128}")  # visible ASCII: fit for a header, and for a log
+_ID = re.compile(r"[!-~]{1,128}")  # visible ASCII, which is safe in headers and logs
 
 logger = logging.getLogger("weft.requests")
 
@@ -28,10 +28,10 @@ class AccessLog:
     """ASGI middleware around all others.
 
     Args:
-        app: what answers.
-        metrics: to count in.
-        tracer: to make spans with.
-        log: whether there is a line in the log for each request.
+        app: the next application.
+        metrics: counts the requests.
+        tracer: makes spans of the requests; None for no spans.
+        log: write a line for each request.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class AccessLog:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = RequestContext(request_id(Headers(scope=scope).get("x-request-id")))
-        current.set(context)  # of this request's task, which ends with it
+        current.set(context)  # in the request's own task, so it need not be reset
         logs.request_id.set(context.id)
 
         async def noting(message: Message) -> None:
@@ -56,7 +56,7 @@ class AccessLog:
         try:
             await self._app(scope, receive, noting)
         finally:
-            # The path as it is declared, such as /v1/models/{model}; a client may make up others.
+            # The declared path, such as /v1/models/{model}, because clients can invent others.
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.count_http(route, scope["method"], context.status, context.error)
             if self._log:
@@ -65,7 +65,7 @@ class AccessLog:
                 self._tracer.record(scope, route, context)
 
 
-_NOT_TRACED = frozenset({"/health", "/ready", "/metrics"})  # asked all the time, by machines
+_NOT_TRACED = frozenset({"/health", "/ready", "/metrics"})  # polled by probes and scrapers
 
 
 def _write_line(scope: Scope, context: RequestContext) -> None:
@@ -89,7 +89,7 @@ def _write_line(scope: Scope, context: RequestContext) -> None:
 
 
 def request_id(given: str | None) -> str:
-    """The client's, if it is one that can be passed on; else a new one."""
+    """Return the client's id if it is valid, else a new one."""
     if given is not None and _ID.fullmatch(given):
         return given
     return f"req-{uuid.uuid4().hex}"

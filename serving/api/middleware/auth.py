@@ -1,4 +1,4 @@
-"""What stands before the application: API keys on every route, and who may ask from a browser."""
+"""Middleware that asks for API keys."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft.errors import RequestError
 from weft.serving.api.admin import playground
-from weft.serving.api.errors import error_response, refused
+from weft.serving.api.errors import error_reply, error_response
 from weft.serving.api.middleware.keys import Keyring
 from weft.serving.api.middleware.request_context import current
 from weft.serving.config.settings import ServerConfig
 
-_FOR_PROBES = frozenset({"/health", "/ready"})  # which have no keys
+_FOR_PROBES = frozenset({"/health", "/ready"})  # probes have no keys
 
 
 def open_paths(config: ServerConfig) -> frozenset[str] | None:
-    """The paths that need no key; None where none does."""
+    """Return the paths that need no key; None if the server has no keys."""
     if config.api_key is None and config.api_key_file is None:
         return None
-    paths = _FOR_PROBES | playground.PATHS  # which ask for a key, and send it
+    paths = _FOR_PROBES | playground.PATHS  # the page itself asks for a key, and sends it
     return paths | {"/metrics"} if config.open_metrics else paths
 
 
 class KeyGuard:
-    """ASGI middleware: 401 without a right key, 429 beyond what the key may have.
+    """ASGI middleware: 401 without a valid key, 429 above the key's limits.
 
     Args:
-        app: what is behind it.
-        keys: all of them, at least one.
-        open_paths: for everybody.
+        app: the next application.
+        keys: at least one.
+        open_paths: paths that need no key.
     """
 
     def __init__(self, app: ASGIApp, keys: Keyring, open_paths: frozenset[str]) -> None:
@@ -42,12 +42,12 @@ class KeyGuard:
             await self._app(scope, receive, send)
             return
         key = self._keys.find(_presented(Headers(scope=scope)))
-        # A body is not read, but for what has come: the connection ends with the answer.
+        # The rest of the body is not read, so the connection ends with this response.
         close = {} if scope["method"] == "GET" else {"connection": "close"}
         if key is None:
             response = error_response(
                 401,
-                "no API key, or not one of this server's; send Authorization: Bearer KEY",
+                "the API key is missing or unknown; send Authorization: Bearer KEY",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"} | close,
             )
@@ -61,7 +61,7 @@ class KeyGuard:
         try:
             self._keys.check(key)
         except RequestError as error:
-            await refused(error, close)(scope, receive, send)
+            await error_reply(error, close)(scope, receive, send)
             return
         key.running += 1
         try:
@@ -71,6 +71,6 @@ class KeyGuard:
 
 
 def _presented(headers: Headers) -> str:
-    """The key in `Authorization: Bearer`, or in Anthropic's `x-api-key`."""
+    """Return the key in `Authorization: Bearer`, or in Anthropic's `x-api-key`."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return (key if scheme.lower() == "bearer" else headers.get("x-api-key", "")).strip()

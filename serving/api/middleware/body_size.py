@@ -1,4 +1,4 @@
-"""Bodies that are too large, or of another kind, are refused before they are read."""
+"""Middleware that refuses bodies of the wrong size or type before they are read."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.serving.api.errors import error_response
 
-MAX_BODY = 32 * 1024 * 1024  # bytes; a prompt of a million tokens takes about five
-
-
-MAX_UPLOAD = 2 * 1024 * 1024 * 1024  # bytes; it goes to the disk
+MAX_BODY = 32 * 1024 * 1024  # bytes; a prompt with a million tokens takes about 5 MB
+MAX_UPLOAD = 2 * 1024 * 1024 * 1024  # bytes; uploads are written to the disk
 _JSON = "application/json"
 
 
 class BodyLimits:
-    """ASGI middleware: 413 for a body that is too large, 415 for one of another kind.
+    """ASGI middleware: 413 for a body that is too large, 415 for a wrong content type.
 
-    That is JSON of `MAX_BODY`, and for files a form of `MAX_UPLOAD`.
+    Bodies are JSON of up to `MAX_BODY`, and for /v1/files a form of up to `MAX_UPLOAD`.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -38,7 +36,7 @@ class BodyLimits:
             await error_response(415, message)(scope, receive, send)
             return
         if not length.isdecimal() or int(length) > most:
-            # Closing spares reading the rest.
+            # The connection is closed, so the body need not be read.
             response = error_response(413, _too_large(most), headers={"connection": "close"})
             await response(scope, receive, send)
             return
@@ -46,7 +44,7 @@ class BodyLimits:
 
 
 def _counted(receive: Receive, most: int) -> Receive:
-    """The same channel, which raises once a body without a length gets too large."""
+    """Wrap the channel to raise an error once a body without a length is too large."""
     size = 0
 
     async def counting() -> Message:
@@ -61,4 +59,4 @@ def _counted(receive: Receive, most: int) -> Receive:
 
 
 def _too_large(most: int) -> str:
-    return f"the body is too large; at most {most} bytes"
+    return f"the body is too large; the maximum is {most} bytes"

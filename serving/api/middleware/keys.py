@@ -1,10 +1,13 @@
-"""API keys: who may ask, and how much each may ask for at once and in a minute.
+"""API keys, and their limits on concurrent requests and on tokens per minute.
 
-Keys are kept as SHA-256 digests, and what a client presents is compared with all of them in
-constant time. A key's tokens are a bucket that refills all the time. Those of a prompt are taken
-from it when the request gets its place, though its client may go before they are computed, those of
-an answer as they come; while it is empty, new requests are refused. So nothing has to be guessed
-beforehand, and what runs gets to its end.
+Keys are stored as SHA-256 digests. A client's key is compared with all of them in constant time.
+
+Each key has a bucket of tokens, which refills continuously. When a request is admitted, its prompt
+tokens are taken from the bucket, even if the client leaves before they are computed. Output tokens
+are taken as they come. While the bucket is empty, new requests are refused. Output lengths
+therefore need no estimate, and running requests always finish.
+
+This module is apart from auth.py because the server reads its keys before it imports FastAPI.
 """
 
 from __future__ import annotations
@@ -25,14 +28,14 @@ _SHORTEST = 8  # characters; a shorter key is a mistake
 
 @dataclass
 class Key:
-    """A key and what it has in use.
+    """A key and its current use.
 
     Attributes:
-        name: as logs and errors have it.
+        name: the key's name in logs and errors.
         digest: SHA-256 of the key.
-        running: requests under way.
-        tokens: left in its bucket, below zero when more were used; None if it has no limit.
-        refilled: time.monotonic() when that was so.
+        running: number of running requests.
+        tokens: tokens left in its bucket, negative after overuse; None without a limit.
+        refilled: time.monotonic() of the last refill.
     """
 
     name: str
@@ -42,19 +45,19 @@ class Key:
     refilled: float = 0.0
 
     def spend(self, tokens: int) -> None:
-        """Take tokens that are computed for it."""
+        """Take tokens from the bucket."""
         if self.tokens is not None:
             self.tokens -= tokens
 
 
 class Keyring:
-    """All keys of a server; without any, everybody may ask.
+    """All keys of a server. Without keys, the server is open to everybody.
 
     Args:
-        config: says where the keys are, and what each may have.
+        config: sources of the keys, and the limits of each.
 
     Raises:
-        ConfigError: the file cannot be read, or a key cannot be one.
+        ConfigError: the file cannot be read, or a key is invalid.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -70,12 +73,13 @@ class Keyring:
         return bool(self._keys)
 
     def reload(self) -> None:
-        """Read the keys again; those that stay keep what they have in use."""
+        """Read the keys again; a key that stays keeps its bucket and its running requests."""
         keys: dict[bytes, Key] = {}
         for name, key, source in self._listed():
             if len(key) < _SHORTEST or not (key.isascii() and key.isprintable()):
                 raise ConfigError(
-                    f"{source} has a key that is no {_SHORTEST} or more printable ASCII characters"
+                    f"{source} has an invalid key: a key is {_SHORTEST} or more printable ASCII "
+                    "characters"
                 )
             digest = hashlib.sha256(key.encode()).digest()
             budget = self._config.tokens_per_minute_per_key
@@ -88,7 +92,7 @@ class Keyring:
         self._keys = keys
 
     def find(self, presented: str) -> Key | None:
-        """The key that a client presents; takes as long however much of it is right."""
+        """Return the key that a client presents, in constant time."""
         digest = hashlib.sha256(presented.encode()).digest()
         found = None
         for key in self._keys.values():
@@ -97,11 +101,11 @@ class Keyring:
         return found
 
     def check(self, key: Key) -> None:
-        """Raise RequestError, 429, unless the key may have another request now."""
+        """Raise RequestError with status 429 unless the key may make another request now."""
         most = self._config.max_requests_per_key
         if most is not None and key.running >= most:
             raise RequestError(
-                f"{key.running} requests of key {key.name} are under way, of at most {most}",
+                f"key {key.name} has {key.running} running requests; the maximum is {most}",
                 code="too_many_requests_of_key",
                 status=429,
                 retry_after=1,
@@ -116,7 +120,7 @@ class Keyring:
             )
 
     def _seconds_to_wait(self, key: Key) -> int:
-        """Until its bucket has a token, which it is refilled for first."""
+        """Refill the bucket, and return the seconds until it has a token."""
         budget = self._config.tokens_per_minute_per_key
         if budget is None or key.tokens is None:
             return 0
@@ -126,7 +130,7 @@ class Keyring:
         return 0 if key.tokens > 0 else max(1, math.ceil(-key.tokens * 60 / budget))
 
     def _listed(self) -> Iterator[tuple[str, str, str]]:
-        """(name, key, where it is from)."""
+        """Yield (name, key, source)."""
         for i, key in enumerate((self._config.api_key or "").split(",")):
             if self._config.api_key is not None:
                 yield f"key-{i + 1}", key.strip(), "--api-key"

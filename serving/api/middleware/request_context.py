@@ -1,7 +1,7 @@
-"""What is known of the HTTP request that a task works for.
+"""The context of an HTTP request: data about the request that all layers share.
 
-It is set at the door, and goes with the task and those that it starts; where there is no HTTP
-server (`weft batch`) there is none.
+The outermost middleware sets it in the request's task, and tasks started there inherit it. Without
+an HTTP server (`weft batch`) there is no context.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class RequestContext:
-    """One request.
+    """The context of one request.
 
     Attributes:
-        id: the client's `X-Request-Id`, or a new one.
-        arrival: time.monotonic() when its head had come.
-        key: that it was made with, if the server has keys.
-        answers: what each of its answers took.
-        error: the code of the error that it was answered with.
-        prompts: as the model sees them, where they are to be logged.
-        status: of the answer; 499 until it has begun, as when the client goes before.
+        id: the client's `X-Request-Id`, or a new id.
+        arrival: time.monotonic() when its headers were complete.
+        key: the API key, if the server has keys.
+        answers: token counts and times of its answers.
+        error: the code of the error response.
+        prompts: the prompts as the model sees them, if they are logged.
+        status: the response's status. It is 499 until the response begins, and stays so if the
+            client leaves earlier.
     """
 
     id: str
@@ -44,10 +45,10 @@ class RequestContext:
 current: ContextVar[RequestContext | None] = ContextVar("current", default=None)
 
 admit: ContextVar[Callable[[], Awaitable[None]] | None] = ContextVar("admit", default=None)
-"""For `AsyncEngine.generate`: what the answers of a batch's row wait for. Others do not wait."""
+"""The `admit` argument of `AsyncEngine.generate`; only rows of batches have one."""
 
 
 def owner() -> str:
-    """To whom what a request makes belongs: its key's digest, or "" where there are no keys."""
+    """Return the owner of files and batches: the key's digest, or "" without keys."""
     context = current.get()
     return "" if context is None or context.key is None else context.key.digest.hex()

@@ -1,9 +1,9 @@
-"""OpenTelemetry spans of each request, sent to a collector by OTLP over HTTP (`--otlp-endpoint`).
+"""OpenTelemetry spans for requests, sent to a collector by OTLP over HTTP (`--otlp-endpoint`).
 
-A request's span has one child for each phase of each answer: "queue" until it takes part in a
-step, "prefill" until its first token, "decode" until its last. They are made when the request has
-ended, with the times that were measured anyway, so that a step waits for nothing. A `traceparent`
-(W3C Trace Context) makes the span a part of the client's trace, and says whether it is recorded.
+A request's span has one child for each phase of each answer: "queue" until its first step,
+"prefill" until its first token, "decode" until its last token. The spans are made after the request
+has ended, from times that are measured anyway, so they never delay a step. A `traceparent` header
+(W3C Trace Context) makes the span part of the client's trace, and decides whether it is recorded.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from weft.serving.api.middleware.request_context import RequestContext
 from weft.serving.engine.metrics import Phases
 from weft.version import __version__
 
-_TIMEOUT = 3.0  # seconds in which the collector must take spans, tried again within
+_TIMEOUT = 3.0  # seconds to send spans to the collector, retries included
 
 
 class Tracer:
-    """Makes spans, and sends them from a thread of its own.
+    """Makes spans, and sends them from its own thread.
 
     Args:
-        endpoint: the collector's, such as http://127.0.0.1:4318.
+        endpoint: the collector's address, such as http://127.0.0.1:4318.
         model: the model's name in the API.
     """
 
@@ -45,7 +45,7 @@ class Tracer:
         self._model = model
 
     def record(self, scope: Scope, route: str, context: RequestContext) -> None:
-        """Make the spans of a request that has ended."""
+        """Make the spans for a request that has ended."""
         now, epoch = time.monotonic(), time.time() - time.monotonic()
         span = self._tracer.start_span(
             f"{scope['method']} {route}",
@@ -79,7 +79,7 @@ class Tracer:
             ("prefill", answer.first_token),
             ("decode", answer.end),
         ):
-            end = end or answer.end  # it has ended in this phase
+            end = end or answer.end  # the answer ended in this phase
             span = self._tracer.start_span(
                 name,
                 parent,
@@ -92,7 +92,7 @@ class Tracer:
             begin = end
 
     def close(self) -> None:
-        """Send what is left, if somebody takes it."""
+        """Send the remaining spans."""
         self._provider.shutdown()
 
 

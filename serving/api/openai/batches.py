@@ -1,4 +1,4 @@
-"""/v1/batches: files of requests, answered beside other requests, each row once."""
+"""/v1/batches: files of requests, which run beside live requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.serving.api.middleware.request_context import owner
 from weft.serving.api.state import State
 from weft.serving.batch.objects import BatchList, BatchObject, new_id, now
 
-WINDOW = 24 * 3600  # seconds that a batch has
+WINDOW = 24 * 3600  # seconds until a batch expires
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -23,7 +23,7 @@ Text = Annotated[str, Field(max_length=512)]
 
 
 class BatchRequest(Body):
-    """POST /v1/batches: every line of a file is a request to the endpoint."""
+    """POST /v1/batches: each line of the file is a request to the endpoint."""
 
     input_file_id: str
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
@@ -33,7 +33,7 @@ class BatchRequest(Body):
 
 @router.post("/v1/batches", **returns(BatchObject))
 async def create_batch(body: BatchRequest, state: State) -> Response:
-    """Have a file answered; whether it can be is in the batch's status a little later."""
+    """Create a batch; its status soon shows whether the file is valid."""
     created = now()
     batch = BatchObject(
         id=new_id("batch_"),
@@ -54,7 +54,7 @@ def list_batches(
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> Response:
-    """Batches, the newest first."""
+    """List batches, the newest first."""
     service = state.batches
     batches = service.store.batches(owner(), after=after, limit=limit)
     page = BatchList(
@@ -67,13 +67,13 @@ def list_batches(
 
 @router.get("/v1/batches/{batch_id}", **returns(BatchObject))
 def retrieve_batch(batch_id: str, state: State) -> Response:
-    """One batch by its id, with how many of its rows are done."""
+    """Return a batch, with the number of its rows that are done."""
     return _json(state.batches.with_progress(state.batches.store.batch(batch_id, owner())))
 
 
 @router.post("/v1/batches/{batch_id}/cancel", **returns(BatchObject))
 async def cancel_batch(batch_id: str, state: State) -> Response:
-    """End a batch; the answers that it has are in its output file."""
+    """Cancel a batch; its output file keeps the answers so far."""
     return _json(await state.batches.cancel(batch_id, owner()))
 
 

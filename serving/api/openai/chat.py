@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: the next turn of a conversation."""
+"""POST /v1/chat/completions: the next turn in a conversation."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _params(body: ChatRequest) -> SamplingParams:
 
 
 class _Writer:
-    """Writes the answers of one request in OpenAI's shape."""
+    """Writes the answers to one request in OpenAI's shape."""
 
     def __init__(self, body: ChatRequest, generation: Generation, form: AnswerFormat) -> None:
         self._body = body
@@ -78,7 +78,7 @@ class _Writer:
         self._format = form
         self._id = new_id("chatcmpl")
         self._created = now()
-        self._calls = [0] * generation.count  # of each answer, so far
+        self._calls = [0] * generation.count  # number of calls in each answer, so far
 
     async def whole(self) -> ChatCompletion:
         """Return all answers in one response."""
@@ -114,7 +114,7 @@ class _Writer:
         return message
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield for each answer its role, then its pieces, then the reason of its end."""
+        """Yield for each answer its role, then its pieces, then its finish reason."""
         chunk = ChatCompletionChunk(
             id=self._id, created=self._created, model=self._body.model, choices=[]
         )
@@ -152,7 +152,7 @@ class _Writer:
     def _choices(self, part: Answer) -> Iterator[ChatChunkChoice]:
         """Yield a delta for each piece; log probabilities go with the first."""
         deltas = [self._delta(part.index, piece) for piece in part.pieces]
-        # Also without text: clients measure the time between tokens.
+        # A delta without text is sent too, because clients measure the time between tokens.
         if not deltas and (part.logprobs or part.finish_reason is None):
             deltas = [ChatDelta(content="")]
         logprobs = self._logprobs(part)

@@ -1,4 +1,4 @@
-"""POST /v1/completions: texts, continued."""
+"""POST /v1/completions: the continuation of texts."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from weft.serving.api.streaming import EventStream, cancel_on_disconnect, event
 from weft.serving.engine.sampling_params import SamplingParams
 from weft.serving.engine.tokenizer import Tokenizer
 
-_DEFAULT_MAX_TOKENS = 16  # OpenAI's
+_DEFAULT_MAX_TOKENS = 16  # as OpenAI
 
 router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/completions", **returns(Completion, streams=True))
 async def create_completion(request: Request, body: CompletionRequest, state: State) -> Response:
-    """Continue one text or many, as they stand, without a chat template."""
+    """Continue one text or several, without a chat template."""
     engine = state.ready_engine(body.model)
     generation = await Generation.of_texts(
         state, engine, body.prompt, _params(body), body.priority or 0
@@ -50,7 +50,7 @@ async def create_completion(request: Request, body: CompletionRequest, state: St
 def _params(body: CompletionRequest) -> SamplingParams:
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if _only_echo(body):
-        max_tokens = 1  # the least that the engine can do; the writer leaves it out
+        max_tokens = 1  # the engine's minimum; the writer omits the token
     return body.sampling_params(
         max_tokens=max_tokens,
         logprobs=body.logprobs,
@@ -59,12 +59,12 @@ def _params(body: CompletionRequest) -> SamplingParams:
 
 
 def _only_echo(body: CompletionRequest) -> bool:
-    """Whether the prompt, with its log probabilities, is all that is wanted."""
+    """Return whether the request asks only for its prompt and the log probabilities."""
     return bool(body.echo) and body.max_tokens == 0
 
 
 class _Writer:
-    """Writes the answers of one request in OpenAI's shape."""
+    """Writes the answers to one request in OpenAI's shape."""
 
     def __init__(
         self, body: CompletionRequest, tokenizer: Tokenizer, generation: Generation
@@ -85,7 +85,7 @@ class _Writer:
         return replace(self._head, choices=choices, usage=self._usage())
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the parts of the answers; an echoed prompt is in its answer's first part."""
+        """Yield the answers in parts; an echoed prompt is in its answer's first part."""
         if self._body.include_usage:
             self._head.usage = None
         count = self._generation.count
@@ -101,7 +101,7 @@ class _Writer:
             yield event(replace(self._head, choices=[], usage=self._usage()))
 
     def _choice(self, part: Answer, logprobs: TextLogprobs, *, echo: bool) -> CompletionChoice:
-        """Write a part of an answer, or all of it."""
+        """Write an answer, or a part."""
         choice = CompletionChoice(part.index, "", part.finish_reason)
         if self._body.logprobs is not None:
             choice.logprobs = CompletionLogprobs([], [], [], [])
@@ -121,7 +121,7 @@ class _Writer:
             choice.logprobs = logprobs.prompt(choice.text, token_ids, part.prompt_logprobs or [])
 
     def _prompt_text(self, i: int) -> str:
-        """Return the text of the prompt of answer i."""
+        """Return the prompt of answer i as text."""
         prompt = self._body.prompt[i // self._n]
         if isinstance(prompt, str):
             return prompt

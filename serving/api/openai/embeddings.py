@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: texts as vectors, of the model's last hidden states."""
+"""POST /v1/embeddings: vectors for texts, from the model's last hidden states."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from weft.serving.engine.metrics import Phases
 if TYPE_CHECKING:
     from weft.serving.engine.engine import AsyncEngine
 
-MAX_INPUTS = 2048  # OpenAI's
+MAX_INPUTS = 2048  # as OpenAI
 
 router = APIRouter(route_class=JsonRoute)
 
 
 class EmbeddingRequest(Body):
-    """POST /v1/embeddings; `priority` is not OpenAI's."""
+    """POST /v1/embeddings; OpenAI does not have `priority`."""
 
     model: str
     input: Annotated[list[str] | list[list[int]], prompts_up_to(MAX_INPUTS)]
@@ -47,7 +47,7 @@ class EmbeddingRequest(Body):
 
 @router.post("/v1/embeddings", **returns(EmbeddingList))
 async def create_embeddings(request: Request, body: EmbeddingRequest, state: State) -> Response:
-    """A vector for each input, such that texts of like meaning have like vectors."""
+    """Return a vector for each input; texts with similar meaning have similar vectors."""
     engine = state.ready_engine(body.model)
     check_dimensions(body.dimensions, engine.info)
     requests = await asyncio.to_thread(_checked, engine, body.input)
@@ -73,9 +73,9 @@ def _checked(engine: AsyncEngine, inputs: Sequence[str | list[int]]) -> list[Che
 async def _embed(
     state: ServerState, engine: AsyncEngine, body: EmbeddingRequest, requests: list[CheckedRequest]
 ) -> EmbeddingList:
-    """Run the prompts, no more at a time than run: the queue is for others.
+    """Run the prompts, at most as many at once as the engine runs, so the queue stays free.
 
-    With the first of them the request is admitted, so a queue that is full by then refuses none.
+    Once the first prompt is admitted, the whole request is: a full queue refuses no later prompt.
     """
     context = current.get()
     deadline = None if context is None else state.deadline(context)
@@ -107,11 +107,11 @@ async def _embed(
                 assert delta.embedding is not None
                 pooled = delta.embedding
         vector = engine.pooling.finish(pooled, body.dimensions)
-        told: list[float] | str = vector.tolist()
+        encoded: list[float] | str = vector.tolist()
         if body.encoding_format == "base64":
-            told = base64.b64encode(vector.astype("<f4").tobytes()).decode()
-        # One by one, for many at once would hold up the other requests.
-        data[i] = msgspec.Raw(msgspec.json.encode(Embedding(i, told)))
+            encoded = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+        # Encoded one by one, because all at once would delay other requests.
+        data[i] = msgspec.Raw(msgspec.json.encode(Embedding(i, encoded)))
 
     running = engine.config.dp * engine.info.max_num_seqs
     await for_each(range(len(requests)), work, workers=running)
@@ -121,4 +121,4 @@ async def _embed(
 
 
 async def _at_once() -> None:
-    """For an input of a request that is admitted."""
+    """Admit an input without waiting."""

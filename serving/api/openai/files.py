@@ -1,4 +1,4 @@
-"""/v1/files: what batches read and write."""
+"""/v1/files: the files that batches read and write."""
 
 from __future__ import annotations
 
@@ -61,18 +61,18 @@ _DOCUMENTED: dict[str, Any] = {
 
 @router.post("/v1/files", **returns(FileObject), openapi_extra=_DOCUMENTED)
 async def create_file(request: Request, state: State) -> Response:
-    """Upload a file of requests; it is on the disk when this answers."""
+    """Upload a file of requests; the response comes after the file is on the disk."""
     try:
-        # Of a file no more than a mebibyte is in memory; the rest is in one without a name.
+        # Starlette keeps at most 1 MiB of a file in memory, and the rest in a temporary file.
         async with request.form(max_files=1, max_fields=8) as form:
             file = _checked(dict(form))
             name = Path(file.filename or "").name or "file.jsonl"
-            kept = await asyncio.to_thread(_keep, file.file, name, state.batches, owner())
+            stored = await asyncio.to_thread(_store, file.file, name, state.batches, owner())
     except OSError as error:
         if not is_transient(error):
             raise
         raise DiskError(f"an upload: {error.strerror}") from error
-    return _json(kept)
+    return _json(stored)
 
 
 def _checked(form: dict[str, Any]) -> UploadFile:
@@ -99,8 +99,8 @@ def _checked(form: dict[str, Any]) -> UploadFile:
     return file
 
 
-def _keep(source: BinaryIO, name: str, batches: BatchService, owner: str) -> FileObject:
-    """Copy an upload to where it stays."""
+def _store(source: BinaryIO, name: str, batches: BatchService, owner: str) -> FileObject:
+    """Copy an upload into the store."""
     store, id = batches.store, new_id("file-")
     path = store.upload_path(id)
     try:
@@ -108,12 +108,12 @@ def _keep(source: BinaryIO, name: str, batches: BatchService, owner: str) -> Fil
             shutil.copyfileobj(source, file, 1 << 20)
             file.flush()
             os.fsync(file.fileno())
-            kept = FileObject(id, file.tell(), name, "batch", now())
-        store.add_file(kept, path, owner)
+            stored = FileObject(id, file.tell(), name, "batch", now())
+        store.add_file(stored, path, owner)
     except (OSError, DiskError):
         path.unlink(missing_ok=True)
         raise
-    return kept
+    return stored
 
 
 @router.get("/v1/files", **returns(FileList))
@@ -124,7 +124,7 @@ def list_files(
     limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = MAX_LISTED,
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
-    """Uploaded files, and those that batches have made."""
+    """List uploaded files and the output files of batches."""
     files = state.batches.store.files(
         owner(), purpose=purpose, after=after, limit=limit, newest_first=order == "desc"
     )
@@ -135,20 +135,20 @@ def list_files(
 
 @router.get("/v1/files/{file_id}", **returns(FileObject))
 def retrieve_file(file_id: str, state: State) -> Response:
-    """One file by its id."""
+    """Return one file's description."""
     return _json(state.batches.store.file(file_id, owner()))
 
 
 @router.get("/v1/files/{file_id}/content", **returns(None, media_type="application/octet-stream"))
 def file_content(file_id: str, state: State) -> Response:
-    """What is in a file."""
+    """Return a file's content."""
     path = state.batches.store.content(file_id, owner())
     return FileResponse(path, media_type="application/octet-stream")
 
 
 @router.delete("/v1/files/{file_id}", **returns(FileDeleted))
 def delete_file(file_id: str, state: State) -> Response:
-    """Remove a file, unless a batch is still to read it."""
+    """Delete a file, unless a batch still needs it."""
     state.batches.store.delete_file(file_id, owner())
     return _json(FileDeleted(file_id))
 

@@ -1,4 +1,4 @@
-"""GET /v1/models: the model that this server has."""
+"""GET /v1/models: the server's model."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ router = APIRouter()
 
 @router.get("/v1/models", **returns(ModelList))
 async def list_models(state: State) -> Response:
-    """The models of this server: one. It is listed while it loads, too."""
+    """List the server's one model, even while it loads."""
     body = msgspec.json.encode(ModelList(data=[_model(state)]))
     return Response(body, media_type="application/json")
 
 
-# A path, because a model's name may hold slashes.
+# A path, because a model's name may contain slashes.
 @router.get("/v1/models/{model:path}", **returns(Model))
 async def retrieve_model(model: str, state: State) -> Response:
-    """One model by its name."""
+    """Return a model by its name."""
     if model != state.model:
         raise no_such_model(model, state.model)
     return Response(msgspec.json.encode(_model(state)), media_type="application/json")

@@ -1,7 +1,7 @@
-"""What clients get: the answers in OpenAI's shapes, streamed and whole.
+"""Replies in OpenAI's shapes, whole and streamed.
 
-msgspec structs, because one of them is encoded for every token of every
-stream. UNSET fields are left out; None is written as null.
+They are msgspec structs, because a stream encodes one for every token. UNSET fields are omitted;
+None becomes null.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 def new_id(prefix: str, separator: str = "-") -> str:
-    """A request's id, as "cmpl-2f1c..."."""
+    """Make a request's id, such as "cmpl-2f1c..."."""
     return f"{prefix}{separator}{uuid.uuid4().hex}"
 
 
 def now() -> int:
-    """Seconds since 1970."""
+    """Return the seconds since 1970."""
     return int(time.time())
 
 
 class PromptTokensDetails(Struct):
-    """`cached_tokens` came from the prefix cache."""
+    """Details about the prompt; `cached_tokens` came from the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(Struct):
-    """`reasoning_tokens` are of what the model thought before it answered."""
+    """Details about the output; `reasoning_tokens` are the thought before the answer."""
 
     reasoning_tokens: int
 
 
 class CompletionUsage(Struct):
-    """Token counts of a request: the prompt's, once however many answers, and all answers'."""
+    """Token counts: each prompt once, and all answers."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -51,14 +51,14 @@ class CompletionUsage(Struct):
 
 
 class EmbeddingUsage(Struct):
-    """Tokens of all inputs."""
+    """Token counts over all inputs."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 class Embedding(Struct):
-    """Of one input: numbers, or the base64 text of their bytes as little-endian float32."""
+    """An input's vector: a list, or little-endian float32 in base64."""
 
     index: int
     embedding: list[float] | str
@@ -66,7 +66,7 @@ class Embedding(Struct):
 
 
 class EmbeddingList(Struct):
-    """The embeddings of a request, in the order of its inputs."""
+    """The embeddings for a request, in the order of its inputs."""
 
     data: list[Embedding]
     model: str
@@ -75,10 +75,10 @@ class EmbeddingList(Struct):
 
 
 class CompletionLogprobs(Struct):
-    """Log probabilities of a text's tokens, in parallel lists.
+    """Log probabilities for a text's tokens, in parallel lists.
 
-    A token that is a part of a character is written `bytes:\\xe2\\x82`. Where nothing precedes
-    a token (the first of an echoed prompt) its log probability is null.
+    A token that is a part of a character is written `bytes:\\xe2\\x82`. The first token of an
+    echoed prompt has no log probability; it is null.
     """
 
     tokens: list[str]
@@ -88,7 +88,7 @@ class CompletionLogprobs(Struct):
 
 
 class CompletionChoice(Struct):
-    """One text; `finish_reason` is null in a stream until its end."""
+    """One text; in a stream, `finish_reason` is null until the last event."""
 
     index: int
     text: str
@@ -97,7 +97,7 @@ class CompletionChoice(Struct):
 
 
 class Completion(Struct):
-    """The answer of /v1/completions; a stream's events have the same shape."""
+    """The reply to /v1/completions; a stream's events have the same shape."""
 
     id: str
     created: int
@@ -108,7 +108,7 @@ class Completion(Struct):
 
 
 class TopLogprob(Struct):
-    """A token, its log probability, and its UTF-8 bytes, which may be a part of a character."""
+    """A token, its log probability, and its UTF-8 bytes; a token may be part of a character."""
 
     token: str
     logprob: float
@@ -116,27 +116,27 @@ class TopLogprob(Struct):
 
 
 class ChatTokenLogprob(TopLogprob):
-    """A token of the answer, and the most likely tokens at its place."""
+    """An output token, and the most likely tokens in its position."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(Struct):
-    """One entry for each token of the answer."""
+    """Log probabilities, one entry for each output token."""
 
     content: list[ChatTokenLogprob] | None
     refusal: None = None
 
 
 class CalledFunction(Struct):
-    """A function's name and its arguments, which are JSON if the model made no mistake."""
+    """A function's name and arguments: JSON, if the model made no mistake."""
 
     name: str
     arguments: str
 
 
 class MessageToolCall(Struct):
-    """A call of a function, which the client makes, and answers with a message of role "tool"."""
+    """A function call; the client runs it, and sends the result in a message with role "tool"."""
 
     id: str
     function: CalledFunction
@@ -144,9 +144,9 @@ class MessageToolCall(Struct):
 
 
 class ChatMessage(Struct):
-    """The assistant's turn. Without content (null) it is all calls.
+    """The assistant's turn. Its content is null if it has only calls.
 
-    What the model thought is given under both names that clients know.
+    The model's thought is in two fields, because clients know either name.
     """
 
     content: str | None
@@ -167,7 +167,7 @@ class ChatChoice(Struct):
 
 
 class ChatCompletion(Struct):
-    """The answer of /v1/chat/completions."""
+    """The reply to /v1/chat/completions."""
 
     id: str
     created: int
@@ -178,14 +178,14 @@ class ChatCompletion(Struct):
 
 
 class FunctionDelta(Struct):
-    """A call's name, or more of its arguments."""
+    """A call's name, or more arguments."""
 
     arguments: str
     name: str | UnsetType = UNSET
 
 
 class ToolCallDelta(Struct):
-    """A call that begins (with its id and name), or more of its arguments."""
+    """The start of a call, with its id and name, or more arguments."""
 
     index: int
     function: FunctionDelta
@@ -194,7 +194,7 @@ class ToolCallDelta(Struct):
 
 
 class ChatDelta(Struct):
-    """What an event adds to the message."""
+    """An event's addition to the message."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
@@ -205,7 +205,7 @@ class ChatDelta(Struct):
 
 
 class ChatChunkChoice(Struct):
-    """An event's part of one answer."""
+    """An event's addition to one answer."""
 
     index: int
     delta: ChatDelta
@@ -214,7 +214,7 @@ class ChatChunkChoice(Struct):
 
 
 class ChatCompletionChunk(Struct):
-    """An event of a streamed chat. With `include_usage` the last one has no choices."""
+    """An event in a streamed chat. With `include_usage` the last event has no choices."""
 
     id: str
     created: int
@@ -225,7 +225,7 @@ class ChatCompletionChunk(Struct):
 
 
 class Model(Struct):
-    """A model that can be asked; `max_model_len` is the most tokens of prompt and answer."""
+    """A model; `max_model_len` is the maximum number of tokens in prompt and answer."""
 
     id: str
     created: int
@@ -235,14 +235,14 @@ class Model(Struct):
 
 
 class ModelList(Struct):
-    """The models of this server: one."""
+    """The server's models: always one."""
 
     data: list[Model]
     object: Literal["list"] = "list"
 
 
 class Tokens(Struct):
-    """A text's token ids; `token_strs` are the vocabulary's names for them, when asked for."""
+    """A text's token ids; `token_strs` are their names in the vocabulary, when asked for."""
 
     count: int
     max_model_len: int
@@ -251,13 +251,13 @@ class Tokens(Struct):
 
 
 class DetokenizedText(Struct):
-    """The text of token ids, special ones included."""
+    """The text for token ids, including special tokens."""
 
     prompt: str
 
 
 class TokenizerInfo(Struct):
-    """What clients must know to render chats and to count tokens."""
+    """The tokenizer's properties that clients need to render chats and to count tokens."""
 
     tokenizer_class: str
     vocab_size: int
@@ -271,15 +271,15 @@ class TokenizerInfo(Struct):
 
 
 class EngineView(Struct):
-    """What the engine is doing.
+    """The engine's current work.
 
     Attributes:
-        now: seconds of the clock that the requests' times are of.
-        status: as of /ready.
-        places: most requests that run at once.
-        stats: sums over the engine cores; counters are since the server's start.
-        requests: live ones, at most 128, and the last that have ended. Each phase has the time
-            at which it began, and lasts until the next, or until the request `ended`.
+        now: the current time, in seconds on the same clock as the requests' times.
+        status: the status in /ready.
+        places: maximum number of requests that run at once.
+        stats: sums over the engine cores; counters start with the server.
+        requests: up to 128 live requests, and the last that have ended. Each phase has its start
+            time, and lasts until the next phase, or until the request `ended`.
     """
 
     now: float
@@ -290,18 +290,18 @@ class EngineView(Struct):
 
 
 class Status(Struct):
-    """How the server stands."""
+    """The server's status."""
 
     status: str
 
 
 class Health(Struct):
-    """That the process answers, and how its engine stands.
+    """The health of the API process and its engine.
 
     Attributes:
-        engine: the status that /ready has.
-        progressing: whether steps get done, as far as there is work.
-        seconds_without_step: with work at hand.
+        engine: the status in /ready.
+        progressing: whether the engine makes steps, if it has work.
+        seconds_without_step: seconds since the last step, if the engine has work.
     """
 
     status: Literal["ok"]
@@ -311,6 +311,6 @@ class Health(Struct):
 
 
 class Version(Struct):
-    """The version of weft."""
+    """weft's version."""
 
     version: str

@@ -1,9 +1,8 @@
-"""What clients may ask: the requests, with OpenAI's names.
+"""Requests in OpenAI's shapes, with OpenAI's names.
 
-A field that is not here is refused by name, and so is a value that would need
-a feature that the server lacks: nothing is ignored silently, except fields that
-only label a request (`user`, `metadata` and such). Types are checked here, the ranges of
-sampling settings in sampling_params.py, once for every way in.
+An unknown field is refused by its name, and so is a value for a missing feature. Nothing is ignored
+silently except labels of a request, such as `user` and `metadata`. Types are checked here.
+sampling_params.py checks the ranges of sampling settings, for all APIs.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
 class StreamOptions(Body):
-    """`include_usage` adds a last event with the token counts of the whole request."""
+    """Options for a stream; `include_usage` adds a last event with all token counts."""
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
@@ -71,10 +70,10 @@ _STREAM_OPTIONS = only_with(
 
 
 class GenerationRequest(GuidedRequest):
-    """What completions and chat have in common.
+    """The common fields of completions and chats.
 
-    `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`, `stop_token_ids` and
-    `priority` are not OpenAI's; they have the names that vLLM gave them.
+    OpenAI does not have `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`,
+    `stop_token_ids` and `priority`; their names are from vLLM.
     """
 
     model: str
@@ -109,7 +108,7 @@ class GenerationRequest(GuidedRequest):
 
     @property
     def include_usage(self) -> bool:
-        """Whether the stream ends with the token counts."""
+        """Whether a last event has the token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def sampling_params(self, **more: Any) -> SamplingParams:
@@ -149,13 +148,13 @@ def _token_biases(biases: dict[str, float]) -> dict[int, float]:
     return by_id
 
 
-# What a prompt can be, as documented.
+# Forms of a prompt in the OpenAPI document.
 _Text = Annotated[str, Field(min_length=1)]
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
 def prompts_up_to(most: int) -> BeforeValidator:
-    """Of a field: one prompt or many, as text or as token ids, made a list."""
+    """Return a validator that makes a list of one prompt or several, as texts or token ids."""
 
     def listed(value: Any) -> list[str] | list[list[int]]:
         if isinstance(value, str) or _is_token_ids(value):
@@ -163,7 +162,7 @@ def prompts_up_to(most: int) -> BeforeValidator:
         if value in ([], [""]):
             raise ValueError(" is empty")
         if not isinstance(value, list):
-            raise ValueError(" must be a text, a list of token ids, or a list of those")
+            raise ValueError(" must be a text, a list of token ids, or a list of either")
         if len(value) > most:
             raise ValueError(f" has {len(value)} prompts; at most {most}")
         for i, item in enumerate(value):
@@ -173,7 +172,7 @@ def prompts_up_to(most: int) -> BeforeValidator:
                 raise ValueError(f"[{i}] must be a text or a list of token ids")
             if type(item) is not type(value[0]):
                 raise ValueError(
-                    f"[{i}] is of another kind than [0]; texts and ids cannot be mixed"
+                    f"[{i}] has another type than [0]; texts and token ids cannot be mixed"
                 )
         return value
 
@@ -187,7 +186,7 @@ def _is_token_ids(value: Any) -> bool:
 
 
 class CompletionRequest(GenerationRequest):
-    """POST /v1/completions: a text is continued as it stands, without a chat template."""
+    """POST /v1/completions: continue a text without a chat template."""
 
     prompt: Annotated[list[str] | list[list[int]], prompts_up_to(MAX_PROMPTS)]
     best_of: int | None = None
@@ -200,7 +199,7 @@ class CompletionRequest(GenerationRequest):
     def _best_of_is_n(self) -> Self:
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise RequestError(
-                f"best_of is {self.best_of}; this server takes it only when equal to n",
+                f"best_of is {self.best_of}; this server accepts it only when equal to n",
                 param="best_of",
                 code="unsupported_value",
             )
@@ -208,21 +207,21 @@ class CompletionRequest(GenerationRequest):
 
 
 class TextPart(Body):
-    """A part of a message's content. Images and audio are refused by their type."""
+    """A text in a message's content. Images and audio are refused by their type."""
 
     type: Literal["text"]
     text: str
 
 
 class FunctionCall(Body):
-    """A call that the model has made; `arguments` is JSON."""
+    """A function call by the model; `arguments` is JSON."""
 
     name: str
     arguments: str
 
 
 class ToolCall(Body):
-    """One of an assistant message's calls."""
+    """A call in an assistant's message."""
 
     id: str
     type: Literal["function"] = "function"
@@ -234,10 +233,10 @@ def _parts(value: Any) -> Any:
 
 
 class Message(Body):
-    """A turn of the conversation.
+    """A turn in the conversation.
 
-    An assistant's turn is taken back with all that a response's message holds, so that it can
-    be appended as it is; what this server never writes must be empty.
+    An assistant's turn may have all fields of a response's message, so you can append the message
+    unchanged. Fields that this server never writes must be empty.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -282,7 +281,7 @@ _SCHEMA_TYPES = {"array", "boolean", "integer", "null", "number", "object", "str
 
 
 def _check_schema(schema: Any, place: str) -> None:
-    """Raise ValueError for what is no schema; keywords that are not known here may be anything."""
+    """Raise ValueError for an invalid schema; unknown keywords may have any value."""
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
@@ -308,7 +307,7 @@ def _check_schema(schema: Any, place: str) -> None:
             raise ValueError(f"{place}.{key} must be a list")
         for i, each in enumerate(inner):
             _check_schema(each, f"{place}.{key}[{i}]")
-    if "items" in schema and not isinstance(schema["items"], list):  # a list: of older drafts
+    if "items" in schema and not isinstance(schema["items"], list):  # older drafts have a list
         _check_schema(schema["items"], f"{place}.items")
 
 
@@ -323,7 +322,7 @@ Parameters = Annotated[dict[str, Any], AfterValidator(_parameters)]
 
 
 class Function(Body):
-    """A function that the model may call; `parameters` is its JSON schema."""
+    """A function for the model; `parameters` is its JSON schema."""
 
     name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
@@ -332,20 +331,20 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A tool that is offered to the model."""
+    """A tool for the model."""
 
     type: Literal["function"]
     function: Function
 
 
 class FunctionName(Body):
-    """One of the tools."""
+    """The name of a tool."""
 
     name: str
 
 
 class NamedTool(Body):
-    """A tool that the model must call."""
+    """The tool that the model must call."""
 
     type: Literal["function"]
     function: FunctionName
@@ -355,7 +354,7 @@ ToolMode = Literal["none", "auto", "required"]
 
 
 def mode_or(named: type[Body]) -> BeforeValidator:
-    """Of a tool_choice: what is wrong is told of the one form that was meant."""
+    """Return a validator for tool_choice; errors are about the form that the client tried."""
 
     def checked(value: Any) -> Any:
         if isinstance(value, dict):
@@ -366,7 +365,7 @@ def mode_or(named: type[Body]) -> BeforeValidator:
                 raise explain([{**first, "loc": ("body", "tool_choice", *first["loc"])}]) from None
         if value is not None and value not in get_args(ToolMode):
             raise ValueError(
-                f" is {str(value)[:40]!r}; this server takes 'none', 'auto', 'required', or a "
+                f" is {str(value)[:40]!r}; this server accepts 'none', 'auto', 'required', or a "
                 'tool: {"type": "function", ...}'
             )
         return value
@@ -378,7 +377,7 @@ ToolChoice = ToolMode | NamedTool
 
 
 class ChatRequest(GenerationRequest):
-    """POST /v1/chat/completions: the chat template makes one prompt of the messages."""
+    """POST /v1/chat/completions: the chat template turns the messages into one prompt."""
 
     messages: Messages
     logprobs: bool | None = None

@@ -1,4 +1,4 @@
-"""One JSON value, followed character by character (RFC 8259)."""
+"""A scanner that follows one JSON value character by character (RFC 8259)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 class JsonScanner:
-    """Finds the end of a value, and the first character that cannot be in one.
+    """Finds the end of a value, and the first character that makes it invalid.
 
-    Takes constant time for each character, and memory only for the depth of nesting.
+    It needs constant time per character, and memory only for the nesting.
 
     Attributes:
         done: the value is complete.
@@ -22,16 +22,16 @@ class JsonScanner:
 
     def __init__(self) -> None:
         self.done = False
-        self._open: list[str] = []  # the closing character of each container that is open
-        self._expect = "value"  # or first_item, first_key, key, colon, next, or what it is inside
-        self._scalar = ""  # of a number what there is, of a literal or an escape what is missing
+        self._open: list[str] = []  # the closing characters of the open containers
+        self._expect = "value"  # or first_item, first_key, key, colon, next, or the open scalar
+        self._scalar = ""  # a number's characters so far; a literal's or escape's missing ones
         self._is_key = False
 
     def push(self, char: str) -> bool:
-        """Take a character; False when it is not part of the value, which ended before it.
+        """Take a character; returns False if the value ended before it.
 
         Raises:
-            ValueError: no JSON value goes on like this.
+            ValueError: no JSON value continues with this character.
         """
         if self.done:
             return False
@@ -62,7 +62,7 @@ class JsonScanner:
         return True
 
     def _structure(self, char: str) -> None:
-        """A character outside of strings, numbers and literals."""
+        """Take a character outside strings, numbers and literals."""
         expect = self._expect
         if expect in ("first_item", "first_key", "next") and char == self._open[-1]:
             self._open.pop()

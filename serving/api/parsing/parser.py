@@ -1,9 +1,9 @@
-"""An answer's text as it comes, split into content, reasoning and calls.
+"""A streaming parser that splits an answer into content, reasoning and calls.
 
-Which formats a model writes is told by its chat template: that writes calls and thoughts of
-earlier turns in the same form. Either can be set by hand (`--tool-parser`, `--reasoning-parser`).
+The model's chat template shows its formats, because it writes the calls and thoughts of earlier
+turns in the same form. You can also set them (`--tool-parser`, `--reasoning-parser`).
 
-Streamed equals unstreamed: pieces join to the same answer wherever the text is cut.
+The result does not depend on where the text is cut: the pieces always join to the same answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft.serving.api.parsing.tool_grammar import after_thought
 from weft.serving.engine.sampling_params import Grammar
 from weft.serving.engine.tokenizer import Tokenizer
 
-# What a template says that has the model write calls in a format, and what tells it is another.
+# A format for calls, a text in the templates that use it, and a text that excludes it.
 _TOOL_SIGNS = (
     ("mistral", "[TOOL_CALLS]", None),
     ("hermes", "<tool_call>", "<function="),
@@ -35,12 +35,12 @@ _TOOL_SIGNS = (
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How a model writes what is not content; None where it does not, or nobody knows how.
+    """A model's formats for calls and thoughts; None if it has none, or if the format is unknown.
 
     Attributes:
-        tokenizer: of the model.
-        tools: the name of the calls' format, in TOOL_FORMATS.
-        reasoning: the name of the thoughts' format, in REASONING_FORMATS.
+        tokenizer: the model's tokenizer.
+        tools: name of the format for calls, in TOOL_FORMATS.
+        reasoning: name of the format for thoughts, in REASONING_FORMATS.
     """
 
     tokenizer: Tokenizer
@@ -49,10 +49,10 @@ class AnswerFormat:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, tools: str = "auto", reasoning: str = "auto") -> AnswerFormat:
-        """The formats of a model.
+        """Find a model's formats.
 
         Args:
-            tokenizer: of the model; "auto" is what its chat templates write.
+            tokenizer: the model's tokenizer; its chat templates decide about "auto".
             tools: "auto", "none", or a name in TOOL_FORMATS.
             reasoning: "auto", "none", or a name in REASONING_FORMATS.
         """
@@ -75,45 +75,45 @@ class AnswerFormat:
 
     @cached_property
     def end_of_reasoning(self) -> int | None:
-        """The token that ends a thought, if one does."""
+        """The token that ends a thought, if the mark is a token."""
         form = self._reasoning_format
         return None if form is None else self.tokenizer.backend.token_to_id(form.close)
 
     @cached_property
     def visible(self) -> frozenset[int]:
-        """Special tokens that are marks of these formats, which the parser has to see."""
+        """The special tokens among the formats' marks; the parser needs their text."""
         marks = _marks(self._tool_format, self._reasoning_format)
         return frozenset(
             token for text, token in self.tokenizer.mark_tokens.items() if text in marks
         )
 
     def after_thought(self, grammar: Grammar, prompt: str) -> Grammar:
-        """The grammar of an answer to this prompt, which may begin with a thought."""
+        """Extend a grammar for an answer to this prompt, which may begin with a thought."""
         form = self._reasoning_format
-        if form is None or prompt.rstrip().endswith(form.close):  # there was one, maybe empty
+        if form is None or prompt.rstrip().endswith(form.close):  # the prompt has it
             return grammar
         return after_thought(
             grammar, form, self.tokenizer.mark_tokens, opened=form.opened_by(prompt)
         )
 
     def count_tokens(self, text: str) -> int:
-        """How many tokens a text is."""
+        """Count the tokens of a text."""
         return len(self.tokenizer.encode(text, add_special_tokens=False)) if text else 0
 
     def new_call_id(self) -> str:
-        """An id for a call. Mistral's templates insist on nine letters and digits."""
+        """Make an id for a call. Mistral's templates require nine letters and digits."""
         digits = secrets.token_hex(12)
         return digits[:9] if self.tools == "mistral" else f"call_{digits}"
 
     def parser(
         self, prompt: str, tool_names: Collection[str] = (), *, parallel: bool = True
     ) -> AnswerParser:
-        """A parser of one answer.
+        """Return a parser for one answer.
 
         Args:
-            prompt: as the model sees it; it may have begun a thought.
-            tool_names: functions that were offered; without any, calls are content.
-            parallel: there may be several calls; else those after the first are left out.
+            prompt: the prompt as the model sees it; it may end within a thought.
+            tool_names: functions for the model; without functions, calls are content.
+            parallel: accept several calls; else only the first call is kept.
         """
         reasoning, tools = self._reasoning_format, self._tool_format
         return AnswerParser(
@@ -144,7 +144,7 @@ def _marks(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> set[s
 
 
 class AnswerParser:
-    """Splits one answer: first the thought off the rest, then the calls off the content."""
+    """Splits one answer: first thought and rest, then the rest into content and calls."""
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolCallParser | None) -> None:
         self._reasoning = reasoning
@@ -152,17 +152,17 @@ class AnswerParser:
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether the answer begins with a thought, as far as it has come."""
+        """Whether the answer, so far, begins with a thought."""
         return self._reasoning is not None and self._reasoning.begun
 
     def push(self, text: str) -> list[Piece]:
-        """Add text; returns the pieces that are certain now."""
+        """Take more text; returns the pieces that are certain."""
         if self._reasoning is None:
             return merged(self._without_calls([Content(text)]))
         return merged(self._without_calls(self._reasoning.push(text)))
 
     def flush(self) -> list[Piece]:
-        """End the answer; returns what was held back. To be called once, after the last push."""
+        """End the answer, once, after the last push; returns the pieces that were held back."""
         pieces = [] if self._reasoning is None else self._reasoning.flush()
         pieces = self._without_calls(pieces)
         return merged(pieces if self._tools is None else [*pieces, *self._tools.flush()])

@@ -1,4 +1,4 @@
-"""Pieces of an answer: content, reasoning and calls, and the answer that they make up."""
+"""An answer and its pieces: content, reasoning and calls."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class Content(Struct, frozen=True, gc=False):
-    """More of the text that the model writes to the user."""
+    """More text for the user."""
 
     text: str
 
 
 class Reasoning(Struct, frozen=True, gc=False):
-    """More of the text that the model thinks before it answers."""
+    """More of the model's thought before its answer."""
 
     text: str
 
@@ -32,7 +32,7 @@ class CallStart(Struct, frozen=True, gc=False):
 
 
 class Arguments(Struct, frozen=True, gc=False):
-    """More arguments of the last call: JSON, if the model made no mistake."""
+    """More arguments for the last call: JSON, if the model made no mistake."""
 
     text: str
 
@@ -48,15 +48,15 @@ class Call(Struct):
 
 
 class Answer(Struct):
-    """One answer of a request, or the part of it that is new.
+    """One answer to a request, or a new part.
 
     Attributes:
-        pieces: its text, split by a parser; may be empty.
-        index: its number among the answers of the request.
+        pieces: the text, split by a parser; may be empty.
+        index: number of the answer within its request, from 0.
         logprobs: one per token, when asked for.
         prompt_logprobs: on the first part, when asked for.
         finish_reason: on the last part; None before.
-        stop_reason: the stop string or the user's stop token that ended it.
+        stop_reason: the stop string or the user's stop token that ended the answer.
     """
 
     pieces: list[Piece]
@@ -89,7 +89,7 @@ class Answer(Struct):
 
 
 def merged(pieces: list[Piece]) -> list[Piece]:
-    """Join neighbours of one kind, and leave out empty pieces."""
+    """Join neighbours of the same type, and omit empty pieces."""
     if len(pieces) == 1 and isinstance(pieces[0], Content):  # nearly always
         return pieces if pieces[0].text else []
     found: list[Piece] = []
@@ -102,12 +102,12 @@ def merged(pieces: list[Piece]) -> list[Piece]:
 
 
 def split_at(text: str, mark: str) -> tuple[str, str, str | None]:
-    """Look for a mark, of which the text may have only a beginning yet.
+    """Look for a mark in a growing text, which may end with only the mark's beginning.
 
     Returns:
-        What is certainly before the mark, the whitespace between that and the mark, and what
-        follows it. Without the mark there is nothing to follow (None), and the second is what has
-        to wait for more: whitespace, and what may become the mark.
+        The text before the mark, the whitespace between that text and the mark, and the text after
+        the mark. If the mark is missing, the third is None, and the second is the end of the text
+        that must wait for more: whitespace, and a possible beginning of the mark.
     """
     at = text.find(mark)
     if at >= 0:

@@ -1,8 +1,8 @@
-"""What a model thinks, told from what it says: `<think>...</think>` at the start of an answer.
+"""Separates a model's thought from its answer: `<think>...</think>` at the start of the output.
 
-Templates may write the opening mark at the end of the prompt, so that the answer begins with a
-thought. Whitespace beside the marks is no part of either text. A thought that has no end is all
-of the answer. Marks further on are text.
+A chat template may write the opening mark at the end of the prompt; the output then begins within
+the thought. Whitespace beside the marks belongs to neither text. A thought without an end is the
+whole output. Later marks are text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ReasoningFormat:
     close: str
 
     def opened_by(self, prompt: str) -> bool:
-        """Whether the prompt ends within a thought: with the opening mark."""
+        """Return whether the prompt ends with the opening mark, so within a thought."""
         return prompt.rstrip().endswith(self.open)
 
 
@@ -32,14 +32,14 @@ REASONING_FORMATS = {
 
 
 class ReasoningParser:
-    """Splits an answer.
+    """Splits an output into thought and content.
 
     Args:
         form: the marks.
         opened: the prompt ends within the thought.
 
     Attributes:
-        begun: there is a thought.
+        begun: the output has a thought.
     """
 
     def __init__(self, form: ReasoningFormat, *, opened: bool) -> None:
@@ -47,14 +47,14 @@ class ReasoningParser:
         self._form = form
         self._wait = ""
         self._push: Callable[[str], list[Piece]] = self._thought if opened else self._start
-        self._trim = opened  # whitespace at the beginning of what comes
+        self._trim = opened  # drop whitespace until the next text
 
     def push(self, text: str) -> list[Piece]:
-        """The pieces that are certain now."""
+        """Take more text; returns the pieces that are certain."""
         return self._push(text)
 
     def flush(self) -> list[Piece]:
-        """What was held back; the answer ends."""
+        """End the output; returns the pieces that were held back."""
         wait, self._wait = self._wait, ""
         if self._push == self._thought:
             return [Reasoning(wait.rstrip())]
@@ -86,7 +86,7 @@ class ReasoningParser:
         return [Content(self._trimmed(text))]
 
     def _trimmed(self, text: str) -> str:
-        """Without whitespace at its beginning, while that is still to be left out."""
+        """Remove whitespace at the beginning, if that is still to be dropped."""
         if self._trim:
             text = text.lstrip()
             self._trim = not text

@@ -1,13 +1,13 @@
-"""Calls of functions in what a model says.
+"""Finds function calls in a model's output.
 
-A format is a mark that opens a call, or the start of the answer, and a reader of what follows: a
-generator that is sent one character at a time, so that where the text was cut cannot matter.
-Text is held back while it may still become a call. A call has started when its name is known and
-its arguments begin; from there on they are passed on as they come.
+A format has a mark that opens a call, or lets calls begin at the start of the output. Its reader
+takes the text after the mark. A reader is a generator that receives one character at a time, so the
+result cannot depend on where the text is cut. Text is held back while it may still become a call. A
+call starts when its name is known and its arguments begin; from then on, arguments pass at once.
 
-What turns out to be no call is content, as the model wrote it. Arguments that turn out to be no
-JSON stay arguments, up to the closing mark: what has been streamed cannot be taken back, and the
-client is told by OpenAI's documents to expect it. Whitespace around calls is no content.
+Text that turns out to be no call is content, exactly as the model wrote it. Arguments that turn out
+to be invalid JSON stay arguments, up to the closing mark: they have been streamed, and OpenAI's
+documents tell clients to expect invalid JSON. Whitespace around calls is dropped.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from weft.serving.api.parsing.pieces import Arguments, CallStart, Content, Piece
 
 Reader = Generator[None, str, None]
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"  # of hermes
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"  # marks in the format hermes
 
 
 class CallReader:
-    """What the formats' readers do to the answer; see `ToolCallParser`.
+    """The readers of all formats, and their state; see `ToolCallParser`.
 
     Attributes:
-        names: functions that can be called.
+        names: functions that the model may call.
         out: pieces that are certain.
-        held: characters that are not yet a piece.
+        held: characters that are not yet in a piece.
         in_arguments: a call has started, and its arguments have not ended.
-        complete: there was a call, and nothing but its closing mark can follow.
+        complete: a call has ended, and only its closing mark can follow.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -47,7 +47,7 @@ class CallReader:
         self.complete = False
 
     def hermes(self) -> Reader:
-        """`{"name": ..., "arguments": {...}}</tool_call>`, after the opening mark.
+        """Read `{"name": ..., "arguments": {...}}</tool_call>` after the opening mark.
 
         The closing mark may be missing before another call.
         """
@@ -61,7 +61,7 @@ class CallReader:
                 mark += yield
 
     def llama3_json(self) -> Reader:
-        """Objects with "parameters", of functions that were offered; `;` between them."""
+        """Read objects with "parameters", separated by `;`; the functions must be known."""
         char = yield from _after_space()
         while True:
             self.complete = False
@@ -71,7 +71,7 @@ class CallReader:
             char = yield from _after_space()
 
     def mistral(self) -> Reader:
-        """A list of objects; of newer models a name, `[ARGS]` and the arguments."""
+        """Read a list of objects; newer models write a name, `[ARGS]` and the arguments."""
         char = yield from _after_space()
         if char != "[":
             yield from self._named_call(char)
@@ -86,7 +86,7 @@ class CallReader:
             char = yield from _after_space()
 
     def pythonic(self) -> Reader:
-        """`[f(x=1), g()]`, the whole answer; it is read when that has ended."""
+        """Read `[f(x=1), g()]`, which is the whole answer; `pythonic_end` parses it."""
         char = yield from _after_space()
         _require(char == "[")
         char = yield from _after_space()
@@ -98,7 +98,7 @@ class CallReader:
             yield
 
     def pythonic_end(self) -> None:
-        """The answer has ended: it is a list of calls, or content."""
+        """End the answer: it is a list of calls, or content."""
         calls = _python_calls("".join(self.held), self.names)
         if calls is None:
             self.end()
@@ -107,13 +107,13 @@ class CallReader:
             self.out += (CallStart(name), Arguments(arguments))
 
     def end(self) -> None:
-        """The answer has ended while it was being read."""
+        """End the answer while the reader is active."""
         text = "".join(self.held)
         if not (self.complete and _CLOSE.startswith(text.strip())):
             self.out.append(Content(text))
 
     def _json_call(self, char: str, *, known: bool = False) -> Reader:
-        """An object; with `known` it must name a function that was offered."""
+        """Read an object; with `known` it must name a known function."""
         _require(char == "{")
         name = arguments = None
         started = False
@@ -154,7 +154,7 @@ class CallReader:
         char = yield from _after_space(char)
         if char == "[":
             mark = yield from _mark(char)
-            if mark == "[CALL_ID]":  # of which the template makes no use but to repeat it
+            if mark == "[CALL_ID]":  # the id has no use: the template only repeats it
                 while (char := (yield)) != "[":
                     pass
                 mark = yield from _mark(char)
@@ -165,10 +165,10 @@ class CallReader:
         self._call_ends()
 
     def _arguments(self, name: str, char: str) -> Reader:
-        """Pass an object on as it comes; it begins with `char`, and its end is the last one.
+        """Read an object that begins with `char`, and pass it on at once.
 
-        The call starts with the first key, so that what begins like Python's or JavaScript's
-        objects is content.
+        The call starts with the first key, so an object in the syntax of Python or JavaScript
+        stays content.
         """
         scanner = JsonScanner()
         scanner.push(char)
@@ -194,15 +194,15 @@ class CallReader:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes calls.
+    """A format for calls.
 
     Attributes:
-        read: the reader of what follows the opening mark, or of the whole answer.
-        end: called when the answer ends while it is being read.
-        open, close: the marks; without a closing one, text that is no JSON is arguments up to the
-            next opening one.
+        read: reads the text after the opening mark, or the whole answer.
+        end: called when the answer ends while the reader is active.
+        open, close: the marks. Invalid JSON counts as arguments up to the closing mark, or, if the
+            format has no closing mark, up to the next opening mark.
         at_start: an answer may begin with a call without a mark.
-        more_marks: that may be tokens of their own.
+        more_marks: further marks, which may be special tokens.
     """
 
     read: Callable[[CallReader], Reader]
@@ -224,12 +224,12 @@ TOOL_FORMATS = {
 
 
 class ToolCallParser:
-    """Splits what a model says into content and calls.
+    """Splits a model's output into content and calls.
 
     Args:
-        form: of the calls.
-        names: functions that were offered.
-        parallel: there may be several calls; else those after the first are left out.
+        form: the format for calls.
+        names: functions that the model may call.
+        parallel: accept several calls; else only the first call is kept.
     """
 
     def __init__(self, form: ToolFormat, names: Collection[str], *, parallel: bool = True) -> None:
@@ -237,20 +237,20 @@ class ToolCallParser:
         self._parallel = parallel
         self._reading = CallReader(names)
         self._reader: Reader | None = None
-        self._wait = ""  # outside of calls
+        self._wait = ""  # text outside calls that may become a mark
         self._mode = self._content
         self._calls = 0
         if form.at_start:
             self._enter("")
 
     def push(self, text: str) -> list[Piece]:
-        """The pieces that are certain now."""
+        """Take more text; returns the pieces that are certain."""
         while text:
             text = self._mode(text)
         return self._taken()
 
     def flush(self) -> list[Piece]:
-        """What was held back; the answer ends."""
+        """End the answer; returns the pieces that were held back."""
         if self._mode == self._call:
             self._form.end(self._reading)
         elif self._mode == self._broken:
@@ -260,7 +260,7 @@ class ToolCallParser:
         return self._taken()
 
     def _content(self, text: str) -> str:
-        """Take text up to the next mark; returns what follows it."""
+        """Take text up to the next mark; returns the text after the mark."""
         text = self._wait + text
         if self._form.open is None:
             self._reading.out.append(Content(text))
@@ -281,7 +281,7 @@ class ToolCallParser:
         self._mode = self._call
 
     def _call(self, text: str) -> str:
-        """Take text up to the end of a call; returns what follows it."""
+        """Take text up to the end of a call; returns the text after the call."""
         assert self._reader is not None
         reading = self._reading
         for i, char in enumerate(text):
@@ -304,7 +304,7 @@ class ToolCallParser:
         return ""
 
     def _broken(self, text: str) -> str:
-        """Take arguments that are no JSON, up to the next mark; returns what follows it."""
+        """Take invalid arguments up to the next mark; returns the text after the mark."""
         mark = self._form.close or self._form.open
         assert mark is not None, "a format without marks has no arguments that break"
         before, self._wait, after = split_at(self._wait + text, mark)
@@ -319,7 +319,7 @@ class ToolCallParser:
         return after
 
     def _taken(self) -> list[Piece]:
-        """What the reader has found, without calls that are too many."""
+        """Return the reader's pieces, without calls beyond the allowed number."""
         out, self._reading.out = self._reading.out, []
         kept: list[Piece] = []
         for piece in out:
@@ -330,14 +330,14 @@ class ToolCallParser:
 
 
 def _after_space(char: str = " ") -> Generator[None, str, str]:
-    """The first character from `char` on that is no whitespace."""
+    """Skip whitespace from `char` on; returns the first other character."""
     while char in SPACE:
         char = yield
     return char
 
 
 def _value(char: str) -> Generator[None, str, tuple[str, str]]:
-    """The value that begins with `char`, and the character after it."""
+    """Read a value from `char` on; returns the value and the next character."""
     scanner = JsonScanner()
     text: list[str] = []
     while scanner.push(char):
@@ -347,14 +347,14 @@ def _value(char: str) -> Generator[None, str, tuple[str, str]]:
 
 
 def _string(char: str) -> Generator[None, str, tuple[str, str]]:
-    """The text of the string that begins with `char`, and the character after it."""
+    """Read a string from `char` on; returns its text and the next character."""
     _require(char == '"')
     text, char = yield from _value(char)
     return str(_loads(text)), char
 
 
 def _mark(char: str) -> Generator[None, str, str]:
-    """The mark in brackets that begins with `char`; the character after it is still to come."""
+    """Read a mark in brackets from `char` on."""
     mark = char
     while char != "]":
         _require(len(mark) < 16)
@@ -364,11 +364,11 @@ def _mark(char: str) -> Generator[None, str, str]:
 
 
 def _object(text: str) -> str:
-    """The JSON of arguments: an object, a string that holds one, or nothing."""
+    """Return arguments as JSON: from an object, from a string with an object, or from null."""
     value = _loads(text)
     if isinstance(value, str):
         text, value = value, _loads(value)
-        text.encode()  # an escape may stand for half of a surrogate pair, which is no character
+        text.encode()  # raises for half of a surrogate pair, which an escape can hide
     if value is None:
         return "{}"
     _require(isinstance(value, dict))
@@ -388,17 +388,18 @@ def _require(condition: bool) -> None:
 
 
 def _python_calls(text: str, names: Collection[str]) -> list[tuple[str, str]] | None:
-    """Read calls as Python writes them, `[f(x=1), g(y="z")]`.
-
-    Names and arguments (JSON) of a list of calls; None if the text is no such list.
+    """Read a list of calls in Python's syntax: `[f(x=1), g(y="z")]`.
 
     Args:
-        text: a Python expression, of which nothing is executed.
-        names: functions that can be called.
+        text: a Python expression; it is parsed and never executed.
+        names: functions that the model may call.
+
+    Returns:
+        The names and the arguments (JSON) of the calls; None if the text is no such list.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # "\d" is text to us
+            warnings.simplefilter("ignore", SyntaxWarning)  # "\d" is plain text here
             node = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None

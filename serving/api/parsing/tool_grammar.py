@@ -1,8 +1,8 @@
-"""What an answer must be for its calls to be as they were asked for: a grammar for the sampler.
+"""Grammars that constrain an answer to well-formed tool calls.
 
-It is a structural tag of xgrammar: the format's own marks, with the schema of the tool's
-parameters between them, so that `ToolCallParser` finds the calls in what comes. A mark that is a
-special token is asked for as that token: as a text no model would write it.
+Each is a structural tag for xgrammar: the format's own marks, and the schema of the tool's
+parameters between them. `ToolCallParser` therefore finds the calls in the answer. If a mark is a
+special token, the grammar requires that token, because no model writes the mark as plain text.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Format = dict[str, Any]
 
 @dataclass(frozen=True)
 class Offered:
-    """A tool.
+    """A tool for the model.
 
     Attributes:
-        name: of the function.
-        schema: of its arguments.
+        name: name of the function.
+        schema: JSON schema of the arguments.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Offered:
 
 @dataclass(frozen=True)
 class _Form:
-    """How a format writes a list of calls, in texts and marks; `begin` has a place for the name."""
+    """A list of calls in one format, as texts and marks; %s in `begin` stands for the name."""
 
     begin: tuple[str, ...]
     end: tuple[str, ...]
@@ -56,7 +56,7 @@ _FORMS = {
 }
 
 
-# The mark that begins calls, and whether an answer may begin with them without it.
+# The mark before calls, and whether calls without the mark may begin an answer.
 _MARKS = {
     "hermes": ("<tool_call>", False),
     "llama3_json": ("<|python_tag|>", True),
@@ -67,21 +67,21 @@ _MARKS = {
 def calls_only(
     form: str | None, tools: Sequence[Offered], *, several: bool, tokens: Mapping[str, int]
 ) -> Grammar:
-    """An answer that is calls, at least one.
+    """Return a grammar for an answer of one or more calls.
 
     Args:
-        form: the format's name.
-        tools: that may be called.
-        several: there may be more than one call.
+        form: name of the format.
+        tools: the tools that the model may call.
+        several: allow more than one call.
         tokens: special tokens that are marks, by their texts.
 
     Raises:
-        RequestError: the format cannot be forced.
+        RequestError: this format has no grammar.
     """
     if form not in _FORMS:
         raise RequestError(
-            "tool_choice asks for a call, and how this model writes calls is not known; the server "
-            f"takes that with --tool-parser {', '.join(_FORMS)}",
+            "tool_choice requires a call, but this model's format for calls is unknown; "
+            f"start the server with --tool-parser {', '.join(_FORMS)}",
             param="tool_choice",
             code="unsupported_value",
         )
@@ -96,15 +96,15 @@ def or_calls(
     several: bool,
     tokens: Mapping[str, int],
 ) -> Grammar:
-    """An answer that is what a grammar says, or calls; the arguments are as of `calls_only`.
+    """Extend a grammar, so that the answer may also be calls; arguments as in `calls_only`.
 
     Raises:
-        RequestError: the calls of this format have no grammar.
+        RequestError: this format has no grammar.
     """
     if form not in _FORMS:
         raise RequestError(
-            f"{grammar.param} says what the answer must be, so the tools could never be called: "
-            f"beside it the server takes tools with --tool-parser {', '.join(_FORMS)}",
+            f"{grammar.param} constrains the answer, so the model could never call a tool; to "
+            f"combine both, start the server with --tool-parser {', '.join(_FORMS)}",
             param=grammar.param,
             code="unsupported_value",
         )
@@ -115,22 +115,24 @@ def or_calls(
 def strict_calls(
     form: str | None, tools: Sequence[Offered], *, several: bool, tokens: Mapping[str, int]
 ) -> Grammar:
-    """A free answer whose calls have arguments of the tools' schemas, and are as of `calls_only`.
+    """Return a grammar for a free answer, whose calls match the tools' schemas.
+
+    The arguments are as in `calls_only`.
 
     Raises:
-        RequestError: the calls of this format have no grammar.
+        RequestError: this format has no grammar.
     """
     if form not in _FORMS:
         raise RequestError(
-            "a tool is strict, and how this model writes calls has no grammar: leave strict out; "
-            f"the server takes it with --tool-parser {', '.join(_FORMS)}",
+            "a tool is strict, but this model's format for calls has no grammar: remove strict, or "
+            f"start the server with --tool-parser {', '.join(_FORMS)}",
             param="tools",
             code="unsupported_value",
         )
     written = _FORMS[form]
     mark, at_start = _MARKS[form]
     text = {"type": "any_text", "excludes": [mark]}
-    if at_start:  # calls are all of the answer, and no other may begin like one
+    if at_start:  # either the whole answer is calls, or it must not begin like a call
         other = _sequence({"type": "regex", "pattern": r"[^{<\s]"}, text)
         calls = _calls(written, tools, several, tokens)
         free = {"type": "or", "elements": [calls, {"type": "optional", "content": other}]}
@@ -144,13 +146,13 @@ def strict_calls(
 def after_thought(
     grammar: Grammar, form: ReasoningFormat, tokens: Mapping[str, int], *, opened: bool
 ) -> Grammar:
-    """A grammar for what follows a thought.
+    """Extend a grammar, so that a thought may precede the answer.
 
     Args:
-        grammar: of the answer without its thought.
-        form: of the thought.
+        grammar: constrains the answer without its thought.
+        form: the marks around the thought.
         tokens: special tokens that are marks, by their texts.
-        opened: the prompt has begun the thought; else there may be none.
+        opened: the prompt ends within the thought; else the thought is optional.
     """
     thought: Format = {
         "type": "tag",
@@ -167,7 +169,7 @@ def after_thought(
 def _calls(
     form: _Form, tools: Sequence[Offered], several: bool, tokens: Mapping[str, int]
 ) -> Format:
-    """One call of any of the tools, or several."""
+    """Return the format for one call to any tool, or for several calls."""
     call = _any_call(form, tools, tokens)
     more = {"type": "star", "content": _sequence(_text(form.separator), call)}
     return _sequence(
@@ -179,7 +181,7 @@ def _calls(
 
 
 def _any_call(form: _Form, tools: Sequence[Offered], tokens: Mapping[str, int]) -> Format:
-    """One call, of any of the tools."""
+    """Return the format for one call to any tool."""
     calls = [
         _sequence(
             *(_mark(text.replace("%s", tool.name), tokens) for text in form.begin),
@@ -200,7 +202,7 @@ def _mark(text: str, tokens: Mapping[str, int]) -> Format:
 
 
 def _mark_or_text(text: str, tokens: Mapping[str, int]) -> Format | str:
-    """The same as a tag has it at its ends."""
+    """Return a mark in the form for the ends of a tag."""
     return _mark(text, tokens) if text in tokens else text
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's Responses: what clients get, whole or as a stream of typed events."""
+"""Replies and events of OpenAI's Responses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Progress = Literal["in_progress", "completed", "incomplete"]
 
 
 class OutputText(Struct, tag="output_text"):
-    """What the model says."""
+    """Text for the user."""
 
     text: str
     annotations: list[None] = field(default_factory=list)
@@ -18,13 +18,13 @@ class OutputText(Struct, tag="output_text"):
 
 
 class ReasoningText(Struct, tag="reasoning_text"):
-    """What the model thinks first."""
+    """The text of a thought."""
 
     text: str
 
 
 class OutputMessage(Struct, tag="message"):
-    """A part of the answer that is text."""
+    """A message in the output."""
 
     id: str
     content: list[OutputText]
@@ -33,7 +33,7 @@ class OutputMessage(Struct, tag="message"):
 
 
 class ReasoningItem(Struct, tag="reasoning"):
-    """A thought; it is not summed up."""
+    """A thought in the output, without a summary."""
 
     id: str
     content: list[ReasoningText]
@@ -42,7 +42,7 @@ class ReasoningItem(Struct, tag="reasoning"):
 
 
 class OutputCall(Struct, tag="function_call"):
-    """A call, which the client makes, and answers with a function_call_output."""
+    """A function call; the client runs it, and sends the result as a function_call_output."""
 
     id: str
     call_id: str
@@ -55,14 +55,14 @@ OutputItem = OutputMessage | ReasoningItem | OutputCall
 
 
 class InputTokensDetails(Struct):
-    """`cached_tokens` came from the prefix cache."""
+    """Details about the input; `cached_tokens` came from the prefix cache."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class OutputTokensDetails(Struct):
-    """`reasoning_tokens` are of thoughts."""
+    """Details about the output; `reasoning_tokens` are thoughts."""
 
     reasoning_tokens: int
 
@@ -78,20 +78,20 @@ class ResponseUsage(Struct):
 
 
 class IncompleteDetails(Struct):
-    """Why an answer has been cut off."""
+    """The reason for an incomplete answer."""
 
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
 class ResponseError(Struct):
-    """Why there is no answer."""
+    """The reason for a failed answer."""
 
     code: str
     message: str
 
 
 class ResponseObject(Struct, tag="response", tag_field="object"):
-    """The answer of /v1/responses, with the settings that were in force."""
+    """The reply to /v1/responses, with the settings in effect."""
 
     id: str
     created_at: int
@@ -134,19 +134,19 @@ class Created(_OfResponse, tag="response.created"):
 
 
 class InProgress(_OfResponse, tag="response.in_progress"):
-    """The prompt is computed."""
+    """The second event; generation has begun."""
 
 
 class Completed(_OfResponse, tag="response.completed"):
-    """The last event: all of the answer."""
+    """The last event, with the whole response."""
 
 
 class Incomplete(_OfResponse, tag="response.incomplete"):
-    """The last event, of an answer that was cut off."""
+    """The last event when the answer was cut off."""
 
 
 class Failed(_OfResponse, tag="response.failed"):
-    """The last event, when the server has failed."""
+    """The last event when the request failed."""
 
 
 class _OfItem(_Event, kw_only=True):
@@ -181,7 +181,7 @@ class PartDone(_OfPart, tag="response.content_part.done"):
 
 
 class TextDelta(_InItem, kw_only=True, tag="response.output_text.delta"):
-    """More of a message."""
+    """More text in a message."""
 
     delta: str
     content_index: int = 0
@@ -189,7 +189,7 @@ class TextDelta(_InItem, kw_only=True, tag="response.output_text.delta"):
 
 
 class TextDone(_InItem, kw_only=True, tag="response.output_text.done"):
-    """All of a message."""
+    """A message's whole text."""
 
     text: str
     content_index: int = 0
@@ -197,27 +197,27 @@ class TextDone(_InItem, kw_only=True, tag="response.output_text.done"):
 
 
 class ReasoningDelta(_InItem, kw_only=True, tag="response.reasoning_text.delta"):
-    """More of a thought."""
+    """More text in a thought."""
 
     delta: str
     content_index: int = 0
 
 
 class ReasoningDone(_InItem, kw_only=True, tag="response.reasoning_text.done"):
-    """All of a thought."""
+    """A thought's whole text."""
 
     text: str
     content_index: int = 0
 
 
 class ArgumentsDelta(_InItem, kw_only=True, tag="response.function_call_arguments.delta"):
-    """More of a call's arguments."""
+    """More arguments for a call."""
 
     delta: str
 
 
 class ArgumentsDone(_InItem, kw_only=True, tag="response.function_call_arguments.done"):
-    """All of a call's arguments."""
+    """A call's complete arguments."""
 
     name: str
     arguments: str

@@ -1,7 +1,7 @@
-"""OpenAI's Responses: what clients may ask. What they get is in responses_events.py.
+"""Requests for OpenAI's Responses; events.py has the replies.
 
-As in schemas.py, a field that is not here is refused by name. The server keeps nothing between
-requests, so what refers to an earlier response is refused; a conversation is sent whole.
+As in openai/requests.py, an unknown field is refused by its name. The server stores nothing between
+requests. It refuses references to earlier responses, so send the whole conversation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from weft.serving.engine.sampling_params import Grammar, SamplingParams
 
 
 class InputPart(Body):
-    """A part of an item's content: text."""
+    """A text in an item's content."""
 
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
     text: str
@@ -51,7 +51,7 @@ _REQUIRED = {
 
 
 class InputItem(Body):
-    """A message (with a role), a call, its output, or a thought, by its `type`."""
+    """A message (with a role), a call, a call's output, or a thought, depending on `type`."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     id: str | None = None
@@ -85,21 +85,21 @@ def _as_items(value: Any) -> Any:
 
 
 class OwnTool(Body):
-    """A tool that the client runs; those that OpenAI runs itself are refused by this, first."""
+    """A tool that the client runs. This check comes first and refuses OpenAI's hosted tools."""
 
     type: Literal["function"]
 
 
 class ResponsesTool(Function, OwnTool):
-    """A function that the model may call."""
+    """A function for the model."""
 
 
 class NamedFunction(FunctionName, OwnTool):
-    """The tool that must be called."""
+    """The tool that the model must call."""
 
 
 class TextFormat(Body):
-    """The form of the answer: text, any JSON object, or JSON of a schema."""
+    """The form of the answer: text, any JSON object, or JSON that matches a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = Field(None, pattern="^[a-zA-Z0-9_-]{1,64}$")
@@ -117,14 +117,14 @@ class TextFormat(Body):
         for name, value in (("schema", self.schema_), ("name", self.name)):
             if (self.type == "json_schema") != (value is not None):
                 raise RequestError(
-                    f"text.format.{name} goes with type 'json_schema', and with no other",
+                    f"text.format.{name} is only for type 'json_schema', which requires it",
                     param=f"text.format.{name}",
                 )
         return self
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the answer must be."""
+        """The constraint on the answer, if there is one."""
         if self.type == "text":
             return None
         if self.schema_ is None:
@@ -133,21 +133,21 @@ class TextFormat(Body):
 
 
 class TextOptions(Body):
-    """How the answer is written."""
+    """Options for the answer's text."""
 
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
 class ReasoningOptions(Body):
-    """The model thinks as it likes: there is no way to set how much."""
+    """Options for reasoning; none can be set."""
 
     effort: None = None
     summary: None = None
 
 
 class ResponsesStreamOptions(Body):
-    """Nothing is added to the events."""
+    """Options for a stream; none can be set."""
 
     include_obfuscation: Literal[False] | None = None
 
@@ -156,7 +156,7 @@ _Items = Annotated[list[InputItem], Field(min_length=1)]
 
 
 class ResponsesRequest(Body):
-    """POST /v1/responses. `seed`, `stop`, `top_k`, `min_p` and `priority` are not OpenAI's."""
+    """POST /v1/responses. OpenAI does not have `seed`, `stop`, `top_k`, `min_p` and `priority`."""
 
     model: str
     input: Annotated[
@@ -193,11 +193,11 @@ class ResponsesRequest(Body):
 
     @property
     def text_format(self) -> TextFormat | None:
-        """The form of the answer, if that is said."""
+        """The form of the answer, if the request has one."""
         return None if self.text is None else self.text.format
 
     def sampling_params(self) -> SamplingParams:
-        """The sampling settings; RequestError when a value is out of range."""
+        """Return the sampling settings; RequestError if a value is out of range."""
         form = self.text_format
         grammar = None if form is None else form.grammar
         return sampling_params(self, max_tokens=self.max_output_tokens, grammar=grammar)

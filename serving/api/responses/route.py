@@ -14,7 +14,7 @@ from weft.errors import EngineError, RequestError
 from weft.serving.api.admin.documentation import returns
 from weft.serving.api.body import JsonRoute
 from weft.serving.api.conversation import Conversation
-from weft.serving.api.errors import describe, told
+from weft.serving.api.errors import describe, error_body
 from weft.serving.api.generation import Generation
 from weft.serving.api.openai.replies import FinishReason, new_id, now
 from weft.serving.api.openai.requests import FunctionCall, Message, TextPart, ToolCall
@@ -30,7 +30,7 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/responses", **returns(shapes.ResponseObject, streams=True))
 async def create_response(request: Request, body: asked.ResponsesRequest, state: State) -> Response:
-    """Answer a conversation, in the form of OpenAI's Responses; it is not stored."""
+    """Answer a conversation in the form of OpenAI's Responses; nothing is stored."""
     engine = state.ready_engine(body.model)
     params = body.sampling_params()
     generation = await Generation.of_chat(
@@ -44,7 +44,7 @@ async def create_response(request: Request, body: asked.ResponsesRequest, state:
 
 
 def _conversation(body: asked.ResponsesRequest) -> Conversation:
-    """The same in the form of chats."""
+    """Convert the request to the form of a chat."""
     messages = []
     if body.instructions is not None:
         messages.append(Message(role="system", content=[_text(body.instructions)]))
@@ -59,7 +59,7 @@ def _conversation(body: asked.ResponsesRequest) -> Conversation:
 
 
 def _append(messages: list[Message], item: asked.InputItem) -> None:
-    """Add an item; what the assistant thought, said and called in one turn is one message."""
+    """Add an item; an assistant's thought, text and calls in one turn become one message."""
     parts = [_text(part.text) for part in item.content or ()]
     if item.type == "message" and item.role is not None and item.role != "assistant":
         messages.append(Message(role=item.role, content=parts))
@@ -87,7 +87,7 @@ def _text(text: str) -> TextPart:
 
 
 class _Writer:
-    """Writes one turn as events, or as the response that they add up to."""
+    """Writes an answer as events, or as the complete response."""
 
     def __init__(
         self, body: asked.ResponsesRequest, generation: Generation, form: AnswerFormat
@@ -129,10 +129,10 @@ class _Writer:
                     yield self._numbered(event)
 
     def failure(self, error: RequestError | EngineError) -> bytes:
-        """Write the last event of an answer that has failed."""
+        """Encode the last event of a failed answer."""
         status, _ = describe(error)
         self._response.status = "failed"
-        self._response.error = shapes.ResponseError(_code(status), told(error).error.message)
+        self._response.error = shapes.ResponseError(_code(status), error_body(error).error.message)
         return self._numbered(shapes.Failed(response=self._response))
 
     async def whole(self) -> shapes.ResponseObject:
@@ -148,7 +148,7 @@ class _Writer:
         return typed_event(event)
 
     def _events(self, part: Answer) -> Iterator[shapes.ResponseEvent]:
-        """Put a part of the answer into the response, and yield the events that say so."""
+        """Add a part of the answer to the response, and yield its events."""
         if not self._begun:
             self._begun = True
             yield shapes.Created(response=self._response)
@@ -159,7 +159,7 @@ class _Writer:
             yield from self._end(part.finish_reason)
 
     def _add(self, piece: Piece) -> Iterator[shapes.ResponseEvent]:
-        """Put a piece into the response."""
+        """Add a piece to the response, and yield its events."""
         last = self._response.output[-1] if self._response.output else None
         match piece:
             case CallStart(name):
@@ -187,7 +187,7 @@ class _Writer:
                 yield shapes.ReasoningDelta(delta=text, **self._place())
 
     def _place(self) -> dict[str, Any]:
-        """Which item is the last."""
+        """Return the fields that identify the last item."""
         output = self._response.output
         return {"item_id": output[-1].id, "output_index": len(output) - 1}
 
@@ -237,7 +237,7 @@ class _Writer:
 
 
 def _code(status: int) -> str:
-    """Of OpenAI's codes for a response that failed, that which is nearest."""
+    """Return OpenAI's nearest error code for a failed response."""
     if status == HTTPStatus.TOO_MANY_REQUESTS:
         return "rate_limit_exceeded"
     return "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_prompt"

@@ -78,7 +78,7 @@ def test_it_answers_503_until_it_serves_again(server: Server) -> None:
     assert server.metric("engine_cores") == server.metric("engine_restarts_total") == 1
     assert not killed.is_running()
     log = server.log.read_text().splitlines()
-    said = [line.rpartition(" weft.serving.engine.engine: ")[2] for line in log]
+    said = [line.rpartition(" weft.serving.engine.supervisor: ")[2] for line in log]
     assert said[-2:] == [
         "the engine was killed by SIGKILL; it is started again",
         "the engine serves again",

@@ -54,7 +54,7 @@ async def two(config: EngineConfig) -> AsyncIterator[AsyncEngine]:
 
 
 def shares(engine: AsyncEngine) -> list[int]:
-    return [core.live for core in engine._cores]
+    return [core.live for core in engine._supervisor.cores]
 
 
 async def test_cores_share_the_requests(two: AsyncEngine) -> None:
@@ -137,7 +137,7 @@ async def test_the_loss_of_one_core_is_that_of_its_requests_alone(
     for stream in streams:
         await anext(stream)
     how(config, "wait")
-    lost = next(core for core in two._cores if core.live and core.latest == 0)
+    lost = next(core for core in two._supervisor.cores if core.live and core.latest == 0)
     psutil.Process(lost._core.pid).kill()  # type: ignore[union-attr]
     with pytest.raises(EngineError, match=f"{lost.name} was killed by SIGKILL"):
         async for _ in streams[0]:
@@ -213,7 +213,7 @@ async def test_what_a_core_lacks_may_be_there_later(
 async def test_a_core_that_does_not_get_ready_again_is_given_up(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft.serving.engine.engine.SLOW_RELOAD", 0.0)
+    monkeypatch.setattr("weft.serving.engine.supervisor.SLOW_RELOAD", 0.0)
     config = replace(config, stall_timeout=0.5)
     async with started(config, runner_factory=TOLD, restart=True) as engine:
         how(config, "hang")

@@ -159,7 +159,7 @@ async def test_a_pause_of_the_machine_is_no_stall(
     clock = Clock()
     monkeypatch.setattr(core_client, "time", clock)
     async with started(replace(config, stall_timeout=300.0), runner_factory=SLOW) as engine:
-        (core,), (process,) = engine._cores, cores()
+        (core,), (process,) = engine._supervisor.cores, cores()
         process.suspend()
         before = core._last_progress
         clock.paused = 1000.0

@@ -274,7 +274,7 @@ def test_keys_of_a_file_are_read_again(tmp_path: Path) -> None:
         assert complete(server, "sk-dave-0123456789").status_code == 200
         file.unlink()
         server.process.send_signal(signal.SIGHUP)
-        server.wait_until_said("what was read before stays in force")
+        server.wait_until_said("the previous keys and certificate stay in use")
         assert complete(server, "sk-dave-0123456789").status_code == 200
 
 
@@ -297,12 +297,12 @@ def test_reloading_keeps_what_is_in_use(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "text", "message"),
     [
-        ({"api_key": "short"}, None, "--api-key has a key that is no 8 or more printable"),
-        ({"api_key": f"{ALICE},"}, None, "--api-key has a key that is no 8 or more printable"),
+        ({"api_key": "short"}, None, "--api-key has an invalid key: a key is 8"),
+        ({"api_key": f"{ALICE},"}, None, "--api-key has an invalid key: a key is 8"),
         ({"api_key": "schlüssel-schlüssel"}, None, "--api-key has a key that is no"),
         ({"api_key_file": "FILE"}, None, "FILE: No such file or directory"),
         ({"api_key_file": "FILE"}, "# none\n", "FILE has no key"),
-        ({"api_key_file": "FILE"}, f"{BOB}\nsecret\n", "FILE:2 has a key that is no 8 or more"),
+        ({"api_key_file": "FILE"}, f"{BOB}\nsecret\n", "FILE:2 has an invalid key: a key is 8"),
         ({"max_requests_per_key": 3}, None, "--max-requests-per-key needs keys"),
         ({"tokens_per_minute_per_key": 3}, None, "--tokens-per-minute-per-key needs keys"),
     ],
@@ -323,7 +323,7 @@ def test_settings_that_cannot_be(
 
 def test_a_server_that_is_open_to_all_says_so(locked: Server, hasty: Server) -> None:
     """Both listen at 0.0.0.0."""
-    said = "has no API keys, so whoever reaches it can use it"
+    said = "has no API keys, so anyone on its network can use it"
     assert said in hasty.log.read_text()
     assert said not in locked.log.read_text()
 
@@ -395,7 +395,7 @@ def test_https(tmp_path: Path) -> None:
             client.get("/health")
         key.write_bytes(own_key.read_bytes())  # which does not suit: nothing changes
         server.process.send_signal(signal.SIGHUP)
-        server.wait_until_said("stays in force")
+        server.wait_until_said("stay in use")
         with trusting(cert, own, own_key) as client:
             assert client.get("/health").status_code == 200
         new, _ = certificate(tmp_path, "server")

@@ -52,7 +52,7 @@ async def test_several_engines_and_preemptions(config: EngineConfig) -> None:
     engine = await AsyncEngine.start(replace(config, dp=2), in_process=True)
     try:
         want = await texts(engine)
-        assert all(core.stats.steps for core in engine._cores), "each has served some"
+        assert all(core.stats.steps for core in engine._supervisor.cores), "each has served some"
     finally:
         await engine.shutdown()
     blocks = 12
