@@ -1,4 +1,4 @@
-"""The core's end of the sockets when the API process's end is gone."""
+"""The core's end of the sockets when the front's is gone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BASE = "inproc://test-channel"
 
 
 @pytest.mark.timeout(20)
-def test_a_core_ends_when_the_api_process_is_gone() -> None:
+def test_a_core_whose_front_is_gone_ends() -> None:
     def fail_unheard(
         front: list[zmq.Socket[bytes]], context: zmq.Context[zmq.Socket[bytes]]
     ) -> None:
