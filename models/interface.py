@@ -5,7 +5,7 @@ a torch or JAX array. A batch holds B requests with T tokens in total. A request
 step may be a whole prompt, a part of one, or a single token to decode. The runner treats them
 alike.
 
-With data-parallel attention, the attention weights exist several times. Each *attention instance*
+With data-parallel attention, the attention weights exist several times. Each *attention group*
 has its own requests, slots and KV cache, and all instances run a step at the same time.
 
 A step is dispatched before the previous step has come back, so a request's newest token may not
@@ -89,7 +89,7 @@ class SlotSampling:
 
 
 class Size(NamedTuple):
-    """A step's size for one attention instance.
+    """A step's size for one attention group.
 
     Attributes:
         tokens: T.
@@ -104,7 +104,7 @@ class StepInput(msgspec.Struct, frozen=True):
     """One step: a ragged batch of B requests with T tokens. S of its rows are sampled.
 
     Attributes:
-        step: the step's number. It counts up by one in each attention instance, and
+        step: the step's number. It counts up by one in each attention group, and
             every rank receives the steps in this order.
         token_ids: int32[T]; a negative entry is `-1 - slot` (see the module's text).
         positions: int32[T]; position of each token in its request, from 0.
@@ -127,7 +127,7 @@ class StepInput(msgspec.Struct, frozen=True):
         masked: int32[M]; indices of sampled rows that have a token mask.
         token_mask: int32[M, ceil(V / 32)]; bit t % 32 of number t // 32 is set if the row may
             sample token t. At least one bit is set in each row.
-        copies: with several attention instances, the step's size in each instance. This
+        copies: with several attention groups, the step's size in each instance. This
             input belongs to one of the instances.
     """
 
@@ -170,7 +170,7 @@ NOTHING = StepInput(
     sample_slot=NONE,
     output_index=NONE,
 )
-"""The input for an attention instance without tokens in a step."""
+"""The input for an attention group without tokens in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,10 +216,10 @@ class StepOutput(msgspec.Struct, frozen=True):
 
 
 Step = tuple[StepInput | None, ...]
-"""One input for each attention instance; None for an instance without tokens."""
+"""One input for each attention group; None for an instance without tokens."""
 
 Result = tuple[StepOutput | None, ...]
-"""One output for each attention instance; None for an instance without tokens."""
+"""One output for each attention group; None for an instance without tokens."""
 
 
 class ModelRunner(Protocol):
@@ -238,7 +238,7 @@ class ModelRunner(Protocol):
     def step(self, batch: StepInput) -> StepOutput:
         """Run the model over the batch, write keys and values, and sample; blocks until done.
 
-        With an empty batch, a rank only takes part in work that attention instances share. A
+        With an empty batch, a rank only takes part in work that attention groups share. A
         pipeline stage without the last layers samples nothing.
         """
 

@@ -296,7 +296,7 @@ def start_executor(
 
 
 def _scheduler(config: EngineConfig, model: ModelInfo) -> Scheduler:
-    """Return the scheduler for one attention instance."""
+    """Return the scheduler for one attention group."""
     return Scheduler(
         BlockManager(
             model.num_blocks, config.cache_block, config.max_num_seqs, model.max_model_len

@@ -176,8 +176,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
     Attributes:
         hidden_size: the model's hidden size, which is the length of an embedding.
-        num_blocks: number of KV cache blocks in each attention instance.
-        max_num_seqs: maximum number of running requests, in all attention instances together.
+        num_blocks: number of KV cache blocks in each attention group.
+        max_num_seqs: maximum number of running requests, in all attention groups together.
     """
 
     max_model_len: int

@@ -1,7 +1,7 @@
-"""Data-parallel attention: one scheduler for each attention instance, used like a single one.
+"""Data-parallel attention: one scheduler for each attention group, used like a single one.
 
 If experts are spread over more ranks than attention is split over, the attention weights exist
-several times (models/spec/layout.py). Each attention instance has its own requests, slots and KV
+several times (models/spec/layout.py). Each attention group has its own requests, slots and KV
 cache, and all instances run a step at the same time.
 
 A new request goes to an instance with the fewest requests. Among several, the longest cached
@@ -25,7 +25,7 @@ class DpAttentionScheduler:
     """Takes requests and returns steps; takes results and returns outputs. Runs in one thread.
 
     Args:
-        schedulers: one for each attention instance; nothing else may use them.
+        schedulers: one for each attention group; nothing else may use them.
     """
 
     def __init__(self, schedulers: Sequence[Scheduler]) -> None:
@@ -41,7 +41,7 @@ class DpAttentionScheduler:
         self._prompt_tokens[instance] += len(add.prompt)
 
     def _choose(self, add: Add) -> int:
-        """Return the attention instance's index for a request."""
+        """Return the attention group's index for a request."""
         schedulers = self._schedulers
         for i, scheduler in enumerate(schedulers):
             if scheduler.has(add.request_id):

@@ -19,7 +19,7 @@ from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.engine import core_client
 from weft.serving.engine import engine as engine_module
 from weft.serving.engine.engine import AsyncEngine
-from weft.serving.engine.grammar import matchers
+from weft.serving.engine.grammar import matcher
 from weft.serving.engine.grammar.matcher import GrammarMatchers
 from weft.serving.engine.protocol import Compiled
 from weft.serving.engine.sampling_params import Grammar, SamplingParams
@@ -68,8 +68,8 @@ async def test_several_engines_and_preemptions(config: EngineConfig) -> None:
 async def test_grammars_that_have_no_room_are_sent_again(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The front knows which the core has dropped; each has room for one."""
-    for module in (core_client, matchers):
+    """The API process knows which grammars the core has dropped; each side has room for one."""
+    for module in (core_client, matcher):
         monkeypatch.setattr(module, "ROOM", 1)
     sent: list[int] = []
     keep = GrammarMatchers.keep

@@ -28,7 +28,7 @@ def prompt_of(add: Add) -> list[int]:
 
 
 class Engine:
-    """Attention instances with a mock runner each, and up to two steps in flight."""
+    """Attention groups with a mock runner each, and up to two steps in flight."""
 
     def __init__(self, instances: int, num_blocks: int = 20, max_num_seqs: int = 3) -> None:
         self.caches = [
@@ -48,7 +48,7 @@ class Engine:
         self.outputs: dict[str, list[TokenOutput]] = {}
 
     def add(self, prompt: Sequence[int], max_tokens: int) -> int:
-        """Add a request; returns the number of its attention instance."""
+        """Add a request; returns the number of its attention group."""
         name = f"r{len(self.adds)}"
         params = SamplingParams(seed=0, max_tokens=max_tokens)
         self.adds[name] = add = Add(name, pack_prompt(prompt, BLOCK_SIZE), params, (END,))
