@@ -1,14 +1,14 @@
-"""The ops as tuning calls them: workspaces and operands for one problem, and calls of it.
+"""The ops as tuning calls them: workspaces, operands and calls for one problem.
 
     tune_op(home, Problem("all_gather_matmul", 8, rows=8192, n=7168, k=8192))
 
-Operands are random: a GPU multiplies zeros faster. A product has one workspace,
-made for the smallest tile that is tried; moe_dispatch has one for each chunk, and a
-collective for each of its methods, for those that the home lacks (multicast) are
-refused when it is made.
+Operands are random, because a GPU multiplies zeros faster. A product has one workspace, made for
+the smallest tile that is tried. moe_dispatch has one workspace for each chunk size. A collective
+has one for each method, because creating a workspace fails for a method that the home lacks
+(multicast).
 
-Not handled: epilogues, several weights, and methods between nodes. What is
-tuned for one weight as wide as all together serves for several.
+Not handled: epilogues, several weights, and methods between nodes. Several weights use the
+configuration for one weight with the same total number of columns.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ METHODS = {
     "mla_decode_attention": ("local",),
     "sequence_parallel_attention": ("push",),
 }
-"""Of each op, within a node."""
+"""Methods for each op, within a node."""
 
 COLLECTIVES: dict[str, tuple[Callable[..., Tensor], Callable[..., Workspace]]] = {
     "all_gather": (all_gather, all_gather_workspace),
@@ -87,22 +87,22 @@ PRODUCTS: dict[str, Callable[..., Tensor]] = {
 
 
 PAGE = 16
-"""Tokens in a block of the cache."""
+"""Number of tokens in a cache block."""
 
 
 def tune_op(home: Home, problem: Problem, **options: Any) -> list[Measured]:
-    """`tune.tune` of a problem's op, with its options. Collective.
+    """Tune a problem's op; options go to `search.tune`. Collective.
 
     Raises:
-        KernelError: the rows do not divide among the ranks.
-        TuningError: as `tune.tune`.
+        KernelError: the number of rows is not a multiple of the number of ranks.
+        TuningError: as `search.tune`.
     """
     methods, prepare = prepare_op(home, problem)
     return tune(home, problem, methods, prepare, **options)
 
 
 def prepare_op(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
-    """The methods that the op has on this home, and what makes calls of it. Collective."""
+    """Return the op's methods on this home, and a function that makes its calls. Collective."""
     size, rows = home.world_size, problem.rows
     top_k = 1 if problem.attends else problem.top_k
     if problem.attends and not problem.payload:
@@ -163,7 +163,7 @@ def _prepare_product(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
 
 
 def _prepare_groups(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
-    """Tokens go to any experts, equally likely, the same on all ranks."""
+    """Prepare grouped products. Each token goes to random experts, the same on all ranks."""
     size, rows, experts, top_k = home.world_size, problem.rows, problem.groups, problem.top_k
     w = _random(home, problem, experts * problem.k, problem.n).view(experts, problem.k, problem.n)
     numbers = torch.Generator().manual_seed(rows)
@@ -198,7 +198,7 @@ def _prepare_groups(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
 
 
 def _prepare_exchange(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
-    """moe_dispatch and moe_combine, one after the other; tokens go to any experts, as above."""
+    """Prepare calls to moe_dispatch and then moe_combine. Each token goes to random experts."""
     size, experts, top_k = home.world_size, problem.groups, problem.top_k
     tokens, dtype = problem.rows // size // top_k, DTYPES[problem.dtype]
     numbers = torch.Generator().manual_seed(home.rank)
@@ -221,9 +221,9 @@ def _prepare_exchange(home: Home, problem: Problem) -> tuple[list[str], Prepare]
 
 
 def _prepare_attention(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
-    """As many requests that decode as there are rows, or the prefill of one; of problem.n tokens.
+    """Prepare attention on one rank: one decode request for each row, or one prefill.
 
-    Each rank is alone. The cache's blocks lie in no order.
+    Every request has problem.n tokens. Cache blocks are in random order.
     """
     requests, queries = (problem.rows, 1) if problem.decodes else (1, problem.rows)
     context = max(problem.n, queries)
@@ -257,7 +257,7 @@ def _prepare_attention(home: Home, problem: Problem) -> tuple[list[str], Prepare
 
 
 def _prepare_sequence(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
-    """One sequence of all ranks; by zigzag, where their parts are even."""
+    """Prepare attention on one sequence over all ranks, in zigzag order if each part is even."""
     tokens, dtype = problem.rows // home.world_size, DTYPES[problem.dtype]
     kv = (tokens, problem.groups, problem.k)
     k, v = (torch.randn(kv, device=home.device).to(dtype) for _ in range(2))

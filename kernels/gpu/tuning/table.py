@@ -1,17 +1,17 @@
-"""The file of what tuning found: one line for each op, device, world size, dtype and shape.
+"""The tuning file: one line for each op, device, world size, dtype and shape.
 
     {"format": 1, "entries": [
     {"op": "all_gather_matmul", "device": "NVIDIA H100 80GB HBM3", ..., "config": {...}}
     ]}
 
-It is read strictly: an unknown field, a value out of range or two entries for
-one key are an error that says where, for a table that is half understood would
-quietly make every op slower. A file of another format is not read at all, and
-never written over. Entries of another Triton are kept and not used: what is
-fastest, and what fits, changes with the compiler.
+Reading is strict. An unknown field, a value out of range or two entries for one key raise an error
+with the place. Otherwise a table that is only half understood would silently make every op
+slower. A file with another format is neither read nor overwritten. Entries from another Triton
+version are kept but not used: the fastest configuration changes with the compiler, and so does
+the set of configurations that fit.
 
-Writing replaces the file in one step, and processes that tune different ops at
-once each keep the other's entries.
+Writing replaces the file atomically. Two processes can tune different ops at the same time: each
+keeps the entries from the other.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class TuningError(WeftError):
-    """The file of tuned configurations cannot be read or written; the message names it."""
+    """The tuning file cannot be read or written. The message names the file."""
 
 
 class Key(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True, kw_only=True):
-    """What a configuration was tuned for.
+    """Problem and device that a configuration was tuned for.
 
     Attributes:
-        device: as the driver calls it.
-        rows: the bucket's largest; of attention, n too.
-        groups, top_k: as of a `costs.Problem`.
-        triton: version.
+        device: name from the driver.
+        rows: largest number of rows in the bucket. For attention, n is also a bucket's largest.
+        groups, top_k: as in `costs.Problem`.
+        triton: version of Triton.
     """
 
     op: Text
@@ -63,7 +63,7 @@ class Key(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True, k
 
 
 class Entry(Key, frozen=True, order=True, forbid_unknown_fields=True, kw_only=True):
-    """A key and what was best for it, with the time of one call on the slowest rank."""
+    """A key with its best configuration, and the time for one call on the slowest rank."""
 
     config: Config
     microseconds: Annotated[float, msgspec.Meta(gt=0)]
@@ -82,12 +82,12 @@ Table = dict[Key, Entry]
 
 
 def bucket(rows: int) -> int:
-    """The least power of two, and at least 16, that `rows` does not exceed."""
+    """Round `rows` up to a power of two, at least 16."""
     return max(SMALLEST_BUCKET, 1 << max(0, rows - 1).bit_length())
 
 
 def buckets(max_rows: int) -> list[int]:
-    """Every bucket of up to so many rows."""
+    """List every bucket, up to the bucket for `max_rows`."""
     found = [SMALLEST_BUCKET]
     while found[-1] < max_rows:
         found.append(2 * found[-1])
@@ -95,7 +95,7 @@ def buckets(max_rows: int) -> list[int]:
 
 
 def key_of(problem: Problem, device: str) -> Key:
-    """Where a problem is looked up; Triton is the one that runs."""
+    """Build the key for a problem, with the running version of Triton."""
     import triton
 
     return Key(
@@ -113,17 +113,17 @@ def key_of(problem: Problem, device: str) -> Key:
 
 
 def default_path(environment: Mapping[str, str] = os.environ) -> Path:
-    """weft/tuning.json in the user's cache folder (XDG base directories: $XDG_CACHE_HOME)."""
+    """Return weft/tuning.json in the user's cache folder ($XDG_CACHE_HOME, else ~/.cache)."""
     cache = environment.get("XDG_CACHE_HOME", "")
     folder = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
     return folder / "weft" / "tuning.json"
 
 
 def load(path: Path) -> Table:
-    """What was tuned; nothing where there is no file, or one of another format.
+    """Read the tuned entries. The table is empty without a file, or if its format differs.
 
     Raises:
-        TuningError: the file cannot be read, or is not what it should be.
+        TuningError: the file cannot be read, or its content is invalid.
     """
     try:
         data = path.read_bytes()
@@ -137,24 +137,24 @@ def load(path: Path) -> Table:
         entries = msgspec.json.decode(data, type=_File).entries
     except msgspec.MsgspecError as error:
         raise TuningError(
-            f"{path} is not a file of tuned configurations: {error}. Remove it to tune anew"
+            f"{path} is not a valid tuning file: {error}. Remove it to tune again"
         ) from error
     table: Table = {}
     for entry in entries:
         key = _key(entry)
         if key in table:
             raise TuningError(
-                f"{path} has two entries for {_describe(key)}. Remove it to tune anew"
+                f"{path} has two entries for {_describe(key)}. Remove it to tune again"
             )
         table[key] = entry
     return table
 
 
 def record(path: Path, table: Table) -> None:
-    """Add entries to the file, in the place of those with their keys.
+    """Add entries to the file. They replace entries with the same keys.
 
     Raises:
-        TuningError: the file is damaged or of another format, or cannot be written.
+        TuningError: the file is damaged, has another format or cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,15 +167,15 @@ def record(path: Path, table: Table) -> None:
 
 
 def _require_own_format(path: Path) -> None:
-    """Another weft's file stays as it is."""
+    """Refuse to overwrite a file with another format."""
     if path.exists():
         try:
             found = msgspec.json.decode(path.read_bytes(), type=_Head).format
         except msgspec.MsgspecError:
-            return  # load says it better
+            return  # load raises a better error
         if found != FORMAT:
             raise TuningError(
-                f"{path} is of format {found}, and this weft writes format {FORMAT}: "
+                f"{path} has format {found}, but this version of weft writes format {FORMAT}: "
                 "name another file"
             )
 
