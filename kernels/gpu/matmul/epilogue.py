@@ -1,19 +1,22 @@
-"""What happens to a matrix product between its sum and the store: scales, bias, SiLU, residual.
+"""The epilogue of a matrix product, between its sum and the store: scales, bias, SiLU, residual.
 
-In this order, in float32, on the tile while it is still in registers:
+It runs in this order, in float32, on the tile in registers:
 
-    total * x_scale[m] * w_scale[n]         fp8 operands become what they stand for; scales of
-                                            a part of K are applied before its products are added
+    total * x_scale[m] * w_scale[n]         dequantizes fp8 operands; a scale for a part of K is
+                                            applied before the parts are added
     + bias[n]
     silu(gate) * up                         halves the columns (SwiGLU: Shazeer 2020)
     + residual[m, n]
     cast to the dtype of the result
 
-Where a product is summed over ranks, each rank scales its own part before it is
-sent, and the rest happens once, after the sum. Gate and up are either the even
-and the odd columns of one weight, which are neighbours in a tensor core's
-accumulator and so never leave their thread, or two weights, whose tiles one
-program computes side by side.
+Protocol. The program with a tile's accumulator also stores the tile. The functions here send no
+signal, wait for none and use no slot; the kernels that call them do. If a product is summed over
+ranks, each rank scales its own part before it sends the part. The other operations run once, after
+the sum.
+
+Gate and up come in one of two layouts. Either they are the even and the odd columns of one weight:
+such neighbours in a tensor core's accumulator belong to the same thread. Or they are two weights,
+and one program computes both tiles side by side.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ RESULTS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class EpilogueOperands(NamedTuple):
-    """The tensors of an epilogue, as one argument of a kernel: see peers.py.
+    """The tensors of an epilogue, as one kernel argument: see gpu/runtime/peers.py.
 
     Attributes:
         x_scale, w_scale, bias, residual: as in Epilogue, or None.
@@ -49,20 +52,21 @@ class EpilogueOperands(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """Of a product [M, N] of x [M, K] and w [K, N], or of several weights with N columns in all.
+    """Epilogue for a product [M, N] from x [M, K] and w [K, N], or several weights with N columns.
 
-    Of weights of E groups of rows (grouped_matmul.py) w_scale and bias have a row for each group.
+    If rows are in E groups with their own weights (grouped_matmul.py), w_scale and bias have a row
+    for each group.
 
     Attributes:
-        x_scale: float32 [M], one for each row, or [1]; only with fp8 operands. Of grouped_matmul
+        x_scale: float32 [M], one for each row, or [1]; only with fp8 operands. In grouped_matmul
             also [M, ceil(K / 128)], one for each 128 columns of a row.
-        w_scale: float32 [N], one for each column, or [1]; likewise. Of groups: [E, N], [E, 1] or
-            [1].
-        bias: [N]; those of several weights one after the other. Of groups: [E, N].
-        silu_multiply: the result is silu(gate) * up [M, N / 2]. Of two weights the first is the
-            gate; of one the even columns are.
-        residual: [M, N'], as the result is; added last.
-        out_dtype: of the result. None for the operands', or bfloat16 where those are fp8.
+        w_scale: float32 [N], one for each column, or [1]; only with fp8 operands. With groups:
+            [E, N], [E, 1] or [1].
+        bias: [N]; for several weights, their biases concatenated. With groups: [E, N].
+        silu_multiply: the result is silu(gate) * up [M, N / 2]. With two weights the first one is
+            the gate. With one weight the even columns are the gate.
+        residual: [M, N'], the result's shape; added last.
+        out_dtype: dtype of the result. None means the operands' dtype, or bfloat16 for fp8.
     """
 
     x_scale: Tensor | None = None
@@ -73,11 +77,11 @@ class Epilogue:
     out_dtype: torch.dtype | None = None
 
     def columns(self, n: int) -> int:
-        """Of the result of a product with n columns."""
+        """Count the result's columns for a product with n columns."""
         return n // 2 if self.silu_multiply else n
 
     def dtype(self, operands: torch.dtype) -> torch.dtype:
-        """Of the result of a product of such operands."""
+        """Return the result's dtype for operands with this dtype."""
         return self.out_dtype or (torch.bfloat16 if operands == FP8 else operands)
 
     def check(
@@ -89,24 +93,24 @@ class Epilogue:
         groups: int = 0,
         scale_group: int = 0,
     ) -> None:
-        """Refuse what does not go with a product.
+        """Refuse operands that do not match a product.
 
         Args:
             require: raises the error.
             x: [rows, K], this rank's left operand.
-            widths: columns of each weight.
-            out_rows: of the result.
-            groups: of rows, that have weights of their own; 0 if all rows have the same.
-            scale_group: columns of x that may share a scale of each row; 0 for all.
+            widths: number of columns in each weight.
+            out_rows: number of rows in the result.
+            groups: number of row groups with their own weights; 0 if all rows share the weights.
+            scale_group: number of columns of x that may share a scale within a row; 0 for all.
         """
         n = sum(widths)
         columns: tuple[tuple[int, ...], ...] = ((groups, n),) if groups else ((n,),)
         if self.silu_multiply:
             if len(widths) == 1:
-                require("w's columns", n, n % 2 == 0, "be even, for gate and up alternate")
+                require("w's columns", n, n % 2 == 0, "be even, because gate and up alternate")
             else:
                 even = len(widths) == 2 and widths[0] == widths[1]
-                require("w's columns", widths, even, "be those of one weight, or twice the same")
+                require("w's columns", widths, even, "be one number, or two equal numbers")
         out = self.dtype(x.dtype)
         require("out_dtype", out, out in RESULTS, f"be one of {', '.join(map(str, RESULTS))}")
         x_scales: list[tuple[int, ...]] = [(len(x),), (1,)]
@@ -127,31 +131,31 @@ class Epilogue:
 
     @property
     def operands(self) -> EpilogueOperands:
-        """The argument `epilogue` of a product's kernel."""
+        """Argument `epilogue` for a product's kernel."""
         return EpilogueOperands(self.x_scale, self.w_scale, self.bias, self.residual)
 
     @property
     def scales_rows(self) -> bool:
-        """Whether each row of x has a scale of its own."""
+        """True if each row of x has its own scale."""
         x_scale = self.x_scale
         return x_scale is not None and x_scale.dim() == 1 and len(x_scale) > 1
 
     @property
     def scales_columns(self) -> bool:
-        """Whether each column of w has a scale of its own."""
+        """True if each column of w has its own scale."""
         return self.w_scale is not None and self.w_scale.shape[-1] > 1
 
     def scale_stride(self) -> int:
-        """Numbers of w_scale from one group's to the next one's."""
+        """Return the stride in w_scale from one group to the next, in elements."""
         return self.w_scale.shape[1] if self.w_scale is not None and self.w_scale.dim() > 1 else 0
 
     def apply(self, total: Tensor, operands: torch.dtype, *, side_by_side: bool) -> Tensor:
-        """The same with torch, but for the scales: total [M, N] -> [M, N'].
+        """Apply the epilogue, except the scales, with torch: total [M, N] -> [M, N'].
 
         Args:
-            total: the product of all weights, of any dtype.
-            operands: their dtype.
-            side_by_side: whether gate and up are halves of total's columns, or alternate.
+            total: the product with all weights, in any dtype.
+            operands: operand dtype.
+            side_by_side: gate and up are halves of total's columns; otherwise they alternate.
         """
         if self.bias is not None:
             total = total + self.bias
@@ -165,7 +169,7 @@ class Epilogue:
 
 
 NOTHING = Epilogue()
-"""The product as it is, in the dtype of its operands."""
+"""An empty epilogue: the result is the product in the operands' dtype."""
 
 
 def _require_operand(
@@ -184,8 +188,8 @@ def _require_operand(
 @triton.jit
 def scale(
     total,  # float32 [BLOCK_M, BLOCK_N]
-    x_scale,  # float32 [rows] or [1], or None; or pointers to each row's: multiply_and_finish
-    w_scale,  # float32, from the weight's first column on, or [1], or None
+    x_scale,  # float32 [rows] or [1], or None; or pointers to row scales: multiply_and_finish
+    w_scale,  # float32 [N], at the weight's first column; or [1], or None
     row,
     rows,
     column,
@@ -193,7 +197,7 @@ def scale(
     SCALE_ROWS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
 ):
-    """A tile of a product of fp8 operands, as what they stand for."""
+    """Scale a tile of a product with fp8 operands."""
     if x_scale is not None:
         if SCALE_ROWS:
             at_m = row + tl.arange(0, total.shape[0])
@@ -213,11 +217,11 @@ def scale(
 @triton.jit
 def add_bias(
     total,  # float32 [BLOCK_M, BLOCK_N]
-    bias,  # from the weight's first column on, or None
+    bias,  # [N], at the weight's first column; or None
     column,
     N,
 ):
-    """Bias of a tile that begins at a column."""
+    """Add the bias to a tile. `column` is the tile's first column."""
     if bias is not None:
         at_n = column + tl.arange(0, total.shape[1])
         total = total + tl.load(bias + at_n, mask=at_n < N, other=0.0).to(tl.float32)[None, :]
@@ -226,13 +230,13 @@ def add_bias(
 
 @triton.jit
 def silu_multiply(gate, up):
-    """silu(gate) * up, float32."""
+    """Compute silu(gate) * up, float32."""
     return gate * tl.sigmoid(gate) * up
 
 
 @triton.jit
 def multiply_halves(total):
-    """[BLOCK_M, BLOCK_N], whose even columns are the gate's -> [BLOCK_M, BLOCK_N / 2]."""
+    """Apply SiLU and multiply: [BLOCK_M, BLOCK_N], even columns the gate -> half the columns."""
     gate, up = tl.split(tl.reshape(total, (total.shape[0], total.shape[1] // 2, 2)))
     return silu_multiply(gate, up)
 
@@ -241,15 +245,15 @@ def multiply_halves(total):
 def store_tile(
     total,  # float32 [BLOCK_M, BLOCK_N]
     residual,  # [rows, stride], or None
-    out,  # [rows, stride]; or pointers to rows, as then of residual: multiply_and_finish
+    out,  # [rows, stride]; or pointers to rows, then residual too: multiply_and_finish
     row,
     rows,
-    column,  # of out
-    N,  # columns of out that the tile may have, from column 0 on
+    column,  # first column in out
+    N,  # end of the columns in out that the tile may store
     stride,
-    EVEN: tl.constexpr,  # whether all of the tile lies inside, whichever it is
+    EVEN: tl.constexpr,  # every tile lies inside completely
 ):
-    """Add the residual, cast, and store: the end of every product."""
+    """Add the residual, cast and store a tile: the end of every product."""
     at_m, at_n = row + tl.arange(0, total.shape[0]), column + tl.arange(0, total.shape[1])
     if len(out.shape):
         out, place = out[:, None], at_n[None, :]
@@ -279,11 +283,14 @@ def finish(
     rows,
     column,
     N,
-    stride,  # of a row of out before SiLU halves it; N unless there are other weights beside
+    stride,  # row stride in out before SiLU halves it; N for a single weight
     SILU: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """All after the scales, of one weight: N' is N, or N / 2 with gate and up in turn."""
+    """Run the epilogue after the scales for one weight.
+
+    N' is N, or N / 2 if gate and up alternate.
+    """
     total = add_bias(total, bias, column, N)
     if SILU:
         total = multiply_halves(total)

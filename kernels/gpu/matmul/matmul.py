@@ -1,22 +1,21 @@
-"""Matrix product: the tile that all overlapped products have in their middle, and one rank's own.
+"""Matrix product: the tile that all overlapped products share, and the product on one rank.
 
     matmul(x [M, K], w [K, N]) -> [M, N]
 
-`multiply` is persistent: as many programs as the device runs at once, each of
-which goes over tiles of the result. Tiles are ordered in groups of GROUP rows
-of tiles, column by column, so that what the programs read at one time is few
-rows of x and few columns of w, and stays in L2 (Triton's tutorials 3 and 9).
-The loop over K is pipelined by Triton: the next blocks are copied to shared
-memory while the tensor cores multiply (cp.async, or the tensor memory
-accelerator from sm_90 on).
+Protocol. `multiply` is persistent: the grid has as many programs as the device runs at the same
+time, and each program loops over tiles of the result. Each tile is computed and stored by exactly
+one program. Ranks do not communicate, so there are no signals and no slots.
 
-Weights may be stored as [K, N], or as the transpose of [N, K], the way that
-checkpoints have them. Tensor cores take both in 16 bits; those of sm_90 want
-fp8 weights as [N, K].
+Tiles are ordered in groups with GROUP rows of tiles, column by column. Programs that run at the
+same time then read few rows of x and few columns of w, which stay in L2 (Triton's tutorials 3 and
+9). Triton pipelines the loop over K: the next blocks are copied to shared memory while the tensor
+cores multiply (cp.async, or the tensor memory accelerator from sm_90 on).
 
-float32 operands are multiplied in float32, not TF32: right, and slow. fp8
-products are summed as the tensor core does it, which on sm_90 is with fewer
-bits than float32.
+Weights may be stored as [K, N], or as the transpose of [N, K], the layout in checkpoints. In 16
+bits tensor cores take both layouts; on sm_90 they need fp8 weights as [N, K].
+
+float32 operands are multiplied in float32, not TF32: accurate but slow. fp8 products are summed by the
+tensor core, on sm_90 with fewer bits than float32.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ from weft.kernels.gpu.matmul.epilogue import (
 from weft.kernels.gpu.runtime.arguments import Require, require
 
 GROUP = 8
-"""Rows of tiles that are gone over together."""
+"""Number of rows of tiles in a group."""
 
 MAX_WEIGHTS = 3
 
 
 class Tiling(NamedTuple):
-    """How a product is cut, and compiled."""
+    """Tile sides and compile options for a product."""
 
     block_m: int
     block_n: int
@@ -63,19 +62,19 @@ class Tiling(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The constants that a product is compiled with: FORM, one argument of its kernel (peers.py).
+    """Compile-time constants of a product: the kernel argument FORM (gpu/runtime/peers.py).
 
     Attributes:
         block_m, block_n, block_k: sides of a tile.
-        group: rows of tiles that are gone over together.
+        group: number of rows of tiles in a group.
         weights: number of weights, from 1 to 3.
         silu: the result is silu(gate) * up; see Epilogue.
         transposed: weights are stored as [N, K].
-        scale_rows, scale_columns: each row of x, each column of w has a scale of its own.
-        even_m, even_n, even_k: a block's side divides the matrix's, so that it needs no mask.
+        scale_rows, scale_columns: each row of x, each column of w has its own scale.
+        even_m, even_n, even_k: the block's side divides the matrix's side, so loads need no mask.
         tma: x and the weights are TMA descriptors.
-        scale_group: columns of x that share a scale, of which block_k is a divisor; 0 if the
-            scales are of whole rows.
+        scale_group: number of columns of x that share a scale, a multiple of block_k; 0 if a scale
+            is for a whole row.
     """
 
     block_m: int
@@ -96,7 +95,7 @@ class Form(NamedTuple):
 
 @triton.jit
 def tile_at(index, rows, columns, GROUP: tl.constexpr):
-    """(row, column) of the index-th tile of rows x columns: GROUP down, then one to the right."""
+    """Return (row, column) of tile `index` in rows x columns: GROUP down, then one to the right."""
     first = index // (GROUP * columns) * GROUP
     height = tl.minimum(rows - first, GROUP)
     within = index % (GROUP * columns)
@@ -105,7 +104,7 @@ def tile_at(index, rows, columns, GROUP: tl.constexpr):
 
 @triton.jit
 def load_left(
-    x,  # pointer to [rows, K], TMA descriptor of it, or pointers to rows: multiply_and_finish
+    x,  # pointer to [rows, K], TMA descriptor, or pointers to rows: multiply_and_finish
     row,
     rows,
     start,
@@ -116,7 +115,7 @@ def load_left(
     EVEN_K: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """x[row : row + BLOCK_M, start : start + BLOCK_K], zeros outside."""
+    """Load x[row : row + BLOCK_M, start : start + BLOCK_K], zeros outside."""
     if TMA:
         block = x.load([row, start])
     else:
@@ -139,14 +138,14 @@ def load_left(
 
 @triton.jit
 def load_right(
-    w,  # pointer to [K, N], or to [N, K] if TRANSPOSED; or TMA descriptor of it
+    w,  # pointer to [K, N], or to [N, K] if FORM.transposed; or TMA descriptor
     column,
     N,
     start,
     K,
     FORM: tl.constexpr,
 ):
-    """w[start : start + BLOCK_K, column : column + BLOCK_N], zeros outside."""
+    """Load w[start : start + BLOCK_K, column : column + BLOCK_N], zeros outside."""
     BLOCK_N: tl.constexpr = FORM.block_n
     BLOCK_K: tl.constexpr = FORM.block_k
     EVEN_N: tl.constexpr = FORM.even_n
@@ -166,7 +165,7 @@ def add_product(
     right,
     x_scale,  # float32 [BLOCK_M], or None
 ):
-    """total + left @ right, or with the product of each row times its scale."""
+    """Return total + left @ right; with scales, each product row is multiplied by its scale."""
     if x_scale is None:
         total = tl.dot(left, right, total, input_precision="ieee")
     else:
@@ -176,7 +175,7 @@ def add_product(
 
 @triton.jit
 def load_scales(
-    x_scale,  # float32 [rows, ceil(K / SCALE_GROUP)]; not looked at if that is 0
+    x_scale,  # float32 [rows, ceil(K / SCALE_GROUP)]; ignored if SCALE_GROUP is 0
     row,
     rows,
     start,
@@ -184,7 +183,7 @@ def load_scales(
     BLOCK_M: tl.constexpr,
     SCALE_GROUP: tl.constexpr,
 ):
-    """Of x[row : row + BLOCK_M] from column `start` on: float32 [BLOCK_M]; or None."""
+    """Load scales for x[row : row + BLOCK_M] at column `start`: float32 [BLOCK_M]; or None."""
     if SCALE_GROUP > 0:
         m = row + tl.arange(0, BLOCK_M)
         at = tl.cast(m, tl.int64) * tl.cdiv(K, SCALE_GROUP) + start // SCALE_GROUP
@@ -197,16 +196,16 @@ def load_scales(
 @triton.jit
 def multiply_tile(
     x,  # [rows, K]
-    row,  # of x where the tile begins
+    row,  # first row in x
     rows,
-    w,  # [K, N], or [N, K] if TRANSPOSED
-    column,  # of w where the tile begins
+    w,  # [K, N], or [N, K] if FORM.transposed
+    column,  # first column in w
     N,
     K,
-    x_scale,  # float32 [rows, ceil(K / SCALE_GROUP)]; not looked at if that is 0
+    x_scale,  # float32 [rows, ceil(K / SCALE_GROUP)]; ignored if SCALE_GROUP is 0
     FORM: tl.constexpr,
 ):
-    """x[row : row + BLOCK_M] @ w[:, column : column + BLOCK_N], float32; zeros outside."""
+    """Compute x[row : row + BLOCK_M] @ w[:, column : column + BLOCK_N], float32; zeros outside."""
     BLOCK_M: tl.constexpr = FORM.block_m
     BLOCK_N: tl.constexpr = FORM.block_n
     BLOCK_K: tl.constexpr = FORM.block_k
@@ -236,7 +235,7 @@ def multiply_two_tiles(
     x_scale,
     FORM: tl.constexpr,
 ):
-    """`multiply_tile` of two weights of the same shape, which reads x once."""
+    """Compute `multiply_tile` for two weights with the same shape, and read x only once."""
     BLOCK_M: tl.constexpr = FORM.block_m
     BLOCK_N: tl.constexpr = FORM.block_n
     BLOCK_K: tl.constexpr = FORM.block_k
@@ -258,10 +257,10 @@ def multiply_two_tiles(
 
 @triton.jit
 def count_columns(
-    widths,  # of the three weights
+    widths,  # columns in each of the three weights
     FORM: tl.constexpr,
 ):
-    """Columns of tiles of the result of all weights."""
+    """Count the columns of tiles in the result for all weights."""
     BLOCK_N: tl.constexpr = FORM.block_n
     WEIGHTS: tl.constexpr = FORM.weights
     PAIR: tl.constexpr = FORM.silu and FORM.weights == 2
@@ -278,12 +277,12 @@ def multiply_and_finish(
     x,  # [rows, K]
     row,
     rows,
-    index,  # which column of tiles
+    index,  # column of tiles
     w0,  # [K, n0], or [n0, K] if FORM.transposed
-    w1,  # or None, as w2
+    w1,  # like w0, or None; so is w2
     w2,
     widths,  # n0, n1, n2
-    # float32 [rows] or [1], or [rows, ceil(K / FORM.scale_group)] if that is not 0, or None
+    # float32 [rows] or [1]; [rows, ceil(K / FORM.scale_group)] if scale_group is not 0; or None
     x_scale,
     w_scale,  # float32 [n0 + n1 + n2] or [1], or None
     bias,  # [n0 + n1 + n2], or None
@@ -292,10 +291,10 @@ def multiply_and_finish(
     K,
     FORM: tl.constexpr,
 ):
-    """One tile of the result, from its operands to memory.
+    """Compute one tile of the result, and store it.
 
-    Where its rows do not follow each other, x, x_scale, residual and out are blocks of pointers
-    [BLOCK_M] to each of them, of which the first `rows` count, and row is 0.
+    If the rows are not contiguous, x, x_scale, residual and out are blocks of pointers [BLOCK_M],
+    one for each row. Only the first `rows` pointers count then, and `row` is 0.
     """
     BLOCK_N: tl.constexpr = FORM.block_n
     WEIGHTS: tl.constexpr = FORM.weights
@@ -354,8 +353,8 @@ def multiply_and_finish(
 
 @triton.jit(do_not_specialize=["M"])
 def multiply(
-    x,  # [M, K]; or TMA descriptor of it
-    w0,  # [K, n0], or [n0, K] if FORM.transposed; or TMA descriptor of it
+    x,  # [M, K]; or TMA descriptor
+    w0,  # [K, n0], or [n0, K] if FORM.transposed; or TMA descriptor
     w1,
     w2,
     widths,  # n0, n1, n2
@@ -365,12 +364,12 @@ def multiply(
     out,  # [M, N']
     FORM: tl.constexpr,
 ):
-    """All tiles of the result. Grid: (programs,), persistent."""
+    """Compute all tiles of the result. Grid: (programs,), persistent."""
     BLOCK_M: tl.constexpr = FORM.block_m
     GROUP: tl.constexpr = FORM.group
     rows = tl.cdiv(M, BLOCK_M)
     columns = count_columns(widths, FORM)
-    # Flattened: the next tile's first blocks are on their way while this one is stored.
+    # Flattened: the next tile's first blocks are loaded while this tile is stored.
     for tile in tl.range(tl.program_id(0), rows * columns, tl.num_programs(0), flatten=True):
         row, column = tile_at(tile, rows, columns, GROUP)
         multiply_and_finish(
@@ -381,13 +380,13 @@ def multiply(
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The right operands of a product: one, or several that count as one beside the other.
+    """Right operands of a product: one weight, or several that count as one, side by side.
 
     Attributes:
-        tensors: each [K, N_i], or [N_i, K] if transposed; all contiguous. Of groups of rows, as
-            many of these: [E, K, N_i] or [E, N_i, K].
+        tensors: each [K, N_i], or the transpose of a contiguous [N_i, K] if transposed. With E
+            groups of rows: [E, K, N_i], or the transposes of [E, N_i, K].
         widths: the N_i.
-        transposed: whether they are stored as [N_i, K].
+        transposed: the weights are stored as [N_i, K].
     """
 
     tensors: tuple[Tensor, ...]
@@ -403,9 +402,9 @@ class Weights:
         limit: int = MAX_WEIGHTS,
         groups: int = 0,
     ) -> Weights:
-        """Those that a caller gave, once they go with x [M, K] and with each other.
+        """Check a caller's weights against x [M, K] and each other.
 
-        Of so many groups of rows, if not 0, each has a matrix of its own.
+        If `groups` is not 0, rows are in groups and each group has its own matrix.
         """
         several = isinstance(w, (tuple, list))
         tensors = tuple(w) if several else (w,)
@@ -440,16 +439,16 @@ class Weights:
 
     @property
     def three(self) -> tuple[Tensor | None, ...]:
-        """The argument `weights` of a kernel: three, of which those that are not there are None."""
+        """Kernel argument `weights`: three weights, None for missing ones."""
         return (*self.tensors, *[None] * (MAX_WEIGHTS - len(self.tensors)))
 
     @property
     def three_widths(self) -> tuple[int, ...]:
-        """The argument `widths` of a kernel: those of `three`, 0 for None."""
+        """Kernel argument `widths`: the widths in `three`, 0 for None."""
         return (*self.widths, *[0] * (MAX_WEIGHTS - len(self.widths)))
 
     def column_tiles(self, block_n: int, silu_multiply: bool) -> int:
-        """Columns of tiles of the result, as `count_columns`."""
+        """Count the columns of tiles in the result, as `count_columns`."""
         paired = silu_multiply and len(self.tensors) == 2
         return sum(-(-width // block_n) for width in self.widths[: 1 if paired else None])
 
@@ -465,14 +464,15 @@ def choose_tiling(
     silu_multiply: bool = False,
     apart: bool = False,
 ) -> Tiling:
-    """What a caller asks for, or what suits a product with m rows on x's device.
+    """Return the caller's tiling, or a default for a product with m rows on x's device.
 
-    Of gate and up a tile has two sums: with the columns of one there would be no registers left.
-    Nor with the most columns where rows are apart, for their addresses take registers, too.
+    For gate and up a tile has two sums, so its default has fewer columns: otherwise no registers
+    would be left. Rows that are not contiguous (`apart`) also get fewer columns, because their
+    addresses take registers, too.
 
     Raises:
-        KernelError: a block's side is no power of two of at least 16, or x's dtype is not one
-            that the device multiplies.
+        KernelError: a block's side is not a power of two of at least 16, or the device cannot
+            multiply x's dtype.
     """
     require("x's dtype", x.dtype, x.dtype in OPERANDS, f"be one of {', '.join(map(str, OPERANDS))}")
     backend, capability = target()
@@ -486,18 +486,18 @@ def choose_tiling(
         pair = silu_multiply and len(weights.tensors) == 2
         columns = 64 if pair else 256 if wide and not apart else 128
         blocks = (low, columns, 128 // max(2, x.element_size()))
-        if not aligned:  # each number is loaded by itself, and takes registers for its address
+        if not aligned:  # loads are element by element; each address takes registers
             blocks = (min(low, 64), 32 if pair or apart else 64, 32)
     fine = all(side >= 16 and side & (side - 1) == 0 for side in blocks)
     require("blocks", blocks, len(blocks) == 3 and fine, "be three powers of two of at least 16")
     require("warps", warps, warps in (0, 1, 2, 4, 8, 16), "be 1, 2, 4, 8 or 16, or 0 to choose")
     require("stages", stages, 0 <= stages <= 8, "be from 1 to 8, or 0 to choose")
-    default_stages = 2 if backend == "hip" else 3  # of two, three blocks in shared memory
+    default_stages = 2 if backend == "hip" else 3  # on AMD, the next block is in registers
     return Tiling(*blocks, warps or (8 if blocks[0] >= 128 else 4), stages or default_stages)
 
 
 def target() -> tuple[str, int]:
-    """What Triton compiles for: ("cuda", 90) for sm_90, ("hip", 0), ("", 0) in the interpreter."""
+    """Return Triton's target: ("cuda", 90) for sm_90, ("hip", 0), ("", 0) in the interpreter."""
     if triton.knobs.runtime.interpret:
         return ("", 0)
     found = driver.active.get_current_target()
@@ -506,14 +506,14 @@ def target() -> tuple[str, int]:
 
 @functools.cache
 def count_processors(device: torch.device) -> int:
-    """How many programs of a large tile run at once; 4 in the interpreter."""
+    """Return the number of programs with a large tile that run at once; 4 in the interpreter."""
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def form_of(tiling: Tiling, weights: Weights, epilogue: Epilogue, m: int, k: int) -> Form:
-    """The constants of a product of x [m, k]."""
+    """Collect the compile-time constants for a product with x [m, k]."""
     return Form(
         block_m=tiling.block_m,
         block_n=tiling.block_n,
@@ -531,10 +531,10 @@ def form_of(tiling: Tiling, weights: Weights, epilogue: Epilogue, m: int, k: int
 
 
 def takes_tma(x: Tensor, weights: Weights, silu_multiply: bool) -> bool:
-    """Whether the tensor memory accelerator can load the operands.
+    """Tell if the tensor memory accelerator can load the operands.
 
-    Its descriptors want what is not empty, and begins and goes on at multiples of 16 bytes.
-    Kernels take descriptors of one weight, or of a gate and an up.
+    A TMA descriptor needs a tensor with elements, whose address and row stride are multiples of 16
+    bytes. Kernels take descriptors for one weight, or for gate and up.
     """
     stored = [x, *(tensor.T if weights.transposed else tensor for tensor in weights.tensors)]
     return len(weights.tensors) <= (2 if silu_multiply else 1) and all(
@@ -556,23 +556,23 @@ def matmul(
     programs: int = 0,
     tma: bool | None = None,
 ) -> Tensor:
-    """The product on one rank, and what comes after it.
+    """Compute the product and its epilogue on one rank.
 
     Args:
         x: [M, K], contiguous; float32, float16, bfloat16 or float8_e4m3fn.
-        w: [K, N] of x's dtype, contiguous or the transpose of a contiguous matrix; or up to three
-            such weights, which count as one with their columns beside each other.
-        epilogue: of the product.
-        blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile; chosen by M if None.
-        warps, stages: that the kernel is compiled with; chosen if 0.
-        programs: as many as the device has processors if 0.
-        tma: load through descriptors; where the device and the operands can if None.
+        w: [K, N], x's dtype, contiguous or the transpose of a contiguous matrix; or up to three
+            such weights, which count as one with their columns side by side.
+        epilogue: work after the product.
+        blocks: BLOCK_M, BLOCK_N, BLOCK_K; chosen by M if None.
+        warps, stages: compile options for the kernel; chosen if 0.
+        programs: number of programs; if 0, the number of processors on the device.
+        tma: load through TMA descriptors; if None, do so if the device and the operands allow it.
 
     Returns:
         [M, N], or [M, N / 2] after silu_multiply; see Epilogue.dtype.
 
     Raises:
-        KernelError: the operands do not go together, or one cannot be taken.
+        KernelError: the operands do not match, or one is not supported.
     """
     check = functools.partial(require, "matmul")
     weights = Weights.of(w, x, check)
@@ -582,9 +582,9 @@ def matmul(
     check("programs", programs, programs >= 0, "be positive, or 0 for all processors")
     able = takes_tma(x, weights, silu)
     check("tma", tma, able or not tma, "be false for these operands")
-    if tma is None:  # smaller tiles are too low for the tensor cores that it feeds
+    if tma is None:  # smaller tiles have too few rows for sm_90's tensor cores
         tma = able and target()[1] >= 90 and tiling.block_m >= 64
-    if not k:  # the loops that are made one have to go round
+    if not k:  # the flattened loops need at least one iteration
         zeros = torch.zeros(m, n, device=x.device)
         return epilogue.apply(zeros, x.dtype, side_by_side=len(weights.tensors) == 2)
     out = x.new_empty(m, epilogue.columns(n), dtype=epilogue.dtype(x.dtype))
@@ -614,7 +614,7 @@ def matmul(
 def _descriptors(
     x: Tensor, weights: Weights, tiling: Tiling
 ) -> tuple[TensorDescriptor | None, ...]:
-    """TMA descriptors of x and of three weights; None for those that are not there."""
+    """Make TMA descriptors for x and three weights; None for missing weights."""
     rows, columns, depth = tiling.block_m, tiling.block_n, tiling.block_k
     block = [columns, depth] if weights.transposed else [depth, columns]
     stored = [
