@@ -14,8 +14,8 @@ cores multiply (cp.async, or the tensor memory accelerator from sm_90 on).
 Weights may be stored as [K, N], or as the transpose of [N, K], the layout in checkpoints. In 16
 bits tensor cores take both layouts; on sm_90 they need fp8 weights as [N, K].
 
-float32 operands are multiplied in float32, not TF32: accurate but slow. fp8 products are summed by the
-tensor core, on sm_90 with fewer bits than float32.
+float32 operands are multiplied in float32, not TF32: accurate but slow. fp8 products are summed
+by the tensor core, on sm_90 with fewer bits than float32.
 """
 
 from __future__ import annotations

@@ -3,28 +3,29 @@
     matmul_reduce_scatter(x [M, K / W], w [K / W, N]) -> [M / W, N]
     matmul_all_reduce    (x [M, K / W], w [K / W, N]) -> [M, N]
 
-Protocol. Slot n mod 2 of each rank's buffer is [W, rows, N]: a partial result
-from every rank, of the rows that this rank will have (its M / W; all M to
-reduce on all ranks). A finished tile is stored to row r of its owner's slot (of
-every rank's, to all-reduce), whose signal [tile, r] is then set to n. Whoever
-reduces a tile waits for its W signals and adds the W partial results, in the
-order of the ranks: the sum has the same bits on all ranks and in every run.
+Protocol. Slot n mod 2 in each rank's buffer is [W, rows, N]: a partial result from every rank, for
+the rows that this rank reduces. These are its own M / W rows, or all M rows for the all-reduce.
+Rank r stores a finished tile to row r in its owner's slot (in every rank's slot for the
+all-reduce). It then sets the signal [tile, r] there to n. The rank that reduces a tile waits for
+its W signals, then adds the W partial results in rank order. The sum therefore has the same bits
+on all ranks and in every run.
 
-Order, to scatter. `multiply_partial` is persistent, and takes owners from the
-last step of all_gather_matmul.py's order to the first, which is this rank: what
-has far to go leaves early, and the own part, which goes nowhere, comes last. So
-all but the first tiles travel while later ones are computed. `reduce_partials`
-follows.
+No slot is reused too early: every rank waits for tiles from every rank, so two slots are enough
+(gpu/runtime/workspace.py).
 
-Order, to all-reduce. There is one launch. Every program first sends its tiles,
-and then reduces the same ones. What it waits for is sent by the programs of its
-own number on the other ranks, before they wait for anything: there is no cycle. No
-more programs are launched than run at once: ranks may share one GPU.
+Order in the reduce-scatter. `multiply_partial` is persistent. It takes the owners in reverse: from
+the last step in the order of all_gather_matmul.py to the first, which is this rank. Tiles with a
+long way leave early. The own part does not travel, and comes last. So all tiles except the first
+ones travel while later ones are computed. `reduce_partials` follows in a second launch.
 
-Partial results travel in the workspace's dtype (that of x, as with NCCL, or one
-with more bits), and are added in float32. The scales of fp8 operands are this
-rank's, and come before the sum; the rest of the epilogue comes after it. Every
-rank waits for every rank's tiles, so two slots are enough: gpu/workspace.py.
+Order in the all-reduce. There is one launch. Every program first sends its tiles, and then reduces
+the same ones. It waits only for the programs with the same number on other ranks. They send before
+they wait, so there is no cycle. The grid has no more programs than run at the same time, because
+ranks may share one GPU.
+
+Partial results travel in the workspace's dtype: the dtype of x, as in NCCL, or one with more bits.
+They are added in float32. Scales for fp8 operands belong to this rank and are applied before the
+sum. The other parts of the epilogue follow after the sum.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.symmetric.memory import Home
 
 BLOCK_M, BLOCK_N = 16, 64
-"""Sides of the smallest tile that a workspace has signals for, unless it is told others."""
+"""Default sides of the smallest tile that a workspace has signals for."""
 
 
 @triton.jit
 def multiply_and_send(
-    x,  # this rank's rows of the owner's result: [m, K]
+    x,  # [m, K]: this rank's operand for the owner's rows
     w,  # [K, N], or [N, K] if FORM.transposed
     x_scale,  # float32 [m] or [1], or None
     w_scale,  # float32 [N] or [1], or None
@@ -72,10 +73,10 @@ def multiply_and_send(
     K,
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
-    PEERS: tl.constexpr,  # how many ranks get it, from the owner on
+    PEERS: tl.constexpr,  # number of ranks that get the tile, from the owner on
     FORM: tl.constexpr,
 ):
-    """One tile of this rank's partial result, to where it is added."""
+    """Compute one tile of this rank's partial result, and send it to the ranks that reduce it."""
     BLOCK_M: tl.constexpr = FORM.block_m
     BLOCK_N: tl.constexpr = FORM.block_n
     GROUP: tl.constexpr = FORM.group
@@ -103,7 +104,7 @@ def multiply_and_send(
 def tile_offsets(
     call, source, row, column, m, N, slot_numel, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Of a tile from a rank in the slot of a call: int64 [BLOCK_M, BLOCK_N]."""
+    """Return a source rank's tile offsets in a call's slot: int64 [BLOCK_M, BLOCK_N]."""
     first = (call % 2) * slot_numel + (tl.cast(source * m, tl.int64) + row) * N + column
     return first + (tl.arange(0, BLOCK_M)[:, None] * N + tl.arange(0, BLOCK_N)[None, :])
 
@@ -123,7 +124,7 @@ def reduce_tile(
     WORLD: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Add the partial results of one tile, and do what comes after the sum."""
+    """Add the partial results for one tile, and run the epilogue after the sum."""
     BLOCK_M: tl.constexpr = FORM.block_m
     BLOCK_N: tl.constexpr = FORM.block_n
     GROUP: tl.constexpr = FORM.group
@@ -154,7 +155,7 @@ def multiply_partial(
     # buffers [2, W, m, N]
     peers,  # signals int32 [cdiv(m, BLOCK_M) * cdiv(N, BLOCK_N), W]
     rank,
-    m,  # rows that a rank will have
+    m,  # number of result rows on a rank
     N,
     K,
     dtype: tl.constexpr,
@@ -163,7 +164,7 @@ def multiply_partial(
     MESH: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Tiles of this rank's partial result, to their owners. Grid: (programs,), persistent."""
+    """Send this rank's partial tiles to their owners. Grid: (programs,), persistent."""
     BLOCK_M: tl.constexpr = FORM.block_m
     BLOCK_N: tl.constexpr = FORM.block_n
     call = tl.load(peers.calls)
@@ -234,10 +235,10 @@ def multiply_all_reduce(
 
 
 class ReduceWorkspace(Workspace):
-    """A workspace of either op.
+    """A workspace for either op.
 
     Attributes:
-        choice: of what callers leave open.
+        choice: selects the arguments that callers leave open.
     """
 
     def __init__(
@@ -269,18 +270,18 @@ def matmul_reduce_scatter_workspace(
     block_m: int = BLOCK_M,
     block_n: int = BLOCK_N,
 ) -> ReduceWorkspace:
-    """A workspace for results of at most `max_rows` (M / W) rows of `n`. Collective.
+    """Create a workspace for results with at most `max_rows` (M / W) rows. Collective.
 
     Args:
-        home: of this rank.
-        max_rows: M / W.
+        home: this rank's home.
+        max_rows: maximum M / W.
         n: N.
-        dtype: that partial results travel in.
-        block_m, block_n: the smallest that it will be called with, unless they are as large as
-            the result.
+        dtype: dtype of partial results in transit.
+        block_m, block_n: smallest tile sides in a call. A side may be smaller if it covers the
+            whole result.
 
     Raises:
-        KernelError: on every rank, if one refuses an argument or has another one than the rest.
+        KernelError: on every rank, if one rank refuses an argument or the ranks' arguments differ.
     """
     return ReduceWorkspace(home, "matmul_reduce_scatter", max_rows, n, dtype, block_m, block_n)
 
@@ -293,7 +294,7 @@ def matmul_all_reduce_workspace(
     block_m: int = BLOCK_M,
     block_n: int = BLOCK_N,
 ) -> ReduceWorkspace:
-    """The same for results of at most `max_rows` (M) rows of `n` on all ranks. Collective."""
+    """Create a workspace for results with at most `max_rows` (M) rows on all ranks. Collective."""
     return ReduceWorkspace(home, "matmul_all_reduce", max_rows, n, dtype, block_m, block_n)
 
 
@@ -310,27 +311,28 @@ def matmul_reduce_scatter(
     stages: int = 0,
     programs: int = 0,
 ) -> Tensor:
-    """This rank's rows of the sum of all ranks' products. Collective.
+    """Compute this rank's rows in the sum over all ranks' products. Collective.
 
     Args:
-        x: [M, K / W], contiguous; of the same shape on all ranks; M a multiple of W.
-        w: [K / W, N] of x's dtype, contiguous or the transpose of a contiguous matrix.
+        x: [M, K / W], contiguous; the same shape on all ranks; M is a multiple of W.
+        w: [K / W, N], x's dtype, contiguous or the transpose of a contiguous matrix.
         workspace: from `matmul_reduce_scatter_workspace`.
-        epilogue: its scales are of this rank's product, the rest of this rank's rows of the sum;
-            the dtype of the result is the workspace's if out_dtype is None.
-        topology: of the links between ranks; see all_gather_matmul.py.
-        ranks_per_node: that have fast links; all if 0. Ranks of a node follow each other.
-        blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile. If None, what was tuned for this device, world
-            size, shape and dtype, else what the cost model prefers: tune.py.
-        warps, stages: that the product is compiled with; if 0, as with blocks.
-        programs: of the product; as many as the device has processors if 0.
+        epilogue: its scales apply to this rank's product, its other parts to this rank's rows of
+            the sum. If out_dtype is None, the result has the workspace's dtype.
+        topology: links between ranks; see all_gather_matmul.py.
+        ranks_per_node: number of ranks with fast links between them; all ranks if 0. The ranks of a
+            node have consecutive numbers.
+        blocks: BLOCK_M, BLOCK_N, BLOCK_K. If None, the tuned configuration for this device, world
+            size, shape and dtype, else the best one in the cost model: gpu/tuning/search.py.
+        warps, stages: compile options for the product; if 0, chosen in the same way as blocks.
+        programs: number of programs in the product; if 0, the number of processors on the device.
 
     Returns:
         [M / W, N], or [M / W, N / 2] after silu_multiply.
 
     Raises:
-        KernelError: the operands do not go together, or not with the workspace, on one rank; or
-            the ranks differ in the operands' shapes or in an option.
+        KernelError: on one rank the operands do not match each other or the workspace, or the
+            ranks differ in the operands' shapes or in an option.
     """
     size, require = workspace.world_size, workspace.require
     options = {"blocks": blocks, "warps": warps, "stages": stages, "programs": programs}
@@ -392,25 +394,25 @@ def matmul_all_reduce(
     stages: int = 0,
     programs: int = 0,
 ) -> Tensor:
-    """The sum of all ranks' products, on all of them: for few rows. Collective.
+    """Compute the sum over all ranks' products, on all ranks: for few rows. Collective.
 
     Args:
-        x: [M, K / W], contiguous; of the same shape on all ranks.
-        w: [K / W, N] of x's dtype, contiguous or the transpose of a contiguous matrix.
+        x: [M, K / W], contiguous; the same shape on all ranks.
+        w: [K / W, N], x's dtype, contiguous or the transpose of a contiguous matrix.
         workspace: from `matmul_all_reduce_workspace`.
-        epilogue: its scales are of this rank's product, the rest of the sum; the dtype of the
-            result is the workspace's if out_dtype is None.
-        blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile. If None, what was tuned for this device, world
-            size, shape and dtype, else what the cost model prefers: tune.py.
-        warps, stages: that the product is compiled with; if 0, as with blocks.
-        programs: of the product; as many as the device has processors if 0.
+        epilogue: its scales apply to this rank's product, its other parts to the sum. If out_dtype
+            is None, the result has the workspace's dtype.
+        blocks: BLOCK_M, BLOCK_N, BLOCK_K. If None, the tuned configuration for this device, world
+            size, shape and dtype, else the best one in the cost model: gpu/tuning/search.py.
+        warps, stages: compile options for the product; if 0, chosen in the same way as blocks.
+        programs: number of programs in the product; if 0, the number of processors on the device.
 
     Returns:
         [M, N], or [M, N / 2] after silu_multiply; the same bits on all ranks.
 
     Raises:
-        KernelError: the operands do not go together, or not with the workspace, on one rank; or
-            the ranks differ in the operands' shapes or in an option.
+        KernelError: on one rank the operands do not match each other or the workspace, or the
+            ranks differ in the operands' shapes or in an option.
     """
     asked: dict[str, object] = {"blocks": blocks, "warps": warps}
     asked |= {"stages": stages, "programs": programs}
@@ -442,26 +444,26 @@ def matmul_all_reduce(
 
 
 def for_sum(form: Form) -> Form:
-    """What the sum of a product of this form is compiled with: the same for any K and weights."""
+    """Return the constants for the kernel that sums: the same for any K and any weights."""
     return form._replace(
         block_k=0, transposed=False, scale_rows=False, scale_columns=False, even_k=False
     )
 
 
 def result_shape(x: Tensor, weights: Weights) -> dict[str, object]:
-    """What ranks must agree on of the operands: not K / W, which may differ."""
+    """Return the sizes that must be equal on all ranks. K / W may differ between ranks."""
     return {"x's rows": len(x), "w's columns": sum(weights.widths)}
 
 
 class _Call:
-    """The arguments of one call's kernels, once they are all allowed.
+    """Checked kernel arguments for one call.
 
     Attributes:
-        out: what is returned.
-        tiles: of the result.
+        out: the op's result.
+        tiles: number of tiles in the result.
         m, n, k: sizes of the product.
-        dtype: Triton's, that partial results travel in.
-        form: what the product is compiled with; warps and stages likewise.
+        dtype: Triton dtype of partial results in transit.
+        form, warps, stages: compile-time constants and options for the product.
     """
 
     def __init__(
@@ -498,5 +500,5 @@ class _Call:
         self.warps, self.stages = tiling.warps, tiling.stages
 
     def programs(self, tiles: int) -> int:
-        """Of a persistent kernel that goes over so many tiles."""
+        """Return the grid size for a persistent kernel with this number of tiles."""
         return min(tiles, self._programs)
