@@ -1,21 +1,20 @@
-"""Compiles every kernel for the real targets, without one, and says what came out.
+"""Ahead-of-time compilation of every kernel for the real targets, without a device.
 
-The ops of check/ops are called with Triton's driver replaced by one that has no
-device: each launch is specialised and compiled as on the target, with the warps,
-stages and tiles that the op passes, and then not launched. So what is compiled is
-what is launched, and nothing is listed twice. `cases` says for which rank, sizes,
-dtypes and tiles: Triton compiles anew for an integer argument that is 1, and for
-one that 16 divides, and so do ops for sizes that their tiles divide.
+The ops in check/ops are called, but Triton's driver is replaced by one without a device. Each
+launch is specialised and compiled as on the target, with the op's warps, stages and tiles, and then
+skipped. The check thus compiles exactly the kernels that the ops launch, and needs no second list
+of kernels. `cases` chooses the rank, sizes, dtypes and tiles. Triton compiles a new variant for an
+integer argument equal to 1, and for a multiple of 16. Ops do the same for sizes that are multiples
+of their tiles.
 
-For each kernel and target: registers, spills (machine_code.py), shared memory, tensor-core
-instructions, and whether barriers stand where signals need them (barriers.py), in
-the source and in what the compiler has made of it. `problems` names what would be
-wrong on a device.
+For each kernel and target the check reports registers, spills (machine_code.py), shared memory and
+tensor-core instructions. It also checks the barriers around signals (barriers.py), in the source
+and in the compiled code. `problems` lists faults that would appear on a device.
 
-Triton's jit is either interpreted or compiled for a whole process, and a kernel
-that a target cannot take may end the process: each target is compiled in a
-process of its own, which writes a line of JSON for each kernel. Triton keeps
-what it has compiled on disk, by the kernel's source; the second run is quick.
+Triton's jit is either interpreted or compiled for a whole process. A kernel that a target does not
+support may end the process. Therefore each target is compiled in its own process, which prints a
+line of JSON for each kernel. Triton caches compiled kernels on disk, by their source, so a second
+run is quick.
 """
 
 from __future__ import annotations
@@ -52,44 +51,46 @@ TENSOR_CORES = {
     "sm_100": r"\btcgen05\.mma\b",
     "gfx942": r"\bv_mfma",
 }
-"""What a matrix product is made of in each target's assembly: the targets there are."""
+"""For each supported target, the instruction for a matrix product in its assembly."""
 
 LOW_TILES = {"sm_90": r"\bmma\.sync", "sm_100": r"\bmma\.sync"}
-"""The same of tiles with fewer rows than WGMMA and tcgen05 take: those of the cores before them."""
+"""The same for tiles with too few rows for WGMMA and tcgen05: the older instruction."""
 
 LOWEST_TILE = 64
-"""Rows that those take."""
+"""Minimum number of rows in a tile for WGMMA and tcgen05."""
 
 PREFILL = (1000, 1024, 8192)
-"""m, n, k of a product in prefill: about Llama 70B's on 8 ranks, 8000 tokens. No tile divides m."""
+"""m, n, k for a product in prefill, about Llama 70B on 8 ranks with 8000 tokens. No tile divides
+m."""
 
 DECODE = (16, 8192, 1024)
-"""m, n, k of one in decode: what ends attention there, 16 tokens."""
+"""m, n, k for a product in decode, with 16 tokens: the output projection of attention."""
 
 TILED = (1024, 1024, 1024)
-"""m, n, k for which every tile of a product is compiled; all of them divide it."""
+"""m, n, k for which every tile of a product is compiled. Every tile divides these sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What a kernel became for a target.
+    """A kernel compiled for a target, or the reason why it does not compile.
 
     Attributes:
-        op: that launches it; the first one, if several launch the same.
+        op: name of the first op that launches the kernel.
         constants: its constexpr arguments.
-        case: in which call; the first one.
-        stack: bytes of memory of a thread, for registers and for variables of a library.
-        spills: how many of them are for registers that did not fit.
-        looped_spills: loads and stores of them in the innermost loop that multiplies; those before
-            and after it, once for a tile, cost nothing.
-        shared: bytes of a program.
-        multiplies: it has a tl.dot.
-        releases: of signals, in its code; how many have no barrier directly before them.
-        bare_releases: how many have none before them in its source.
-        bare_acquires: how many signals it waits for with none after them in its source, before it
-            looks at the data.
-        linked: with NVSHMEM's device code. What is spilled there is so around a put, to which that
-            adds nothing one can measure.
+        case: the first call that launches it.
+        stack: bytes of memory per thread, for spilled registers and for a library's variables.
+        spills: bytes of the stack for spilled registers.
+        looped_spills: loads and stores of spilled registers in the innermost loop with a product.
+            Spills outside the loop happen once per tile and cost nothing.
+        shared: bytes of shared memory per program.
+        multiplies: the kernel has a tl.dot.
+        releases: number of signal releases in the compiled code.
+        unordered_releases: number of these releases without a barrier directly before them.
+        bare_releases: number of releases in the source without a barrier before them.
+        bare_acquires: number of waits in the source without a barrier between the wait and the
+            first access to the data.
+        linked: the kernel is linked with NVSHMEM's device code. Its spills are around a put, and
+            their cost is too small to measure.
         error: why it does not compile.
     """
 
@@ -116,7 +117,7 @@ class Compiled:
 
     @property
     def problems(self) -> list[str]:
-        """What would be wrong, or slow beyond use, on the device."""
+        """Faults that would make the kernel wrong, or far too slow, on the device."""
         found = []
         if self.error:
             found.append(f"does not compile: {self.error}")
@@ -140,17 +141,19 @@ def compile_all(
     *,
     everything: bool = False,
 ) -> Iterator[Compiled]:
-    """Every kernel of the ops (all, if none is named) for every target, which run side by side.
+    """Compile every kernel of the ops for every target. Targets are compiled in parallel.
 
     Args:
-        everything: each tile that tuning may choose, and not only some of them.
+        targets: keys in TENSOR_CORES.
+        ops: names of ops; all ops if empty.
+        everything: compile each tile that tuning may choose, and not only some tiles.
 
     Yields:
-        What came out, as it comes; targets in turns.
+        Each result as soon as it is ready; results for different targets are interleaved.
 
     Raises:
-        ConfigError: there is no such target.
-        WeftError: the compiler has ended its process.
+        ConfigError: a target is unknown.
+        WeftError: the compiler ended its process.
     """
     for target in targets:
         if target not in TENSOR_CORES:
@@ -177,9 +180,9 @@ def _in_process(
     everything: bool,
     came: SimpleQueue[Compiled | BaseException | None],
 ) -> None:
-    """Put what a process prints, and then None or what ended it."""
+    """Compile in a process; put its results into the queue, then None or an error."""
     try:
-        # -P: the folder one is in may have a `weft` in it that is not the installed one.
+        # -P: the current folder may contain another `weft` than the installed one.
         command = [sys.executable, "-P", "-m", "weft.kernels.check.aot", target]
         command += [*(["--all"] if everything else []), *ops]
         row = None
@@ -205,13 +208,13 @@ def _in_process(
                     f"the compiler for {target} ended with {process.returncode} {after}:\n{last}"
                 )
         came.put(None)
-    except BaseException as error:  # noqa: BLE001 - raised again by who waits
+    except BaseException as error:  # noqa: BLE001 - compile_all raises it again
         came.put(error)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One call of an op: by whom, how large, and with which of its options."""
+    """One call of an op: its rank, sizes and options."""
 
     rank: int
     sizes: Sizes
@@ -227,15 +230,15 @@ class Case:
 
 
 def cases(op: Op, target: str, *, everything: bool = False) -> Iterator[Case]:
-    """The calls of an op that are compiled, in such sizes as make a difference to a compiler."""
+    """Choose the calls of an op to compile. Their sizes cover the compiler's variants."""
     from weft.kernels.check.ops.op import Sizes
 
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     yield Case(3, Sizes(8, 128, 256, 256, bf16))
-    yield Case(0, Sizes(2, 1, 256, 256, fp16))  # decode; and Triton makes a constant of 1
-    yield Case(1, Sizes(2, 100, 200, 136, fp16 if op.tiled else fp32))  # nothing divides anything
+    yield Case(0, Sizes(2, 1, 256, 256, fp16))  # decode; Triton makes 1 a constant
+    yield Case(1, Sizes(2, 100, 200, 136, fp16 if op.tiled else fp32))  # no tile divides any size
     tile = (16, 16, 32)
-    ones = Sizes(1, 1, 1, 8, bf16, tile)  # every size that can be 1 is
+    ones = Sizes(1, 1, 1, 8, bf16, tile)  # every size is 1 if it can be
     yield Case(0, ones, {"blocks": tile} if op.tiled else {})
     if op.tiled:
         yield Case(3, Sizes(8, *PREFILL, bf16))
@@ -245,7 +248,7 @@ def cases(op: Op, target: str, *, everything: bool = False) -> Iterator[Case]:
 
 
 def _tuned_cases(op: Op, target: str) -> Iterator[Case]:
-    """What was tuned on this machine for such GPUs as the target is."""
+    """Choose the configurations that were tuned on this machine for the target's GPUs."""
     from weft.kernels.check.ops.op import Sizes
     from weft.kernels.gpu.tuning import table as tuned
     from weft.kernels.gpu.tuning.costs import DEVICES, DTYPES, Problem
@@ -264,7 +267,11 @@ def _tuned_cases(op: Op, target: str) -> Iterator[Case]:
 
 
 def _tiled_cases(op: Op, target: str, *, everything: bool) -> Iterator[Case]:
-    """All that tuning may choose; or one of each tile, dealt out to the products."""
+    """Choose all configurations that tuning may choose.
+
+    Without `everything`, choose one configuration for each tile, and distribute the tiles over the
+    products.
+    """
     from weft.kernels.check.ops.op import Sizes
     from weft.kernels.gpu.tuning.costs import PAYLOADS, Problem, device_for, space
     from weft.kernels.gpu.tuning.ops import METHODS
@@ -291,11 +298,13 @@ def _tiled_cases(op: Op, target: str, *, everything: bool) -> Iterator[Case]:
 
 
 class _Alone(Home):
-    """One rank whose peers' memory is its own: enough to launch from.
+    """A single rank that uses its own memory as its peers' memory. It can only launch kernels.
 
     Args:
-        target: of TENSOR_CORES.
-        reach: ranks of a node, those of other nodes have no address; all are of one if None.
+        rank: number of the rank.
+        world_size: number of ranks.
+        target: a key in TENSOR_CORES.
+        reach: number of ranks in a node; all ranks if None. Ranks on other nodes have no address.
     """
 
     def __init__(self, rank: int, world_size: int, target: str, reach: int | None = None) -> None:
@@ -331,7 +340,7 @@ class _Alone(Home):
 
 
 class _NoDevice:
-    """A driver of Triton for a target that is not here: enough to compile for it."""
+    """A Triton driver for an absent target. It can only compile."""
 
     def __init__(self, target: str) -> None:
         from triton.backends.compiler import GPUTarget
@@ -362,7 +371,7 @@ class Launch:
 
 @contextmanager
 def compiling(target: str) -> Iterator[list[Launch]]:
-    """Within, launches compile for a target of TENSOR_CORES, and are listed instead of run."""
+    """Compile launches in this context for a target in TENSOR_CORES, and list them; run none."""
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
@@ -372,7 +381,7 @@ def compiling(target: str) -> Iterator[list[Launch]]:
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         try:
             result = run(kernel, *args, grid=grid, warmup=True, **kwargs)
-        except Exception as error:  # noqa: BLE001 - the compiler raises anything; it is a finding
+        except Exception as error:  # noqa: BLE001 - any compiler error is a finding
             result = error
         launches.append(Launch(kernel, kwargs, result))
 
@@ -387,9 +396,9 @@ def compiling(target: str) -> Iterator[list[Launch]]:
 def compile_ops(
     target: str, names: Sequence[str] = (), *, everything: bool = False
 ) -> Iterator[Compiled]:
-    """Every kernel that the ops of these names launch, once; all ops for none.
+    """Compile each kernel of the named ops once. An empty list means all ops.
 
-    Where NVSHMEM is not installed, all are those that put to no rank.
+    If NVSHMEM is not installed, "all" leaves out the ops that need it to reach other nodes.
 
     Kernels must have been imported with TRITON_INTERPRET=0.
     """
@@ -409,7 +418,7 @@ def compile_ops(
 
 
 def launches_of(op: Op, target: str, case: Case) -> list[Launch]:
-    """What a call launches."""
+    """Return the launches of a call."""
     sizes = case.sizes
     with (
         compiling(target) as launches,
@@ -422,7 +431,7 @@ def launches_of(op: Op, target: str, case: Case) -> list[Launch]:
 
 
 def has_bitcode(target: str) -> bool:
-    """Whether NVSHMEM's device code for this target of NVIDIA's is installed."""
+    """Tell if NVSHMEM's device code for this NVIDIA target is installed."""
     try:
         bitcode(*divmod(int(target.removeprefix("sm_")), 10))
     except SymmetricMemoryError:
@@ -431,7 +440,7 @@ def has_bitcode(target: str) -> bool:
 
 
 def constants_of(launch: Launch) -> dict[str, str]:
-    """Name the values of a launch's constexpr arguments; those of a group by its fields' names."""
+    """Name the values of a launch's constexpr arguments. A group's values have its field names."""
     constants: dict[str, str] = {}
     for parameter in launch.kernel.params:
         if parameter.is_constexpr and parameter.name in launch.kwargs:
@@ -444,7 +453,7 @@ def constants_of(launch: Launch) -> dict[str, str]:
 
 
 def describe(op: str, target: str, launch: Launch, case: str = "") -> Compiled:
-    """What became of a launch."""
+    """Describe a launch's compiled kernel."""
     constants = constants_of(launch)
     name, result = launch.kernel.fn.__name__, launch.result
     if isinstance(result, Exception):
@@ -485,7 +494,7 @@ def describe(op: str, target: str, launch: Launch, case: str = "") -> Compiled:
 
 
 def main(target: str, *arguments: str) -> None:
-    """Compile for one target; a line of JSON for each kernel."""
+    """Compile for one target, and print a line of JSON for each kernel."""
     ops = [argument for argument in arguments if argument != "--all"]
     for row in compile_ops(target, ops, everything="--all" in arguments):
         print(json.dumps(asdict(row)), flush=True)

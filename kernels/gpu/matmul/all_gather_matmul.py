@@ -1,39 +1,41 @@
-"""All-gather and matrix product in one: tiles start when their rows have arrived.
+"""All-gather and matrix product in one: a tile begins when its rows have arrived.
 
     all_gather_matmul(x_shard [M / W, K], w [K, N / W]) -> [M, N / W]
 
-Protocol. Slot n mod 2 of each rank's buffer is [W, m, K] (m = M / W). Each chunk of BLOCK_M rows of
-each rank has one signal. In call n `push_rows` copies this rank's chunks, and the rows' scales if
-there are any, to row r of the other ranks' slots. It then sets their signals [chunk, r] to n. (With
-[r, chunk] a signal could change hands between calls with other numbers of chunks. With [chunk, r]
-it belongs to one rank, and so only grows.) The product is persistent: its programs process the
-tiles of the result. Each tile of another rank's rows waits for the one chunk it reads. The own
-shard is read in place, without a wait. So the product computes on present data while the rest
-travels (FLUX: Chang et al. 2024; Triton-distributed: Zheng et al. 2025).
+Protocol. Slot n mod 2 in each rank's buffer is [W, m, K] (m = M / W). There is one signal for each
+chunk of BLOCK_M rows from each rank. In call n, `push_rows` on rank r copies this rank's chunks to
+row r in the other ranks' slots, with the rows' scales if there are any. It then sets their signals
+[chunk, r] to n. (Not [r, chunk]: in this order a signal belongs to one rank for any number of
+chunks, so it only grows.) The product is persistent: its programs loop over the result's tiles.
+A tile with another rank's rows waits for the one chunk that it reads. The rank's own shard is read
+in place, without a wait. So the product computes on rows that are here while the rest are on their
+way (FLUX: Chang et al. 2024; Triton-distributed: Zheng et al. 2025).
 
-Order. The product takes the shards of the ranks `ahead_of` it at steps 0, 1, ... W - 1; the first
-is its own. A rank sends first to the rank for which it is at step 1, and so on. Shards that are
-needed first are therefore sent first:
+No slot is reused too early. The programs for a row of tiles read its chunk only after they have
+acquired its signal, and every rank waits for every chunk from every other rank. Two slots are
+therefore enough (gpu/runtime/workspace.py).
 
-    switch    one shard after another, each from one rank at full speed. At every step all ranks
-              send to different ranks (NVLink switches)
-    mesh      the first chunk of all shards, then the second: all links of a rank carry traffic
-              at once (AMD's fully connected nodes)
+Order. At steps 0, 1, ... W - 1 the product takes the shards of the ranks `ahead_of` it. The first
+one is its own. A rank sends first to the rank that needs its shard at step 1, and so on. The shard
+that is sent first is thus needed first:
+
+    switch    one shard at a time, each from one rank at full speed; at every step all ranks send
+              to different ranks (NVLink switches)
+    mesh      the first chunk of all shards, then the second: all links of a rank carry traffic at
+              the same time (AMD's fully connected nodes)
 
     4 ranks, 2 chunks each, tiles of rank 1:
     switch    1.0 1.1 | 2.0 2.1 | 3.0 3.1 | 0.0 0.1
     mesh      1.0 1.1 | 2.0 3.0 0.0 | 2.1 3.1 0.1
 
-With several nodes, the steps go round the own node first, then round the next. Data from slow
-links is therefore needed last.
+With several nodes, the steps first go round the rank's own node, then round the next one. Rows that
+travel over the slow links are therefore needed last.
 
-On a GPU the copies and the product run on separate streams. The copies directly follow the count of
-the call, on the stream with priority, so they are resident when the product begins. If the product
-is faster anyway, it still leaves one processor to the copies. Otherwise it could wait forever, if
-its programs filled the device on every rank. A larger number of programs is therefore refused.
-
-Programs read a tile of the slot only after they have acquired its signal. Slots are reused as in
-runtime/workspace.py, because every rank waits for every chunk of every other rank.
+On a GPU the copies and the product run on separate streams. The copies start directly after the
+kernel that counts the call, on the stream that goes first, so they are resident when the product
+begins. The product could still be faster. It therefore leaves one processor to the copies: if the
+products on all ranks took all processors, they could wait forever. A call with more programs is
+refused.
 """
 
 from __future__ import annotations
@@ -65,18 +67,19 @@ from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.symmetric.memory import Home
 
 BLOCK_M = 16
-"""Default rows of the smallest chunk that a workspace has signals for."""
+"""Default number of rows in the smallest chunk that a workspace has signals for."""
 
 BLOCK = 4096
-"""Numbers that a program moves at a time."""
+"""Number of elements that a program moves at a time."""
 
 Topology = Literal["switch", "mesh"]
 
 
 @triton.jit
 def ahead_of(rank, step, WORLD: tl.constexpr, NODE: tl.constexpr):
-    """Return the rank whose shard a rank takes at a step: its own node's ranks first, then the next
-    node's.
+    """Return the rank whose shard `rank` takes at a step.
+
+    Steps go round the rank's own node with NODE ranks, then round the next one.
     """
     node = (rank // NODE + step // NODE) % (WORLD // NODE)
     return node * NODE + (rank + step) % NODE
@@ -84,14 +87,14 @@ def ahead_of(rank, step, WORLD: tl.constexpr, NODE: tl.constexpr):
 
 @triton.jit
 def behind(rank, step, WORLD: tl.constexpr, NODE: tl.constexpr):
-    """Return the rank that takes this rank's shard at a step."""
+    """Return the rank that takes this rank's shard at a step: the inverse of `ahead_of`."""
     node = (rank // NODE + WORLD // NODE - step // NODE) % (WORLD // NODE)
     return node * NODE + (rank % NODE + NODE - step % NODE) % NODE
 
 
 @triton.jit
 def step_and_part(index, parts, WORLD: tl.constexpr, MESH: tl.constexpr):
-    """Return the step and part of index, with `parts` parts in each of WORLD steps; see Order."""
+    """Return (step, part) number `index`. Each of WORLD steps has `parts` parts; see Order."""
     step, part = index // parts, index % parts
     if MESH and WORLD > 2:
         later = tl.maximum(index - parts, 0)
@@ -143,14 +146,14 @@ def push_rows(
 @triton.jit(do_not_specialize=["rank", "m"])
 def multiply_gathered(
     x,  # [m, K]; this rank's shard
-    weights,  # three: [K, n], or [n, K] if FORM.transposed, or None
-    widths,  # n of each
+    weights,  # three, each [K, n], or [n, K] if FORM.transposed, or None
+    widths,  # n for each weight
     epilogue,  # EpilogueOperands; x_scale float32 [m] or [1], residual [W * m, N']
     out,  # [W * m, N']
     peers,  # buffers [2, W, m, K]; signals int32 [cdiv(m, BLOCK_M), W]
     scales,  # Slots: float32 [2, W, m]
     rank,
-    m,  # rows in a shard
+    m,  # number of rows in a shard
     K,
     out_columns,  # N'
     dtype: tl.constexpr,
@@ -159,9 +162,7 @@ def multiply_gathered(
     MESH: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Compute tiles of the product, each after its rows have arrived. Grid: (programs,),
-    persistent.
-    """
+    """Compute each tile after its rows have arrived. Grid: (programs,), persistent."""
     BLOCK_M: tl.constexpr = FORM.block_m
     GROUP: tl.constexpr = FORM.group
     call = tl.load(peers.calls)
@@ -181,7 +182,7 @@ def multiply_gathered(
         rows = tl.where(step > 0, gathered + first * K, x)
         row_scale = epilogue.x_scale
         if epilogue.x_scale is not None:
-            # A scale for a whole shard is stored for each row, and arrives with each chunk.
+            # A scale for a whole shard is repeated for each row, and arrives with each chunk.
             own = 0 if FORM.scale_rows else chunk * BLOCK_M
             row_scale = tl.where(step > 0, gathered_scales + first + own, epilogue.x_scale)
         multiply_and_finish(
@@ -224,11 +225,11 @@ def collect_rows(
 
 
 class GatherWorkspace(Workspace):
-    """A workspace that also has room for the scales of the rows.
+    """A workspace that also has room for row scales.
 
     Attributes:
         scales: float32 [2, W * max_rows].
-        choice: chooses the options that callers leave open.
+        choice: selects the arguments that callers leave open.
     """
 
     def __init__(self, home: Home, max_rows: int, k: int, dtype: torch.dtype, block_m: int) -> None:
@@ -248,17 +249,17 @@ class GatherWorkspace(Workspace):
 def all_gather_matmul_workspace(
     home: Home, max_rows: int, k: int, dtype: torch.dtype, block_m: int = BLOCK_M
 ) -> GatherWorkspace:
-    """Create a workspace for shards of at most `max_rows` rows of `k` numbers. Collective.
+    """Create a workspace for shards with at most `max_rows` rows and `k` columns. Collective.
 
     Args:
-        home: this rank's.
-        max_rows: M / W.
+        home: this rank's home.
+        max_rows: maximum M / W.
         k: K.
-        dtype: of x.
-        block_m: the smallest BLOCK_M of later calls, except a BLOCK_M that covers the shard.
+        dtype: dtype of x.
+        block_m: smallest BLOCK_M in a call. A smaller shard may have one chunk with all its rows.
 
     Raises:
-        KernelError: on every rank, if one rank refuses an argument or the ranks differ.
+        KernelError: on every rank, if one rank refuses an argument or the ranks' arguments differ.
     """
     return GatherWorkspace(home, max_rows, k, dtype, block_m)
 
@@ -282,26 +283,29 @@ def all_gather_matmul(
 
     Args:
         x_shard: [M / W, K], contiguous, the workspace's dtype; the same shape on all ranks.
-        w: [K, N / W], or up to three weights of K rows with their columns side by side (QKV; gate
-            and up); contiguous, or the transposes of contiguous matrices.
+        w: [K, N / W], or up to three weights with K rows. Several weights count as one with their
+            columns side by side (QKV; gate and up). Contiguous, or transposes of contiguous
+            matrices.
         workspace: from `all_gather_matmul_workspace`.
-        epilogue: of the product; its x_scale is for this rank's rows.
-        gathered: [M, K], contiguous, x_shard's dtype; receives the rows of all ranks. All ranks
-            pass it, or none.
-        topology: of the links between ranks; see Order.
-        ranks_per_node: ranks with fast links; all if 0. Ranks of a node are consecutive.
-        blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile. If None, the tuned tile for this device, world
-            size, shape and dtype, or else the cost model's choice: tuning/search.py.
-        warps, stages: for compiling the product; if 0, chosen like blocks.
-        programs: of the product; all processors of the device but one if 0.
-        senders: programs that copy; if 0, chosen like blocks, or one for each chunk and peer.
+        epilogue: work after the product. Its x_scale is for this rank's rows.
+        gathered: [M, K], contiguous, x_shard's dtype. If not None on a rank, it receives the rows
+            from all ranks there.
+        topology: links between ranks; see Order.
+        ranks_per_node: number of ranks with fast links between them; all ranks if 0. The ranks of a
+            node have consecutive numbers.
+        blocks: BLOCK_M, BLOCK_N, BLOCK_K. If None, the tuned configuration for this device, world
+            size, shape and dtype, else the best one in the cost model: gpu/tuning/search.py.
+        warps, stages: compile options for the product; if 0, chosen in the same way as blocks.
+        programs: number of programs in the product; if 0, all processors except one.
+        senders: number of programs that copy; if 0, chosen in the same way as blocks, or one for
+            each chunk and peer.
 
     Returns:
         [M, N / W], or [M, N / (2 W)] after silu_multiply; see Epilogue.dtype.
 
     Raises:
-        KernelError: the operands do not fit each other or the workspace on one rank, or the ranks
-            differ in the shard's shape or an option.
+        KernelError: on one rank the operands do not match each other or the workspace, or the
+            ranks differ in the shard's shape or in an option.
     """
     size, require, silu = workspace.world_size, workspace.require, epilogue.silu_multiply
     asked: dict[str, object] = {"topology": topology, "ranks_per_node": ranks_per_node}
@@ -369,7 +373,7 @@ def all_gather_matmul(
         torch.cuda.current_stream(x_shard.device).wait_event(begun)
     if tiles := size * chunks * weights.column_tiles(tiling.block_n, silu):
         form = form_of(tiling, weights, epilogue, m, k)
-        group = gcd(form.group, chunks)  # rows of one shard only: others may arrive later
+        group = gcd(form.group, chunks)  # no group has rows from two shards: one may arrive first
         multiply_gathered[(min(tiles, programs or available),)](
             x=x_shard,
             weights=weights.three,
@@ -402,7 +406,7 @@ def all_gather_matmul(
             WORLD=size,
             NODE=node,
             BLOCK_M=tiling.block_m,
-            # With one rank, copying this much at once spills registers.
+            # With one rank the kernel copies only its own rows, and a full block spills registers.
             BLOCK=RESIDENT_BLOCK if size > 1 else RESIDENT_BLOCK // 2,
             num_warps=RESIDENT_WARPS,
         )

@@ -1,27 +1,29 @@
-"""The same products in parts: the baseline that the overlapped ones must beat.
+"""The same products in parts, a baseline for the overlapped kernels.
 
-Communication and computation overlap here too, but as whole launches. The vendor's matrix product
-(torch.matmul) of one part runs on the caller's stream while the next part travels on the
-workspace's own. There are two ways to divide the work:
+Here, too, communication and computation overlap, but as whole launches. The vendor's matrix product
+(torch.matmul) for one part runs on the caller's stream. At the same time the next part travels on
+the workspace's own stream. There are two methods:
 
-`chunks`. Each shard is a chunk. The gather multiplies the shard of the rank d - 1 ahead while the
-shard of the rank d ahead travels. The reduction sends the partial result for the rank d ahead while
-it computes the next one. The own part comes last, then all parts are added.
+`chunks`. Each shard is a chunk. In the all-gather, the shard from the rank at distance d travels
+while the shard from the rank at distance d - 1 is multiplied. In the reduce-scatter, the partial
+result for the rank at distance d travels while the next one is computed. The own part comes last,
+and then all parts are added.
 
-`ring`. Ranks talk only to their neighbours, in both directions at once. The upper half of each
-shard goes round one way, the lower half the other way, so each direction of a link carries half of
-the traffic. The gather passes a part on while it multiplies it. The reduction adds its own partial
-result to the arriving one and passes on the sum. This is XLA's bidirectional collective matmul
-(Wang et al. 2023); "How to Scale Your Model" (section 3) and the design document of JAX's shard_map
-describe it.
+`ring`. Ranks exchange data only with their neighbours, in both directions at once. The upper half
+of each shard travels in one direction, the lower half in the other. Each direction of a link thus
+carries half the traffic. In the all-gather, a rank forwards the part that it received while it
+multiplies it. In the reduce-scatter, it adds its own partial result to the incoming sum, and
+forwards the new sum. This is XLA's bidirectional collective matmul (Wang et al. 2023). "How to
+Scale Your Model" (section 3) and the design text for JAX's shard_map describe it.
 
-Protocol. The host must know where the operands of a matrix product are, so each buffer has one
-slot. Each call begins with a barrier on the device; after it, no rank still reads data from the
-last call. One rank writes each part of the buffer, once per call, then sets the part's signal to
-the call's number. A reader waits for that signal in a separate launch, `wait_for`. Signals 0 .. W -
-1 belong to the barrier, signal W + p to part p.
+Protocol. The host must know the addresses of the operands for torch.matmul, so each buffer has only
+one slot. Therefore each call begins with a barrier on the device. After the barrier no rank still
+reads data from the previous call, so the parts can be overwritten. One rank writes each part of the
+buffer once per call, and then sets the part's signal to the number of the call. A reader waits for
+this signal in a separate launch, `wait_for`. Signals 0 .. W - 1 belong to the barrier; signal
+W + p belongs to part p.
 
-The epilogue runs in torch, in the dtype that the overlapped op stores. fp8 is not supported,
+torch computes the epilogue, in the dtype that the overlapped op stores. fp8 is not measured,
 because torch.matmul does not take it.
 """
 
@@ -46,27 +48,27 @@ from weft.kernels.symmetric.memory import Home
 Method = Literal["chunks", "ring"]
 
 PIECE = 1 << 14
-"""Numbers that a program of `put` copies."""
+"""Number of elements that a program of `put` copies."""
 
 BLOCK = 4096
-"""Numbers that it moves at a time."""
+"""Number of elements that it copies at a time."""
 
 COLUMN_CHUNKS = 4
-"""Of an all-reduce."""
+"""Number of column chunks in an all-reduce."""
 
 
 @triton.jit(do_not_specialize=["peer"])
 def put(
     x,  # [numel]
-    buffers,  # int64 [W]; addresses of the buffer
+    buffers,  # int64 [W]; the buffer's address on each rank
     peer,
-    place,  # in the buffer, of the first number
+    place,  # index of the first element in the buffer
     numel,
     dtype: tl.constexpr,
     PIECE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy to a rank's buffer. Grid: (pieces,)."""
+    """Copy x to a rank's buffer. Grid: (pieces,)."""
     begin = tl.program_id(0) * PIECE
     to = peer_pointer(buffers, peer, dtype) + place
     for start in range(begin, tl.minimum(begin + PIECE, numel), BLOCK):
@@ -85,7 +87,7 @@ def wait_for(
 
 
 class _Parts:
-    """One call: a buffer in equal parts. Each part is written once, then announced."""
+    """The buffer in one call: parts with equal size, each written once and then signalled."""
 
     def __init__(self, workspace: Workspace, part_numel: int) -> None:
         self.workspace = workspace
@@ -96,7 +98,7 @@ class _Parts:
         )
 
     def send(self, data: Tensor, peer: int, part: int) -> None:
-        """Write to a part of a rank's buffer, and announce it."""
+        """Write to a part of a rank's buffer, and set its signal."""
         workspace, numel = self.workspace, data.numel()
         peer %= workspace.world_size
         if numel:
@@ -110,13 +112,13 @@ class _Parts:
                 PIECE=PIECE,
                 BLOCK=BLOCK,
             )
-        if data.is_cuda:  # its memory is given to nobody else before this stream is through
+        if data.is_cuda:  # keep its memory until this stream has finished the copy
             data.record_stream(torch.cuda.current_stream(data.device))
         index = workspace.world_size + part
         tell[(1,)](peers=workspace.peers(), peer=peer, index=index)
 
     def receive(self, part: int, rows: int, columns: int) -> Tensor:
-        """Return a part of this rank's buffer, once it has been written: [rows, columns]."""
+        """Wait for a part of this rank's buffer, and return it: [rows, columns]."""
         workspace = self.workspace
         wait_for[(1,)](
             peers=workspace.peers(), rank=workspace.rank, index=workspace.world_size + part
@@ -126,20 +128,20 @@ class _Parts:
 
 
 def all_gather_matmul_workspace(home: Home, max_rows: int, k: int, dtype: torch.dtype) -> Workspace:
-    """Create a workspace for shards of at most `max_rows` rows of `k` numbers. Collective."""
+    """Create a workspace for shards with at most `max_rows` rows and `k` columns. Collective."""
     return _workspace(home, "all_gather_matmul", 2 * home.world_size, (max_rows, 2), (k, 1), dtype)
 
 
 def matmul_reduce_scatter_workspace(
     home: Home, max_rows: int, n: int, dtype: torch.dtype
 ) -> Workspace:
-    """Create a workspace for results of at most `max_rows` (M / W) rows of `n`. Collective."""
+    """Create a workspace for results with at most `max_rows` (M / W) rows. Collective."""
     parts = 2 * home.world_size
     return _workspace(home, "matmul_reduce_scatter", parts, (max_rows, 2), (n, 1), dtype)
 
 
 def matmul_all_reduce_workspace(home: Home, max_rows: int, n: int, dtype: torch.dtype) -> Workspace:
-    """Create a workspace for results of at most `max_rows` (M) rows of `n`. Collective."""
+    """Create a workspace for results with at most `max_rows` (M) rows. Collective."""
     parts = COLUMN_CHUNKS * home.world_size
     return _workspace(home, "matmul_all_reduce", parts, (max_rows, 1), (n, COLUMN_CHUNKS), dtype)
 
@@ -152,7 +154,15 @@ def _workspace(
     columns: tuple[int, int],
     dtype: torch.dtype,
 ) -> Workspace:
-    """Create a workspace for `parts` parts; rows and columns are (size, number of cuts)."""
+    """Create a workspace with `parts` parts.
+
+    Args:
+        home: this rank's home.
+        op: name of the op.
+        parts: number of parts in the buffer.
+        rows, columns: (size, number of pieces that it is divided into).
+        dtype: dtype of the buffer.
+    """
     name = f"decomposed {op}"
     asked = {"max_rows": rows[0], "columns": columns[0], "dtype": dtype}
     with agreed(name, asked, home.exchange) as check:
@@ -175,18 +185,19 @@ def all_gather_matmul(
 
     Args:
         x_shard: [M / W, K], contiguous, the workspace's dtype; the same shape on all ranks.
-        w: [K, N / W], or up to three weights of K rows; as for the overlapped op.
+        w: [K, N / W], or up to three weights with K rows; the same as in the overlapped op.
         workspace: from this file's `all_gather_matmul_workspace`.
-        epilogue: of the product.
-        gathered: [M, K], contiguous, x_shard's dtype; receives the rows of all ranks if not None.
+        epilogue: work after the product.
+        gathered: [M, K], contiguous, x_shard's dtype; receives the rows from all ranks, if not
+            None.
         method: see the top of the file.
 
     Returns:
         [M, N / W], or [M, N / (2 W)] after silu_multiply; see Epilogue.dtype.
 
     Raises:
-        KernelError: the operands do not fit each other or the workspace on one rank, or the ranks
-            differ in the operands' shapes or the method.
+        KernelError: on one rank the operands do not match each other or the workspace, or the
+            ranks differ in the operands' shapes or the method.
     """
     size, rank, require = workspace.world_size, workspace.rank, workspace.require
     asked: dict[str, object] = {"method": repr(method)}
@@ -200,7 +211,7 @@ def all_gather_matmul(
             workspace.require_tensor("gathered", gathered)
             shape = list(gathered.shape)
             require("gathered's shape", shape, shape == [size * m, k], f"be {[size * m, k]}")
-        rows = m if method == "chunks" else m - m // 2  # of a part
+        rows = m if method == "chunks" else m - m // 2  # in a part
         parts = size if method == "chunks" else 2 * size
         workspace.require_room("x_shard", parts * rows * k)
     call = _Parts(workspace, rows * k)
@@ -243,22 +254,22 @@ def matmul_reduce_scatter(
     epilogue: Epilogue = NOTHING,
     method: Method = "chunks",
 ) -> Tensor:
-    """Return this rank's rows of the sum of all ranks' products. Collective.
+    """Compute this rank's rows in the sum over all ranks' products. Collective.
 
     Args:
-        x: [M, K / W], contiguous, the workspace's dtype; the same shape on all ranks; M a multiple
-            of W.
-        w: [K / W, N], as for the overlapped op.
+        x: [M, K / W], contiguous, the workspace's dtype; the same shape on all ranks; M is a
+            multiple of W.
+        w: [K / W, N], the same as in the overlapped op.
         workspace: from this file's `matmul_reduce_scatter_workspace`.
-        epilogue: of the sum.
+        epilogue: work after the sum.
         method: see the top of the file.
 
     Returns:
         [M / W, N], or [M / W, N / 2] after silu_multiply.
 
     Raises:
-        KernelError: the operands do not fit each other or the workspace on one rank, or the ranks
-            differ in the operands' shapes or the method.
+        KernelError: on one rank the operands do not match each other or the workspace, or the
+            ranks differ in the operands' shapes or the method.
     """
     size, rank, require = workspace.world_size, workspace.rank, workspace.require
     asked: dict[str, object] = {"method": repr(method)}
@@ -269,7 +280,7 @@ def matmul_reduce_scatter(
         require("x's rows", len(x), len(x) % size == 0, f"be a multiple of {size} ranks")
         m, n = len(x) // size, weights.widths[0]
         epilogue.check(require, x, weights.widths, m)
-        rows = m if method == "chunks" else m - m // 2  # of a part
+        rows = m if method == "chunks" else m - m // 2  # in a part
         parts = size if method == "chunks" else 2 * size
         workspace.require_room("the result", parts * rows * n)
     call = _Parts(workspace, rows * n)
@@ -295,7 +306,7 @@ def matmul_reduce_scatter(
                     continue
                 with workspace.beside():
                     call.send(part, rank + way, half * size + step + 1)
-    if size > 1:  # otherwise nothing was sent; a capture may only join a stream that it forked
+    if size > 1:  # else nothing was sent; a graph capture cannot join a stream that it did not fork
         workspace.rejoin()
     return epilogue.apply(total, x.dtype, side_by_side=False)
 
@@ -307,22 +318,22 @@ def matmul_all_reduce(
     *,
     epilogue: Epilogue = NOTHING,
 ) -> Tensor:
-    """Return the sum of all ranks' products on all of them: for few rows. Collective.
+    """Compute the sum over all ranks' products, on all ranks: for few rows. Collective.
 
-    It is cut into chunks of columns; there is no ring method.
+    The op is cut into chunks of columns; it has no ring method.
 
     Args:
         x: [M, K / W], contiguous, the workspace's dtype; the same shape on all ranks.
-        w: [K / W, N], as for the overlapped op.
+        w: [K / W, N], the same as in the overlapped op.
         workspace: from this file's `matmul_all_reduce_workspace`.
-        epilogue: of the sum.
+        epilogue: work after the sum.
 
     Returns:
         [M, N], or [M, N / 2] after silu_multiply; the same bits on all ranks.
 
     Raises:
-        KernelError: the operands do not fit each other or the workspace on one rank, or the ranks
-            differ in the operands' shapes.
+        KernelError: on one rank the operands do not match each other or the workspace, or the
+            ranks differ in the operands' shapes.
     """
     size, rank, require = workspace.world_size, workspace.rank, workspace.require
     asked: dict[str, object] = {}
@@ -369,7 +380,7 @@ def _multiply(rows: Tensor, weights: Weights, out: Tensor) -> None:
 
 
 def _add(call: _Parts, own: Tensor | None, shape: tuple[int, int], first: int = 0) -> Tensor:
-    """Add the parts of all ranks in float32, in the order of the ranks."""
+    """Add the parts from all ranks, float32, in rank order."""
     rank, size = call.workspace.rank, call.workspace.world_size
     total = torch.zeros(shape, device=call.workspace.device)
     for source in range(size):

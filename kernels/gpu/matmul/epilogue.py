@@ -1,18 +1,22 @@
-"""Operations between a matrix product's sum and its store: scales, bias, SiLU, residual.
+"""The epilogue of a matrix product, between its sum and the store: scales, bias, SiLU, residual.
 
-They run in this order, in float32, on the tile while it is still in registers:
+It runs in this order, in float32, on the tile in registers:
 
-    total * x_scale[m] * w_scale[n]         turns fp8 products into real numbers; a scale for part
-                                            of K is applied before its products are added
+    total * x_scale[m] * w_scale[n]         dequantizes fp8 operands; a scale for a part of K is
+                                            applied before the parts are added
     + bias[n]
     silu(gate) * up                         halves the columns (SwiGLU: Shazeer 2020)
     + residual[m, n]
     cast to the result's dtype
 
-If a product is summed over ranks, each rank scales its own part before sending it. The rest happens
-once, after the sum. Gate and up are either the even and odd columns of one weight or two weights.
-Even and odd columns are neighbours in a tensor core's accumulator, so they never leave their
-thread. With two weights, one program computes both tiles.
+Protocol. The program with a tile's accumulator also stores the tile. The functions here send no
+signal, wait for none and use no slot; the kernels that call them do. If a product is summed over
+ranks, each rank scales its own part before it sends the part. The other operations run once, after
+the sum.
+
+Gate and up come in one of two layouts. Either they are the even and the odd columns of one weight:
+such neighbours in a tensor core's accumulator belong to the same thread. Or they are two weights,
+and one program computes both tiles side by side.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ RESULTS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class EpilogueOperands(NamedTuple):
-    """The tensors of an epilogue, as one argument of a kernel: see peers.py.
+    """The tensors of an epilogue, as one kernel argument: see gpu/runtime/peers.py.
 
     Attributes:
         x_scale, w_scale, bias, residual: as in Epilogue, or None.
@@ -48,22 +52,21 @@ class EpilogueOperands(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """The epilogue of a product [M, N] of x [M, K] and w [K, N], or several weights with N columns
-    in all.
+    """Epilogue for a product [M, N] from x [M, K] and w [K, N], or several weights with N columns.
 
-    If groups of rows have their own weights (grouped_matmul.py), w_scale and bias have a row per
-    group.
+    If rows are in E groups with their own weights (grouped_matmul.py), w_scale and bias have a row
+    for each group.
 
     Attributes:
-        x_scale: float32 [M], one per row, or [1]; only with fp8 operands. grouped_matmul also takes
-            [M, ceil(K / 128)], one for each 128 columns of a row.
-        w_scale: float32 [N], one per column, or [1]; only with fp8 operands. With groups: [E, N],
-            [E, 1] or [1].
-        bias: [N]; biases of several weights follow each other. With groups: [E, N].
-        silu_multiply: the result is silu(gate) * up [M, N / 2]. The gate is the first of two
-            weights, or the even columns of one.
+        x_scale: float32 [M], one for each row, or [1]; only with fp8 operands. In grouped_matmul
+            also [M, ceil(K / 128)], one for each 128 columns of a row.
+        w_scale: float32 [N], one for each column, or [1]; only with fp8 operands. With groups:
+            [E, N], [E, 1] or [1].
+        bias: [N]; for several weights, their biases concatenated. With groups: [E, N].
+        silu_multiply: the result is silu(gate) * up [M, N / 2]. With two weights the first one is
+            the gate. With one weight the even columns are the gate.
         residual: [M, N'], the result's shape; added last.
-        out_dtype: dtype of the result. None for the operands' dtype, or bfloat16 with fp8 operands.
+        out_dtype: dtype of the result. None means the operands' dtype, or bfloat16 for fp8.
     """
 
     x_scale: Tensor | None = None
@@ -74,11 +77,11 @@ class Epilogue:
     out_dtype: torch.dtype | None = None
 
     def columns(self, n: int) -> int:
-        """Count the columns of the result of a product with n columns."""
+        """Count the result's columns for a product with n columns."""
         return n // 2 if self.silu_multiply else n
 
     def dtype(self, operands: torch.dtype) -> torch.dtype:
-        """Return the result's dtype for operands of this dtype."""
+        """Return the result's dtype for operands with this dtype."""
         return self.out_dtype or (torch.bfloat16 if operands == FP8 else operands)
 
     def check(
@@ -90,24 +93,24 @@ class Epilogue:
         groups: int = 0,
         scale_group: int = 0,
     ) -> None:
-        """Refuse an epilogue that does not fit a product.
+        """Refuse operands that do not match a product.
 
         Args:
             require: raises the error.
             x: [rows, K], this rank's left operand.
-            widths: columns of each weight.
-            out_rows: rows of the result.
-            groups: number of groups of rows with their own weights; 0 if all rows share them.
-            scale_group: columns of x that may share a scale of each row; 0 for all.
+            widths: number of columns in each weight.
+            out_rows: number of rows in the result.
+            groups: number of row groups with their own weights; 0 if all rows share the weights.
+            scale_group: number of columns of x that may share a scale within a row; 0 for all.
         """
         n = sum(widths)
         columns: tuple[tuple[int, ...], ...] = ((groups, n),) if groups else ((n,),)
         if self.silu_multiply:
             if len(widths) == 1:
-                require("w's columns", n, n % 2 == 0, "be even, for gate and up alternate")
+                require("w's columns", n, n % 2 == 0, "be even, because gate and up alternate")
             else:
                 even = len(widths) == 2 and widths[0] == widths[1]
-                require("w's columns", widths, even, "be those of one weight, or twice the same")
+                require("w's columns", widths, even, "be one number, or two equal numbers")
         out = self.dtype(x.dtype)
         require("out_dtype", out, out in RESULTS, f"be one of {', '.join(map(str, RESULTS))}")
         x_scales: list[tuple[int, ...]] = [(len(x),), (1,)]
@@ -128,32 +131,31 @@ class Epilogue:
 
     @property
     def operands(self) -> EpilogueOperands:
-        """The argument `epilogue` of a product's kernel."""
+        """Argument `epilogue` for a product's kernel."""
         return EpilogueOperands(self.x_scale, self.w_scale, self.bias, self.residual)
 
     @property
     def scales_rows(self) -> bool:
-        """Whether each row of x has its own scale."""
+        """True if each row of x has its own scale."""
         x_scale = self.x_scale
         return x_scale is not None and x_scale.dim() == 1 and len(x_scale) > 1
 
     @property
     def scales_columns(self) -> bool:
-        """Whether each column of w has its own scale."""
+        """True if each column of w has its own scale."""
         return self.w_scale is not None and self.w_scale.shape[-1] > 1
 
     def scale_stride(self) -> int:
-        """Return the distance in w_scale from one group's numbers to the next group's."""
+        """Return the stride in w_scale from one group to the next, in elements."""
         return self.w_scale.shape[1] if self.w_scale is not None and self.w_scale.dim() > 1 else 0
 
     def apply(self, total: Tensor, operands: torch.dtype, *, side_by_side: bool) -> Tensor:
-        """Apply the epilogue except the scales with torch: total [M, N] -> [M, N'].
+        """Apply the epilogue, except the scales, with torch: total [M, N] -> [M, N'].
 
         Args:
-            total: the product with all weights, any dtype.
-            operands: dtype of the operands.
-            side_by_side: whether gate and up are halves of total's columns; otherwise they
-                alternate.
+            total: the product with all weights, in any dtype.
+            operands: operand dtype.
+            side_by_side: gate and up are halves of total's columns; otherwise they alternate.
         """
         if self.bias is not None:
             total = total + self.bias
@@ -167,7 +169,7 @@ class Epilogue:
 
 
 NOTHING = Epilogue()
-"""No epilogue: the product itself, in the dtype of its operands."""
+"""An empty epilogue: the result is the product in the operands' dtype."""
 
 
 def _require_operand(
@@ -186,8 +188,8 @@ def _require_operand(
 @triton.jit
 def scale(
     total,  # float32 [BLOCK_M, BLOCK_N]
-    x_scale,  # float32 [rows] or [1], or None; or pointers to each row's: multiply_and_finish
-    w_scale,  # float32, from the weight's first column, or [1], or None
+    x_scale,  # float32 [rows] or [1], or None; or pointers to row scales: multiply_and_finish
+    w_scale,  # float32 [N], at the weight's first column; or [1], or None
     row,
     rows,
     column,
@@ -195,7 +197,7 @@ def scale(
     SCALE_ROWS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
 ):
-    """Apply the scales to a tile of a product of fp8 operands."""
+    """Scale a tile of a product with fp8 operands."""
     if x_scale is not None:
         if SCALE_ROWS:
             at_m = row + tl.arange(0, total.shape[0])
@@ -215,11 +217,11 @@ def scale(
 @triton.jit
 def add_bias(
     total,  # float32 [BLOCK_M, BLOCK_N]
-    bias,  # from the weight's first column, or None
+    bias,  # [N], at the weight's first column; or None
     column,
     N,
 ):
-    """Add the bias to a tile that begins at a column."""
+    """Add the bias to a tile. `column` is the tile's first column."""
     if bias is not None:
         at_n = column + tl.arange(0, total.shape[1])
         total = total + tl.load(bias + at_n, mask=at_n < N, other=0.0).to(tl.float32)[None, :]
@@ -234,9 +236,7 @@ def silu_multiply(gate, up):
 
 @triton.jit
 def multiply_halves(total):
-    """Turn [BLOCK_M, BLOCK_N], with the gate's even and up's odd columns, into [BLOCK_M, BLOCK_N /
-    2].
-    """
+    """Apply SiLU and multiply: [BLOCK_M, BLOCK_N], even columns the gate -> half the columns."""
     gate, up = tl.split(tl.reshape(total, (total.shape[0], total.shape[1] // 2, 2)))
     return silu_multiply(gate, up)
 
@@ -245,15 +245,15 @@ def multiply_halves(total):
 def store_tile(
     total,  # float32 [BLOCK_M, BLOCK_N]
     residual,  # [rows, stride], or None
-    out,  # [rows, stride]; or, like residual, pointers to rows: multiply_and_finish
+    out,  # [rows, stride]; or pointers to rows, then residual too: multiply_and_finish
     row,
     rows,
-    column,  # column of out
-    N,  # columns of out that the tile may write
+    column,  # first column in out
+    N,  # end of the columns in out that the tile may store
     stride,
-    EVEN: tl.constexpr,  # every tile lies entirely inside
+    EVEN: tl.constexpr,  # every tile lies inside completely
 ):
-    """Add the residual, cast, and store: the end of every product."""
+    """Add the residual, cast and store a tile: the end of every product."""
     at_m, at_n = row + tl.arange(0, total.shape[0]), column + tl.arange(0, total.shape[1])
     if len(out.shape):
         out, place = out[:, None], at_n[None, :]
@@ -283,11 +283,14 @@ def finish(
     rows,
     column,
     N,
-    stride,  # length of a row before SiLU halves it; more than N with several weights
+    stride,  # row stride in out before SiLU halves it; N for a single weight
     SILU: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Apply all steps after the scales for one weight. N' is N, or N / 2 with SILU."""
+    """Run the epilogue after the scales for one weight.
+
+    N' is N, or N / 2 if gate and up alternate.
+    """
     total = add_bias(total, bias, column, N)
     if SILU:
         total = multiply_halves(total)

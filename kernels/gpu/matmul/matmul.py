@@ -1,18 +1,21 @@
-"""Matrix product: the tile at the core of all overlapped products, and the product on one rank.
+"""Matrix product: the tile that all overlapped products share, and the product on one rank.
 
     matmul(x [M, K], w [K, N]) -> [M, N]
 
-`multiply` is persistent: it launches as many programs as the device runs at once, and each
-processes several tiles of the result. Tiles are ordered in groups of GROUP rows of tiles, column by
-column. So the programs read few rows of x and few columns of w at a time, which stay in L2
-(Triton's tutorials 3 and 9). Triton pipelines the loop over K: it copies the next blocks to shared
-memory while the tensor cores multiply (cp.async, or the tensor memory accelerator from sm_90 on).
+Protocol. `multiply` is persistent: the grid has as many programs as the device runs at the same
+time, and each program loops over tiles of the result. Each tile is computed and stored by exactly
+one program. Ranks do not communicate, so there are no signals and no slots.
 
-Weights are stored as [K, N], or as the transpose of [N, K] like in checkpoints. Tensor cores take
-both in 16 bits; those of sm_90 want fp8 weights as [N, K].
+Tiles are ordered in groups with GROUP rows of tiles, column by column. Programs that run at the
+same time then read few rows of x and few columns of w, which stay in L2 (Triton's tutorials 3 and
+9). Triton pipelines the loop over K: the next blocks are copied to shared memory while the tensor
+cores multiply (cp.async, or the tensor memory accelerator from sm_90 on).
 
-float32 operands are multiplied in float32, not TF32: exact, and slow. The tensor core sums fp8
-products in its own precision, which has fewer bits than float32 on sm_90.
+Weights may be stored as [K, N], or as the transpose of [N, K], the layout in checkpoints. In 16
+bits tensor cores take both layouts; on sm_90 they need fp8 weights as [N, K].
+
+float32 operands are multiplied in float32, not TF32: accurate but slow. fp8 products are summed
+by the tensor core, on sm_90 with fewer bits than float32.
 """
 
 from __future__ import annotations
@@ -43,13 +46,13 @@ from weft.kernels.gpu.matmul.epilogue import (
 from weft.kernels.gpu.runtime.arguments import Require, require
 
 GROUP = 8
-"""Rows of tiles per group."""
+"""Number of rows of tiles in a group."""
 
 MAX_WEIGHTS = 3
 
 
 class Tiling(NamedTuple):
-    """How a product is tiled and compiled."""
+    """Tile sides and compile options for a product."""
 
     block_m: int
     block_n: int
@@ -59,19 +62,19 @@ class Tiling(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The constants that a product is compiled with: FORM, one argument of its kernel (peers.py).
+    """Compile-time constants of a product: the kernel argument FORM (gpu/runtime/peers.py).
 
     Attributes:
         block_m, block_n, block_k: sides of a tile.
-        group: rows of tiles per group.
+        group: number of rows of tiles in a group.
         weights: number of weights, from 1 to 3.
         silu: the result is silu(gate) * up; see Epilogue.
         transposed: weights are stored as [N, K].
         scale_rows, scale_columns: each row of x, each column of w has its own scale.
-        even_m, even_n, even_k: the tile's side divides the matrix's, so no mask is needed.
+        even_m, even_n, even_k: the block's side divides the matrix's side, so loads need no mask.
         tma: x and the weights are TMA descriptors.
-        scale_group: columns of x that share a scale, a multiple of block_k; 0 if a scale covers a
-            row.
+        scale_group: number of columns of x that share a scale, a multiple of block_k; 0 if a scale
+            is for a whole row.
     """
 
     block_m: int
@@ -92,7 +95,7 @@ class Form(NamedTuple):
 
 @triton.jit
 def tile_at(index, rows, columns, GROUP: tl.constexpr):
-    """Return (row, column) of the index-th tile: GROUP tiles down, then one to the right."""
+    """Return (row, column) of tile `index` in rows x columns: GROUP down, then one to the right."""
     first = index // (GROUP * columns) * GROUP
     height = tl.minimum(rows - first, GROUP)
     within = index % (GROUP * columns)
@@ -101,7 +104,7 @@ def tile_at(index, rows, columns, GROUP: tl.constexpr):
 
 @triton.jit
 def load_left(
-    x,  # pointer to [rows, K], its TMA descriptor, or pointers to rows: multiply_and_finish
+    x,  # pointer to [rows, K], TMA descriptor, or pointers to rows: multiply_and_finish
     row,
     rows,
     start,
@@ -135,7 +138,7 @@ def load_left(
 
 @triton.jit
 def load_right(
-    w,  # pointer to [K, N], or to [N, K] if FORM.transposed; or its TMA descriptor
+    w,  # pointer to [K, N], or to [N, K] if FORM.transposed; or TMA descriptor
     column,
     N,
     start,
@@ -162,7 +165,7 @@ def add_product(
     right,
     x_scale,  # float32 [BLOCK_M], or None
 ):
-    """Return total + left @ right, or add the product with each row times its scale."""
+    """Return total + left @ right; with scales, each product row is multiplied by its scale."""
     if x_scale is None:
         total = tl.dot(left, right, total, input_precision="ieee")
     else:
@@ -172,7 +175,7 @@ def add_product(
 
 @triton.jit
 def load_scales(
-    x_scale,  # float32 [rows, ceil(K / SCALE_GROUP)]; ignored if that is 0
+    x_scale,  # float32 [rows, ceil(K / SCALE_GROUP)]; ignored if SCALE_GROUP is 0
     row,
     rows,
     start,
@@ -180,7 +183,7 @@ def load_scales(
     BLOCK_M: tl.constexpr,
     SCALE_GROUP: tl.constexpr,
 ):
-    """Load the scales for x[row : row + BLOCK_M, start :]: float32 [BLOCK_M], or None."""
+    """Load scales for x[row : row + BLOCK_M] at column `start`: float32 [BLOCK_M]; or None."""
     if SCALE_GROUP > 0:
         m = row + tl.arange(0, BLOCK_M)
         at = tl.cast(m, tl.int64) * tl.cdiv(K, SCALE_GROUP) + start // SCALE_GROUP
@@ -193,13 +196,13 @@ def load_scales(
 @triton.jit
 def multiply_tile(
     x,  # [rows, K]
-    row,  # row of x where the tile begins
+    row,  # first row in x
     rows,
     w,  # [K, N], or [N, K] if FORM.transposed
-    column,  # column of w where the tile begins
+    column,  # first column in w
     N,
     K,
-    x_scale,  # float32 [rows, ceil(K / SCALE_GROUP)]; ignored if that is 0
+    x_scale,  # float32 [rows, ceil(K / SCALE_GROUP)]; ignored if SCALE_GROUP is 0
     FORM: tl.constexpr,
 ):
     """Compute x[row : row + BLOCK_M] @ w[:, column : column + BLOCK_N], float32; zeros outside."""
@@ -232,7 +235,7 @@ def multiply_two_tiles(
     x_scale,
     FORM: tl.constexpr,
 ):
-    """Compute `multiply_tile` for two weights of the same shape, reading x once."""
+    """Compute `multiply_tile` for two weights with the same shape, and read x only once."""
     BLOCK_M: tl.constexpr = FORM.block_m
     BLOCK_N: tl.constexpr = FORM.block_n
     BLOCK_K: tl.constexpr = FORM.block_k
@@ -254,10 +257,10 @@ def multiply_two_tiles(
 
 @triton.jit
 def count_columns(
-    widths,  # columns of the three weights
+    widths,  # columns in each of the three weights
     FORM: tl.constexpr,
 ):
-    """Count the columns of tiles in all weights' result."""
+    """Count the columns of tiles in the result for all weights."""
     BLOCK_N: tl.constexpr = FORM.block_n
     WEIGHTS: tl.constexpr = FORM.weights
     PAIR: tl.constexpr = FORM.silu and FORM.weights == 2
@@ -276,10 +279,10 @@ def multiply_and_finish(
     rows,
     index,  # column of tiles
     w0,  # [K, n0], or [n0, K] if FORM.transposed
-    w1,  # or None, as w2
+    w1,  # like w0, or None; so is w2
     w2,
     widths,  # n0, n1, n2
-    # float32 [rows] or [1], or [rows, ceil(K / FORM.scale_group)] if that is not 0, or None
+    # float32 [rows] or [1]; [rows, ceil(K / FORM.scale_group)] if scale_group is not 0; or None
     x_scale,
     w_scale,  # float32 [n0 + n1 + n2] or [1], or None
     bias,  # [n0 + n1 + n2], or None
@@ -288,10 +291,10 @@ def multiply_and_finish(
     K,
     FORM: tl.constexpr,
 ):
-    """Compute one tile of the result, from operands to memory.
+    """Compute one tile of the result, and store it.
 
-    If the tile's rows are not contiguous, then x, x_scale, residual and out are blocks of pointers
-    [BLOCK_M], one to each row. The first `rows` of them count, and row is 0.
+    If the rows are not contiguous, x, x_scale, residual and out are blocks of pointers [BLOCK_M],
+    one for each row. Only the first `rows` pointers count then, and `row` is 0.
     """
     BLOCK_N: tl.constexpr = FORM.block_n
     WEIGHTS: tl.constexpr = FORM.weights
@@ -350,8 +353,8 @@ def multiply_and_finish(
 
 @triton.jit(do_not_specialize=["M"])
 def multiply(
-    x,  # [M, K]; or its TMA descriptor
-    w0,  # [K, n0], or [n0, K] if FORM.transposed; or its TMA descriptor
+    x,  # [M, K]; or TMA descriptor
+    w0,  # [K, n0], or [n0, K] if FORM.transposed; or TMA descriptor
     w1,
     w2,
     widths,  # n0, n1, n2
@@ -366,7 +369,7 @@ def multiply(
     GROUP: tl.constexpr = FORM.group
     rows = tl.cdiv(M, BLOCK_M)
     columns = count_columns(widths, FORM)
-    # Flattened: the next tile's first blocks load while this one is stored.
+    # Flattened: the next tile's first blocks are loaded while this tile is stored.
     for tile in tl.range(tl.program_id(0), rows * columns, tl.num_programs(0), flatten=True):
         row, column = tile_at(tile, rows, columns, GROUP)
         multiply_and_finish(
@@ -377,13 +380,13 @@ def multiply(
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The right operands of a product: one weight, or several side by side.
+    """Right operands of a product: one weight, or several that count as one, side by side.
 
     Attributes:
-        tensors: each [K, N_i], or [N_i, K] if transposed; all contiguous. With groups of rows, each
-            is [E, K, N_i] or [E, N_i, K].
+        tensors: each [K, N_i], or the transpose of a contiguous [N_i, K] if transposed. With E
+            groups of rows: [E, K, N_i], or the transposes of [E, N_i, K].
         widths: the N_i.
-        transposed: whether they are stored as [N_i, K].
+        transposed: the weights are stored as [N_i, K].
     """
 
     tensors: tuple[Tensor, ...]
@@ -401,7 +404,7 @@ class Weights:
     ) -> Weights:
         """Check a caller's weights against x [M, K] and each other.
 
-        If `groups` is not 0, each of that many groups of rows has its own matrix.
+        If `groups` is not 0, rows are in groups and each group has its own matrix.
         """
         several = isinstance(w, (tuple, list))
         tensors = tuple(w) if several else (w,)
@@ -436,16 +439,16 @@ class Weights:
 
     @property
     def three(self) -> tuple[Tensor | None, ...]:
-        """The argument `weights` of a kernel: three weights, None for missing ones."""
+        """Kernel argument `weights`: three weights, None for missing ones."""
         return (*self.tensors, *[None] * (MAX_WEIGHTS - len(self.tensors)))
 
     @property
     def three_widths(self) -> tuple[int, ...]:
-        """The argument `widths` of a kernel: the widths of `three`, 0 for None."""
+        """Kernel argument `widths`: the widths in `three`, 0 for None."""
         return (*self.widths, *[0] * (MAX_WEIGHTS - len(self.widths)))
 
     def column_tiles(self, block_n: int, silu_multiply: bool) -> int:
-        """Count the columns of tiles in the result, like `count_columns`."""
+        """Count the columns of tiles in the result, as `count_columns`."""
         paired = silu_multiply and len(self.tensors) == 2
         return sum(-(-width // block_n) for width in self.widths[: 1 if paired else None])
 
@@ -461,13 +464,14 @@ def choose_tiling(
     silu_multiply: bool = False,
     apart: bool = False,
 ) -> Tiling:
-    """Return the caller's tiling, or one that suits a product with m rows on x's device.
+    """Return the caller's tiling, or a default for a product with m rows on x's device.
 
-    With gate and up a tile has two sums, so it has fewer columns: more would leave no registers.
-    Rows that are apart also reduce the columns, because their addresses take registers.
+    For gate and up a tile has two sums, so its default has fewer columns: otherwise no registers
+    would be left. Rows that are not contiguous (`apart`) also get fewer columns, because their
+    addresses take registers, too.
 
     Raises:
-        KernelError: a block's side is not a power of two of at least 16, or the device does not
+        KernelError: a block's side is not a power of two of at least 16, or the device cannot
             multiply x's dtype.
     """
     require("x's dtype", x.dtype, x.dtype in OPERANDS, f"be one of {', '.join(map(str, OPERANDS))}")
@@ -482,20 +486,18 @@ def choose_tiling(
         pair = silu_multiply and len(weights.tensors) == 2
         columns = 64 if pair else 256 if wide and not apart else 128
         blocks = (low, columns, 128 // max(2, x.element_size()))
-        if not aligned:  # each number is loaded alone, and its address takes registers
+        if not aligned:  # loads are element by element; each address takes registers
             blocks = (min(low, 64), 32 if pair or apart else 64, 32)
     fine = all(side >= 16 and side & (side - 1) == 0 for side in blocks)
     require("blocks", blocks, len(blocks) == 3 and fine, "be three powers of two of at least 16")
     require("warps", warps, warps in (0, 1, 2, 4, 8, 16), "be 1, 2, 4, 8 or 16, or 0 to choose")
     require("stages", stages, 0 <= stages <= 8, "be from 1 to 8, or 0 to choose")
-    default_stages = 2 if backend == "hip" else 3  # two or three blocks in shared memory
+    default_stages = 2 if backend == "hip" else 3  # on AMD, the next block is in registers
     return Tiling(*blocks, warps or (8 if blocks[0] >= 128 else 4), stages or default_stages)
 
 
 def target() -> tuple[str, int]:
-    """Return what Triton compiles for: ("cuda", 90) for sm_90, ("hip", 0), ("", 0) in the
-    interpreter.
-    """
+    """Return Triton's target: ("cuda", 90) for sm_90, ("hip", 0), ("", 0) in the interpreter."""
     if triton.knobs.runtime.interpret:
         return ("", 0)
     found = driver.active.get_current_target()
@@ -504,14 +506,14 @@ def target() -> tuple[str, int]:
 
 @functools.cache
 def count_processors(device: torch.device) -> int:
-    """Count the programs of a large tile that run at once; 4 in the interpreter."""
+    """Return the number of programs with a large tile that run at once; 4 in the interpreter."""
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def form_of(tiling: Tiling, weights: Weights, epilogue: Epilogue, m: int, k: int) -> Form:
-    """Return the constants of a product with x [m, k]."""
+    """Collect the compile-time constants for a product with x [m, k]."""
     return Form(
         block_m=tiling.block_m,
         block_n=tiling.block_n,
@@ -529,10 +531,10 @@ def form_of(tiling: Tiling, weights: Weights, epilogue: Epilogue, m: int, k: int
 
 
 def takes_tma(x: Tensor, weights: Weights, silu_multiply: bool) -> bool:
-    """Return whether the tensor memory accelerator can load the operands.
+    """Tell if the tensor memory accelerator can load the operands.
 
-    Its descriptors require non-empty tensors whose rows start at multiples of 16 bytes. Kernels
-    take descriptors of one weight, or of a gate and an up.
+    A TMA descriptor needs a tensor with elements, whose address and row stride are multiples of 16
+    bytes. Kernels take descriptors for one weight, or for gate and up.
     """
     stored = [x, *(tensor.T if weights.transposed else tensor for tensor in weights.tensors)]
     return len(weights.tensors) <= (2 if silu_multiply else 1) and all(
@@ -554,23 +556,23 @@ def matmul(
     programs: int = 0,
     tma: bool | None = None,
 ) -> Tensor:
-    """Multiply on one rank, and apply the epilogue.
+    """Compute the product and its epilogue on one rank.
 
     Args:
         x: [M, K], contiguous; float32, float16, bfloat16 or float8_e4m3fn.
-        w: [K, N] of x's dtype, contiguous or the transpose of a contiguous matrix; or up to three
-            such weights, with their columns side by side.
-        epilogue: of the product.
-        blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile; chosen by M if None.
-        warps, stages: for compiling the kernel; chosen if 0.
-        programs: one per processor of the device if 0.
-        tma: load through descriptors; if None, where the device and the operands support it.
+        w: [K, N], x's dtype, contiguous or the transpose of a contiguous matrix; or up to three
+            such weights, which count as one with their columns side by side.
+        epilogue: work after the product.
+        blocks: BLOCK_M, BLOCK_N, BLOCK_K; chosen by M if None.
+        warps, stages: compile options for the kernel; chosen if 0.
+        programs: number of programs; if 0, the number of processors on the device.
+        tma: load through TMA descriptors; if None, do so if the device and the operands allow it.
 
     Returns:
         [M, N], or [M, N / 2] after silu_multiply; see Epilogue.dtype.
 
     Raises:
-        KernelError: the operands do not fit each other, or one is refused.
+        KernelError: the operands do not match, or one is not supported.
     """
     check = functools.partial(require, "matmul")
     weights = Weights.of(w, x, check)
@@ -580,9 +582,9 @@ def matmul(
     check("programs", programs, programs >= 0, "be positive, or 0 for all processors")
     able = takes_tma(x, weights, silu)
     check("tma", tma, able or not tma, "be false for these operands")
-    if tma is None:  # smaller tiles are too low for its tensor cores
+    if tma is None:  # smaller tiles have too few rows for sm_90's tensor cores
         tma = able and target()[1] >= 90 and tiling.block_m >= 64
-    if not k:  # the flattened loops must run at least once
+    if not k:  # the flattened loops need at least one iteration
         zeros = torch.zeros(m, n, device=x.device)
         return epilogue.apply(zeros, x.dtype, side_by_side=len(weights.tensors) == 2)
     out = x.new_empty(m, epilogue.columns(n), dtype=epilogue.dtype(x.dtype))
@@ -612,7 +614,7 @@ def matmul(
 def _descriptors(
     x: Tensor, weights: Weights, tiling: Tiling
 ) -> tuple[TensorDescriptor | None, ...]:
-    """Create TMA descriptors of x and of three weights; None for missing weights."""
+    """Make TMA descriptors for x and three weights; None for missing weights."""
     rows, columns, depth = tiling.block_m, tiling.block_n, tiling.block_k
     block = [columns, depth] if weights.transposed else [depth, columns]
     stored = [

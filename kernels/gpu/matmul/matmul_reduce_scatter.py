@@ -3,26 +3,29 @@
     matmul_reduce_scatter(x [M, K / W], w [K / W, N]) -> [M / W, N]
     matmul_all_reduce    (x [M, K / W], w [K / W, N]) -> [M, N]
 
-Protocol. Slot n mod 2 of each rank's buffer is [W, rows, N]: a partial result from every rank, for
-the rows that this rank will have (its M / W rows; all M for the all-reduce). A finished tile is
-stored to row r of its owner's slot (for the all-reduce, of every rank's), and the owner's signal
-[tile, r] is set to n. To reduce a tile, a rank waits for its W signals and adds the W partial
-results in the order of the ranks. The sum has the same bits on all ranks and in every run.
+Protocol. Slot n mod 2 in each rank's buffer is [W, rows, N]: a partial result from every rank, for
+the rows that this rank reduces. These are its own M / W rows, or all M rows for the all-reduce.
+Rank r stores a finished tile to row r in its owner's slot (in every rank's slot for the
+all-reduce). It then sets the signal [tile, r] there to n. The rank that reduces a tile waits for
+its W signals, then adds the W partial results in rank order. The sum therefore has the same bits
+on all ranks and in every run.
 
-Order, reduce-scatter. `multiply_partial` is persistent. It takes owners in the reverse of
-all_gather_matmul.py's order and ends with this rank. Tiles with a long way leave early, and the own
-part, which stays, comes last. So all tiles except the first travel while later ones are computed.
-`reduce_partials` follows.
+No slot is reused too early: every rank waits for tiles from every rank, so two slots are enough
+(gpu/runtime/workspace.py).
 
-Order, all-reduce. There is one launch. Every program first sends its tiles, then reduces the same
-tiles. It waits for data from the programs with the same number on other ranks, which send before
-they wait. So there is no cycle. No more programs are launched than run at once, because ranks may
-share one GPU.
+Order in the reduce-scatter. `multiply_partial` is persistent. It takes the owners in reverse: from
+the last step in the order of all_gather_matmul.py to the first, which is this rank. Tiles with a
+long way leave early. The own part does not travel, and comes last. So all tiles except the first
+ones travel while later ones are computed. `reduce_partials` follows in a second launch.
 
-Partial results travel in the workspace's dtype (x's, as in NCCL, or a wider one) and are added in
-float32. Each rank applies the scales of its fp8 operands before the sum; the rest of the epilogue
-follows the sum. Every rank waits for every rank's tiles, so two slots are enough:
-runtime/workspace.py.
+Order in the all-reduce. There is one launch. Every program first sends its tiles, and then reduces
+the same ones. It waits only for the programs with the same number on other ranks. They send before
+they wait, so there is no cycle. The grid has no more programs than run at the same time, because
+ranks may share one GPU.
+
+Partial results travel in the workspace's dtype: the dtype of x, as in NCCL, or one with more bits.
+They are added in float32. Scales for fp8 operands belong to this rank and are applied before the
+sum. The other parts of the epilogue follow after the sum.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ BLOCK_M, BLOCK_N = 16, 64
 
 @triton.jit
 def multiply_and_send(
-    x,  # [m, K]; this rank's rows for the owner's result
+    x,  # [m, K]: this rank's operand for the owner's rows
     w,  # [K, N], or [N, K] if FORM.transposed
     x_scale,  # float32 [m] or [1], or None
     w_scale,  # float32 [N] or [1], or None
@@ -70,10 +73,10 @@ def multiply_and_send(
     K,
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
-    PEERS: tl.constexpr,  # number of receiving ranks, from the owner on
+    PEERS: tl.constexpr,  # number of ranks that get the tile, from the owner on
     FORM: tl.constexpr,
 ):
-    """Compute one tile of this rank's partial result and send it to its owners."""
+    """Compute one tile of this rank's partial result, and send it to the ranks that reduce it."""
     BLOCK_M: tl.constexpr = FORM.block_m
     BLOCK_N: tl.constexpr = FORM.block_n
     GROUP: tl.constexpr = FORM.group
@@ -101,7 +104,7 @@ def multiply_and_send(
 def tile_offsets(
     call, source, row, column, m, N, slot_numel, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Return a tile's place in the slot of a call: int64 [BLOCK_M, BLOCK_N]."""
+    """Return a source rank's tile offsets in a call's slot: int64 [BLOCK_M, BLOCK_N]."""
     first = (call % 2) * slot_numel + (tl.cast(source * m, tl.int64) + row) * N + column
     return first + (tl.arange(0, BLOCK_M)[:, None] * N + tl.arange(0, BLOCK_N)[None, :])
 
@@ -121,7 +124,7 @@ def reduce_tile(
     WORLD: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Add the partial results of one tile, and apply the rest of the epilogue."""
+    """Add the partial results for one tile, and run the epilogue after the sum."""
     BLOCK_M: tl.constexpr = FORM.block_m
     BLOCK_N: tl.constexpr = FORM.block_n
     GROUP: tl.constexpr = FORM.group
@@ -152,7 +155,7 @@ def multiply_partial(
     # buffers [2, W, m, N]
     peers,  # signals int32 [cdiv(m, BLOCK_M) * cdiv(N, BLOCK_N), W]
     rank,
-    m,  # rows of a rank's result
+    m,  # number of result rows on a rank
     N,
     K,
     dtype: tl.constexpr,
@@ -161,7 +164,7 @@ def multiply_partial(
     MESH: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Send tiles of this rank's partial result to their owners. Grid: (programs,), persistent."""
+    """Send this rank's partial tiles to their owners. Grid: (programs,), persistent."""
     BLOCK_M: tl.constexpr = FORM.block_m
     BLOCK_N: tl.constexpr = FORM.block_n
     call = tl.load(peers.calls)
@@ -232,10 +235,10 @@ def multiply_all_reduce(
 
 
 class ReduceWorkspace(Workspace):
-    """The workspace of either op.
+    """A workspace for either op.
 
     Attributes:
-        choice: chooses the options that callers leave open.
+        choice: selects the arguments that callers leave open.
     """
 
     def __init__(
@@ -267,17 +270,18 @@ def matmul_reduce_scatter_workspace(
     block_m: int = BLOCK_M,
     block_n: int = BLOCK_N,
 ) -> ReduceWorkspace:
-    """Create a workspace for results of at most `max_rows` (M / W) rows of `n` numbers. Collective.
+    """Create a workspace for results with at most `max_rows` (M / W) rows. Collective.
 
     Args:
-        home: this rank's.
-        max_rows: M / W.
+        home: this rank's home.
+        max_rows: maximum M / W.
         n: N.
-        dtype: dtype in which partial results travel.
-        block_m, block_n: the smallest sides of later tiles, except sides that cover the result.
+        dtype: dtype of partial results in transit.
+        block_m, block_n: smallest tile sides in a call. A side may be smaller if it covers the
+            whole result.
 
     Raises:
-        KernelError: on every rank, if one rank refuses an argument or the ranks differ.
+        KernelError: on every rank, if one rank refuses an argument or the ranks' arguments differ.
     """
     return ReduceWorkspace(home, "matmul_reduce_scatter", max_rows, n, dtype, block_m, block_n)
 
@@ -290,7 +294,7 @@ def matmul_all_reduce_workspace(
     block_m: int = BLOCK_M,
     block_n: int = BLOCK_N,
 ) -> ReduceWorkspace:
-    """Create such a workspace for results of `max_rows` (M) rows on all ranks. Collective."""
+    """Create a workspace for results with at most `max_rows` (M) rows on all ranks. Collective."""
     return ReduceWorkspace(home, "matmul_all_reduce", max_rows, n, dtype, block_m, block_n)
 
 
@@ -307,27 +311,28 @@ def matmul_reduce_scatter(
     stages: int = 0,
     programs: int = 0,
 ) -> Tensor:
-    """Return this rank's rows of the sum of all ranks' products. Collective.
+    """Compute this rank's rows in the sum over all ranks' products. Collective.
 
     Args:
-        x: [M, K / W], contiguous; the same shape on all ranks; M a multiple of W.
-        w: [K / W, N] of x's dtype, contiguous or the transpose of a contiguous matrix.
+        x: [M, K / W], contiguous; the same shape on all ranks; M is a multiple of W.
+        w: [K / W, N], x's dtype, contiguous or the transpose of a contiguous matrix.
         workspace: from `matmul_reduce_scatter_workspace`.
-        epilogue: its scales are for this rank's product, the rest is for this rank's rows of the
-            sum. The result has the workspace's dtype if out_dtype is None.
-        topology: of the links between ranks; see all_gather_matmul.py.
-        ranks_per_node: ranks with fast links; all if 0. Ranks of a node are consecutive.
-        blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile. If None, the tuned tile for this device, world
-            size, shape and dtype, or else the cost model's choice: tuning/search.py.
-        warps, stages: for compiling the product; if 0, chosen like blocks.
-        programs: of the product; one per processor of the device if 0.
+        epilogue: its scales apply to this rank's product, its other parts to this rank's rows of
+            the sum. If out_dtype is None, the result has the workspace's dtype.
+        topology: links between ranks; see all_gather_matmul.py.
+        ranks_per_node: number of ranks with fast links between them; all ranks if 0. The ranks of a
+            node have consecutive numbers.
+        blocks: BLOCK_M, BLOCK_N, BLOCK_K. If None, the tuned configuration for this device, world
+            size, shape and dtype, else the best one in the cost model: gpu/tuning/search.py.
+        warps, stages: compile options for the product; if 0, chosen in the same way as blocks.
+        programs: number of programs in the product; if 0, the number of processors on the device.
 
     Returns:
         [M / W, N], or [M / W, N / 2] after silu_multiply.
 
     Raises:
-        KernelError: the operands do not fit each other or the workspace on one rank, or the ranks
-            differ in the operands' shapes or an option.
+        KernelError: on one rank the operands do not match each other or the workspace, or the
+            ranks differ in the operands' shapes or in an option.
     """
     size, require = workspace.world_size, workspace.require
     options = {"blocks": blocks, "warps": warps, "stages": stages, "programs": programs}
@@ -389,25 +394,25 @@ def matmul_all_reduce(
     stages: int = 0,
     programs: int = 0,
 ) -> Tensor:
-    """Return the sum of all ranks' products on all of them: for few rows. Collective.
+    """Compute the sum over all ranks' products, on all ranks: for few rows. Collective.
 
     Args:
         x: [M, K / W], contiguous; the same shape on all ranks.
-        w: [K / W, N] of x's dtype, contiguous or the transpose of a contiguous matrix.
+        w: [K / W, N], x's dtype, contiguous or the transpose of a contiguous matrix.
         workspace: from `matmul_all_reduce_workspace`.
-        epilogue: its scales are for this rank's product, the rest is for the sum. The result has
-            the workspace's dtype if out_dtype is None.
-        blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile. If None, the tuned tile for this device, world
-            size, shape and dtype, or else the cost model's choice: tuning/search.py.
-        warps, stages: for compiling the product; if 0, chosen like blocks.
-        programs: of the product; one per processor of the device if 0.
+        epilogue: its scales apply to this rank's product, its other parts to the sum. If out_dtype
+            is None, the result has the workspace's dtype.
+        blocks: BLOCK_M, BLOCK_N, BLOCK_K. If None, the tuned configuration for this device, world
+            size, shape and dtype, else the best one in the cost model: gpu/tuning/search.py.
+        warps, stages: compile options for the product; if 0, chosen in the same way as blocks.
+        programs: number of programs in the product; if 0, the number of processors on the device.
 
     Returns:
         [M, N], or [M, N / 2] after silu_multiply; the same bits on all ranks.
 
     Raises:
-        KernelError: the operands do not fit each other or the workspace on one rank, or the ranks
-            differ in the operands' shapes or an option.
+        KernelError: on one rank the operands do not match each other or the workspace, or the
+            ranks differ in the operands' shapes or in an option.
     """
     asked: dict[str, object] = {"blocks": blocks, "warps": warps}
     asked |= {"stages": stages, "programs": programs}
@@ -439,26 +444,26 @@ def matmul_all_reduce(
 
 
 def for_sum(form: Form) -> Form:
-    """Return the constants for a product's sum, which do not depend on K or the weights."""
+    """Return the constants for the kernel that sums: the same for any K and any weights."""
     return form._replace(
         block_k=0, transposed=False, scale_rows=False, scale_columns=False, even_k=False
     )
 
 
 def result_shape(x: Tensor, weights: Weights) -> dict[str, object]:
-    """Return the sizes of the operands on which ranks must agree. K / W may differ."""
+    """Return the sizes that must be equal on all ranks. K / W may differ between ranks."""
     return {"x's rows": len(x), "w's columns": sum(weights.widths)}
 
 
 class _Call:
-    """The arguments of one call's kernels, after all checks.
+    """Checked kernel arguments for one call.
 
     Attributes:
-        out: the result.
+        out: the op's result.
         tiles: number of tiles in the result.
         m, n, k: sizes of the product.
-        dtype: Triton's dtype in which partial results travel.
-        form, warps, stages: for compiling the product.
+        dtype: Triton dtype of partial results in transit.
+        form, warps, stages: compile-time constants and options for the product.
     """
 
     def __init__(
@@ -495,5 +500,5 @@ class _Call:
         self.warps, self.stages = tiling.warps, tiling.stages
 
     def programs(self, tiles: int) -> int:
-        """Return the number of programs for a persistent kernel with this many tiles."""
+        """Return the grid size for a persistent kernel with this number of tiles."""
         return min(tiles, self._programs)

@@ -1,4 +1,4 @@
-"""Timing of calls, on a GPU and on the host."""
+"""Clocks for calls, on a GPU and on the host."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 Call = Callable[[], object]
 Clock = Callable[[Call, int], float]
-"""(call, number of calls) -> seconds per call."""
+"""(call, number of calls) -> mean seconds for one call."""
 
 
 def gpu_clock(call: Call, calls: int) -> float:
-    """Measure between events on this rank's stream."""
+    """Measure the time between two events on this rank's stream."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(calls):
@@ -24,7 +24,7 @@ def gpu_clock(call: Call, calls: int) -> float:
 
 
 def host_clock(call: Call, calls: int) -> float:
-    """Measure on the host, for homes whose launches return when they are done."""
+    """Measure the time on the host. A launch must return only after its kernel has finished."""
     begin = time.perf_counter()
     for _ in range(calls):
         call()

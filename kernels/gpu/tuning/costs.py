@@ -1,19 +1,21 @@
-"""The predicted cost of an overlapped op: a roofline of compute, links and launches.
+"""The cost model for overlapped ops: a roofline with compute, links and launches.
 
-    tiles        the product takes waves of tiles, a tile takes steps of BLOCK_K; a step takes the
-                 maximum of its arithmetic, its loads, and the memory latency divided by the stages
-                 that hide it, plus a small loop overhead
-    link         the bytes that a rank receives (or sends, if more) over its link, times the
-                 method's overhead, plus its signals' latency
-    overlap      the longer of the two, plus work that cannot be hidden: an all-gather multiplies
-                 the last shard after it has arrived; a reduce-scatter computes the first tile
-                 before any tile leaves
+It needs no measurement.
 
-The costs of collectives are those of "How to Scale Your Model" (Austin et al. 2025, part 3): an
-all-gather or reduce-scatter moves the whole array once over the link, an all-reduce twice, for any
-number of ranks. Below a hop's latency they cost that latency. The model orders candidates for
-tuning (search.py) and chooses where nothing was tuned. It ignores contention between communication
-and compute, and power limits.
+    tiles        the product takes waves of tiles, and a tile takes steps along K by BLOCK_K; a step
+                 takes the longest of its arithmetic, its loads, and the memory latency divided by
+                 the stages that hide it, plus a small overhead for the loop
+    link         the bytes that a rank receives (or sends, whichever is more) over its link, times
+                 the method's overhead, plus the latency of its signals
+    overlap      the longer of the two, plus the part that cannot be hidden: an all-gather's last
+                 shard is multiplied after it has arrived, and a reduce-scatter's first tile is
+                 computed before anything is sent
+
+The costs for collectives follow "How to Scale Your Model" (Austin et al. 2025, part 3): an
+all-gather or reduce-scatter moves the whole array over the link once, an all-reduce twice, for any
+number of ranks. Small arrays cost at least the latency of a hop. The model orders the candidates
+for tuning (search.py), and selects a configuration for untuned shapes. It ignores contention
+between communication and compute, and power limits.
 """
 
 from __future__ import annotations
@@ -36,15 +38,15 @@ DTYPES = {
 
 
 class Config(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
-    """The configuration of an op. Equal on all ranks.
+    """Configuration for an op; equal on all ranks.
 
     Attributes:
-        method: the way data travels; from `METHODS`.
+        method: communication method; a key in `METHODS`.
         block_m, block_n, block_k: sides of a tile; 0 in ops without a product. Attention has no
-            block_k. For moe_dispatch, block_m is the number of tokens per signal.
-        stages, warps: for compiling the kernel that multiplies; 0 in ops without a product.
-        senders: programs that only send, in ops that have them; 0 for the op's own choice.
-        splits: programs that share the keys of a tile, in decode attention; 0 elsewhere.
+            block_k. In moe_dispatch, block_m is the number of tokens with a common signal.
+        stages, warps: pipeline stages and warps in the kernel with the product; 0 without one.
+        senders: number of programs that only send; 0 lets the op decide, or the op has none.
+        splits: number of programs that share the keys of a tile in decode attention; 0 elsewhere.
     """
 
     method: str
@@ -75,18 +77,19 @@ class Problem:
     """One op at one shape.
 
     Attributes:
-        op: a key of `PAYLOADS`.
-        rows: M of all ranks together, as they are multiplied.
-        n, k: of the weight on one rank; for ops without a product n is the width of a row, k is 0.
-        dtype: of the operands, by its torch name.
-        groups: number of groups of rows with their own weights: experts, or KV heads.
-        top_k: how often a row is multiplied, by weights of different groups; or query heads that
-            share a KV head.
+        op: a key in `PAYLOADS`.
+        rows: number of rows that all ranks together multiply (M).
+        n, k: columns and rows of the weight on one rank. For ops without a product, n is the width
+            of a row and k is 0.
+        dtype: operand dtype, by its torch name.
+        groups: number of groups of rows, each with its own weight: experts, or KV heads.
+        top_k: how often the same row is multiplied, with weights from different groups. For
+            attention, the number of query heads that share a KV head.
 
-    For attention, rows are the queries of the longest request, of all requests if they decode, or
-    of all ranks (sequence_parallel_attention); n is the number of keys of the longest request; k is
-    the size of a head, or of a latent (mla_decode_attention: `latent_rank`); dtype is the cache's.
-    For moe_dispatch, each token counts as one row per expert.
+    For attention, rows is the number of queries: in the longest request, in all requests (decode),
+    or on all ranks (sequence_parallel_attention). n is the number of keys in the longest request.
+    k is the head size, or the latent size (mla_decode_attention: `latent_rank`). dtype is the cache
+    dtype. For moe_dispatch, each token counts as one row for each of its experts.
     """
 
     op: str
@@ -128,8 +131,9 @@ class Problem:
 
     @property
     def payload(self) -> int:
-        """The bytes of the whole array that is gathered or reduced; in moe_dispatch the maximum
-        that a rank receives.
+        """Bytes in the whole array that is gathered or reduced.
+
+        For moe_dispatch: the maximum number of bytes that one rank receives.
         """
         if PAYLOADS[self.op] == "nothing":
             return 0
@@ -142,7 +146,7 @@ class Problem:
 
     @property
     def parts(self) -> int:
-        """The number of parts of the rows that begin a new tile: one per rank, or per group."""
+        """Number of row ranges that begin a new tile: one for each rank, or for each group."""
         if "grouped" in self.op:
             return self.groups
         return 1 if self.op == "matmul_all_reduce" else self.world_size
@@ -164,7 +168,8 @@ PAYLOADS = {
     "mla_decode_attention": "nothing",
     "sequence_parallel_attention": "input",
 }
-"""Whether each op's product sends its input or its output; the output in ops without a product."""
+"""The array that travels in each op: the product's input or output. Ops without a product have only
+an output."""
 
 SENDING = (
     *("all_gather_matmul", "all_gather_grouped_matmul", "grouped_matmul_reduce_scatter"),
@@ -175,12 +180,12 @@ SENDING = (
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """The cost of a way to communicate.
+    """Costs of a communication method.
 
     Attributes:
         factor: bytes on the link for each byte of data.
-        hops: consecutive latencies.
-        on_processors: programs of the GPU move the data.
+        hops: number of latencies in sequence.
+        on_processors: GPU programs move the data.
     """
 
     factor: float = 1.0
@@ -190,30 +195,30 @@ class Method:
 
 METHODS = {
     "push": Method(hops=2),  # the data, then its signal
-    "pull": Method(hops=3),  # the announcement, the request, the data
+    "pull": Method(hops=3),  # the signal for ready data, the request, the data
     "copy_engine": Method(hops=2, on_processors=False),
-    "ll": Method(factor=2.0),  # 4 bytes of data and 4 of flag per store (NCCL's LL)
-    "ll128": Method(factor=128 / 120),  # 8 bytes of flag in 128 (NCCL's LL128)
+    "ll": Method(factor=2.0),  # a store has 4 data bytes and 4 flag bytes (NCCL's LL)
+    "ll128": Method(factor=128 / 120),  # 8 flag bytes in 128 bytes (NCCL's LL128)
     "multimem": Method(hops=2),
     "one_shot": Method(hops=2),
     "two_shot": Method(hops=4),
     "local": Method(factor=0.0, hops=0),  # within one rank
 }
 ONE_SHOT = ("one_shot", "ll")
-"""All-reduce methods in which every rank receives all data of every other rank."""
+"""All-reduce methods in which every rank receives the whole array from every other rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Figures of one GPU, in bytes, seconds and operations per second.
+    """Figures for one GPU, in bytes, bytes per second and operations per second.
 
     Attributes:
-        name: part of the driver's name for it.
-        target: the target of check/aot.py.
-        flops: dense, with 2-byte operands.
+        name: part of the name that the driver gives.
+        target: compilation target in aot.py.
+        flops: dense operations per second with 2-byte operands.
         memory, l2: bandwidth.
-        link: bandwidth to the other GPUs of the node, in one direction.
-        processors: SMs or CUs.
+        link: bandwidth to the other GPUs in the node, in one direction.
+        processors: number of SMs or CUs.
         shared: maximum bytes of shared memory for one program.
     """
 
@@ -227,10 +232,10 @@ class Device:
     shared: int
 
 
-# Peaks as the makers publish them (data sheets: NVIDIA A100 80 GB SXM, H100 SXM, H200 SXM, DGX
-# B200; AMD Instinct MI300X), NVLink and Infinity Fabric halved to one way; shared memory from
-# CUDA's programming guide (compute capability table) and AMD's CDNA 3 paper. L2 is published by
-# nobody: read bandwidths that microbenchmarks report (Chips and Cheese), rounded.
+# Peaks come from the vendors' data sheets (NVIDIA A100 80 GB SXM, H100 SXM, H200 SXM, DGX B200; AMD
+# Instinct MI300X). NVLink and Infinity Fabric are halved to one direction. Shared memory comes from
+# CUDA's programming guide (compute capability table) and AMD's CDNA 3 paper. No vendor publishes L2
+# bandwidths: these are rounded read bandwidths from microbenchmarks (Chips and Cheese).
 DEVICES = (
     Device("A100", "sm_80", 312e12, 2.0e12, 4.5e12, 300e9, 108, 163 << 10),
     Device("H100", "sm_90", 989e12, 3.35e12, 5.5e12, 450e9, 132, 227 << 10),
@@ -240,25 +245,25 @@ DEVICES = (
 )
 UNKNOWN = DEVICES[1]
 
-HOP = 1e-6  # "How to Scale Your Model", part 3: about 1 us a hop, on ICI and NVLink alike
-LAUNCH = 4e-6  # for a kernel or a copy that follows another; assumed
-MEMORY_LATENCY = 0.7e-6  # for a load that misses L2; assumed
-STEP = 20e-9  # overhead of a step along K: a barrier, addresses, a branch; assumed
-SATURATING_SENDERS = 16  # programs that fill a link; assumed (DeepEP gives 20 to all traffic)
+HOP = 1e-6  # "How to Scale Your Model", part 3: about 1 us per hop, on ICI and NVLink alike
+LAUNCH = 4e-6  # a kernel or a copy that follows another one; assumed
+MEMORY_LATENCY = 0.7e-6  # a load that misses L2; assumed
+STEP = 20e-9  # overhead per step along K: a barrier, addresses, a branch; assumed
+SATURATING_SENDERS = 16  # programs that saturate a link; assumed (DeepEP uses 20 for all traffic)
 
 
 def device_named(name: str) -> Device:
-    """Return the figures of a GPU by its driver's name; an H100's for an unknown GPU."""
+    """Find a GPU by the name that its driver gives. An unlisted GPU gets the H100's figures."""
     return next((device for device in DEVICES if device.name in name), UNKNOWN)
 
 
 def device_for(target: str) -> Device:
-    """Return the figures of the first GPU with this target of check/aot.py."""
+    """Find the first GPU with this compilation target."""
     return next(device for device in DEVICES if device.target == target)
 
 
 def link_time(problem: Problem, config: Config, device: Device) -> float:
-    """Return the seconds until all data has arrived, if nothing else ran."""
+    """Estimate the seconds until all data has arrived, if nothing else runs."""
     size, method = problem.world_size, METHODS[config.method]
     if size == 1 or not problem.payload:
         return 0.0
@@ -266,7 +271,7 @@ def link_time(problem: Problem, config: Config, device: Device) -> float:
     if problem.op.endswith("all_reduce"):
         if config.method in ONE_SHOT:
             traffic *= size
-        elif config.method == "multimem":  # the switch adds: one reduced part in, the sums back
+        elif config.method == "multimem":  # the switch adds: one reduced part in, the sums out
             traffic = problem.payload * (1 + 1 / size)
         else:
             traffic *= 2
@@ -278,7 +283,7 @@ def link_time(problem: Problem, config: Config, device: Device) -> float:
 
 
 def compute_time(problem: Problem, config: Config, device: Device) -> float:
-    """Return the seconds of the product alone, on the processors that communication leaves."""
+    """Estimate the seconds for the product alone, on the processors without senders."""
     if not problem.multiplies:
         return 0.0
     rows = -(-problem.rows // problem.parts)
@@ -299,9 +304,7 @@ def compute_time(problem: Problem, config: Config, device: Device) -> float:
 
 
 def attention_time(problem: Problem, config: Config, device: Device) -> float:
-    """Return the seconds of attention, with a product's steps: a block of keys counts as one
-    BLOCK_K.
-    """
+    """Estimate the seconds for attention. A block of keys is a step, like BLOCK_K in a product."""
     of_rank = -(-problem.rows // problem.world_size) if problem.payload else problem.rows
     requests, queries = (problem.rows, 1) if problem.decodes else (1, of_rank)
     splits, width = max(1, config.splits), 1 << (problem.k - 1).bit_length()
@@ -324,10 +327,10 @@ def attention_time(problem: Problem, config: Config, device: Device) -> float:
 
 
 def exchange_time(problem: Problem, config: Config, device: Device) -> float:
-    """Return the seconds for sending and placing tokens, in chunks of block_m tokens.
+    """Estimate the seconds to send tokens and place them, in chunks with block_m tokens.
 
-    Before it places a chunk, a program reads each chunk's number of tokens for each expert. With
-    many small chunks it reads more. With few large ones there are not enough for all processors.
+    Before a program places a chunk, it reads the number of tokens for each expert in each chunk.
+    With many small chunks it reads more. With few large chunks some processors have no work.
     """
     tokens = -(-problem.rows // (problem.top_k * problem.world_size))
     chunks = problem.world_size * -(-tokens // config.block_m)
@@ -340,7 +343,7 @@ def exchange_time(problem: Problem, config: Config, device: Device) -> float:
 
 
 def cost(problem: Problem, config: Config, device: Device) -> float:
-    """Return the seconds of one call."""
+    """Estimate the seconds for one call."""
     link = link_time(problem, config, device)
     if problem.attends:
         alone = attention_time(problem, config, device)
@@ -354,10 +357,10 @@ def cost(problem: Problem, config: Config, device: Device) -> float:
     elif problem.op.endswith("matmul_reduce_scatter"):
         total = max(compute, compute / size + link)
     elif problem.op == "matmul_all_reduce":
-        total = compute + link  # few rows: the tiles finish at about the same time
+        total = compute + link  # few rows: all tiles finish at about the same time
     else:
-        total = link + compute  # of which it has one
-    if problem.op == "grouped_matmul_reduce_scatter":  # writes the rows, and reads them for the sum
+        total = link + compute  # one of the two is 0
+    if problem.op == "grouped_matmul_reduce_scatter":  # the rows are written, and read to be added
         total += 2 * problem.rows * problem.n * problem.itemsize / device.memory
     if "reduce" in problem.op:  # reads the parts, and writes their sum
         parts = size if problem.op.endswith("all_reduce") and config.method in ONE_SHOT else 1
@@ -374,39 +377,40 @@ STAGES = (2, 3, 4, 5)
 WARPS = (4, 8)
 SENDERS = (0, 8, 16, 32)
 MAX_ACCUMULATORS = 128
-"""Maximum numbers of the result that one thread keeps in registers; more would spill."""
+"""Maximum number of accumulators in a thread's registers; more would spill."""
 FEW_ACCUMULATORS = 64
-"""Maximum number with which blocks of K may exceed 128 bytes per row; more would spill too."""
+"""Maximum number of accumulators if a row in a block along K has more than 128 bytes. More would
+spill."""
 APART = ("all_gather_grouped_matmul", "grouped_matmul_reduce_scatter")
-"""Ops that multiply rows which are apart: the address of each row takes registers too."""
+"""Ops whose rows are not contiguous: the addresses of the rows take registers, too."""
 
 ATTENTION_M, ATTENTION_N = (16, 64, 128), (16, 32, 64, 128)
 ATTENTION_STAGES = (1, 2, 3, 4)
 SPLITS = (1, 2, 4, 8, 16, 32, 64)
 ATTENTION_ACCUMULATORS = 96
-"""Maximum sums and scores that one thread of attention keeps in registers."""
+"""Maximum number of sums and scores in a thread's registers in attention."""
 FEW_ATTENTION_ACCUMULATORS = 80
-"""The same if tokens of several ranks are counted beside them (`choose_part_tile`)."""
+"""The same maximum if the kernel also counts tokens from several ranks (`choose_part_tile`)."""
 ATTENTION_BLOCK = 8192
-"""Maximum numbers in a block of keys for AMD's registers, beside 64 rows or more."""
+"""Maximum number of elements in a block of keys that fit AMD's registers with 64 rows or more."""
 
 CHUNKS = (4, 8, 16, 32)
-"""Tokens of moe_dispatch per signal."""
+"""Numbers of tokens with a common signal in moe_dispatch."""
 MAX_CHOICES = 512
-"""Maximum choices of a chunk's tokens, whose slots a program keeps in registers."""
+"""Maximum number of (token, expert) pairs in a chunk. A program keeps their slots in registers."""
 
 
 def space(problem: Problem, device: Device, methods: Sequence[str]) -> list[Config]:
-    """Return every configuration that fits the device, the cheapest first; the order is total.
+    """List every configuration that fits the device, the cheapest first. The order is total.
 
-    Equal costs are ordered by their distance from what suits most products: 8 warps for tiles of
-    128 rows or more and 4 for others, 3 blocks of K in shared memory.
+    At equal cost, configurations near the usual one come first. The usual one has 8 warps for tiles
+    with 128 rows or more, else 4 warps, and 3 stages (2 on AMD).
 
     Args:
-        methods: the op's methods, from `METHODS`.
+        methods: methods that the op has; keys in `METHODS`.
 
     Raises:
-        KernelError: a method is unknown, or nothing fits.
+        KernelError: a method is unknown, or no tile fits.
     """
     if unknown := [name for name in methods if name not in METHODS]:
         raise KernelError(
@@ -428,7 +432,7 @@ def space(problem: Problem, device: Device, methods: Sequence[str]) -> list[Conf
     ]
     if not configs:
         raise KernelError(f"{problem.op}: no tile fits {device.shared} bytes of shared memory")
-    usual_stages = 2 if device.target.startswith("gfx") else 3  # AMD keeps the next in registers
+    usual_stages = 2 if device.target.startswith("gfx") else 3  # AMD: next block in registers
 
     def order(config: Config) -> tuple[float, bool, int, Config]:
         unusual = config.warps != (8 if config.block_m >= 128 else 4)
@@ -439,9 +443,7 @@ def space(problem: Problem, device: Device, methods: Sequence[str]) -> list[Conf
 
 
 def _tiles(problem: Problem, device: Device) -> list[tuple[int, int, int, int, int]]:
-    """Return fitting block_m, block_n, block_k, stages and warps, none much larger than the
-    problem.
-    """
+    """List (block_m, block_n, block_k, stages, warps) that fit and suit the problem's size."""
     most_m = max(16, 2 * -(-problem.rows // problem.parts) - 1)
     return [
         (m, n, k, stages, warps)
@@ -458,9 +460,7 @@ def _tiles(problem: Problem, device: Device) -> list[tuple[int, int, int, int, i
 def _has_registers(
     problem: Problem, device: Device, accumulators: float, m: int, k: int, stages: int
 ) -> bool:
-    """Return whether nothing spills, according to a compilation of all tiles (`weft check aot
-    --all`).
-    """
+    """Tell if no register spills. The limits come from `weft check aot --all`."""
     if problem.op in APART:
         row = k * max(2, problem.itemsize)
         narrow = k == min(BLOCKS_K) or row <= (128 if m >= 64 else 64)
@@ -471,14 +471,14 @@ def _has_registers(
 
 
 def _attention_tiles(problem: Problem, device: Device) -> list[tuple[int, int, int, int, int]]:
-    """Return the same for attention, whose block_k is 0."""
+    """List the same tuples for attention, with block_k = 0."""
     if problem.op == "mla_decode_attention":
         return _latent_tiles(problem, device)
     queries = 1 if problem.decodes else problem.rows
     most_m = max(16, 2 * queries * problem.top_k - 1)
     lowest = next(m for m in ATTENTION_M if m >= min(problem.top_k, ATTENTION_M[-1]))
     width = 1 << (problem.k - 1).bit_length()
-    block = 2 * width * max(2, problem.itemsize)  # of keys and values, for each of n
+    block = 2 * width * max(2, problem.itemsize)  # key and value bytes for each of n tokens
     fewest = (lowest, ATTENTION_N[0], WARPS[-1])
     most = ATTENTION_ACCUMULATORS
     if problem.payload and width > 64 and device.target in ("sm_100", "gfx942"):
@@ -497,8 +497,9 @@ def _attention_tiles(problem: Problem, device: Device) -> list[tuple[int, int, i
 
 
 def _latent_tiles(problem: Problem, device: Device) -> list[tuple[int, int, int, int, int]]:
-    """Return the same for latents, with registers left for R sums of a row, like
-    `choose_latent_tile`.
+    """List the same tuples for latent attention.
+
+    They leave registers for a row's R sums, as in `choose_latent_tile`.
     """
     amd, cast = device.target.startswith("gfx"), problem.itemsize == 1
     most = 256 if amd and problem.itemsize == 4 else 512
@@ -518,12 +519,12 @@ def _latent_tiles(problem: Problem, device: Device) -> list[tuple[int, int, int,
 
 
 def latent_rank(k: int) -> int:
-    """Return R for a latent of k = R + P numbers: the largest power of two up to k, at most 512."""
+    """Return R for a latent with k = R + P elements: k rounded down to a power of two, max. 512."""
     return min(512, 1 << (k.bit_length() - 1))
 
 
 def _splits(problem: Problem) -> list[int]:
-    """Return numbers of splits with at least 64 keys each."""
+    """List the numbers of splits with at least 64 keys in each split."""
     return [splits for splits in SPLITS if splits == 1 or splits * 64 <= problem.n]
 
 

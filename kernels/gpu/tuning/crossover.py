@@ -1,15 +1,15 @@
-"""The row count above which replicated products become slower than products of split rows.
+"""The crossover between two ways to run a pair of matrix products, by number of rows.
 
-A pair of products runs in one of two ways (models/torch/overlapped.py):
+The two ways are (models/torch/overlapped.py):
 
-    few     matmul               all rows, own columns
+    few     matmul               all rows on every rank, own columns
             matmul_all_reduce    own rows of the weight, sums on all ranks
-    many    all_gather_matmul
+    many    all_gather_matmul    rows are split over the ranks
             matmul_reduce_scatter
 
-The tuning file has each overlapped op's time. A product alone is recorded as all_gather_matmul in a
-world with one rank. Operations between products, mainly norms, run W times in the first way; this
-is not counted.
+The tuning file has a time for each overlapped op. A product without communication is recorded as
+all_gather_matmul with world size 1. The first way repeats the work between the products, mainly
+norms, on all W ranks; the comparison does not count this.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from weft.kernels.symmetric.memory import Home
 
 
 class Product(NamedTuple):
-    """Columns and rows of a weight, on one rank."""
+    """A weight's size on one rank: n columns, k rows."""
 
     n: int
     k: int
@@ -40,21 +40,22 @@ def few_rows(
     dtype: torch.dtype,
     path: Path | None = None,
 ) -> int | None:
-    """Return the maximum number of rows for which the first way is faster, by rank 0's file.
-    Collective.
+    """Find the maximum number of rows for which the first way is faster. Collective.
+
+    All ranks use the tuning file on rank 0.
 
     Args:
-        home: this rank's.
-        begins: a layer's products with all rows and own columns.
-        ends: a layer's products with a sum over the ranks.
-        dtype: of the operands.
-        path: of the file; tuned.default_path() if None.
+        home: this rank's home.
+        begins: all products of a layer that take all rows and own columns.
+        ends: all products of a layer that are summed over the ranks.
+        dtype: operand dtype.
+        path: tuning file; tuned.default_path() if None.
 
     Returns:
-        At least 1; None if no number of rows was tuned for all products.
+        At least 1; None if no number of rows has been tuned for all these products.
 
     Raises:
-        TuningError: rank 0's file is damaged; raised on all ranks.
+        TuningError: on all ranks, if the file on rank 0 is damaged.
     """
 
     def look() -> str:
@@ -76,7 +77,7 @@ def _few_rows(
     size = home.world_size
 
     def microseconds(op: str, world_size: int, rows: int, products: Sequence[Product]) -> float:
-        """Return the time of all of them; KeyError if one was not tuned."""
+        """Add up the times for all products. Raises KeyError if one was not tuned."""
         problems = (Problem(op, world_size, rows, n, k, dtype) for n, k in products)
         keys = (tuned.key_of(problem, home.device_name) for problem in problems)
         return sum(table[key].microseconds for key in keys)

@@ -3,11 +3,12 @@
     tune_op(home, Problem("all_gather_matmul", 8, rows=8192, n=7168, k=8192))
 
 Operands are random, because a GPU multiplies zeros faster. A product has one workspace, made for
-the smallest candidate tile. moe_dispatch has one for each chunk size. A collective has one for each
-of its methods, because a method that the home lacks (multicast) is refused at creation.
+the smallest tile that is tried. moe_dispatch has one workspace for each chunk size. A collective
+has one for each method, because creating a workspace fails for a method that the home lacks
+(multicast).
 
-Not handled: epilogues, several weights, and methods between nodes. The result for one weight serves
-several weights of the same total width.
+Not handled: epilogues, several weights, and methods between nodes. Several weights use the
+configuration for one weight with the same total number of columns.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ METHODS = {
     "mla_decode_attention": ("local",),
     "sequence_parallel_attention": ("push",),
 }
-"""Each op's methods within a node."""
+"""Methods for each op, within a node."""
 
 COLLECTIVES: dict[str, tuple[Callable[..., Tensor], Callable[..., Workspace]]] = {
     "all_gather": (all_gather, all_gather_workspace),
@@ -86,22 +87,22 @@ PRODUCTS: dict[str, Callable[..., Tensor]] = {
 
 
 PAGE = 16
-"""Tokens in a block of the cache."""
+"""Number of tokens in a cache block."""
 
 
 def tune_op(home: Home, problem: Problem, **options: Any) -> list[Measured]:
-    """Call `search.tune` for a problem's op, with its options. Collective.
+    """Tune a problem's op; options go to `search.tune`. Collective.
 
     Raises:
-        KernelError: the rows do not divide among the ranks.
-        TuningError: as in `search.tune`.
+        KernelError: the number of rows is not a multiple of the number of ranks.
+        TuningError: as `search.tune`.
     """
     methods, prepare = prepare_op(home, problem)
     return tune(home, problem, methods, prepare, **options)
 
 
 def prepare_op(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
-    """Return the op's methods on this home, and a function that makes calls of it. Collective."""
+    """Return the op's methods on this home, and a function that makes its calls. Collective."""
     size, rows = home.world_size, problem.rows
     top_k = 1 if problem.attends else problem.top_k
     if problem.attends and not problem.payload:
@@ -162,7 +163,7 @@ def _prepare_product(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
 
 
 def _prepare_groups(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
-    """Prepare a product with experts: each is equally likely for a token, the same on all ranks."""
+    """Prepare grouped products. Each token goes to random experts, the same on all ranks."""
     size, rows, experts, top_k = home.world_size, problem.rows, problem.groups, problem.top_k
     w = _random(home, problem, experts * problem.k, problem.n).view(experts, problem.k, problem.n)
     numbers = torch.Generator().manual_seed(rows)
@@ -197,7 +198,7 @@ def _prepare_groups(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
 
 
 def _prepare_exchange(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
-    """Prepare moe_dispatch followed by moe_combine; each expert is equally likely for a token."""
+    """Prepare calls to moe_dispatch and then moe_combine. Each token goes to random experts."""
     size, experts, top_k = home.world_size, problem.groups, problem.top_k
     tokens, dtype = problem.rows // size // top_k, DTYPES[problem.dtype]
     numbers = torch.Generator().manual_seed(home.rank)
@@ -220,10 +221,9 @@ def _prepare_exchange(home: Home, problem: Problem) -> tuple[list[str], Prepare]
 
 
 def _prepare_attention(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
-    """Prepare as many decoding requests as there are rows, or the prefill of one, with problem.n
-    tokens.
+    """Prepare attention on one rank: one decode request for each row, or one prefill.
 
-    Each rank runs alone. The cache's blocks are in random order.
+    Every request has problem.n tokens. Cache blocks are in random order.
     """
     requests, queries = (problem.rows, 1) if problem.decodes else (1, problem.rows)
     context = max(problem.n, queries)
@@ -257,7 +257,7 @@ def _prepare_attention(home: Home, problem: Problem) -> tuple[list[str], Prepare
 
 
 def _prepare_sequence(home: Home, problem: Problem) -> tuple[list[str], Prepare]:
-    """Prepare one sequence over all ranks; zigzag if their parts are even."""
+    """Prepare attention on one sequence over all ranks, in zigzag order if each part is even."""
     tokens, dtype = problem.rows // home.world_size, DTYPES[problem.dtype]
     kv = (tokens, problem.groups, problem.k)
     k, v = (torch.randn(kv, device=home.device).to(dtype) for _ in range(2))

@@ -1,24 +1,25 @@
-"""Whole-op tuning: an overlapped op is timed as a whole, on all ranks together.
+"""Whole-op tuning: all ranks together time an overlapped op as a whole.
 
-Timing its kernels alone would select the wrong ones: the product that is fastest by itself leaves
-no processors to the senders. So one measurement is a call of the op on all ranks, and its time is
-the slowest rank's.
+Timing single kernels would choose the wrong ones: the product that is fastest by itself leaves no
+processors for the programs that send. One measurement is therefore a call on all ranks, and the
+slowest rank decides its time.
 
     1. every rank orders the same candidates by the cost model (costs.py)
-    2. each candidate is called once without timing, on all ranks: this compiles and loads its
-       kernels; if one rank cannot compile a candidate, all ranks drop it
-    3. in each repetition all ranks meet, call the next candidate, and time the calls; a temporary
-       slowdown affects all candidates alike
-    4. ranks exchange their times, so all choose the same winner; variations of stages, warps,
-       senders and splits around it are timed alike
-    5. the first rank records the winner (table.py)
+    2. all ranks call each candidate once, without timing, to compile and load its kernels; if a
+       candidate does not compile on one rank, all ranks drop it
+    3. in each repetition, all ranks meet, call the next candidate and time the calls; a machine
+       that is slow for a while thus affects all candidates alike
+    4. the ranks exchange their times, so all choose the same winner; then they time variations of
+       its stages, warps, senders and splits in the same way
+    5. rank 0 writes the winner to the tuning file (table.py)
 
-Ranks leave a meeting on the host at different times. So the op is called once before the clock
-starts. In that call each rank waits for all others, which aligns their devices far better than the
-host can.
+Ranks leave a meeting on the host at different times. Therefore the op is called once before the
+clock starts. In this call each rank waits for all others, which aligns the ranks on their devices
+far better than the host can.
 
-A `Choice` selects the configuration to run: the tuned one, or else the cost model's. Ops use it for
-options that their caller leaves open; ops without a workspace take one as an argument.
+A `Choice` selects the configuration for a call: the tuned one, else the best one in the cost model.
+An op uses it for arguments that its caller leaves open. An op without a workspace uses the `Choice`
+that its caller passes.
 """
 
 from __future__ import annotations
@@ -46,9 +47,8 @@ from weft.kernels.gpu.tuning.table import Entry, TuningError
 from weft.kernels.symmetric.memory import Home
 
 Prepare = Callable[[Config], Call]
-"""Config -> one call of the op with it, on this rank. No config allocates symmetric memory of its
-own: one workspace, made for the smallest tile, serves all.
-"""
+"""Config -> a function that calls the op with this config, on this rank. It allocates no symmetric
+memory for a config: one workspace, made for the smallest tile, serves all configs."""
 
 PRODUCT_METHODS = {
     "all_gather_matmul": ("push",),
@@ -58,17 +58,17 @@ PRODUCT_METHODS = {
     "all_gather_grouped_matmul": ("push",),
     "grouped_matmul_reduce_scatter": ("push",),
 }
-"""The methods of each op that multiplies."""
+"""Methods for each op with a matrix product."""
 
 CANDIDATES = 16
 REPETITIONS = 7
 CALLS = 5
-"""Calls between two readings of the clock."""
+"""Number of calls for one time measurement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A candidate's time in each repetition, in seconds, on the slowest rank."""
+    """A candidate's times in seconds: for each repetition, the time on the slowest rank."""
 
     config: Config
     times: tuple[float, ...]
@@ -79,8 +79,9 @@ class Measured:
 
 
 def options_of(problem: Problem, config: Config) -> dict[str, Any]:
-    """Turn a configuration into keyword arguments of the problem's op; for moe_dispatch, of its
-    workspace.
+    """Convert a configuration to keyword arguments for the problem's op.
+
+    For moe_dispatch, the arguments are for its workspace.
     """
     if problem.op == "moe_dispatch":
         return {"chunk": config.block_m}
@@ -107,23 +108,23 @@ def tune(
     repetitions: int = REPETITIONS,
     calls: int = CALLS,
 ) -> list[Measured]:
-    """Find the fastest configuration, and record it. Collective.
+    """Find the fastest configuration, and write it to the tuning file. Collective.
 
     Args:
-        methods: the op's methods.
-        prepare: makes calls; a configuration is dropped if it raises a KernelError or does not
-            compile.
-        path: of the file; tuned.default_path() if None. The first rank's is written.
-        clock: if None, events on a GPU, otherwise the host's clock.
-        candidates: in the first round, each with another method or tile.
-        repetitions: in each round.
-        calls: for one time.
+        methods: methods that the op has.
+        prepare: makes the calls. A configuration is dropped if `prepare` raises a KernelError for
+            it, or if it does not compile.
+        path: tuning file; tuned.default_path() if None. Only rank 0 writes its file.
+        clock: if None, events on a GPU, else the host's clock.
+        candidates: number of candidates in the first round; each has another method or tile.
+        repetitions: number of repetitions in each round.
+        calls: number of calls for one time measurement.
 
     Returns:
         The measurements of the last round, the fastest first; equal on all ranks.
 
     Raises:
-        TuningError: no candidate runs, or the file cannot be written; raised on all ranks.
+        TuningError: on all ranks, if no candidate runs or the file cannot be written.
     """
     if home.world_size != problem.world_size:
         raise TuningError(
@@ -156,17 +157,17 @@ def measure(
     repetitions: int,
     calls: int,
 ) -> list[Measured]:
-    """Time configurations on all ranks in lock step; the fastest first. Collective.
+    """Time configurations on all ranks in lock step, and sort them, the fastest first. Collective.
 
     Raises:
-        TuningError: no configuration runs; gives the first one's reason.
+        TuningError: no configuration runs. The message has the reason for the first one.
     """
     ready = _prepare_all(home, configs, prepare)
     times: list[list[float]] = [[] for _ in ready]
     for _ in range(repetitions):
         for (_, call), mine in zip(ready, times, strict=True):
             home.barrier()
-            call()  # lines the ranks up
+            call()  # aligns the ranks
             mine.append(clock(call, calls))
     by_rank = [json.loads(text) for text in home.exchange(json.dumps(times))]
     measured = [
@@ -177,21 +178,20 @@ def measure(
 
 
 class Choice:
-    """Selects an op's configuration where its caller does not: the tuned one, or else the model's
-    choice.
+    """Selection for arguments that a caller leaves open: tuned, else best in the cost model.
 
-    All ranks create it together, with the op's workspace. All use the first rank's file, so ranks
-    with different files still agree. The answer depends only on the arguments and is cached: a call
-    costs two dictionary lookups.
+    All ranks create it together, with the op's workspace. All of them use the tuning file on rank
+    0, so ranks with different files still run the same kernels. The result depends only on the
+    arguments and the file. It is computed once and cached: a call costs two dictionary look-ups.
 
     Args:
-        home: this rank's.
-        op: a key of `costs.PAYLOADS`.
-        block_m, block_n: the smallest sides of a tile that the workspace has signals for.
-        path: of the file; tuned.default_path() if None.
+        home: this rank's home.
+        op: a key in `costs.PAYLOADS`.
+        block_m, block_n: sides of the smallest tile that the workspace has signals for.
+        path: tuning file; tuned.default_path() if None.
 
     Raises:
-        TuningError: the first rank's file is damaged; raised on all ranks.
+        TuningError: on all ranks, if the file on rank 0 is damaged.
     """
 
     def __init__(
@@ -228,12 +228,12 @@ class Choice:
         groups: int = 1,
         top_k: int = 1,
     ) -> Config:
-        """Return a configuration; the same for all rows in a bucket.
+        """Select a configuration. All numbers of rows in a bucket get the same one.
 
         Args:
-            dtype: of the operands.
-            rows, n, k, groups, top_k: as in a `costs.Problem`.
-            methods: the methods that this call can use, from `costs.METHODS`.
+            dtype: operand dtype.
+            rows, n, k, groups, top_k: as in `costs.Problem`.
+            methods: methods that this call can use; keys in `costs.METHODS`.
         """
         largest = tuned.bucket(rows)
         key = (dtype, largest, n, k, groups, top_k, methods)
@@ -254,14 +254,14 @@ class Choice:
         groups: int = 1,
         top_k: int = 1,
     ) -> Config | None:
-        """Select for an op that multiplies, given its caller's operands.
+        """Select a configuration for an op with a product, from the operands of its caller.
 
-        Several weights count as one weight with their total width. With gate and up a tile has two
-        sums, and so half the columns.
+        Several weights count as one weight with all their columns. For gate and up a tile has two
+        sums, and therefore half as many columns.
 
         Returns:
-            None if numbers must be loaded one by one, where no tile is good, or cannot be
-            multiplied.
+            None if the operands must be loaded number by number, because no tile is good then, or
+            if their dtype cannot be multiplied.
         """
         k, n = x.shape[1], sum(weights.widths)
         if x.dtype not in OPERANDS or any(size % 16 for size in (k, *weights.widths)):
@@ -273,15 +273,15 @@ class Choice:
         return config
 
     def of_attention(self, q: Tensor, keys: Tensor, rows: int, context: int) -> Config | None:
-        """Select for attention, given q [T, H, D] and keys [num_blocks, Hk, ..., D].
+        """Select a configuration for attention with q [T, H, D], keys [num_blocks, Hk, ..., D].
 
         Args:
-            rows: as in a `costs.Problem`.
-            context: keys of the longest request.
+            rows: as in `costs.Problem`.
+            context: number of keys in the longest request.
 
         Returns:
-            None if nothing was tuned for this. The ops' own rules are then better than the model,
-            which knows only the longest request.
+            None if nothing was tuned for this shape. The ops' own rules are then better than the
+            cost model, because the model knows only the length of the longest request.
         """
         kv_heads, name = keys.shape[1], str(keys.dtype).removeprefix("torch.")
         shape = (tuned.bucket(rows), tuned.bucket(context), q.shape[2], kv_heads)
@@ -296,8 +296,9 @@ class Choice:
         return next((c for c in configs if self._has_signals(problem, c)), configs[0])
 
     def _has_signals(self, problem: Problem, config: Config) -> bool:
-        """Return whether the workspace has a signal for each tile of that size, or of one that
-        covers all.
+        """Tell if the workspace has a signal for each tile.
+
+        Each side must be at least the smallest side, or cover the whole result.
         """
         needed = (-(-problem.rows // problem.parts), problem.n)
         sides = (config.block_m, config.block_n)
@@ -308,7 +309,7 @@ class Choice:
 
 
 def _distinct_tiles(configs: Sequence[Config]) -> list[Config]:
-    """Return the cheapest configuration of each method and tile, in order of cost."""
+    """Keep the cheapest configuration for each method and tile, in order of cost."""
     first: dict[tuple[object, ...], Config] = {}
     for config in configs:
         first.setdefault((config.method, config.block_m, config.block_n, config.block_k), config)
@@ -316,7 +317,10 @@ def _distinct_tiles(configs: Sequence[Config]) -> list[Config]:
 
 
 def _variations(center: Config, configs: Sequence[Config]) -> list[Config]:
-    """Return the center and its variations in stages, warps, senders or splits, one at a time."""
+    """Keep the center and the configurations that differ from it in one field only.
+
+    This field is stages, warps, senders or splits.
+    """
 
     def differences(config: Config) -> list[str]:
         fields = Config.__struct_fields__
@@ -329,7 +333,10 @@ def _variations(center: Config, configs: Sequence[Config]) -> list[Config]:
 def _prepare_all(
     home: Home, configs: Sequence[Config], prepare: Prepare
 ) -> list[tuple[Config, Call]]:
-    """Prepare calls that all ranks can run, loaded on all of them before any runs. Collective."""
+    """Make calls for the configurations that run on all ranks. Collective.
+
+    Every rank has loaded all kernels before the first one runs.
+    """
     mine: list[Call | str] = []
     for config in configs:
         try:
@@ -358,7 +365,7 @@ def _prepare_all(
 
 
 def from_first_rank(home: Home, work: Callable[[], str | None]) -> str:
-    """Return the first rank's result or error on all ranks. Collective."""
+    """Run `work` on all ranks, and return the result of rank 0, or raise its error. Collective."""
     try:
         mine = {"result": work() or ""}
     except TuningError as error:

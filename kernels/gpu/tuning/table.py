@@ -4,13 +4,14 @@
     {"op": "all_gather_matmul", "device": "NVIDIA H100 80GB HBM3", ..., "config": {...}}
     ]}
 
-It is read strictly. An unknown field, a value out of range or two entries for one key are an error
-with their place, because a half understood table would quietly slow every op down. A file of
-another format is ignored and never overwritten. Entries of another Triton version are kept but not
-used: speed and fit depend on the compiler.
+Reading is strict. An unknown field, a value out of range or two entries for one key raise an error
+with the place. Otherwise a table that is only half understood would silently make every op
+slower. A file with another format is neither read nor overwritten. Entries from another Triton
+version are kept but not used: the fastest configuration changes with the compiler, and so does
+the set of configurations that fit.
 
-Writing replaces the file in one step. Several processes may tune different ops at once; each keeps
-the others' entries.
+Writing replaces the file atomically. Two processes can tune different ops at the same time: each
+keeps the entries from the other.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class TuningError(WeftError):
-    """The tuning file cannot be read or written; the message names it."""
+    """The tuning file cannot be read or written. The message names the file."""
 
 
 class Key(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True, kw_only=True):
-    """The problem of a tuned configuration.
+    """Problem and device that a configuration was tuned for.
 
     Attributes:
-        device: the driver's name.
-        rows: the bucket's largest number of rows; for attention, n is a bucket too.
-        groups, top_k: as in a `costs.Problem`.
-        triton: version.
+        device: name from the driver.
+        rows: largest number of rows in the bucket. For attention, n is also a bucket's largest.
+        groups, top_k: as in `costs.Problem`.
+        triton: version of Triton.
     """
 
     op: Text
@@ -62,7 +63,7 @@ class Key(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True, k
 
 
 class Entry(Key, frozen=True, order=True, forbid_unknown_fields=True, kw_only=True):
-    """A key and its best configuration, with the time of one call on the slowest rank."""
+    """A key with its best configuration, and the time for one call on the slowest rank."""
 
     config: Config
     microseconds: Annotated[float, msgspec.Meta(gt=0)]
@@ -81,12 +82,12 @@ Table = dict[Key, Entry]
 
 
 def bucket(rows: int) -> int:
-    """Return the smallest power of two, at least 16 and at least `rows`."""
+    """Round `rows` up to a power of two, at least 16."""
     return max(SMALLEST_BUCKET, 1 << max(0, rows - 1).bit_length())
 
 
 def buckets(max_rows: int) -> list[int]:
-    """Return every bucket up to `rows` rows."""
+    """List every bucket, up to the bucket for `max_rows`."""
     found = [SMALLEST_BUCKET]
     while found[-1] < max_rows:
         found.append(2 * found[-1])
@@ -94,7 +95,7 @@ def buckets(max_rows: int) -> list[int]:
 
 
 def key_of(problem: Problem, device: str) -> Key:
-    """Return a problem's key, with the running Triton's version."""
+    """Build the key for a problem, with the running version of Triton."""
     import triton
 
     return Key(
@@ -112,17 +113,17 @@ def key_of(problem: Problem, device: str) -> Key:
 
 
 def default_path(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return weft/tuning.json in the user's cache folder (XDG: $XDG_CACHE_HOME)."""
+    """Return weft/tuning.json in the user's cache folder ($XDG_CACHE_HOME, else ~/.cache)."""
     cache = environment.get("XDG_CACHE_HOME", "")
     folder = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
     return folder / "weft" / "tuning.json"
 
 
 def load(path: Path) -> Table:
-    """Read the tuned configurations; empty without a file, or with one of another format.
+    """Read the tuned entries. The table is empty without a file, or if its format differs.
 
     Raises:
-        TuningError: the file cannot be read, or is malformed.
+        TuningError: the file cannot be read, or its content is invalid.
     """
     try:
         data = path.read_bytes()
@@ -136,24 +137,24 @@ def load(path: Path) -> Table:
         entries = msgspec.json.decode(data, type=_File).entries
     except msgspec.MsgspecError as error:
         raise TuningError(
-            f"{path} is not a file of tuned configurations: {error}. Remove it to tune anew"
+            f"{path} is not a valid tuning file: {error}. Remove it to tune again"
         ) from error
     table: Table = {}
     for entry in entries:
         key = _key(entry)
         if key in table:
             raise TuningError(
-                f"{path} has two entries for {_describe(key)}. Remove it to tune anew"
+                f"{path} has two entries for {_describe(key)}. Remove it to tune again"
             )
         table[key] = entry
     return table
 
 
 def record(path: Path, table: Table) -> None:
-    """Write entries to the file, replacing those with the same keys.
+    """Add entries to the file. They replace entries with the same keys.
 
     Raises:
-        TuningError: the file is damaged or has another format, or cannot be written.
+        TuningError: the file is damaged, has another format or cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -166,15 +167,15 @@ def record(path: Path, table: Table) -> None:
 
 
 def _require_own_format(path: Path) -> None:
-    """Refuse to overwrite another weft version's file."""
+    """Refuse to overwrite a file with another format."""
     if path.exists():
         try:
             found = msgspec.json.decode(path.read_bytes(), type=_Head).format
         except msgspec.MsgspecError:
-            return  # load reports it better
+            return  # load raises a better error
         if found != FORMAT:
             raise TuningError(
-                f"{path} is of format {found}, and this weft writes format {FORMAT}: "
+                f"{path} has format {found}, but this version of weft writes format {FORMAT}: "
                 "name another file"
             )
 

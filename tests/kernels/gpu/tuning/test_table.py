@@ -158,7 +158,7 @@ def test_another_format_is_not_read_and_not_written_over(tmp_path: Path) -> None
     path = tmp_path / "tuning.json"
     path.write_text('{"format": 2, "new": true}')
     assert tuned.load(path) == {}
-    with pytest.raises(TuningError, match="format 2, and this weft writes format 1"):
+    with pytest.raises(TuningError, match="format 2, but this version of weft writes format 1"):
         tuned.record(path, {})
     assert path.read_text() == '{"format": 2, "new": true}'
 
