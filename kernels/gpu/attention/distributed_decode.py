@@ -2,37 +2,37 @@
 
     distributed_decode_attention(q [B, H, D], keys, values, batch, workspace) -> [B, H, D]
 
-Page p of a request is with rank p mod W, so that ranks have equally much, however
-long the request grows. Every rank has all queries, and gets all results.
+A request's page p is on rank p mod W. Ranks therefore have equal shares at any request length.
+Every rank has all queries and gets all results.
 
-Protocol, of call n; slot n mod 2 of each rank's buffer has a row for each rank.
+Protocol for call n. Each rank's buffer has two slots. Call n uses slot n mod 2, and a slot has one
+row per rank.
 
-1. `attend_and_send`. A program attends as `attend` does (attend.py): a request's
-   heads that share a KV head, over a split of the rank's own pages. The splits of
-   one tile count themselves off, and the last one merges what all have stored: of
-   each head the rank's part of the result, in q's dtype, and the log of the sum of
-   its weights (LSE; -inf where the rank has no key that is seen). It stores both to
-   row r of the slot of every rank at once, as words that carry n (LL:
-   low_latency.py), so there are no signals. Programs are in the order of the heads,
-   so that these are on their way while the next ones are attended.
-2. `collect_and_merge`: takes a row of every rank, and merges them in the order of the
-   ranks: weights each with exp(LSE - the largest), and adds the head's sink. All
-   ranks have the same bits.
+1. `attend_and_send`. A program runs `attend_tile` (kernel.py) for one request's heads with a common
+   KV head, over one split of the rank's own pages. A tile's programs increment a counter when they
+   finish, and the last one merges all splits. For each head it has the rank's partial result in
+   q's dtype, and the log of its weights' sum (LSE; -inf if the rank has no visible key). Rank r
+   writes both to row r in every rank's slot, as words that carry n (LL: runtime/low_latency.py).
+   The words themselves are the signals. Programs run in head order, so finished heads travel while
+   later heads are computed.
+2. `collect_and_merge` polls one row from every rank until its words carry n, and merges the rows in
+   rank order. It weights each by exp(LSE - the largest LSE) and adds the head's sink. All ranks get
+   the same bits.
 
-Why the exchange is in the kernel that attends: a part is sent when its head is done,
-not when all are. With a launch for each group of heads, and the exchange on a stream
-beside, each launch has a rest that does not fill the device, and the parts go to
-memory and back between the two. What is paid for it is a merge of BLOCK_M rows by one
-program, where `merge_splits` has one for each row.
+Why the attention kernel does the exchange: a part leaves when its head is done, not when all heads
+are done. The alternative is a launch per group of heads, with the exchange on a side stream. Then
+the end of each launch leaves the device partly idle, and parts pass through memory in between. The
+price: one program merges BLOCK_M rows, while `merge_splits` has one program per row.
 
-Only the second launch waits, and only for first launches, which wait for nothing: no
-cycle. It hears from every rank in each call, after that rank's launches of the call
-before have ended: so two slots are enough, as gpu/workspace.py says. The ranks' parts
-travel, and so are rounded, in q's dtype; for bfloat16 that is an error of the size of
-the result's own rounding.
+Only the second launch waits, and only for first launches, which wait for nothing. There is no
+cycle. In each call a rank hears from every rank, and each rank sends only after its launches from
+the previous call have ended. Two slots are therefore enough, and no slot is reused early (see
+runtime/workspace.py).
 
-A rank that flags a request (attend.py) sends an LSE of +inf. Then all ranks
-flag it.
+Parts travel in q's dtype and are rounded to it. For bfloat16 this error is as large as the final
+rounding.
+
+A rank that flags a request (kernel.py) sends +inf as the LSE. All ranks then flag it.
 """
 
 from __future__ import annotations
@@ -63,21 +63,21 @@ from weft.kernels.gpu.runtime.workspace import Workspace, agreed, triton_type
 from weft.kernels.symmetric.memory import Home
 
 COLLECTED_WORDS = 256
-"""That a program waits for at a time, of 4 bytes; of twice as many registers spill."""
+"""4-byte words that a program awaits at a time; twice as many spill registers."""
 
 _ON_ANOTHER_RANK = tl.constexpr(ON_ANOTHER_RANK)
 
 
 @triton.jit
 def add_part(
-    total,  # float32 [ROWS, BLOCK_D]; sum of weights times parts
+    total,  # float32 [ROWS, BLOCK_D]; weighted sum over parts
     top,  # float32 [ROWS]; the largest LSE
-    weight,  # float32 [ROWS]; sum of weights, in units of exp(top)
+    weight,  # float32 [ROWS]; the weights' sum, in units of exp(top)
     flagged,  # int32 [ROWS]; 1 where an LSE was +inf
     numbers,  # float32 [ROWS, BLOCK_D]
-    log,  # float32 [ROWS]; their LSE
+    log,  # float32 [ROWS]; the numbers' LSE
 ):
-    """A step of an online log-sum-exp; what is flagged counts for nothing."""
+    """Take one online log-sum-exp step; flagged rows add nothing."""
     flagged = flagged | (log == float("inf")).to(tl.int32)
     log = tl.where(log == float("inf"), float("-inf"), log)
     new_top = tl.maximum(top, log)
@@ -89,7 +89,7 @@ def add_part(
 
 @triton.jit
 def finish_parts(total, top, weight, flagged):
-    """What `add_part` has added up, and its LSE: zeros and +inf where it is flagged."""
+    """Return the sum from `add_part` and its LSE: zeros and +inf for flagged rows."""
     unseen = weight == 0
     weight = tl.where(unseen, 1.0, weight)
     total = tl.where((flagged > 0)[:, None], 0.0, total / weight[:, None])
@@ -108,7 +108,7 @@ def merge_tile(
     SPLITS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The splits of some rows as one: float32 [BLOCK_M, BLOCK_D], and its LSE."""
+    """Merge some rows' splits into float32 [BLOCK_M, BLOCK_D] and its LSE."""
     d = tl.arange(0, BLOCK_D)
     total = tl.zeros((row.shape[0], BLOCK_D), tl.float32)
     top = tl.full((row.shape[0],), float("-inf"), tl.float32)
@@ -138,7 +138,7 @@ def send_rows(
     WORLD: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Put rows of this rank's part, in dtype, and their LSEs to all ranks."""
+    """Send rows from this rank's part, in dtype, and their LSEs to all ranks."""
     if dtype == tl.float32:
         words = total.to(tl.int32, bitcast=True)
     else:
@@ -158,12 +158,12 @@ def send_rows(
 
 @triton.jit(do_not_specialize=["rank", "rows", "table_width", "num_blocks", "rank_words"])
 def attend_and_send(
-    q,  # [B, HEADS, D]; a request's is q_stride numbers after the one before
+    q,  # [B, HEADS, D]; consecutive requests are q_stride numbers apart
     cache,  # Cache
     batch,  # Batch
-    parts,  # float32 [SPLITS, rows, D], or None if there is one split
-    parts_lse,  # float32 [SPLITS, rows], likewise
-    done,  # int64 [W]; addresses of int32 [rows], of which each tile has one
+    parts,  # float32 [SPLITS, rows, D], or None with one split
+    parts_lse,  # float32 [SPLITS, rows], or None with one split
+    done,  # int64 [W]; addresses of int32 [rows]: one counter per tile
     peers,  # buffers int64 [2, W, rank_words]
     scale,
     rank,
@@ -171,14 +171,14 @@ def attend_and_send(
     table_width,
     num_blocks,
     q_stride,
-    rank_words,  # at least rows * (WORDS + 1): the parts' words, and then those of their LSEs
+    rank_words,  # at least rows * (WORDS + 1): words for the parts, then for the LSEs
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
-    WORDS: tl.constexpr,  # of 4 bytes, in D numbers
+    WORDS: tl.constexpr,  # number of 4-byte words in D numbers
     SPLITS: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Some heads of a request, over a split of its keys. Grid: (B * SPLITS, HEADS / GROUP)."""
+    """Attend with some of a request's heads over a split. Grid: (B * SPLITS, HEADS / GROUP)."""
     HEADS: tl.constexpr = FORM.heads
     GROUP: tl.constexpr = FORM.group
     D: tl.constexpr = FORM.dim
@@ -219,12 +219,12 @@ def collect_and_merge(
     rank_words,
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
-    HEADS: tl.constexpr,  # row % HEADS is a row's head, row // HEADS its request
+    HEADS: tl.constexpr,  # row % HEADS is the row's head, row // HEADS its request
     WORDS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Take rows of all ranks, and merge them. Grid: (programs,), persistent."""
+    """Receive rows from all ranks and merge them. Grid: (programs,), persistent."""
     WIDE: tl.constexpr = dtype == tl.float32
     PER_WORD: tl.constexpr = 1 if WIDE else 2
     call = tl.load(peers.calls)
@@ -265,14 +265,14 @@ def collect_and_merge(
         tl.atomic_or(
             status + row // HEADS,
             _ON_ANOTHER_RANK,
-            mask=(row < rows) & (flagged > 0) & (row % HEADS == 0),  # all heads are flagged alike
+            mask=(row < rows) & (flagged > 0) & (row % HEADS == 0),  # all heads have the same flag
             sem="relaxed",
             scope="gpu",
         )
 
 
 class DistributedDecodeWorkspace(Workspace):
-    """Of `distributed_decode_attention`, on one rank; see its `_workspace`."""
+    """Workspace for `distributed_decode_attention` on one rank; see its `_workspace` function."""
 
     def __init__(
         self, home: Home, max_requests: int, heads: int, head_dim: int, dtype: torch.dtype
@@ -283,10 +283,10 @@ class DistributedDecodeWorkspace(Workspace):
             require_counts(check, 1, max_requests=max_requests, heads=heads, head_dim=head_dim)
             check("dtype", dtype, dtype in RESULTS, f"be one of {', '.join(map(str, RESULTS))}")
             whole = head_dim * dtype.itemsize % 4 == 0
-            check("head_dim", head_dim, whole, f"be even with {dtype}: words of 4 bytes travel")
+            check("head_dim", head_dim, whole, f"be even with {dtype}: ranks send 4-byte words")
         super().__init__(home, name, 0, dtype, 0)
         self.max_requests, self.heads, self.head_dim = max_requests, heads, head_dim
-        self.words = head_dim * dtype.itemsize // 4  # of 4 bytes, in a head's part
+        self.words = head_dim * dtype.itemsize // 4  # number of 4-byte words in a head's part
         self.rank_words = max_requests * heads * (self.words + 1)
         shape = (SLOTS, home.world_size, self.rank_words)
         self.ll = home.zeros(f"{name}.ll", shape, torch.int64)
@@ -296,16 +296,16 @@ class DistributedDecodeWorkspace(Workspace):
 def distributed_decode_attention_workspace(
     home: Home, max_requests: int, heads: int, head_dim: int, dtype: torch.dtype
 ) -> DistributedDecodeWorkspace:
-    """A workspace for steps of at most `max_requests` decodes. Collective.
+    """Create a workspace for steps with at most `max_requests` decodes. Collective.
 
     Args:
-        home: of this rank.
-        max_requests: of a step.
-        heads, head_dim: of q.
-        dtype: of q; float32, float16 or bfloat16.
+        home: this rank's home.
+        max_requests: maximum number of requests in a step.
+        heads, head_dim: H and D of q.
+        dtype: q's dtype; float32, float16 or bfloat16.
 
     Raises:
-        KernelError: on every rank, if an argument is refused on one or not the same on all.
+        KernelError: on every rank, if a rank refuses an argument or the ranks' arguments differ.
     """
     return DistributedDecodeWorkspace(home, max_requests, heads, head_dim, dtype)
 
@@ -329,23 +329,24 @@ def distributed_decode_attention(
     warps: int = 0,
     stages: int = 0,
 ) -> Tensor:
-    """`decode_attention` of one query per request, over pages that ranks share. Collective.
+    """Compute `decode_attention` with one query per request, over pages shared by ranks.
+    Collective.
 
     Args:
         q: [B, H, D], the same on all ranks.
         keys, values: [num_blocks, Hk, page, D]; this rank's pages.
-        batch: of the step, the same on all ranks but for block_table: entry i is page i * W + r
-            of the request on rank r, in this rank's cache.
+        batch: the step's requests, the same on all ranks except for block_table: on rank r, entry i
+            is the request's page i * W + r, as an index into this rank's cache.
         workspace: from `distributed_decode_attention_workspace`.
-        scale, sliding_window, softcap, sinks, k_scale, v_scale, lse: see attention.Options; the
-            same on all ranks.
-        splits, blocks, warps, stages: as of `decode_attention`; each rank's own.
+        scale, sliding_window, softcap, sinks, k_scale, v_scale, lse: see Options; the same on all
+            ranks.
+        splits, blocks, warps, stages: see `decode_attention`; they may differ between ranks.
 
     Returns:
         [B, H, D], q's dtype; the same bits on all ranks.
 
     Raises:
-        KernelError: on every rank, if one cannot take its arguments, or they do not agree.
+        KernelError: on every rank, if a rank refuses its arguments or the ranks' arguments differ.
     """
     options = Options(scale, sliding_window, softcap, sinks, k_scale, v_scale, lse)
     asked: dict[str, object] = {
@@ -361,16 +362,16 @@ def distributed_decode_attention(
         asked |= {"q's shape": tuple(q.shape), "page": keys.shape[2]}
         requests, heads, dim = q.shape
         shape, made = [heads, dim], [workspace.heads, workspace.head_dim]
-        must = f"be {made}, which the workspace was made for"
+        must = f"be {made}, the workspace's"
         require("H, D", shape, shape == made, must)
-        must = f"be {len(batch.context_len)}, one query for each request"
+        must = f"be {len(batch.context_len)}, one query per request"
         require("q's rows", requests, requests == len(batch.context_len), must)
         queries = batch.max_queries
-        require("max_queries", queries, queries == 1, "be 1: it is for decodes")
-        must = f"be at most {workspace.max_requests}, which the workspace was made for"
+        require("max_queries", queries, queries == 1, "be 1: this op is for decodes")
+        must = f"be at most {workspace.max_requests}, the workspace's maximum"
         require("requests", requests, requests <= workspace.max_requests, must)
         tile = checked_tile(require, q, keys, batch, blocks, warps, stages)
-        must = f"be from 1 to {MAX_SPLITS}, or 0 to choose"
+        must = f"be from 1 to {MAX_SPLITS}, or 0 for the default"
         require("splits", splits, 0 <= splits <= MAX_SPLITS, must)
     size, rows, kv_heads = workspace.world_size, requests * heads, keys.shape[1]
     splits = splits or choose_splits(q, keys, batch, tile, options, workspace.processors, size)

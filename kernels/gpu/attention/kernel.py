@@ -1,36 +1,33 @@
-"""The kernel of paged attention, for ragged batches of prefill chunks and decodes.
+"""The kernel for paged attention on ragged batches of prefill chunks and decodes.
 
-The cache is that of kernels/cpu/attention.py. `attend` is FlashAttention-2 (Dao
-2023) over a block table (PagedAttention: Kwon et al. 2023). How work is cut:
+The cache has the layout of kernels/cpu/attention.py. `attend` is FlashAttention-2 (Dao 2023) over a
+block table (PagedAttention: Kwon et al. 2023). Work is cut as follows:
 
-- A program has one KV head and a tile of BLOCK_M rows. The G = H / Hk query heads
-  that share the KV head are packed into the rows: row i is head i % G of query
-  i // G, so that keys and values are loaded once for all of them, and a decode
-  of G heads fills a tensor core's 16 rows.
-- Tiles do not cross requests. Request b has at most cdiv(queries, BLOCK_Q) tiles
-  of BLOCK_Q = BLOCK_M // G queries, and its first one is number
-  query_start[b] // BLOCK_Q + b. So the grid follows from T and B alone, and a
-  captured CUDA graph serves any lengths; programs that are left over do nothing.
-  A request's last tile, which sees most, is started first.
-- A tile goes over BLOCK_N keys at a time, from the first that its first query
-  sees to the last that its last one does. Blocks that all of its rows see (the
-  interior) are computed without a mask; then come those at the edges.
-- With SPLITS > 1 the blocks of a tile are dealt out to as many programs, and
-  merged (decode_attention.py). Over several ranks a rank has the pages p with
-  p % WORLD == rank (distributed_decode_attention.py): its keys are counted by
-  their place in its own pages, and `position_of` says where they are in the
-  request.
+- A program has one KV head and a tile with BLOCK_M rows. G = H / Hk query heads share the KV head,
+  and the rows hold them all: row i is head i % G of query i // G. Keys and values are therefore
+  loaded once for all G heads, and a decode with G heads fills a tensor core's 16 rows.
+- Tiles do not cross requests. Request b has at most cdiv(queries, BLOCK_Q) tiles, each with BLOCK_Q
+  = BLOCK_M // G queries. Its first tile has number query_start[b] // BLOCK_Q + b. The grid
+  therefore depends on T and B only, and a captured CUDA graph serves any lengths. Surplus programs
+  do nothing. A request's last tile sees most keys and starts first.
+- A tile iterates over BLOCK_N keys at a time, from its first query's first visible key to its last
+  query's last one. Interior blocks, visible to all rows, come first and need no mask; then come the
+  blocks at the edges.
+- With SPLITS > 1, SPLITS programs share a tile's blocks, and decode.py merges the results. If ranks
+  share the pages, a rank has the pages p with p % WORLD == rank (distributed_decode.py). The kernel
+  counts its keys within its own pages, and `position_of` maps them to positions in the request.
 
-Scores are float32, in units of log 2. Weights and values are multiplied in q's
-dtype; so are keys and values in fp8, which are cast, exactly, and whose scales
-are applied to the scores and to the sum. Head sizes that are no power of two are
-padded to one.
+Each program writes its own rows in `out` and `lse`, in its split's slot. No two programs write the
+same row, so there are no signals; only `status` is shared, and updated atomically.
 
-A page that is not in the pool is never loaded: the program loads page 0 in its
-place, flags the request, and stores zeros with an LSE of +inf. Nobody may look at
-the output of a flagged request.
+Scores are float32, in units of log 2. Weights and values are multiplied in q's dtype. Keys and
+values in fp8 are cast to it exactly; their scales are applied to the scores and to the sum. Head
+sizes are padded to powers of two.
 
-Not handled: attention that is not causal, gradients.
+A page outside the pool is never loaded: the program loads page 0 instead, flags the request, and
+stores zeros and +inf as the LSE. Callers must ignore a flagged request's output.
+
+Not supported: non-causal attention, gradients.
 """
 
 from __future__ import annotations
@@ -56,11 +53,11 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 class Cache(NamedTuple):
-    """A paged cache of keys and values: one argument of a kernel (peers.py).
+    """A paged cache for keys and values: one kernel argument (runtime/peers.py).
 
     Attributes:
         k: keys [num_blocks, KV_HEADS, PAGE, D + ROPE].
-        v: values [num_blocks, KV_HEADS, PAGE, D], or None: the first D numbers of each key.
+        v: values [num_blocks, KV_HEADS, PAGE, D], or None: each key's first D numbers.
         k_scale, v_scale: float32 [KV_HEADS], or None.
     """
 
@@ -71,12 +68,12 @@ class Cache(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The requests of a step: one argument of a kernel (peers.py).
+    """A step's requests: one kernel argument (runtime/peers.py).
 
     Attributes:
-        query_start: int32 [requests + 1]; None where each request has one query.
+        query_start: int32 [requests + 1]; None if each request has one query.
         context_len: int32 [requests].
-        block_table: int32 [requests, table_width]; of this rank's pages.
+        block_table: int32 [requests, table_width]; this rank's pages.
         status: int32 [requests].
     """
 
@@ -87,19 +84,19 @@ class Batch(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The constants that attention is compiled with: FORM, one argument of its kernel (peers.py).
+    """Compile-time constants for attention: its kernel's argument FORM (runtime/peers.py).
 
     Attributes:
         heads, kv_heads: HEADS and KV_HEADS.
-        group: heads of a tile, which share a KV head.
-        page: PAGE, tokens of a page.
-        dim: D, numbers of a value.
-        rope: ROPE, numbers of a key that follow the first D.
-        window: keys that a query sees at most; 0 for all.
-        softcap: of the scores; 0 for none.
+        group: number of heads in a tile; they share a KV head.
+        page: PAGE, tokens in a page.
+        dim: D, numbers in a value.
+        rope: ROPE, numbers in a key after the first D.
+        window: maximum number of keys that a query sees; 0 for all.
+        softcap: softcap for the scores; 0 for none.
         single: each request has one query.
-        block_m, block_n: rows of a tile; keys that it goes over at a time.
-        block_d, block_r: D and ROPE rounded up to powers of two of at least 16.
+        block_m, block_n: rows in a tile; keys that it takes at a time.
+        block_d, block_r: D and ROPE rounded up to powers of two, at least 16.
     """
 
     heads: int
@@ -119,7 +116,7 @@ class Form(NamedTuple):
 
 @triton.jit
 def local_length(length, rank, WORLD: tl.constexpr, PAGE: tl.constexpr):
-    """How many of a request's first `length` tokens a rank has."""
+    """Count the tokens that a rank has among a request's first `length` tokens."""
     if WORLD > 1:
         pages, rest = length // PAGE, length % PAGE
         whole = (pages + (WORLD - 1) - rank) // WORLD
@@ -129,7 +126,7 @@ def local_length(length, rank, WORLD: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit
 def position_of(at, rank, WORLD: tl.constexpr, PAGE: tl.constexpr):
-    """Where in the request a rank's tokens are."""
+    """Map a rank's token indices to positions in the request."""
     if WORLD > 1:
         at = (at // PAGE * WORLD + rank) * PAGE + at % PAGE
     return at
@@ -137,7 +134,7 @@ def position_of(at, rank, WORLD: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit
 def find_request(query_start, tile, requests, BLOCK_Q: tl.constexpr):
-    """The request that a tile is of: the last whose first tile is not after it."""
+    """Find a tile's request: the last one with its first tile at or before this tile."""
     low = tl.full((), 0, tl.int32)
     high = low + requests
     while high - low > 1:
@@ -150,14 +147,14 @@ def find_request(query_start, tile, requests, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def load_block(
-    x,  # of rows of numbers
-    rows,  # [BLOCK_N]; where each row begins
-    needed,  # bool [BLOCK_N]; the others are 0
+    x,  # numbers in rows
+    rows,  # [BLOCK_N]; each row's first index
+    needed,  # bool [BLOCK_N]; other rows become 0
     D: tl.constexpr,
-    EDGE: tl.constexpr,  # not all are needed
+    EDGE: tl.constexpr,  # some rows are not needed
     BLOCK_D: tl.constexpr,
 ):
-    """The first D numbers of rows: [BLOCK_N, BLOCK_D], zeros behind them."""
+    """Load the rows' first D numbers: [BLOCK_N, BLOCK_D], padded with zeros."""
     d = tl.arange(0, BLOCK_D)
     places = x + rows[:, None] + d[None, :]
     if EDGE and D < BLOCK_D:
@@ -173,16 +170,17 @@ def load_block(
 
 @triton.jit
 def soften(
-    scores,  # float32 [BLOCK_M, BLOCK_N]; log 2 of weights
-    top,  # float32 [BLOCK_M]; the largest so far
-    weight,  # float32 [BLOCK_M]; sum of weights so far, in units of 2^top
+    scores,  # float32 [BLOCK_M, BLOCK_N]; the weights' log 2
+    top,  # float32 [BLOCK_M]; the largest score so far
+    weight,  # float32 [BLOCK_M]; the weights' sum so far, in units of 2^top
 ):
-    """A step of the online softmax: weights of scores, what earlier ones fade to; top and weight.
+    """Take one online softmax step (Milakov and Gimelshein 2018).
 
-    Milakov and Gimelshein 2018.
+    Returns:
+        the scores' weights; the factor by which earlier weights fade; the new top and weight.
     """
     new_top = tl.maximum(top, tl.max(scores, axis=1))
-    anchor = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing is seen yet
+    anchor = tl.where(new_top == float("-inf"), 0.0, new_top)  # no key seen yet
     weights = tl.exp2(scores - anchor[:, None])
     fade = tl.exp2(top - anchor)
     return weights, fade, new_top, weight * fade + tl.sum(weights, axis=1)
@@ -191,27 +189,27 @@ def soften(
 @triton.jit
 def attend_block(
     q,  # [BLOCK_M, BLOCK_D]
-    q_rope,  # [BLOCK_M, BLOCK_R], or None; what follows the first D numbers of each query
-    total,  # float32 [BLOCK_M, BLOCK_D]; sum of weights times values
-    top,  # float32 [BLOCK_M]; the largest score
-    weight,  # float32 [BLOCK_M]; sum of weights, in units of 2^top
-    bad,  # int32 [BLOCK_N]; 1 where a page was out of the pool
+    q_rope,  # [BLOCK_M, BLOCK_R], or None; each query's numbers after the first D
+    total,  # float32 [BLOCK_M, BLOCK_D]; weighted sum over values
+    top,  # float32 [BLOCK_M]; the largest score so far
+    weight,  # float32 [BLOCK_M]; the weights' sum, in units of 2^top
+    bad,  # int32 [BLOCK_N]; 1 where a page was outside the pool
     keys,  # [num_blocks, KV_HEADS, PAGE, D + ROPE]
-    values,  # [num_blocks, KV_HEADS, PAGE, D], or None: the first D numbers of each key
+    values,  # [num_blocks, KV_HEADS, PAGE, D], or None: each key's first D numbers
     table,  # int32 [n]; this request's pages
     num_blocks,
     head,
-    start,  # of the block, among this rank's keys
-    begin,  # of the keys that the tile sees
-    end,
-    position,  # int32 [BLOCK_M]; of each row's query in its request
+    start,  # the block's first key, among this rank's keys
+    begin,  # first key for the tile, inclusive
+    end,  # end (exclusive) for the tile's keys
+    position,  # int32 [BLOCK_M]; each row's position in its request
     scale,
     rank,
     WORLD: tl.constexpr,
-    EDGE: tl.constexpr,  # some row may not see some key
+    EDGE: tl.constexpr,  # some rows may not see some keys
     FORM: tl.constexpr,
 ):
-    """One block of keys and values: a step of the online softmax."""
+    """Process one block with an online softmax step."""
     KV_HEADS: tl.constexpr = FORM.kv_heads
     PAGE: tl.constexpr = FORM.page
     D: tl.constexpr = FORM.dim
@@ -223,7 +221,7 @@ def attend_block(
     BLOCK_R: tl.constexpr = FORM.block_r
     at = start + tl.arange(0, BLOCK_N)
     needed = (at >= begin) & (at < end)
-    if EDGE:  # before begin and from end on there may be no page, or what another request left
+    if EDGE:  # entries before begin and from end on may be missing or stale
         page = tl.load(table + at // PAGE, mask=needed, other=0)
     else:
         page = tl.load(table + at // PAGE)
@@ -236,7 +234,7 @@ def attend_block(
     if ROPE > 0:
         k_rope = load_block(keys + D, slots * (D + ROPE), needed, ROPE, EDGE, BLOCK_R)
         scores = tl.dot(q_rope, k_rope.to(q.dtype).T, scores, input_precision="ieee")
-    if SOFTCAP > 0:  # tanh, by what does not overflow
+    if SOFTCAP > 0:  # tanh without overflow
         shrunk = scores * (scale / SOFTCAP)
         small = tl.exp2(tl.abs(shrunk) * (-2 * LOG2E))
         bent = (1 - small) / (1 + small)
@@ -259,7 +257,7 @@ def attend_block(
 
 @triton.jit
 def attend_tile(
-    q,  # [tokens, HEADS, D + ROPE]; a token is q_stride numbers after the one before
+    q,  # [tokens, HEADS, D + ROPE]; consecutive tokens are q_stride numbers apart
     cache,  # Cache
     batch,  # Batch
     sinks,  # [HEADS], or None
@@ -276,11 +274,11 @@ def attend_tile(
     SPLITS: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """One tile of GROUP heads, over a split of its keys.
+    """Attend with one tile, for GROUP heads, over one split of its keys.
 
     Returns:
         float32 [BLOCK_M, BLOCK_D], zeros if the request is flagged; its LSE, float32 [BLOCK_M];
-        of each row, int32 [BLOCK_M], the token and the head; bool [BLOCK_M], which rows count.
+        each row's token and head, both int32 [BLOCK_M]; and bool [BLOCK_M], True for rows to store.
     """
     GROUP: tl.constexpr = FORM.group
     PAGE: tl.constexpr = FORM.page
@@ -305,7 +303,7 @@ def attend_tile(
     fault = tl.where(local_length(context, rank, WORLD, PAGE) > table_width * PAGE, _LONGER, 0)
     fault = fault | tl.where(context < queries, _SHORTER, 0)
 
-    # Which keys the tile sees, and which of them all of its queries do.
+    # The keys that the tile sees, and the range that all its queries see.
     first_position = context - queries + first
     last_position = context - queries + tl.minimum(first + BLOCK_Q, queries) - 1
     begin, inner_begin = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
@@ -316,7 +314,7 @@ def attend_tile(
     end = local_length(last_position + 1, rank, WORLD, PAGE)
     end = tl.where((fault == 0) & (first < queries), end, begin)
 
-    # In blocks, of this split.
+    # The same ranges in blocks, limited to this split.
     first_block = begin // BLOCK_N
     end_block = tl.where(begin < end, tl.cdiv(end, BLOCK_N), first_block)
     if SPLITS > 1:
@@ -377,7 +375,7 @@ def attend_tile(
 
 @triton.jit
 def store_rows(out, lse, total, log_sum, place, stored, D: tl.constexpr):
-    """Store some rows of `attend_tile` to places of out [*, D] and, unless it is None, lse [*]."""
+    """Store rows from `attend_tile` at `place` in out [*, D], and in lse [*] if it is given."""
     d = tl.arange(0, total.shape[1])
     inside = stored[:, None] & (d < D)[None, :]
     tl.store(out + place[:, None] * D + d[None, :], total.to(out.dtype.element_ty), mask=inside)
@@ -387,7 +385,7 @@ def store_rows(out, lse, total, log_sum, place, stored, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "requests", "table_width", "num_blocks", "rank"])
 def attend(
-    q,  # as the next ones, of `attend_tile`
+    q,  # q to sinks: see `attend_tile`
     cache,
     batch,
     sinks,
@@ -404,7 +402,7 @@ def attend(
     SPLITS: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """One tile over a split of its keys. Grid: (tiles, HEADS / GROUP, SPLITS)."""
+    """Attend with one tile over one split. Grid: (tiles, HEADS / GROUP, SPLITS)."""
     HEADS: tl.constexpr = FORM.heads
     GROUP: tl.constexpr = FORM.group
     D: tl.constexpr = FORM.dim
