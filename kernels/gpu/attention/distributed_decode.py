@@ -9,12 +9,12 @@ Protocol for call n. Each rank's buffer has two slots. Call n uses slot n mod 2,
 row per rank.
 
 1. `attend_and_send`. A program runs `attend_tile` (kernel.py) for one request's heads with a common
-   KV head, over one split of the rank's own pages. A tile's programs increment a counter when they
-   finish, and the last one merges all splits. For each head it has the rank's partial result in
-   q's dtype, and the log of its weights' sum (LSE; -inf if the rank has no visible key). Rank r
-   writes both to row r in every rank's slot, as words that carry n (LL: runtime/low_latency.py).
-   The words themselves are the signals. Programs run in head order, so finished heads travel while
-   later heads are computed.
+   KV head, over one split of the rank's own pages. A tile's programs store their splits, then
+   increment a counter (an acquire-release atomic). The last one therefore sees all splits, and
+   merges them. For each head it has the rank's partial result in q's dtype, and the log of its
+   weights' sum (LSE; -inf if the rank has no visible key). Rank r writes both to row r in every
+   rank's slot, as words that carry n (LL: runtime/low_latency.py). The words themselves are the
+   signals. Programs run in head order, so finished heads travel while later heads are computed.
 2. `collect_and_merge` polls one row from every rank until its words carry n, and merges the rows in
    rank order. It weights each by exp(LSE - the largest LSE) and adds the head's sink. All ranks get
    the same bits.
@@ -329,8 +329,7 @@ def distributed_decode_attention(
     warps: int = 0,
     stages: int = 0,
 ) -> Tensor:
-    """Compute `decode_attention` with one query per request, over pages shared by ranks.
-    Collective.
+    """Compute `decode_attention` for one query per request over shared pages. Collective.
 
     Args:
         q: [B, H, D], the same on all ranks.

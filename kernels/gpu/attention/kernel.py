@@ -147,7 +147,7 @@ def find_request(query_start, tile, requests, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def load_block(
-    x,  # numbers in rows
+    x,  # memory with the rows
     rows,  # [BLOCK_N]; each row's first index
     needed,  # bool [BLOCK_N]; other rows become 0
     D: tl.constexpr,
