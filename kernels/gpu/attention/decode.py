@@ -1,19 +1,23 @@
-"""Attention for few queries over long contexts: several programs share the keys of a request.
+"""Attention for few queries over long contexts: a request's keys are split among programs.
 
     decode_attention(q [T, H, D], keys, values, batch) -> [T, H, D]
 
-A batch of few decodes has fewer tiles than a GPU has processors. So SPLITS programs share each
-tile's keys (split-KV: Flash-Decoding, Dao et al. 2023):
+A small decode batch has fewer tiles than the GPU has processors. SPLITS programs therefore share
+each tile's keys (split-KV: Flash-Decoding, Dao et al. 2023):
 
-- `attend` (kernel.py) runs with SPLITS splits. Program (tile, head, s) processes the s-th piece of
-  the tile's blocks. It stores its result in float32, already divided by the sum of its weights, and
-  the log of that sum. A piece without keys has an LSE of -inf.
-- `merge_splits` follows, with one program for each row. It weights each part with
-  exp(LSE - the largest) and adds the head's sink, if any, to the sum.
+- `attend` (kernel.py) runs with SPLITS splits. Program (tile, head, s) reads the s-th range of the
+  tile's blocks. It writes slot s of `parts` and `parts_lse`: the attention result for this range in
+  float32, already divided by its weights' sum, and that sum's log (LSE). The LSE is -inf for a
+  range without keys.
+- `merge_splits` is the next launch, with one program per row. It weights each part by exp(LSE - the
+  largest LSE), and adds the head's sink, if any, to the sum.
 
-The number of splits depends on the device's processors and the longest context that the host knows
-of (`count_splits`); under a captured CUDA graph, on the values at the capture. Each request's keys
-are cut into that many pieces, however few they are.
+Both launches are on one stream, which orders them; there are no signals. Each call allocates its
+own `parts`, so no slot is reused early.
+
+`count_splits` derives SPLITS from the processor count and from the longest context known to the
+host. A captured CUDA graph keeps the SPLITS from its capture. Every request's keys are cut into
+SPLITS ranges, even if there are few keys.
 """
 
 from __future__ import annotations
@@ -41,10 +45,10 @@ from weft.kernels.gpu.tuning.search import Choice
 
 MAX_SPLITS = 64
 KEYS_OF_A_SPLIT = 256
-"""Minimum; fewer keys are not worth a part of the merge."""
+"""Minimum number of keys in a split; with fewer, the merge costs more than the split saves."""
 
 PARTS = 16
-"""Parts that a program of the merge loads at a time."""
+"""Number of parts that a merge program loads at a time."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -55,14 +59,14 @@ def merge_splits(
     out,  # [rows, D]
     lse,  # float32 [rows], or None
     rows,
-    HEADS: tl.constexpr,  # row % HEADS is a row's head
+    HEADS: tl.constexpr,  # row % HEADS is the row's head
     D: tl.constexpr,
     SPLITS: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Merge the parts of one row, weighted by their sums. Grid: (rows,)."""
+    """Merge one row's parts, weighted by their sums. Grid: (rows,)."""
     row = tl.program_id(0)
     stride = tl.cast(rows, tl.int64)
     split = tl.arange(0, BLOCK_S)
@@ -96,18 +100,17 @@ def merge_splits(
 
 
 def count_splits(tiles: int, blocks: int, processors: int, least: int) -> int:
-    """Return the number of programs that share a tile's keys: the smallest that nearly fills the
-    device.
+    """Return how many programs share a tile's keys: the fewest that nearly fill the device.
 
-    A device with work for part of a round of programs is idle for the rest of it. Among the numbers
-    whose use of the device is within 15% of the best, the smallest wins (FlashAttention's rule).
-    Only powers of two are considered, because kernels are compiled for each number of splits.
+    If the last round of programs fills the device only in part, the rest is idle. The result is the
+    fewest splits whose utilization is within 15% of the best (FlashAttention's rule). Only powers
+    of two are considered, because each one compiles its own kernels.
 
     Args:
-        tiles: programs without a split.
-        blocks: blocks of keys in the longest context.
-        processors: of the device; one program each.
-        least: minimum number of blocks in a split.
+        tiles: programs without splits.
+        blocks: key blocks in the longest context.
+        processors: processors on the device; each runs one program.
+        least: minimum blocks in a split.
 
     Returns:
         A power of two, at most MAX_SPLITS.
@@ -115,7 +118,7 @@ def count_splits(tiles: int, blocks: int, processors: int, least: int) -> int:
     most = max(1, min(MAX_SPLITS, blocks // max(1, least)))
 
     def use(splits: int) -> float:
-        longest = -(-blocks // splits)  # 5 blocks take as long with 4 splits as with 3
+        longest = -(-blocks // splits)  # 5 blocks: 2 by 4 splits, and by 3
         rounds = -(-tiles * splits // processors)
         return tiles * blocks / (processors * rounds * longest)
 
@@ -143,19 +146,20 @@ def decode_attention(
     stages: int = 0,
     choice: Choice | None = None,
 ) -> Tensor:
-    """Compute `paged_attention` for small batches: one query per request, or a few.
+    """Compute `paged_attention` for small batches: requests with one query each, or a few.
 
     Args:
-        q, keys, values, batch, blocks, warps, stages: as for `paged_attention`.
-        scale, sliding_window, softcap, sinks, k_scale, v_scale, lse: see inputs.Options.
-        splits: programs that share the keys of a tile, at most MAX_SPLITS; chosen if 0.
-        choice: provides a tuned tile and splits if blocks is None, if tuned for as many decodes.
+        q, keys, values, batch, blocks, warps, stages: see `paged_attention`.
+        scale, sliding_window, softcap, sinks, k_scale, v_scale, lse: see Options.
+        splits: programs that share a tile's keys, at most MAX_SPLITS; 0 to choose.
+        choice: tuned tiles and splits, used if blocks is None and an entry fits the number of
+            decodes.
 
     Returns:
         [T, H, D], q's dtype.
 
     Raises:
-        KernelError: the tensors do not fit each other, or one is refused.
+        KernelError: the tensors do not match, or an argument is invalid.
     """
     check = functools.partial(require, "decode_attention")
     options = Options(scale, sliding_window, softcap, sinks, k_scale, v_scale, lse)
@@ -164,7 +168,7 @@ def decode_attention(
     if choice and blocks is None and is_decode(q, batch):
         config = choice.of_attention(q, keys, len(q), batch.max_context)
     tile = checked_tile(check, q, keys, batch, blocks, warps, stages, config)
-    must = f"be from 1 to {MAX_SPLITS}, or 0 to choose"
+    must = f"be from 1 to {MAX_SPLITS}, or 0 for the default"
     check("splits", splits, 0 <= splits <= MAX_SPLITS, must)
     splits = splits or (config.splits if config else 0)
     splits = splits or choose_splits(q, keys, batch, tile, options, count_processors(q.device))
@@ -182,7 +186,7 @@ def choose_splits(
     processors: int,
     world_size: int = 1,
 ) -> int:
-    """Apply `count_splits` to a batch."""
+    """Return `count_splits` for a batch."""
     heads, kv_heads = q.shape[1], keys.shape[1]
     group = heads_of_tile(heads // kv_heads, tile)
     tiles = count_tiles(q, batch, tile, group) * (heads // group)
@@ -208,7 +212,7 @@ def launch_split(
     rank: int = 0,
     world_size: int = 1,
 ) -> None:
-    """Launch `attend`, and `merge_splits` if there are several parts, on checked arguments."""
+    """Launch `attend`, then `merge_splits` if splits > 1. The caller has checked the arguments."""
     if splits == 1 or not q.numel():
         launch_attend(
             q,

@@ -2,34 +2,37 @@
 
     distributed_decode_attention(q [B, H, D], keys, values, batch, workspace) -> [B, H, D]
 
-Rank p mod W has page p of a request, so ranks share the pages evenly, however long the request
-grows. Every rank has all queries and gets all results.
+A request's page p is on rank p mod W. Ranks therefore have equal shares at any request length.
+Every rank has all queries and gets all results.
 
-Protocol, in call n; slot n mod 2 of each rank's buffer has a row for each rank.
+Protocol for call n. Each rank's buffer has two slots. Call n uses slot n mod 2, and a slot has one
+row per rank.
 
-1. `attend_and_send`. A program attends like `attend` (kernel.py): a request's heads that share a KV
-   head, over a split of the rank's own pages. The splits of one tile count themselves off, and the
-   last one merges all their results: for each head the rank's part of the result, in q's dtype, and
-   the log of the sum of its weights (LSE; -inf if the rank has no key that is seen). It stores both
-   at once to row r of the slot of every rank, as words that carry n (LL: low_latency.py), so there
-   are no signals. Programs follow the order of the heads, so the first heads travel while the next
-   are attended.
-2. `collect_and_merge` receives a row from every rank and merges the rows in the order of the ranks.
-   It weights each with exp(LSE - the largest) and adds the head's sink. All ranks get the same
-   bits.
+1. `attend_and_send`. A program runs `attend_tile` (kernel.py) for one request's heads with a common
+   KV head, over one split of the rank's own pages. A tile's programs store their splits, then
+   increment a counter (an acquire-release atomic). The last one therefore sees all splits, and
+   merges them. For each head it has the rank's partial result in q's dtype, and the log of its
+   weights' sum (LSE; -inf if the rank has no visible key). Rank r writes both to row r in every
+   rank's slot, as words that carry n (LL: runtime/low_latency.py). The words themselves are the
+   signals. Programs run in head order, so finished heads travel while later heads are computed.
+2. `collect_and_merge` polls one row from every rank until its words carry n, and merges the rows in
+   rank order. It weights each by exp(LSE - the largest LSE) and adds the head's sink. All ranks get
+   the same bits.
 
-Why the attending kernel also sends: a part leaves when its head is done, not when all heads are.
-The alternative is a launch for each group of heads, with the exchange on a second stream. Then each
-launch ends with a rest that does not fill the device, and the parts pass through memory between the
-launches. The price is a merge of BLOCK_M rows by one program, where `merge_splits` has one program
-per row.
+Why the attention kernel does the exchange: a part leaves when its head is done, not when all heads
+are done. The alternative is a launch per group of heads, with the exchange on a side stream. Then
+the end of each launch leaves the device partly idle, and parts pass through memory in between. The
+price: one program merges BLOCK_M rows, while `merge_splits` has one program per row.
 
-Only the second launch waits, and only for first launches, which wait for nothing. So there is no
-cycle. It hears from every rank in each call, after that rank's launches of the previous call have
-ended. So two slots are enough, as runtime/workspace.py explains. The ranks' parts travel in q's
-dtype and are rounded to it. For bfloat16 this error is as large as the result's own rounding.
+Only the second launch waits, and only for first launches, which wait for nothing. There is no
+cycle. In each call a rank hears from every rank, and each rank sends only after its launches from
+the previous call have ended. Two slots are therefore enough, and no slot is reused early (see
+runtime/workspace.py).
 
-A rank that flags a request (kernel.py) sends an LSE of +inf. All ranks then flag it.
+Parts travel in q's dtype and are rounded to it. For bfloat16 this error is as large as the final
+rounding.
+
+A rank that flags a request (kernel.py) sends +inf as the LSE. All ranks then flag it.
 """
 
 from __future__ import annotations
@@ -60,21 +63,21 @@ from weft.kernels.gpu.runtime.workspace import Workspace, agreed, triton_type
 from weft.kernels.symmetric.memory import Home
 
 COLLECTED_WORDS = 256
-"""Words of 4 bytes that a program waits for at a time; twice as many spill registers."""
+"""4-byte words that a program awaits at a time; twice as many spill registers."""
 
 _ON_ANOTHER_RANK = tl.constexpr(ON_ANOTHER_RANK)
 
 
 @triton.jit
 def add_part(
-    total,  # float32 [ROWS, BLOCK_D]; sum of weights times parts
+    total,  # float32 [ROWS, BLOCK_D]; weighted sum over parts
     top,  # float32 [ROWS]; the largest LSE
-    weight,  # float32 [ROWS]; sum of weights, in units of exp(top)
+    weight,  # float32 [ROWS]; the weights' sum, in units of exp(top)
     flagged,  # int32 [ROWS]; 1 where an LSE was +inf
     numbers,  # float32 [ROWS, BLOCK_D]
-    log,  # float32 [ROWS]; their LSE
+    log,  # float32 [ROWS]; the numbers' LSE
 ):
-    """Take a step of an online log-sum-exp; flagged parts do not count."""
+    """Take one online log-sum-exp step; flagged rows add nothing."""
     flagged = flagged | (log == float("inf")).to(tl.int32)
     log = tl.where(log == float("inf"), float("-inf"), log)
     new_top = tl.maximum(top, log)
@@ -86,7 +89,7 @@ def add_part(
 
 @triton.jit
 def finish_parts(total, top, weight, flagged):
-    """Return the sum of `add_part` and its LSE: zeros and +inf where it is flagged."""
+    """Return the sum from `add_part` and its LSE: zeros and +inf for flagged rows."""
     unseen = weight == 0
     weight = tl.where(unseen, 1.0, weight)
     total = tl.where((flagged > 0)[:, None], 0.0, total / weight[:, None])
@@ -105,7 +108,7 @@ def merge_tile(
     SPLITS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Merge the splits of some rows: float32 [BLOCK_M, BLOCK_D], and its LSE."""
+    """Merge some rows' splits into float32 [BLOCK_M, BLOCK_D] and its LSE."""
     d = tl.arange(0, BLOCK_D)
     total = tl.zeros((row.shape[0], BLOCK_D), tl.float32)
     top = tl.full((row.shape[0],), float("-inf"), tl.float32)
@@ -135,7 +138,7 @@ def send_rows(
     WORLD: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Put rows of this rank's part, in dtype, and their LSEs to all ranks."""
+    """Send rows from this rank's part, in dtype, and their LSEs to all ranks."""
     if dtype == tl.float32:
         words = total.to(tl.int32, bitcast=True)
     else:
@@ -155,12 +158,12 @@ def send_rows(
 
 @triton.jit(do_not_specialize=["rank", "rows", "table_width", "num_blocks", "rank_words"])
 def attend_and_send(
-    q,  # [B, HEADS, D]; requests are q_stride numbers apart
+    q,  # [B, HEADS, D]; consecutive requests are q_stride numbers apart
     cache,  # Cache
     batch,  # Batch
-    parts,  # float32 [SPLITS, rows, D], or None if there is one split
-    parts_lse,  # float32 [SPLITS, rows], or None if there is one split
-    done,  # int64 [W]; addresses of int32 [rows], one counter for each tile
+    parts,  # float32 [SPLITS, rows, D], or None with one split
+    parts_lse,  # float32 [SPLITS, rows], or None with one split
+    done,  # int64 [W]; addresses of int32 [rows]: one counter per tile
     peers,  # buffers int64 [2, W, rank_words]
     scale,
     rank,
@@ -168,14 +171,14 @@ def attend_and_send(
     table_width,
     num_blocks,
     q_stride,
-    rank_words,  # at least rows * (WORDS + 1): the parts' words, and then those of their LSEs
+    rank_words,  # at least rows * (WORDS + 1): words for the parts, then for the LSEs
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
-    WORDS: tl.constexpr,  # 4-byte words in D numbers
+    WORDS: tl.constexpr,  # number of 4-byte words in D numbers
     SPLITS: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Process heads of a request, for a split of its keys. Grid: (B * SPLITS, HEADS / GROUP)."""
+    """Attend with some of a request's heads over a split. Grid: (B * SPLITS, HEADS / GROUP)."""
     HEADS: tl.constexpr = FORM.heads
     GROUP: tl.constexpr = FORM.group
     D: tl.constexpr = FORM.dim
@@ -216,12 +219,12 @@ def collect_and_merge(
     rank_words,
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
-    HEADS: tl.constexpr,  # row % HEADS is a row's head, row // HEADS its request
+    HEADS: tl.constexpr,  # row % HEADS is the row's head, row // HEADS its request
     WORDS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Receive rows from all ranks, and merge them. Grid: (programs,), persistent."""
+    """Receive rows from all ranks and merge them. Grid: (programs,), persistent."""
     WIDE: tl.constexpr = dtype == tl.float32
     PER_WORD: tl.constexpr = 1 if WIDE else 2
     call = tl.load(peers.calls)
@@ -262,14 +265,14 @@ def collect_and_merge(
         tl.atomic_or(
             status + row // HEADS,
             _ON_ANOTHER_RANK,
-            mask=(row < rows) & (flagged > 0) & (row % HEADS == 0),  # heads of a request agree
+            mask=(row < rows) & (flagged > 0) & (row % HEADS == 0),  # all heads have the same flag
             sem="relaxed",
             scope="gpu",
         )
 
 
 class DistributedDecodeWorkspace(Workspace):
-    """The workspace of `distributed_decode_attention` on one rank."""
+    """Workspace for `distributed_decode_attention` on one rank; see its `_workspace` function."""
 
     def __init__(
         self, home: Home, max_requests: int, heads: int, head_dim: int, dtype: torch.dtype
@@ -280,10 +283,10 @@ class DistributedDecodeWorkspace(Workspace):
             require_counts(check, 1, max_requests=max_requests, heads=heads, head_dim=head_dim)
             check("dtype", dtype, dtype in RESULTS, f"be one of {', '.join(map(str, RESULTS))}")
             whole = head_dim * dtype.itemsize % 4 == 0
-            check("head_dim", head_dim, whole, f"be even with {dtype}: words of 4 bytes travel")
+            check("head_dim", head_dim, whole, f"be even with {dtype}: ranks send 4-byte words")
         super().__init__(home, name, 0, dtype, 0)
         self.max_requests, self.heads, self.head_dim = max_requests, heads, head_dim
-        self.words = head_dim * dtype.itemsize // 4  # 4-byte words in a head's part
+        self.words = head_dim * dtype.itemsize // 4  # number of 4-byte words in a head's part
         self.rank_words = max_requests * heads * (self.words + 1)
         shape = (SLOTS, home.world_size, self.rank_words)
         self.ll = home.zeros(f"{name}.ll", shape, torch.int64)
@@ -293,16 +296,16 @@ class DistributedDecodeWorkspace(Workspace):
 def distributed_decode_attention_workspace(
     home: Home, max_requests: int, heads: int, head_dim: int, dtype: torch.dtype
 ) -> DistributedDecodeWorkspace:
-    """Create a workspace for steps of at most `max_requests` decodes. Collective.
+    """Create a workspace for steps with at most `max_requests` decodes. Collective.
 
     Args:
-        home: this rank's.
+        home: this rank's home.
         max_requests: maximum number of requests in a step.
-        heads, head_dim: of q.
-        dtype: of q; float32, float16 or bfloat16.
+        heads, head_dim: H and D of q.
+        dtype: q's dtype; float32, float16 or bfloat16.
 
     Raises:
-        KernelError: on every rank, if one rank refuses an argument or the ranks differ.
+        KernelError: on every rank, if a rank refuses an argument or the ranks' arguments differ.
     """
     return DistributedDecodeWorkspace(home, max_requests, heads, head_dim, dtype)
 
@@ -326,24 +329,23 @@ def distributed_decode_attention(
     warps: int = 0,
     stages: int = 0,
 ) -> Tensor:
-    """Compute `decode_attention` with one query per request, over pages that ranks share.
-    Collective.
+    """Compute `decode_attention` for one query per request over shared pages. Collective.
 
     Args:
         q: [B, H, D], the same on all ranks.
         keys, values: [num_blocks, Hk, page, D]; this rank's pages.
-        batch: of the step, the same on all ranks except block_table: entry i is the place of page
-            i * W + r of the request in the cache of rank r.
+        batch: the step's requests, the same on all ranks except for block_table: on rank r, entry i
+            is the request's page i * W + r, as an index into this rank's cache.
         workspace: from `distributed_decode_attention_workspace`.
-        scale, sliding_window, softcap, sinks, k_scale, v_scale, lse: see inputs.Options; the same
-            on all ranks.
-        splits, blocks, warps, stages: as for `decode_attention`; each rank has its own.
+        scale, sliding_window, softcap, sinks, k_scale, v_scale, lse: see Options; the same on all
+            ranks.
+        splits, blocks, warps, stages: see `decode_attention`; they may differ between ranks.
 
     Returns:
         [B, H, D], q's dtype; the same bits on all ranks.
 
     Raises:
-        KernelError: on every rank, if one refuses its arguments or the ranks differ.
+        KernelError: on every rank, if a rank refuses its arguments or the ranks' arguments differ.
     """
     options = Options(scale, sliding_window, softcap, sinks, k_scale, v_scale, lse)
     asked: dict[str, object] = {
@@ -359,16 +361,16 @@ def distributed_decode_attention(
         asked |= {"q's shape": tuple(q.shape), "page": keys.shape[2]}
         requests, heads, dim = q.shape
         shape, made = [heads, dim], [workspace.heads, workspace.head_dim]
-        must = f"be {made}, which the workspace was made for"
+        must = f"be {made}, the workspace's"
         require("H, D", shape, shape == made, must)
-        must = f"be {len(batch.context_len)}, one query for each request"
+        must = f"be {len(batch.context_len)}, one query per request"
         require("q's rows", requests, requests == len(batch.context_len), must)
         queries = batch.max_queries
-        require("max_queries", queries, queries == 1, "be 1: it is for decodes")
-        must = f"be at most {workspace.max_requests}, which the workspace was made for"
+        require("max_queries", queries, queries == 1, "be 1: this op is for decodes")
+        must = f"be at most {workspace.max_requests}, the workspace's maximum"
         require("requests", requests, requests <= workspace.max_requests, must)
         tile = checked_tile(require, q, keys, batch, blocks, warps, stages)
-        must = f"be from 1 to {MAX_SPLITS}, or 0 to choose"
+        must = f"be from 1 to {MAX_SPLITS}, or 0 for the default"
         require("splits", splits, 0 <= splits <= MAX_SPLITS, must)
     size, rows, kv_heads = workspace.world_size, requests * heads, keys.shape[1]
     splits = splits or choose_splits(q, keys, batch, tile, options, workspace.processors, size)

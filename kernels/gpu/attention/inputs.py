@@ -1,7 +1,7 @@
-"""The inputs of attention over a paged cache, and their checks.
+"""Arguments for attention over a paged cache, and their checks.
 
-Kernels flag a bad request in the batch's status, and serve the other requests. Errors visible to
-the host are refused before anything is launched.
+The host refuses wrong arguments before any launch, as far as it can see them. If a kernel finds a
+bad request, it flags the request in the batch's status and still serves the others.
 """
 
 from __future__ import annotations
@@ -22,31 +22,33 @@ Int32 = npt.NDArray[np.int32]
 
 OUT_OF_POOL, LONGER_THAN_TABLE, SHORTER_THAN_QUERIES, ON_ANOTHER_RANK = 1, 2, 4, 8
 FLAGS = {
-    OUT_OF_POOL: "an entry of its block table is not in the pool",
+    OUT_OF_POOL: "its block table has an entry outside the pool",
     LONGER_THAN_TABLE: "its context is longer than its block table",
     SHORTER_THAN_QUERIES: "its context is shorter than its queries",
-    ON_ANOTHER_RANK: "another rank has flagged it",
+    ON_ANOTHER_RANK: "another rank flagged it",
 }
-"""Bits of a request's status word."""
+"""Bits of a request's status word, with their messages."""
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128
-"""Maximum number of query heads per KV head: rows of the largest tile."""
+"""Maximum number of query heads per KV head: the rows of the largest tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """The requests of one step on the device, like models/interface.StepInput. All layers share it.
+    """The requests of one step, on the device; all layers share it.
+
+    The fields follow models/interface.StepInput.
 
     Attributes:
-        query_start: int32 [B + 1]; request b owns rows query_start[b]:query_start[b + 1] of q.
-        context_len: int32 [B]; the request's tokens in the cache, including this step's.
-        block_table: int32 [B, n]; the request's pages in order. Entries beyond the context are
-            ignored. With several ranks, only this rank's pages p, with p % W == rank.
-        status: int32 [B]; bits of FLAGS. Kernels set them, nobody clears them.
-        max_queries: maximum number of queries of a request, in any step that a captured graph
-            serves.
-        max_context: maximum context length; it decides how decodes are split.
+        query_start: int32 [B + 1]; request b has rows query_start[b]:query_start[b + 1] of q.
+        context_len: int32 [B]; number of tokens in the cache, including this step's.
+        block_table: int32 [B, n]; each request's pages in order. Entries that no query sees are
+            ignored. If W ranks share the pages, rank r lists the pages p with p % W == r.
+        status: int32 [B]; bits of FLAGS. Kernels set bits and never clear them.
+        max_queries: maximum number of queries in a request. A captured graph serves only steps
+            within this maximum.
+        max_context: maximum context length; it determines how decodes are split.
     """
 
     query_start: Tensor
@@ -67,17 +69,17 @@ class PagedBatch:
         device: torch.device | str = "cpu",
         world_size: int = 1,
     ) -> PagedBatch:
-        """Check the arrays on the host, and copy them to the device.
+        """Check the lengths that the host knows, and copy everything to the device.
 
         Args:
             query_start, context_len, block_table: int32, with the attributes' shapes.
             block_size: tokens in a page.
-            device: of the cache.
-            world_size: number of ranks sharing the pages of each request.
+            device: the cache's device.
+            world_size: number of ranks that share each request's pages.
 
         Raises:
-            KernelError: shapes do not fit each other, queries do not ascend from 0, or a context is
-                shorter than its queries or longer than its table. The message names the request.
+            KernelError: the shapes do not match, query_start does not ascend from 0, or a context
+                is shorter than its queries or longer than its table. The error names the request.
         """
         check = functools.partial(require, "paged_attention")
         requests = len(context_len)
@@ -92,7 +94,7 @@ class PagedBatch:
         for request, (count, context) in enumerate(zip(queries, context_len, strict=True)):
             check(f"request {request}'s queries", count, count >= 0, "be at least 0")
             fits = count <= context <= most
-            must = f"be at least its {count} queries, and at most {most}, which its table holds"
+            must = f"be at least its {count} queries and at most its table's {most} tokens"
             check(f"request {request}'s context_len", context, fits, must)
 
         def copied(array: Int32) -> Tensor:
@@ -108,9 +110,7 @@ class PagedBatch:
         )
 
     def errors(self) -> dict[int, KernelError]:
-        """Return the requests flagged since status was zero, with their errors. Waits for the
-        device.
-        """
+        """Return the errors flagged since status was zero, by request. Waits for the device."""
         return {
             request: KernelError(
                 f"request {request}: {next(FLAGS[flag] for flag in FLAGS if word & flag)}"
@@ -122,16 +122,15 @@ class PagedBatch:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """A layer's attention options, the keyword arguments of all attention ops: see
-    reference.paged_attention.
+    """A layer's attention options, common to all attention ops: see `reference.paged_attention`.
 
     Attributes:
         scale: multiplies the scores.
         sliding_window: token i sees the tokens j with i - window < j <= i; None sees all.
         softcap: scores become softcap * tanh(score / softcap); None leaves them.
         sinks: [H], float32, float16 or bfloat16; one more score for each head, without a value.
-        k_scale, v_scale: float32 [Hk], with a cache in float8_e4m3fn; multiply its numbers.
-        lse: float32 [T, H], output: the log of the sum of exp(score), including the sink's. +inf
+        k_scale, v_scale: float32 [Hk], for a cache in float8_e4m3fn; they multiply its numbers.
+        lse: float32 [T, H], written: the log of the sum of exp(score), including the sink's; +inf
             for a flagged request.
     """
 
@@ -145,7 +144,7 @@ class Options:
 
 
 def check_queries(check: Require, q: Tensor, most: int = MAX_HEAD_DIM) -> None:
-    """Refuse queries with a shape other than [T, H, D], an unsupported dtype or a larger D."""
+    """Refuse queries unless they are floats of 16 or 32 bits, [T, H, D] with D at most `most`."""
     check("q", f"a {type(q).__name__}", isinstance(q, Tensor), "be a tensor")
     check("q's shape", list(q.shape), q.dim() == 3, "be [T, H, D]")
     check("q's dtype", q.dtype, q.dtype in RESULTS, f"be one of {', '.join(map(str, RESULTS))}")
@@ -156,16 +155,16 @@ def check_queries(check: Require, q: Tensor, most: int = MAX_HEAD_DIM) -> None:
 
 
 def check_heads(check: Require, name: str, q: Tensor, kv_heads: int) -> None:
-    """Refuse KV heads that do not divide q's heads, or too few of them for a tile."""
+    """Refuse KV heads unless they divide q's heads into groups that fit a tile."""
     heads = q.shape[1]
     divides = kv_heads > 0 and heads % kv_heads == 0 and heads > 0
-    check(name, kv_heads, divides, f"divide q's {heads}")
+    check(name, kv_heads, divides, f"divide q's {heads} heads")
     group = heads // kv_heads
     check("H / Hk", group, group <= MAX_GROUP, f"be at most {MAX_GROUP}")
 
 
 def check_cache(check: Require, name: str, cache: Tensor, q: Tensor) -> None:
-    """Refuse a cache that has neither q's dtype nor e4m3, or e4m3 on a GPU without it."""
+    """Refuse a cache with neither q's dtype nor e4m3, and e4m3 on GPUs without it."""
     require_tensor(check, name, cache, None, q.device, q.dtype, FP8)
     if cache.dtype == FP8:
         backend, capability = target()
@@ -174,7 +173,7 @@ def check_cache(check: Require, name: str, cache: Tensor, q: Tensor) -> None:
 
 
 def check_batch(check: Require, q: Tensor, page: int, batch: PagedBatch, ranks: int = 1) -> None:
-    """Refuse a batch with parts of different sizes, or with other queries."""
+    """Refuse mismatched batch tensors, and limits beyond the capacity of the tables or q."""
     requests, width = len(batch.context_len), batch.block_table.shape[-1]
     for name, shape in (
         ("context_len", [requests]),
@@ -184,14 +183,14 @@ def check_batch(check: Require, q: Tensor, page: int, batch: PagedBatch, ranks: 
     ):
         require_tensor(check, name, getattr(batch, name), shape, q.device, torch.int32)
     most, context, queries = width * page * ranks, batch.max_context, batch.max_queries
-    check("max_context", context, context <= most, f"be at most {most}, which the tables hold")
-    check("max_queries", queries, queries <= len(q), f"be at most {len(q)}, all queries of q")
+    check("max_context", context, context <= most, f"be at most {most}, the tables' capacity")
+    check("max_queries", queries, queries <= len(q), f"be at most {len(q)}, the rows of q")
 
 
 def check_scale(
     check: Require, name: str, scale: Tensor | None, shape: list[int], cache: Tensor
 ) -> None:
-    """Refuse a scale unfit for the cache."""
+    """Refuse a scale without an fp8 cache, or with the wrong shape, dtype or device."""
     fits = scale is None or cache.dtype == FP8
     check(name, f"given with {cache.dtype}", fits, f"come with {FP8} only")
     if scale is not None:
@@ -207,14 +206,14 @@ def check_attention(
     options: Options,
     world_size: int = 1,
 ) -> None:
-    """Refuse arguments unfit for each other. `check` raises the error."""
+    """Refuse mismatched tensors and options. `check` raises the error."""
     check_queries(check, q)
     check_cache(check, "keys", keys, q)
     (tokens, heads, dim), shape, device = q.shape, list(keys.shape), q.device
     check(
         "keys's shape", shape, keys.dim() == 4 and shape[3] == dim, f"be [blocks, Hk, page, {dim}]"
     )
-    check("keys's shape", shape, keys.numel() > 0, "have no side of 0")
+    check("keys's shape", shape, keys.numel() > 0, "have no axis of size 0")
     check_heads(check, "keys's heads", q, shape[1])
     require_tensor(check, "values", values, shape, device, keys.dtype)
     check_batch(check, q, shape[2], batch, world_size)

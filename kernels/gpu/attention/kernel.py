@@ -1,31 +1,33 @@
-"""The kernel of paged attention, for ragged batches of prefill chunks and decodes.
+"""The kernel for paged attention on ragged batches of prefill chunks and decodes.
 
-The cache is that of kernels/cpu/attention.py. `attend` is FlashAttention-2 (Dao 2023) over a block
-table (PagedAttention: Kwon et al. 2023). The work is divided as follows:
+The cache has the layout of kernels/cpu/attention.py. `attend` is FlashAttention-2 (Dao 2023) over a
+block table (PagedAttention: Kwon et al. 2023). Work is cut as follows:
 
-- A program has one KV head and a tile of BLOCK_M rows. The G = H / Hk query heads that share the KV
-  head are packed into the rows: row i is head i % G of query i // G. So keys and values are loaded
-  once for all of them, and a decode with G heads fills a tensor core's 16 rows.
-- Tiles do not cross requests. Request b has at most cdiv(queries, BLOCK_Q) tiles of
-  BLOCK_Q = BLOCK_M // G queries. Its first tile is number query_start[b] // BLOCK_Q + b. So T and B
-  alone determine the grid, and a captured CUDA graph serves any lengths; surplus programs do
-  nothing. A request's last tile sees the most keys and starts first.
-- A tile processes BLOCK_N keys at a time, from the first key that its first query sees to the last
-  that its last query sees. Blocks that all of its rows see (the interior) need no mask; the blocks
-  at the edges follow.
-- With SPLITS > 1, that many programs share the blocks of a tile, and the results are merged
-  (decode.py). With several ranks, a rank has the pages p with p % WORLD == rank
-  (distributed_decode.py). Its keys are counted by their place in its own pages, and `position_of`
-  returns their position in the request.
+- A program has one KV head and a tile with BLOCK_M rows. G = H / Hk query heads share the KV head,
+  and the rows hold them all: row i is head i % G of query i // G. Keys and values are therefore
+  loaded once for all G heads, and a decode with G heads fills a tensor core's 16 rows.
+- Tiles do not cross requests. Request b has at most cdiv(queries, BLOCK_Q) tiles, each with BLOCK_Q
+  = BLOCK_M // G queries. Its first tile has number query_start[b] // BLOCK_Q + b. The grid
+  therefore depends on T and B only, and a captured CUDA graph serves any lengths. Surplus programs
+  do nothing. A request's last tile sees most keys and starts first.
+- A tile iterates over BLOCK_N keys at a time, from its first query's first visible key to its last
+  query's last one. Interior blocks, visible to all rows, come first and need no mask; then come the
+  blocks at the edges.
+- With SPLITS > 1, SPLITS programs share a tile's blocks, and decode.py merges the results. If ranks
+  share the pages, a rank has the pages p with p % WORLD == rank (distributed_decode.py). The kernel
+  counts its keys within its own pages, and `position_of` maps them to positions in the request.
 
-Scores are float32, in units of log 2. Weights and values are multiplied in q's dtype. fp8 keys and
-values are cast exactly; their scales are applied to the scores and the sum. Head sizes are padded
-to a power of two.
+Each program writes its own rows in `out` and `lse`, in its split's slot. No two programs write the
+same row, so there are no signals; only `status` is shared, and updated atomically.
 
-A page outside the pool is never loaded. The program loads page 0 instead, flags the request, and
-stores zeros with an LSE of +inf. Do not use the output of a flagged request.
+Scores are float32, in units of log 2. Weights and values are multiplied in q's dtype. Keys and
+values in fp8 are cast to it exactly; their scales are applied to the scores and to the sum. Head
+sizes are padded to powers of two.
 
-Not handled: attention that is not causal, gradients.
+A page outside the pool is never loaded: the program loads page 0 instead, flags the request, and
+stores zeros and +inf as the LSE. Callers must ignore a flagged request's output.
+
+Not supported: non-causal attention, gradients.
 """
 
 from __future__ import annotations
@@ -51,11 +53,11 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 class Cache(NamedTuple):
-    """A paged cache of keys and values: one argument of a kernel (peers.py).
+    """A paged cache for keys and values: one kernel argument (runtime/peers.py).
 
     Attributes:
         k: keys [num_blocks, KV_HEADS, PAGE, D + ROPE].
-        v: values [num_blocks, KV_HEADS, PAGE, D], or None: the first D numbers of each key.
+        v: values [num_blocks, KV_HEADS, PAGE, D], or None: each key's first D numbers.
         k_scale, v_scale: float32 [KV_HEADS], or None.
     """
 
@@ -66,7 +68,7 @@ class Cache(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The requests of a step: one argument of a kernel (peers.py).
+    """A step's requests: one kernel argument (runtime/peers.py).
 
     Attributes:
         query_start: int32 [requests + 1]; None if each request has one query.
@@ -82,19 +84,19 @@ class Batch(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The constants that attention is compiled with: FORM, one argument of its kernel (peers.py).
+    """Compile-time constants for attention: its kernel's argument FORM (runtime/peers.py).
 
     Attributes:
         heads, kv_heads: HEADS and KV_HEADS.
-        group: heads in a tile, which share a KV head.
+        group: number of heads in a tile; they share a KV head.
         page: PAGE, tokens in a page.
         dim: D, numbers in a value.
-        rope: ROPE, numbers of a key after the first D.
+        rope: ROPE, numbers in a key after the first D.
         window: maximum number of keys that a query sees; 0 for all.
-        softcap: of the scores; 0 for none.
+        softcap: softcap for the scores; 0 for none.
         single: each request has one query.
-        block_m, block_n: rows in a tile; keys that are processed at a time.
-        block_d, block_r: D and ROPE, rounded up to powers of two of at least 16.
+        block_m, block_n: rows in a tile; keys that it takes at a time.
+        block_d, block_r: D and ROPE rounded up to powers of two, at least 16.
     """
 
     heads: int
@@ -114,7 +116,7 @@ class Form(NamedTuple):
 
 @triton.jit
 def local_length(length, rank, WORLD: tl.constexpr, PAGE: tl.constexpr):
-    """Count a rank's tokens among a request's first `length` tokens."""
+    """Count the tokens that a rank has among a request's first `length` tokens."""
     if WORLD > 1:
         pages, rest = length // PAGE, length % PAGE
         whole = (pages + (WORLD - 1) - rank) // WORLD
@@ -124,7 +126,7 @@ def local_length(length, rank, WORLD: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit
 def position_of(at, rank, WORLD: tl.constexpr, PAGE: tl.constexpr):
-    """Return the positions of a rank's tokens in the request."""
+    """Map a rank's token indices to positions in the request."""
     if WORLD > 1:
         at = (at // PAGE * WORLD + rank) * PAGE + at % PAGE
     return at
@@ -132,7 +134,7 @@ def position_of(at, rank, WORLD: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit
 def find_request(query_start, tile, requests, BLOCK_Q: tl.constexpr):
-    """Return a tile's request: the last whose first tile is not after it."""
+    """Find a tile's request: the last one with its first tile at or before this tile."""
     low = tl.full((), 0, tl.int32)
     high = low + requests
     while high - low > 1:
@@ -145,14 +147,14 @@ def find_request(query_start, tile, requests, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def load_block(
-    x,  # pointer to rows of numbers
-    rows,  # [BLOCK_N]; start of each row
-    needed,  # bool [BLOCK_N]; the others are 0
+    x,  # memory with the rows
+    rows,  # [BLOCK_N]; each row's first index
+    needed,  # bool [BLOCK_N]; other rows become 0
     D: tl.constexpr,
     EDGE: tl.constexpr,  # some rows are not needed
     BLOCK_D: tl.constexpr,
 ):
-    """Load the first D numbers of rows: [BLOCK_N, BLOCK_D], zeros after them."""
+    """Load the rows' first D numbers: [BLOCK_N, BLOCK_D], padded with zeros."""
     d = tl.arange(0, BLOCK_D)
     places = x + rows[:, None] + d[None, :]
     if EDGE and D < BLOCK_D:
@@ -168,13 +170,14 @@ def load_block(
 
 @triton.jit
 def soften(
-    scores,  # float32 [BLOCK_M, BLOCK_N]; log 2 of weights
-    top,  # float32 [BLOCK_M]; the largest so far
-    weight,  # float32 [BLOCK_M]; sum of weights so far, in units of 2^top
+    scores,  # float32 [BLOCK_M, BLOCK_N]; the weights' log 2
+    top,  # float32 [BLOCK_M]; the largest score so far
+    weight,  # float32 [BLOCK_M]; the weights' sum so far, in units of 2^top
 ):
-    """Take a step of the online softmax: return weights, the fade of earlier ones, top and weight.
+    """Take one online softmax step (Milakov and Gimelshein 2018).
 
-    Milakov and Gimelshein 2018.
+    Returns:
+        the scores' weights; the factor by which earlier weights fade; the new top and weight.
     """
     new_top = tl.maximum(top, tl.max(scores, axis=1))
     anchor = tl.where(new_top == float("-inf"), 0.0, new_top)  # no key seen yet
@@ -187,26 +190,26 @@ def soften(
 def attend_block(
     q,  # [BLOCK_M, BLOCK_D]
     q_rope,  # [BLOCK_M, BLOCK_R], or None; each query's numbers after the first D
-    total,  # float32 [BLOCK_M, BLOCK_D]; sum of weights times values
-    top,  # float32 [BLOCK_M]; the largest score
-    weight,  # float32 [BLOCK_M]; sum of weights, in units of 2^top
-    bad,  # int32 [BLOCK_N]; 1 where a page was out of the pool
+    total,  # float32 [BLOCK_M, BLOCK_D]; weighted sum over values
+    top,  # float32 [BLOCK_M]; the largest score so far
+    weight,  # float32 [BLOCK_M]; the weights' sum, in units of 2^top
+    bad,  # int32 [BLOCK_N]; 1 where a page was outside the pool
     keys,  # [num_blocks, KV_HEADS, PAGE, D + ROPE]
-    values,  # [num_blocks, KV_HEADS, PAGE, D], or None: the first D numbers of each key
+    values,  # [num_blocks, KV_HEADS, PAGE, D], or None: each key's first D numbers
     table,  # int32 [n]; this request's pages
     num_blocks,
     head,
-    start,  # the block's first key, among this rank's
-    begin,  # the first key that the tile sees; end is after the last
-    end,
-    position,  # int32 [BLOCK_M]; position of each row's query in its request
+    start,  # the block's first key, among this rank's keys
+    begin,  # first key for the tile, inclusive
+    end,  # end (exclusive) for the tile's keys
+    position,  # int32 [BLOCK_M]; each row's position in its request
     scale,
     rank,
     WORLD: tl.constexpr,
-    EDGE: tl.constexpr,  # some row may not see some key
+    EDGE: tl.constexpr,  # some rows may not see some keys
     FORM: tl.constexpr,
 ):
-    """Process one block of keys and values: a step of the online softmax."""
+    """Process one block with an online softmax step."""
     KV_HEADS: tl.constexpr = FORM.kv_heads
     PAGE: tl.constexpr = FORM.page
     D: tl.constexpr = FORM.dim
@@ -218,7 +221,7 @@ def attend_block(
     BLOCK_R: tl.constexpr = FORM.block_r
     at = start + tl.arange(0, BLOCK_N)
     needed = (at >= begin) & (at < end)
-    if EDGE:  # before begin and from end on the table may have no page, or stale entries
+    if EDGE:  # entries before begin and from end on may be missing or stale
         page = tl.load(table + at // PAGE, mask=needed, other=0)
     else:
         page = tl.load(table + at // PAGE)
@@ -231,7 +234,7 @@ def attend_block(
     if ROPE > 0:
         k_rope = load_block(keys + D, slots * (D + ROPE), needed, ROPE, EDGE, BLOCK_R)
         scores = tl.dot(q_rope, k_rope.to(q.dtype).T, scores, input_precision="ieee")
-    if SOFTCAP > 0:  # tanh, by a formula that does not overflow
+    if SOFTCAP > 0:  # tanh without overflow
         shrunk = scores * (scale / SOFTCAP)
         small = tl.exp2(tl.abs(shrunk) * (-2 * LOG2E))
         bent = (1 - small) / (1 + small)
@@ -254,7 +257,7 @@ def attend_block(
 
 @triton.jit
 def attend_tile(
-    q,  # [tokens, HEADS, D + ROPE]; tokens are q_stride numbers apart
+    q,  # [tokens, HEADS, D + ROPE]; consecutive tokens are q_stride numbers apart
     cache,  # Cache
     batch,  # Batch
     sinks,  # [HEADS], or None
@@ -271,11 +274,11 @@ def attend_tile(
     SPLITS: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Process one tile of GROUP heads, over a split of its keys.
+    """Attend with one tile, for GROUP heads, over one split of its keys.
 
     Returns:
-        float32 [BLOCK_M, BLOCK_D], zeros if the request is flagged; its LSE, float32 [BLOCK_M]; the
-        token and the head of each row, int32 [BLOCK_M]; and which rows count, bool [BLOCK_M].
+        float32 [BLOCK_M, BLOCK_D], zeros if the request is flagged; its LSE, float32 [BLOCK_M];
+        each row's token and head, both int32 [BLOCK_M]; and bool [BLOCK_M], True for rows to store.
     """
     GROUP: tl.constexpr = FORM.group
     PAGE: tl.constexpr = FORM.page
@@ -300,7 +303,7 @@ def attend_tile(
     fault = tl.where(local_length(context, rank, WORLD, PAGE) > table_width * PAGE, _LONGER, 0)
     fault = fault | tl.where(context < queries, _SHORTER, 0)
 
-    # The keys that the tile sees, and the keys that all of its queries see.
+    # The keys that the tile sees, and the range that all its queries see.
     first_position = context - queries + first
     last_position = context - queries + tl.minimum(first + BLOCK_Q, queries) - 1
     begin, inner_begin = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
@@ -311,7 +314,7 @@ def attend_tile(
     end = local_length(last_position + 1, rank, WORLD, PAGE)
     end = tl.where((fault == 0) & (first < queries), end, begin)
 
-    # The same in blocks, for this split.
+    # The same ranges in blocks, limited to this split.
     first_block = begin // BLOCK_N
     end_block = tl.where(begin < end, tl.cdiv(end, BLOCK_N), first_block)
     if SPLITS > 1:
@@ -372,7 +375,7 @@ def attend_tile(
 
 @triton.jit
 def store_rows(out, lse, total, log_sum, place, stored, D: tl.constexpr):
-    """Store rows of `attend_tile` to places of out [*, D] and, unless it is None, lse [*]."""
+    """Store rows from `attend_tile` at `place` in out [*, D], and in lse [*] if it is given."""
     d = tl.arange(0, total.shape[1])
     inside = stored[:, None] & (d < D)[None, :]
     tl.store(out + place[:, None] * D + d[None, :], total.to(out.dtype.element_ty), mask=inside)
@@ -382,7 +385,7 @@ def store_rows(out, lse, total, log_sum, place, stored, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "requests", "table_width", "num_blocks", "rank"])
 def attend(
-    q,  # this and the next three: as in `attend_tile`
+    q,  # q to sinks: see `attend_tile`
     cache,
     batch,
     sinks,
@@ -399,7 +402,7 @@ def attend(
     SPLITS: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Process one tile over a split of its keys. Grid: (tiles, HEADS / GROUP, SPLITS)."""
+    """Attend with one tile over one split. Grid: (tiles, HEADS / GROUP, SPLITS)."""
     HEADS: tl.constexpr = FORM.heads
     GROUP: tl.constexpr = FORM.group
     D: tl.constexpr = FORM.dim

@@ -2,10 +2,10 @@
 
     paged_attention(q [T, H, D], keys, values [num_blocks, Hk, page, D], batch) -> [T, H, D]
 
-In the order of the data: the inputs (inputs.py), the division into tiles (tile.py), the kernel
-(kernel.py), and here the op that launches it.
+The modules, by data flow: inputs.py checks the arguments, tile.py cuts the work, and
+kernel.py has the kernel. This module has the op and launches the kernel.
 
-Not handled: attention that is not causal, gradients.
+Not supported: non-causal attention, gradients.
 """
 
 from __future__ import annotations
@@ -49,32 +49,37 @@ def paged_attention(
     rank: int = 0,
     world_size: int = 1,
 ) -> Tensor:
-    """Compute causal attention of the step's queries over their requests' pages.
+    """Compute causal attention between the step's queries and their requests' pages.
 
     Args:
         q: [T, H, D], float32, float16 or bfloat16; a token's heads contiguous. Query head h reads
             KV head h // (H / Hk). D is at most 256, H / Hk at most 128.
-        keys, values: contiguous [num_blocks, Hk, page, D], q's dtype or float8_e4m3fn; they include
-            the step's tokens.
-        batch: of the step. Bad requests are flagged in its status.
+        keys, values: contiguous [num_blocks, Hk, page, D], q's dtype or float8_e4m3fn; they already
+            include the step's tokens.
+        batch: the step's requests. The kernel flags a bad request in the batch's status.
         scale, sliding_window, softcap, sinks, k_scale, v_scale, lse: see Options.
-        blocks: BLOCK_M and BLOCK_N of a tile; chosen if None.
-        warps, stages: for compiling the kernel; chosen if 0.
-        choice: provides a tuned tile if blocks is None.
+        blocks: BLOCK_M and BLOCK_N of a tile; None to choose.
+        warps, stages: compile options of the kernel; 0 to choose.
+        choice: tuned tiles, used if blocks is None.
         rank, world_size: the owner of these pages, if ranks share each request's pages: see
             PagedBatch. A query that sees no key here has a result of 0, and an LSE of -inf.
 
     Returns:
-        [T, H, D], q's dtype. Zeros, in part or as a whole, for a flagged request.
+        [T, H, D], q's dtype. A flagged request has zeros in some or all of its rows.
 
     Raises:
-        KernelError: the tensors do not fit each other, or one is refused.
+        KernelError: the tensors do not match, or an argument is invalid.
     """
     check = functools.partial(require, "paged_attention")
     options = Options(scale, sliding_window, softcap, sinks, k_scale, v_scale, lse)
-    check("rank", rank, 0 <= rank < world_size, f"be in [0, {world_size}), the world size")
+    check(
+        "rank",
+        rank,
+        0 <= rank < world_size,
+        f"be in [0, {world_size}) for {world_size} ranks",
+    )
     once = sinks is None or world_size == 1
-    check("sinks", "given", once, "be None where ranks share pages: they count once")
+    check("sinks", "given", once, "be None where ranks share pages: a sink counts only once")
     check_attention(check, q, keys, values, batch, options, world_size)
     config = None
     if choice and blocks is None:
@@ -100,13 +105,13 @@ def launch_attend(
     rank: int = 0,
     world_size: int = 1,
 ) -> None:
-    """Launch `attend` on checked arguments.
+    """Launch `attend`. The caller has checked the arguments.
 
     Args:
-        values: None if they are the first D numbers of the keys.
-        out: [splits, T, H, D], or without the first axis.
-        lse: float32 [splits, T, H], or without the first axis, or None.
-        sinks: whether sinks count here; otherwise where parts are merged.
+        values: None if values are the first D numbers of the keys.
+        out: [splits, T, H, D], or [T, H, D].
+        lse: float32 [splits, T, H], or [T, H], or None.
+        sinks: add the sinks here. False if they are added later, where parts are merged.
         rank, world_size: the owner of the pages.
     """
     if not q.numel():

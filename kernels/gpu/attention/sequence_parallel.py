@@ -1,39 +1,41 @@
-"""Prefill attention of a sequence split over ranks: keys arrive while others are processed.
+"""Prefill attention for a sequence that is split over ranks: keys arrive during the computation.
 
     sequence_parallel_attention(q [m, H, D], k [m, Hk, D], v [m, Hk, D]) -> [m, H, D]
 
-Causal attention among the W * m tokens of all ranks. Each rank has m of them and returns their
-results. The tokens are divided into consecutive parts:
+Causal attention among the W * m tokens of all ranks. Each rank has m tokens and gets their results.
+The tokens are cut into consecutive parts:
 
     contiguous    rank r has part r of W
     zigzag        rank r has parts r and 2 W - 1 - r of 2 W: as much work as any other rank
 
-A tile of queries in part g needs the keys of g and of earlier parts that belong to its own
-sequence. It processes the rank's own parts first, then those of ranks r - 1, r - 2 .. (Ring
-Attention: Liu et al. 2023; but each shard is sent at once to all ranks that need it, as in
-Triton-distributed: Zheng et al. 2025.) The softmax is online, so the order does not matter.
+A query tile in part g needs keys from g and from earlier parts, within its own sequence. It
+takes the rank's own parts first, then those from ranks r - 1, r - 2 .. This follows Ring Attention
+(Liu et al. 2023), but each shard is sent at once to all ranks that need it, as in
+Triton-distributed (Zheng et al. 2025). The softmax is online, so the order is free.
 
-Protocol. Slot n mod 2 of each rank's buffer is [K or V, W, m, Hk, D]. Each chunk of a rank's parts
-has a signal for each rank, and each rank has one more signal. In call n of rank r:
+Protocol. Slot n mod 2 of each rank's buffer is [K or V, W, m, Hk, D]. Signals: one for each chunk
+of a rank's parts and each source rank, and one `met` signal for each rank. In call n, rank r does
+the following:
 
-1. `push_parts` tells all ranks that it is in call n: signal `met` + r of each is n. Then it copies
-   chunks to row r of the slots of ranks r + 1, r + 2 .., each followed by n in signal [chunk, r]
-   there. A rank gets only the parts that it needs, and nothing before it is in call n - 1.
+1. `push_parts` announces call n: it sets signal `met` + r to n on every other rank. It then writes
+   chunks to row r of the slots on ranks r + 1, r + 2 .., and after each chunk it sets signal
+   [chunk, r] there to n. It skips parts that the receiver does not need. Before the first write to
+   a rank it waits until this rank is in call n - 1.
 2. `attend_parts` is persistent. Before it reads another rank's chunk, it waits for the chunk's
-   signal. The own parts are read in place.
+   signal. It reads the rank's own parts in place.
 
-Not every rank waits for every other rank's data: earlier ranks need nothing from a later one. So
-the argument in runtime/workspace.py does not hold, and `met` replaces it. A rank in call n - 1 has
-finished call n - 2, and call n writes to the slot of call n - 2.
+Slot reuse: earlier ranks need no data from later ones, so a rank does not wait for every other
+rank. The argument in runtime/workspace.py therefore does not apply, and `met` replaces it. A rank
+in call n - 1 has finished call n - 2, and call n overwrites only the slot of call n - 2.
 
-Both sides use the same function, `is_needed`, to find the parts to send. So a wrong query_start
-gives wrong results, but no rank waits for data that never arrives.
+Sender and receiver use the same function, `is_needed`, to decide about each part. A wrong
+query_start therefore cannot make a rank wait for data that never comes.
 
-On a GPU the copies run on their own stream, on a processor that `attend_parts` leaves to them, as
-in all_gather_matmul.py. A program of the copies that waits for `met` waits for an earlier call, so
+On a GPU the copies run on their own stream. `attend_parts` leaves them a processor, as in
+matmul/all_gather_matmul.py. A copying program that waits for `met` waits for an earlier call, so
 there is no cycle.
 
-Not handled: keys that are already in a cache, windows, softcap, sinks, gradients.
+Not supported: keys already in a cache, windows, softcap, sinks, gradients.
 """
 
 from __future__ import annotations
@@ -59,15 +61,15 @@ CHUNK = 256
 """Default number of tokens per signal."""
 
 BLOCK = 4096
-"""Numbers that a program moves at a time."""
+"""Numbers that a program copies at a time."""
 
 SENDERS = 8
-"""One of this many processors copies: a guess."""
+"""One processor in this many copies: a guess."""
 
 
 @triton.jit
 def part_of(rank, index, WORLD: tl.constexpr, PARTS: tl.constexpr):
-    """Return the number of a rank's first or second part."""
+    """Return the global index for a rank's first or second part."""
     part = rank
     if PARTS == 2:
         part = tl.where(index == 0, rank, 2 * WORLD - 1 - rank)
@@ -76,16 +78,16 @@ def part_of(rank, index, WORLD: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def beginning_of(position, query_start, entries):
-    """Return where the tokens' sequences begin; never after the token.
+    """Find the first token in each token's sequence; never after the token itself.
 
     Args:
-        position: of each token among all tokens; one or a block of them.
-        query_start: int32 [entries], or None if all tokens belong to one sequence.
+        position: index of each token among all tokens; one token or a block.
+        query_start: int32 [entries], or None if there is one sequence.
     """
     begin = position * 0
     if query_start is not None:
         left = entries
-        while left > 1:  # the last entry not after the token is among `left` entries from here
+        while left > 1:  # the last entry at or before the token is within `left` from here
             half = left // 2
             not_behind = tl.load(query_start + begin + half) <= position
             begin = tl.where(not_behind, begin + half, begin)
@@ -96,31 +98,29 @@ def beginning_of(position, query_start, entries):
 
 @triton.jit
 def is_needed(part, reader, begin, length):
-    """Return whether queries in part `reader` see a part; `begin` is the start of its first
-    sequence.
-    """
+    """Return whether queries in part `reader`, with its first sequence at `begin`, see a part."""
     return (part < reader) & (begin < (part + 1) * length)
 
 
 @triton.jit(do_not_specialize=["rank", "entries"])
 def push_parts(
-    keys,  # [PARTS * length, row]; this rank's
-    values,
+    keys,  # [PARTS * length, row]; this rank's keys
+    values,  # [PARTS * length, row]
     query_start,  # int32 [entries], or None
     peers,  # buffers [2, 2, half]; signals int32 [met + W]
     rank,
     entries,
     length,  # tokens in a part
     row,  # numbers in a token's keys: KV_HEADS * D
-    half,  # numbers reserved for keys in a slot, at least W * PARTS * length * row
-    chunk,  # tokens
-    met,  # the first of W signals with the ranks' calls
+    half,  # numbers in a slot's keys, at least W * PARTS * length * row
+    chunk,  # tokens in a chunk
+    met,  # first of W signals with each rank's current call
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Send the ranks the parts they need, chunk by chunk. Grid: (programs,), persistent."""
+    """Send other ranks the parts they need, one chunk at a time. Grid: (programs,), persistent."""
     call = tl.load(peers.calls)
     if tl.program_id(0) == 0:
         for step in range(1, WORLD):
@@ -150,24 +150,24 @@ def push_parts(
 @triton.jit
 def attend_keys(
     q,  # [BLOCK_M, BLOCK_D]
-    total,  # float32 [BLOCK_M, BLOCK_D]; sum of weights times values
-    top,  # float32 [BLOCK_M]; the largest score
-    weight,  # float32 [BLOCK_M]; sum of weights, in units of 2^top
-    keys,  # pointer to the block's first token
-    values,
-    first,  # its first token, among all
-    begin,  # the first token, among all, that is here and that a query sees; end is after the last
-    end,
+    total,  # float32 [BLOCK_M, BLOCK_D]; weighted sum over values
+    top,  # float32 [BLOCK_M]; the largest score so far
+    weight,  # float32 [BLOCK_M]; the weights' sum, in units of 2^top
+    keys,  # keys from the block's first token on
+    values,  # values from the block's first token on
+    first,  # index of the block's first token among all tokens
+    begin,  # first token that is here and seen by a query, among all tokens
+    end,  # end of these tokens
     seen_from,  # int32 [BLOCK_M]; the first token that each row's query sees
-    position,  # int32 [BLOCK_M]; position of each row's query
+    position,  # int32 [BLOCK_M]; each row's position
     scale,  # in units of log 2
     ROW: tl.constexpr,
     D: tl.constexpr,
-    EDGE: tl.constexpr,  # some row may not see some key
+    EDGE: tl.constexpr,  # some rows may not see some keys
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Process one block of keys and values: a step of the online softmax."""
+    """Process one block with an online softmax step."""
     n = tl.arange(0, BLOCK_N)
     needed = (first + n >= begin) & (first + n < end)
     k = load_block(keys, n * ROW, needed, D, EDGE, BLOCK_D)
@@ -184,20 +184,20 @@ def attend_keys(
 
 @triton.jit(do_not_specialize=["rank", "entries"])
 def attend_parts(
-    q,  # [PARTS * length, HEADS, D]; tokens are q_stride numbers apart
-    keys,  # [PARTS * length, KV_HEADS, D]; this rank's
-    values,
+    q,  # [PARTS * length, HEADS, D]; consecutive tokens are q_stride numbers apart
+    keys,  # [PARTS * length, KV_HEADS, D]; this rank's keys
+    values,  # [PARTS * length, KV_HEADS, D]
     query_start,  # int32 [entries], or None
     out,  # [PARTS * length, HEADS, D]
     lse,  # float32 [PARTS * length, HEADS], or None
-    peers,  # buffers [2, 2, half]; signals int32 [chunks, W], and more
+    peers,  # buffers [2, 2, half]; signals int32 [chunks, W], then `met`
     scale,
     rank,
     entries,
     length,  # tokens in a part
     q_stride,
-    half,  # numbers reserved for keys in a slot
-    chunk,  # tokens
+    half,  # numbers in a slot's keys
+    chunk,  # tokens in a chunk
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     PARTS: tl.constexpr,
@@ -208,7 +208,7 @@ def attend_parts(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Compute tiles of the result, of one KV head each. Grid: (programs,), persistent."""
+    """Compute tiles of the result, each with one KV head. Grid: (programs,), persistent."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     ROW: tl.constexpr = KV_HEADS * D
@@ -217,7 +217,7 @@ def attend_parts(
     tiles, chunks = tl.cdiv(length, BLOCK_Q), tl.cdiv(length, chunk)
     row, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     for item in range(tl.program_id(0), PARTS * tiles * KV_HEADS, tl.num_programs(0)):
-        # Tiles that see the most keys come first: a rank's second part is the later one.
+        # Tiles that see most keys come first: a rank's second part is the later one.
         head, tile = item % KV_HEADS, PARTS * tiles - 1 - item // KV_HEADS
         index, first = tile // tiles, tile % tiles * BLOCK_Q
         part = part_of(rank, index, WORLD, PARTS)
@@ -254,7 +254,7 @@ def attend_parts(
                 if step > 0:
                     signal = (of_source * chunks + number) * WORLD + source
                     wait(peers, rank, signal, call)
-                # Not flattened: loads must stay behind the wait. Blocks start at the chunk's start.
+                # Not flattened: loads must stay after the wait. Blocks start at the chunk's start.
                 base = number * chunk
                 low_here, high_here = tl.maximum(low, base), tl.minimum(high, base + chunk)
                 first_block = (low_here - base) // BLOCK_N
@@ -291,7 +291,7 @@ def attend_parts(
 
 
 class SequenceParallelWorkspace(Workspace):
-    """The workspace of `sequence_parallel_attention` on one rank."""
+    """Workspace for `sequence_parallel_attention` on one rank; see its `_workspace` function."""
 
     def __init__(
         self,
@@ -308,16 +308,16 @@ class SequenceParallelWorkspace(Workspace):
             require_counts(check, 0, max_tokens=max_tokens)
             require_counts(check, 1, kv_heads=kv_heads, head_dim=head_dim, chunk=chunk)
             numel = max_tokens * kv_heads * head_dim
-            must = "be below 2**31: kernels count them in 32 bits"
-            check("numbers of a rank's keys", numel, numel < 2**31, must)
+            must = "be below 2**31: kernels use 32-bit counts"
+            check("number of elements in a rank's keys", numel, numel < 2**31, must)
             fits = head_dim <= MAX_HEAD_DIM
             check("head_dim", head_dim, fits, f"be at most {MAX_HEAD_DIM}")
             check("dtype", dtype, dtype in RESULTS, f"be one of {', '.join(map(str, RESULTS))}")
         self.max_tokens, self.kv_heads, self.head_dim = max_tokens, kv_heads, head_dim
         self.chunk = chunk
         row = kv_heads * head_dim
-        self.half = -(-size * max_tokens * row // 16) * 16  # values start at a multiple of 16
-        self.met = size * (-(-max_tokens // chunk) + 1)  # two parts may have a chunk more
+        self.half = -(-size * max_tokens * row // 16) * 16  # values begin at a multiple of 16
+        self.met = size * (-(-max_tokens // chunk) + 1)  # two parts may need an extra chunk
         super().__init__(home, name, 2 * self.half, dtype, self.met + size)
         self.choice = Choice(home, name)
 
@@ -333,21 +333,22 @@ def sequence_parallel_attention_workspace(
     """Create a workspace for at most `max_tokens` tokens on each rank. Collective.
 
     Args:
-        home: this rank's.
-        max_tokens: m.
-        kv_heads, head_dim: of k and v.
-        dtype: of all operands; float32, float16 or bfloat16.
-        chunk: tokens per signal; preferably a multiple of 128.
+        home: this rank's home.
+        max_tokens: maximum m.
+        kv_heads, head_dim: Hk and D of k and v.
+        dtype: dtype of all operands; float32, float16 or bfloat16.
+        chunk: tokens per signal; best a multiple of 128.
 
     Raises:
-        KernelError: on every rank, if one rank refuses an argument or the ranks differ.
+        KernelError: on every rank, if a rank refuses an argument or the ranks' arguments differ.
     """
     return SequenceParallelWorkspace(home, max_tokens, kv_heads, head_dim, dtype, chunk)
 
 
 def choose_part_tile(group: int, queries: int, head_dim: int, itemsize: int) -> Tile:
-    """Choose a tile like `choose_tile`, with fewer keys where its tiles would spill: more is kept
-    here.
+    """Choose a tile like `choose_tile`, with fewer keys where its tiles would spill registers.
+
+    This kernel keeps more values in registers.
     """
     tile = choose_tile(group, queries, head_dim, itemsize, cast=False)
     backend, capability = target()
@@ -378,27 +379,26 @@ def sequence_parallel_attention(
 
     Args:
         q: [m, H, D], the workspace's dtype; a token's heads contiguous. Query head h reads KV head
-            h // (H / Hk); H / Hk is at most 128.
+            h // (H / Hk). H / Hk is at most 128.
         k, v: [m, Hk, D], contiguous, q's dtype; m is the same on all ranks.
         workspace: from `sequence_parallel_attention_workspace`.
         scale: multiplies the scores.
-        query_start: int32 [B + 1], the same on all ranks, ascending from 0: the starts of the B
-            sequences among the W * m tokens, and the end of the last. Tokens after it form one more
-            sequence, so ranks with too few tokens can pad. All tokens belong to one sequence if
-            None.
-        zigzag: this rank has parts r and 2 W - 1 - r of 2 W, of m / 2 tokens each; otherwise part r
-            of W.
-        lse: float32 [m, H], output: the log of the sum of exp(score).
-        blocks: BLOCK_M and BLOCK_N of a tile; if None, the tuned tile or a chosen one.
-        warps, stages: for compiling the kernel; chosen if 0.
-        programs: of the attention; all processors of the device but one if 0.
-        senders: programs that copy; one of SENDERS processors if 0.
+        query_start: int32 [B + 1], the same on all ranks, ascending from 0: the beginnings of the B
+            sequences among the W * m tokens, then the end of the last one. Tokens after this end
+            form one more sequence, so ranks with too few tokens can pad. None means one sequence.
+        zigzag: this rank has parts r and 2 W - 1 - r of 2 W, with m / 2 tokens each; otherwise part
+            r of W.
+        lse: float32 [m, H], written: the log of the sum of exp(score).
+        blocks: BLOCK_M and BLOCK_N of a tile; None to use the tuned tile, or else to choose.
+        warps, stages: compile options of the kernel; 0 to choose.
+        programs: number of attention programs; 0 for all processors but one.
+        senders: number of copying programs; 0 for one per SENDERS processors.
 
     Returns:
         [m, H, D], q's dtype.
 
     Raises:
-        KernelError: on every rank, if one refuses its arguments or the ranks differ.
+        KernelError: on every rank, if a rank refuses its arguments or the ranks' arguments differ.
     """
     size, require = workspace.world_size, workspace.require
     asked: dict[str, object] = {"scale": scale, "zigzag": zigzag, "blocks": blocks}
@@ -407,15 +407,15 @@ def sequence_parallel_attention(
         check_queries(require, q)
         asked["q's shape"] = tuple(q.shape)
         (m, heads, dim), made = q.shape, (workspace.kv_heads, workspace.head_dim)
-        must = f"be {workspace.dtype}, which the workspace was made for"
+        must = f"be {workspace.dtype}, the workspace's"
         require("q's dtype", q.dtype, q.dtype == workspace.dtype, must)
         require("q's device", q.device, q.device == workspace.device, f"be {workspace.device}")
         for name, tensor in (("k", k), ("v", v)):
             require_tensor(require, name, tensor, (m, *made), q.device, q.dtype)
-        must = f"be {workspace.head_dim}, which the workspace was made for"
+        must = f"be {workspace.head_dim}, the workspace's"
         require("D", dim, dim == workspace.head_dim, must)
         check_heads(require, "k's heads", q, workspace.kv_heads)
-        must = f"be at most {workspace.max_tokens}, which the workspace was made for"
+        must = f"be at most {workspace.max_tokens}, the workspace's maximum"
         require("m", m, m <= workspace.max_tokens, must)
         require("m", m, not zigzag or m % 2 == 0, "be even with zigzag: a rank has two parts")
         entries = 0
@@ -433,7 +433,7 @@ def sequence_parallel_attention(
         config = None
         if blocks is None:
             config = workspace.choice.of_attention(q, k, size * m, size * m)
-        if config:  # no higher than there are rows for
+        if config:  # no more rows than there are
             low = min(config.block_m, chosen.block_m)
             chosen = Tile(low, config.block_n, config.warps, config.stages)
             senders = senders or config.senders
@@ -441,7 +441,7 @@ def sequence_parallel_attention(
         available = max(1, workspace.processors - (size > 1))
         why = "copies to other ranks need a processor"
         workspace.require_programs(programs, available, why)
-        require("senders", senders, senders >= 0, "be positive, or 0 to choose")
+        require("senders", senders, senders >= 0, "be positive, or 0 for the default")
     out = torch.empty((m, heads, dim), dtype=q.dtype, device=q.device)
     if not m:
         return out

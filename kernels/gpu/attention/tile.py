@@ -1,4 +1,4 @@
-"""How attention is divided into tiles of queries and compiled: see kernel.py."""
+"""Tiles for attention: their sizes and compile options; see kernel.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.kernels.gpu.tuning.costs import Config
 
 
 class Tile(NamedTuple):
-    """How attention is tiled and compiled."""
+    """Tile size and compile options for an attention kernel."""
 
     block_m: int
     block_n: int
@@ -23,14 +23,14 @@ class Tile(NamedTuple):
 
 
 def choose_tile(group: int, queries: int, head_dim: int, itemsize: int, *, cast: bool) -> Tile:
-    """Choose a tile for a batch with up to `queries` queries in a request.
+    """Choose a tile for a batch by its longest request.
 
     Args:
-        group: query heads per KV head.
-        queries: of the longest request.
+        group: query heads that share a KV head.
+        queries: number of queries in that request.
         head_dim: D.
-        itemsize: bytes of one number of q.
-        cast: whether keys and values are narrower than q.
+        itemsize: bytes per number of q.
+        cast: keys and values have a narrower dtype than q.
     """
     backend, capability = target()
     wide = triton.next_power_of_2(head_dim) * max(1, itemsize // 2)
@@ -38,7 +38,7 @@ def choose_tile(group: int, queries: int, head_dim: int, itemsize: int, *, cast:
     most = max(64 if wide > 128 or (old and wide <= 64) else 128, triton.next_power_of_2(group))
     block_m = min(most, max(16, triton.next_power_of_2(group * queries)))
     block_n = 64 if wide <= 128 else 32
-    block_m = 64 if block_m == 32 else block_m  # otherwise registers spill; so below
+    block_m = 64 if block_m == 32 else block_m  # 32 rows spill registers; see also below
     if cast and backend == "hip" and wide > 128:
         block_n = 16
     if old and block_m == 64 and wide == 128:
@@ -49,12 +49,12 @@ def choose_tile(group: int, queries: int, head_dim: int, itemsize: int, *, cast:
 
 
 def heads_of_tile(group: int, tile: Tile) -> int:
-    """Count the heads in a tile: all of a KV head, or as many as divide them."""
+    """Return a tile's number of heads: the largest divisor of `group` that fits."""
     return next(n for n in range(min(group, tile.block_m), 0, -1) if group % n == 0)
 
 
 def count_tiles(q: Tensor, batch: PagedBatch, tile: Tile, group: int) -> int:
-    """Return an upper bound on a batch's tiles, with `group` heads in a tile; see kernel.py."""
+    """Return an upper bound on a batch's tiles, with `group` heads per tile; see kernel.py."""
     requests = len(batch.context_len)
     return requests if is_decode(q, batch) else len(q) // (tile.block_m // group) + requests
 
@@ -74,11 +74,11 @@ def checked_tile(
     stages: int,
     config: Config | None = None,
 ) -> Tile:
-    """Return the caller's tile, the tuned one, or one suited to the batch."""
+    """Return the caller's tile, else the tuned one, else one chosen for the batch."""
     group, dim = q.shape[1] // keys.shape[1], q.shape[2]
     cast = keys.element_size() < q.element_size()
     chosen = choose_tile(group, batch.max_queries, dim, q.element_size(), cast=cast)
-    if config:  # no higher than the batch has rows for
+    if config:  # no more rows than the batch can fill
         low = min(config.block_m, chosen.block_m)
         chosen = Tile(low, config.block_n, config.warps, config.stages)
     return asked_tile(check, chosen, blocks, warps, stages, group)
@@ -92,11 +92,11 @@ def asked_tile(
     stages: int,
     group: int = 1,
 ) -> Tile:
-    """Return `chosen` with the caller's changes; a tile must have room for `group` heads."""
+    """Return `chosen` with the caller's overrides; refuse a tile without room for `group` heads."""
     sides = chosen[:2] if blocks is None else blocks
     fine = len(sides) == 2 and all(side >= 16 and side & (side - 1) == 0 for side in sides)
-    must = f"be two powers of two of at least 16, the first not below H / Hk, which is {group}"
+    must = f"be two powers of two, at least 16, and the first at least H / Hk = {group}"
     check("blocks", blocks, fine and sides[0] >= group, must)
-    check("warps", warps, warps in (0, 1, 2, 4, 8, 16), "be 1, 2, 4, 8 or 16, or 0 to choose")
-    check("stages", stages, 0 <= stages <= 8, "be from 1 to 8, or 0 to choose")
+    check("warps", warps, warps in (0, 1, 2, 4, 8, 16), "be 1, 2, 4, 8 or 16, or 0 for the default")
+    check("stages", stages, 0 <= stages <= 8, "be from 1 to 8, or 0 for the default")
     return Tile(*sides, warps or chosen.warps, stages or chosen.stages)

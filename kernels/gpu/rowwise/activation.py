@@ -1,11 +1,12 @@
-"""SiLU and multiply, and rounding to fp8 with scales; alone, or one after another.
+"""SiLU with multiplication, and rounding to fp8 with scales: separately or fused.
 
     silu_multiply(x [T, 2 N])  -> [T, N]
     quantize(x [T, N])         -> fp8 [T, N], scale [T] or [T, ceil(N / 128)]
-    silu_multiply_quantize     the first, then the second, without rounding in between
+    silu_multiply_quantize     both in this order, without rounding in between
 
-A program takes a tile of one row, GROUPS x WIDTH consecutive columns. Each group has its own scale;
-a scale for the whole row means that the row is one group.
+A program writes one tile of a row: GROUPS x WIDTH consecutive columns, and their scales. Each group
+of WIDTH columns has its own scale. If the whole row has one scale, the row is a single group.
+Programs share no outputs, so they need no signals.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from weft.kernels.gpu.rowwise.rows import (
 from weft.kernels.gpu.runtime.arguments import require
 
 TILE = 1024
-"""Columns of a program, unless a row needs more."""
+"""Columns that a program takes if a scale does not need the whole row."""
 
 GROUP = 128
-"""Columns that share a scale, as in DeepSeek-V3's activations (arXiv:2412.19437)."""
+"""Columns with a common scale, as in DeepSeek-V3's activations (arXiv:2412.19437)."""
 
 Scales = Literal["row", "group"]
 
@@ -43,14 +44,14 @@ Scales = Literal["row", "group"]
 def activate(
     out,  # [T, N]
     scale,  # float32 [T, groups], or None
-    x,  # [T, N], or [T, 2 N]: the gate and then up
+    x,  # [T, N], or [T, 2 N]: the gate's columns, then up's
     N,
     groups,
     SILU: tl.constexpr,
     GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Process a tile of a row. Grid: (T, tiles)."""
+    """Compute one tile of a row. Grid: (T, tiles)."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -76,38 +77,38 @@ def silu_multiply(x: Tensor) -> Tensor:
         [T, N], x's dtype.
 
     Raises:
-        KernelError: x is refused.
+        KernelError: x is invalid.
     """
     return _launch("silu_multiply", x, None, silu=True)[0]
 
 
 def quantize(x: Tensor, scales: Scales = "row") -> tuple[Tensor, Tensor]:
-    """Divide each row or group by its scale, and round to fp8.
+    """Divide each row or group by its scale, and round it to fp8.
 
-    A scale is the largest magnitude over 448, or 1 if all numbers are 0. If a row or group has
-    infinities, its numbers become 0 or NaN. NaN stays NaN.
+    A scale is the largest magnitude divided by 448, or 1 if all numbers are 0. If a row or group
+    contains infinities, all its numbers become 0 or NaN. NaN stays NaN.
 
     Args:
         x: [T, N], contiguous; float32, float16 or bfloat16. For "row", a row has at most 64 KiB.
-        scales: one for each "row", or for each "group" of 128 columns of a row.
+        scales: "row" for one scale per row, "group" for one per 128 columns.
 
     Returns:
-        float8_e4m3fn [T, N], and float32 [T], or [T, ceil(N / 128)] for groups.
+        float8_e4m3fn [T, N], and float32 scales: [T] for rows, [T, ceil(N / 128)] for groups.
 
     Raises:
-        KernelError: x is refused, or the GPU has no fp8.
+        KernelError: x is invalid, or the GPU has no fp8.
     """
     return _quantized("quantize", x, scales, silu=False)
 
 
 def silu_multiply_quantize(x: Tensor, scales: Scales = "row") -> tuple[Tensor, Tensor]:
-    """Compute `quantize` of `silu_multiply`, x [T, 2 N], without rounding in between."""
+    """Apply `silu_multiply` to x [T, 2 N], then `quantize`, without rounding in between."""
     return _quantized("silu_multiply_quantize", x, scales, silu=True)
 
 
 def _quantized(op: str, x: Tensor, scales: Scales, *, silu: bool) -> tuple[Tensor, Tensor]:
     check = functools.partial(require, op)
-    check("scales", repr(scales), scales in ("row", "group"), "be row or group")
+    check("scales", repr(scales), scales in ("row", "group"), "be 'row' or 'group'")
     require_fp8(check)
     out, scale = _launch(op, x, scales, silu=silu)
     assert scale is not None
@@ -122,7 +123,7 @@ def _launch(
     most = halves * MAX_BYTES // x.itemsize if scales == "row" else 2**31 - 1
     require_rows(check, "x", x, most)
     rows, columns = x.shape
-    check("x's columns", columns, columns % halves == 0, "be even: the gate's, and up's")
+    check("x's columns", columns, columns % halves == 0, "be even: half for the gate, half for up")
     n = columns // halves
     out = x.new_empty(rows, n, dtype=x.dtype if scales is None else FP8)
     if scales == "row":

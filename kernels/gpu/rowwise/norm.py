@@ -1,10 +1,11 @@
-"""Root-mean-square norms (Zhang and Sennrich 2019), with the neighbouring operations of a block.
+"""Root-mean-square norms (Zhang and Sennrich 2019), with an optional residual and fp8 output.
 
     rms_norm(x [T, N]) -> out [T, N], and on request: total [T, N], scale [T]
 
-One program holds each row in registers: it adds the residual, sums, scales and stores. All of this
-is float32; numbers are rounded when they are stored. The norm is that of the stored sum, so it has
-the bits of a separate addition and norm.
+Each program takes one row and holds it in registers. It adds the residual, sums the squares, scales
+the row and stores it. Programs share no outputs, so they need no signals. All arithmetic is
+float32, and numbers are rounded when they are stored. The norm uses the rounded sum x + residual.
+The result therefore has the same bits as a separate addition followed by a norm.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def normalize(
     N,
     BLOCK: tl.constexpr,
 ):
-    """Return the norm of a row: float32 [BLOCK], 0 from N on."""
+    """Compute the norm of a row: float32 [BLOCK], 0 from N on."""
     column = tl.arange(0, BLOCK)
     scale = tl.load(weight + column, mask=column < N, other=0.0).to(tl.float32)
     return row * tl.rsqrt(tl.sum(row * row, axis=0) / N + eps) * scale
@@ -39,7 +40,7 @@ def normalize(
 @triton.jit
 def normalize_rows(
     out,  # [T, N]
-    total,  # [T, N], or None: x + residual
+    total,  # [T, N], or None; receives x + residual
     scale,  # float32 [T], or None
     x,  # [T, N]
     residual,  # [T, N], or None
@@ -48,7 +49,7 @@ def normalize_rows(
     N,
     BLOCK: tl.constexpr,
 ):
-    """Normalise one row. Grid: (T,)."""
+    """Normalize one row. Grid: (T,)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < N
@@ -68,7 +69,7 @@ def normalize_rows(
 
 
 class Normed(NamedTuple):
-    """The result of `rms_norm`.
+    """Results from `rms_norm`.
 
     Attributes:
         out: [T, N], x's dtype; or float8_e4m3fn, to be multiplied by `scale`.
@@ -89,17 +90,17 @@ def rms_norm(
     residual: Tensor | None = None,
     fp8: bool = False,
 ) -> Normed:
-    """Normalise each row of x, or of x + residual.
+    """Normalize each row of x, or of x + residual.
 
     Args:
         x: [T, N], contiguous; float32, float16 or bfloat16. A row has at most 64 KiB.
         weight: [N], any of those dtypes.
         eps: added to the mean square; positive.
         residual: [T, N], x's dtype; added first.
-        fp8: scale each row so that its largest number is float8_e4m3fn's largest.
+        fp8: scale each row so that its largest magnitude becomes the largest float8_e4m3fn number.
 
     Raises:
-        KernelError: the tensors do not fit each other, or the GPU has no fp8.
+        KernelError: the tensors do not match, or the GPU has no fp8.
     """
     check = functools.partial(require, "rms_norm")
     require_rows(check, "x", x)

@@ -1,13 +1,14 @@
-"""Rotary positions, and the other steps between the QKV product and attention.
+"""Rotary position embedding, head norms and the write to the paged KV cache, in one launch.
 
     rotate_into_cache(qkv [T, (H + 2 Hk) D]) -> queries [T, H, D]; keys and values in their pages
 
-The GPU version of kernels/cpu/rope.py: head norms, rotation, and the write to the paged cache, in
-one launch. A program takes some of the H + 2 Hk heads of one token. It stores a query to the
-result, and a key and a value to the token's slot of the cache. One program writes each number.
+This is the GPU's counterpart of kernels/cpu/rope.py. A program takes several heads of one
+token: queries, keys, values or a mix. It stores a query to the result, and a key or value to the
+token's slot in the cache. Exactly one program writes each number, so the programs need no signals.
 
-A token with a page or slot outside the cache is not written there and is flagged in its status
-word; its queries are computed all the same. So tokens that only pad a batch may have page -1.
+If a token's page or slot is not in the cache, the kernel writes no key or value and sets the
+token's status word. It still computes the token's queries. Tokens that only pad a batch may
+therefore have page -1.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ MAX_DIM = 1024
 """Maximum size of a head."""
 
 TILE = 1024
-"""Numbers in half of a program's heads: 16 per thread."""
+"""Numbers in one half of each of a program's heads; both halves are 16 numbers per thread."""
 
 
 class CacheScales(NamedTuple):
-    """The scales of an fp8 cache, which holds keys / k and values / v; float32 [Hk]."""
+    """Scales of an fp8 cache, which stores keys / k and values / v; float32 [Hk], one per head."""
 
     k: Tensor
     v: Tensor
@@ -43,11 +44,11 @@ class CacheScales(NamedTuple):
 def rotate_heads(
     queries,  # [T, H, D]
     keys,  # [num_blocks, Hk, block_size, D]
-    values,  # the same
+    values,  # [num_blocks, Hk, block_size, D]
     status,  # int32 [T]
     qkv,  # [T, (H + 2 Hk) * D]
     cos,  # [T, D]
-    sin,  # [T, D]; negative in its first half
+    sin,  # [T, D]; the first half is negated
     pages,  # int32 or int64 [T]
     slots,  # int32 or int64 [T]
     q_norm,  # [D], or None
@@ -134,21 +135,22 @@ def rotate_into_cache(
 
     Args:
         qkv: [T, (H + 2 Hk) * D], contiguous: the query heads, the keys, the values; float32,
-            float16 or bfloat16. It does not change.
-        rotation: of the step's tokens, float32 or any of those dtypes.
+            float16 or bfloat16. It is not modified.
+        rotation: the rotation for each token, float32 or any of those dtypes.
         keys, values: [num_blocks, Hk, block_size, D], the layer's cache; qkv's dtype, or
             float8_e4m3fn. Only the tokens' slots are written.
-        pages, slots: int32 or int64 [T]; where each token is written. No two may be equal.
+        pages, slots: int32 or int64 [T]; where to write each token. No two tokens may have the same
+            page and slot.
         heads: H.
-        norms: of each head, before the rotation; weights of any of those dtypes.
-        scales: required for an fp8 cache, refused for others.
+        norms: head norms, applied before the rotation; weights in any of those dtypes.
+        scales: required for an fp8 cache, and refused for any other.
 
     Returns:
-        the queries [T, H, D], qkv's dtype; and status int32 [T]: 1 if the page or slot is not in
-        the cache and nothing was written, else 0.
+        the queries [T, H, D], qkv's dtype; and status int32 [T]: 1 if the token's page or slot is
+        not in the cache and nothing was written, else 0.
 
     Raises:
-        KernelError: the tensors do not fit each other, or the GPU has no fp8.
+        KernelError: the tensors do not match, or the GPU has no fp8.
     """
     check = functools.partial(require, "rotate_into_cache")
     check("keys's shape", list(keys.shape), keys.dim() == 4, "be [num_blocks, Hk, block_size, D]")

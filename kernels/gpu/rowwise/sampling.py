@@ -1,30 +1,31 @@
-"""Sampling from rows of logits: the largest, the k largest, and a draw among these.
+"""Sampling from rows of logits: the largest, the k largest, and a draw among them.
 
     argmax(x [R, V])                  -> largest [R], index [R]
     top_k(x [R, V], k)                -> values [R, k], ids [R, k], in the order of the vocabulary
     draw(values, ids, seeds, index)   -> tokens [R]
 
-The first two only compare numbers. So their results equal those of kernels/cpu/sampling.py and of a
-sort on any device. Rows do not depend on each other.
+The first two ops only compare numbers. On every device their results equal those from
+kernels/cpu/sampling.py and from a sort. Each row is independent of the others.
 
-The draw is that of models/torch/draw.py, and its number u is equal to the bit. It draws the token
-at which a sum of probabilities passes u. Probabilities contain an exponential, which no two
-libraries round alike. So on another device a request gets another token if u is within such a
-rounding of the border between two tokens: about once in 10^6 tokens.
+The draw takes the steps of models/torch/draw.py, with the same random number u to the bit. It picks
+the token where the cumulative probability passes u. Probabilities contain an exponential, and no
+two libraries round exponentials alike. Another device can therefore draw another token if u is
+within one rounding of the border between two tokens. This happens about once in 10^6 tokens.
 
-argmax: a program finds the first largest of SPAN columns; a second launch finds the first largest
-of these results.
+argmax: A program finds the first largest number among SPAN columns. A second launch finds the first
+largest among the results. The order of launches on the stream is the only synchronization.
 
-top_k: one program per row. A float's bits sort like the float, once the other bits are flipped
-where the sign is set. Each of four passes over the row counts the numbers that agree with the
-threshold so far, by their next 8 bits, and extends the threshold by 8 bits. A fifth pass writes out
-the columns above the threshold in order, and as many equal ones as are missing. So nothing is
-sorted.
+top_k: One program per row. Flip all bits but the sign if a float's sign is set: the bits then sort
+like the floats. Four passes over the row find the threshold, 8 bits in each. A pass takes the
+numbers that match the threshold so far, and counts them by their next 8 bits. The fifth pass writes
+out the columns above the threshold in order, together with as many columns equal to it as are
+missing. Nothing is sorted.
 
-draw: one program per row. It finds the ends of top-k and top-p bit by bit: does the mass of the
-numbers at or above this one suffice? So nothing is sorted here either. Sums are float64, as in
-models/torch/draw.py. Tokens cut off by top_k are gone: a row without its own top-k draws among the
-candidates, and among tokens that tie with the k-th largest the last ones may be missing.
+draw: One program per row. A bitwise search finds where top-k and top-p end: it tests whether the
+candidates at or above a trial number have enough weight. Nothing is sorted here either. Sums are
+float64 (models/torch/draw.py sums integers instead). A token that top_k cut off cannot return: a
+row without its own top-k draws among the candidates only. If tokens tie with the k-th largest, the
+last ones may be missing.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ from weft.kernels.gpu.rowwise.rows import require_rows
 from weft.kernels.gpu.runtime.arguments import Require, require, require_counts, require_tensor
 
 SPAN, BLOCK = 1 << 13, 1 << 12
-"""Columns of a program of argmax; columns that top_k examines together."""
+"""Columns per program in argmax; columns that top_k reads at a time."""
 
 MAX_VOCABULARY = 1 << 26
-"""Maximum number of columns: one program must hold the first launch's results for a row."""
+"""Maximum columns: one program can then hold the first launch's results for a row."""
 
 MAX_CANDIDATES = 1024
-"""Maximum number of candidates in a draw: one program holds them."""
+"""Maximum candidates in a draw: one program holds them."""
 
 NONE = tl.constexpr(1 << 30)
-"""A number that stands for no column."""
+"""Marks the absence of a column."""
 
 
 @triton.jit
 def first_largest(x, column, inside):
-    """Return the largest number, or NaN if there is one, and its lowest column; all [n]."""
+    """Return the largest number, or NaN if there is one, and its lowest column; inputs are [n]."""
     nan = inside & (x != x)
     largest = tl.max(tl.where(inside & (x == x), x, float("-inf")), axis=0)
     nan_at = tl.min(tl.where(nan, column, NONE), axis=0)
@@ -71,7 +72,7 @@ def find_largest_of_spans(
     V,
     SPAN: tl.constexpr,
 ):
-    """Find the largest of a part of a row. Grid: (R, spans)."""
+    """Find the largest number in a span of a row. Grid: (R, spans)."""
     row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = span * SPAN + tl.arange(0, SPAN)
     numbers = tl.load(x + row * V + column, mask=column < V, other=0.0).to(tl.float32)
@@ -90,7 +91,7 @@ def find_largest_of_rows(
     spans,
     BLOCK: tl.constexpr,
 ):
-    """Find the largest of all parts of a row. Grid: (R,)."""
+    """Find the largest number among a row's spans. Grid: (R,)."""
     row = tl.program_id(0).to(tl.int64)
     span = tl.arange(0, BLOCK)
     inside = span < spans
@@ -102,8 +103,7 @@ def find_largest_of_rows(
 
 
 def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest number of each row and its first column; NaN and its column if there is
-    one.
+    """Find each row's largest number and its first column, or its first NaN if there is one.
 
     Args:
         x: [R, V], contiguous, V from 1 to 2**26; float32, float16 or bfloat16.
@@ -112,7 +112,7 @@ def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
         float32 [R], int64 [R].
 
     Raises:
-        KernelError: x is refused.
+        KernelError: x is invalid.
     """
     _require_logits(functools.partial(require, "argmax"), x)
     rows, columns = x.shape
@@ -140,7 +140,7 @@ def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def sortable(x):
-    """Turn float32 into int32 that sort alike as signed numbers; -0 counts as 0."""
+    """Map float32 to int32 with the same order under signed comparison; -0 maps like 0."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -154,13 +154,13 @@ def select_top_k(
     K,
     BLOCK: tl.constexpr,
 ):
-    """Find the K largest of one row. Grid: (R,)."""
+    """Find the K largest numbers of one row. Grid: (R,)."""
     SIGN: tl.constexpr = -(1 << 31)
     row = tl.program_id(0).to(tl.int64)
     numbers = x + row * V
     digit = tl.arange(0, 256)
-    threshold = 0  # like `sortable`, except for the sign
-    missing = K  # among the numbers that agree with it so far
+    threshold = 0  # like `sortable`, with the sign bit flipped
+    missing = K  # still to take among the numbers that match it so far
     for level in tl.static_range(4):
         shift = 24 - 8 * level
         count = tl.zeros((256,), tl.int32)
@@ -193,7 +193,7 @@ def select_top_k(
 
 
 def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest numbers of each row, in the order of their columns.
+    """Find the k largest numbers of each row, in the order of their columns.
 
     Among numbers that tie with the k-th largest, the lowest columns win. NaN is larger than all
     numbers, or smaller if its sign is set.
@@ -206,13 +206,13 @@ def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         float32 [R, k], int32 [R, k].
 
     Raises:
-        KernelError: x or k is refused.
+        KernelError: x or k is invalid.
     """
     check = functools.partial(require, "top_k")
     _require_logits(check, x)
     rows, columns = x.shape
     require_counts(check, 1, k=k)
-    check("k", k, k <= columns, f"be at most {columns}, the columns")
+    check("k", k, k <= columns, f"be at most {columns}, the number of columns")
     values = torch.empty(rows, k, device=x.device)
     ids = torch.empty(rows, k, dtype=torch.int32, device=x.device)
     if rows:
@@ -222,7 +222,7 @@ def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def mix(state):
-    """Apply SplitMix64's finaliser to uint64 (Steele, Lea and Flood 2014)."""
+    """Apply SplitMix64's finalizer to uint64 (Steele, Lea and Flood 2014)."""
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB
     return state ^ (state >> 31)
@@ -230,22 +230,22 @@ def mix(state):
 
 @triton.jit
 def uniform(seed, index):
-    """Return number `index` of a seed's stream, float64 in [0, 1), as models/torch/draw.py."""
+    """Return number `index` in a seed's stream: float64 in [0, 1), as in models/torch/draw.py."""
     state = mix(seed.to(tl.uint64)) + (index + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     return (mix(state) >> 16).to(tl.float64) * (1.0 / (1 << 48))
 
 
 @triton.jit
 def find_threshold(bits, weights, wanted):
-    """Return the largest number such that the weights at or above it sum to `wanted` or more.
+    """Find the largest threshold such that the weights at or above it sum to at least `wanted`.
 
     Args:
-        bits: int32 [n], as from `sortable`.
+        bits: int32 [n], from `sortable`.
         weights: float64 [n], none below 0.
         wanted: float64.
 
     Returns:
-        int32; the smallest int32 if all weights together do not reach `wanted`.
+        int32; the smallest int32 if the sum of all weights is below `wanted`.
     """
     SMALLEST: tl.constexpr = -(1 << 31)
     reached = tl.sum(tl.where(bits >= 0, weights, 0.0), axis=0) >= wanted
@@ -271,7 +271,7 @@ def draw_tokens(
     N,
     BLOCK: tl.constexpr,
 ):
-    """Draw one row's token. Grid: (R,)."""
+    """Draw one token for each row. Grid: (R,)."""
     TINY: tl.constexpr = 1.1754943508222875e-38
     LARGE: tl.constexpr = 1e38
     row = tl.program_id(0).to(tl.int64)
@@ -282,11 +282,11 @@ def draw_tokens(
     u = uniform(tl.load(seeds + row), tl.load(index + row))
 
     k = tl.load(top_k + row)
-    fewest = tl.where(k > 0, k, BLOCK + 1).to(tl.float64)  # more than there are: all are kept
+    fewest = tl.where(k > 0, k, BLOCK + 1).to(tl.float64)  # 0: keep all
     order = sortable(x)
     kth = find_threshold(order, tl.where(inside, 1.0, 0.0).to(tl.float64), fewest)
     top = tl.max(x, axis=0)
-    # The largest goes to 0 first: a tiny temperature must not turn it into inf.
+    # Subtract the maximum first: a tiny temperature would turn it into inf.
     below = x - tl.where(top == float("-inf"), 0.0, top)
     weights = tl.exp(below / tl.maximum(tl.load(temperature + row), TINY))
     weights = tl.where(inside & (order >= kth), weights, 0.0)
@@ -294,14 +294,14 @@ def draw_tokens(
     probs = weights / tl.where(total == 0, 1.0, total)
 
     wanted = tl.load(top_p + row)
-    wanted = tl.where(wanted < 1, wanted, 2.0)  # more than the total mass
+    wanted = tl.where(wanted < 1, wanted, 2.0)  # 1: keep all, since their sum stays below 2
     order = sortable(probs)
     kept = (order >= find_threshold(order, probs.to(tl.float64), wanted)) & (probs > 0)
     kept = kept & (probs >= tl.max(probs, axis=0) * tl.load(min_p + row))
 
     mass = tl.cumsum(tl.where(kept, probs, 0.0).to(tl.float64), axis=0)
     beyond = kept & (mass > u * tl.max(mass, axis=0))
-    # Rounding may leave none: then take the last. A row without numbers gives the first.
+    # Rounding may leave no token beyond u: take the last kept one. Without numbers, take the first.
     last = tl.max(tl.where(kept, place, 0), axis=0)
     chosen = tl.min(tl.where(beyond, place, last), axis=0)
     tl.store(out + row, tl.load(ids + row * N + chosen).to(tl.int64))
@@ -318,23 +318,23 @@ def draw(
     top_p: Tensor,
     min_p: Tensor,
 ) -> Tensor:
-    """Draw one token for each row of candidates, from the logits that `top_k` returned.
+    """Draw one token for each row from the candidates left by `top_k`.
 
-    Temperature, top-k, top-p and min-p shape the distribution of the candidates, in this order. The
-    index-th number of the seed's stream then picks one by inverse CDF. Everything is as in
-    models/torch/draw.py, the number to the bit.
+    Temperature, top-k, top-p and min-p shape the distribution over the candidates, in this order.
+    Number `index` in the seed's stream then picks a candidate by inverse CDF. The steps are those
+    of models/torch/draw.py, and the random number is equal to the bit.
 
     Args:
         values: float32 [R, N], contiguous, N from 1 to 1024; logits.
         ids: int32 [R, N], contiguous; their tokens, in the order of the vocabulary.
         seeds, index: int64 [R].
         temperature: float32 [R].
-        top_k: int32 [R]; keeps the candidates that are not below the k-th largest; 0 keeps all.
+        top_k: int32 [R]; keeps the candidates not below the k-th largest, or all if 0.
         top_p: float64 [R], in (0, 1]; 1 keeps all.
         min_p: float32 [R], in [0, 1].
 
     Returns:
-        int64 [R]; one of a row's ids, whatever the values are.
+        int64 [R]; always one of the row's ids, for any values.
 
     Raises:
         KernelError: a tensor has another shape, dtype or device.

@@ -140,14 +140,14 @@ def test_a_request_that_one_rank_flags_is_flagged_on_all() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_requests": 1}, "requests is 2; it must be at most 1, which the workspace was made"),
-        ({"heads": 8}, "H, D is [4, 16]; it must be [8, 16], which the workspace was made for"),
+        ({"max_requests": 1}, "requests is 2; it must be at most 1, the workspace's"),
+        ({"heads": 8}, "H, D is [4, 16]; it must be [8, 16], the workspace's"),
         ({"dtype": torch.float16}, "q's dtype is torch.float32; it must be torch.float16"),
         ({"dtype": torch.float64}, "dtype is torch.float64; it must be one of torch.float32"),
         ({"head_dim": 3, "dtype": torch.float16}, "head_dim is 3; it must be even with torch.flo"),
         ({"heads": 0}, "heads is 0; it must be a whole number of at least 1"),
         ({"splits": 65}, "splits is 65; it must be from 1 to 64"),
-        ({"max_queries": 2}, "max_queries is 2; it must be 1: it is for decodes"),
+        ({"max_queries": 2}, "max_queries is 2; it must be 1: this op is for decodes"),
         ({"rank": 1, "sliding_window": 3}, "sliding_window is None on rank 0 and 3 on rank 1"),
         ({"rank": 1, "softcap": -1.0}, "on rank 1 softcap is -1.0; it must be above 0, or None"),
     ],

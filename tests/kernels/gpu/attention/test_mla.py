@@ -175,7 +175,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"kv_lora_rank": 16.0}, "kv_lora_rank is 16.0"),
     ({"kv_scale": torch.ones(1)}, "kv_scale is given with torch.float32; it must come with torch."),
     ({"lse": torch.zeros(2, 5)}, "lse's shape is [2, 5]; it must be [2, 4]"),
-    ({"blocks": (16, 24)}, "blocks is (16, 24); it must be two powers of two of at least 16"),
+    ({"blocks": (16, 24)}, "blocks is (16, 24); it must be two powers of two, at least 16"),
     ({"warps": 3}, "warps is 3"),
     ({"splits": 65}, "splits is 65; it must be from 1 to 64"),
 ]
@@ -195,7 +195,7 @@ def test_bad_input_is_named_and_nothing_is_launched(changes: dict[str, Any], mes
 def test_more_numbers_with_positions_than_there_is_room_for_are_refused() -> None:
     q, latents = torch.zeros(1, 2, 200), torch.zeros(9, 4, 200)
     batch = latent_case(2, 200, [(9, 1)]).batch()
-    with pytest.raises(KernelError, match="P, of D - kv_lora_rank, is 136; it must be at most 128"):
+    with pytest.raises(KernelError, match="P = D - kv_lora_rank is 136; it must be at most 128"):
         mla_decode_attention(q, latents, batch, kv_lora_rank=64, scale=1.0)
 
 

@@ -327,7 +327,7 @@ def test_errors_name_the_request_and_what_is_wrong() -> None:
     batch.context_len[2] = 0
     paged_attention(case.q, case.keys[0], case.values[0], batch, **case.options)
     assert {request: str(error) for request, error in batch.errors().items()} == {
-        0: "request 0: an entry of its block table is not in the pool",
+        0: "request 0: its block table has an entry outside the pool",
         1: "request 1: its context is longer than its block table",
         2: "request 2: its context is shorter than its queries",
     }
@@ -373,10 +373,10 @@ BAD: list[tuple[str, Any, str]] = [
     ("q", torch.zeros(4, 4, 16, dtype=torch.float64), "q's dtype is torch.float64"),
     ("q", torch.zeros(4, 16, 4).mT, "q's stride"),
     ("q", torch.zeros(4, 4, 257), "D is 257; it must be from 1 to 256"),
-    ("q", torch.zeros(4, 3, 16), "keys's heads is 2; it must divide q's 3"),
+    ("q", torch.zeros(4, 3, 16), "keys's heads is 2; it must divide q's 3 heads"),
     ("q", torch.zeros(4, 258, 16), "H / Hk is 129; it must be at most 128"),
     ("keys", torch.zeros(9, 2, 4, 8), "keys's shape is [9, 2, 4, 8]; it must be [blocks, Hk, page"),
-    ("keys", torch.zeros(0, 2, 4, 16), "keys's shape is [0, 2, 4, 16]; it must have no side of 0"),
+    ("keys", torch.zeros(0, 2, 4, 16), "keys's shape is [0, 2, 4, 16]; it must have no axis of"),
     ("keys", torch.zeros(9, 2, 4, 16).half(), "keys's dtype is torch.float16"),
     ("keys", torch.zeros(9, 4, 2, 16).transpose(1, 2), "keys's stride"),
     ("values", torch.zeros(1, 2, 4, 16), "values's shape is [1, 2, 4, 16]; it must be ["),
@@ -386,7 +386,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("k_scale", torch.ones(2), "k_scale is given with torch.float32; it must come with torch.flo"),
     ("sliding_window", 0, "sliding_window is 0; it must be at least 1, or None"),
     ("softcap", -1.0, "softcap is -1.0; it must be above 0, or None"),
-    ("blocks", (8, 16), "blocks is (8, 16); it must be two powers of two of at least 16"),
+    ("blocks", (8, 16), "blocks is (8, 16); it must be two powers of two, at least 16"),
     ("blocks", (16, 48), "blocks is (16, 48)"),
     ("warps", 3, "warps is 3"),
     ("stages", 9, "stages is 9"),
@@ -406,7 +406,7 @@ def test_bad_input_is_named_and_nothing_is_launched(name: str, value: Any, messa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"max_context": 37}, "max_context is 37; it must be at most 36, which the tables hold"),
+        ({"max_context": 37}, "max_context is 37; it must be at most 36, the tables' capacity"),
         ({"max_queries": 5}, "max_queries is 5; it must be at most 4"),
         ({"status": torch.zeros(3, dtype=torch.int32)}, "status's shape is [3]; it must be [2]"),
         ({"context_len": torch.zeros(2)}, "context_len's dtype is torch.float32"),

@@ -255,9 +255,9 @@ def test_whatever_query_start_says_no_rank_waits_for_what_does_not_come(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_tokens": 8}, "m is 9; it must be at most 8, which the workspace was made for"),
+        ({"max_tokens": 8}, "m is 9; it must be at most 8, the workspace's maximum"),
         ({"max_tokens": -1}, "max_tokens is -1; it must be a whole number of at least 0"),
-        ({"max_tokens": 2**40}, "numbers of a rank's keys is 35184372088832; it must be below"),
+        ({"max_tokens": 2**40}, "number of elements in a rank's keys is 35184372088832; it must"),
         ({"kv_heads": 4}, "k's shape is [9, 2, 16]; it must be [9, 4, 16]"),
         ({"head_dim": 8}, "k's shape is [9, 2, 16]; it must be [9, 2, 8]"),
         ({"head_dim": 512}, "head_dim is 512; it must be at most 256"),
@@ -267,7 +267,7 @@ def test_whatever_query_start_says_no_rank_waits_for_what_does_not_come(
         ({"rank": 1, "chunk": 4}, "chunk is 16 on rank 0 and 4 on rank 1"),
         ({"rank": 1, "scale": 2.0}, "scale is 1.0 on rank 0 and 2.0 on rank 1"),
         ({"rank": 1, "zigzag": True}, "on rank 1 m is 9; it must be even with zigzag"),
-        ({"q": torch.zeros(9, 3, 16)}, "k's heads is 2; it must divide q's 3"),
+        ({"q": torch.zeros(9, 3, 16)}, "k's heads is 2; it must divide q's 3 heads"),
         ({"q": torch.zeros(9, 64)}, "q's shape is [9, 64]; it must be [T, H, D]"),
         ({"rank": 1, "q": torch.zeros(8, 4, 16)}, "on rank 1 k's shape is [9, 2, 16]; it must"),
         ({"k": torch.zeros(9, 2, 32)[:, :, ::2]}, "k's stride"),

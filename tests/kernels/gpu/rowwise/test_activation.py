@@ -95,7 +95,7 @@ def test_what_is_not_finite_stays_in_its_group() -> None:
         (lambda: silu_multiply(torch.zeros(2)), "silu_multiply: x's shape"),
         (lambda: quantize(torch.zeros(2, 0)), "quantize: x's columns is 0; it must be from 1"),
         (lambda: quantize(torch.zeros(1, 16385)), "x's columns is 16385; it must be from 1 to 163"),
-        (lambda: quantize(torch.zeros(2, 3), "tile"), "scales is 'tile'; it must be row or group"),  # type: ignore[arg-type]
+        (lambda: quantize(torch.zeros(2, 3), "tile"), "is 'tile'; it must be 'row' or 'group'"),  # type: ignore[arg-type]
         (lambda: quantize(torch.zeros(2, 3, dtype=torch.int32)), "x's dtype is torch.int32"),
         (lambda: silu_multiply_quantize(torch.zeros(4, 2).T), "silu_multiply_quantize: x's stride"),
     ],
@@ -107,7 +107,7 @@ def test_what_cannot_be_taken(call: object, message: str) -> None:
 
 def test_older_gpus_have_no_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "target", lambda: ("cuda", 86))
-    with pytest.raises(KernelError, match="quantize: fp8 is asked for; it must not be: sm_86"):
+    with pytest.raises(KernelError, match="quantize: fp8 is requested; it must not be: sm_86"):
         quantize(torch.zeros(1, 2))
 
 

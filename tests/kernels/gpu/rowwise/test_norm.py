@@ -117,7 +117,7 @@ def test_what_cannot_be_normalised(options: dict[str, object], message: str) -> 
 
 def test_older_gpus_have_no_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "target", lambda: ("cuda", 80))
-    with pytest.raises(KernelError, match="rms_norm: fp8 is asked for; it must not be: sm_80"):
+    with pytest.raises(KernelError, match="rms_norm: fp8 is requested; it must not be: sm_80"):
         rms_norm(torch.zeros(1, 2), torch.zeros(2), EPS, fp8=True)
 
 

@@ -226,7 +226,7 @@ def test_older_gpus_have_no_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "target", lambda: ("cuda", 80))
     cache = torch.zeros(2, 1, 4, 4).to(FP8)
     scales = CacheScales(torch.ones(1), torch.ones(1))
-    with pytest.raises(KernelError, match="fp8 is asked for; it must not be: sm_80"):
+    with pytest.raises(KernelError, match="fp8 is requested; it must not be: sm_80"):
         rotate_into_cache(**arguments(keys=cache, values=cache.clone(), scales=scales))  # type: ignore[arg-type]
 
 

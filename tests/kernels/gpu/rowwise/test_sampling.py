@@ -107,7 +107,7 @@ def test_nan_gives_ids_that_are_there() -> None:
         (torch.zeros(3), 1, r"x's shape is \[3\]; it must be a matrix"),
         (torch.zeros(3, 0), 1, "x's columns is 0; it must be from 1"),
         (torch.zeros(2, 3), 0, "k is 0; it must be a whole number of at least 1"),
-        (torch.zeros(2, 3), 4, "k is 4; it must be at most 3, the columns"),
+        (torch.zeros(2, 3), 4, "k is 4; it must be at most 3, the number of columns"),
         (torch.zeros(3, 2).T, 1, "x's stride"),
         (torch.zeros(3, 2, dtype=torch.int64), 1, "x's dtype is torch.int64"),
     ],
