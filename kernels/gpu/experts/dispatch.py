@@ -1,47 +1,46 @@
-"""Tokens to the ranks of their experts, and the experts' outputs back: for decode.
+"""Dispatch of tokens to their experts' ranks, and return of the outputs: for decode.
 
     moe_dispatch(x [T, K], expert_ids int32 [T, k]) -> rows [R, K], offsets int32 [L + 1]
     moe_combine(y [R, K], weights float32 [T, k])   -> [T, K]
 
-A rank has T tokens, another number than the others' if need be, and L of the
-experts, in slots (placement.py). `rows[offsets[e] : offsets[e + 1]]` are the tokens
-for its slot e, in the order of (source rank, token, choice); what comes after them
-is nothing. The experts' outputs stand where their tokens stood. A token's sum is
-added in float32 in the order of its choices and rounded once: it has the same bits
-whatever the other tokens are, and wherever the experts are.
+A rank has T tokens (T may differ between ranks) and L slots with experts (placement.py).
+`rows[offsets[e] : offsets[e + 1]]` are the tokens for its slot e, ordered by (source
+rank, token, choice); the rows after the last offset are undefined. The experts' outputs
+take the places of their tokens. A token's outputs are added in float32 in the order of
+its choices, and rounded once: the sum has the same bits whatever the other tokens are,
+and wherever the experts are.
 
-Nothing about the routing is read by the host: buffers are as large as the worst one
-needs, and no token is dropped. A token crosses once to each rank that it is for,
-however many experts it has there. Buffers, their scales if tokens are sent in fp8,
-and what is done with what has come: expert_tokens.py. Outputs come back in x's dtype.
+The host reads nothing about the routing: buffers have the worst-case size, and no token is
+dropped. A token crosses once to each rank with an expert for it, however many experts it
+has there. expert_tokens.py has the buffers, their scales for fp8 tokens, and the
+processing of received tokens. Outputs come back in x's dtype.
 
-Protocol, of call n. `dispatch`:
+Protocol for call n. `dispatch`:
 
-- send. Item (c, d) of rank r is chunk c of its tokens, for rank p = r + 1 + d: the
-  choices that are on p go to row [r, c] of p's `wanted`, the tokens that have one, and
-  their scales, to row [r, c] of its buffer, and then signal [c, r] of p is set to n.
-  All chunks are sent, those beyond T with -1 throughout, so that p knows where the
-  tokens end.
-- count. The same program then waits for item (c, d) of rank r - 1 - d, which is the
-  program of its number there, and counts it. A program sends all its items before it
+- send. Item (c, d) on rank r handles chunk c of its tokens for rank p = r + 1 + d. It
+  stores the choices on p to row [r, c] of p's `wanted`. It stores each token with such a
+  choice, and its scales, to row [r, c] of p's buffer. Then it sets p's signal [c, r] to n.
+  All chunks are sent, and beyond T every choice is -1, so p knows where the tokens end.
+- count. The same program then waits for item (c, d) from rank r - 1 - d, sent there by the
+  program with the same number, and counts it. A program sends all its items before it
   waits, so there is no cycle.
-- place, in a launch of its own.
+- place, in a separate launch.
 
-`combine`, of the same n, which is kept with what dispatch has returned:
+`combine`, with the same n, kept in the result of dispatch:
 
-- return. Program (c, d) of rank r stores the outputs for chunk c of rank p = r + 1 + d
-  to p's `returned`, [C, k, K] in slot n mod 2, and then sets signal combined [c, r].
-- sum. For each of its own chunks a rank waits for all ranks, and adds.
+- return. Program (c, d) on rank r stores the outputs for chunk c of rank p = r + 1 + d
+  to p's `returned`, [C, k, K] in slot n mod 2. Then it sets p's signal combined [c, r].
+- sum. For each of its own chunks, a rank waits for all ranks and adds the outputs.
 
-Why two slots are enough. A rank in dispatch n + 2 has seen signals that every other
-one sent in dispatch n + 1, after its own dispatch n was over, reading included. For
-combine the same signals do it: a rank that stores in combine n + 2 has seen those of
-dispatch n + 2, before which combine n was over on every rank. That is, if a dispatch
-is followed by at most one other before its combine, which is held to on the host.
+Two slots are enough. A rank in dispatch n + 2 has seen all other ranks' signals for
+dispatch n + 1. They sent these after their own dispatch n, reading included. For combine,
+the same signals give the order: a rank that stores in combine n + 2 has seen all signals
+for dispatch n + 2, and combine n was over on every rank before these were sent. This
+requires at most one other dispatch between a dispatch and its combine; the host checks it.
 
-An id that is no expert's goes nowhere, adds nothing and is flagged in its token's
-`status`; -1 stands for none, and is not. Numbers that a peer has stored are never
-trusted with an address: after a wait has run out they may be anything.
+An id outside [0, E) is sent nowhere, adds nothing and is flagged in its token's `status`.
+The id -1 means no expert and is not flagged. Numbers that a peer stored never form an
+unchecked address: after a timeout they may be anything.
 """
 
 from __future__ import annotations
@@ -80,17 +79,17 @@ def send_chunk(
     x,  # [T, K]
     routing,  # Routing
     status,  # int32 [T]
-    to,  # [C, K]; this rank's part of the peer's slot
-    to_scales,  # float32 [C, ceil(K / COLUMNS)], or None; likewise
-    wanted,  # int32 [C, k]; likewise
-    index,  # of the chunk
+    to,  # [C, K]; this rank's part in the peer's slot
+    to_scales,  # float32 [C, ceil(K / COLUMNS)], or None; in the same slot
+    wanted,  # int32 [C, k]; in the same slot
+    index,  # the chunk's index
     peer,
     rank,
     num_tokens,  # T
     K,
     FORM: tl.constexpr,
 ):
-    """Store at a peer which choices of a chunk are its own, and the tokens that have one."""
+    """Store a chunk's choices on a peer, and the tokens with such a choice, in its memory."""
     TOKENS: tl.constexpr = FORM.tokens
     TOP_K: tl.constexpr = FORM.top_k
     CHOICES: tl.constexpr = FORM.choices
@@ -130,7 +129,7 @@ def exchange_tokens(
     TOP_K: tl.constexpr = FORM.top_k
     CHOICES: tl.constexpr = FORM.choices
     call = tl.load(peers.calls)
-    slot = (call % 2) * (WORLD * chunks * TOKENS)  # rows before this call's
+    slot = (call % 2) * (WORLD * chunks * TOKENS)  # rows before this call's slot
     own = slot + rank * chunks * TOKENS
     groups = tl.cdiv(K, COLUMNS)
     for item in range(tl.program_id(0), chunks * WORLD, tl.num_programs(0)):
@@ -171,12 +170,12 @@ def return_tokens(
     rank,
     K,
     chunks,
-    combined,  # the first of the signals
+    combined,  # the first combine signal
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Store the outputs for one chunk of one rank's tokens there. Grid: (chunks * W,)."""
+    """Store the outputs for one chunk on the rank with its tokens. Grid: (chunks * W,)."""
     TOKENS: tl.constexpr = FORM.tokens
     TOP_K: tl.constexpr = FORM.top_k
     CHOICES: tl.constexpr = FORM.choices
@@ -211,7 +210,7 @@ def sum_tokens(
     WORLD: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Wait for all outputs of a chunk, and add some columns. Grid: (programs,), persistent."""
+    """Wait for all outputs for a chunk, and add some columns. Grid: (programs,), persistent."""
     TOKENS: tl.constexpr = FORM.tokens
     TOP_K: tl.constexpr = FORM.top_k
     BLOCK: tl.constexpr = FORM.block
@@ -239,7 +238,7 @@ def sum_tokens(
 
 
 class LowLatencyWorkspace(ExpertWorkspace):
-    """Of `moe_dispatch` and `moe_combine`, on one rank; see `moe_workspace`."""
+    """A workspace for `moe_dispatch` and `moe_combine` on one rank; see `moe_workspace`."""
 
     def __init__(
         self,
@@ -267,7 +266,7 @@ class LowLatencyWorkspace(ExpertWorkspace):
             of_world=2,
             tuned="moe_dispatch",
         )
-        self.combined = self.chunks * self.world_size  # the first of the signals of combine
+        self.combined = self.chunks * self.world_size  # the first combine signal
         self.returned = home.empty("moe.returned", (SLOTS, self.capacity, top_k, width), dtype)
 
 
@@ -282,35 +281,35 @@ def moe_workspace(
     chunk: int = 0,
     wire: torch.dtype | None = None,
 ) -> LowLatencyWorkspace:
-    """For `moe_dispatch` and `moe_combine`. Collective; arguments as of ExpertWorkspace."""
+    """Make a workspace for `moe_dispatch` and `moe_combine`. Collective; see ExpertWorkspace."""
     return LowLatencyWorkspace(home, max_tokens, width, top_k, dtype, placement, chunk, wire)
 
 
 @dataclass(frozen=True, slots=True)
 class Dispatched(Arrived):
-    """What moe_combine needs to send back what has come to a rank.
+    """The received tokens, and everything moe_combine needs to return their outputs.
 
     Attributes:
-        expert_ids: int32 [T, k]; as given, and not to be changed before they are combined.
+        expert_ids: int32 [T, k]; as given; do not change them before the combine.
     """
 
     expert_ids: Tensor
 
 
 def moe_dispatch(x: Tensor, expert_ids: Tensor, workspace: LowLatencyWorkspace) -> Dispatched:
-    """Send each token to the ranks of its experts. Collective; ranks may differ in T.
+    """Send each token to the ranks with its experts. Collective; ranks may differ in T.
 
-    The low-latency kernels of DeepEP (DeepSeek-AI 2025) do the same over RDMA.
+    DeepEP's low-latency kernels (DeepSeek-AI 2025) do the same over RDMA.
 
     Args:
         x: [T, K], contiguous.
-        expert_ids: int32 [T, k], contiguous; -1 for none.
+        expert_ids: int32 [T, k], contiguous; -1 for no expert.
         workspace: made for at least T tokens.
 
     Raises:
-        KernelError: an argument does not fit: in a workspace's first call on every rank. Later
-            only on those that refuse theirs, for a call that is fine costs no exchange: the waits
-            of the others run out.
+        KernelError: an argument does not fit. In a workspace's first call, every rank raises. In
+            later calls only the refusing ranks raise, because valid calls exchange nothing; the
+            other ranks' waits time out.
     """
     with workspace.agreed("moe_dispatch", {}):
         workspace.require_tokens(partial(require, "moe_dispatch"), x, expert_ids)
@@ -345,17 +344,18 @@ def moe_combine(
     """Send the experts' outputs back, and add them up. Collective.
 
     Args:
-        y: [R, K], contiguous, of x's dtype; where the tokens of `sent.rows` stood.
-        weights: float32 [T, k], contiguous; the router's.
-        sent: what moe_dispatch has returned, at most one call ago.
-        workspace: that it was dispatched with.
+        y: [R, K], contiguous, with x's dtype; each output in the row where its token was in
+            `sent.rows`.
+        weights: float32 [T, k], contiguous; from the router.
+        sent: the result of moe_dispatch, at most one dispatch old.
+        workspace: the same as for the dispatch.
 
     Returns:
-        [T, K]; a token's outputs times their weights, added in the order of its choices. Of
-        choices that are no expert's, nothing is added.
+        [T, K]; each token's outputs times their weights, added in the order of its choices.
+        Choices outside [0, E) add nothing.
 
     Raises:
-        KernelError: an argument does not fit; on which ranks, as of moe_dispatch.
+        KernelError: an argument does not fit; on the same ranks as in moe_dispatch.
     """
     with workspace.agreed("moe_combine", {}):
         check = partial(require, "moe_combine")

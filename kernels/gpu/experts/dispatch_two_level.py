@@ -1,75 +1,76 @@
-"""Tokens to the ranks of their experts, and sums of the outputs back: for prefill, over nodes.
+"""Dispatch of tokens to experts, and return of summed outputs: for prefill, over several nodes.
 
     moe_dispatch_two_level(x [T, K], expert_ids int32 [T, k], weights float32 [T, k])
                                           -> rows [R, K], offsets int32 [L + 1]
     moe_combine_two_level(y [R, K])       -> [T, K]
 
-The same as moe_dispatch.py, with rows, slots, `status` and wire as there, but for
-bandwidth. A token crosses once to each node where an expert of it is, and is passed
-on there once to each rank that has one. On the way back, what a rank has for a token
-is weighed and added, what a node has is added, and crosses once. So the weights of the
-router travel with the tokens. With one node, it is each rank that a token goes to once
-and a sum comes back from once, as in the kernels of DeepEP (DeepSeek-AI 2025) for
-training and prefill.
+These ops do the same as moe_dispatch (dispatch.py), with the same rows, slots, `status` and
+wire, but they save bandwidth. A token crosses once to each node with an expert for it. On
+that node it is passed on once to each rank with such an expert. On the way back, each rank
+weighs and adds its outputs for a token. Each node adds its ranks' sums, and the result
+crosses once. The router's weights therefore travel with the tokens. With one node, a token
+goes to each rank once, and each rank returns one sum, as in DeepEP's kernels (DeepSeek-AI
+2025) for training and prefill.
 
-A token's sum has the same bits whatever the other tokens are. It is added in float32:
-on a rank in the order of its choices, then in the order of the ranks of a node, then of
-the nodes. What is sent is rounded to x's dtype, so two roundings precede the last one,
-and which numbers are added first depends on where the experts are.
+A token's sum has the same bits whatever the other tokens are. It is added in float32: first
+on each rank in the order of the token's choices, then over a node's ranks in order, then
+over the nodes in order. Numbers are rounded to x's dtype when they are sent, so two roundings
+precede the last one. The placement decides which numbers are added first.
 
-Rank (a, l) is the l-th of node a, of NODE ranks. What crosses goes from (a, l) to (b, l),
-the tokens of a chunk packed: the i-th of those of the chunk that go there is row i of the
-chunk's. Own tokens take the same way, through the own memory. Of (b, l), in slot n mod 2
-(expert_tokens.py has `buffer`, `wanted` and what is done with them):
+Rank (a, l) is rank l on node a, which has NODE ranks. Crossing data goes from (a, l) to
+(b, l). The tokens in a chunk are packed: the chunk's i-th token for that node is in its row i. A rank's own tokens take the same path through its own memory. Rank (b, l) has
+these tensors for slot n mod 2 (for `buffer` and `wanted` see expert_tokens.py):
 
-    crossed [NODES, C, K]         packed; of (a, l), with scales if it is fp8
-    names int32 [NODES, C, 2, k]  of each token: the slot on this node of each choice, or -1;
+    crossed [NODES, C, K]         packed; from (a, l), with scales if it is fp8
+    names int32 [NODES, C, 2, k]  for each token: each choice's slot on this node, or -1;
                                   and the bits of its weight
     shares float32 [W, C, k]      the weights, beside `wanted`
-    returned [W, C, K]            row [(a, m), t]: what (b, m) has for token t of (a, l)
-    homecoming [NODES, C, K]      packed; what node a has for own tokens
+    returned [W, C, K]            row [(a, m), t]: the sum on (b, m) for token t of (a, l)
+    homecoming [NODES, C, K]      packed; the sum on node a for own tokens
 
-Protocol, of call n. `dispatch`:
+Protocol for call n. `dispatch`:
 
-- cross. Program (c, d) of (a, l) stores names and tokens of chunk c for node b = a + 1 + d
-  to (b, l), and sets its signal crossed [c, a]. All chunks are sent, as in moe_dispatch.
-  It notes in `packed` [NODES, C] where each token went.
-- pass on. Item (c, d, e) of (b, l) waits for chunk c of (a, l), a = b - d, and stores it to
-  (b, m), m = l + 1 + e: choices on it and weights to rows [(a, l), c] of `wanted` and
-  `shares`, tokens that have one to `buffer`. Then it sets signal passed [c, (a, l)]. It
-  notes in `kept` [NODES, NODE, C] which token went to which rank.
-- count. The same program then waits for item (c, d, e) of (b, l - 1 - e), which is of its
-  number there, and counts it. Programs pass on all their items, for which they wait only
-  for `cross`, which waits for nobody, before they wait to count: there is no cycle.
-- place, in a launch of its own.
+- cross. Program (c, d) on (a, l) stores names and tokens from chunk c for node b = a + 1 + d
+  to (b, l), and sets that rank's signal crossed [c, a]. All chunks are sent, as in
+  moe_dispatch. It notes each token's row on that node in `packed` [NODES, C].
+- pass on. Item (c, d, e) on (b, l) waits for chunk c from (a, l), a = b - d. It passes the
+  chunk on to (b, m), m = l + 1 + e: choices on (b, m) and weights to rows [(a, l), c] of
+  `wanted` and `shares`, tokens with such a choice to `buffer`. Then it sets (b, m)'s signal
+  passed [c, (a, l)]. It notes which token went to which rank in `kept` [NODES, NODE, C].
+- count. The same program then waits for item (c, d, e) from (b, l - 1 - e), sent there by
+  the program with the same number, and counts it. A program passes on all its items before
+  it waits to count. Passing on waits only for `cross`, which waits for nothing. So there is
+  no cycle.
+- place, in a separate launch.
 
-`combine`, of the same n:
+`combine`, with the same n:
 
-- return. Program (c, d, e) of (b, m) adds what it has for chunk c of (a, l) into row
-  [(a, m), c] of (b, l)'s `returned`, and sets signal returned [c, (a, m)].
-- cross back. Item (c, d) of (b, l) waits for what the ranks of its node have for chunk c
-  of (a, l), another node's, adds it, stores it to (a, l)'s `homecoming`, and sets signal
-  home [c, b]. Each of these three launches waits only for the one before it.
-- sum. Each own chunk waits for the ranks of the own node and for the other nodes that its
-  tokens went to, and is added.
+- return. Program (c, d, e) on (b, m) adds its outputs for chunk c of (a, l). It stores the
+  sums to row [(a, m), c] of (b, l)'s `returned`, and sets signal returned [c, (a, m)].
+- cross back. Item (c, d) on (b, l) waits for its node's sums for chunk c of (a, l), on another
+  node. It adds them, stores the result to (a, l)'s `homecoming`, and sets signal home [c, b].
+  Each of the three launches waits only for the one before it.
+- sum. Each own chunk waits for the own node's ranks and for the other nodes with its tokens.
+  Then their sums are added.
 
-To a rank that it has no address of (beyond NVLink), `cross` and `cross back` store to the
-own `sent` [NODES, C, K], and put it from there (nvshmem.py): names, and if there are tokens
-their rows and scales, each followed by a signal of its own of that rank's `across`
-[4, chunks, NODES], for puts do not order each other. `sent` has one slot: a `quiet` stands
-before each launch that stores to it.
+Some ranks have no address here (they are beyond NVLink). For these, `cross` and `cross back`
+store to the own `sent` [NODES, C, K] and put the data from there (nvshmem.py). They put the
+names and, if there are tokens, their rows and scales. Puts are not ordered among each other,
+so each has its own signal in the receiver's `across` [4, chunks, NODES]. `sent` has one slot:
+a `quiet` runs before each launch that stores to it.
 
-Why two slots are enough. (a, l) in dispatch n + 2 has waited in its dispatch n + 1 for names
-of (b, l), for all b, and for what (a, m) has passed on, for all m; they sent that after their
-dispatch n was over. So `crossed` and `names` of (b, l), `buffer`, `wanted` and `shares` of
-(a, m) are free. A rank that stores in combine n + 2 has waited for the same of dispatch
-n + 2, before which combine n was over on all ranks that it stores to: if a dispatch is
-followed by at most one other before its combine, which is held to on the host.
+Two slots are enough. In its dispatch n + 1, (a, l) has waited for names from (b, l), for all
+b, and for the chunks passed on by (a, m), for all m. Those ranks sent them after their
+dispatch n was over. In dispatch n + 2, therefore, `crossed` and `names` on (b, l) are free, and
+so are `buffer`, `wanted` and `shares` on (a, m). A rank that stores in combine n + 2 has waited
+for the same signals in dispatch n + 2. Before these, combine n was over on all ranks that it
+stores to. This requires at most one other dispatch between a dispatch and its combine; the
+host checks it.
 
-Bad ids and what is never trusted: as in moe_dispatch.py.
+Bad ids and untrusted numbers: as in dispatch.py.
 
-Not handled: a grid of ranks in which (a, l) and (b, l) are not connected; tokens of one rank
-that go to a node by several others; `sent` in less than the size of all chunks.
+Not handled: rank grids where (a, l) and (b, l) are not connected; a token sent to one node
+through several ranks; `sent` smaller than all chunks together.
 """
 
 from __future__ import annotations
@@ -106,17 +107,17 @@ from weft.kernels.gpu.runtime.workspace import triton_type
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
 CHUNK = 16
-"""Tokens that have a signal of their own."""
+"""Number of tokens with a shared signal."""
 
 WARPS = 8
-"""Of kernels that have one program on a processor, which keeps much in flight."""
+"""Warps in kernels with one program per processor, to keep many transfers in flight."""
 
 NAMES, ROWS, SCALES, HOME = (tl.constexpr(kind) for kind in range(4))
-"""The signals that follow puts of names, rows and scales, and of sums."""
+"""Kinds of signals, each after one kind of put: names, rows, scales and sums."""
 
 
 class Sent(NamedTuple):
-    """What `cross_nodes` puts from: symmetric memory of this rank (peers.py).
+    """The source for puts in `cross_nodes`: this rank's symmetric memory (peers.py).
 
     Attributes:
         rows: [NODES, C, K].
@@ -131,18 +132,18 @@ class Sent(NamedTuple):
 
 @triton.jit
 def put_rows(
-    to,  # [*, ...]; this rank's own, of what is put to
-    source,  # [*, ...]; this rank's
-    row,  # the first
-    count,  # of rows
-    width,  # bytes of a row
+    to,  # [*, ...]; this rank's copy of the target
+    source,  # [*, ...]; on this rank
+    row,  # first row
+    count,  # number of rows
+    width,  # bytes in a row
     across,  # int64 [W]; addresses of int64 [4, chunks, NODES]
-    signal,  # of those
+    signal,  # index in `across`
     call,
     rank,
     peer,
 ):
-    """Put rows to the same place at another rank, followed by a signal."""
+    """Put rows to the same place on another rank, followed by a signal."""
     begin = row.to(tl.int64) * width
     address = tl.load(across + rank) + 8 * signal
     nvshmem.put_signal(
@@ -157,7 +158,7 @@ def cross_nodes(
     weights,  # float32 [T, k]
     status,  # int32 [T]
     packed,  # int32 [NODES, C]; the row of a token on a node, or -1
-    crossed,  # int64 [W]; addresses of [2, NODES, C, K], 0 for ranks that NVLink does not reach
+    crossed,  # int64 [W]; addresses of [2, NODES, C, K], 0 for ranks beyond NVLink
     scales,  # int64 [W]; addresses of float32 [2, NODES, C, ceil(K / COLUMNS)], or None
     names,  # int64 [W]; addresses of int32 [2, NODES, C, 2, k]
     sent,  # Sent
@@ -169,11 +170,11 @@ def cross_nodes(
     chunks,
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
-    NODE: tl.constexpr,  # ranks of a node
-    FAR: tl.constexpr,  # there are ranks without an address
+    NODE: tl.constexpr,  # number of ranks on a node
+    FAR: tl.constexpr,  # some ranks have no address here
     FORM: tl.constexpr,
 ):
-    """Send one chunk to one node, the next one first. Grid: (chunks * NODES,)."""
+    """Send one chunk to one node, the next node first. Grid: (chunks * NODES,)."""
     TOKENS: tl.constexpr = FORM.tokens
     TOP_K: tl.constexpr = FORM.top_k
     CHOICES: tl.constexpr = FORM.choices
@@ -202,7 +203,7 @@ def cross_nodes(
     if peer == rank:
         flag_tokens(status, ids, tokens, num_tokens, routing.num_experts)
 
-    row = (call % 2) * (nodes * capacity) + own * capacity  # of the peer's
+    row = (call % 2) * (nodes * capacity) + own * capacity  # in the peer's slot
     address = tl.load(names + peer)
     to_names = peer_pointer(names, peer, tl.int32) + row * (2 * TOP_K)
     to = peer_pointer(crossed, peer, dtype) + row * K
@@ -249,9 +250,9 @@ def cross_nodes(
 
 @triton.jit(do_not_specialize=["rank"])
 def pass_on(
-    kept,  # int32 [NODES, NODE, C]; 1 for tokens that went to a rank of this node
+    kept,  # int32 [NODES, NODE, C]; 1 for tokens passed on to a rank on this node
     tokens_of,  # int32 [W, chunks, L]
-    crossed,  # int64 [W]; addresses of [2, NODES, C, K], 0 for ranks that NVLink does not reach
+    crossed,  # int64 [W]; addresses of [2, NODES, C, K], 0 for ranks beyond NVLink
     crossed_scales,  # int64 [W]; addresses of float32 [2, NODES, C, ceil(K / COLUMNS)], or None
     names,  # int64 [W]; addresses of int32 [2, NODES, C, 2, k]
     peers,  # buffers [2, W, C, K]; signals int32 [chunks, NODES], and [chunks, W] from `passed` on
@@ -263,14 +264,14 @@ def pass_on(
     K,
     num_slots,  # L
     chunks,
-    passed,  # the first of the signals that are set
+    passed,  # the first signal that this kernel sets
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     NODE: tl.constexpr,
     FAR: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Pass chunks on in this node; then wait for the others' and count. Grid: (programs,)."""
+    """Pass chunks on within this node; then wait for the others' and count. Grid: (programs,)."""
     TOKENS: tl.constexpr = FORM.tokens
     TOP_K: tl.constexpr = FORM.top_k
     CHOICES: tl.constexpr = FORM.choices
@@ -281,7 +282,7 @@ def pass_on(
     capacity = chunks * TOKENS
     kinds = chunks * nodes
     groups = tl.cdiv(K, COLUMNS)
-    slot = (call % 2) * (WORLD * capacity)  # rows before this call's
+    slot = (call % 2) * (WORLD * capacity)  # rows before this call's slot
     for item in range(tl.program_id(0), chunks * WORLD, tl.num_programs(0)):
         node = (own + nodes - item % WORLD // NODE) % nodes
         local = (mine + 1 + item % NODE) % NODE
@@ -343,15 +344,16 @@ def return_sums(
     rank,
     K,
     chunks,
-    first,  # of the signals
+    first,  # the first signal that this kernel sets
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     NODE: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Weigh and add what this rank has for one chunk, and store it to who has passed it on.
+    """Weigh and add this rank's outputs for one chunk, and store them to its forwarding rank.
 
-    Grid: (chunks * W,). Other nodes first: what is for them has further to go.
+    The forwarding rank is the one that passed the chunk on. Grid: (chunks * W,). Other nodes come
+    first, because their sums have further to go.
     """
     TOKENS: tl.constexpr = FORM.tokens
     TOP_K: tl.constexpr = FORM.top_k
@@ -385,8 +387,8 @@ def return_sums(
 
 @triton.jit
 def add_kept(
-    parts,  # [NODE, C, K]; of the ranks of this node
-    kept,  # int32 [NODE, C]; which tokens they have
+    parts,  # [NODE, C, K]; from the ranks on this node
+    kept,  # int32 [NODE, C]; 1 for tokens that a rank has
     tokens,  # int32 [TOKENS]
     at,  # int32 [1, BLOCK]
     K,
@@ -395,7 +397,7 @@ def add_kept(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Some columns of the sum of what ranks have for tokens, in their order: float32."""
+    """Add some columns of the ranks' sums for tokens, in rank order: float32."""
     total = tl.zeros((TOKENS, BLOCK), tl.float32)
     for local in range(NODE):
         row = local * capacity + tokens
@@ -408,22 +410,22 @@ def add_kept(
 def cross_back(
     kept,  # int32 [NODES, NODE, C]
     returned,  # int64 [W]; addresses of [2, W, C, K]
-    homecoming,  # int64 [W]; addresses of [2, NODES, C, K], 0 for ranks that NVLink does not reach
-    sent,  # [NODES, C, K]; symmetric, this rank's; what is put
+    homecoming,  # int64 [W]; addresses of [2, NODES, C, K], 0 for ranks beyond NVLink
+    sent,  # [NODES, C, K]; symmetric, on this rank; the source for puts
     peers,  # signals int32 [home + chunks * NODES]
     across,  # int64 [W]; addresses of int64 [4, chunks, NODES]
     rank,
     K,
     chunks,
-    first,  # of the signals that are waited for
-    home,  # the first of those that are set
+    first,  # the first signal that this kernel waits for
+    home,  # the first signal that this kernel sets
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     NODE: tl.constexpr,
     FAR: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Add this node's sums for chunks of other nodes, and send them. Grid: (programs,)."""
+    """Add this node's sums for other nodes' chunks, and send them. Grid: (programs,)."""
     TOKENS: tl.constexpr = FORM.tokens
     BLOCK: tl.constexpr = FORM.block
     nodes: tl.constexpr = WORLD // NODE
@@ -432,7 +434,7 @@ def cross_back(
     own, mine = rank // NODE, rank % NODE
     capacity = chunks * TOKENS
     size: tl.constexpr = dtype.primitive_bitwidth // 8
-    row = (call % 2) * (nodes * capacity) + own * capacity  # of the rank's whose it is
+    row = (call % 2) * (nodes * capacity) + own * capacity  # on the tokens' rank
     for item in range(tl.program_id(0), chunks * others, tl.num_programs(0)):
         node = (own + 1 + item % others) % nodes
         index = item // others
@@ -476,22 +478,22 @@ def sum_nodes(
     packed,  # int32 [NODES, C]
     kept,  # int32 [NODES, NODE, C]
     returned,  # int64 [W]; addresses of [2, W, C, K]
-    homecoming,  # int64 [W]; addresses of [2, NODES, C, K], 0 for ranks that NVLink does not reach
+    homecoming,  # int64 [W]; addresses of [2, NODES, C, K], 0 for ranks beyond NVLink
     peers,  # signals int32 [home + chunks * NODES]
     across,  # int64 [W]; addresses of int64 [4, chunks, NODES]
     rank,
     num_tokens,  # T
     K,
     chunks,
-    first,  # of the signals of this node's ranks
-    home,  # of those of other nodes
+    first,  # the first signal from this node's ranks
+    home,  # the first signal from other nodes
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     NODE: tl.constexpr,
     FAR: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Wait for all sums of a chunk, and add some columns. Grid: (programs,), persistent."""
+    """Wait for all sums for a chunk, and add some columns. Grid: (programs,), persistent."""
     TOKENS: tl.constexpr = FORM.tokens
     BLOCK: tl.constexpr = FORM.block
     nodes: tl.constexpr = WORLD // NODE
@@ -529,7 +531,10 @@ def sum_nodes(
 
 
 class TwoLevelExpertWorkspace(ExpertWorkspace):
-    """Of `moe_dispatch_two_level` and `moe_combine_two_level`; see `moe_two_level_workspace`."""
+    """A workspace for `moe_dispatch_two_level` and `moe_combine_two_level`.
+
+    See `moe_two_level_workspace`.
+    """
 
     def __init__(
         self,
@@ -562,7 +567,7 @@ class TwoLevelExpertWorkspace(ExpertWorkspace):
         )
         nodes, chunks, capacity = size // node, self.chunks, self.capacity
         self.ranks_per_node, self.nodes = node, nodes
-        self.passed = chunks * nodes  # the first signals of each kind; those of crossed are first
+        self.passed = chunks * nodes  # each kind's first signal; `crossed` begins at 0
         self.back = self.passed + chunks * size
         self.home = self.back + chunks * size
         self.extern_libs = nvshmem.link_options() if self.far else None
@@ -587,7 +592,7 @@ class TwoLevelExpertWorkspace(ExpertWorkspace):
         self.across = home.zeros(f"{name}.across", (4, chunks, staged[0]), torch.int64)
 
     def quiet(self) -> None:
-        """What is put from may be stored to by the next launch."""
+        """Wait for all puts, so that the next launch may store to their sources."""
         if self.far:
             nvshmem.quiet[(1,)](num_warps=1, extern_libs=self.extern_libs)
 
@@ -604,12 +609,12 @@ def moe_two_level_workspace(
     chunk: int = CHUNK,
     wire: torch.dtype | None = None,
 ) -> TwoLevelExpertWorkspace:
-    """For `moe_dispatch_two_level` and `moe_combine_two_level`. Collective.
+    """Make a workspace for `moe_dispatch_two_level` and `moe_combine_two_level`. Collective.
 
     Args:
-        ranks_per_node: that have addresses of each other; all if None.
+        ranks_per_node: number of consecutive ranks with addresses for each other; all if None.
 
-    Other arguments, and what is refused: as of ExpertWorkspace.
+    Other arguments and errors: see ExpertWorkspace.
     """
     return TwoLevelExpertWorkspace(
         home, max_tokens, width, top_k, dtype, placement, ranks_per_node, chunk, wire
@@ -618,12 +623,12 @@ def moe_two_level_workspace(
 
 @dataclass(frozen=True, slots=True)
 class DispatchedTwoLevel(Arrived):
-    """What moe_combine_two_level needs to send back what has come to a rank.
+    """The received tokens, and everything moe_combine_two_level needs to return their sums.
 
     Attributes:
-        row_weights: float32 [R]; the router's, of each row.
-        packed: int32 [NODES, C]; where a token of this rank stands on each node, or -1.
-        kept: int32 [NODES, NODE, C]; the ranks of this node to which a token was passed on.
+        row_weights: float32 [R]; the router's weight for each row.
+        packed: int32 [NODES, C]; the row of each own token on each node, or -1.
+        kept: int32 [NODES, NODE, C]; 1 where a token was passed on to a rank on this node.
     """
 
     row_weights: Tensor
@@ -638,12 +643,12 @@ def moe_dispatch_two_level(
 
     Args:
         x: [T, K], contiguous; ranks may differ in T.
-        expert_ids: int32 [T, k], contiguous; -1 for none.
-        weights: float32 [T, k], contiguous; the router's.
+        expert_ids: int32 [T, k], contiguous; -1 for no expert.
+        weights: float32 [T, k], contiguous; from the router.
         workspace: made for at least T tokens.
 
     Raises:
-        KernelError: an argument does not fit; on which ranks, as of moe_dispatch.
+        KernelError: an argument does not fit; on the same ranks as in moe_dispatch.
     """
     op = "moe_dispatch_two_level"
     with workspace.agreed(op, {}):
@@ -724,16 +729,17 @@ def moe_combine_two_level(
     """Send the experts' outputs back, weighed and added on the way. Collective.
 
     Args:
-        y: [R, K], contiguous, of x's dtype; where the tokens of `sent.rows` stood.
-        sent: what moe_dispatch_two_level has returned, at most one call ago.
-        workspace: that it was dispatched with.
+        y: [R, K], contiguous, with x's dtype; each output in the row where its token was in
+            `sent.rows`.
+        sent: the result of moe_dispatch_two_level, at most one dispatch old.
+        workspace: the same as for the dispatch.
 
     Returns:
-        [T, K]; the sums of a token's outputs times their weights. Of choices that are no
-        expert's, nothing is added.
+        [T, K]; for each token, the sum of its outputs times their weights. Choices outside [0, E)
+        add nothing.
 
     Raises:
-        KernelError: an argument does not fit; on which ranks, as of moe_dispatch.
+        KernelError: an argument does not fit; on the same ranks as in moe_dispatch.
     """
     op = "moe_combine_two_level"
     with workspace.agreed(op, {}):

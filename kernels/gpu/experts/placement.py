@@ -1,15 +1,15 @@
-"""Which rank has which expert: a table that kernels read, so that it can change under them.
+"""Expert placement on ranks: a table that kernels read, so that it can change under them.
 
-Each of W ranks has L slots, and each slot the weights of one expert: slot s is
-the (s mod L)-th of rank s // L. An expert may be in several slots, on several
-ranks, if many tokens want it: its replicas. Token t of rank r goes to the
-((r + t) mod count)-th of an expert's replicas, in the order of their slots, which
-spreads the tokens of one rank as well as those that stand alike on all ranks. The
-choice does not depend on any other token, and replicas compute the same.
+There are W ranks, each with L slots. A slot holds the weights for one expert; slot s is
+slot s mod L on rank s // L. An expert with many tokens may have several slots, on
+several ranks: its replicas. Token t on rank r goes to replica (r + t) mod count, in
+slot order. This spreads the tokens within a rank, and also tokens with the same number
+on different ranks. The choice does not depend on any other token, and all replicas
+compute the same result.
 
-On the device it is `replicas` int32 [E, n], the slots of each expert, and `counts`
-int32 [E], how many there are. A workspace keeps them where they are when they
-change, and so a captured CUDA graph sees the change.
+Two tables on the device hold the placement: `replicas` int32 [E, n] lists the slots for
+each expert, and `counts` int32 [E] tells how many there are. A workspace updates both
+tables at fixed addresses, so a captured CUDA graph sees the change.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from weft.kernels.gpu.runtime.arguments import require
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The experts of a layer, and the slots that they are in.
+    """The experts in a layer and their slots.
 
     Attributes:
         slots: the expert in each slot, rank by rank.
-        world_size: ranks; each has as many slots.
+        world_size: number of ranks; each has equally many slots.
 
     Raises:
         KernelError: ranks have different numbers of slots, or an expert has none.
@@ -42,13 +42,13 @@ class Placement:
         size, slots = self.world_size, self.slots
         require("placement", "world_size", size, size > 0, "be at least 1")
         divided = len(slots) > 0 and len(slots) % size == 0
-        must = f"be as many for each of {size} ranks, and at least one"
+        must = f"be the same number for each of {size} ranks, and at least one"
         require("placement", "slots", f"{len(slots)} in all", divided, must)
-        require("placement", "the least expert", min(slots), min(slots) >= 0, "be 0")
+        require("placement", "the lowest expert number", min(slots), min(slots) >= 0, "be 0")
         missing = set(range(max(slots) + 1)) - set(slots)
         must = f"be none: each of {max(slots) + 1} experts needs a slot"
         shown = f"expert {min(missing)}" if missing else "none"
-        require("placement", "what has no slot", shown, not missing, must)
+        require("placement", "the first without a slot", shown, not missing, must)
 
     @property
     def num_experts(self) -> int:
@@ -60,23 +60,23 @@ class Placement:
 
     @property
     def max_replicas(self) -> int:
-        """Of an expert, in any placement of so many experts in so many slots."""
+        """Maximum replicas for one expert, with these numbers of experts and slots."""
         return len(self.slots) - self.num_experts + 1
 
     def replicas(self, expert: int) -> list[int]:
-        """The slots of an expert, in their order."""
+        """List an expert's slots, in ascending order."""
         return [slot for slot, other in enumerate(self.slots) if other == expert]
 
     def ranks(self, expert: int) -> list[int]:
-        """The ranks of an expert's replicas, in their order; one that has two is there twice."""
+        """List the rank of each replica, in slot order; a rank with two replicas is there twice."""
         return [slot // self.slots_per_rank for slot in self.replicas(expert)]
 
     def experts(self, rank: int) -> tuple[int, ...]:
-        """Those whose weights a rank has, by its slots."""
+        """List the experts whose weights a rank holds, slot by slot."""
         return self.slots[rank * self.slots_per_rank : (rank + 1) * self.slots_per_rank]
 
     def tables(self) -> tuple[Tensor, Tensor]:
-        """What kernels read: int32 [E, max_replicas], whose rows end in -1; int32 [E]."""
+        """Make the tables for kernels: int32 [E, max_replicas], padded with -1; int32 [E]."""
         rows = [self.replicas(expert) for expert in range(self.num_experts)]
         padded = [row + [-1] * (self.max_replicas - len(row)) for row in rows]
         counts = [len(row) for row in rows]
@@ -84,10 +84,10 @@ class Placement:
 
 
 def even(num_experts: int, world_size: int) -> Placement:
-    """Each expert once, the first ones on the first rank.
+    """Place each expert once, the first ones on the first rank.
 
     Raises:
-        KernelError: the ranks do not divide the experts.
+        KernelError: the experts do not divide evenly among the ranks.
     """
     divided = 0 < world_size <= num_experts and num_experts % world_size == 0
     must = f"be a positive multiple of {world_size} ranks, or be placed with replicas"
@@ -96,17 +96,17 @@ def even(num_experts: int, world_size: int) -> Placement:
 
 
 def balanced(loads: Sequence[float], world_size: int, slots_per_rank: int) -> Placement:
-    """Hot experts several times, and ranks with about the same load; greedily.
+    """Place hot experts several times, so that ranks have about the same load; greedily.
 
-    As DeepSeek's EPLB (2025) without its groups: every slot beyond one for each expert goes to the
-    expert with the highest load per replica; then replicas, the heaviest first, go each to the
-    least loaded rank that has room, if possible one without that expert. Ties go to the lower
-    number, so that all ranks find the same.
+    This is DeepSeek's EPLB (2025) without its groups. Each expert gets one slot; each remaining
+    slot goes to the expert with the highest load per replica. Then replicas are assigned, the
+    heaviest first. Each goes to the least loaded rank with room, if possible to one without
+    that expert. Ties go to the lower number, so all ranks compute the same placement.
 
     Args:
-        loads: of each expert: tokens that wanted it.
-        world_size: ranks.
-        slots_per_rank: of each.
+        loads: tokens routed to each expert.
+        world_size: number of ranks.
+        slots_per_rank: slots on each rank.
 
     Raises:
         KernelError: there are more experts than slots.
@@ -114,7 +114,7 @@ def balanced(loads: Sequence[float], world_size: int, slots_per_rank: int) -> Pl
     slots = world_size * slots_per_rank
     fits = 0 < len(loads) <= slots
     require(
-        "placement", "loads", f"of {len(loads)} experts", fits, f"be of 1 to {slots}, the slots"
+        "placement", "loads", f"of {len(loads)} experts", fits, f"be of 1 to {slots}, one per slot"
     )
     counts = [1] * len(loads)
     for _ in range(slots - len(loads)):
