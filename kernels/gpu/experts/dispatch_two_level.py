@@ -18,8 +18,9 @@ over the nodes in order. Numbers are rounded to x's dtype when they are sent, so
 precede the last one. The placement decides which numbers are added first.
 
 Rank (a, l) is rank l on node a, which has NODE ranks. Crossing data goes from (a, l) to
-(b, l). The tokens in a chunk are packed: the chunk's i-th token for that node is in its row i. A rank's own tokens take the same path through its own memory. Rank (b, l) has
-these tensors for slot n mod 2 (for `buffer` and `wanted` see expert_tokens.py):
+(b, l). The tokens in a chunk are packed: the chunk's i-th token for that node is in its row
+i. A rank's own tokens take the same path through its own memory. Rank (b, l) has these
+tensors for slot n mod 2 (for `buffer` and `wanted` see expert_tokens.py):
 
     crossed [NODES, C, K]         packed; from (a, l), with scales if it is fp8
     names int32 [NODES, C, 2, k]  for each token: each choice's slot on this node, or -1;

@@ -174,7 +174,7 @@ def test_far_ids_are_flagged() -> None:
         ({"bias": torch.zeros(12).half()}, "bias's dtype is torch.float16; it must be torch.float"),
         (
             {"groups": 12, "bias": torch.zeros(12), "top_k": 1},
-            "must have at least two experts each",
+            "must have at least two experts",
         ),
         ({"logits": torch.zeros(4)}, r"logits's shape is \[4\]; it must be a matrix"),
         ({"logits": torch.zeros(12, 4).T}, "logits's stride"),
