@@ -9,8 +9,8 @@ wire, but they save bandwidth. A token crosses once to each node with an expert 
 that node it is passed on once to each rank with such an expert. On the way back, each rank
 weighs and adds its outputs for a token. Each node adds its ranks' sums, and the result
 crosses once. The router's weights therefore travel with the tokens. With one node, a token
-goes to each rank once, and each rank returns one sum, as in DeepEP's kernels (DeepSeek-AI
-2025) for training and prefill.
+goes once to each rank with an expert for it, and each such rank returns one sum, as in
+DeepEP's kernels (DeepSeek-AI 2025) for training and prefill.
 
 A token's sum has the same bits whatever the other tokens are. It is added in float32: first
 on each rank in the order of the token's choices, then over a node's ranks in order, then

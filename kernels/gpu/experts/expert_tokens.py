@@ -42,7 +42,7 @@ from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
 TILE = 4096
-"""Size of the block that a program moves at a time."""
+"""Block size, in numbers, that a program moves at a time."""
 
 MAX_TOP_K = 32
 
